@@ -1,0 +1,41 @@
+# gpusnap. On a fresh Debian 12 as root, with python3, make and apt, each target does its own set-up.
+#
+#   make demo    checkpoint and restore a GPU container with Podman; a real GPU if there is one, else one in software
+#   make test    lint, types, unit tests, and integration tests in a Debian 13 test host
+#   make clean   remove what these made, the test host included
+
+PYTHON ?= python3
+
+.PHONY: help demo test unit integration lint type native testhost clean
+help:
+	@sed -n '2,6s/^# \{0,1\}//p' Makefile
+
+demo:
+	@$(PYTHON) demo/demo.py
+
+test: .venv/ready testhost
+	@.venv/bin/tox run
+
+unit integration lint type: .venv/ready
+	@.venv/bin/tox run -e $@
+
+# The GPU in software, and the launcher in C.
+native:
+	@$(MAKE) -s -C softgpu
+	@$(MAKE) -s -C runtime_shim/launcher
+
+testhost:
+	@tests/host/host build >/dev/null
+
+# tox alone; it makes the environments of the tests. The test host's set-up brings python3-venv where it is missing.
+.venv/ready: | testhost
+	@echo "make: setting up .venv"
+	@$(PYTHON) -m venv .venv
+	@.venv/bin/python -m pip install -q --disable-pip-version-check 'tox>=4.11'
+	@touch $@
+
+clean:
+	@tests/host/host clean
+	@$(MAKE) -s -C softgpu clean
+	@$(MAKE) -s -C runtime_shim/launcher clean
+	rm -rf .venv .tox build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""gpusnap: the command that people type."""

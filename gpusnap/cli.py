@@ -1,0 +1,104 @@
+"""`gpusnap`: look at checkpoints, at this host's GPUs, and at the settings.
+
+Exit codes: 0 done; 1 it could not be done, stderr says why; 2 the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+import click
+from rich.console import Console
+
+from gpusnap import show
+from gpusnap.source import load_manifest
+from runtime_shim import settings as settings_file
+from runtime_shim._version import __version__
+from runtime_shim.errors import GpusnapError
+from runtime_shim.gpu import find_driver
+from runtime_shim.manifest import encode
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    """The entry point: every error becomes one sentence and an exit code."""
+    try:
+        command.main(prog_name="gpusnap", standalone_mode=False)
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        return 130
+    except GpusnapError as error:
+        print(f"gpusnap: {error.sentence()}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # `gpusnap inspect … | head`: nobody reads on, and Python must not complain about it at exit.
+        sys.stderr.close()
+        return 1
+    return 0
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="gpusnap")
+def command() -> None:
+    """Checkpoint and restore containers that use GPUs.
+
+    The work itself is done by gpusnap-runtime, which Podman and containerd run in place of crun or runc; this
+    command shows what it made and what it finds.
+    """
+
+
+@command.command()
+@click.argument("checkpoint", type=click.Path(exists=True))
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
+def inspect(checkpoint: str, as_json: bool) -> None:
+    """Show what CHECKPOINT holds of GPUs, and how long each step took.
+
+    CHECKPOINT is an archive made by `podman container checkpoint --export`, or a directory of CRIU images.
+    """
+    manifest = load_manifest(checkpoint)
+    if as_json:
+        click.echo(encode(manifest).decode(), nl=False)
+        return
+    show.manifest(Console(), manifest)
+
+
+@command.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the inventory as JSON.")
+def gpus(as_json: bool) -> None:
+    """List this host's GPUs as gpusnap sees them."""
+    driver = find_driver()
+    if driver is None:
+        raise GpusnapError(
+            "this host has no GPU driver that gpusnap knows: no /dev/nvidia*, no /proc/driver/nvidia",
+            hint="load the driver, and see that nvidia-smi lists the GPUs",
+        )
+    host = driver.host()
+    if as_json:
+        click.echo(json.dumps(asdict(host), indent=1))
+        return
+    show.inventory(Console(), host)
+
+
+@command.command()
+@click.option(
+    "--file",
+    "path",
+    default=settings_file.SETTINGS_FILE,
+    show_default=True,
+    type=click.Path(),
+    help="The settings file to read.",
+)
+def settings(path: str) -> None:
+    """Check the settings file and print every setting with its value."""
+    show.settings(Console(), settings_file.load(path))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

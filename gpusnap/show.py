@@ -1,0 +1,91 @@
+"""Records as tables for people."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from runtime_shim.gpu.driver import Host
+from runtime_shim.manifest import Manifest
+from runtime_shim.settings import Settings
+from runtime_shim.transaction import Step
+
+__all__ = ["inventory", "manifest", "settings", "size", "timeline"]
+
+_WIDTH = 40
+
+
+def size(count: int) -> str:
+    """Bytes in binary units."""
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        right = column in ("PID", "minor", "memory", "used", "seconds", "start")
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
+    return table
+
+
+def manifest(console: Console, record: Manifest) -> None:
+    """GPUs, processes and the timeline of a checkpoint."""
+    host = record.host
+    console.print(
+        f"container {record.container[:12]}, checkpointed {record.created} by gpusnap {record.gpusnap}\n"
+        f"driver {host.driver_version} (CUDA {host.cuda_version}), CRIU {host.criu_version}, "
+        f"{host.runtime_name} {host.runtime_version}, Linux {host.kernel} {host.architecture}\n",
+        highlight=False,
+    )
+    table = _table("GPUs", "UUID", "minor", "model", "memory", "used")
+    for gpu in record.gpus:
+        table.add_row(gpu.uuid, str(gpu.minor), gpu.model, size(gpu.memory_total), size(gpu.memory_used))
+    console.print(table, "")
+    table = _table("GPU processes", "PID", "command", "used")
+    for process in record.processes:
+        used = sum(used for _, used in process.gpus)
+        table.add_row(str(process.pid), " ".join(process.command)[:200] or process.name, size(used))
+    console.print(table, "")
+    timeline(console, record.timing)
+
+
+def timeline(console: Console, steps: tuple[Step, ...]) -> None:
+    """When each step began, how long it took, and a bar of both."""
+    end = max((step.start + step.seconds for step in steps), default=0.0) or 1.0
+    table = _table(f"timeline ({end:.2f} s)", "step", "start", "seconds", "")
+    for step in steps:
+        left = round(step.start / end * _WIDTH)
+        bar = "█" * max(1, round(step.seconds / end * _WIDTH)) if step.seconds / end > 0.01 else "▏"
+        table.add_row(step.name, f"{step.start:.3f}", f"{step.seconds:.3f}", " " * left + bar)
+    console.print(table)
+
+
+def inventory(console: Console, host: Host) -> None:
+    """The GPUs of a host."""
+    console.print(f"driver {host.driver_version} (CUDA {host.cuda_version})\n", highlight=False)
+    table = _table("GPUs", "UUID", "minor", "model", "memory", "used", "notes")
+    for gpu in host.gpus:
+        notes = ["MIG"] * gpu.mig + [gpu.compute_mode] * (gpu.compute_mode != "default")
+        row = (gpu.uuid, str(gpu.minor), f"{gpu.model} ({gpu.compute_capability})")
+        table.add_row(*row, size(gpu.memory_total), size(gpu.memory_used), ", ".join(notes))
+    console.print(table)
+
+
+def settings(console: Console, values: Settings, prefix: str = "") -> None:
+    """Every setting with its value, one a line, as dotted TOML keys."""
+    for item in fields(values):
+        value = getattr(values, item.name)
+        name = prefix + item.name.replace("_", "-")
+        if is_dataclass(value):
+            settings(console, value, prefix=f"{name}.")  # type: ignore[arg-type]
+        else:
+            text = str(value).lower() if isinstance(value, bool) else value
+            text = (
+                f'"{text}"' if isinstance(value, str) else list(value) if isinstance(value, tuple) else text
+            )
+            console.print(f"{name} = {text}", highlight=False, markup=False, soft_wrap=True)

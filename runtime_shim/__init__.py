@@ -1,0 +1,1 @@
+"""gpusnap-runtime: the OCI runtime shim that checkpoints and restores containers that use GPUs."""

@@ -1,0 +1,301 @@
+"""A checkpoint of a container that uses GPUs.
+
+    inspect → prepare → lock → driver checkpoint → (pages) → dump → [resume] → manifest
+
+Until CRIU has dumped the container each step is undone when a later one fails: the GPU processes get their
+memory back and run on, and what was written is taken away. After the dump there is no way back without
+--leave-running, because the container is gone; so the manifest is on disk by then, and only has to be
+renamed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from runtime_shim import container as containers
+from runtime_shim import manifest, preflight, proc
+from runtime_shim.argv import CheckpointCall
+from runtime_shim.criu import config as criu_config
+from runtime_shim.criu import mounts as criu_mounts
+from runtime_shim.criu.version import criu_version
+from runtime_shim.errors import GpusnapError, ImageError, Refused, RuntimeFailed, reason
+from runtime_shim.gpu.driver import Driver, Host
+from runtime_shim.gpu.together import at_once
+from runtime_shim.invoke import Invoked, invoke
+from runtime_shim.real import RealRuntime
+from runtime_shim.settings import Settings
+from runtime_shim.suspension import InCriu, Pages, Record, idle_holders, record, resume, users
+from runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
+
+__all__ = ["checkpoint"]
+
+# CRIU writes it last of what a restore cannot do without; Podman refuses an archive without it.
+_INVENTORY = "inventory.img"
+
+
+@dataclass(slots=True)
+class _Job:
+    """One checkpoint under way."""
+
+    call: CheckpointCall
+    real: RealRuntime
+    settings: Settings
+    driver: Driver
+    container: containers.Container
+    transaction: Transaction
+    pages: Pages = field(default_factory=InCriu)
+    records: dict[int, Record] = field(default_factory=dict)
+    """By PID, of every process that has been, or is being, suspended."""
+    mounts: tuple[manifest.DriverMount, ...] = ()
+    masters: bool = False
+    host: Host | None = None
+    before: frozenset[str] = frozenset()
+    """What was in the image directory."""
+    dumping: bool = False
+    """CRIU has begun to write; from then on an earlier checkpoint in the same place is no more."""
+
+    @property
+    def image_path(self) -> str:
+        return str(self.call.images())
+
+    def processes(self) -> tuple[proc.Process, ...]:
+        return containers.processes(self.container.pid)
+
+
+def checkpoint(
+    call: CheckpointCall,
+    real: RealRuntime,
+    settings: Settings,
+    driver: Driver,
+    container: containers.Container,
+) -> None:
+    """Checkpoint a running container, some of whose processes hold a GPU.
+
+    Raises a GpusnapError; the container then runs on as if nobody had asked, unless the error says otherwise.
+    """
+    with interruptible(), Transaction() as transaction:
+        job = _Job(call, real, settings, driver, container, transaction)
+        with transaction.step("inspect"):
+            _inspect(job)
+        draft = manifest.Draft(str(call.images()))
+        with transaction.step("prepare"):
+            _prepare(job, draft)
+        _suspend(job)
+        with transaction.step("pages"):
+            job.pages.take(list(job.records))
+        _dump(job, draft)
+        transaction.commit()
+        with held_signals():
+            _complete(job, draft)
+
+
+def _inspect(job: _Job) -> None:
+    """Pre-flight, and what the dump has to know of the container. Nothing is changed."""
+    job.driver.open()
+    job.host = job.driver.host()
+    config = containers.bundle_config(job.container.bundle)
+    job.mounts, job.masters = criu_mounts.undeclared(job.container.pid, config)
+    preflight.call(job.call, job.container)
+    preflight.leftover(lambda: idle_holders(job.driver, job.processes()))
+    found = users(job.driver, job.processes())
+    if not found:
+        raise Refused(
+            f"the GPU processes of container {job.container.id} ended while its checkpoint began",
+            hint="checkpoint it again",
+        )
+    preflight.states(found)
+    preflight.nccl(list(found), job.settings.nvidia)
+
+
+def _prepare(job: _Job, draft: manifest.Draft) -> None:
+    """Make the image directory ours. What was in it stays there if we fail."""
+    job.before = _entries(job.image_path)
+    job.transaction.undo("removing the incomplete image", lambda: _clean(job))
+    draft.begin()
+
+
+def _suspend(job: _Job) -> None:
+    """Lock and checkpoint every GPU process; those that begin to use a GPU meanwhile in another round."""
+    if not job.records:
+        job.transaction.undo(
+            "resuming the GPU processes", lambda: resume(job.driver, list(job.records), job.pages)
+        )
+    for _ in range(job.settings.retries + 1):
+        fresh = [process for process in users(job.driver, job.processes()) if process.pid not in job.records]
+        if not fresh:
+            return
+        _suspend_these(job, fresh)
+    raise Refused(
+        f"processes of container {job.container.id} keep starting to use a GPU",
+        hint="try again when it is quieter",
+    )
+
+
+def _suspend_these(job: _Job, fresh: Sequence[proc.Process]) -> None:
+    """Suspend these processes, all at once."""
+    assert job.host is not None
+    inner = containers.inner_pids(job.container.pid, fresh)
+    records = {r.process.pid: r for r in record(job.driver, job.host, fresh, inner)}
+    all_bytes = sum(r.used for r in records.values()) + sum(r.used for r in job.records.values())
+    preflight.room_in_memory({pid: r.used for pid, r in records.items()}, job.container.pid)
+    preflight.room_on_disk(job.image_path, all_bytes, job.processes())
+    job.records |= records
+    timeout = job.settings.nvidia.lock_timeout
+    with job.transaction.step("lock"):
+        at_once(lambda pid: job.driver.lock(pid, timeout=timeout), records).raise_first()
+    with job.transaction.step("driver checkpoint"):
+        at_once(job.driver.checkpoint, records).raise_first()
+
+
+def _dump(job: _Job, draft: manifest.Draft) -> None:
+    """Have the real runtime dump the container, again where a process began to use a GPU in between."""
+    attempt = 0
+    while True:
+        with job.transaction.step("write manifest"):
+            draft.prepare(_manifest(job))
+        job.dumping = True
+        with job.transaction.step("dump"), held_signals():
+            failure = _runtime_checkpoint(job)
+        if failure is None:
+            return
+        stop_if_asked()
+        _clean(job)
+        newcomers = {process.pid for process in users(job.driver, job.processes())} - set(job.records)
+        attempt += 1
+        if not newcomers or attempt > job.settings.retries:
+            raise failure
+        _suspend(job)
+
+
+def _runtime_checkpoint(job: _Job) -> GpusnapError | None:
+    """One call of the real runtime; the error instead of a dump."""
+    criu = job.settings.criu
+    text = criu_config.dump_text(criu, job.mounts, masters=job.masters)
+    call = criu_config.with_flags(job.call, job.real, criu)
+    done = invoke(call, job.real, text, capture=True)
+    if done.code != 0:
+        return _dump_error(job, done)
+    if not os.path.exists(os.path.join(job.image_path, _INVENTORY)):
+        return ImageError(
+            f"{job.real.name} reported a checkpoint, but wrote no {_INVENTORY} to {job.image_path}"
+        )
+    return None
+
+
+def _dump_error(job: _Job, done: Invoked) -> RuntimeFailed:
+    said = done.because(os.path.join(job.call.work() or job.image_path, "dump.log"))
+    return RuntimeFailed(
+        f"{job.real.name} could not dump container {job.container.id}: {said}",
+        hint="the container runs on",
+        exit_code=done.code,
+    )
+
+
+def _complete(job: _Job, draft: manifest.Draft) -> None:
+    """After the dump: resume what shall run on, make the image durable, and name it a checkpoint."""
+    failure: GpusnapError | None = None
+    if job.call.leave_running:
+        with job.transaction.step("resume"):
+            failure = _resumed(job)
+    with job.transaction.step("sync"):
+        _sync(job.image_path)
+    draft.finish(_manifest(job))
+    if failure is not None:
+        raise failure
+
+
+def _resumed(job: _Job) -> GpusnapError | None:
+    try:
+        resume(job.driver, list(job.records), job.pages)
+    except GpusnapError as error:
+        error.hint = "; ".join(
+            filter(None, [error.hint, f"the checkpoint in {job.image_path} is whole and can be restored"])
+        )
+        return error
+    return None
+
+
+def _manifest(job: _Job) -> manifest.Manifest:
+    assert job.host is not None
+    used: dict[str, int] = {}
+    for item in job.records.values():
+        for uuid, size in item.gpus:
+            used[uuid] = used.get(uuid, 0) + size
+    return manifest.Manifest(
+        created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        container=job.container.id,
+        host=manifest.HostRecord(
+            architecture=platform.machine(),
+            kernel=platform.release(),
+            vendor=job.host.vendor,
+            driver_version=job.host.driver_version,
+            cuda_version=job.host.cuda_version,
+            criu_version=criu_version(),
+            runtime_name=job.real.path.name,
+            runtime_version=".".join(map(str, job.real.version)) or "unknown",
+        ),
+        gpus=tuple(
+            manifest.GpuRecord(
+                g.uuid, g.minor, g.index, g.model, g.compute_capability, g.memory_total, used[g.uuid]
+            )
+            for g in job.host.gpus
+            if g.uuid in used
+        ),
+        processes=tuple(
+            manifest.GpuProcess(item.inner_pid, item.process.comm, item.process.command, item.gpus)
+            for _, item in sorted(job.records.items())
+        ),
+        mounts=job.mounts,
+        timing=tuple(job.transaction.steps),
+        pages=job.pages.name,
+    )
+
+
+def _entries(image_path: str) -> frozenset[str]:
+    """What is in the image directory; it has to be there and to be writable."""
+    try:
+        os.makedirs(image_path, exist_ok=True)
+        return frozenset(os.listdir(image_path))
+    except OSError as error:
+        raise ImageError(
+            f"the checkpoint's directory {image_path} cannot be used: {reason(error)}"
+        ) from error
+
+
+def _clean(job: _Job) -> None:
+    """Remove what a failed dump wrote, so that nothing looks like a checkpoint. Logs stay, to be read."""
+    image_path = job.image_path
+    manifest.Draft(image_path).discard()
+    for name in os.listdir(image_path):
+        ours = name not in job.before or (
+            job.dumping and (name.endswith(".img") or name == "descriptors.json")
+        )
+        path = os.path.join(image_path, name)
+        if ours and not name.endswith(".log") and not os.path.isdir(path):
+            os.unlink(path)
+
+
+def _sync(image_path: str) -> None:
+    """Have the images on disk before the manifest says that they are."""
+
+    def sync(name: str) -> None:
+        descriptor = os.open(os.path.join(image_path, name), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    names = [e.name for e in os.scandir(image_path) if e.is_file(follow_symlinks=False)]
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(sync, [*names, "."]))
+    except OSError as error:
+        raise ImageError(
+            f"the images in {image_path} cannot be brought to disk: {reason(error)}",
+            hint="the dump itself succeeded; the checkpoint has no manifest yet",
+        ) from error

@@ -1,0 +1,59 @@
+"""Child processes: one function that runs one and gives back what it said."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from runtime_shim import locate
+from runtime_shim.errors import RuntimeFailed, reason
+
+__all__ = ["Finished", "run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A child that has ended; output is text, with undecodable bytes escaped."""
+
+    code: int
+    """Its exit code; 128 + the signal's number where a signal ended it."""
+    out: str
+    err: str
+
+
+def run(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    capture: bool = True,
+    own_session: bool = False,
+) -> Finished:
+    """Run a program to its end.
+
+    With `capture` it reads /dev/null and its output is collected; without, descriptors 0 to 2 pass through
+    untouched, as CRIU gives them to the restored container. `own_session` keeps a terminal's Ctrl-C from it.
+    Raises RuntimeFailed where it cannot be started; an exit code is the caller's to judge.
+    """
+    stream = subprocess.PIPE if capture else None
+    try:
+        done = subprocess.run(
+            list(argv),
+            stdin=subprocess.DEVNULL if capture else None,
+            stdout=stream,
+            stderr=stream,
+            env=dict(locate.environment() if env is None else env),
+            # Podman hands descriptors down to crun (--preserve-fds); crun and runc close what they do not
+            # pass on.
+            close_fds=capture,
+            start_new_session=own_session,
+            check=False,
+        )
+    except OSError as error:
+        raise RuntimeFailed(f"{argv[0]} cannot be started: {reason(error)}", exit_code=127) from error
+    code = done.returncode if done.returncode >= 0 else 128 - done.returncode
+    return Finished(code, _text(done.stdout), _text(done.stderr))
+
+
+def _text(data: bytes | None) -> str:
+    return (data or b"").decode("utf-8", "backslashreplace")

@@ -1,0 +1,137 @@
+"""A container as the real runtime knows it, and all of its processes.
+
+Which processes belong to a container is answered from /proc alone, because a container may share any
+namespace and any cgroup with its host: those in its cgroup or below it, those in its PID namespace, and all
+their descendants.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runtime_shim import proc
+from runtime_shim.child import run
+from runtime_shim.errors import ContainerError, RuntimeFailed, SettingsError, reason
+from runtime_shim.log import runtime_message
+
+__all__ = ["Container", "bundle_annotations", "bundle_config", "find", "inner_pids", "processes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """The state of a container (runtime-spec, State)."""
+
+    id: str
+    pid: int
+    """Of its init, in our PID namespace; 0 where it has none."""
+    status: str
+    """created, running, stopped, paused."""
+    bundle: str
+    annotations: dict[str, str]
+
+
+def find(command: Sequence[str], container_id: str) -> Container:
+    """Ask the real runtime for a container's state; `command` is the runtime with its global options.
+
+    Raises ContainerError where the runtime does not know it.
+    """
+    done = run([*command, "state", container_id])
+    if done.code != 0:
+        said = runtime_message("", done.err) or f"exit code {done.code}"
+        raise ContainerError(f"the state of container {container_id} cannot be read: {_reworded(said)}")
+    try:
+        state = json.loads(done.out)
+        return Container(
+            id=str(state["id"]),
+            pid=int(state.get("pid") or 0),
+            status=str(state["status"]),
+            bundle=str(state["bundle"]),
+            annotations={str(k): str(v) for k, v in (state.get("annotations") or {}).items()},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RuntimeFailed(f"{command[0]} state gave no container state: {error!r}") from error
+
+
+def _reworded(text: str) -> str:
+    """Podman replaces messages with the words of ENOENT (see errors.py); the runtime's own may have them."""
+    lowered = text.lower()
+    if "no such file or directory" in lowered or "not exist" in lowered:
+        return "there is no such container"
+    return text
+
+
+def processes(init: int) -> tuple[proc.Process, ...]:
+    """Every process of the container whose init is `init`, ordered by PID; zombies are left out."""
+    parents = proc.parents()
+    ours, group = os.getpid(), _own_cgroup(init)
+    space = proc.namespace(init, "pid")
+    shared = space == proc.namespace(ours, "pid")
+    members = {init}
+    for pid in parents:
+        # kernel threads and processes that just went have no namespace that we could read
+        if (not shared and space and proc.namespace(pid, "pid") == space) or (group and _inside(pid, group)):
+            members.add(pid)
+    grown = True
+    while grown:
+        children = {pid for pid, parent in parents.items() if parent in members and pid not in members}
+        members |= children
+        grown = bool(children)
+    members.discard(ours)
+    found = (proc.process(pid) for pid in sorted(members))
+    return tuple(process for process in found if process is not None)
+
+
+def inner_pids(init: int, members: Iterable[proc.Process]) -> dict[int, int]:
+    """The PID of each process as the container's init sees it, by our PID: what a restore brings back."""
+    first = proc.process(init)
+    depth = len(first.ns_pids) - 1 if first is not None else 0
+    return {member.pid: member.ns_pids[min(depth, len(member.ns_pids) - 1)] for member in members}
+
+
+def _own_cgroup(init: int) -> tuple[str, str] | None:
+    """(hierarchy, path) of a cgroup that is the container's alone; None where it shares ours in each."""
+    ours = proc.cgroups(os.getpid())
+    theirs = proc.cgroups(init)
+    # Version 2 first, its key is the empty one.
+    for hierarchy in sorted(theirs):
+        path = theirs[hierarchy]
+        if path not in ("/", ours.get(hierarchy)) and not _below(ours.get(hierarchy, "/"), path):
+            return hierarchy, path
+    return None
+
+
+def _inside(pid: int, group: tuple[str, str]) -> bool:
+    hierarchy, path = group
+    theirs = proc.cgroups(pid).get(hierarchy)
+    return theirs is not None and _below(theirs, path)
+
+
+def _below(path: str, parent: str) -> bool:
+    return path == parent or path.startswith(parent.rstrip("/") + "/")
+
+
+def bundle_config(bundle: str) -> dict[str, Any]:
+    """The config.json of a bundle. Raises ContainerError."""
+    path = os.path.join(bundle, "config.json")
+    try:
+        with open(path, "rb") as file:
+            config = json.load(file)
+    except OSError as error:
+        raise ContainerError(f"{path} cannot be read: {reason(error)}") from error
+    except ValueError as error:
+        raise ContainerError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ContainerError(f"{path} is not an OCI configuration")
+    return config
+
+
+def bundle_annotations(config: dict[str, Any]) -> dict[str, str]:
+    """Its annotations. Raises SettingsError where they are not a map of strings."""
+    annotations = config.get("annotations") or {}
+    if not isinstance(annotations, dict) or not all(isinstance(v, str) for v in annotations.values()):
+        raise SettingsError("the container's annotations are not a map of strings")
+    return annotations

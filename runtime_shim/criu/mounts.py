@@ -1,0 +1,68 @@
+"""The driver's mounts that config.json does not list, so that neither crun nor runc declares them to CRIU.
+
+NVIDIA's legacy runtime and some hooks mount driver libraries, firmware and /proc/driver/nvidia into the
+container behind the runtime's back. CRIU refuses such a mount ("unreachable sharing", "doesn't have a proper
+root mount"; criu#2472, cuda-checkpoint#19) unless it is named as external. A tmpfs that a hook made inside
+the container, and binds of its files, CRIU dumps by itself: those stay alone.
+
+A manifest from elsewhere must not bring any path of this host into a container, so both ends of such a mount
+have to be what `_DRIVER` describes: the driver's own files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from runtime_shim import proc
+from runtime_shim.errors import Refused
+from runtime_shim.manifest import DriverMount
+
+__all__ = ["checked", "undeclared"]
+
+_DRIVER = re.compile(
+    r"""(?x)
+    /proc/driver/nvidia(?:/[\w.:-]+)* |
+    /(?:usr/)?lib/firmware/(?:updates/)?(?:[\w.+-]+/)?nvidia/[\w.-]+(?:/[\w.-]+)? |
+    /(?:usr/)?(?:lib|lib32|lib64)/(?:[\w.-]+/){0,2}(?:lib(?:cuda|nv|GLX_nvidia|EGL_nvidia|GLES)[\w.-]*\.so[\w.]*)
+    | /(?:usr/)?bin/nvidia-[\w-]+ | /(?:var/)?run/nvidia-(?:persistenced|fabricmanager)/socket
+    """
+)
+
+
+def undeclared(init: int, config: dict[str, Any]) -> tuple[tuple[DriverMount, ...], bool]:
+    """The driver's mounts to be declared to CRIU, and whether one is in a peer group of the host's."""
+    declared = {os.path.normpath(str(mount.get("destination", ""))) for mount in config.get("mounts") or ()}
+    found: list[DriverMount] = []
+    masters = False
+    for mount in proc.mounts(init):
+        if mount.destination in declared or not _DRIVER.fullmatch(mount.destination):
+            continue
+        source = proc.host_path(mount)
+        if source is None or not _same_file(source, f"/proc/{init}/root{mount.destination}"):
+            continue
+        found.append(DriverMount(f"gpusnap-{len(found)}", mount.destination, source))
+        masters = masters or bool(mount.tags)
+    return tuple(found), masters
+
+
+def checked(mounts: Sequence[DriverMount]) -> None:
+    """Refuse a manifest's mounts that are not the driver's, or whose source this host does not have."""
+    for mount in mounts:
+        for path in (mount.destination, mount.source, os.path.realpath(mount.source)):
+            if not _DRIVER.fullmatch(path) or ".." in path.split("/"):
+                raise Refused(f"the manifest asks to mount {path}, which is no file of the GPU's driver")
+        if not os.path.exists(mount.source):
+            raise Refused(
+                f"the container had the driver's {mount.source} mounted, and this host does not have it",
+                hint="install the same driver version here",
+            )
+
+
+def _same_file(one: str, other: str) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False

@@ -1,0 +1,104 @@
+"""What can go wrong, as a tree of exceptions.
+
+    GpusnapError
+    ├── UsageError           the command line is not one that Podman, containerd, CRI-O or a person may send
+    ├── SettingsError        /etc/gpusnap/gpusnap.toml or an io.gpusnap.* annotation: unknown key or bad value
+    ├── ContainerError       the container is not there, not running, paused
+    ├── Refused              pre-flight: nothing has been changed
+    ├── RuntimeFailed        crun, runc or CRIU, run as a child, failed
+    ├── ManifestError        the manifest is missing, cut short, or not what the schema says
+    │   └── ManifestVersion  … or of a major version that this gpusnap does not know
+    ├── ImageError           the checkpoint's directory: not writable, full, not what was dumped
+    ├── Interrupted          a signal asked us to stop
+    └── GpuError             the GPU's driver: see runtime_shim.gpu.errors
+
+A message is one sentence that says what happened to what; `hint` is the next thing to do. Podman rewrites
+every message that holds the words of ENOENT or EACCES into "OCI runtime attempted to invoke a command that
+was not found" (libpod, getOCIRuntimeError), so `reason()` words those two differently.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+__all__ = [
+    "ContainerError",
+    "GpusnapError",
+    "ImageError",
+    "Interrupted",
+    "ManifestError",
+    "ManifestVersion",
+    "Refused",
+    "RuntimeFailed",
+    "SettingsError",
+    "UsageError",
+    "reason",
+]
+
+
+class GpusnapError(Exception):
+    """The base of all errors that a user may see: one sentence, and what to do about it."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+    def sentence(self) -> str:
+        """Message and hint as one line for stderr and for the runtime's JSON log."""
+        text = " ".join(str(self).split())
+        return f"{text}; {self.hint}" if self.hint else text
+
+
+class UsageError(GpusnapError):
+    """A command line that gpusnap-runtime cannot take."""
+
+
+class SettingsError(GpusnapError):
+    """An unknown key or a bad value in the settings file or in an annotation."""
+
+
+class ContainerError(GpusnapError):
+    """The container does not exist or is in a state in which it cannot be checkpointed."""
+
+
+class Refused(GpusnapError):
+    """Pre-flight found a reason not to begin; the container was not touched."""
+
+
+class RuntimeFailed(GpusnapError):
+    """The real runtime (or CRIU under it) failed; `exit_code` is what it returned."""
+
+    def __init__(self, message: str, *, hint: str = "", exit_code: int = 1) -> None:
+        super().__init__(message, hint=hint)
+        self.exit_code = exit_code
+
+
+class ManifestError(GpusnapError):
+    """The manifest is missing, cut short, or does not follow its schema."""
+
+
+class ManifestVersion(ManifestError):
+    """The manifest is of a major version that this gpusnap does not know."""
+
+
+class ImageError(GpusnapError):
+    """The checkpoint's directory cannot be used: not writable, full, or not what was dumped."""
+
+
+class Interrupted(GpusnapError):
+    """SIGINT, SIGTERM or SIGHUP came in while we worked; what was done has been undone."""
+
+
+# The two wordings that Podman replaces (libpod/oci_util.go, getOCIRuntimeError).
+_REWORDED = {
+    errno.ENOENT: "it does not exist",
+    errno.EACCES: "access is refused",
+    errno.EPERM: "it is not allowed",
+}
+
+
+def reason(error: OSError) -> str:
+    """The errno of `error` in words that Podman shows as they are."""
+    number = error.errno or 0
+    return _REWORDED.get(number) or os.strerror(number)

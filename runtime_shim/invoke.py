@@ -1,0 +1,56 @@
+"""The real runtime as a child: CRIU's configuration, a log of its own, and what it said when it failed."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from runtime_shim.argv import CheckpointCall, RestoreCall, render
+from runtime_shim.child import Finished, run
+from runtime_shim.criu.config import config_file
+from runtime_shim.criu.log import first_error
+from runtime_shim.log import note, runtime_message, runtime_warnings
+from runtime_shim.real import RealRuntime
+
+__all__ = ["Invoked", "control", "invoke"]
+
+
+@dataclass(frozen=True, slots=True)
+class Invoked:
+    """A call of the real runtime that has ended."""
+
+    code: int
+    log: str
+    err: str
+
+    def because(self, criu_log: str) -> str:
+        """Why it failed: its own words and CRIU's first error, if there are any."""
+        own = runtime_message(self.log, self.err)
+        criu = first_error(criu_log)
+        parts = [own, f"CRIU says: {criu} ({criu_log})" if criu else ""]
+        return "; ".join(filter(None, parts)) or f"exit code {self.code}"
+
+
+def invoke(
+    call: CheckpointCall | RestoreCall, real: RealRuntime, criu_text: str, *, capture: bool
+) -> Invoked:
+    """Run the real runtime with a CRIU configuration, and with a log of its own in place of the caller's.
+
+    `capture` as in `child.run`; without it, why the runtime failed is only in that log.
+    """
+    with tempfile.NamedTemporaryFile("r", prefix="gpusnap-log-", encoding="utf-8", errors="replace") as own:
+        own_log = replace(call.globals, log=own.name, log_format="json")
+        argv = render(replace(call, globals=own_log), real)
+        with config_file(criu_text) as env:
+            done: Finished = run(argv, env=env, capture=capture, own_session=capture)
+        said = own.read()
+    if done.code == 0:
+        for warning in runtime_warnings(said):
+            note(warning)
+    return Invoked(done.code, said, done.err)
+
+
+def control(argv: Sequence[str]) -> Finished:
+    """A short command of the real runtime, such as kill or delete; its exit code is the caller's to judge."""
+    return run(argv)

@@ -1,0 +1,70 @@
+"""What a user, Podman and containerd are told when something goes wrong.
+
+The sentence goes to stderr; where the caller gave --log, also there as the line that it reads: a JSON object
+with level, msg and time (libpod/oci_util.go ociError takes one object; containerd's go-runc the last with
+level error), or runc's text form. The real runtime's own log is kept apart and folded into our sentence,
+because a second JSON object in the file would keep Podman from reading the first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import UTC, datetime
+
+from runtime_shim.errors import GpusnapError
+
+__all__ = ["note", "report", "runtime_message", "runtime_warnings"]
+
+
+def report(error: GpusnapError, *, log: str | None = None, log_format: str | None = None) -> None:
+    """Tell stderr and the caller's log; a log that cannot be written does not hide the error."""
+    sentence = error.sentence()
+    print(f"gpusnap: {sentence}", file=sys.stderr, flush=True)
+    path = (log or "").removeprefix("file:")
+    if not path or path.startswith(("journald:", "syslog:")):
+        return
+    now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    if log_format == "json":
+        line = json.dumps({"level": "error", "msg": f"gpusnap: {sentence}", "time": now})
+    else:
+        line = f"time={json.dumps(now)} level=error msg={json.dumps('gpusnap: ' + sentence)}"
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as failure:
+        print(
+            f"gpusnap: the log {path} cannot be written: {os.strerror(failure.errno or 0)}", file=sys.stderr
+        )
+
+
+def note(text: str) -> None:
+    """Say something on stderr that is no error."""
+    print(f"gpusnap: {text}", file=sys.stderr, flush=True)
+
+
+def _entries(text: str) -> list[dict[str, str]]:
+    entries = []
+    for line in text.splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict):
+            entries.append({key: str(value) for key, value in entry.items()})
+    return entries
+
+
+def runtime_message(log_text: str, stderr: str) -> str:
+    """The real runtime's words for its failure: the last error in its JSON log, else the end of stderr."""
+    errors = [e["msg"] for e in _entries(log_text) if e.get("level") == "error" and "msg" in e]
+    if errors:
+        return errors[-1].strip()
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def runtime_warnings(log_text: str) -> list[str]:
+    """Its warnings and errors, for the user to see also after a success."""
+    return [e["msg"] for e in _entries(log_text) if e.get("level") in ("warning", "error") and "msg" in e]

@@ -1,0 +1,375 @@
+"""The manifest of a checkpoint: <image path>/gpusnap/manifest.json.
+
+It is written last: a checkpoint of GPU processes without it is no checkpoint. Because the container is gone
+once CRIU has dumped it (without --leave-running), nothing may be left to fail after that: `Draft` puts the
+whole manifest on disk beforehand, under another name, and afterwards only renames it.
+
+    gpusnap/                  made first: an image directory that has it belongs to gpusnap
+    gpusnap/manifest.pending  while CRIU dumps
+    gpusnap/manifest.json     the checkpoint is whole
+
+The schema is manifest.schema.json beside this file. What it cannot say (a GPU listed twice, a process with a
+GPU that is not in the list) is checked here. A manifest may come from anywhere, so each number has a bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from runtime_shim._version import __version__
+from runtime_shim.errors import ImageError, ManifestError, ManifestVersion, reason
+from runtime_shim.transaction import Step
+
+__all__ = [
+    "FOLDER",
+    "NAME",
+    "VERSION",
+    "Draft",
+    "DriverMount",
+    "GpuProcess",
+    "GpuRecord",
+    "HostRecord",
+    "Manifest",
+    "belongs",
+    "decode",
+    "encode",
+    "read",
+]
+
+FOLDER = "gpusnap"
+NAME = "manifest.json"
+VERSION = "1.0"
+_PENDING = "manifest.pending"
+# Far above any real one (4096 processes make about 1 MiB), far below what could hurt to parse.
+_MAX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRecord:
+    """A GPU as it was on the host of the checkpoint; sizes in bytes."""
+
+    uuid: str
+    minor: int
+    index: int
+    model: str
+    compute_capability: str
+    memory_total: int
+    memory_used: int
+    """By this container's processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProcess:
+    """A process whose GPU state is in the checkpoint."""
+
+    pid: int
+    """In the container's PID namespace: the same after a restore."""
+    name: str
+    command: tuple[str, ...]
+    gpus: tuple[tuple[str, int], ...]
+    """(UUID, bytes used) of every GPU that it could see, unused ones too."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriverMount:
+    """A mount of the driver's that config.json does not list; CRIU calls it by `key`."""
+
+    key: str
+    destination: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostRecord:
+    """Where the checkpoint was made."""
+
+    architecture: str
+    kernel: str
+    vendor: str
+    driver_version: str
+    cuda_version: str
+    criu_version: str
+    runtime_name: str
+    runtime_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All that a checkpoint says of its GPUs."""
+
+    created: str
+    """RFC 3339, UTC."""
+    container: str
+    """Full ID."""
+    host: HostRecord
+    gpus: tuple[GpuRecord, ...]
+    processes: tuple[GpuProcess, ...]
+    mounts: tuple[DriverMount, ...] = ()
+    timing: tuple[Step, ...] = ()
+    pages: str = "criu"
+    gpusnap: str = __version__
+    version: str = VERSION
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as JSON, checked against the schema; raises ManifestError."""
+    document = _to_json(manifest)
+    _check(document, "the new manifest")
+    return json.dumps(document, indent=1).encode() + b"\n"
+
+
+def decode(data: bytes, where: str) -> Manifest:
+    """The manifest in `data`. Raises ManifestError, ManifestVersion; `where` names it in the message."""
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(
+            f"{where} is cut short or not JSON: {error}", hint="take another copy of the checkpoint"
+        ) from error
+    _check_version(document, where)
+    _check(document, where)
+    return _from_json(document)
+
+
+def belongs(image_path: str) -> bool:
+    """Whether gpusnap made this image: it has our folder, complete or not."""
+    return os.path.isdir(os.path.join(image_path, FOLDER))
+
+
+def read(image_path: str) -> Manifest:
+    """The manifest of an image. Raises ManifestError where it is missing or broken, ManifestVersion."""
+    path = os.path.join(image_path, FOLDER, NAME)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        pending = os.path.exists(os.path.join(image_path, FOLDER, _PENDING))
+        raise ManifestError(
+            f"the checkpoint in {image_path} is not complete: it has no {FOLDER}/{NAME}",
+            hint="the checkpoint was cut off while it was written" if pending else "take another copy of it",
+        ) from None
+    except OSError as error:
+        raise ManifestError(f"{path} cannot be read: {reason(error)}") from error
+    if len(data) > _MAX_BYTES:
+        raise ManifestError(f"{path} is larger than {_MAX_BYTES >> 20} MiB")
+    return decode(data, path)
+
+
+class Draft:
+    """A manifest on its way to disk, see the module's docstring. All errors are ImageErrors."""
+
+    def __init__(self, image_path: str) -> None:
+        self._folder = os.path.join(image_path, FOLDER)
+        self._final = os.path.join(self._folder, NAME)
+        self._pending = os.path.join(self._folder, _PENDING)
+
+    def begin(self) -> None:
+        """Make the folder. The manifest of an earlier checkpoint in the same place stays for now."""
+        try:
+            os.makedirs(self._folder, mode=0o700, exist_ok=True)
+            _write(self._pending, b"")
+        except OSError as error:
+            raise ImageError(f"{self._folder} cannot be written: {reason(error)}") from error
+
+    def prepare(self, manifest: Manifest) -> None:
+        """Put the manifest on disk under its pending name, durably, and take an earlier one away.
+
+        To be called right before the dump, which overwrites the images that the earlier one describes.
+        """
+        try:
+            os.makedirs(self._folder, mode=0o700, exist_ok=True)
+            _write(self._pending, encode(manifest))
+            _remove(self._final)
+            _sync_folder(self._folder)
+        except OSError as error:
+            raise ImageError(f"{self._pending} cannot be written: {reason(error)}") from error
+
+    def finish(self, manifest: Manifest) -> None:
+        """Make the checkpoint whole: `manifest` if there is room for it, else what `prepare` wrote."""
+        better = self._pending + ".timed"
+        try:
+            _write(better, encode(manifest))
+            os.replace(better, self._pending)
+        except OSError:
+            _remove(better)  # only the timing of the last step is lost
+        try:
+            os.replace(self._pending, self._final)
+            _sync_folder(self._folder)
+        except OSError as error:
+            raise ImageError(
+                f"the checkpoint is on disk, but {self._pending} cannot be renamed: {reason(error)}",
+                hint=f"rename it to {NAME} by hand",
+            ) from error
+
+    def discard(self) -> None:
+        """Take back what `begin` and `prepare` made; an earlier checkpoint keeps its manifest."""
+        try:
+            for path in (self._pending, self._pending + ".timed"):
+                _remove(path)
+            if os.path.isdir(self._folder) and not os.listdir(self._folder):
+                os.rmdir(self._folder)
+        except OSError as error:
+            raise ImageError(f"{self._folder} cannot be removed: {reason(error)}") from error
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _write(path: str, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@functools.cache
+def _validator() -> Any:
+    # Imported here: it takes 0.1 s, and a container without a GPU must not pay for it.
+    import jsonschema
+
+    text = resources.files("runtime_shim").joinpath("manifest.schema.json").read_text("utf-8")
+    return jsonschema.Draft202012Validator(json.loads(text))
+
+
+def _check_version(document: Any, where: str) -> None:
+    version = document.get("version") if isinstance(document, dict) else None
+    major = VERSION.partition(".")[0]
+    if isinstance(version, str) and version.partition(".")[0] != major:
+        raise ManifestVersion(
+            f"{where} has version {version[:20]!r}, and gpusnap {__version__} reads {major}.x",
+            hint="restore it with the gpusnap that made it, or a newer one",
+        )
+
+
+def _check(document: Any, where: str) -> None:
+    error = min(
+        _validator().iter_errors(document), key=lambda e: list(map(str, e.absolute_path)), default=None
+    )
+    if error is not None:
+        place = "/".join(map(str, error.absolute_path)) or "the top level"
+        raise ManifestError(f"{where} is not a gpusnap manifest: at {place}, {error.message[:200]}")
+    for what, names in (
+        ("GPU", [gpu["uuid"] for gpu in document["gpus"]]),
+        ("process", [process["pid"] for process in document["processes"]]),
+        ("mount", [mount["destination"] for mount in document["mounts"]]),
+        ("mount key", [mount["key"] for mount in document["mounts"]]),
+    ):
+        twice = (
+            next((name for name in names if names.count(name) > 1), None)
+            if len(set(names)) < len(names)
+            else None
+        )
+        if twice is not None:
+            raise ManifestError(f"{where} lists the {what} {twice} twice")
+    known = {gpu["uuid"] for gpu in document["gpus"]}
+    for process in document["processes"]:
+        for gpu in process["gpus"]:
+            if gpu["uuid"] not in known:
+                raise ManifestError(
+                    f"{where}: process {process['pid']} has a GPU {gpu['uuid']} that is not listed"
+                )
+
+
+def _to_json(manifest: Manifest) -> dict[str, Any]:
+    host = manifest.host
+    return {
+        "version": manifest.version,
+        "gpusnap": manifest.gpusnap,
+        "created": manifest.created,
+        "container": {"id": manifest.container},
+        "pages": manifest.pages,
+        "host": {
+            "architecture": host.architecture,
+            "kernel": host.kernel,
+            "driver": {"vendor": host.vendor, "version": host.driver_version, "cuda": host.cuda_version},
+            "criu": host.criu_version,
+            "runtime": {"name": host.runtime_name, "version": host.runtime_version},
+        },
+        "gpus": [
+            {
+                "uuid": gpu.uuid,
+                "minor": gpu.minor,
+                "index": gpu.index,
+                "model": gpu.model,
+                "computeCapability": gpu.compute_capability,
+                "memoryTotal": gpu.memory_total,
+                "memoryUsed": gpu.memory_used,
+            }
+            for gpu in manifest.gpus
+        ],
+        "processes": [
+            {
+                "pid": process.pid,
+                "name": process.name,
+                "command": list(process.command),
+                "gpus": [{"uuid": uuid, "memoryUsed": used} for uuid, used in process.gpus],
+            }
+            for process in manifest.processes
+        ],
+        "mounts": [{"key": m.key, "destination": m.destination, "source": m.source} for m in manifest.mounts],
+        "timing": [
+            {"step": step.name, "start": round(step.start, 6), "seconds": round(step.seconds, 6)}
+            for step in manifest.timing
+        ],
+    }
+
+
+def _from_json(document: dict[str, Any]) -> Manifest:
+    host = document["host"]
+    return Manifest(
+        version=document["version"],
+        gpusnap=document["gpusnap"],
+        created=document["created"],
+        container=document["container"]["id"],
+        pages=document["pages"],
+        host=HostRecord(
+            architecture=host["architecture"],
+            kernel=host["kernel"],
+            vendor=host["driver"]["vendor"],
+            driver_version=host["driver"]["version"],
+            cuda_version=host["driver"]["cuda"],
+            criu_version=host["criu"],
+            runtime_name=host["runtime"]["name"],
+            runtime_version=host["runtime"]["version"],
+        ),
+        gpus=tuple(
+            GpuRecord(
+                gpu["uuid"],
+                gpu["minor"],
+                gpu["index"],
+                gpu["model"],
+                gpu["computeCapability"],
+                gpu["memoryTotal"],
+                gpu["memoryUsed"],
+            )
+            for gpu in document["gpus"]
+        ),
+        processes=tuple(
+            GpuProcess(
+                process["pid"],
+                process["name"],
+                tuple(process["command"]),
+                tuple((gpu["uuid"], gpu["memoryUsed"]) for gpu in process["gpus"]),
+            )
+            for process in document["processes"]
+        ),
+        mounts=tuple(DriverMount(m["key"], m["destination"], m["source"]) for m in document["mounts"]),
+        timing=tuple(Step(t["step"], t["start"], t["seconds"]) for t in document["timing"]),
+    )

@@ -1,0 +1,188 @@
+"""Everything that can refuse a checkpoint, asked while nothing has been changed yet.
+
+Each function returns nothing or raises Refused with one sentence: what, which process, and what to do about
+it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from runtime_shim import proc
+from runtime_shim.argv import CheckpointCall
+from runtime_shim.container import Container
+from runtime_shim.errors import Refused, reason
+from runtime_shim.gpu.driver import ProcessState
+from runtime_shim.settings import Nvidia
+
+__all__ = ["call", "leftover", "nccl", "room_in_memory", "room_on_disk", "states"]
+
+# The heap of a process grows by about 150 MiB at its first checkpoint (seen with driver 580).
+_HEAP_GROWTH = 150 << 20
+# How long a process that is just starting CUDA may hold device files before the driver calls it a CUDA
+# process.
+_STARTING = 1.0
+# With all three, both ranks of a two-GPU job came back; without, each restore failed and the work was lost
+# (driver 580, NCCL with its defaults and with NCCL_P2P_DISABLE alone).
+_NCCL = {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"}
+
+
+def call(wanted: CheckpointCall, container: Container) -> None:
+    """Options and states that cannot work for a container that uses a GPU."""
+    if container.status == "paused":
+        raise Refused(
+            f"container {container.id} is paused, and a frozen process cannot let go of its GPU",
+            hint="unpause it first",
+        )
+    for name, given in (("--pre-dump", wanted.pre_dump), ("--lazy-pages", wanted.lazy_pages)):
+        if given:
+            raise Refused(
+                f"container {container.id} uses a GPU, and {name} cannot carry a GPU's memory",
+                hint="make a whole checkpoint instead, without it",
+            )
+    if wanted.page_server:
+        raise Refused(
+            f"container {container.id} uses a GPU, and --page-server would leave pages outside of it",
+            hint="make a whole checkpoint instead, without it",
+        )
+
+
+def states(users: Mapping[proc.Process, ProcessState]) -> None:
+    """All GPU processes have to be running: a suspended one is somebody else's, or a killed gpusnap's."""
+    for process, state in users.items():
+        if state is not ProcessState.RUNNING:
+            raise Refused(
+                f"the GPU state of process {process.pid} ({process.comm}) is {state.name.lower()} already",
+                hint=f"resume it first, e.g. by cuda-checkpoint --pid {process.pid}",
+            )
+
+
+def leftover(idle_holders: Callable[[], Mapping[proc.Process, Sequence[str]]]) -> None:
+    """A process that holds device files but never used CUDA: CRIU cannot dump those files.
+
+    `idle_holders` gives such processes and is asked again for a moment, since a process that is just starting
+    CUDA looks the same.
+    """
+    deadline = time.monotonic() + _STARTING
+    while (holders := idle_holders()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process, files in holders.items():
+        raise Refused(
+            f"process {process.pid} ({process.comm}) holds {files[0]} but has no CUDA state of its own: it "
+            "was forked from a CUDA process, and CRIU cannot dump that handle",
+            hint="start such workers with spawn or forkserver, or before CUDA is initialised",
+        )
+
+
+def nccl(users: Sequence[proc.Process], settings: Nvidia) -> None:
+    """Ranks of a job whose NCCL has memory that the driver suspends but cannot restore: work lost."""
+    ranks = [process for process in users if proc.maps_library(process.pid, "libnccl.so")]
+    if settings.allow_nccl or not ranks:
+        return
+    alone = len(ranks) == 1 and proc.environment(ranks[0].pid).get("WORLD_SIZE", "1") in ("", "0", "1")
+    for process in ranks:
+        environment = proc.environment(process.pid)
+        missing = [f"{name}={value}" for name, value in _NCCL.items() if environment.get(name) != value]
+        if missing and not alone:
+            raise Refused(
+                f"process {process.pid} ({process.comm}) is one of several that may share GPU memory through "
+                "NCCL, which the driver would suspend and then fail to restore",
+                hint=f"run it with {' '.join(missing)}, or set nvidia.allow-nccl if it does not use NCCL",
+            )
+
+
+def room_in_memory(gpu_bytes: Mapping[int, int], init: int) -> None:
+    """The GPUs' memory has to fit beside what runs, on the host and in the container's own limit.
+
+    `gpu_bytes` is by PID. The driver puts it into the process itself, where the container's memory limit
+    counts it; going over that limit would have the kernel kill the process, work and all.
+    """
+    need = sum(gpu_bytes.values()) + _HEAP_GROWTH * len(gpu_bytes)
+    for where, free in (("this host", _available()), ("the container's memory limit", _limit(init))):
+        if free is not None and need > free:
+            raise Refused(
+                f"{_human(need)} of GPU memory have to move to RAM, and {where} leaves {_human(free)}",
+                hint="free some memory" if where == "this host" else "raise the container's memory limit",
+            )
+
+
+def room_on_disk(image_path: str, gpu_bytes: int, processes: Sequence[proc.Process]) -> None:
+    """The image has to fit where it goes; what is resident is an upper bound of CRIU's part."""
+    try:
+        place = os.statvfs(image_path)
+    except OSError as error:
+        raise Refused(f"the checkpoint's directory {image_path} cannot be used: {reason(error)}") from error
+    need = gpu_bytes + sum(proc.memory(process.pid) for process in processes)
+    free = place.f_bavail * place.f_frsize
+    if need > free:
+        raise Refused(
+            f"the checkpoint needs up to {_human(need)} in {image_path}, where {_human(free)} are free",
+            hint="free some space there",
+        )
+
+
+def _available() -> int | None:
+    """MemAvailable of /proc/meminfo in bytes (proc_meminfo(5))."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) << 10
+    except OSError:
+        pass
+    return None
+
+
+def _limit(init: int) -> int | None:
+    """Bytes left below the tightest memory limit above a process; None without one (cgroup v2 and v1)."""
+    groups = proc.cgroups(init)
+    left: list[int] = []
+    for mount in proc.mounts("self"):
+        if mount.kind == "cgroup2":
+            path, names = groups.get(""), ("memory.max", "memory.current", "inactive_file")
+        elif mount.kind == "cgroup" and any("memory" in name.split(",") for name in groups):
+            path = next(p for name, p in groups.items() if "memory" in name.split(","))
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # Seen from inside another cgroup namespace the path may begin with /..: nothing there is ours to
+        # read.
+        if path is not None and not path.startswith("/.."):
+            inside = path.removeprefix(mount.root) if mount.root != "/" else path
+            left += _left_below(mount.destination, inside.strip("/"), names)
+    return min(left, default=None)
+
+
+def _left_below(top: str, path: str, names: tuple[str, str, str]) -> list[int]:
+    """What each cgroup from `path` up to `top` leaves; `names`: its limit, its use, what it can drop."""
+    found = []
+    while True:
+        folder = os.path.join(top, path)
+        limit, used = _number(f"{folder}/{names[0]}"), _number(f"{folder}/{names[1]}")
+        if limit is not None and used is not None:
+            found.append(max(0, limit - used + (_number(f"{folder}/memory.stat", names[2]) or 0)))
+        if not path:
+            return found
+        path = path.rpartition("/")[0]
+
+
+def _number(path: str, key: str = "") -> int | None:
+    """A number in a cgroup's file, or the one behind `key`; None for "max" and without such a file."""
+    try:
+        with open(path, encoding="ascii") as file:
+            text = file.read()
+    except OSError:
+        return None
+    if key:
+        text = next((line.split()[1] for line in text.splitlines() if line.startswith(key + " ")), "")
+    return int(text) if text.strip().isdigit() else None
+
+
+def _human(size: int) -> str:
+    """A size for people, in binary units."""
+    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"

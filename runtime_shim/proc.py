@@ -1,0 +1,185 @@
+"""What /proc says of processes: proc(5) and its pages proc_pid_stat(5), proc_pid_status(5), cgroups(7).
+
+A process may vanish at any moment; every function here then answers None or an empty value, never an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = [
+    "Mount",
+    "Process",
+    "cgroups",
+    "comm",
+    "command",
+    "environment",
+    "host_path",
+    "maps_library",
+    "memory",
+    "mounts",
+    "namespace",
+    "parents",
+    "pids",
+    "process",
+    "running",
+]
+
+PROC = "/proc"
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process as it was seen once; `start` tells it from a later one with the same PID."""
+
+    pid: int
+    """In our PID namespace."""
+    ns_pids: tuple[int, ...]
+    """In each PID namespace from ours down to its own (NSpid of proc_pid_status(5))."""
+    comm: str
+    command: tuple[str, ...]
+    start: int
+    """Clock ticks after boot (proc_pid_stat(5), field 22)."""
+
+
+def _read(path: str) -> str | None:
+    try:
+        with open(path, "rb") as file:
+            return file.read().decode("utf-8", "surrogateescape")
+    except OSError:
+        return None
+
+
+def pids() -> Iterator[int]:
+    """Every process that our PID namespace sees."""
+    yield from (int(name) for name in os.listdir(PROC) if name.isdigit())
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat from the third on: a name may hold blanks and brackets."""
+    text = _read(f"{PROC}/{pid}/stat")
+    return text.rpartition(")")[2].split() if text else None
+
+
+def running(pid: int) -> bool:
+    """Whether the process is there and no zombie."""
+    stat = _stat(pid)
+    return stat is not None and stat[0] not in "ZX"
+
+
+def comm(pid: int) -> str:
+    """The name of the process' main thread; empty when it is gone."""
+    return (_read(f"{PROC}/{pid}/comm") or "").rstrip("\n")
+
+
+def command(pid: int) -> tuple[str, ...]:
+    """Its argument list; empty for a zombie or when it is gone."""
+    text = _read(f"{PROC}/{pid}/cmdline") or ""
+    return tuple(text.removesuffix("\0").split("\0")) if text else ()
+
+
+def environment(pid: int) -> dict[str, str]:
+    """The environment it was started with."""
+    text = _read(f"{PROC}/{pid}/environ") or ""
+    pairs = (item.partition("=") for item in text.split("\0") if "=" in item)
+    return {name: value for name, _, value in pairs}
+
+
+def process(pid: int) -> Process | None:
+    """The process, or None where it is gone or a zombie."""
+    stat, status = _stat(pid), _read(f"{PROC}/{pid}/status")
+    if stat is None or status is None or stat[0] in "ZX":
+        return None
+    spaces = next((line.split()[1:] for line in status.splitlines() if line.startswith("NSpid:")), [str(pid)])
+    return Process(pid, tuple(map(int, spaces)), comm(pid), command(pid), int(stat[19]))
+
+
+def parents() -> dict[int, int]:
+    """Parent by PID, of every process."""
+    found = {}
+    for pid in pids():
+        stat = _stat(pid)
+        if stat is not None:
+            found[pid] = int(stat[1])
+    return found
+
+
+def cgroups(pid: int) -> dict[str, str]:
+    """Path by hierarchy, as seen from our cgroup namespace; the key of version 2 is empty (cgroups(7))."""
+    text = _read(f"{PROC}/{pid}/cgroup") or ""
+    lines = (line.split(":", 2) for line in text.splitlines())
+    return {line[1]: line[2] for line in lines if len(line) == 3}
+
+
+def namespace(pid: int, kind: str) -> str:
+    """The identity of a namespace, e.g. pid:[4026531836]; empty when the process is gone."""
+    try:
+        return os.readlink(f"{PROC}/{pid}/ns/{kind}")
+    except OSError:
+        return ""
+
+
+def memory(pid: int) -> int:
+    """Bytes that a dump of the process has to write at most: its resident anonymous and shared memory."""
+    status = _read(f"{PROC}/{pid}/status") or ""
+    wanted = ("RssAnon:", "RssShmem:", "VmSwap:")
+    return sum(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(wanted))
+
+
+def maps_library(pid: int, prefix: str) -> bool:
+    """Whether the process has a file mapped whose name begins with `prefix`, e.g. libnccl.so."""
+    text = _read(f"{PROC}/{pid}/maps") or ""
+    return f"/{prefix}" in text
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A line of /proc/PID/mountinfo (proc_pid_mountinfo(5))."""
+
+    device: str
+    """major:minor of the file system."""
+    root: str
+    """The path within that file system which is mounted."""
+    destination: str
+    """Where, in the process' root."""
+    options: tuple[str, ...]
+    tags: tuple[str, ...]
+    """Optional fields: shared:N, master:N."""
+    kind: str
+    """The file system's type."""
+
+
+def mounts(pid: int | str) -> tuple[Mount, ...]:
+    """The mounts that a process sees, in the order in which they were made; `pid` may be "self"."""
+    text = _read(f"{PROC}/{pid}/mountinfo") or ""
+    found = []
+    for line in text.splitlines():
+        left, _, right = line.partition(" - ")
+        words, rest = left.split(" "), right.split(" ")
+        if len(words) < 6 or not rest[0]:
+            continue
+        root, destination = _unescaped(words[3]), _unescaped(words[4])
+        found.append(
+            Mount(words[2], root, destination, tuple(words[5].split(",")), tuple(words[6:]), rest[0])
+        )
+    return tuple(found)
+
+
+def host_path(mount: Mount) -> str | None:
+    """The path on this host of what a bind mount shows; None where no mount of ours reaches it."""
+    for ours in mounts("self"):
+        inside = mount.root == ours.root or mount.root.startswith(ours.root.rstrip("/") + "/")
+        if ours.device == mount.device and inside:
+            path = ours.destination.rstrip("/") + "/" + mount.root[len(ours.root) :].lstrip("/")
+            if os.path.exists(path):
+                return path.rstrip("/") or "/"
+    return None
+
+
+def _unescaped(text: str) -> str:
+    """Undo the kernel's octal escapes of blank, tab, newline and backslash (seq_path)."""
+    for octal, plain in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        text = text.replace(octal, plain)
+    return text

@@ -1,0 +1,209 @@
+"""A restore of a container whose checkpoint holds GPU state.
+
+    plan → restore (the real runtime, CRIU) → driver restore → unlock
+
+What can refuse does so before the runtime is called. After that a failure kills what was restored: there is
+never half a container. The runtime runs as our child with descriptors 0 to 2 untouched, because CRIU gives
+them to the container; its init becomes a child of whoever reaps for us (conmon, containerd's shim), as
+without us.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from runtime_shim import container as containers
+from runtime_shim import manifest, proc
+from runtime_shim.argv import RestoreCall, render_globals
+from runtime_shim.criu import config as criu_config
+from runtime_shim.criu import mounts as criu_mounts
+from runtime_shim.errors import GpusnapError, Refused, RuntimeFailed
+from runtime_shim.gpu import find_driver
+from runtime_shim.gpu.driver import Driver, Host, ProcessState
+from runtime_shim.invoke import Invoked, control, invoke
+from runtime_shim.real import RealRuntime
+from runtime_shim.settings import Settings
+from runtime_shim.suspension import InCriu, resume, users
+from runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
+
+__all__ = ["restore"]
+
+
+@dataclass(slots=True)
+class _Job:
+    """One restore under way."""
+
+    call: RestoreCall
+    real: RealRuntime
+    settings: Settings
+    record: manifest.Manifest
+    driver: Driver
+    transaction: Transaction
+
+
+def restore(call: RestoreCall, real: RealRuntime, settings: Settings) -> int:
+    """Restore a container from an image that gpusnap made; returns the exit code of the real runtime.
+
+    Raises a GpusnapError; no container is left then.
+    """
+    record = manifest.read(str(call.images(real.kind)))
+    driver = _driver(record)
+    with interruptible(), Transaction() as transaction:
+        job = _Job(call, real, settings, record, driver, transaction)
+        with transaction.step("plan"):
+            driver.open()
+            fits(record, driver.host())
+            criu_mounts.checked(record.mounts)
+        transaction.undo("removing the incomplete container", lambda: _kill(job))
+        if call.detach:
+            _restore_container(job)
+            _restore_gpus(job)
+            transaction.commit()
+            return 0
+        return _in_foreground(job)
+
+
+def _driver(record: manifest.Manifest) -> Driver:
+    driver = find_driver()
+    if driver is None or driver.vendor != record.host.vendor:
+        count = len(record.gpus)
+        raise Refused(
+            f"the checkpoint holds the state of {count} GPU{'s' if count > 1 else ''} "
+            f"({record.gpus[0].model}), and this host has no {record.host.vendor.upper()} driver",
+            hint="restore it on a host with such GPUs",
+        )
+    return driver
+
+
+def fits(record: manifest.Manifest, host: Host) -> None:
+    """Refuse where this host cannot take the checkpoint's GPU state back on the very same GPUs."""
+    if _version(host.driver_version) < _version(record.host.driver_version):
+        raise Refused(
+            f"the checkpoint was made with driver {record.host.driver_version}, and this host has the older "
+            f"{host.driver_version}",
+            hint="update the driver here",
+        )
+    here = {gpu.uuid: gpu for gpu in host.gpus}
+    for wanted in record.gpus:
+        gpu = here.get(wanted.uuid)
+        if gpu is None:
+            others = ", ".join(f"{g.uuid} ({g.model})" for g in host.gpus) or "none"
+            raise Refused(
+                f"GPU {wanted.uuid} ({wanted.model}) of the checkpoint is not here; this host has {others}",
+                hint="this gpusnap restores onto the same GPUs",
+            )
+        free = gpu.memory_total - gpu.memory_used
+        if free < wanted.memory_used:
+            raise Refused(
+                f"GPU {wanted.uuid} has {free >> 20} MiB free, and the checkpoint needs "
+                f"{wanted.memory_used >> 20} MiB on it",
+                hint="stop what else runs on that GPU",
+            )
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".") if part.isdigit())
+
+
+def _invoke(job: _Job, pid_file: str | None) -> Invoked:
+    criu = job.settings.criu
+    call = replace(job.call, pid_file=job.call.pid_file or pid_file)
+    call = criu_config.with_flags(call, job.real, criu)
+    return invoke(call, job.real, criu_config.restore_text(criu, job.record.mounts), capture=False)
+
+
+def _error(job: _Job, done: Invoked) -> RuntimeFailed:
+    said = done.because(os.path.join(job.call.work() or job.call.images(job.real.kind), "restore.log"))
+    return RuntimeFailed(
+        f"{job.real.name} could not restore container {job.call.container_id}: {said}",
+        hint="the checkpoint is unharmed",
+        exit_code=done.code,
+    )
+
+
+def _restore_container(job: _Job) -> None:
+    with job.transaction.step("restore"), held_signals():
+        done = _invoke(job, None)
+    if done.code != 0:
+        raise _error(job, done)
+    stop_if_asked()
+
+
+def _restore_gpus(job: _Job) -> None:
+    """Give the restored processes their GPU memory back, and check that none was forgotten."""
+    line = render_globals(job.call.globals, job.real)
+    container = containers.find(line, job.call.container_id)
+    members = containers.processes(container.pid)
+    inner = containers.inner_pids(container.pid, members)
+    suspended = {
+        inner[process.pid]: process
+        for process, state in users(job.driver, members).items()
+        if state is ProcessState.CHECKPOINTED
+    }
+    for wanted in job.record.processes:
+        if wanted.pid not in suspended:
+            raise GpusnapError(
+                f"process {wanted.pid} ({wanted.name}) of the checkpoint came back without its GPU state",
+                hint="the image is not the one that the manifest describes",
+            )
+    pids = [process.pid for process in suspended.values()]
+    with job.transaction.step("driver restore"):
+        resume(job.driver, pids, InCriu())
+    for process in suspended.values():
+        if not proc.running(process.pid) or job.driver.state(process.pid) is not ProcessState.RUNNING:
+            raise GpusnapError(
+                f"process {process.pid} ({process.comm}) did not survive the restore of its GPU state",
+                hint="its own log may say why",
+            )
+
+
+def _kill(job: _Job) -> None:
+    done = control([*render_globals(job.call.globals, job.real), "delete", "--force", job.call.container_id])
+    if done.code != 0 and "not exist" not in done.err and "no such file" not in done.err.lower():
+        raise RuntimeFailed(f"container {job.call.container_id} could not be removed: {done.err.strip()}")
+
+
+def _in_foreground(job: _Job) -> int:
+    """Without --detach the runtime stays until the container ends; the GPUs come back meanwhile."""
+    ended: list[Invoked] = []
+    with _pid_file(job) as path:
+        runtime = threading.Thread(target=lambda: ended.append(_invoke(job, path)))
+        with job.transaction.step("restore"), held_signals():
+            runtime.start()
+            while runtime.is_alive() and not _written(path):
+                time.sleep(0.01)
+        if runtime.is_alive():
+            _restore_gpus(job)
+            job.transaction.commit()
+        with held_signals():
+            runtime.join()
+    if not ended:
+        raise RuntimeFailed(f"{job.real.name} could not be run")
+    if ended[0].code != 0 and not job.transaction.committed:
+        raise _error(job, ended[0])
+    return ended[0].code
+
+
+@contextmanager
+def _pid_file(job: _Job) -> Iterator[str]:
+    """Where the runtime says that the container is restored; an old file there would say so too early."""
+    if job.call.pid_file:
+        if os.path.exists(job.call.pid_file):
+            os.unlink(job.call.pid_file)
+        yield job.call.pid_file
+    else:
+        with tempfile.TemporaryDirectory(prefix="gpusnap-") as folder:
+            yield os.path.join(folder, "pid")
+
+
+def _written(path: str) -> bool:
+    try:
+        return os.path.getsize(path) > 0
+    except OSError:
+        return False

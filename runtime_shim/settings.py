@@ -1,0 +1,235 @@
+"""The settings: /etc/gpusnap/gpusnap.toml, and a container's io.gpusnap.* annotations on top of it.
+
+Podman runs the runtime with an almost empty environment at checkpoint (libpod, CheckpointContainer), so there
+is no environment variable for any of these. An annotation comes with the container, and after an import from
+somebody's archive, so it can set only what grants nothing on this host: no program, no path, no mount.
+
+`TABLE` is the one list of keys; docs/settings.md is checked against it by a test.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from runtime_shim.errors import SettingsError, reason
+
+__all__ = ["ANNOTATION_PREFIX", "SETTINGS_FILE", "TABLE", "Criu", "Nvidia", "Settings", "annotated", "load"]
+
+SETTINGS_FILE = "/etc/gpusnap/gpusnap.toml"
+ANNOTATION_PREFIX = "io.gpusnap."
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_CGROUP_MODES = ("", "ignore", "soft", "full", "strict")
+
+
+@dataclass(frozen=True, slots=True)
+class Nvidia:
+    """[nvidia]: how processes are suspended."""
+
+    lock_timeout: float = 10.0
+    """Seconds that a process may take to finish the GPU work it has under way."""
+    allow_nccl: bool = False
+    """Checkpoint ranks whose NCCL keeps memory that the driver cannot restore; see preflight.py."""
+
+
+@dataclass(frozen=True, slots=True)
+class Criu:
+    """[criu]: options for CRIU, see criu(8)."""
+
+    link_remap: bool = True
+    ghost_limit: int = 300 << 20
+    """Bytes of a deleted but open file that CRIU will carry along; PyTorch keeps shared memory so."""
+    timeout: int = 60
+    """Seconds that CRIU may take to stop the container's tasks."""
+    manage_cgroups: str = ""
+    """How CRIU treats cgroups: ignore, soft, full, strict; empty leaves the runtime's choice."""
+    libdir: str = ""
+    action_script: str = ""
+    external: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    """More lines for CRIU's configuration file, as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All settings, with their defaults."""
+
+    runtime: str = ""
+    """The real runtime, a name or an absolute path; empty: crun, or else runc."""
+    retries: int = 3
+    """How often a dump is tried again when a process began to use a GPU meanwhile."""
+    nvidia: Nvidia = field(default_factory=Nvidia)
+    criu: Criu = field(default_factory=Criu)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of the settings: how its value is checked, and whether an annotation may set it."""
+
+    check: Callable[[Any], Any]
+    """Takes the value from TOML or an annotation's string; raises ValueError with what is wanted."""
+    annotation: bool = False
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or "\n" in value:
+        raise ValueError("a string")
+    return value
+
+
+def _boolean(value: Any) -> bool:
+    if value in ("true", "false"):
+        return bool(value == "true")
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
+def _whole(low: int, high: int) -> Callable[[Any], int]:
+    def check(value: Any) -> int:
+        wanted = f"a whole number from {low} to {high}"
+        if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 12:
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise ValueError(wanted)
+        return value
+
+    return check
+
+
+def _seconds(value: Any) -> float:
+    wanted = "seconds, from 0.001 to 86400"
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(wanted)
+    try:
+        number = float(value)
+    except ValueError:
+        raise ValueError(wanted) from None
+    if not 0.001 <= number <= 86400:
+        raise ValueError(wanted)
+    return number
+
+
+def _size(value: Any) -> int:
+    wanted = "a size in bytes such as 1048576, 300M or 2G"
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62:
+        return value
+    if not isinstance(value, str):
+        raise ValueError(wanted)
+    digits = value.strip().lower().removesuffix("ib").rstrip("kmgt ")
+    unit = value.strip().lower().removesuffix("ib")[len(digits) :].strip()
+    if not digits.isascii() or not digits.isdigit() or len(digits) > 15 or unit not in _UNITS:
+        raise ValueError(wanted)
+    return int(digits) * _UNITS[unit]
+
+
+def _one_of(*choices: str) -> Callable[[Any], str]:
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or value not in choices:
+            raise ValueError("one of " + ", ".join(repr(choice) for choice in choices))
+        return value
+
+    return check
+
+
+def _path(value: Any) -> str:
+    if not isinstance(value, str) or (value and not value.startswith("/")) or "\n" in value:
+        raise ValueError("an absolute path")
+    return value
+
+
+def _runtime(value: Any) -> str:
+    if not isinstance(value, str) or "\n" in value or ("/" in value and not value.startswith("/")):
+        raise ValueError("a runtime's name or absolute path")
+    return value
+
+
+def _lines(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(x, str) and "\n" not in x for x in value):
+        raise ValueError("a list of strings")
+    return tuple(value)
+
+
+TABLE: dict[str, Key] = {
+    "runtime": Key(_runtime),
+    "retries": Key(_whole(0, 100), annotation=True),
+    "nvidia.lock-timeout": Key(_seconds, annotation=True),
+    "nvidia.allow-nccl": Key(_boolean, annotation=True),
+    "criu.link-remap": Key(_boolean, annotation=True),
+    "criu.ghost-limit": Key(_size, annotation=True),
+    "criu.timeout": Key(_whole(1, 86400), annotation=True),
+    "criu.manage-cgroups": Key(_one_of(*_CGROUP_MODES), annotation=True),
+    "criu.libdir": Key(_path),
+    "criu.action-script": Key(_path),
+    "criu.external": Key(_lines),
+    "criu.options": Key(_lines),
+}
+
+
+def load(path: str = SETTINGS_FILE) -> Settings:
+    """Read the settings file; without one, the defaults. Raises SettingsError that names key and file."""
+    try:
+        with open(path, "rb") as file:
+            document = tomllib.load(file)
+    except FileNotFoundError:
+        return Settings()
+    except OSError as error:
+        raise SettingsError(f"the settings file {path} cannot be read: {reason(error)}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"the settings file {path} is not TOML: {error}") from error
+    values: dict[str, Any] = {}
+    for name, value in document.items():
+        if isinstance(value, dict):
+            values |= {f"{name}.{key}": inner for key, inner in value.items()}
+            if not any(known.startswith(f"{name}.") for known in TABLE):
+                raise _unknown(f"[{name}]", path)
+        else:
+            values[name] = value
+    return _apply(Settings(), values, path)
+
+
+def annotated(settings: Settings, annotations: Mapping[str, str]) -> Settings:
+    """The settings with a container's io.gpusnap.* annotations on top.
+
+    Raises SettingsError for an unknown key, a bad value, and for a key that only the host's file may set.
+    """
+    own = {
+        name.removeprefix(ANNOTATION_PREFIX): value
+        for name, value in annotations.items()
+        if name.startswith(ANNOTATION_PREFIX)
+    }
+    for name in own:
+        if name in TABLE and not TABLE[name].annotation:
+            raise SettingsError(
+                f"the annotation {ANNOTATION_PREFIX}{name} is not taken from a container",
+                hint=f"set {name} in {SETTINGS_FILE}",
+            )
+    return _apply(settings, own, "an annotation", prefix=ANNOTATION_PREFIX)
+
+
+def _unknown(name: str, where: str) -> SettingsError:
+    known = ", ".join(sorted(TABLE))
+    return SettingsError(f"unknown setting {name} in {where}", hint=f"the settings are {known}")
+
+
+def _apply(settings: Settings, values: Mapping[str, Any], where: str, prefix: str = "") -> Settings:
+    top: dict[str, Any] = {f.name: getattr(settings, f.name) for f in fields(settings)}
+    for name, value in values.items():
+        if name not in TABLE:
+            raise _unknown(prefix + name, where)
+        try:
+            checked = TABLE[name].check(value)
+        except ValueError as error:
+            raise SettingsError(f"{prefix}{name} in {where} is {value!r}; it must be {error}") from None
+        section, _, key = name.rpartition(".")
+        attribute = key.replace("-", "_")
+        if section:
+            part = top[section]
+            changed = {f.name: getattr(part, f.name) for f in fields(part)} | {attribute: checked}
+            top[section] = type(part)(**changed)
+        else:
+            top[attribute] = checked
+    return Settings(**top)

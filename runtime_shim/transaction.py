@@ -1,0 +1,151 @@
+"""Steps that are timed, and undone in reverse when one of them fails.
+
+    with Transaction() as transaction:
+        with transaction.step("lock"):
+            transaction.undo("unlock", unlock)      # before or after the deed: an undo must bear both
+            lock()
+        …
+        transaction.commit()                        # from here on nothing is undone
+
+Leaving the block without commit, by an exception or not, undoes what was registered. An undo that fails does
+not keep the others from running; what it said is added to the error that the user sees.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+
+from runtime_shim.errors import GpusnapError, Interrupted
+
+__all__ = ["Step", "Transaction", "held_signals", "interruptible", "stop_if_asked"]
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a timeline; seconds, the start counted from the transaction's own start."""
+
+    name: str
+    start: float
+    seconds: float
+
+
+class Transaction:
+    """The steps of one checkpoint or restore; `clock` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begin = clock()
+        self._undo: list[tuple[str, Callable[[], object]]] = []
+        self._current = ""
+        self.steps: list[Step] = []
+        self.committed = False
+
+    def __enter__(self) -> Transaction:
+        return self
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Time a step; a step of the same name may come again."""
+        start, outer = self._clock(), self._current
+        self._current = name
+        try:
+            yield
+        finally:
+            self._current = outer
+            self.steps.append(Step(name, start - self._begin, self._clock() - start))
+
+    def undo(self, name: str, action: Callable[[], object]) -> None:
+        """Register what takes the present step back."""
+        self._undo.append((name, action))
+
+    def commit(self) -> None:
+        """What has been done stays."""
+        self._undo.clear()
+        self.committed = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        failed = self._roll_back()
+        if failed and isinstance(error, GpusnapError):
+            error.hint = "; ".join(filter(None, [error.hint, *failed]))
+        elif failed and error is None:
+            raise GpusnapError("; ".join(failed))
+        elif failed and error is not None:
+            error.add_note("; ".join(failed))
+
+    def _roll_back(self) -> list[str]:
+        """Run the undo list in reverse; returns a sentence for each that failed."""
+        failed = []
+        with held_signals():
+            while self._undo:
+                name, action = self._undo.pop()
+                start = self._clock()
+                try:
+                    action()
+                except Exception as error:  # whatever an undo raises, the rest must still be undone
+                    text = error.sentence() if isinstance(error, GpusnapError) else repr(error)
+                    failed.append(f"while undoing, {name} failed: {text}")
+                self.steps.append(Step(f"undo: {name}", start - self._begin, self._clock() - start))
+        return failed
+
+
+class _Signals:
+    """What the handler needs to know: it can only raise where stopping half-way does no harm."""
+
+    held = 0
+    pending = 0
+
+
+def _interrupted(number: int) -> Interrupted:
+    return Interrupted(f"stopped by {signal.Signals(number).name}; the container was left as it was found")
+
+
+def _handler(number: int, _frame: FrameType | None) -> None:
+    if _Signals.held:
+        _Signals.pending = number
+    else:
+        raise _interrupted(number)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Turn SIGINT, SIGTERM and SIGHUP into Interrupted, so that a transaction undoes its steps.
+
+    A signal that is ignored (nohup) stays ignored.
+    """
+    handled = [number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _handler) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def held_signals() -> Iterator[None]:
+    """Keep those signals back while something runs that must not be stopped half-way.
+
+    By a flag and not by the signal mask, which the real runtime would inherit. One that came in stops us at
+    the next `stop_if_asked`.
+    """
+    _Signals.held += 1
+    try:
+        yield
+    finally:
+        _Signals.held -= 1
+
+
+def stop_if_asked() -> None:
+    """Raise Interrupted for a signal that came in while it was held back."""
+    number, _Signals.pending = _Signals.pending, 0
+    if number:
+        raise _interrupted(number)
