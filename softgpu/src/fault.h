@@ -1,0 +1,22 @@
+/* Faults on request: lines in <state dir>/faults, applied in the target of an operation. softgpu/README.md
+ * has the grammar. */
+#ifndef SOFTGPU_FAULT_H
+#define SOFTGPU_FAULT_H
+
+#include <stdbool.h>
+
+struct fault {
+    int result; /* CUDA_SUCCESS: none asked for */
+    unsigned hang_ms;
+    bool die, fail;
+};
+
+/* The first line for this operation and process, and one use of it taken. All zero when there is none. */
+struct fault fault_take(const char *operation);
+
+void fault_hang(unsigned ms);
+
+/* Kills this process if the fault says so. */
+void fault_die(const struct fault *fault);
+
+#endif

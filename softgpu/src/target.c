@@ -1,0 +1,220 @@
+/* The target's side: the restore thread, the process state, and the mailbox. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "checkpoint.h"
+#include "fault.h"
+#include "mailbox.h"
+#include "process.h"
+
+#define CONFIRM_MS 1000 /* callers look every few milliseconds */
+
+/* In .data, not .bss, so that it stands in a mapping that bears the library's name. The magic is random. */
+__attribute__((section(".data"), aligned(64))) struct mailbox mailbox = {
+    .magic = {0x9e, 0x3b, 0xf4, 0x71, 0x0d, 0xc8, 0x56, 0xa2, 0xe7, 0x1c, 0x83, 0x6f, 0xd9, 0x44, 0xb5, 0x2a},
+    .version = MAILBOX_VERSION,
+    .size = sizeof(struct mailbox),
+};
+
+static uint64_t now_ms(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
+}
+
+static CUresult fail(const struct fault *fault)
+{
+    if (fault->fail) {
+        mailbox.state = CU_PROCESS_STATE_FAILED;
+        gate_break();
+    }
+    return (CUresult)fault->result;
+}
+
+static CUresult lock(unsigned timeout_ms)
+{
+    struct fault fault = fault_take("lock");
+    uint64_t deadline = now_ms() + timeout_ms;
+    if (!gate_close(timeout_ms))
+        return CUDA_ERROR_NOT_READY;
+    if (timeout_ms &&
+        now_ms() + fault.hang_ms >= deadline) { /* as if a call had been in flight for so long */
+        uint64_t now = now_ms();
+        fault_hang(now < deadline ? (unsigned)(deadline - now) : 0);
+        gate_open();
+        return CUDA_ERROR_NOT_READY;
+    }
+    fault_hang(fault.hang_ms);
+    fault_die(&fault);
+    if (fault.result) {
+        CUresult result = fail(&fault);
+        gate_open();
+        return result;
+    }
+    mailbox.state = CU_PROCESS_STATE_LOCKED;
+    return CUDA_SUCCESS;
+}
+
+static CUresult checkpoint(void)
+{
+    struct fault fault = fault_take("checkpoint");
+    fault_hang(fault.hang_ms);
+    if (fault.result)
+        return fail(&fault);
+    CUresult result = checkpoint_save(&fault);
+    if (result == CUDA_SUCCESS)
+        mailbox.state = CU_PROCESS_STATE_CHECKPOINTED;
+    return result;
+}
+
+static CUresult restore(const struct request *request)
+{
+    struct fault fault = fault_take("restore");
+    fault_hang(fault.hang_ms);
+    if (fault.result)
+        return fail(&fault);
+    CUresult result = checkpoint_restore(request->pairs, request->pair_count, &fault);
+    if (result == CUDA_SUCCESS)
+        mailbox.state = CU_PROCESS_STATE_LOCKED;
+    return result;
+}
+
+static CUresult unlock(void)
+{
+    struct fault fault = fault_take("unlock");
+    fault_hang(fault.hang_ms);
+    fault_die(&fault);
+    if (fault.result)
+        return fail(&fault);
+    mailbox.state = CU_PROCESS_STATE_RUNNING;
+    gate_open();
+    return CUDA_SUCCESS;
+}
+
+static CUresult serve(const struct request *request)
+{
+    static const CUprocessState NEEDED[] = {
+        [OP_LOCK] = CU_PROCESS_STATE_RUNNING,
+        [OP_CHECKPOINT] = CU_PROCESS_STATE_LOCKED,
+        [OP_RESTORE] = CU_PROCESS_STATE_CHECKPOINTED,
+        [OP_UNLOCK] = CU_PROCESS_STATE_LOCKED,
+    };
+    if (request->operation ==
+        OP_STATE) /* the caller reads it; that this thread answers is all that is asked */
+        return CUDA_SUCCESS;
+    if (request->operation < OP_STATE || request->operation > OP_UNLOCK || request->pair_count > GPU_MAX)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (mailbox.state != NEEDED[request->operation])
+        return CUDA_ERROR_ILLEGAL_STATE;
+    switch (request->operation) {
+    case OP_LOCK: return lock(request->timeout_ms);
+    case OP_CHECKPOINT: return checkpoint();
+    case OP_RESTORE: return restore(request);
+    default: return unlock();
+    }
+}
+
+/* Another process may write to the slot at any moment: volatile, and byte by byte, so that the compiler reads
+ * it each time. */
+static void copy_request(struct request *to)
+{
+    const volatile unsigned char *from = (const volatile unsigned char *)&mailbox.request;
+    for (size_t i = 0; i < sizeof(*to); i++)
+        ((unsigned char *)to)[i] = from[i];
+}
+
+static bool answered(uint64_t nonce)
+{
+    for (int i = 0; i < ANSWERS; i++)
+        if (mailbox.answers[i].nonce == nonce)
+            return true;
+    return false;
+}
+
+static void empty_slot(uint64_t nonce)
+{
+    __atomic_compare_exchange_n(&mailbox.request.nonce, &nonce, 0, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+
+static void answer(uint64_t nonce, CUresult result)
+{
+    struct answer *to = &mailbox.answers[mailbox.answered++ % ANSWERS];
+    __atomic_store_n(&to->result, (int64_t)result, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&to->nonce, nonce, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&mailbox.current, 0, __ATOMIC_SEQ_CST);
+    empty_slot(nonce);
+}
+
+/* True if the caller of the request lives and still waits. A process may have been stopped since it asked. */
+static bool confirmed(uint64_t nonce)
+{
+    uint64_t deadline = now_ms() + CONFIRM_MS;
+    __atomic_store_n(&mailbox.current, nonce, __ATOMIC_SEQ_CST);
+    do {
+        if (__atomic_load_n(&mailbox.confirmed, __ATOMIC_SEQ_CST) == nonce)
+            return true;
+        nanosleep(&(struct timespec){0, 20000}, NULL);
+    } while (now_ms() < deadline);
+    return false;
+}
+
+static void look_into_mailbox(void)
+{
+    struct request request;
+    copy_request(&request);
+    if (!request.nonce)
+        return;
+    if (request.check != request_check(&request) || answered(request.nonce)) {
+        empty_slot(request.nonce);
+    } else if (confirmed(request.nonce)) {
+        answer(request.nonce, serve(&request));
+    } else {
+        __atomic_store_n(&mailbox.current, 0, __ATOMIC_SEQ_CST);
+        empty_slot(request.nonce);
+    }
+}
+
+static void *restore_thread(void *unused)
+{
+    sigset_t set;
+    (void)unused;
+    pthread_setname_np(pthread_self(), "cuda-restore");
+    sigemptyset(&set);
+    sigaddset(&set, MAILBOX_SIGNAL);
+    mailbox.self = (uint64_t)(uintptr_t)&mailbox;
+    mailbox.tid = gettid();
+    __atomic_store_n(&mailbox.pid, getpid(), __ATOMIC_SEQ_CST); /* last: from now on it may be found */
+    for (;;)
+        if (sigwaitinfo(&set, NULL) > 0)
+            look_into_mailbox();
+    return NULL;
+}
+
+int target_start(void)
+{
+    sigset_t all, before;
+    pthread_attr_t attributes;
+    pthread_t thread;
+    if (getrandom(&mailbox.session, sizeof(mailbox.session), 0) != sizeof(mailbox.session))
+        return -EIO;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, 256 << 10);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    /* The thread must have every signal blocked from its first instruction: the mailbox's would kill the
+     * process. */
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = pthread_create(&thread, &attributes, restore_thread, NULL);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attributes);
+    while (!error && !__atomic_load_n(&mailbox.pid, __ATOMIC_SEQ_CST))
+        sched_yield();
+    return -error;
+}

@@ -1,0 +1,210 @@
+#define _GNU_SOURCE
+#include "gpuwork.h"
+
+#include <errno.h>
+#include <getopt.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+volatile sig_atomic_t stopping;
+
+static const char USAGE[] =
+    "usage: gpuwork [options]\n"
+    "  --mib N            device memory per GPU (16)\n"
+    "  --gpus LIST        all, or ordinals: 0,1 (all)\n"
+    "  --tick MS          pause between ticks (100)\n"
+    "  --ticks N          end after N ticks (0: never)\n"
+    "  --verify-every K   check every Kth tick (1)\n"
+    "  --busy MS          keep the GPU busy that long each tick (0)\n"
+    "  --managed          use managed memory\n"
+    "  --tcp              exchange a counter over a loopback connection each tick\n"
+    "  --seed N           seed of the pattern (1)\n"
+    "  --delay SECONDS    start CUDA that much later (0)\n"
+    "  --children K       start K children without CUDA\n"
+    "  --late SECONDS     start a child that starts CUDA that much later\n"
+    "  --inherit          after cuInit fork a child without exec, which never uses CUDA\n"
+    "  --procs P          be a launcher without CUDA, and start P workers with the other options\n"
+    "  --sleep            do nothing at all until SIGTERM\n";
+
+void die(const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    fprintf(stderr, "gpuwork: ");
+    vfprintf(stderr, format, arguments);
+    fprintf(stderr, "\n");
+    va_end(arguments);
+    exit(1);
+}
+
+static void stop(int signal)
+{
+    (void)signal;
+    stopping = 1;
+}
+
+void sleep_ms(uint64_t ms)
+{
+    /* With the signals blocked between test and sleep, none can come unseen. */
+    sigset_t blocked, open;
+    sigemptyset(&blocked);
+    sigaddset(&blocked, SIGTERM);
+    sigaddset(&blocked, SIGINT);
+    sigprocmask(SIG_BLOCK, &blocked, &open);
+    struct timespec left = {(time_t)(ms / 1000), (long)(ms % 1000) * 1000000};
+    if (!stopping)
+        sigtimedwait(&blocked, NULL, &left) > 0 ? stopping = 1 : 0;
+    sigprocmask(SIG_SETMASK, &open, NULL);
+}
+
+static unsigned long number(const char *text)
+{
+    char *end;
+    errno = 0;
+    unsigned long value = strtoul(text, &end, 10);
+    if (errno || *end || end == text || *text == '-')
+        die("`%s` is not a number; see gpuwork --help", text);
+    return value;
+}
+
+enum {
+    MIB,
+    GPUS,
+    TICK,
+    TICKS,
+    VERIFY,
+    BUSY,
+    MANAGED,
+    TCP,
+    SEED,
+    DELAY,
+    CHILDREN,
+    LATE,
+    INHERIT,
+    PROCS,
+    SLEEP,
+    HELP
+};
+
+static const struct option LONG[] = {
+    {"mib", 1, NULL, MIB},
+    {"gpus", 1, NULL, GPUS},
+    {"tick", 1, NULL, TICK},
+    {"ticks", 1, NULL, TICKS},
+    {"verify-every", 1, NULL, VERIFY},
+    {"busy", 1, NULL, BUSY},
+    {"managed", 0, NULL, MANAGED},
+    {"tcp", 0, NULL, TCP},
+    {"seed", 1, NULL, SEED},
+    {"delay", 1, NULL, DELAY},
+    {"children", 1, NULL, CHILDREN},
+    {"late", 1, NULL, LATE},
+    {"inherit", 0, NULL, INHERIT},
+    {"procs", 1, NULL, PROCS},
+    {"sleep", 0, NULL, SLEEP},
+    {"help", 0, NULL, HELP},
+    {NULL, 0, NULL, 0},
+};
+
+static void take(struct options *options, int which, const char *value)
+{
+    switch (which) {
+    case MIB: options->mib = (unsigned)number(value); break;
+    case GPUS: options->gpus = value; break;
+    case TICK: options->tick_ms = (unsigned)number(value); break;
+    case TICKS: options->ticks = number(value); break;
+    case VERIFY: options->verify_every = (unsigned)number(value); break;
+    case BUSY: options->busy_ms = (unsigned)number(value); break;
+    case MANAGED: options->managed = true; break;
+    case TCP: options->tcp = true; break;
+    case SEED: options->seed = number(value); break;
+    case DELAY: options->delay = (unsigned)number(value); break;
+    case CHILDREN: options->children = (unsigned)number(value); break;
+    case LATE: options->late = (unsigned)number(value); break;
+    case INHERIT: options->inherit = true; break;
+    case PROCS: options->procs = (unsigned)number(value); break;
+    case SLEEP: options->sleep_only = true; break;
+    case HELP: fputs(USAGE, stdout); exit(0);
+    default: exit(2);
+    }
+}
+
+static struct options parse(int argc, char **argv)
+{
+    struct options options = {.mib = 16, .tick_ms = 100, .verify_every = 1, .seed = 1, .gpus = "all"};
+    for (int which; (which = getopt_long(argc, argv, "", LONG, NULL)) != -1;)
+        take(&options, which, optarg);
+    if (optind < argc)
+        die("`%s` is not an option; see gpuwork --help", argv[optind]);
+    if (!options.mib || options.mib > 16383 || !options.verify_every)
+        die("--mib takes 1 to 16383, --verify-every at least 1");
+    return options;
+}
+
+/* One line; false if a word was wrong. */
+static bool report(struct gpu *gpus, int count, uint64_t tick)
+{
+    char uuids[GPUS_MAX * 42] = "", *at = uuids;
+    uint64_t sum = 0, part;
+    bool good = true;
+    for (int i = 0; i < count; i++) {
+        good = gpu_check(gpu_at(gpus, i), tick, &part) && good;
+        sum += part;
+        at = i ? stpcpy(at, ",") : at;
+        gpu_uuid(gpu_at(gpus, i), at);
+        at += strlen(at);
+    }
+    printf("pid=%d tick=%llu %s gpu=%s sum=%016llx\n", getpid(), (unsigned long long)tick,
+           good ? "ok" : "BAD", uuids, (unsigned long long)sum);
+    return good;
+}
+
+static int work(const struct options *options)
+{
+    struct gpu *gpus;
+    int count = gpu_open(options, &gpus);
+    if (options->inherit)
+        family_inherit();
+    if (options->tcp)
+        tcp_start();
+    for (uint64_t tick = 1; !stopping; tick++) {
+        for (int i = 0; i < count; i++)
+            gpu_tick(gpu_at(gpus, i), options->busy_ms);
+        if (options->tcp && !tcp_exchange(tick)) {
+            printf("pid=%d tick=%llu BAD tcp\n", getpid(), (unsigned long long)tick);
+            return 1;
+        }
+        if (tick % options->verify_every == 0 && !report(gpus, count, tick))
+            return 1;
+        if (tick == options->ticks)
+            break;
+        sleep_ms(options->tick_ms);
+    }
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    struct options options = parse(argc, argv);
+    struct sigaction action = {.sa_handler = stop, .sa_flags = SA_RESTART};
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    sigaction(SIGTERM, &action, NULL);
+    sigaction(SIGINT, &action, NULL);
+    if (options.procs)
+        return family_run_workers(argc, argv, &options);
+    if (options.sleep_only) {
+        while (!stopping)
+            sleep_ms(1000000);
+        return 0;
+    }
+    family_start(&options, "77");
+    for (unsigned waited = 0; waited < options.delay && !stopping; waited++)
+        sleep_ms(1000);
+    int status = stopping ? 0 : work(&options);
+    family_end();
+    return status;
+}

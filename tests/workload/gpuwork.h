@@ -1,0 +1,49 @@
+/*
+ * gpuwork: a program that uses the GPU and notices every wrong bit. It knows nothing of softgpu: it loads
+ * libcuda.so.1 by name and carries its kernels as PTX, so it runs on a real GPU too.
+ */
+#ifndef GPUWORK_H
+#define GPUWORK_H
+
+#include <signal.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#define GPUS_MAX 16
+
+struct options {
+    unsigned mib, children, procs, late, delay, busy_ms, tick_ms, verify_every;
+    uint64_t ticks, seed;
+    bool managed, tcp, inherit, sleep_only;
+    const char *gpus; /* "all", or ordinals with commas */
+};
+
+extern volatile sig_atomic_t stopping; /* SIGTERM or SIGINT came */
+
+/* Says what went wrong and ends the process with status 1. */
+__attribute__((noreturn, format(printf, 1, 2))) void die(const char *format, ...);
+
+/* Sleeps until the time is over or the program shall stop. */
+void sleep_ms(uint64_t ms);
+
+/* part_gpu.c */
+struct gpu;
+int gpu_open(const struct options *options,
+             struct gpu **gpus); /* cuInit, contexts, modules, memory with its pattern; number of GPUs */
+void gpu_tick(struct gpu *gpu, unsigned busy_ms);              /* adds one to every word */
+bool gpu_check(struct gpu *gpu, uint64_t tick, uint64_t *sum); /* compares every word with pattern + tick */
+void gpu_uuid(struct gpu *gpu, char *text);                    /* as the driver says it now; 41 bytes */
+struct gpu *gpu_at(struct gpu *gpus, int index);
+
+/* part_family.c */
+void family_start(const struct options *options, const char *seed_of_late);
+int family_run_workers(int argc, char **argv,
+                       const struct options *options); /* the launcher's whole life; exit status */
+void family_inherit(void);
+void family_end(void);
+
+/* part_tcp.c */
+void tcp_start(void);
+bool tcp_exchange(uint64_t counter);
+
+#endif

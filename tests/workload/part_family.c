@@ -1,0 +1,125 @@
+/* The other processes: children without CUDA, a late starter, workers of a launcher, and the child by fork
+ * alone. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "gpuwork.h"
+
+#define FAMILY_MAX 256
+
+static pid_t members[FAMILY_MAX];
+static int member_count;
+
+static pid_t fork_member(void)
+{
+    if (member_count == FAMILY_MAX)
+        die("more than %d child processes asked for; ask for fewer", FAMILY_MAX);
+    fflush(stdout);
+    pid_t pid = fork();
+    if (pid < 0)
+        die("cannot fork: %s", strerror(errno));
+    if (pid == 0)
+        prctl(PR_SET_PDEATHSIG, SIGKILL); /* whatever becomes of the parent, nothing of it is left */
+    else
+        members[member_count++] = pid;
+    return pid;
+}
+
+static void spawn(char *const *argv)
+{
+    if (fork_member() == 0) {
+        execv("/proc/self/exe", argv);
+        _exit(127);
+    }
+}
+
+void family_start(const struct options *options, const char *seed_of_late)
+{
+    for (unsigned i = 0; i < options->children; i++)
+        spawn((char *[]){"gpuwork", "--sleep", NULL});
+    if (options->late) {
+        char seconds[16], mib[16], tick[16];
+        snprintf(seconds, sizeof(seconds), "%u", options->late);
+        snprintf(mib, sizeof(mib), "%u", options->mib);
+        snprintf(tick, sizeof(tick), "%u", options->tick_ms);
+        spawn((char *[]){"gpuwork", "--delay", seconds, "--mib", mib, "--tick", tick, "--gpus",
+                         (char *)options->gpus, "--seed", (char *)seed_of_late, NULL});
+    }
+}
+
+/* As a PyTorch DataLoader worker: by fork after cuInit, so it has the parent's open device nodes, and never
+ * calls CUDA. */
+void family_inherit(void)
+{
+    if (fork_member() == 0) {
+        while (!stopping)
+            sleep_ms(1000000);
+        _exit(0);
+    }
+}
+
+void family_end(void)
+{
+    for (int i = 0; i < member_count; i++)
+        kill(members[i], SIGTERM);
+    for (int i = 0; i < member_count; i++)
+        while (waitpid(members[i], NULL, 0) < 0 && errno == EINTR)
+            ;
+}
+
+/* The launcher's own command line, with --procs 0 and a seed of its own for each worker at the end, where
+ * they win. */
+static void spawn_worker(int argc, char **argv, uint64_t seed)
+{
+    char text[24];
+    char **line = calloc((size_t)argc + 5, sizeof(*line));
+    if (!line)
+        die("out of memory");
+    memcpy(line, argv, (size_t)argc * sizeof(*line));
+    snprintf(text, sizeof(text), "%llu", (unsigned long long)seed);
+    line[argc] = "--procs";
+    line[argc + 1] = "0";
+    line[argc + 2] = "--seed";
+    line[argc + 3] = text;
+    spawn(line);
+    free(line);
+}
+
+static void forget(pid_t pid)
+{
+    for (int i = 0; i < member_count; i++)
+        if (members[i] == pid)
+            members[i] = members[--member_count];
+}
+
+int family_run_workers(int argc, char **argv, const struct options *options)
+{
+    sigset_t set, before;
+    int status = 0;
+    sigemptyset(&set);
+    sigaddset(&set, SIGCHLD);
+    sigaddset(&set, SIGTERM);
+    sigaddset(&set, SIGINT);
+    for (unsigned i = 0; i < options->procs; i++)
+        spawn_worker(argc, argv, options->seed + i);
+    sigprocmask(SIG_BLOCK, &set, &before);
+    while (!stopping && !status && member_count) {
+        int one;
+        pid_t pid;
+        while (!status && (pid = waitpid(-1, &one, WNOHANG)) > 0) {
+            forget(pid);
+            status = WIFEXITED(one) && WEXITSTATUS(one) == 0 ? 0 : 1;
+        }
+        if (member_count && !status && sigwaitinfo(&set, NULL) != SIGCHLD && errno != EINTR)
+            stopping = 1;
+    }
+    sigprocmask(SIG_SETMASK, &before, NULL);
+    family_end();
+    return status;
+}

@@ -1,0 +1,232 @@
+/* The GPU side. Only what the driver API documents: functions by their exported names, PTX for the kernels.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "gpuwork.h"
+
+#define CHUNK_WORDS (1u << 20)
+#define THREADS 256
+
+static const char PTX[] = ".version 6.0\n"
+                          ".target sm_52\n"
+                          ".address_size 64\n"
+                          /* words[i] += 1 for each i < count */
+                          ".visible .entry add_one(.param .u64 words, .param .u32 count)\n"
+                          "{\n"
+                          "    .reg .pred %p<2>;\n"
+                          "    .reg .b32 %r<7>;\n"
+                          "    .reg .b64 %rd<5>;\n"
+                          "    ld.param.u64 %rd1, [words];\n"
+                          "    ld.param.u32 %r1, [count];\n"
+                          "    mov.u32 %r2, %ctaid.x;\n"
+                          "    mov.u32 %r3, %ntid.x;\n"
+                          "    mov.u32 %r4, %tid.x;\n"
+                          "    mad.lo.u32 %r5, %r2, %r3, %r4;\n"
+                          "    setp.ge.u32 %p1, %r5, %r1;\n"
+                          "    @%p1 bra DONE;\n"
+                          "    cvta.to.global.u64 %rd2, %rd1;\n"
+                          "    mul.wide.u32 %rd3, %r5, 4;\n"
+                          "    add.s64 %rd4, %rd2, %rd3;\n"
+                          "    ld.global.u32 %r6, [%rd4];\n"
+                          "    add.s32 %r6, %r6, 1;\n"
+                          "    st.global.u32 [%rd4], %r6;\n"
+                          "DONE:\n"
+                          "    ret;\n"
+                          "}\n"
+                          /* waits until so many milliseconds are over */
+                          ".visible .entry busy(.param .u32 milliseconds)\n"
+                          "{\n"
+                          "    .reg .pred %p<2>;\n"
+                          "    .reg .b32 %r<2>;\n"
+                          "    .reg .b64 %rd<4>;\n"
+                          "    ld.param.u32 %r1, [milliseconds];\n"
+                          "    mul.wide.u32 %rd1, %r1, 1000000;\n"
+                          "    mov.u64 %rd2, %globaltimer;\n"
+                          "    add.s64 %rd1, %rd1, %rd2;\n"
+                          "AGAIN:\n"
+                          "    mov.u64 %rd3, %globaltimer;\n"
+                          "    setp.lt.u64 %p1, %rd3, %rd1;\n"
+                          "    @%p1 bra AGAIN;\n"
+                          "    ret;\n"
+                          "}\n";
+
+static struct {
+    int (*cuInit)(unsigned);
+    int (*cuDeviceGetCount)(int *);
+    int (*cuDeviceGet)(int *, int);
+    int (*cuDeviceGetUuid_v2)(unsigned char *, int);
+    int (*cuDevicePrimaryCtxRetain)(void **, int);
+    int (*cuCtxSetCurrent)(void *);
+    int (*cuCtxSynchronize)(void);
+    int (*cuMemAlloc_v2)(unsigned long long *, size_t);
+    int (*cuMemAllocManaged)(unsigned long long *, size_t, unsigned);
+    int (*cuMemcpyHtoD_v2)(unsigned long long, const void *, size_t);
+    int (*cuMemcpyDtoH_v2)(void *, unsigned long long, size_t);
+    int (*cuModuleLoadData)(void **, const void *);
+    int (*cuModuleGetFunction)(void **, void *, const char *);
+    int (*cuLaunchKernel)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                          void *, void **, void **);
+    int (*cuGetErrorName)(int, const char **);
+} cu;
+
+struct gpu {
+    int device;
+    void *context, *add_one, *busy;
+    unsigned long long words;
+    uint32_t count;
+    uint64_t seed;
+};
+
+static uint32_t *chunk;
+
+/* A driver call that must succeed. */
+#define CALL(function, ...) check(cu.function(__VA_ARGS__), #function)
+
+static void check(int result, const char *function)
+{
+    const char *name = NULL;
+    if (result == 0)
+        return;
+    cu.cuGetErrorName(result, &name);
+    die("%s answers %s (%d)", function, name ? name : "an unknown result", result);
+}
+
+static void load_driver(void)
+{
+    void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (!library)
+        die("%s; is there a GPU driver on this machine?", dlerror());
+#define LOAD(name)                                             \
+    do {                                                       \
+        *(void **)&cu.name = dlsym(library, #name);            \
+        if (!cu.name)                                          \
+            die("the driver has no %s; it is too old", #name); \
+    } while (0)
+    LOAD(cuGetErrorName);
+    LOAD(cuInit);
+    LOAD(cuDeviceGetCount);
+    LOAD(cuDeviceGet);
+    LOAD(cuDeviceGetUuid_v2);
+    LOAD(cuDevicePrimaryCtxRetain);
+    LOAD(cuCtxSetCurrent);
+    LOAD(cuCtxSynchronize);
+    LOAD(cuMemAlloc_v2);
+    LOAD(cuMemAllocManaged);
+    LOAD(cuMemcpyHtoD_v2);
+    LOAD(cuMemcpyDtoH_v2);
+    LOAD(cuModuleLoadData);
+    LOAD(cuModuleGetFunction);
+    LOAD(cuLaunchKernel);
+#undef LOAD
+}
+
+/* Word i of the pattern: a hash of seed and i, so that no two pages are alike and none compresses. */
+static uint32_t pattern(uint64_t seed, uint32_t i)
+{
+    uint64_t z = (seed << 32 | i) + 0x9e3779b97f4a7c15ull;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return (uint32_t)(z ^ (z >> 31));
+}
+
+static uint32_t chunk_words(const struct gpu *gpu, uint32_t at)
+{
+    return gpu->count - at < CHUNK_WORDS ? gpu->count - at : CHUNK_WORDS;
+}
+
+static void fill(struct gpu *gpu)
+{
+    for (uint32_t at = 0; at < gpu->count; at += CHUNK_WORDS) {
+        uint32_t n = chunk_words(gpu, at);
+        for (uint32_t i = 0; i < n; i++)
+            chunk[i] = pattern(gpu->seed, at + i);
+        CALL(cuMemcpyHtoD_v2, gpu->words + 4ull * at, chunk, 4ull * n);
+    }
+}
+
+static void open_one(struct gpu *gpu, int ordinal, const struct options *options)
+{
+    void *module;
+    CALL(cuDeviceGet, &gpu->device, ordinal);
+    CALL(cuDevicePrimaryCtxRetain, &gpu->context, gpu->device);
+    CALL(cuCtxSetCurrent, gpu->context);
+    CALL(cuModuleLoadData, &module, PTX);
+    CALL(cuModuleGetFunction, &gpu->add_one, module, "add_one");
+    CALL(cuModuleGetFunction, &gpu->busy, module, "busy");
+    gpu->count = options->mib << 18;
+    gpu->seed = options->seed * GPUS_MAX + (unsigned)ordinal;
+    if (options->managed)
+        CALL(cuMemAllocManaged, &gpu->words, 4ull * gpu->count, 1);
+    else
+        CALL(cuMemAlloc_v2, &gpu->words, 4ull * gpu->count);
+    fill(gpu);
+}
+
+static bool wanted(const char *list, int ordinal)
+{
+    if (strcmp(list, "all") == 0)
+        return true;
+    for (const char *p = list; p; p = strchr(p, ',') ? strchr(p, ',') + 1 : NULL)
+        if (atoi(p) == ordinal)
+            return true;
+    return false;
+}
+
+int gpu_open(const struct options *options, struct gpu **gpus)
+{
+    int all, count = 0;
+    load_driver();
+    CALL(cuInit, 0);
+    CALL(cuDeviceGetCount, &all);
+    chunk = malloc(4ull * CHUNK_WORDS);
+    *gpus = calloc(GPUS_MAX, sizeof(**gpus));
+    if (!chunk || !*gpus)
+        die("out of memory");
+    for (int i = 0; i < all && count < GPUS_MAX; i++)
+        if (wanted(options->gpus, i))
+            open_one(*gpus + count++, i, options);
+    if (!count)
+        die("--gpus %s names none of the %d GPUs here", options->gpus, all);
+    return count;
+}
+
+struct gpu *gpu_at(struct gpu *gpus, int index) { return gpus + index; }
+
+void gpu_tick(struct gpu *gpu, unsigned busy_ms)
+{
+    CALL(cuCtxSetCurrent, gpu->context);
+    CALL(cuLaunchKernel, gpu->add_one, (gpu->count + THREADS - 1) / THREADS, 1, 1, THREADS, 1, 1, 0, NULL,
+         (void *[]){&gpu->words, &gpu->count}, NULL);
+    if (busy_ms)
+        CALL(cuLaunchKernel, gpu->busy, 1, 1, 1, 1, 1, 1, 0, NULL, (void *[]){&busy_ms}, NULL);
+    CALL(cuCtxSynchronize);
+}
+
+bool gpu_check(struct gpu *gpu, uint64_t tick, uint64_t *sum)
+{
+    bool good = true;
+    *sum = 0;
+    CALL(cuCtxSetCurrent, gpu->context);
+    for (uint32_t at = 0; at < gpu->count; at += CHUNK_WORDS) {
+        uint32_t n = chunk_words(gpu, at);
+        CALL(cuMemcpyDtoH_v2, chunk, gpu->words + 4ull * at, 4ull * n);
+        for (uint32_t i = 0; i < n; i++) {
+            good &= chunk[i] == pattern(gpu->seed, at + i) + (uint32_t)tick;
+            *sum += chunk[i];
+        }
+    }
+    return good;
+}
+
+void gpu_uuid(struct gpu *gpu, char *text)
+{
+    unsigned char uuid[16];
+    CALL(cuDeviceGetUuid_v2, uuid, gpu->device);
+    text += sprintf(text, "GPU-");
+    for (int i = 0; i < 16; i++)
+        text += sprintf(text, "%s%02x", i == 4 || i == 6 || i == 8 || i == 10 ? "-" : "", uuid[i]);
+}
