@@ -1,0 +1,57 @@
+"""Install gpusnap from a checkout, as a package would: the launcher on PATH, the Python entry in libexec.
+
+For the test host, and for a machine that is given to tests; nothing is asked before files are written.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+LAUNCHER = Path("/usr/local/bin/gpusnap-runtime")
+ENTRY = Path("/usr/libexec/gpusnap/gpusnap-runtime")
+COMMAND = Path("/usr/local/bin/gpusnap")
+SETTINGS = Path("/etc/gpusnap/gpusnap.toml")
+
+_SCRIPT = """#!{python}
+import sys
+sys.path[:0] = {path!r}
+from {module} import main
+sys.exit(main())
+"""
+
+
+def install(checkout: Path, *, python: str = sys.executable, path: tuple[str, ...] = ()) -> Path:
+    """Install from `checkout`, whose launcher has been built; the path of gpusnap-runtime.
+
+    `path`: more folders for Python to import from.
+    """
+    folders = [str(checkout), *path]
+    for target, module in ((ENTRY, "runtime_shim.entry"), (COMMAND, "gpusnap.cli")):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(_SCRIPT.format(python=f"{python} -I", path=folders, module=module))
+        target.chmod(0o755)
+    LAUNCHER.unlink(missing_ok=True)
+    shutil.copy(checkout / "runtime_shim/launcher/build/gpusnap-runtime", LAUNCHER)
+    return LAUNCHER
+
+
+def write_settings(text: str) -> None:
+    """Put a settings file in place; an empty text removes it."""
+    SETTINGS.parent.mkdir(parents=True, exist_ok=True)
+    if text:
+        SETTINGS.write_text(text)
+    elif SETTINGS.exists():
+        os.unlink(SETTINGS)
+
+
+class Writer:
+    """Writes the settings file with a first part that stays."""
+
+    def __init__(self, first: str) -> None:
+        self._first = first
+
+    def __call__(self, text: str) -> None:
+        write_settings(self._first + text)
