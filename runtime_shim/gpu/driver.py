@@ -1,0 +1,101 @@
+"""What gpusnap asks of a vendor's GPU driver: one protocol, one implementation a vendor.
+
+A process is named by its PID as this process sees it. Operations on one process block until the driver has
+answered; `together.at_once` runs them on several processes at the same time.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["Driver", "Gpu", "Host", "ProcessState"]
+
+
+class ProcessState(enum.IntEnum):
+    """CUprocessState of cuda.h: what the driver's checkpoint API says of a process."""
+
+    RUNNING = 0
+    LOCKED = 1
+    CHECKPOINTED = 2
+    FAILED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU of this host. Sizes are bytes."""
+
+    uuid: str
+    """As NVML writes it: GPU-8-4-4-4-12 hex digits."""
+    minor: int
+    """Of its device node: /dev/nvidia<minor>."""
+    index: int
+    model: str
+    compute_capability: str
+    """Major and minor with a dot: 9.0."""
+    memory_total: int
+    memory_used: int
+    mig: bool
+    compute_mode: str
+    """default, exclusive-process, prohibited (NVML's compute modes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The driver and the GPUs of this host."""
+
+    vendor: str
+    driver_version: str
+    cuda_version: str
+    """The newest CUDA that the driver speaks: 13.0."""
+    gpus: tuple[Gpu, ...]
+
+
+class Driver(Protocol):
+    """A vendor's way to suspend and resume the GPU state of other processes.
+
+    Every method raises a `runtime_shim.gpu.errors.GpuError` and nothing else.
+    """
+
+    vendor: str
+
+    def open(self) -> None:
+        """Load and initialise the driver's library (NVIDIA: up to 0.5 s). Calling it again does nothing.
+
+        Raises DriverMissing, DriverTooOld (no checkpoint API), NoDevice.
+        """
+
+    def host(self) -> Host:
+        """The inventory, read anew at each call."""
+
+    def state(self, pid: int) -> ProcessState | None:
+        """The state of a process; None where it has no GPU state or is gone."""
+
+    def restore_thread(self, pid: int) -> int:
+        """TID of the thread that does the driver's work inside the process."""
+
+    def memory_used(self, pids: Iterable[int]) -> Mapping[int, Mapping[str, int]]:
+        """Bytes of GPU memory by PID and GPU UUID, for processes that the driver lists."""
+
+    def handles(self, pid: int) -> tuple[str, ...]:
+        """Device files of this vendor the process has open or mapped (/dev/nvidia0); from /proc alone."""
+
+    def visible(self, pid: int) -> tuple[str, ...]:
+        """UUIDs of the GPUs that the process could see: whose device files it holds, or has in its own /dev.
+
+        By minor of the node, not by its name; a suspended process holds none, but still has its /dev.
+        """
+
+    def lock(self, pid: int, *, timeout: float) -> None:
+        """Stop new GPU work and wait for what is under way; LockTimeout after `timeout` seconds."""
+
+    def checkpoint(self, pid: int) -> None:
+        """Move the locked process' GPU memory into its own address space and let go of the GPU."""
+
+    def restore(self, pid: int, pairs: Sequence[tuple[str, str]] = ()) -> None:
+        """Put it back; `pairs` of (old UUID, new UUID) name every GPU that the process could see."""
+
+    def unlock(self, pid: int) -> None:
+        """Let a locked process run on."""

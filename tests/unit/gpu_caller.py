@@ -1,0 +1,66 @@
+"""Runs Nvidia's methods as it is told, line by line: JSON `[name, argument, …]` in, `[class, value]` out.
+
+The class is "" for success, otherwise the exception's, and the value then [sentence, code_name]. `all` runs a
+method on many processes at once and answers results and errors by PID. Tests start it where the driver is
+softgpu's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from runtime_shim.gpu import find_driver, holders
+from runtime_shim.gpu.errors import GpuError
+from runtime_shim.gpu.nvidia import Nvidia
+from runtime_shim.gpu.together import at_once
+
+driver = Nvidia()
+
+
+def lock(pid: int, timeout: float = 20.0) -> None:
+    driver.lock(pid, timeout=timeout)
+
+
+def restore(pid: int, pairs: list[tuple[str, str]] | None = None) -> None:
+    driver.restore(pid, [(old, new) for old, new in pairs or []])
+
+
+def in_all(method: str, pids: list[int]) -> list[dict[str, Any]]:
+    outcome = at_once(FUNCTIONS[method], pids)
+    errors = {str(pid): type(error).__name__ for pid, error in outcome.errors.items()}
+    return [{str(pid): value for pid, value in outcome.results.items()}, errors]
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "open": driver.open,
+    "found": lambda: find_driver() is not None,
+    "host": lambda: dataclasses.asdict(driver.host()),
+    "state": driver.state,
+    "restore_thread": driver.restore_thread,
+    "memory_used": driver.memory_used,
+    "handles": driver.handles,
+    "visible": driver.visible,
+    "holders": lambda pids: holders(driver, pids),
+    "lock": lock,
+    "checkpoint": driver.checkpoint,
+    "restore": restore,
+    "unlock": driver.unlock,
+    "all": in_all,
+}
+
+
+def main() -> None:
+    for line in sys.stdin:
+        method, *arguments = json.loads(line)
+        try:
+            answer = ["", FUNCTIONS[method](*arguments)]
+        except GpuError as error:
+            answer = [type(error).__name__, [error.sentence(), error.code_name]]
+        print(json.dumps(answer), flush=True)
+
+
+main()
