@@ -6,6 +6,7 @@ from dataclasses import fields, is_dataclass
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from runtime_shim.gpu.driver import Host
 from runtime_shim.manifest import Manifest
@@ -33,23 +34,32 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
+def _plain(text: str) -> Text:
+    """A text from a checkpoint, as it is: no markup of rich's, nothing that a terminal would obey."""
+    return Text("".join(c if c.isprintable() else "�" for c in text))
+
+
 def manifest(console: Console, record: Manifest) -> None:
     """GPUs, processes and the timeline of a checkpoint."""
     host = record.host
-    console.print(
-        f"container {record.container[:12]}, checkpointed {record.created} by gpusnap {record.gpusnap}\n"
+    for line in (
+        f"container {record.container[:12]}, checkpointed {record.created} by gpusnap {record.gpusnap}",
         f"driver {host.driver_version} (CUDA {host.cuda_version}), CRIU {host.criu_version}, "
-        f"{host.runtime_name} {host.runtime_version}, Linux {host.kernel} {host.architecture}\n",
-        highlight=False,
-    )
+        f"{host.runtime_name} {host.runtime_version}, Linux {host.kernel} {host.architecture}",
+        "",
+    ):
+        console.print(_plain(line), highlight=False)
     table = _table("GPUs", "UUID", "minor", "model", "memory", "used")
     for gpu in record.gpus:
-        table.add_row(gpu.uuid, str(gpu.minor), gpu.model, size(gpu.memory_total), size(gpu.memory_used))
+        table.add_row(
+            gpu.uuid, str(gpu.minor), _plain(gpu.model), size(gpu.memory_total), size(gpu.memory_used)
+        )
     console.print(table, "")
     table = _table("GPU processes", "PID", "command", "used")
     for process in record.processes:
         used = sum(used for _, used in process.gpus)
-        table.add_row(str(process.pid), " ".join(process.command)[:200] or process.name, size(used))
+        command = " ".join(process.command)[:200] or process.name
+        table.add_row(str(process.pid), _plain(command), size(used))
     console.print(table, "")
     timeline(console, record.timing)
 
@@ -61,7 +71,7 @@ def timeline(console: Console, steps: tuple[Step, ...]) -> None:
     for step in steps:
         left = round(step.start / end * _WIDTH)
         bar = "█" * max(1, round(step.seconds / end * _WIDTH)) if step.seconds / end > 0.01 else "▏"
-        table.add_row(step.name, f"{step.start:.3f}", f"{step.seconds:.3f}", " " * left + bar)
+        table.add_row(_plain(step.name), f"{step.start:.3f}", f"{step.seconds:.3f}", " " * left + bar)
     console.print(table)
 
 

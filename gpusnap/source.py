@@ -27,6 +27,6 @@ def load_manifest(path: str) -> manifest.Manifest:
     if data is None:
         raise ManifestError(
             f"{path} holds no {name}",
-            hint="it is the checkpoint of a container without a GPU, or not gpusnap's",
+            hint="it is the checkpoint of a container without a GPU, or not gpusnap's, or was cut short",
         )
     return manifest.decode(data, f"{path}: {name}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
@@ -26,7 +27,8 @@ class ArchiveError(Exception):
 def read_member(path: str, name: str, *, limit: int) -> bytes | None:
     """The content of one entry, at most `limit` bytes of it; None where the archive has no such entry.
 
-    Raises ArchiveError where the file is no archive or is cut short before the entry was found.
+    Raises ArchiveError where the file is no archive or is cut short within an entry. One that ends between
+    two looks to tarfile as if it were whole.
     """
     try:
         with _opened(path) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
@@ -36,7 +38,7 @@ def read_member(path: str, name: str, *, limit: int) -> bytes | None:
                     return content.read(limit) if content else None
     except OSError as error:
         raise ArchiveError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (tarfile.TarError, zstandard.ZstdError, EOFError) as error:
+    except (tarfile.TarError, zstandard.ZstdError, zlib.error, EOFError, ValueError) as error:
         raise ArchiveError(f"{path} is not a checkpoint archive, or is cut short: {error}") from error
     return None
 

@@ -14,17 +14,17 @@ import os
 import platform
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from runtime_shim import container as containers
 from runtime_shim import manifest, preflight, proc
-from runtime_shim.argv import CheckpointCall
+from runtime_shim.argv import CheckpointCall, render
 from runtime_shim.criu import config as criu_config
 from runtime_shim.criu import mounts as criu_mounts
 from runtime_shim.criu.version import criu_version
 from runtime_shim.errors import GpusnapError, ImageError, Refused, RuntimeFailed, reason
-from runtime_shim.gpu.driver import Driver, Host
+from runtime_shim.gpu.driver import Driver, Host, ProcessState
 from runtime_shim.gpu.together import at_once
 from runtime_shim.invoke import Invoked, invoke
 from runtime_shim.real import RealRuntime
@@ -36,6 +36,8 @@ __all__ = ["checkpoint"]
 
 # CRIU writes it last of what a restore cannot do without; Podman refuses an archive without it.
 _INVENTORY = "inventory.img"
+# What the manifest's schema allows; a longer list would be no reason to refuse.
+_ARGUMENTS = 4096
 
 
 @dataclass(slots=True)
@@ -54,6 +56,8 @@ class _Job:
     mounts: tuple[manifest.DriverMount, ...] = ()
     masters: bool = False
     host: Host | None = None
+    record: manifest.Manifest | None = None
+    """As of the last dump: afterwards the container, and its PID namespace, may be gone."""
     before: frozenset[str] = frozenset()
     """What was in the image directory."""
     dumping: bool = False
@@ -74,7 +78,7 @@ def checkpoint(
     driver: Driver,
     container: containers.Container,
 ) -> None:
-    """Checkpoint a running container, some of whose processes hold a GPU.
+    """Checkpoint a running container that was given GPUs; whether any process uses one now does not matter.
 
     Raises a GpusnapError; the container then runs on as if nobody had asked, unless the error says otherwise.
     """
@@ -88,9 +92,10 @@ def checkpoint(
         _suspend(job)
         with transaction.step("pages"):
             job.pages.take(list(job.records))
-        _dump(job, draft)
-        transaction.commit()
+        # Once the dump has succeeded there is no way back, and no moment at which a signal may stop us.
         with held_signals():
+            _dump(job, draft)
+            transaction.commit()
             _complete(job, draft)
 
 
@@ -101,13 +106,11 @@ def _inspect(job: _Job) -> None:
     config = containers.bundle_config(job.container.bundle)
     job.mounts, job.masters = criu_mounts.undeclared(job.container.pid, config)
     preflight.call(job.call, job.container)
+    # What the runtime does not take is refused now; the dump would overwrite an earlier checkpoint.
+    job.call = criu_config.with_flags(job.call, job.real, job.settings.criu)
+    render(job.call, job.real)
     preflight.leftover(lambda: idle_holders(job.driver, job.processes()))
     found = users(job.driver, job.processes())
-    if not found:
-        raise Refused(
-            f"the GPU processes of container {job.container.id} ended while its checkpoint began",
-            hint="checkpoint it again",
-        )
     preflight.states(found)
     preflight.nccl(list(found), job.settings.nvidia)
 
@@ -125,15 +128,30 @@ def _suspend(job: _Job) -> None:
         job.transaction.undo(
             "resuming the GPU processes", lambda: resume(job.driver, list(job.records), job.pages)
         )
-    for _ in range(job.settings.retries + 1):
-        fresh = [process for process in users(job.driver, job.processes()) if process.pid not in job.records]
-        if not fresh:
-            return
+    rounds = 0
+    while fresh := _newcomers(job):
+        if rounds > job.settings.retries:
+            raise Refused(
+                f"processes of container {job.container.id} keep starting to use a GPU",
+                hint="try again when it is quieter",
+            )
         _suspend_these(job, fresh)
-    raise Refused(
-        f"processes of container {job.container.id} keep starting to use a GPU",
-        hint="try again when it is quieter",
-    )
+        rounds += 1
+
+
+def _newcomers(job: _Job) -> list[proc.Process]:
+    """The GPU processes that have not been suspended."""
+    return [process for process in users(job.driver, job.processes()) if process.pid not in job.records]
+
+
+def _all_suspended(job: _Job) -> None:
+    """A process that has ended, or was resumed by somebody else, must not get into the manifest."""
+    for pid, item in job.records.items():
+        if job.driver.state(pid) is not ProcessState.CHECKPOINTED:
+            raise GpusnapError(
+                f"GPU process {pid} ({item.process.comm}) ended or was resumed before it could be dumped",
+                hint="checkpoint the container again",
+            )
 
 
 def _suspend_these(job: _Job, fresh: Sequence[proc.Process]) -> None:
@@ -156,18 +174,20 @@ def _dump(job: _Job, draft: manifest.Draft) -> None:
     """Have the real runtime dump the container, again where a process began to use a GPU in between."""
     attempt = 0
     while True:
+        stop_if_asked()
+        _all_suspended(job)
         with job.transaction.step("write manifest"):
-            draft.prepare(_manifest(job))
+            job.record = _manifest(job)
+            draft.prepare(job.record)
         job.dumping = True
-        with job.transaction.step("dump"), held_signals():
+        with job.transaction.step("dump"):
             failure = _runtime_checkpoint(job)
         if failure is None:
             return
         stop_if_asked()
         _clean(job)
-        newcomers = {process.pid for process in users(job.driver, job.processes())} - set(job.records)
         attempt += 1
-        if not newcomers or attempt > job.settings.retries:
+        if not _newcomers(job) or attempt > job.settings.retries:
             raise failure
         _suspend(job)
 
@@ -176,8 +196,7 @@ def _runtime_checkpoint(job: _Job) -> GpusnapError | None:
     """One call of the real runtime; the error instead of a dump."""
     criu = job.settings.criu
     text = criu_config.dump_text(criu, job.mounts, masters=job.masters)
-    call = criu_config.with_flags(job.call, job.real, criu)
-    done = invoke(call, job.real, text, capture=True)
+    done = invoke(job.call, job.real, text, capture=True)
     if done.code != 0:
         return _dump_error(job, done)
     if not os.path.exists(os.path.join(job.image_path, _INVENTORY)):
@@ -198,14 +217,20 @@ def _dump_error(job: _Job, done: Invoked) -> RuntimeFailed:
 
 def _complete(job: _Job, draft: manifest.Draft) -> None:
     """After the dump: resume what shall run on, make the image durable, and name it a checkpoint."""
+    assert job.record is not None
     failure: GpusnapError | None = None
     if job.call.leave_running:
         with job.transaction.step("resume"):
             failure = _resumed(job)
-    with job.transaction.step("sync"):
-        _sync(job.image_path)
-    draft.finish(_manifest(job))
+    try:
+        with job.transaction.step("sync"):
+            _sync(job.image_path)
+        draft.finish(replace(job.record, timing=tuple(job.transaction.steps)))
+    except ImageError as error:
+        _add(error, failure.sentence() if failure is not None else "")
+        raise
     if failure is not None:
+        _add(failure, f"the checkpoint in {job.image_path} is whole and can be restored")
         raise failure
 
 
@@ -213,11 +238,12 @@ def _resumed(job: _Job) -> GpusnapError | None:
     try:
         resume(job.driver, list(job.records), job.pages)
     except GpusnapError as error:
-        error.hint = "; ".join(
-            filter(None, [error.hint, f"the checkpoint in {job.image_path} is whole and can be restored"])
-        )
         return error
     return None
+
+
+def _add(error: GpusnapError, hint: str) -> None:
+    error.hint = "; ".join(filter(None, [error.hint, hint]))
 
 
 def _manifest(job: _Job) -> manifest.Manifest:
@@ -247,7 +273,9 @@ def _manifest(job: _Job) -> manifest.Manifest:
             if g.uuid in used
         ),
         processes=tuple(
-            manifest.GpuProcess(item.inner_pid, item.process.comm, item.process.command, item.gpus)
+            manifest.GpuProcess(
+                item.inner_pid, item.process.comm, item.process.command[:_ARGUMENTS], item.gpus
+            )
             for _, item in sorted(job.records.items())
         ),
         mounts=job.mounts,
@@ -271,13 +299,19 @@ def _clean(job: _Job) -> None:
     """Remove what a failed dump wrote, so that nothing looks like a checkpoint. Logs stay, to be read."""
     image_path = job.image_path
     manifest.Draft(image_path).discard()
-    for name in os.listdir(image_path):
-        ours = name not in job.before or (
-            job.dumping and (name.endswith(".img") or name == "descriptors.json")
-        )
-        path = os.path.join(image_path, name)
-        if ours and not name.endswith(".log") and not os.path.isdir(path):
-            os.unlink(path)
+    try:
+        for name in os.listdir(image_path):
+            ours = name not in job.before or (
+                job.dumping and (name.endswith(".img") or name == "descriptors.json")
+            )
+            path = os.path.join(image_path, name)
+            if ours and not name.endswith(".log") and not os.path.isdir(path):
+                os.unlink(path)
+    except OSError as error:
+        raise ImageError(
+            f"the incomplete image in {image_path} cannot be removed: {reason(error)}",
+            hint="do not restore from it",
+        ) from error
 
 
 def _sync(image_path: str) -> None:
@@ -290,8 +324,8 @@ def _sync(image_path: str) -> None:
         finally:
             os.close(descriptor)
 
-    names = [e.name for e in os.scandir(image_path) if e.is_file(follow_symlinks=False)]
     try:
+        names = [e.name for e in os.scandir(image_path) if e.is_file(follow_symlinks=False)]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(sync, [*names, "."]))
     except OSError as error:

@@ -14,7 +14,8 @@
 
 A message is one sentence that says what happened to what; `hint` is the next thing to do. Podman rewrites
 every message that holds the words of ENOENT or EACCES into "OCI runtime attempted to invoke a command that
-was not found" (libpod, getOCIRuntimeError), so `reason()` words those two differently.
+was not found" (libpod, getOCIRuntimeError), so `reason()` words those two differently, and `sentence()` does
+so where they come from crun, runc or CRIU.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class GpusnapError(Exception):
     def sentence(self) -> str:
         """Message and hint as one line for stderr and for the runtime's JSON log."""
         text = " ".join(str(self).split())
-        return f"{text}; {self.hint}" if self.hint else text
+        return _reworded(f"{text}; {self.hint}" if self.hint else text)
 
 
 class UsageError(GpusnapError):
@@ -90,12 +91,25 @@ class Interrupted(GpusnapError):
     """SIGINT, SIGTERM or SIGHUP came in while we worked; what was done has been undone."""
 
 
-# The two wordings that Podman replaces (libpod/oci_util.go, getOCIRuntimeError).
+# The wordings that Podman replaces (libpod/oci_util.go, getOCIRuntimeError).
 _REWORDED = {
     errno.ENOENT: "it does not exist",
     errno.EACCES: "access is refused",
     errno.EPERM: "it is not allowed",
 }
+_WORDS = {
+    "no such file or directory": _REWORDED[errno.ENOENT],
+    "permission denied": _REWORDED[errno.EACCES],
+    "operation not permitted": _REWORDED[errno.EPERM],
+    "executable file not found": "the program was not found",
+}
+
+
+def _reworded(text: str) -> str:
+    for words, ours in _WORDS.items():
+        while (at := text.lower().find(words)) >= 0:
+            text = text[:at] + ours + text[at + len(words) :]
+    return text
 
 
 def reason(error: OSError) -> str:

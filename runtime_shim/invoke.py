@@ -5,15 +5,17 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import IO
 
-from runtime_shim.argv import CheckpointCall, RestoreCall, render
+from runtime_shim.argv import CheckpointCall, RestoreCall, render, render_globals
 from runtime_shim.child import Finished, run
 from runtime_shim.criu.config import config_file
 from runtime_shim.criu.log import first_error
+from runtime_shim.errors import RuntimeFailed, reason
 from runtime_shim.log import note, runtime_message, runtime_warnings
 from runtime_shim.real import RealRuntime
 
-__all__ = ["Invoked", "control", "invoke"]
+__all__ = ["Invoked", "control", "invoke", "quiet"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ def invoke(
 
     `capture` as in `child.run`; without it, why the runtime failed is only in that log.
     """
-    with tempfile.NamedTemporaryFile("r", prefix="gpusnap-log-", encoding="utf-8", errors="replace") as own:
+    with _log_file() as own:
         own_log = replace(call.globals, log=own.name, log_format="json")
         argv = render(replace(call, globals=own_log), real)
         with config_file(criu_text) as env:
@@ -49,6 +51,21 @@ def invoke(
         for warning in runtime_warnings(said):
             note(warning)
     return Invoked(done.code, said, done.err)
+
+
+def _log_file() -> IO[str]:
+    try:
+        return tempfile.NamedTemporaryFile("r", prefix="gpusnap-log-", encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise RuntimeFailed(f"no log can be made for the runtime: {reason(error)}") from error
+
+
+def quiet(call: CheckpointCall | RestoreCall, real: RealRuntime) -> list[str]:
+    """The real runtime with the caller's global options, but saying on stderr what it would write to its log.
+
+    For commands beside the one that was asked for: the log takes one line of ours, see log.py.
+    """
+    return render_globals(replace(call.globals, log=None, log_format=None), real)
 
 
 def control(argv: Sequence[str]) -> Finished:

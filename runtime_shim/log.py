@@ -9,11 +9,10 @@ because a second JSON object in the file would keep Podman from reading the firs
 from __future__ import annotations
 
 import json
-import os
 import sys
 from datetime import UTC, datetime
 
-from runtime_shim.errors import GpusnapError
+from runtime_shim.errors import GpusnapError, reason
 
 __all__ = ["note", "report", "runtime_message", "runtime_warnings"]
 
@@ -34,9 +33,7 @@ def report(error: GpusnapError, *, log: str | None = None, log_format: str | Non
         with open(path, "a", encoding="utf-8") as file:
             file.write(line + "\n")
     except OSError as failure:
-        print(
-            f"gpusnap: the log {path} cannot be written: {os.strerror(failure.errno or 0)}", file=sys.stderr
-        )
+        print(f"gpusnap: the log {path} cannot be written: {reason(failure)}", file=sys.stderr)
 
 
 def note(text: str) -> None:

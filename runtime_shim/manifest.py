@@ -127,7 +127,7 @@ def encode(manifest: Manifest) -> bytes:
 def decode(data: bytes, where: str) -> Manifest:
     """The manifest in `data`. Raises ManifestError, ManifestVersion; `where` names it in the message."""
     try:
-        document = json.loads(data)
+        document = json.loads(data, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise ManifestError(
             f"{where} is cut short or not JSON: {error}", hint="take another copy of the checkpoint"
@@ -135,6 +135,10 @@ def decode(data: bytes, where: str) -> Manifest:
     _check_version(document, where)
     _check(document, where)
     return _from_json(document)
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is no number")
 
 
 def belongs(image_path: str) -> bool:
@@ -197,7 +201,8 @@ class Draft:
             _write(better, encode(manifest))
             os.replace(better, self._pending)
         except OSError:
-            _remove(better)  # only the timing of the last step is lost
+            with contextlib.suppress(OSError):  # only the timing of the last step is lost
+                _remove(better)
         try:
             os.replace(self._pending, self._final)
             _sync_folder(self._folder)
@@ -271,20 +276,21 @@ def _check(document: Any, where: str) -> None:
         ("mount", [mount["destination"] for mount in document["mounts"]]),
         ("mount key", [mount["key"] for mount in document["mounts"]]),
     ):
-        twice = (
-            next((name for name in names if names.count(name) > 1), None)
-            if len(set(names)) < len(names)
-            else None
-        )
-        if twice is not None:
-            raise ManifestError(f"{where} lists the {what} {twice} twice")
+        _once(what, names, where)
     known = {gpu["uuid"] for gpu in document["gpus"]}
     for process in document["processes"]:
+        _once(f"GPU of process {process['pid']},", [gpu["uuid"] for gpu in process["gpus"]], where)
         for gpu in process["gpus"]:
             if gpu["uuid"] not in known:
                 raise ManifestError(
                     f"{where}: process {process['pid']} has a GPU {gpu['uuid']} that is not listed"
                 )
+
+
+def _once(what: str, names: list[Any], where: str) -> None:
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ManifestError(f"{where} lists the {what} {twice} twice")
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
@@ -332,6 +338,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _from_json(document: dict[str, Any]) -> Manifest:
+    # int(): to JSON Schema 7.0 is an integer too
     host = document["host"]
     return Manifest(
         version=document["version"],
@@ -352,21 +359,21 @@ def _from_json(document: dict[str, Any]) -> Manifest:
         gpus=tuple(
             GpuRecord(
                 gpu["uuid"],
-                gpu["minor"],
-                gpu["index"],
+                int(gpu["minor"]),
+                int(gpu["index"]),
                 gpu["model"],
                 gpu["computeCapability"],
-                gpu["memoryTotal"],
-                gpu["memoryUsed"],
+                int(gpu["memoryTotal"]),
+                int(gpu["memoryUsed"]),
             )
             for gpu in document["gpus"]
         ),
         processes=tuple(
             GpuProcess(
-                process["pid"],
+                int(process["pid"]),
                 process["name"],
                 tuple(process["command"]),
-                tuple((gpu["uuid"], gpu["memoryUsed"]) for gpu in process["gpus"]),
+                tuple((gpu["uuid"], int(gpu["memoryUsed"])) for gpu in process["gpus"]),
             )
             for process in document["processes"]
         ),

@@ -17,22 +17,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
+from runtime_shim import bundle, manifest, proc
 from runtime_shim import container as containers
-from runtime_shim import manifest, proc
-from runtime_shim.argv import RestoreCall, render_globals
+from runtime_shim.argv import RestoreCall
 from runtime_shim.criu import config as criu_config
 from runtime_shim.criu import mounts as criu_mounts
-from runtime_shim.errors import GpusnapError, Refused, RuntimeFailed
+from runtime_shim.errors import ContainerError, GpusnapError, Refused, RuntimeFailed, reason
 from runtime_shim.gpu import find_driver
 from runtime_shim.gpu.driver import Driver, Host, ProcessState
-from runtime_shim.invoke import Invoked, control, invoke
+from runtime_shim.invoke import Invoked, control, invoke, quiet
 from runtime_shim.real import RealRuntime
 from runtime_shim.settings import Settings
 from runtime_shim.suspension import InCriu, resume, users
 from runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
 
-__all__ = ["restore"]
+__all__ = ["fits", "restore"]
 
 
 @dataclass(slots=True)
@@ -43,39 +44,58 @@ class _Job:
     real: RealRuntime
     settings: Settings
     record: manifest.Manifest
-    driver: Driver
+    driver: Driver | None
+    """None where no process has GPU state."""
     transaction: Transaction
 
 
-def restore(call: RestoreCall, real: RealRuntime, settings: Settings) -> int:
+def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: dict[str, Any]) -> int:
     """Restore a container from an image that gpusnap made; returns the exit code of the real runtime.
+
+    `config` is the bundle's config.json.
 
     Raises a GpusnapError; no container is left then.
     """
     record = manifest.read(str(call.images(real.kind)))
-    driver = _driver(record)
+    driver = _driver(record) if record.processes else None
     with interruptible(), Transaction() as transaction:
         job = _Job(call, real, settings, record, driver, transaction)
         with transaction.step("plan"):
-            driver.open()
-            fits(record, driver.host())
+            if driver is not None:
+                driver.open()
+                fits(record, driver.host())
             criu_mounts.checked(record.mounts)
+            transaction.undo("putting config.json back", bundle.prepare(str(call.bundle_dir()), config))
+            _absent(job)
         transaction.undo("removing the incomplete container", lambda: _kill(job))
         if call.detach:
             _restore_container(job)
-            _restore_gpus(job)
+            if driver is not None:
+                _restore_gpus(job, driver)
             transaction.commit()
             return 0
         return _in_foreground(job)
 
 
+def _absent(job: _Job) -> None:
+    """Refuse where there is such a container: the runtime would, and the undo must not remove that one."""
+    try:
+        found = containers.find(quiet(job.call, job.real), job.call.container_id)
+    except ContainerError:
+        return
+    raise Refused(
+        f"there is a container {found.id} already, and it is {found.status}",
+        hint="remove it, or restore under another name",
+    )
+
+
 def _driver(record: manifest.Manifest) -> Driver:
     driver = find_driver()
     if driver is None or driver.vendor != record.host.vendor:
-        count = len(record.gpus)
+        count, model = len(record.gpus), record.gpus[0].model if record.gpus else "unknown"
         raise Refused(
             f"the checkpoint holds the state of {count} GPU{'s' if count > 1 else ''} "
-            f"({record.gpus[0].model}), and this host has no {record.host.vendor.upper()} driver",
+            f"({model}), and this host has no {record.host.vendor.upper()} driver",
             hint="restore it on a host with such GPUs",
         )
     return driver
@@ -135,15 +155,14 @@ def _restore_container(job: _Job) -> None:
     stop_if_asked()
 
 
-def _restore_gpus(job: _Job) -> None:
+def _restore_gpus(job: _Job, driver: Driver) -> None:
     """Give the restored processes their GPU memory back, and check that none was forgotten."""
-    line = render_globals(job.call.globals, job.real)
-    container = containers.find(line, job.call.container_id)
+    container = containers.find(quiet(job.call, job.real), job.call.container_id)
     members = containers.processes(container.pid)
     inner = containers.inner_pids(container.pid, members)
     suspended = {
         inner[process.pid]: process
-        for process, state in users(job.driver, members).items()
+        for process, state in users(driver, members).items()
         if state is ProcessState.CHECKPOINTED
     }
     for wanted in job.record.processes:
@@ -154,9 +173,9 @@ def _restore_gpus(job: _Job) -> None:
             )
     pids = [process.pid for process in suspended.values()]
     with job.transaction.step("driver restore"):
-        resume(job.driver, pids, InCriu())
+        resume(driver, pids, InCriu())
     for process in suspended.values():
-        if not proc.running(process.pid) or job.driver.state(process.pid) is not ProcessState.RUNNING:
+        if not proc.running(process.pid) or driver.state(process.pid) is not ProcessState.RUNNING:
             raise GpusnapError(
                 f"process {process.pid} ({process.comm}) did not survive the restore of its GPU state",
                 hint="its own log may say why",
@@ -164,38 +183,52 @@ def _restore_gpus(job: _Job) -> None:
 
 
 def _kill(job: _Job) -> None:
-    done = control([*render_globals(job.call.globals, job.real), "delete", "--force", job.call.container_id])
+    done = control([*quiet(job.call, job.real), "delete", "--force", job.call.container_id])
     if done.code != 0 and "not exist" not in done.err and "no such file" not in done.err.lower():
         raise RuntimeFailed(f"container {job.call.container_id} could not be removed: {done.err.strip()}")
 
 
 def _in_foreground(job: _Job) -> int:
     """Without --detach the runtime stays until the container ends; the GPUs come back meanwhile."""
-    ended: list[Invoked] = []
+    ended: list[Invoked | GpusnapError] = []
     with _pid_file(job) as path:
-        runtime = threading.Thread(target=lambda: ended.append(_invoke(job, path)))
+        runtime = threading.Thread(target=lambda: ended.append(_invoked(job, path)))
         with job.transaction.step("restore"), held_signals():
             runtime.start()
             while runtime.is_alive() and not _written(path):
                 time.sleep(0.01)
         if runtime.is_alive():
-            _restore_gpus(job)
+            if job.driver is not None:
+                _restore_gpus(job, job.driver)
             job.transaction.commit()
         with held_signals():
             runtime.join()
     if not ended:
         raise RuntimeFailed(f"{job.real.name} could not be run")
-    if ended[0].code != 0 and not job.transaction.committed:
-        raise _error(job, ended[0])
-    return ended[0].code
+    done = ended[0]
+    if isinstance(done, GpusnapError):
+        raise done
+    if done.code != 0 and not job.transaction.committed:
+        raise _error(job, done)
+    return done.code
+
+
+def _invoked(job: _Job, pid_file: str) -> Invoked | GpusnapError:
+    try:
+        return _invoke(job, pid_file)
+    except GpusnapError as error:
+        return error
 
 
 @contextmanager
 def _pid_file(job: _Job) -> Iterator[str]:
     """Where the runtime says that the container is restored; an old file there would say so too early."""
     if job.call.pid_file:
-        if os.path.exists(job.call.pid_file):
-            os.unlink(job.call.pid_file)
+        try:
+            if os.path.exists(job.call.pid_file):
+                os.unlink(job.call.pid_file)
+        except OSError as error:
+            raise GpusnapError(f"the PID file {job.call.pid_file} cannot be used: {reason(error)}") from error
         yield job.call.pid_file
     else:
         with tempfile.TemporaryDirectory(prefix="gpusnap-") as folder:

@@ -16,7 +16,7 @@ from typing import Any
 
 from runtime_shim.errors import SettingsError, reason
 
-__all__ = ["ANNOTATION_PREFIX", "SETTINGS_FILE", "TABLE", "Criu", "Nvidia", "Settings", "annotated", "load"]
+__all__ = ["ANNOTATION_PREFIX", "SETTINGS_FILE", "TABLE", "Criu", "Key", "Nvidia", "Settings", "annotated", "load"]
 
 SETTINGS_FILE = "/etc/gpusnap/gpusnap.toml"
 ANNOTATION_PREFIX = "io.gpusnap."
@@ -106,7 +106,7 @@ def _seconds(value: Any) -> float:
         raise ValueError(wanted)
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ValueError(wanted) from None
     if not 0.001 <= number <= 86400:
         raise ValueError(wanted)
@@ -121,9 +121,12 @@ def _size(value: Any) -> int:
         raise ValueError(wanted)
     digits = value.strip().lower().removesuffix("ib").rstrip("kmgt ")
     unit = value.strip().lower().removesuffix("ib")[len(digits) :].strip()
-    if not digits.isascii() or not digits.isdigit() or len(digits) > 15 or unit not in _UNITS:
+    if not digits.isascii() or not digits.isdigit() or len(digits) > 19 or unit not in _UNITS:
         raise ValueError(wanted)
-    return int(digits) * _UNITS[unit]
+    size = int(digits) * _UNITS[unit]
+    if size >= 1 << 62:
+        raise ValueError(wanted)
+    return size
 
 
 def _one_of(*choices: str) -> Callable[[Any], str]:
@@ -178,7 +181,7 @@ def load(path: str = SETTINGS_FILE) -> Settings:
         return Settings()
     except OSError as error:
         raise SettingsError(f"the settings file {path} cannot be read: {reason(error)}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"the settings file {path} is not TOML: {error}") from error
     values: dict[str, Any] = {}
     for name, value in document.items():

@@ -7,11 +7,16 @@ from typing import NoReturn
 
 from runtime_shim import container as containers
 from runtime_shim import locate, log, manifest
-from runtime_shim.argv import CheckpointCall, RestoreCall, parse, render, render_globals
-from runtime_shim.errors import ContainerError, GpusnapError, RuntimeFailed
+from runtime_shim.argv import CheckpointCall, RestoreCall, parse, render
+from runtime_shim.criu.mounts import undeclared
+from runtime_shim.errors import ContainerError, GpusnapError, RuntimeFailed, reason
 from runtime_shim.gpu import find_driver, holders
+from runtime_shim.gpu.driver import Driver
+from runtime_shim.gpu.errors import GpuError
+from runtime_shim.invoke import quiet
 from runtime_shim.real import RealRuntime, find, identify
 from runtime_shim.settings import Settings, annotated, load
+from runtime_shim.suspension import users
 
 __all__ = ["main"]
 
@@ -31,6 +36,13 @@ def main(argv: list[str]) -> int:
             raise  # the entry point reads --log from a line that could not be parsed
         log.report(error, log=call.globals.log, log_format=call.globals.log_format)
         return error.exit_code if isinstance(error, RuntimeFailed) else 1
+    except OSError as error:
+        if call is None:
+            raise
+        name = f"{error.filename}: " if error.filename else ""
+        failure = GpusnapError(f"{name}{reason(error)}", hint="this should have been said better: tell us")
+        log.report(failure, log=call.globals.log, log_format=call.globals.log_format)
+        return 1
 
 
 def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings) -> int:
@@ -38,11 +50,10 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings) -> 
     if driver is None:
         _hand_over(call, real)
     try:
-        container = containers.find(render_globals(call.globals, real), call.container_id)
+        container = containers.find(quiet(call, real), call.container_id)
     except ContainerError:
         _hand_over(call, real)  # the runtime says it in its own words
-    members = containers.processes(container.pid) if container.pid else ()
-    if not holders(driver, [process.pid for process in members]):
+    if not _concerns_us(driver, container):
         _hand_over(call, real)
     # Imported late: a container without a GPU must not wait for it.
     from runtime_shim.checkpoint import checkpoint
@@ -56,8 +67,26 @@ def _restore(call: RestoreCall, real: RealRuntime, settings: Settings) -> int:
         _hand_over(call, real)
     from runtime_shim.restore import restore
 
-    annotations = containers.bundle_annotations(containers.bundle_config(str(call.bundle_dir())))
-    return restore(call, real, annotated(settings, annotations))
+    config = containers.bundle_config(str(call.bundle_dir()))
+    return restore(call, real, annotated(settings, containers.bundle_annotations(config)), config)
+
+
+def _concerns_us(driver: Driver, container: containers.Container) -> bool:
+    """Whether a process may have GPU state, or the driver has mounts that CRIU would stumble over."""
+    if not container.pid:
+        return False
+    members = containers.processes(container.pid)
+    if any(driver.handles(process.pid) for process in members):
+        return True
+    if undeclared(container.pid, containers.bundle_config(container.bundle))[0]:
+        return True
+    if not holders(driver, [process.pid for process in members]):
+        return False
+    try:
+        driver.open()  # one that only loaded the driver's library may be suspended: ask
+    except GpuError:
+        return False  # without the checkpoint API it cannot be
+    return bool(users(driver, members))
 
 
 def _hand_over(call: CheckpointCall | RestoreCall, real: RealRuntime) -> NoReturn:

@@ -120,17 +120,29 @@ def resume(
     alive = [pid for pid in pids if proc.running(pid)]
     failure: GpusnapError | None = None
     for attempt in range(_ATTEMPTS):
-        waiting = [pid for pid in alive if driver.state(pid) is ProcessState.CHECKPOINTED]
+        waiting = _those(driver, alive, ProcessState.CHECKPOINTED)
         if not waiting:
             failure = None
             break
         if attempt:
             time.sleep(_PAUSE * attempt)
         failure = _failed(partial(_restore, driver, waiting, pages, pairs))
-    locked = [pid for pid in alive if driver.state(pid) is ProcessState.LOCKED]
+    locked = _those(driver, alive, ProcessState.LOCKED)
     failure = _failed(lambda: at_once(driver.unlock, locked).raise_first()) or failure
     if failure is not None:
         raise failure
+
+
+def _those(driver: Driver, pids: Iterable[int], wanted: ProcessState) -> list[int]:
+    """Those in a state, and those whose state cannot be read: the step on them will say why."""
+
+    def there(pid: int) -> bool:
+        try:
+            return driver.state(pid) is wanted
+        except GpuError:
+            return True
+
+    return [pid for pid in pids if there(pid)]
 
 
 def _restore(driver: Driver, pids: Sequence[int], pages: Pages, pairs: Sequence[tuple[str, str]]) -> None:
@@ -141,6 +153,6 @@ def _restore(driver: Driver, pids: Sequence[int], pages: Pages, pairs: Sequence[
 def _failed(action: Callable[[], object]) -> GpusnapError | None:
     try:
         action()
-    except GpuError as error:
+    except GpusnapError as error:
         return error
     return None

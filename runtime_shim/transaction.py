@@ -8,7 +8,8 @@
         transaction.commit()                        # from here on nothing is undone
 
 Leaving the block without commit, by an exception or not, undoes what was registered. An undo that fails does
-not keep the others from running; what it said is added to the error that the user sees.
+not keep the others from running; what it said takes the place of the hint in the error that the user sees,
+because a hint such as "the container runs on" may then be wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 
-from runtime_shim.errors import GpusnapError, Interrupted
+from runtime_shim.errors import GpusnapError, Interrupted, reason
 
 __all__ = ["Step", "Transaction", "held_signals", "interruptible", "stop_if_asked"]
 
@@ -75,7 +76,7 @@ class Transaction:
     ) -> None:
         failed = self._roll_back()
         if failed and isinstance(error, GpusnapError):
-            error.hint = "; ".join(filter(None, [error.hint, *failed]))
+            error.hint = "; ".join(failed)
         elif failed and error is None:
             raise GpusnapError("; ".join(failed))
         elif failed and error is not None:
@@ -91,10 +92,15 @@ class Transaction:
                 try:
                     action()
                 except Exception as error:  # whatever an undo raises, the rest must still be undone
-                    text = error.sentence() if isinstance(error, GpusnapError) else repr(error)
-                    failed.append(f"while undoing, {name} failed: {text}")
+                    failed.append(f"while undoing, {name} failed: {_words(error)}")
                 self.steps.append(Step(f"undo: {name}", start - self._begin, self._clock() - start))
         return failed
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, GpusnapError):
+        return error.sentence()
+    return reason(error) if isinstance(error, OSError) else repr(error)
 
 
 class _Signals:
@@ -102,16 +108,21 @@ class _Signals:
 
     held = 0
     pending = 0
+    stopping = False
+    """One signal has been raised, and the steps are being undone: a second must not break into that."""
 
 
 def _interrupted(number: int) -> Interrupted:
-    return Interrupted(f"stopped by {signal.Signals(number).name}; the container was left as it was found")
+    return Interrupted(
+        f"stopped by {signal.Signals(number).name}", hint="the container was left as it was found"
+    )
 
 
 def _handler(number: int, _frame: FrameType | None) -> None:
-    if _Signals.held:
+    if _Signals.held or _Signals.stopping:
         _Signals.pending = number
     else:
+        _Signals.stopping = True
         raise _interrupted(number)
 
 
@@ -121,6 +132,7 @@ def interruptible() -> Iterator[None]:
 
     A signal that is ignored (nohup) stays ignored.
     """
+    _Signals.pending, _Signals.stopping = 0, False
     handled = [number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, _handler) for number in handled}
     try:
@@ -148,4 +160,5 @@ def stop_if_asked() -> None:
     """Raise Interrupted for a signal that came in while it was held back."""
     number, _Signals.pending = _Signals.pending, 0
     if number:
+        _Signals.stopping = True
         raise _interrupted(number)

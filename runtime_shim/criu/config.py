@@ -11,6 +11,7 @@ sets goes by its command line (`--manage-cgroups-mode`, runc's `--link-remap`), 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -125,12 +126,17 @@ def config_file(text: str) -> Iterator[dict[str, str]]:
         if before:
             inherited = Path(before).read_text("utf-8").rstrip("\n") + "\n"
         file = tempfile.NamedTemporaryFile("w", prefix="gpusnap-criu-", suffix=".conf", dir=_folder())
+        try:
+            file.write(inherited + text)
+            file.flush()
+        except BaseException:
+            with contextlib.suppress(OSError):  # closing writes once more
+                file.close()
+            raise
     except (OSError, UnicodeDecodeError) as error:
         said = reason(error) if isinstance(error, OSError) else str(error)
         raise ImageError(f"CRIU's configuration cannot be prepared: {said}") from error
     with file:
-        file.write(inherited + text)
-        file.flush()
         yield {**locate.environment(), VARIABLE: file.name}
 
 

@@ -26,6 +26,6 @@ def first_error(path: str) -> str:
         return ""
     for line in text.splitlines():
         match = _ERROR.match(line)
-        if match and not match[1].startswith(_HARMLESS):
+        if match and not any(words in match[1] for words in _HARMLESS):
             return match[1].strip()[:300]
     return ""

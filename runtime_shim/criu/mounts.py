@@ -26,7 +26,7 @@ _DRIVER = re.compile(
     r"""(?x)
     /proc/driver/nvidia(?:/[\w.:-]+)* |
     /(?:usr/)?lib/firmware/(?:updates/)?(?:[\w.+-]+/)?nvidia/[\w.-]+(?:/[\w.-]+)? |
-    /(?:usr/)?(?:lib|lib32|lib64)/(?:[\w.-]+/){0,2}(?:lib(?:cuda|nv|GLX_nvidia|EGL_nvidia|GLES)[\w.-]*\.so[\w.]*)
+    /(?:usr/)?(?:lib|lib32|lib64)/(?:[\w.-]+/){0,3}(?:lib(?:cuda|nv|GLX_nvidia|EGL_nvidia|GLES|vdpau_nvidia)[\w.-]*\.so[\w.]*)
     | /(?:usr/)?bin/nvidia-[\w-]+ | /(?:var/)?run/nvidia-(?:persistenced|fabricmanager)/socket
     """
 )
@@ -34,15 +34,16 @@ _DRIVER = re.compile(
 
 def undeclared(init: int, config: dict[str, Any]) -> tuple[tuple[DriverMount, ...], bool]:
     """The driver's mounts to be declared to CRIU, and whether one is in a peer group of the host's."""
-    declared = {os.path.normpath(str(mount.get("destination", ""))) for mount in config.get("mounts") or ()}
+    known = {os.path.normpath(str(mount.get("destination", ""))) for mount in config.get("mounts") or ()}
     found: list[DriverMount] = []
     masters = False
     for mount in proc.mounts(init):
-        if mount.destination in declared or not _DRIVER.fullmatch(mount.destination):
+        if mount.destination in known or not _DRIVER.fullmatch(mount.destination):
             continue
         source = proc.host_path(mount)
         if source is None or not _same_file(source, f"/proc/{init}/root{mount.destination}"):
             continue
+        known.add(mount.destination)  # mounted once more on itself, it is one mount to CRIU
         found.append(DriverMount(f"gpusnap-{len(found)}", mount.destination, source))
         masters = masters or bool(mount.tags)
     return tuple(found), masters
