@@ -36,6 +36,8 @@ __all__ = ["checkpoint"]
 
 # CRIU writes it last of what a restore cannot do without; Podman refuses an archive without it.
 _INVENTORY = "inventory.img"
+# What crun and runc write beside CRIU's *.img.
+_RUNTIME_FILES = ("descriptors.json",)
 # What the manifest's schema allows; a longer list would be no reason to refuse.
 _ARGUMENTS = 4096
 
@@ -58,8 +60,6 @@ class _Job:
     host: Host | None = None
     record: manifest.Manifest | None = None
     """As of the last dump: afterwards the container, and its PID namespace, may be gone."""
-    before: frozenset[str] = frozenset()
-    """What was in the image directory."""
     dumping: bool = False
     """CRIU has begun to write; from then on an earlier checkpoint in the same place is no more."""
 
@@ -116,8 +116,8 @@ def _inspect(job: _Job) -> None:
 
 
 def _prepare(job: _Job, draft: manifest.Draft) -> None:
-    """Make the image directory ours. What was in it stays there if we fail."""
-    job.before = _entries(job.image_path)
+    """Make the image directory ours. An earlier checkpoint in it stays whole until the dump begins."""
+    _make(job.image_path)
     job.transaction.undo("removing the incomplete image", lambda: _clean(job))
     draft.begin()
 
@@ -284,11 +284,10 @@ def _manifest(job: _Job) -> manifest.Manifest:
     )
 
 
-def _entries(image_path: str) -> frozenset[str]:
-    """What is in the image directory; it has to be there and to be writable."""
+def _make(image_path: str) -> None:
+    """The image directory, if it is not there."""
     try:
         os.makedirs(image_path, exist_ok=True)
-        return frozenset(os.listdir(image_path))
     except OSError as error:
         raise ImageError(
             f"the checkpoint's directory {image_path} cannot be used: {reason(error)}"
@@ -299,14 +298,12 @@ def _clean(job: _Job) -> None:
     """Remove what a failed dump wrote, so that nothing looks like a checkpoint. Logs stay, to be read."""
     image_path = job.image_path
     manifest.Draft(image_path).discard()
+    if not job.dumping:
+        return
     try:
         for name in os.listdir(image_path):
-            ours = name not in job.before or (
-                job.dumping and (name.endswith(".img") or name == "descriptors.json")
-            )
-            path = os.path.join(image_path, name)
-            if ours and not name.endswith(".log") and not os.path.isdir(path):
-                os.unlink(path)
+            if name.endswith(".img") or name in _RUNTIME_FILES:
+                os.unlink(os.path.join(image_path, name))
     except OSError as error:
         raise ImageError(
             f"the incomplete image in {image_path} cannot be removed: {reason(error)}",

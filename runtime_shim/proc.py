@@ -25,6 +25,7 @@ __all__ = [
     "pids",
     "process",
     "running",
+    "stopped",
 ]
 
 PROC = "/proc"
@@ -67,6 +68,15 @@ def running(pid: int) -> bool:
     """Whether the process is there and no zombie."""
     stat = _stat(pid)
     return stat is not None and stat[0] not in "ZX"
+
+
+def stopped(pid: int) -> bool:
+    """Whether a signal or a tracer stopped the process, or its cgroup is frozen: it answers nobody."""
+    stat = _stat(pid)
+    if stat is not None and stat[0] in "Tt":
+        return True
+    wchan = _read(f"{PROC}/{pid}/wchan") or ""
+    return wchan in ("do_freezer_trap", "__refrigerator")
 
 
 def comm(pid: int) -> str:

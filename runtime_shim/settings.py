@@ -16,7 +16,17 @@ from typing import Any
 
 from runtime_shim.errors import SettingsError, reason
 
-__all__ = ["ANNOTATION_PREFIX", "SETTINGS_FILE", "TABLE", "Criu", "Key", "Nvidia", "Settings", "annotated", "load"]
+__all__ = [
+    "ANNOTATION_PREFIX",
+    "SETTINGS_FILE",
+    "TABLE",
+    "Criu",
+    "Key",
+    "Nvidia",
+    "Settings",
+    "annotated",
+    "load",
+]
 
 SETTINGS_FILE = "/etc/gpusnap/gpusnap.toml"
 ANNOTATION_PREFIX = "io.gpusnap."

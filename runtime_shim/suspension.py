@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from runtime_shim import proc
-from runtime_shim.errors import GpusnapError
+from runtime_shim.errors import GpusnapError, Interrupted, Refused
 from runtime_shim.gpu import holders
 from runtime_shim.gpu.driver import Driver, Host, ProcessState
 from runtime_shim.gpu.errors import GpuError
@@ -69,24 +69,37 @@ class Record:
 
 
 def users(driver: Driver, processes: Iterable[proc.Process]) -> dict[proc.Process, ProcessState]:
-    """The processes that have GPU state, with it."""
+    """The processes that have GPU state, with it. Raises Refused for one that is stopped."""
     by_pid = {process.pid: process for process in processes}
     found = {}
     for pid in holders(driver, by_pid):
-        state = driver.state(pid)
+        state = _state(driver, by_pid[pid])
         if state is not None:
             found[by_pid[pid]] = state
     return found
 
 
 def idle_holders(driver: Driver, processes: Iterable[proc.Process]) -> dict[proc.Process, tuple[str, ...]]:
-    """The processes that have a GPU's device files open or mapped, but no GPU state; with those files."""
+    """The processes that have a GPU's device files open or mapped, but no GPU state; with those files.
+
+    Raises Refused for one that is stopped.
+    """
     found = {}
     for process in processes:
         files = driver.handles(process.pid)
-        if files and driver.state(process.pid) is None and proc.running(process.pid):
+        if files and _state(driver, process) is None and proc.running(process.pid):
             found[process] = files
     return found
+
+
+def _state(driver: Driver, process: proc.Process) -> ProcessState | None:
+    """Its GPU state. NVIDIA's driver waits for a stopped process without end, so that one is not asked."""
+    if proc.stopped(process.pid):
+        raise Refused(
+            f"process {process.pid} ({process.comm}) is stopped, and cannot answer the GPU's driver",
+            hint="let it go on first (SIGCONT, or unpause the container)",
+        )
+    return driver.state(process.pid)
 
 
 def record(
@@ -153,6 +166,8 @@ def _restore(driver: Driver, pids: Sequence[int], pages: Pages, pairs: Sequence[
 def _failed(action: Callable[[], object]) -> GpusnapError | None:
     try:
         action()
+    except Interrupted:
+        raise
     except GpusnapError as error:
         return error
     return None

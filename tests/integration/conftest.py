@@ -1,0 +1,78 @@
+"""The machine of the integration tests: the Debian 13 test host, softgpu as its driver, gpusnap installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(SRC), str(SRC / "tests" / "host"), str(Path(__file__).parent)]
+
+import gpuhost  # noqa: E402
+import shimhost  # noqa: E402
+from support import GPUS_CONF, GPUWORK, containers_left, faults, podman, run  # noqa: E402
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("GPUSNAP_TESTHOST") != "1":
+        skip = pytest.mark.skip(reason="only inside the test host: run `make integration`")
+        for item in items:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def host() -> None:
+    """gpusnap and softgpu, installed once."""
+    shimhost.install(SRC)
+    gpuhost.install(SRC / "softgpu" / "build", GPUS_CONF)
+    # A copy: a file that is built anew while a container has it mounted is a deleted one to CRIU.
+    shutil.copy(SRC / "softgpu" / "build" / "bin" / "gpuwork", GPUWORK)
+
+
+NEWER = Path("/opt/newer/bin")
+
+
+@pytest.fixture(params=["crun", "runc"])
+def real(request: pytest.FixtureRequest, host: None) -> Iterator[str]:
+    """Each real runtime in turn, by the settings file; no container is left after the test."""
+    name: str = request.param
+    shimhost.write_settings(f'runtime = "{name}"\n')
+    yield name
+    _tidy()
+
+
+@pytest.fixture(params=["crun", "runc"])
+def newer(request: pytest.FixtureRequest, host: None) -> Iterator[str]:
+    """The next releases of crun, runc and CRIU, where they run on this kernel."""
+    path = NEWER / request.param
+    if not path.exists() or run(path, "--version").code:
+        pytest.skip(f"the test host has no newer {request.param} that runs here")
+    shimhost.write_settings(f'runtime = "{path}"\n')
+    yield request.param
+    _tidy()
+
+
+@pytest.fixture
+def crun(host: None) -> Iterator[None]:
+    """crun alone, for what does not depend on the runtime."""
+    shimhost.write_settings('runtime = "crun"\n')
+    yield
+    _tidy()
+
+
+def _tidy() -> None:
+    faults("")
+    for name in containers_left():
+        podman("rm", "--force", "--time", "0", name)
+    shimhost.write_settings("")
+
+
+@pytest.fixture
+def settings(real: str) -> Iterator[shimhost.Writer]:
+    """Adds to the settings file of this test."""
+    return shimhost.Writer(f'runtime = "{real}"\n')

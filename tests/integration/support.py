@@ -1,0 +1,226 @@
+"""Podman with gpusnap-runtime, and a workload whose every byte is checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RUNTIME = "/usr/local/bin/gpusnap-runtime"
+GPUWORK = "/usr/local/bin/gpuwork"
+STORAGE = Path("/var/lib/containers/storage/overlay-containers")
+STATE = Path("/run/softgpu")
+DEADLINE = 30.0
+
+GPUS_CONF = """\
+driver 560.35.03
+cuda 12.6
+gpu uuid=GPU-11111111-2222-3333-4444-000000000000 minor=0 cc=9.0 memory=2GiB name=Soft H100
+gpu uuid=GPU-11111111-2222-3333-4444-000000000001 minor=1 cc=9.0 memory=2GiB name=Soft H100
+"""
+
+# What Podman makes of a message that holds these words hides the message (libpod, getOCIRuntimeError).
+SWALLOWED = re.compile(
+    r"permission denied|no such file or directory|executable file not found", re.IGNORECASE
+)
+
+_TICK = re.compile(r"pid=(\d+) tick=(\d+) (ok|BAD)")
+
+
+def until(condition: Callable[[], Any], what: str, *, deadline: float = DEADLINE) -> Any:
+    """Wait until the condition gives something, and return it."""
+    end = time.monotonic() + deadline
+    while True:
+        found = condition()
+        if found:
+            return found
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {deadline:g} s: {what}")
+        time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(*argv: str | os.PathLike[str], env: dict[str, str] | None = None) -> Done:
+    """Run a command to its end, whatever its exit code."""
+    environment = {"PATH": os.environ["PATH"], "HOME": "/root"} if env is None else env
+    done = subprocess.run(
+        argv,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=4 * DEADLINE,
+        check=False,
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def podman(*argv: str | os.PathLike[str], runtime: str = RUNTIME) -> Done:
+    """Run Podman with gpusnap-runtime as its runtime."""
+    return run("podman", "--runtime", runtime, *argv)
+
+
+def good(done: Done) -> str:
+    """The output of a command that must have succeeded."""
+    assert done.code == 0, f"exit code {done.code}\n{done.out}{done.err}\n{criu_errors()}"
+    return done.out.strip()
+
+
+def criu_errors() -> str:
+    """The errors in CRIU's logs of all containers that are left, for the message of a failed test."""
+    lines = []
+    for log in STORAGE.glob("*/userdata/*.log"):
+        if log.name in ("dump.log", "restore.log"):
+            text = log.read_text(errors="replace").splitlines()
+            lines += [f"{log.name}: {line}" for line in text if "Error" in line][:8]
+    return "\n".join(lines)
+
+
+def sentence(done: Done) -> str:
+    """The one sentence that a refused command gave; checked for what every such sentence must be."""
+    assert done.code != 0, f"it succeeded:\n{done.out}{done.err}"
+    lines = [line for line in done.err.splitlines() if "gpusnap: " in line]
+    texts = {line.partition("gpusnap: ")[2] for line in lines}
+    assert len(texts) == 1, f"not one sentence but {len(texts)}:\n{done.err}"
+    text = texts.pop()
+    assert not SWALLOWED.search(text), text
+    assert "Traceback" not in done.err, done.err
+    return text
+
+
+@dataclass(frozen=True)
+class Container:
+    """A running container of the workload."""
+
+    name: str
+
+    @classmethod
+    def start(
+        cls,
+        name: str,
+        *words: str,
+        options: Sequence[str] = (),
+        gpus: Sequence[str] = ("all",),
+        workers: int = 1,
+        script: str = "",
+    ) -> Container:
+        """Start gpuwork with `words`, or a shell script; returns when each worker has ticked twice."""
+        devices = [word for gpu in gpus for word in ("--device", f"nvidia.com/gpu={gpu}")]
+        mount = ["-v", f"{GPUWORK}:/gpuwork:ro"]
+        command = ["sh", "-c", script] if script else ["/gpuwork", "--tick", "30", *words]
+        good(podman("run", "-d", "--name", name, *devices, *mount, *options, "localhost/base", *command))
+        container = cls(name)
+
+        def ticking() -> bool:
+            return len([ticks for ticks in container.ticks().values() if len(ticks) > 1]) >= workers
+
+        if workers:
+            until(ticking, f"the first ticks of {name}")
+        return container
+
+    def log(self) -> str:
+        return podman("logs", self.name).out
+
+    def ticks(self) -> dict[int, list[int]]:
+        """The ticks by worker; fails on the first one that found a wrong byte or left one out."""
+        found: dict[int, list[int]] = {}
+        log = self.log()
+        for line in log.splitlines():
+            match = _TICK.search(line)
+            if match:
+                assert match[3] == "ok", f"wrong bytes: {line}"
+                numbers, tick = found.setdefault(int(match[1]), []), int(match[2])
+                # With --leave-running Podman archives the log after the container ran on: it goes back once.
+                found[int(match[1])] = [n for n in numbers if n < tick] + [tick]
+        for pid, numbers in found.items():
+            assert numbers == list(range(numbers[0], numbers[0] + len(numbers))), (
+                f"worker {pid}: {numbers}\n{log}"
+            )
+        return found
+
+    def goes_on(self, *, more: int = 3, without: Sequence[int] = ()) -> None:
+        """Wait until every worker has ticked on, with no tick left out and every byte right."""
+        before = {pid: numbers[-1] for pid, numbers in self.ticks().items() if pid not in without}
+        assert before, f"no ticks:\n{self.log()}"
+        until(
+            lambda: all(self.ticks()[pid][-1] >= last + more for pid, last in before.items()),
+            f"{more} more ticks of each worker of {self.name}; log:\n{self.log()[-2000:]}",
+        )
+
+    def inspect(self) -> dict[str, Any]:
+        found: list[dict[str, Any]] = json.loads(good(podman("inspect", self.name)))
+        return found[0]
+
+    @property
+    def id(self) -> str:
+        return str(self.inspect()["Id"])
+
+    @property
+    def pid(self) -> int:
+        return int(self.inspect()["State"]["Pid"])
+
+    @property
+    def image_path(self) -> Path:
+        return STORAGE / self.id / "userdata" / "checkpoint"
+
+    def checkpoint(self, archive: Path, *words: str) -> Done:
+        return podman("container", "checkpoint", "--export", archive, *words, self.name)
+
+    def unharmed(self) -> None:
+        """What must hold after a failed checkpoint: it runs on, GPU state right, nothing looks whole."""
+        assert self.inspect()["State"]["Status"] == "running"
+        self.goes_on()
+        assert not (self.image_path / "gpusnap" / "manifest.json").exists()
+        assert not (self.image_path / "inventory.img").exists()
+
+    def remove(self) -> None:
+        good(podman("rm", "--force", "--time", "0", self.name))
+
+    @classmethod
+    def restore(cls, name: str, archive: Path, *words: str) -> Container:
+        good(podman("container", "restore", "--import", archive, *words))
+        return cls(name)
+
+
+def faults(text: str) -> None:
+    """Ask softgpu for faults, see softgpu/README.md; an empty text takes them back."""
+    path = STATE / "faults"
+    if text:
+        path.write_text(text + "\n")
+    else:
+        path.unlink(missing_ok=True)
+
+
+def members(container: Container) -> list[int]:
+    """PIDs of all processes of a container, from its cgroup."""
+    init = container.pid
+    path = Path(f"/proc/{init}/cgroup").read_text().splitlines()
+    own = next(line.split(":", 2)[2] for line in path if line.startswith("0::"))
+    return [
+        int(pid) for f in Path("/sys/fs/cgroup" + own).rglob("cgroup.procs") for pid in f.read_text().split()
+    ]
+
+
+def manifest(archive: Path) -> dict[str, Any]:
+    """The manifest of an archive, as `gpusnap inspect --json` prints it."""
+    found: dict[str, Any] = json.loads(good(run("/usr/local/bin/gpusnap", "inspect", "--json", archive)))
+    return found
+
+
+def containers_left() -> Iterator[str]:
+    """Names of all containers there are, for a fixture to remove."""
+    yield from good(run("podman", "ps", "--all", "--format", "{{.Names}}")).split()

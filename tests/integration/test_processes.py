@@ -1,0 +1,201 @@
+"""Containers of several processes: with CUDA, without, with inherited handles, and late ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+import shimhost
+from support import RUNTIME, Container, faults, good, manifest, members, podman, run, sentence, until
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoint.tar.zst"
+
+
+# busybox' sleep itself ends when it is interrupted, as by a restore.
+LOOP = ("sh", "-c", "while :; do sleep 1; done")
+
+
+def test_several_gpu_processes_and_children_without_cuda(real: str, archive: Path) -> None:
+    """Three GPU workers below a launcher, each with children of its own, twice in a row."""
+    container = Container.start("w", "--mib", "16", "--procs", "3", "--children", "2", workers=3)
+    for _ in range(2):
+        good(container.checkpoint(archive))
+        record = manifest(archive)
+        assert len(record["processes"]) == 3
+        container.remove()
+        container = Container.restore("w", archive)
+        container.goes_on()
+    assert len(container.ticks()) == 3
+
+
+def test_all_at_once(crun: None, archive: Path) -> None:
+    """Four processes whose driver takes 0.4 s each are suspended at once, not one after another."""
+    container = Container.start("w", "--mib", "4", "--procs", "4", workers=4)
+    faults("checkpoint hang=400")
+    good(container.checkpoint(archive))
+    (step,) = [step for step in manifest(archive)["timing"] if step["step"] == "driver checkpoint"]
+    assert step["seconds"] >= 0.4
+    assert step["seconds"] < 4 * 0.4
+    faults("")
+    container.remove()
+    Container.restore("w", archive).goes_on()
+
+
+def test_inherited_handles_are_refused(real: str, archive: Path) -> None:
+    """A child by fork without exec holds the parent's device files: refused before anything is touched."""
+    container = Container.start("w", "--mib", "4", "--inherit")
+    text = sentence(container.checkpoint(archive))
+    assert "forked from a CUDA process" in text
+    assert "/dev/nvidia" in text
+    container.unharmed()
+
+
+def test_process_that_starts_cuda_after_the_lock(real: str, archive: Path) -> None:
+    """It is found before the dump and suspended too: the image holds both."""
+    container = Container.start("w", "--mib", "4", "--late", "3")
+    # The first process' checkpoint takes until the late one is up.
+    faults("checkpoint hang=4000 count=1")
+    good(container.checkpoint(archive))
+    record = manifest(archive)
+    assert len(record["processes"]) == 2
+    assert [step["step"] for step in record["timing"]].count("lock") == 2
+    faults("")
+    container.remove()
+    again = Container.restore("w", archive)
+    until(lambda: len(again.ticks()) == 2, "both workers tick")
+    again.goes_on()
+
+
+def test_process_that_starts_cuda_during_the_dump(crun: None, archive: Path, tmp_path: Path) -> None:
+    """CRIU refuses its device file, and the dump is made again with it; the image holds both."""
+    container = Container.start("w", "--mib", "4", "--late", "2")
+    pids = members(container)
+    flag, ready = tmp_path / "flag", tmp_path / "ready"
+    # Stands in for crun: before its first dump a second process of the container has started CUDA.
+    wrapper = tmp_path / "crun"
+    wrapper.write_text(
+        "#!/bin/sh\n"
+        f'case " $* " in *" checkpoint --image-path"*) if [ ! -e {flag} ]; then touch {flag}; '
+        f"while [ ! -e {ready} ]; do sleep 0.02; done; fi;; esac\n"
+        'exec /usr/bin/crun "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    shimhost.write_settings(f'runtime = "{wrapper}"\n')
+
+    def wait_for_the_late_one() -> None:
+        until(
+            lambda: flag.exists() and any(_holds_a_gpu(pid) for pid in pids), "the late process starts CUDA"
+        )
+        ready.touch()
+
+    thread = threading.Thread(target=wait_for_the_late_one)
+    thread.start()
+    try:
+        good(container.checkpoint(archive))
+    finally:
+        ready.touch()
+        thread.join()
+    record = manifest(archive)
+    assert len(record["processes"]) == 2
+    assert [step["step"] for step in record["timing"]].count("dump") == 2
+    shimhost.write_settings('runtime = "crun"\n')
+    container.remove()
+    again = Container.restore("w", archive)
+    until(lambda: len(again.ticks()) == 2, "both workers tick")
+    again.goes_on()
+
+
+def _holds_a_gpu(pid: int) -> bool:
+    try:
+        links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+    except OSError:
+        return False
+    return any(link.startswith("/dev/nvidia") for link in links)
+
+
+def test_container_without_a_gpu(real: str, archive: Path) -> None:
+    """Exactly as with the bare runtime: same exit codes, same output, no trace of gpusnap in the archive."""
+    for runtime in (RUNTIME, f"/usr/bin/{real}"):
+        good(podman("run", "-d", "--name", "c", "localhost/base", *LOOP, runtime=runtime))
+        done = podman(
+            "container", "checkpoint", "--compress", "none", "--export", archive, "c", runtime=runtime
+        )
+        assert (done.code, done.out, done.err) == (0, "c\n", "")
+        assert "gpusnap" not in good(run("tar", "tf", archive))
+        good(podman("rm", "c", runtime=runtime))
+        done = podman("container", "restore", "--import", archive, runtime=runtime)
+        assert (done.code, done.err) == (0, "")
+        assert good(podman("inspect", "--format", "{{.State.Status}}", "c")) == "running"
+        good(podman("rm", "--force", "--time", "0", "c", runtime=runtime))
+
+
+def test_gpu_given_but_not_used(real: str, archive: Path) -> None:
+    """A container with a GPU that no process uses now: the driver's mounts must not break its checkpoint."""
+    good(podman("run", "-d", "--name", "c", "--device", "nvidia.com/gpu=0", "localhost/base", *LOOP))
+    good(podman("container", "checkpoint", "--export", archive, "c"))
+    assert manifest(archive)["processes"] == []
+    good(podman("rm", "c"))
+    good(podman("container", "restore", "--import", archive))
+    assert good(podman("exec", "c", "cat", "/proc/1/comm")) == "sh"
+
+
+def test_gpu_process_killed_while_it_is_suspended(real: str, archive: Path) -> None:
+    """One of two GPU processes dies in the driver's hands: refused, and the other runs on."""
+    worker = "/gpuwork --mib 4 --tick 30"
+    script = f"{worker} & {worker} --seed 2 & while :; do sleep 1; done"
+    container = Container.start("w", script=script, workers=2)
+    faults("checkpoint die count=1")
+    text = sentence(container.checkpoint(archive))
+    assert "ended" in text
+    faults("")
+    assert container.inspect()["State"]["Status"] == "running"
+    alive = {pid for pid in container.ticks() if _inner_alive(container, pid)}
+    assert len(alive) == 1
+    container.goes_on(without=[pid for pid in container.ticks() if pid not in alive])
+
+
+def _inner_alive(container: Container, inner: int) -> bool:
+    for pid in members(container):
+        status = Path(f"/proc/{pid}/status").read_text()
+        fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+        if int(fields["NSpid"].split()[-1]) == inner:
+            return "Z" not in fields["State"]
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_stopped_by_a_signal(crun: None, archive: Path, number: signal.Signals) -> None:
+    """The shim, told to stop while a process is being suspended, undoes everything and says so."""
+    container = Container.start("w", "--mib", "4")
+    faults("checkpoint hang=1500")
+    shim = _shim(container)
+    until(lambda: "checkpoint" in _states(container), "the driver's checkpoint begins")
+    os.kill(shim.pid, number)
+    _, err = shim.communicate(timeout=30)
+    assert shim.returncode == 1, err
+    assert f"stopped by {number.name}" in err
+    faults("")
+    container.unharmed()
+
+
+def _shim(container: Container) -> subprocess.Popen[str]:
+    image = container.image_path
+    argv = [RUNTIME, "checkpoint", "--image-path", str(image), "--work-path", str(image.parent), container.id]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _states(container: Container) -> str:
+    """Where the workload's restore thread is: hanging in a fault it sleeps in the kernel's timer."""
+    init = container.pid
+    names = []
+    for task in Path(f"/proc/{init}/task").iterdir():
+        wchan = (task / "wchan").read_text()
+        names.append("checkpoint" if "nanosleep" in wchan else wchan)
+    return " ".join(names)
