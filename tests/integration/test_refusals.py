@@ -157,7 +157,7 @@ def test_disk_full_on_the_way(crun: None, small: Path, tmp_path: Path) -> None:
     wrapper = tmp_path / "crun"
     wrapper.write_text(
         "#!/bin/sh\n"
-        f'case " $* " in *" checkpoint "*) head -c 100M /dev/zero > {small}/other 2>/dev/null;; esac\n'
+        f'case " $* " in *" checkpoint "*) head -c 62M /dev/zero > {small}/other 2>/dev/null;; esac\n'
         'exec /usr/bin/crun "$@"\n'
     )
     wrapper.chmod(0o755)
