@@ -2,13 +2,14 @@
 #
 #   make demo    checkpoint and restore a GPU container with Podman; a real GPU if there is one, else one in software
 #   make test    lint, types, unit tests, and integration tests in a Debian 13 test host
+#   make bench-passthrough   what the shim costs the commands that it only passes on
 #   make clean   remove what these made, the test host included
 
 PYTHON ?= python3
 
-.PHONY: help demo test unit integration lint type native testhost clean
+.PHONY: help demo test unit integration lint type native testhost bench-passthrough clean
 help:
-	@sed -n '2,6s/^# \{0,1\}//p' Makefile
+	@sed -n '2,8s/^# \{0,1\}//p' Makefile
 
 demo:
 	@$(PYTHON) demo/demo.py
@@ -33,6 +34,12 @@ testhost:
 	@$(PYTHON) -m venv .venv
 	@.venv/bin/python -m pip install -q --disable-pip-version-check 'tox>=4.11'
 	@touch $@
+
+# What gpusnap-runtime costs the commands that it passes on, in the test host.
+bench-passthrough: native testhost
+	@for runtime in crun runc; do tests/host/host enter -- sh -ec \
+	  "cd /src; p='/opt/gpusnap/bin/python -B'; \$$p tests/host/shimhost.py $$runtime; \
+	   \$$p bench/passthrough.py --runtime /usr/bin/$$runtime --shim /usr/local/bin/gpusnap-runtime -n 100" || exit 1; done
 
 clean:
 	@tests/host/host clean

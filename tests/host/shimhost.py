@@ -55,3 +55,15 @@ class Writer:
 
     def __call__(self, text: str) -> None:
         write_settings(self._first + text)
+
+
+def main() -> None:
+    """`shimhost.py [RUNTIME]`: install from this checkout, in front of that runtime."""
+    checkout = Path(__file__).resolve().parents[2]
+    print(f"installed {install(checkout)}")
+    if len(sys.argv) > 1:
+        write_settings(f'runtime = "{sys.argv[1]}"\n')
+
+
+if __name__ == "__main__":
+    main()

@@ -73,6 +73,6 @@ def _tidy() -> None:
 
 
 @pytest.fixture
-def settings(real: str) -> Iterator[shimhost.Writer]:
+def settings(real: str) -> shimhost.Writer:
     """Adds to the settings file of this test."""
     return shimhost.Writer(f'runtime = "{real}"\n')

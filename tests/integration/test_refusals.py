@@ -306,7 +306,8 @@ class TestRestore:
         bundle.mkdir()
         good(run("tar", "-C", bundle, "-xpf", archive))
         shutil.copy(bundle / "spec.dump", bundle / "config.json")
-        words = ["restore", "--detach", "--bundle", bundle, "--image-path", bundle / "checkpoint", "direct"]
+        image = str(bundle / "checkpoint")
+        words = ["restore", "--detach", "--bundle", str(bundle), "--image-path", image, "direct"]
         return run(RUNTIME, *words, env={"PATH": "/usr/sbin:/usr/bin"})
 
     def test_driver_restore_fails(self, exported: Path) -> None:

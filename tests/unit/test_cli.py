@@ -1,0 +1,243 @@
+"""The command `gpusnap`: what it prints, and one sentence and an exit code where it cannot."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import zstandard
+from fakes import POISON, FakeDriver, a_manifest, gpu, uuid
+from rich.console import Console
+
+from gpusnap import cli, show
+from gpusnap.source import load_manifest
+from runtime_shim import manifest
+from runtime_shim._version import __version__
+from runtime_shim.errors import ManifestError
+from runtime_shim.manifest import GpuProcess, Manifest
+from runtime_shim.settings import TABLE, Settings, load
+
+ROOT = Path(__file__).parents[2]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def gpusnap(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command line; exit code, stdout, stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["gpusnap", *arguments])
+        code = cli.main()
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "dumb")
+    return run
+
+
+def directory(folder: Path, record: Manifest) -> Path:
+    draft = manifest.Draft(str(folder))
+    draft.begin()
+    draft.prepare(record)
+    draft.finish(record)
+    return folder
+
+
+def archive(folder: Path, record: Manifest) -> Path:
+    """As `podman container checkpoint --export` writes it."""
+    content, buffer = manifest.encode(record), io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        entry = tarfile.TarInfo(f"checkpoint/{manifest.FOLDER}/{manifest.NAME}")
+        entry.size = len(content)
+        tar.addfile(entry, io.BytesIO(content))
+    path = folder / "export.tar.zst"
+    path.write_bytes(zstandard.ZstdCompressor().compress(buffer.getvalue()))
+    return path
+
+
+# Where a checkpoint comes from.
+
+
+def test_load_manifest(tmp_path: Path) -> None:
+    """From an archive, from an image directory, and from one that was unpacked."""
+    record = a_manifest()
+    assert load_manifest(str(archive(tmp_path, record))) == record
+    assert load_manifest(str(directory(tmp_path / "image", record))) == record
+    directory(tmp_path / "unpacked" / "checkpoint", record)
+    assert load_manifest(str(tmp_path / "unpacked")) == record
+
+
+def test_load_manifest_of_something_else(tmp_path: Path) -> None:
+    """What is no checkpoint of ours is named, with what it may be instead."""
+    with tarfile.open(tmp_path / "plain.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("config.dump"))
+    with pytest.raises(
+        ManifestError, match=r"plain\.tar holds no checkpoint/gpusnap/manifest\.json"
+    ) as caught:
+        load_manifest(str(tmp_path / "plain.tar"))
+    assert "without a GPU" in caught.value.hint
+    (tmp_path / "text").write_text("text" * 500, "ascii")
+    with pytest.raises(ManifestError, match="is not a checkpoint archive"):
+        load_manifest(str(tmp_path / "text"))
+    with pytest.raises(ManifestError, match="is not complete"):
+        load_manifest(str(tmp_path))
+
+
+# The commands.
+
+
+def test_inspect(tmp_path: Path, gpusnap: Run) -> None:
+    """GPUs, processes and the timeline, one line each."""
+    code, out, err = gpusnap("inspect", str(archive(tmp_path, a_manifest(pids=(1, 42)))))
+    assert (code, err) == (0, "")
+    assert "driver 580.159.04 (CUDA 13.0), CRIU 4.1.1, crun 1.21, Linux 6.18.0 x86_64" in out
+    lines = out.splitlines()
+    assert any(uuid(0) in line and "80.0 GiB" in line and "3.0 MiB" in line for line in lines)
+    assert any(line.split()[:2] == ["42", "sleep"] for line in lines)
+    assert any(line.startswith("dump") and "0.250" in line and "0.500" in line for line in lines)
+    assert "timeline (0.75 s)" in out
+
+
+def test_inspect_json(tmp_path: Path, gpusnap: Run) -> None:
+    """--json prints the manifest itself."""
+    code, out, err = gpusnap("inspect", "--json", str(archive(tmp_path, a_manifest())))
+    assert (code, err) == (0, "")
+    assert manifest.decode(out.encode(), "stdout") == a_manifest()
+
+
+@pytest.mark.parametrize("text", ["[/bold]", "[red]x", "\x1b[2J", "a\udcffb", "\r\n", "[link=file:///]"])
+def test_inspect_of_hostile_text(tmp_path: Path, gpusnap: Run, text: str) -> None:
+    """Names from somebody's archive are shown as text: neither markup nor anything a terminal obeys."""
+    process = GpuProcess(1, text, (text,), ((uuid(0), 1),))
+    base = a_manifest()
+    gpus = (replace(base.gpus[0], model=text),)
+    host = replace(base.host, kernel=text)
+    record = replace(base, processes=(process,), gpus=gpus, host=host, container=text, gpusnap=text)
+    code, out, err = gpusnap("inspect", str(directory(tmp_path, record)))
+    assert (code, err) == (0, "")
+    assert not set(out) & {"\x1b", "\r", "\udcff"}
+    if text.isprintable():
+        assert out.count(text) >= 4
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"version": "2.0"}'])
+def test_inspect_of_a_broken_manifest(tmp_path: Path, gpusnap: Run, content: bytes) -> None:
+    """One sentence and exit code 1."""
+    directory(tmp_path, a_manifest())
+    (tmp_path / "gpusnap" / "manifest.json").write_bytes(content)
+    code, out, err = gpusnap("inspect", str(tmp_path))
+    assert (code, out) == (1, "")
+    assert err.startswith("gpusnap: ")
+    assert err.count("\n") == 1
+    assert not [words for words in POISON if words in err.lower()]
+
+
+@pytest.mark.parametrize(
+    "line", [("inspect",), ("inspect", "/none"), ("inspect", "/", "/"), ("nonsense",), ("gpus", "--nonsense")]
+)
+def test_a_wrong_command_line(gpusnap: Run, line: tuple[str, ...]) -> None:
+    """Exit code 2, and what is wrong on stderr."""
+    code, out, err = gpusnap(*line)
+    assert (code, out) == (2, "")
+    assert "Error: " in err
+
+
+@pytest.mark.parametrize("line", [("--help",), ("-h",), ("inspect", "-h"), ("gpus", "--help")])
+def test_help(gpusnap: Run, line: tuple[str, ...]) -> None:
+    """Help is no error."""
+    code, out, err = gpusnap(*line)
+    assert (code, err) == (0, "")
+    assert out.startswith("Usage: gpusnap")
+
+
+def test_version(gpusnap: Run) -> None:
+    """The version, which is the package's."""
+    assert gpusnap("--version") == (0, f"gpusnap, version {__version__}\n", "")
+
+
+def test_gpus(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This host's GPUs with what is special about them, and as JSON."""
+    odd = replace(gpu(1, used=1 << 30), mig=True, compute_mode="prohibited")
+    driver = FakeDriver(gpus=(gpu(0), odd))
+    monkeypatch.setattr(cli, "find_driver", lambda: driver)
+    code, out, err = gpusnap("gpus")
+    assert (code, err) == (0, "")
+    assert "driver 580.159.04 (CUDA 13.0)" in out
+    first, second = (line for line in out.splitlines() if line.startswith("GPU-"))
+    assert uuid(0) in first
+    assert "MIG" not in first
+    assert "MIG, prohibited" in second
+    assert "1.0 GiB" in second
+    code, out, err = gpusnap("gpus", "--json")
+    assert code == 0
+    assert json.loads(out) == json.loads(json.dumps(asdict(driver.host())))
+
+
+def test_gpus_without_any(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host without a GPU: one sentence and exit code 1."""
+    monkeypatch.setattr(cli, "find_driver", lambda: None)
+    code, out, err = gpusnap("gpus")
+    assert (code, out) == (1, "")
+    assert err.startswith("gpusnap: this host has no GPU driver")
+
+
+def test_settings(tmp_path: Path, gpusnap: Run) -> None:
+    """Every setting with its value, in a form that can be read back to the same settings."""
+    path = tmp_path / "gpusnap.toml"
+    path.write_text('retries = 5\n[criu]\nlibdir = "/usr/lib/criu"\nexternal = ["a[b]:c"]\n', "ascii")
+    code, out, err = gpusnap("settings", "--file", str(path))
+    assert (code, err) == (0, "")
+    assert [line.partition(" = ")[0] for line in out.splitlines()] == list(TABLE)
+    again = tmp_path / "again.toml"
+    again.write_text(out, "utf-8")
+    assert load(str(again)) == load(str(path)) != Settings()
+
+
+def test_settings_that_are_wrong(tmp_path: Path, gpusnap: Run) -> None:
+    """An unknown key is named, with exit code 1."""
+    path = tmp_path / "gpusnap.toml"
+    path.write_text("retry = 5\n", "ascii")
+    code, out, err = gpusnap("settings", "--file", str(path))
+    assert (code, out) == (1, "")
+    assert "unknown setting retry" in err
+
+
+def test_nobody_reads_on(tmp_path: Path) -> None:
+    """`gpusnap inspect … | head -0`: no traceback, and no complaint at exit."""
+    directory(tmp_path, replace(a_manifest(), processes=tuple(a_manifest(pids=range(1, 3000)).processes)))
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-B", "-m", "gpusnap.cli", "inspect", "--json", str(tmp_path)],
+            cwd=ROOT,
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1 << 20, "1.0 MiB"), (80 << 30, "80.0 GiB"), (1 << 50, "1.0 PiB")],
+)
+def test_sizes(size: int, text: str) -> None:
+    """Binary units, up to the largest that a manifest may hold."""
+    assert show.size(size) == text
+
+
+def test_a_timeline_of_nothing() -> None:
+    """Without a step, or with none that took any time, there is no division by zero."""
+    console = Console(file=io.StringIO(), width=120)
+    show.timeline(console, ())
+    show.timeline(console, (replace(a_manifest().timing[0], start=0.0, seconds=0.0),))

@@ -1,0 +1,111 @@
+"""What is told: one sentence on stderr, one line in the caller's log, and the real runtime's words."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from fakes import POISON
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime_shim.errors import GpusnapError, reason
+from runtime_shim.log import note, report, runtime_message, runtime_warnings
+
+
+def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The JSON line has what Podman and containerd read, and is added to what is there."""
+    path = tmp_path / "log"
+    path.write_text('{"level": "info"}\n', "utf-8")
+    report(GpusnapError("it\nfailed", hint="try again"), log=str(path), log_format="json")
+    assert capsys.readouterr().err == "gpusnap: it failed; try again\n"
+    lines = path.read_text("utf-8").splitlines()
+    assert len(lines) == 2
+    entry = json.loads(lines[1])
+    assert set(entry) == {"level", "msg", "time"}
+    assert (entry["level"], entry["msg"]) == ("error", "gpusnap: it failed; try again")
+    assert datetime.fromisoformat(entry["time"]).utcoffset() is not None
+
+
+def test_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --log-format json the line is runc's text form; file: before the path is crun's."""
+    path = tmp_path / "log"
+    report(GpusnapError('a "b"'), log=f"file:{path}", log_format="text")
+    assert path.read_text("utf-8").endswith(' level=error msg="gpusnap: a \\"b\\""\n')
+    assert capsys.readouterr().err == 'gpusnap: a "b"\n'
+
+
+@pytest.mark.parametrize("log", [None, "", "journald:x", "syslog:x"])
+def test_without_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str | None) -> None:
+    """Where the log is no file of ours to write, nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    report(GpusnapError("a"), log=log, log_format="json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_log_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error is told all the same, and why the log was not written in words that Podman leaves alone."""
+    report(GpusnapError("a"), log=str(tmp_path / "none" / "log"), log_format="json")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "gpusnap: a"
+    assert "cannot be written: it does not exist" in lines[1]
+
+
+def test_note(capsys: pytest.CaptureFixture[str]) -> None:
+    """A note is told on stderr and is no error."""
+    note("CRIU is old")
+    assert capsys.readouterr() == ("", "gpusnap: CRIU is old\n")
+
+
+LOG = """
+{"msg":"first","level":"error","time":"t"}
+not json
+["a", "list"]
+{"msg":"careful","level":"warning"}
+{"level":"error"}
+{"msg":" last \\n","level":"error"}
+{"msg":"chatter","level":"debug"}
+"""
+
+
+def test_runtime_message() -> None:
+    """The last error of the log; without one the last line of stderr; without that nothing."""
+    assert runtime_message(LOG, "stderr\n") == "last"
+    assert runtime_message('{"level": "info", "msg": "x"}', "one\n  two \n\n") == "two"
+    assert runtime_message("", "") == ""
+
+
+def test_runtime_warnings() -> None:
+    """Warnings and errors, in order, without debug chatter."""
+    assert [text.strip() for text in runtime_warnings(LOG)] == ["first", "careful", "last"]
+
+
+@given(st.text(), st.text())
+def test_any_log_can_be_read(log: str, stderr: str) -> None:
+    """Whatever a runtime leaves in its log, reading it does not fail."""
+    assert "\n" not in runtime_message(log, stderr).splitlines()[:1]
+    assert isinstance(runtime_warnings(log), list)
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EPERM])
+def test_reason(number: int) -> None:
+    """Podman replaces messages with the words of these; ours say the same otherwise."""
+    said = reason(OSError(number, os.strerror(number)))
+    assert os.strerror(number).lower() in POISON
+    assert said
+    assert said.lower() not in POISON
+    assert reason(OSError(errno.ENOSPC, "")) == os.strerror(errno.ENOSPC)
+    assert reason(OSError("odd"))
+
+
+@pytest.mark.parametrize("words", POISON)
+def test_sentence_rewords_what_others_said(words: str) -> None:
+    """The words of crun or CRIU in a message of ours are changed too, in any case, and the rest is kept."""
+    said = GpusnapError(f"crun: open x: {words.title()}; y", hint=f"{words.upper()} {words}").sentence()
+    assert words not in said.lower()
+    assert said.startswith("crun: open x: ")
+    assert "; y; " in said

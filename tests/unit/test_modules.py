@@ -1,0 +1,168 @@
+"""The house: every module lists its public names, and each floor imports only what stands below it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gpusnap
+import oci
+import runtime_shim
+
+ROOT = Path(__file__).parents[2]
+# From the top down; a module may import from its own floor and from those below.
+FLOORS = ["gpusnap", "hooks", "runtime_shim", "oci"]
+# Of their own floor, the GPU room and the memory room need no more than this, and not one another.
+GROUND = {"runtime_shim.errors", "runtime_shim.gpu", "runtime_shim.memory"}
+# Named in no __all__: click finds its commands by itself, and the reader of --version has no other caller.
+UNLISTED = {"gpusnap.cli": {"command", "gpus", "inspect", "settings"}, "runtime_shim.real": {"parse_version"}}
+HEAVY = (
+    "argparse",
+    "tomllib",
+    "json",
+    "ctypes",
+    "jsonschema",
+    "dataclasses",
+    "re",
+    "typing",
+    "subprocess",
+    "pathlib",
+)
+
+
+def modules() -> Iterator[str]:
+    for package in (gpusnap, oci, runtime_shim):
+        yield package.__name__
+        for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            yield found.name
+
+
+MODULES = sorted(modules())
+
+
+def tree(name: str) -> ast.Module:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    return ast.parse(Path(spec.origin).read_text("utf-8"))
+
+
+def defined(module: ast.Module) -> set[str]:
+    """Public functions and classes at the top of a module."""
+    names = {node.name for node in module.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return {name for name in names if not name.startswith("_")}
+
+
+def imported(module: ast.Module) -> set[str]:
+    """Every module that one imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            assert node.module is not None
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in inner}
+    return found
+
+
+def imported_at_once(module: ast.Module) -> set[str]:
+    """What is imported with it, and not later in a function."""
+    return imported(ast.Module([node for node in module.body if not isinstance(node, ast.FunctionDef)], []))
+
+
+def floor(name: str) -> int:
+    """The floor that a module stands on, from the top; -1 where it is not of this house."""
+    return next((at for at, room in enumerate(FLOORS) if name.partition(".")[0] == room), -1)
+
+
+def test_modules_were_found() -> None:
+    """The other tests here look at something."""
+    assert {"runtime_shim.checkpoint", "runtime_shim.criu.config", "oci.archive", "gpusnap.cli"} <= {*MODULES}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_all(name: str) -> None:
+    """Each name in __all__ exists, once, in order; `from module import *` gives nothing else."""
+    module = importlib.import_module(name)
+    listed = list(getattr(module, "__all__", ()))
+    assert len(listed) == len(set(listed))
+    assert [each for each in listed if not hasattr(module, each)] == []
+    assert defined(tree(name)) - set(listed) == UNLISTED.get(name, set())
+    assert not [each for each in listed if isinstance(getattr(module, each), types.ModuleType)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_names_used_elsewhere_are_public(name: str) -> None:
+    """What a module takes from another one is in that one's __all__, or a constant."""
+    for node in ast.walk(tree(name)):
+        if not isinstance(node, ast.ImportFrom) or node.module not in MODULES:
+            continue
+        listed = set(getattr(importlib.import_module(node.module), "__all__", ()))
+        for alias in node.names:
+            constant = alias.name.isupper() and not alias.name.startswith("_")
+            known = alias.name in listed or f"{node.module}.{alias.name}" in MODULES or constant
+            assert known or alias.name.startswith("__"), (
+                f"{name} takes {alias.name} from {node.module}, which does not list it"
+            )
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_floors(name: str) -> None:
+    """No module imports from a floor above its own."""
+    own = floor(name)
+    assert own >= 0, f"{name} stands on no floor"
+    for other in imported(tree(name)):
+        assert floor(other) in (-1, *range(own, len(FLOORS))), (
+            f"{name} imports {other}, which stands above it"
+        )
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.split(".")[1:2] in (["gpu"], ["memory"])])
+def test_rooms(name: str) -> None:
+    """What a GPU driver offers is known without any of the ways in which it is used."""
+    room = ".".join(name.split(".")[:2])
+    for other in imported(tree(name)):
+        if floor(other) >= 0 and not other.startswith(room):
+            assert other in GROUND - {"runtime_shim.gpu", "runtime_shim.memory"}, f"{name} imports {other}"
+
+
+def test_no_circles() -> None:
+    """No module needs itself to be imported."""
+    needs = {name: imported_at_once(tree(name)) & set(MODULES) - {name} for name in MODULES}
+    while free := [name for name, others in needs.items() if not others & set(needs)]:
+        for name in free:
+            del needs[name]
+    assert needs == {}
+
+
+@pytest.mark.parametrize("heavy", HEAVY)
+def test_a_pass_through_imports_nothing_heavy(heavy: str) -> None:
+    """Every `state` and `kill` of every container pays for what runtime_shim.entry imports."""
+    program = f"import sys; import runtime_shim.entry; print({heavy!r} in sys.modules)"
+    # -S -E: without what this environment's own site packages import at start.
+    done = subprocess.run(
+        [sys.executable, "-S", "-E", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
+
+
+def test_finding_a_driver_loads_no_library() -> None:
+    """Whether this host has a GPU is asked before every checkpoint: no ctypes, no NVML for that."""
+    program = (
+        "import sys; import runtime_shim.gpu; before = set(sys.modules); runtime_shim.gpu.find_driver();"
+        "print(sorted({'ctypes', 'pynvml'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

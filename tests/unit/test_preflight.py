@@ -1,0 +1,281 @@
+"""Pre-flight: each reason not to begin, in a sentence, with what to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from fakes import POISON, Family
+
+from runtime_shim import preflight, proc
+from runtime_shim.argv import CheckpointCall
+from runtime_shim.container import Container
+from runtime_shim.errors import Refused
+from runtime_shim.gpu.driver import ProcessState
+from runtime_shim.settings import Nvidia
+
+GIB = 1 << 30
+CONTAINER = Container("c0ffee", 1, "running", "/b", {})
+
+
+def process(pid: int) -> proc.Process:
+    return proc.Process(pid, (pid,), "python3", ("python3",), 1)
+
+
+# Options and states.
+
+
+def test_call() -> None:
+    """Nothing is in the way of a plain checkpoint of a running container."""
+    preflight.call(CheckpointCall(container_id="c", tcp_established=True, leave_running=True), CONTAINER)
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (CheckpointCall(container_id="c", pre_dump=True), "--pre-dump"),
+        (CheckpointCall(container_id="c", lazy_pages=True), "--lazy-pages"),
+        (CheckpointCall(container_id="c", page_server="10.0.0.1:1"), "--page-server"),
+    ],
+    ids=["pre-dump", "lazy-pages", "page-server"],
+)
+def test_options_that_cannot_work(call: CheckpointCall, named: str) -> None:
+    """What would leave GPU memory outside of the image is refused by name."""
+    with pytest.raises(Refused, match=named) as caught:
+        preflight.call(call, CONTAINER)
+    assert caught.value.hint
+
+
+def test_paused() -> None:
+    """A frozen process cannot answer the driver."""
+    with pytest.raises(Refused, match="c0ffee is paused") as caught:
+        preflight.call(CheckpointCall(container_id="c"), Container("c0ffee", 1, "paused", "/b", {}))
+    assert "unpause" in caught.value.hint
+
+
+def test_states() -> None:
+    """All have to be running; the one that is not is named, with its state."""
+    preflight.states({process(1): ProcessState.RUNNING})
+    preflight.states({})
+    for state in set(ProcessState) - {ProcessState.RUNNING}:
+        with pytest.raises(Refused, match=rf"process 2 \(python3\) is {state.name.lower()} already"):
+            preflight.states({process(1): ProcessState.RUNNING, process(2): state})
+
+
+def answers(*each: Mapping[proc.Process, Sequence[str]]) -> Iterator[Mapping[proc.Process, Sequence[str]]]:
+    yield from each
+    while True:
+        yield each[-1]
+
+
+def test_leftover(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that was forked from a CUDA process is refused, with its file."""
+    monkeypatch.setattr(preflight, "_STARTING", 0.0)
+    held = answers({process(7): ("/dev/nvidia0", "/dev/nvidiactl")})
+    with pytest.raises(Refused, match=r"process 7 \(python3\) holds /dev/nvidia0 but") as caught:
+        preflight.leftover(lambda: next(held))
+    assert "spawn" in caught.value.hint
+
+
+def test_a_process_that_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is only starting CUDA looks the same for a moment, and is waited for."""
+    monkeypatch.setattr(preflight, "_STARTING", 600.0)
+    held = answers({process(7): ("/dev/nvidia0",)}, {process(7): ("/dev/nvidia0",)}, {})
+    preflight.leftover(lambda: next(held))
+    assert next(held) == {}
+
+
+# NCCL.
+
+SAFE = {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"}
+
+
+def ranks(monkeypatch: pytest.MonkeyPatch, *environments: Mapping[str, str]) -> list[proc.Process]:
+    """Processes that have NCCL loaded, and one that has not."""
+    monkeypatch.setattr(proc, "maps_library", lambda pid, prefix: prefix == "libnccl.so" and pid < 100)
+    monkeypatch.setattr(proc, "environment", lambda pid: environments[pid])
+    return [*(process(at) for at in range(len(environments))), process(100)]
+
+
+def test_nccl_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several ranks without the variables: refused, because the driver would lose their work."""
+    with pytest.raises(Refused, match=r"process 1 \(python3\) .* NCCL") as caught:
+        preflight.nccl(ranks(monkeypatch, SAFE, {**SAFE, "NCCL_CUMEM_ENABLE": "1"}), Nvidia())
+    assert "run it with NCCL_CUMEM_ENABLE=0, or set nvidia.allow-nccl" in caught.value.hint
+
+
+@pytest.mark.parametrize("missing", SAFE)
+def test_nccl_needs_all_three(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """Each variable counts."""
+    environment = {name: value for name, value in SAFE.items() if name != missing}
+    with pytest.raises(Refused) as caught:
+        preflight.nccl(ranks(monkeypatch, environment, environment), Nvidia())
+    assert f"run it with {missing}={SAFE[missing]}, or" in caught.value.hint
+
+
+def test_nccl_that_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks with all three variables, a program alone, none at all, and what the setting allows."""
+    preflight.nccl(ranks(monkeypatch, SAFE, SAFE), Nvidia())
+    preflight.nccl(ranks(monkeypatch, {}), Nvidia())
+    preflight.nccl(ranks(monkeypatch, {"WORLD_SIZE": "1"}), Nvidia())
+    preflight.nccl(ranks(monkeypatch), Nvidia())
+    preflight.nccl(ranks(monkeypatch, {}, {}), Nvidia(allow_nccl=True))
+
+
+def test_nccl_of_a_rank_whose_others_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank in this container, of a job that spans several."""
+    with pytest.raises(Refused):
+        preflight.nccl(ranks(monkeypatch, {"WORLD_SIZE": "2"}), Nvidia())
+
+
+# Memory.
+
+
+@pytest.fixture
+def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with memory enough."""
+    monkeypatch.setattr(preflight, "_available", lambda: 1 << 50)
+
+
+def test_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPUs' bytes and what a process' heap grows by have to fit in RAM, for all processes together."""
+    monkeypatch.setattr(preflight, "_limit", lambda _: None)
+    monkeypatch.setattr(preflight, "_available", lambda: 4 * GIB)
+    preflight.room_in_memory({1: 3 * GIB}, 1)
+    preflight.room_in_memory({}, 1)
+    for too_much in ({1: 4 * GIB}, {1: 2 * GIB, 2: 2 * GIB - 1}):
+        with pytest.raises(Refused, match=r"4\.\d GiB of GPU memory .* this host leaves 4\.0 GiB") as caught:
+            preflight.room_in_memory(too_much, 1)
+        assert caught.value.hint == "free some memory"
+
+
+def test_available() -> None:
+    """This host's own figure is a number that can be true."""
+    available = preflight._available()
+    assert available is not None
+    assert 0 < available <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class Cgroups:
+    """A tree of cgroups in a folder."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self._patch = monkeypatch
+
+    def lie(self, kind: str, groups: Mapping[str, str], root: str = "/") -> None:
+        mount = proc.Mount("0:1", root, str(self.folder), (), (), kind)
+        self._patch.setattr(proc, "mounts", lambda _: (mount,))
+        self._patch.setattr(proc, "cgroups", lambda _: groups)
+
+    def make(self, path: str, **files: str) -> None:
+        folder = self.folder / path
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name.replace("__", ".")).write_text(text + "\n", "ascii")
+
+
+@pytest.fixture
+def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plenty: None) -> Cgroups:
+    return Cgroups(tmp_path, monkeypatch)
+
+
+def left(need: int) -> str:
+    with pytest.raises(Refused) as caught:
+        preflight.room_in_memory({1: need}, 1)
+    assert caught.value.hint == "raise the container's memory limit"
+    return str(caught.value).partition("leaves ")[2]
+
+
+def test_limit_of_version_2(cgroups: Cgroups) -> None:
+    """The tightest limit counts, of the container's own cgroup or of one above it."""
+    cgroups.lie("cgroup2", {"": "/pod/c"})
+    cgroups.make("", memory__stat="inactive_file 0")
+    cgroups.make("pod", memory__max=str(8 * GIB), memory__current=str(6 * GIB), memory__stat="anon 1")
+    cgroups.make("pod/c", memory__max="max", memory__current=str(5 * GIB))
+    assert left(3 * GIB) == "2.0 GiB"
+    cgroups.make("pod/c", memory__max=str(6 * GIB))
+    assert left(3 * GIB) == "1.0 GiB"
+    preflight.room_in_memory({1: GIB // 2}, 1)
+
+
+def test_what_the_kernel_can_drop(cgroups: Cgroups) -> None:
+    """File pages that nobody used lately are no obstacle; a cgroup over its limit leaves nothing."""
+    cgroups.lie("cgroup2", {"": "/c"})
+    stat = f"anon 7\ninactive_file {2 * GIB}\nactive_file 9"
+    cgroups.make("c", memory__max=str(4 * GIB), memory__current=str(4 * GIB), memory__stat=stat)
+    assert left(4 * GIB) == "2.0 GiB"
+    cgroups.make("c", memory__current=str(8 * GIB))
+    assert left(4 * GIB) == "0 B"
+
+
+def test_limit_of_version_1(cgroups: Cgroups) -> None:
+    """The memory controller of version 1, beside others, mounted from within a cgroup."""
+    cgroups.lie("cgroup", {"": "/", "cpu,memory": "/top/c", "pids": "/x"}, root="/top")
+    files = {"memory__usage_in_bytes": str(GIB), "memory__stat": f"total_inactive_file {GIB}"}
+    cgroups.make("c", memory__limit_in_bytes=str(2 * GIB), **files)
+    assert left(3 * GIB) == "2.0 GiB"
+
+
+@pytest.mark.parametrize("path", ["/../../elsewhere", "/none"])
+def test_without_a_limit(cgroups: Cgroups, path: str) -> None:
+    """A cgroup that we cannot see, or that has no limit, limits nothing."""
+    cgroups.lie("cgroup2", {"": path})
+    cgroups.make("", memory__max="max", memory__current="1")
+    preflight.room_in_memory({1: 100 * GIB}, 1)
+
+
+def test_our_own_limit(plenty: None) -> None:
+    """The real files are read without an error."""
+    limit = preflight._limit(os.getpid())
+    assert limit is None or limit >= 0
+
+
+# Disk.
+
+
+def test_disk(tmp_path: Path) -> None:
+    """The GPUs' bytes and the processes' own have to fit; what is needed and what is free is said."""
+    free = shutil.disk_usage(tmp_path).free
+    with Family() as family:
+        found = proc.process(family.spawn())
+        assert found is not None
+        preflight.room_on_disk(str(tmp_path), 0, [found])
+        with pytest.raises(Refused, match=rf"in {tmp_path}, where .* are free") as caught:
+            preflight.room_on_disk(str(tmp_path), free * 2, [found])
+        assert "free some space" in caught.value.hint
+
+
+def test_disk_counts_the_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CRIU's part counts too, for every process."""
+    free = shutil.disk_usage(tmp_path).free
+    monkeypatch.setattr(proc, "memory", lambda pid: free)
+    with pytest.raises(Refused):
+        preflight.room_on_disk(str(tmp_path), 0, [process(1), process(2)])
+
+
+def test_disk_that_is_not_there(tmp_path: Path) -> None:
+    """A directory that cannot be used is named, in words that Podman leaves alone."""
+    with pytest.raises(Refused) as caught:
+        preflight.room_on_disk(str(tmp_path / "none"), 1, [])
+    assert str(tmp_path / "none") in str(caught.value)
+    assert not [words for words in POISON if words in caught.value.sentence().lower()]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (80 << 30, "80.0 GiB"),
+        (1 << 52, "4096.0 TiB"),
+    ],
+)
+def test_sizes_for_people(size: int, text: str) -> None:
+    """Sizes have binary units."""
+    assert preflight._human(size) == text

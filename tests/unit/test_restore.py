@@ -1,0 +1,338 @@
+"""A restore: refused before anything is done, or done whole, or taken back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes import Scene, a_manifest, gpu, uuid, wait_for
+
+from runtime_shim import manifest, proc, restore
+from runtime_shim.errors import Refused
+from runtime_shim.gpu.driver import Host, ProcessState
+from runtime_shim.gpu.errors import DriverFailed
+from runtime_shim.manifest import DriverMount, Manifest
+from runtime_shim.restore import fits
+
+CHECKPOINTED = ProcessState.CHECKPOINTED
+
+
+@pytest.fixture
+def scene(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Scene]:
+    with Scene(tmp_path, monkeypatch, capfd) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_stays() -> Iterator[None]:
+    yield
+    wait_for(lambda: threading.active_count() == 1, "the end of every thread")
+
+
+def image(scene: Scene, record: Manifest) -> None:
+    scene.image.mkdir()
+    draft = manifest.Draft(str(scene.image))
+    draft.begin()
+    draft.prepare(record)
+    draft.finish(record)
+    (scene.image / "inventory.img").write_text("inventory", "ascii")
+
+
+def suspended(scene: Scene, count: int = 2) -> list[int]:
+    """An image of so many GPU processes, which are what the runtime brings back."""
+    pids = [scene.driver.use(scene.family.spawn(), state=CHECKPOINTED) for _ in range(count)]
+    image(scene, a_manifest(pids=pids))
+    return pids
+
+
+def refused(scene: Scene, *options: str) -> str:
+    """The sentence of a restore that was refused before the runtime was asked for it."""
+    sentence = scene.restore("--detach", *options).sentence()
+    assert scene.runtime.calls("restore") == []
+    assert scene.runtime.calls("delete") == []
+    assert scene.driver.of("restore") == []
+    return sentence
+
+
+# It works.
+
+
+def test_detached(scene: Scene) -> None:
+    """The processes come back, all at once, and the caller's options reach the runtime."""
+    pids = suspended(scene)
+    together = threading.Barrier(2, timeout=20)
+    for pid in pids:
+        scene.driver.when("restore", lambda _: together.wait(), pid)
+    outcome = scene.restore("--detach", "--tcp-established")
+    assert (outcome.code, outcome.stderr, outcome.log) == (0, "", ())
+    assert scene.all_running()
+    (line,) = scene.runtime.calls("restore")
+    assert {"--detach", "--tcp-established"} <= set(line.split())
+    assert str(scene.log) not in line
+    assert scene.runtime.calls("delete") == []
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_in_the_foreground(scene: Scene, code: int) -> None:
+    """Without --detach the GPUs come back while the runtime stays, and its exit code is the container's."""
+    suspended(scene)
+    (scene.runtime.folder / "held").touch()
+    hold = """while [ -e "$here/held" ]; do read -r _ <"$here/gate"; done; exit """
+    os.mkfifo(scene.runtime.folder / "gate")
+    scene.runtime.script(
+        "restore", f'cp "$here/restored.json" "$here/state.json"; cat "$here/pid" >"$pid_file"; {hold}{code}'
+    )
+
+    def release(_: int) -> None:
+        (scene.runtime.folder / "held").unlink()
+        threading.Thread(target=(scene.runtime.folder / "gate").write_text, args=("\n", "ascii")).start()
+
+    scene.driver.when("unlock", release)
+    outcome = scene.restore()
+    assert (outcome.code, outcome.stderr, outcome.log) == (code, "", ())
+    assert scene.all_running()
+    assert scene.runtime.calls("delete") == []
+
+
+def test_an_old_pid_file(scene: Scene) -> None:
+    """A PID file of an earlier run does not say that the container is back already."""
+    suspended(scene)
+    path = scene.folder / "pid"
+    path.write_text("1", "ascii")
+    scene.runtime.script("restore", '[ ! -e "$pid_file" ] || touch "$here/old"; say "no"; exit 5')
+    assert scene.restore("--pid-file", str(path)).code == 5
+    assert not (scene.runtime.folder / "old").exists()
+
+
+def test_no_driver_for_no_process(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint in which no process used a GPU needs none."""
+    monkeypatch.setattr(restore, "find_driver", lambda: None)
+    image(scene, replace(a_manifest(), processes=(), gpus=()))
+    assert scene.restore("--detach").code == 0
+
+
+def test_the_mounts_are_declared(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CRIU is told where this host has the driver's files."""
+    monkeypatch.setattr("runtime_shim.criu.mounts.checked", lambda mounts: None)
+    (pid,) = [scene.driver.use(scene.family.spawn(), state=CHECKPOINTED)]
+    mount = DriverMount("gpusnap-0", "/usr/bin/nvidia-smi", "/opt/nvidia-smi")
+    image(scene, replace(a_manifest(pids=(pid,)), mounts=(mount,)))
+    assert scene.restore("--detach").code == 0
+    assert "external mnt[gpusnap-0]:/opt/nvidia-smi\n" in scene.runtime.criu_config()
+
+
+# Refused.
+
+
+def test_not_ours(scene: Scene) -> None:
+    """An image that gpusnap did not make is the real runtime's."""
+    scene.image.mkdir()
+    with pytest.raises(AssertionError, match="handed over"):
+        scene.restore("--detach")
+
+
+def test_manifest_missing(scene: Scene) -> None:
+    """An image that gpusnap began and did not finish is no checkpoint."""
+    suspended(scene)
+    path = scene.image / "gpusnap" / "manifest.json"
+    path.unlink()
+    assert "is not complete: it has no gpusnap/manifest.json" in refused(scene)
+    path.with_name("manifest.pending").touch()
+    assert "cut off while it was written" in refused(scene)
+
+
+def test_manifest_cut_short(scene: Scene) -> None:
+    """A manifest whose end is missing is refused."""
+    suspended(scene)
+    path = scene.image / "gpusnap" / "manifest.json"
+    path.write_bytes(path.read_bytes()[:-20])
+    assert "is cut short or not JSON" in refused(scene)
+
+
+def test_manifest_of_another_version(scene: Scene) -> None:
+    """A manifest of an unknown major version is refused by name."""
+    suspended(scene)
+    path = scene.image / "gpusnap" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"version": "2.0"}), "ascii")
+    assert "has version '2.0', and gpusnap" in refused(scene)
+
+
+def test_no_driver(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host without a GPU cannot take it."""
+    suspended(scene)
+    monkeypatch.setattr(restore, "find_driver", lambda: None)
+    sentence = refused(scene)
+    assert "holds the state of 1 GPU (NVIDIA H100 80GB HBM3), and this host has no NVIDIA driver" in sentence
+
+
+def test_processes_without_any_gpu(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest that names no GPU, which only a made-up one does, is refused like any other."""
+    monkeypatch.setattr(restore, "find_driver", lambda: None)
+    process = replace(a_manifest().processes[0], gpus=())
+    image(scene, replace(a_manifest(), gpus=(), processes=(process,)))
+    assert "this host has no NVIDIA driver" in refused(scene)
+
+
+def test_a_driver_that_does_not_open(scene: Scene) -> None:
+    """A driver that cannot be used refuses in its own words."""
+    suspended(scene)
+    scene.driver.fail("open", None, DriverFailed("the driver is asleep"))
+    assert "the driver is asleep" in refused(scene)
+
+
+def test_a_container_that_exists(scene: Scene) -> None:
+    """A container of that name is refused, and above all not removed."""
+    suspended(scene)
+    scene.runtime.knows(scene.state(status="stopped"), [*scene.family.pids])
+    assert f"there is a container {scene.state()['id']} already, and it is stopped" in refused(scene)
+    assert proc.running(scene.family.init)
+
+
+def test_a_mount_of_somebody_elses(scene: Scene) -> None:
+    """A manifest that asks for a path of this host is refused."""
+    mount = DriverMount("gpusnap-0", "/usr/bin/nvidia-smi", "/etc/shadow")
+    image(scene, replace(a_manifest(), mounts=(mount,)))
+    assert "asks to mount /etc/shadow" in refused(scene)
+
+
+def test_a_pid_file_that_cannot_be_made(scene: Scene) -> None:
+    """Without --detach, a PID file that cannot be used is said to."""
+    suspended(scene)
+    (scene.folder / "pid").mkdir()
+    sentence = scene.restore("--pid-file", str(scene.folder / "pid")).sentence()
+    assert f"the PID file {scene.folder / 'pid'} cannot be used" in sentence
+    assert scene.runtime.calls("restore") == []
+
+
+def host(*gpus: object, driver: str = "580.159.04") -> Host:
+    return Host("nvidia", driver, "13.0", gpus)  # type: ignore[arg-type]
+
+
+def test_fits() -> None:
+    """The same GPU, with room enough, under the same driver or a newer one."""
+    record = a_manifest(used=3 << 30)
+    fits(record, host(gpu(0)))
+    fits(record, host(gpu(1), gpu(0), driver="590.0"))
+    fits(record, host(gpu(0, total=8 << 30, used=5 << 30), driver="580.159.4"))
+
+
+@pytest.mark.parametrize(
+    ("here", "said"),
+    [
+        (host(), f"GPU {uuid(0)} (NVIDIA H100 80GB HBM3) of the checkpoint is not here; this host has none"),
+        (host(gpu(1)), f"this host has {uuid(1)} (NVIDIA H100 80GB HBM3)"),
+        (host(gpu(0, total=8 << 30, used=6 << 30)), "has 2048 MiB free, and the checkpoint needs 3072 MiB"),
+        (host(gpu(0), driver="580.95.05"), "this host has the older 580.95.05"),
+        (host(gpu(0), driver="99"), "this host has the older 99"),
+    ],
+)
+def test_does_not_fit(here: Host, said: str) -> None:
+    """The reason why this host cannot take it, in numbers."""
+    with pytest.raises(Refused) as caught:
+        fits(a_manifest(used=3 << 30), here)
+    assert said in str(caught.value)
+    assert caught.value.hint
+
+
+def test_does_not_fit_is_refused(scene: Scene) -> None:
+    """What does not fit is refused before the runtime is called."""
+    suspended(scene)
+    scene.driver.gpus = (gpu(1),)
+    assert "is not here" in refused(scene)
+
+
+# It fails.
+
+
+def test_the_runtime_fails(scene: Scene) -> None:
+    """Its words and CRIU's are told, its exit code is ours, and what it left is removed."""
+    suspended(scene)
+    work = scene.folder / "work"
+    work.mkdir()
+    (work / "restore.log").write_text("(00.1)   12: Error (criu/x.c:1): no such GPU\n", "ascii")
+    scene.runtime.script("restore", 'say "CRIU restoring failed"; exit 4')
+    outcome = scene.restore("--detach", "--work-path", str(work))
+    assert outcome.code == 4
+    assert outcome.sentence().startswith(
+        "crun 1.21 could not restore container c0ffee: CRIU restoring failed; CRIU says: no such GPU "
+    )
+    assert scene.driver.of("restore") == []
+    assert [line.split()[:2] for line in scene.runtime.calls("delete")] == [["delete", "--force"]]
+
+
+FOREGROUND = 'cp "$here/restored.json" "$here/state.json"; cat "$here/pid" >"$pid_file"; exec sleep 600'
+
+
+def stays(scene: Scene) -> None:
+    """A runtime that stays until the container is deleted."""
+    stay = FOREGROUND.replace("exec sleep 600", 'echo " $$" >>"$here/pids"; exec sleep 600')
+    scene.runtime.script("restore", stay)
+
+
+FAILURES: dict[str, tuple[Callable[[Scene, list[int]], object], str]] = {
+    "driver restore of one": (
+        lambda scene, pids: scene.driver.fail("restore", pids[1], DriverFailed("the GPU fell off the bus")),
+        "the GPU fell off the bus",
+    ),
+    "unlock of one": (
+        lambda scene, pids: scene.driver.fail("unlock", pids[1], DriverFailed("the lock is stuck")),
+        "the lock is stuck",
+    ),
+    "a process without its state": (
+        lambda scene, pids: scene.driver.states.pop(pids[0]),
+        "of the checkpoint came back without its GPU state",
+    ),
+    "a process dies in the driver": (
+        lambda scene, pids: scene.driver.when("restore", scene.family.end, pids[0]),
+        "did not survive the restore of its GPU state",
+    ),
+    "a signal": (
+        lambda scene, pids: scene.driver.when("restore", lambda _: os.kill(os.getpid(), signal.SIGTERM)),
+        "stopped by SIGTERM",
+    ),
+}
+
+
+@pytest.mark.parametrize("detach", [True, False], ids=["detached", "in the foreground"])
+@pytest.mark.parametrize("name", FAILURES)
+def test_failure_after_the_runtime(scene: Scene, name: str, detach: bool) -> None:
+    """Never half a container: what was restored is deleted, and the sentence says why."""
+    pids = suspended(scene)
+    if not detach:
+        stays(scene)
+    FAILURES[name][0](scene, pids)
+    outcome = scene.restore(*(["--detach"] if detach else []))
+    assert FAILURES[name][1] in outcome.sentence()
+    (line,) = scene.runtime.calls("delete")
+    assert line == "delete --force c0ffee"
+    for pid in [*pids, scene.family.init]:
+        wait_for(lambda pid=pid: not proc.running(pid), f"the end of process {pid}")  # type: ignore[misc]
+    assert (scene.image / "gpusnap" / "manifest.json").exists()
+
+
+def test_a_container_that_cannot_be_removed(scene: Scene) -> None:
+    """Where even that fails, the sentence says so."""
+    pids = suspended(scene)
+    scene.driver.fail("restore", pids[0], DriverFailed("the GPU fell off the bus"))
+    scene.runtime.script("delete", 'say "device busy"; exit 1')
+    sentence = scene.restore("--detach").sentence()
+    assert sentence.startswith(
+        "the GPU fell off the bus; while undoing, removing the incomplete container failed"
+    )
+    assert "container c0ffee could not be removed: device busy" in sentence
+
+
+def test_an_error_of_ours_in_the_foreground(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails before the runtime is started, beside the thread that waits for it, is the sentence."""
+    suspended(scene)
+    monkeypatch.setenv("CRIU_CONFIG_FILE", str(scene.folder / "none"))
+    sentence = scene.restore().sentence()
+    assert sentence.startswith("CRIU's configuration cannot be prepared: it does not exist")

@@ -1,0 +1,196 @@
+"""GPU state suspended and resumed: by what the driver says, never by what we believe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+from fakes import FakeDriver, Family, gpu, uuid
+
+from runtime_shim import container, proc, suspension
+from runtime_shim.errors import ImageError
+from runtime_shim.gpu.driver import ProcessState
+from runtime_shim.gpu.errors import DriverFailed, GpuError
+from runtime_shim.suspension import InCriu, idle_holders, record, resume, users
+
+RUNNING, LOCKED, CHECKPOINTED = ProcessState.RUNNING, ProcessState.LOCKED, ProcessState.CHECKPOINTED
+
+
+@pytest.fixture
+def family() -> Iterator[Family]:
+    with Family() as found:
+        yield found
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    monkeypatch.setattr(suspension, "_PAUSE", 0.0)
+    return FakeDriver()
+
+
+def test_users(family: Family, driver: FakeDriver) -> None:
+    """Those with GPU state, with it; not those that only hold a device file, nor those that are gone."""
+    used = driver.use(family.spawn())
+    locked = driver.use(family.spawn(), state=LOCKED)
+    gone = driver.use(family.spawn())
+    driver.idle[family.spawn()] = ("/dev/nvidia0",)
+    members = container.processes(family.init)
+    family.end(gone)
+    assert {process.pid: state for process, state in users(driver, members).items()} == {
+        used: RUNNING,
+        locked: LOCKED,
+    }
+
+
+def test_idle_holders(family: Family, driver: FakeDriver) -> None:
+    """Those that hold a device file without GPU state, with the files."""
+    driver.use(family.spawn())
+    idle, gone = family.spawn(), family.spawn()
+    driver.idle = {idle: ("/dev/nvidia0", "/dev/nvidiactl"), gone: ("/dev/nvidia0",)}
+    members = container.processes(family.init)
+    family.end(gone)
+    assert {process.pid: files for process, files in idle_holders(driver, members).items()} == {
+        idle: ("/dev/nvidia0", "/dev/nvidiactl")
+    }
+
+
+def test_record(family: Family) -> None:
+    """Every GPU that a process could see, with its bytes; the whole GPU's where NVML does not tell."""
+    driver = FakeDriver(gpus=(gpu(0, used=500), gpu(1, used=70)))
+    told = driver.use(family.spawn(), memory=100)
+    untold = driver.use(family.spawn())
+    del driver.used[untold]
+    members = [found for pid in (told, untold) if (found := proc.process(pid))]
+    first, second = record(driver, driver.host(), members, {told: 7, untold: 8})
+    assert (first.process.pid, first.inner_pid, second.inner_pid) == (told, 7, 8)
+    assert first.gpus == ((uuid(0), 100), (uuid(1), 0))
+    assert first.used == 100
+    assert second.gpus == ((uuid(0), 500), (uuid(1), 70))
+    assert second.used == 570
+
+
+@pytest.mark.parametrize("state", [RUNNING, LOCKED, CHECKPOINTED], ids=lambda state: state.name)
+def test_resume_from_any_state(family: Family, driver: FakeDriver, state: ProcessState) -> None:
+    """Whatever was done so far, afterwards it runs; and once more does no harm."""
+    pid = driver.use(family.spawn(), state=state)
+    for _ in range(2):
+        resume(driver, [pid], InCriu())
+        assert driver.states[pid] is RUNNING
+    assert len(driver.of("restore")) == (state is CHECKPOINTED)
+    assert len(driver.of("unlock")) == (state is not RUNNING)
+
+
+def test_resume_of_nothing(driver: FakeDriver) -> None:
+    """No process, no call."""
+    resume(driver, [], InCriu())
+    assert driver.calls == []
+
+
+def test_resume_passes_the_pairs(family: Family, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The UUID pairs of a restore onto other GPUs reach the driver."""
+    pid = driver.use(family.spawn(), state=CHECKPOINTED)
+    seen: list[Sequence[tuple[str, str]]] = []
+    restore = driver.restore
+
+    def restored(number: int, pairs: Sequence[tuple[str, str]] = ()) -> None:
+        seen.append(pairs)
+        restore(number, pairs)
+
+    monkeypatch.setattr(driver, "restore", restored)
+    resume(driver, [pid], InCriu(), pairs=[(uuid(0), uuid(1))])
+    assert seen == [[(uuid(0), uuid(1))]]
+
+
+def test_resume_leaves_out_the_dead(family: Family, driver: FakeDriver) -> None:
+    """A process that has ended, before or in the middle, is no reason to fail."""
+    alive = driver.use(family.spawn(), state=CHECKPOINTED)
+    dead = driver.use(family.spawn(), state=CHECKPOINTED)
+    dying = driver.use(family.spawn(), state=CHECKPOINTED)
+    family.end(dead)
+    driver.when("restore", family.end, dying)
+    resume(driver, [dead, dying, alive], InCriu())
+    assert driver.states[alive] is RUNNING
+    assert dead not in driver.of("restore")
+
+
+def test_resume_tries_again(family: Family, driver: FakeDriver) -> None:
+    """A restore that fails for a while is repeated, only for those that still need it."""
+    first = driver.use(family.spawn(), state=CHECKPOINTED)
+    second = driver.use(family.spawn(), state=CHECKPOINTED)
+    driver.fail("restore", first, DriverFailed("busy"), times=3)
+    resume(driver, [first, second], InCriu())
+    assert driver.of("restore").count(first) == 4
+    assert driver.of("restore").count(second) == 1
+    assert {driver.states[pid] for pid in (first, second)} == {RUNNING}
+
+
+def test_resume_gives_up_on_one_only(family: Family, driver: FakeDriver) -> None:
+    """What cannot be resumed is said after everything else has been."""
+    first = driver.use(family.spawn(), state=CHECKPOINTED)
+    second = driver.use(family.spawn(), state=LOCKED)
+    third = driver.use(family.spawn(), state=CHECKPOINTED)
+    driver.fail("restore", first, DriverFailed("lost", hint="reset it"))
+    with pytest.raises(DriverFailed, match="lost"):
+        resume(driver, [first, second, third], InCriu())
+    assert [driver.states[pid].name for pid in (first, second, third)] == [
+        "CHECKPOINTED",
+        "RUNNING",
+        "RUNNING",
+    ]
+
+
+def test_an_unlock_that_fails(family: Family, driver: FakeDriver) -> None:
+    """An unlock that fails is an error, and does not keep the others locked."""
+    first, second = (driver.use(family.spawn(), state=LOCKED) for _ in range(2))
+    driver.fail("unlock", first, DriverFailed("stuck"))
+    with pytest.raises(DriverFailed, match="stuck"):
+        resume(driver, [first, second], InCriu())
+    assert driver.states[second] is RUNNING
+
+
+def test_a_state_that_cannot_be_read(family: Family, driver: FakeDriver) -> None:
+    """A driver that does not answer for one process: the others are resumed, and the error is raised."""
+    first = driver.use(family.spawn(), state=CHECKPOINTED)
+    second = driver.use(family.spawn(), state=CHECKPOINTED)
+    driver.fail("state", first, DriverFailed("no answer"))
+    with pytest.raises(GpuError):
+        resume(driver, [first, second], InCriu())
+    assert driver.states[second] is RUNNING
+
+
+class Elsewhere:
+    """GPU memory that is kept outside, and cannot be given back."""
+
+    name = "elsewhere"
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.given: list[list[int]] = []
+
+    def take(self, pids: Sequence[int]) -> None:
+        """Not asked for here."""
+
+    def give_back(self, pids: Sequence[int]) -> None:
+        """Fails so many times."""
+        self.given.append(list(pids))
+        if len(self.given) <= self.failures:
+            raise ImageError("the chunk is broken")
+
+
+def test_pages_come_back_before_the_driver_restores(family: Family, driver: FakeDriver) -> None:
+    """The memory is in the process again before the driver is asked for it; a failure is tried again."""
+    pid = driver.use(family.spawn(), state=CHECKPOINTED)
+    pages = Elsewhere(1)
+    resume(driver, [pid], pages)
+    assert pages.given == [[pid], [pid]]
+    assert driver.of("restore") == [pid]
+
+
+def test_pages_that_do_not_come_back(family: Family, driver: FakeDriver) -> None:
+    """Without its memory no process is restored; those that are only locked run on."""
+    suspended = driver.use(family.spawn(), state=CHECKPOINTED)
+    locked = driver.use(family.spawn(), state=LOCKED)
+    with pytest.raises(ImageError, match="the chunk is broken"):
+        resume(driver, [suspended, locked], Elsewhere(100))
+    assert driver.of("restore") == []
+    assert driver.states[locked] is RUNNING
