@@ -266,7 +266,8 @@ def _words(
 
 def _refusal(option: Option, value: Any, runtime: RealRuntime, command: str) -> UsageError:
     rule = option.rule(runtime.kind)
-    given = f"--{option.name}" if value is True else f"--{option.name} {value}"
+    text = " ".join(value) if isinstance(value, tuple) else value
+    given = f"--{option.name}" if value is True else f"--{option.name} {text}"
     first = rule.values.get(str(value), rule.since)
     came = f" (it came with {runtime.kind} {'.'.join(map(str, first))})" if first else ""
     hint = f"leave it out, or set runtime in {SETTINGS_FILE} to one that takes it"

@@ -68,7 +68,7 @@ class _Job:
         return str(self.call.images())
 
     def processes(self) -> tuple[proc.Process, ...]:
-        return containers.processes(self.container.pid)
+        return containers.processes(self.container.pid, self.container.id)
 
 
 def checkpoint(

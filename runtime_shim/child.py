@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from runtime_shim import locate
@@ -28,16 +28,19 @@ def run(
     env: Mapping[str, str] | None = None,
     capture: bool = True,
     own_session: bool = False,
+    keep: Sequence[int] = (),
+    started: Callable[[int], object] | None = None,
 ) -> Finished:
     """Run a program to its end.
 
     With `capture` it reads /dev/null and its output is collected; without, descriptors 0 to 2 pass through
     untouched, as CRIU gives them to the restored container. `own_session` keeps a terminal's Ctrl-C from it.
+    `keep` are descriptors that it shall have too, and `started` is told its PID.
     Raises RuntimeFailed where it cannot be started; an exit code is the caller's to judge.
     """
     stream = subprocess.PIPE if capture else None
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             list(argv),
             stdin=subprocess.DEVNULL if capture else None,
             stdout=stream,
@@ -46,13 +49,17 @@ def run(
             # Podman hands descriptors down to crun (--preserve-fds); crun and runc close what they do not
             # pass on.
             close_fds=capture,
+            pass_fds=tuple(keep) if capture else (),
             start_new_session=own_session,
-            check=False,
         )
     except OSError as error:
         raise RuntimeFailed(f"{argv[0]} cannot be started: {reason(error)}", exit_code=127) from error
-    code = done.returncode if done.returncode >= 0 else 128 - done.returncode
-    return Finished(code, _text(done.stdout), _text(done.stderr))
+    with process:
+        if started is not None:
+            started(process.pid)
+        out, err = process.communicate()
+    code = process.returncode if process.returncode >= 0 else 128 - process.returncode
+    return Finished(code, _text(out), _text(err))
 
 
 def _text(data: bytes | None) -> str:

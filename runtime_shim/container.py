@@ -1,7 +1,7 @@
 """A container as the real runtime knows it, and all of its processes.
 
 Which processes belong to a container is answered from /proc alone, because a container may share any
-namespace and any cgroup with its host: those in its cgroup or below it, those in its PID namespace, and all
+namespace and any cgroup with its host: those in a cgroup of its own, those in its PID namespace, and all
 their descendants.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,10 +65,10 @@ def _reworded(text: str) -> str:
     return text
 
 
-def processes(init: int) -> tuple[proc.Process, ...]:
+def processes(init: int, container_id: str) -> tuple[proc.Process, ...]:
     """Every process of the container whose init is `init`, ordered by PID; zombies are left out."""
     parents = proc.parents()
-    ours, group = os.getpid(), _own_cgroup(init)
+    ours, group = os.getpid(), _own_cgroup(init, container_id)
     space = proc.namespace(init, "pid")
     shared = space == proc.namespace(ours, "pid")
     members = {init}
@@ -92,15 +93,20 @@ def inner_pids(init: int, members: Iterable[proc.Process]) -> dict[int, int]:
     return {member.pid: member.ns_pids[min(depth, len(member.ns_pids) - 1)] for member in members}
 
 
-def _own_cgroup(init: int) -> tuple[str, str] | None:
-    """(hierarchy, path) of a cgroup that is the container's alone; None where it shares ours in each."""
-    ours = proc.cgroups(os.getpid())
-    theirs = proc.cgroups(init)
+def _own_cgroup(init: int, container_id: str) -> tuple[str, str] | None:
+    """(hierarchy, path) of the cgroup that was made for the container; None where it has none of its own.
+
+    Told by the container's ID in its name, as all engines give it (libpod-ID, cri-containerd-ID.scope, ID):
+    one that merely is not ours (podman --cgroups=disabled) may hold processes that are nobody's business.
+    Init may sit further down, as systemd does.
+    """
+    own = re.compile(rf"(?:.*[-:])?{re.escape(container_id)}(?:\.scope)?")
     # Version 2 first, its key is the empty one.
-    for hierarchy in sorted(theirs):
-        path = theirs[hierarchy]
-        if path not in ("/", ours.get(hierarchy)) and not _below(ours.get(hierarchy, "/"), path):
-            return hierarchy, path
+    for hierarchy, path in sorted(proc.cgroups(init).items()):
+        names = path.split("/")
+        for depth, name in enumerate(names):
+            if own.fullmatch(name):
+                return hierarchy, "/".join(names[: depth + 1])
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import IO
 
@@ -35,17 +35,26 @@ class Invoked:
 
 
 def invoke(
-    call: CheckpointCall | RestoreCall, real: RealRuntime, criu_text: str, *, capture: bool
+    call: CheckpointCall | RestoreCall,
+    real: RealRuntime,
+    criu_text: str,
+    *,
+    capture: bool,
+    started: Callable[[int], object] | None = None,
 ) -> Invoked:
     """Run the real runtime with a CRIU configuration, and with a log of its own in place of the caller's.
 
-    `capture` as in `child.run`; without it, why the runtime failed is only in that log.
+    `capture` and `started` as in `child.run`; without capture, why the runtime failed is only in that log.
     """
     with _log_file() as own:
         own_log = replace(call.globals, log=own.name, log_format="json")
         argv = render(replace(call, globals=own_log), real)
         with config_file(criu_text) as env:
-            done: Finished = run(argv, env=env, capture=capture, own_session=capture)
+            status = call.status_fd if isinstance(call, CheckpointCall) else None
+            keep = () if status is None else (status,)
+            done: Finished = run(
+                argv, env=env, capture=capture, own_session=capture, keep=keep, started=started
+            )
         said = own.read()
     if done.code == 0:
         for warning in runtime_warnings(said):

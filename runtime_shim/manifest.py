@@ -18,6 +18,7 @@ import contextlib
 import functools
 import json
 import os
+import stat
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -150,7 +151,11 @@ def read(image_path: str) -> Manifest:
     """The manifest of an image. Raises ManifestError where it is missing or broken, ManifestVersion."""
     path = os.path.join(image_path, FOLDER, NAME)
     try:
-        with open(path, "rb") as file:
+        # A manifest from elsewhere may be a FIFO, which would keep us waiting, or a link to anywhere.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ManifestError(f"{path} is no regular file", hint="do not restore from it")
             data = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         pending = os.path.exists(os.path.join(image_path, FOLDER, _PENDING))

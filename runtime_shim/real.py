@@ -10,7 +10,7 @@ from typing import Literal
 from runtime_shim import child, locate
 from runtime_shim.errors import RuntimeFailed
 
-__all__ = ["Kind", "RealRuntime", "find", "identify"]
+__all__ = ["Kind", "RealRuntime", "find", "identify", "parse_version"]
 
 Kind = Literal["crun", "runc", "other"]
 

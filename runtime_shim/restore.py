@@ -14,7 +14,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +31,13 @@ from runtime_shim.invoke import Invoked, control, invoke, quiet
 from runtime_shim.real import RealRuntime
 from runtime_shim.settings import Settings
 from runtime_shim.suspension import InCriu, resume, users
-from runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
+from runtime_shim.transaction import (
+    Transaction,
+    forwarded_signals,
+    held_signals,
+    interruptible,
+    stop_if_asked,
+)
 
 __all__ = ["fits", "restore"]
 
@@ -131,11 +137,12 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".") if part.isdigit())
 
 
-def _invoke(job: _Job, pid_file: str | None) -> Invoked:
+def _invoke(job: _Job, pid_file: str | None, started: Callable[[int], object] | None = None) -> Invoked:
     criu = job.settings.criu
     call = replace(job.call, pid_file=job.call.pid_file or pid_file)
     call = criu_config.with_flags(call, job.real, criu)
-    return invoke(call, job.real, criu_config.restore_text(criu, job.record.mounts), capture=False)
+    text = criu_config.restore_text(criu, job.record.mounts)
+    return invoke(call, job.real, text, capture=False, started=started)
 
 
 def _error(job: _Job, done: Invoked) -> RuntimeFailed:
@@ -158,7 +165,7 @@ def _restore_container(job: _Job) -> None:
 def _restore_gpus(job: _Job, driver: Driver) -> None:
     """Give the restored processes their GPU memory back, and check that none was forgotten."""
     container = containers.find(quiet(job.call, job.real), job.call.container_id)
-    members = containers.processes(container.pid)
+    members = containers.processes(container.pid, container.id)
     inner = containers.inner_pids(container.pid, members)
     suspended = {
         inner[process.pid]: process
@@ -192,7 +199,8 @@ def _in_foreground(job: _Job) -> int:
     """Without --detach the runtime stays until the container ends; the GPUs come back meanwhile."""
     ended: list[Invoked | GpusnapError] = []
     with _pid_file(job) as path:
-        runtime = threading.Thread(target=lambda: ended.append(_invoked(job, path)))
+        pids: list[int] = []
+        runtime = threading.Thread(target=lambda: ended.append(_invoked(job, path, pids.append)))
         with job.transaction.step("restore"), held_signals():
             runtime.start()
             while runtime.is_alive() and not _written(path):
@@ -201,7 +209,8 @@ def _in_foreground(job: _Job) -> int:
             if job.driver is not None:
                 _restore_gpus(job, job.driver)
             job.transaction.commit()
-        with held_signals():
+        # From here on we only stand for the runtime, which hands signals on to the container.
+        with forwarded_signals(pids[0]) if pids else held_signals():
             runtime.join()
     if not ended:
         raise RuntimeFailed(f"{job.real.name} could not be run")
@@ -213,9 +222,9 @@ def _in_foreground(job: _Job) -> int:
     return done.code
 
 
-def _invoked(job: _Job, pid_file: str) -> Invoked | GpusnapError:
+def _invoked(job: _Job, pid_file: str, started: Callable[[int], object]) -> Invoked | GpusnapError:
     try:
-        return _invoke(job, pid_file)
+        return _invoke(job, pid_file, started)
     except GpusnapError as error:
         return error
 

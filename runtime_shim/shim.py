@@ -75,7 +75,7 @@ def _concerns_us(driver: Driver, container: containers.Container) -> bool:
     """Whether a process may have GPU state, or the driver has mounts that CRIU would stumble over."""
     if not container.pid:
         return False
-    members = containers.processes(container.pid)
+    members = containers.processes(container.pid, container.id)
     if any(driver.handles(process.pid) for process in members):
         return True
     if undeclared(container.pid, containers.bundle_config(container.bundle))[0]:

@@ -14,6 +14,8 @@ because a hint such as "the container runs on" may then be wrong.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +25,7 @@ from types import FrameType, TracebackType
 
 from runtime_shim.errors import GpusnapError, Interrupted, reason
 
-__all__ = ["Step", "Transaction", "held_signals", "interruptible", "stop_if_asked"]
+__all__ = ["Step", "Transaction", "forwarded_signals", "held_signals", "interruptible", "stop_if_asked"]
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -154,6 +156,22 @@ def held_signals() -> Iterator[None]:
         yield
     finally:
         _Signals.held -= 1
+
+
+@contextmanager
+def forwarded_signals(pid: int) -> Iterator[None]:
+    """Hand those signals on to a child that stands for us, and go on."""
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    before = {number: signal.signal(number, forward) for number in _STOPPING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def stop_if_asked() -> None:

@@ -48,8 +48,8 @@ def cgroup() -> Iterator[Path]:
     folder.rmdir()
 
 
-def pids(init: int) -> set[int]:
-    return {process.pid for process in processes(init)}
+def pids(init: int, container_id: str = "none") -> set[int]:
+    return {process.pid for process in processes(init, container_id)}
 
 
 def test_descendants() -> None:
@@ -58,7 +58,7 @@ def test_descendants() -> None:
         children = {family.spawn(), family.spawn()}
         other.spawn()
         assert pids(family.init) == {family.init, *children}
-        found = processes(family.init)
+        found = processes(family.init, "none")
         assert [process.pid for process in found] == sorted(process.pid for process in found)
 
 
@@ -78,7 +78,7 @@ def test_zombies_are_left_out() -> None:
 
 def test_an_init_that_is_gone() -> None:
     """No init, no processes; ours are not taken for its."""
-    assert processes(4194304) == ()
+    assert processes(4194304, "none") == ()
 
 
 def test_nested_cgroups(cgroup: Path) -> None:
@@ -90,22 +90,24 @@ def test_nested_cgroups(cgroup: Path) -> None:
     ):
         members = {family.init, family.spawn(), exec_.init, exec_.spawn()}
         other.spawn()
-        assert pids(family.init) == members
-        # From the inner one alone, the outer one's are somebody else's.
-        assert pids(exec_.init) == {exec_.init, *exec_.pids}
+        assert pids(family.init, cgroup.name) == members
+        # Init itself may be further down, as systemd is.
+        assert pids(exec_.init, cgroup.name) == members
+        # A cgroup that is not named after the container may be anybody's.
+        assert pids(family.init, "other") == {family.init, *family.pids}
 
 
-def test_a_cgroup_with_a_longer_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """/pod/a is not within /pod/ab, nor does a parent of ours make everybody a member."""
-    groups = {os.getpid(): "/system/us", 10: "/pod/a", 11: "/pod/a/b", 12: "/pod/ab", 13: "/pod"}
+@pytest.mark.parametrize("name", ["a1", "libpod-a1", "libpod-a1.scope", "crio-a1", "cri-containerd:k8s:a1"])
+def test_names_of_cgroups(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As Podman, CRI-O and containerd name them; /pod/a12 is not within /pod/a1."""
+    groups = {os.getpid(): "/system", 10: f"/pod/{name}", 11: f"/pod/{name}/b", 12: "/pod/a12", 13: "/pod"}
     monkeypatch.setattr(proc, "parents", lambda: dict.fromkeys(groups, 0))
     monkeypatch.setattr(proc, "cgroups", lambda pid: {"": groups[pid]})
     monkeypatch.setattr(proc, "namespace", lambda pid, kind: "pid:[1]")
     monkeypatch.setattr(proc, "process", lambda pid: proc.Process(pid, (pid,), "x", (), 1))
-    assert pids(10) == {10, 11}
-    assert pids(12) == {12}
-    groups[os.getpid()] = "/pod/a/us"
-    assert pids(10) == {10}  # we are inside it: it is not the container's alone
+    assert pids(10, "a1") == {10, 11}
+    assert pids(12, "a1") == {12}
+    assert pids(13, "a1") == {13}
 
 
 @needs_pid_namespace
@@ -114,7 +116,7 @@ def test_pid_namespace() -> None:
     with Family(*PID_NAMESPACE) as family, Family() as other:
         first, second = family.spawn(), family.spawn()
         other.spawn()
-        members = processes(family.init)
+        members = processes(family.init, "none")
         assert {process.pid for process in members} == {family.init, first, second}
         inner = inner_pids(family.init, members)
         assert inner[family.init] == 1

@@ -34,7 +34,7 @@ def test_users(family: Family, driver: FakeDriver) -> None:
     locked = driver.use(family.spawn(), state=LOCKED)
     gone = driver.use(family.spawn())
     driver.idle[family.spawn()] = ("/dev/nvidia0",)
-    members = container.processes(family.init)
+    members = container.processes(family.init, "none")
     family.end(gone)
     assert {process.pid: state for process, state in users(driver, members).items()} == {
         used: RUNNING,
@@ -47,7 +47,7 @@ def test_idle_holders(family: Family, driver: FakeDriver) -> None:
     driver.use(family.spawn())
     idle, gone = family.spawn(), family.spawn()
     driver.idle = {idle: ("/dev/nvidia0", "/dev/nvidiactl"), gone: ("/dev/nvidia0",)}
-    members = container.processes(family.init)
+    members = container.processes(family.init, "none")
     family.end(gone)
     assert {process.pid: files for process, files in idle_holders(driver, members).items()} == {
         idle: ("/dev/nvidia0", "/dev/nvidiactl")
