@@ -6,10 +6,12 @@ killed half-way leaves half a container; then `Stopped` is raised. A second sign
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -58,7 +60,7 @@ class Commands:
         """Run a command, shown as a user would type it. Raises DemoError with its reason if it fails."""
         code, done = self.attempt(*argv, show=show)
         if code:
-            raise DemoError(f"`{' '.join(argv[:2])} …` failed ({code}): {_reason(done.err)}")
+            raise DemoError(f"{_named(argv)} failed ({code}): {_reason(done.err)}")
         return done
 
     def attempt(self, *argv: str, show: bool = False) -> tuple[int, Done]:
@@ -81,7 +83,7 @@ class Commands:
             done = Done(out.read(), err.read(), time.monotonic() - begin)
         self.stop_if_asked()
         if killed:
-            raise DemoError(f"`{' '.join(argv[:2])} …` did not end within {DEADLINE_S:.0f} s and was killed")
+            raise DemoError(f"{_named(argv)} did not end within {DEADLINE_S:.0f} s and was killed")
         return child.returncode, done
 
     def until(self, condition: Callable[[], T], what: str, *, deadline: float = 60.0) -> T:
@@ -103,7 +105,13 @@ class Commands:
 def typed(argv: tuple[str, ...]) -> str:
     """A command as a shell takes it, broken into lines that fit a screen."""
     lines, line = [], "$"
+    units: list[str] = []
     for word in map(shlex.quote, argv):
+        if units and units[-1].startswith("--") and " " not in units[-1] and not word.startswith("-"):
+            units[-1] += f" {word}"  # an option and its value stay together
+        else:
+            units.append(word)
+    for word in units:
         if len(line) + len(word) > _WIDTH - 3:
             lines.append(line + " \\")
             line = "     "
@@ -111,8 +119,16 @@ def typed(argv: tuple[str, ...]) -> str:
     return "\n".join([*lines, line])
 
 
+def _named(argv: tuple[str, ...]) -> str:
+    """A Podman command without its options and arguments."""
+    words = argv[3:] if argv[1] == "--runtime" else argv[1:]
+    return f"`{' '.join([argv[0], *itertools.takewhile(str.isalpha, words)])}`"
+
+
 def _reason(err: str) -> str:
-    """gpusnap's own sentence, where there is one; else the command's last words."""
+    """gpusnap's own sentence, where there is one; else the command's last words, and all of them before."""
     lines = [line.strip() for line in err.splitlines() if line.strip()]
-    own = [line for line in lines if "gpusnap: " in line]
+    own = [line[line.index("gpusnap: ") :] for line in lines if "gpusnap: " in line]
+    if not own:
+        say(err.rstrip(), file=sys.stderr)
     return (own or lines[-1:] or ["it said nothing"])[0]

@@ -37,7 +37,7 @@ def main() -> int:
         say("gpusnap: checkpoint a container that uses a GPU, remove it, and bring it back.\n")
         reason = "" if options.software else machine.obstacle()
         if options.here and reason:
-            raise DemoError(f"--here cannot be done: {reason}; without it the demo uses softgpu")
+            raise DemoError(f"{reason}; without --here the demo uses softgpu")
         if options.software or reason:
             say(f"{reason or 'As asked'}: this runs on softgpu, a GPU in software, in a throw-away host.")
             return _software(options.mib or 64)
@@ -46,9 +46,9 @@ def main() -> int:
     except (DemoError, HostError) as error:
         say(f"demo: {error}", file=sys.stderr)
         return 1
-    except foreground.Stopped as stopped:
+    except (KeyboardInterrupt, foreground.Stopped) as stopped:
         say("demo: stopped", file=sys.stderr)
-        return stopped.code
+        return stopped.code if isinstance(stopped, foreground.Stopped) else 128 + signal.SIGINT
 
 
 def _parse() -> argparse.Namespace:
@@ -77,8 +77,8 @@ def _here(mib: int) -> int:
     packages.ensure({name: packages.NEEDED[name] for name in ("gcc", "make", "libc6-dev")})
     foreground.make("softgpu", "build/bin/gpuwork", checkout=CHECKOUT)
     python = machine.interpreter(CHECKOUT)
-    story = [python, "-B", STORY, "--here"]
-    code = foreground.run([*story, "--mib", str(mib)], cwd=CHECKOUT)
+    story = [python, "-B", STORY]
+    code = foreground.run([*story, "--here", "--mib", str(mib)], cwd=CHECKOUT)
     if code == 128 + signal.SIGKILL:  # any other end it tidies up after itself
         say("demo: killed; removing what it left", file=sys.stderr)
         foreground.run([*story, "--tidy"], cwd=CHECKOUT)

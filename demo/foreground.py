@@ -29,8 +29,8 @@ def run(argv: list[str], *, cwd: Path) -> int:
 
     When this process is killed, the command gets SIGTERM.
     """
-    code, _ = _run(argv, cwd)
-    return code
+    code, stopped_by = _run(argv, cwd)
+    return 128 + stopped_by if code and stopped_by else code
 
 
 def make(folder: str, *targets: str, checkout: Path) -> None:

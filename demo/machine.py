@@ -65,8 +65,12 @@ def _no_criu() -> str:
     done = subprocess.run(["criu", "--version"], capture_output=True, text=True, check=False)
     version = re.search(r"Version: (\d+)[.\d]*", done.stdout)
     if not version or int(version[1]) < FIRST_CRIU:
-        found = version[0].lower() if version else "that does not start"
-        return f"There is a GPU, but only a CRIU of {found}, and {FIRST_CRIU}.0 is needed"
+        found = (
+            f"{version[0].split()[1]}, which is older than {FIRST_CRIU}.0"
+            if version
+            else "one that does not run"
+        )
+        return f"There is a GPU, but CRIU is {found}"
     return ""
 
 

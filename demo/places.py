@@ -94,7 +94,8 @@ def _nodes() -> list[str]:
 
 
 def _mounts(libraries: tuple[str, ...]) -> list[str]:
-    return [word for path in libraries for word in ("--volume", f"{path}:{path}:ro")]
+    # crun hands CRIU the source of each mount as it is, and CRIU cannot restore one that is a symbolic link.
+    return [word for path in libraries for word in ("--volume", f"{os.path.realpath(path)}:{path}:ro")]
 
 
 def _driver_libraries() -> tuple[str, ...]:

@@ -157,9 +157,7 @@ class Story:
         from gpusnap.source import load_manifest
 
         own = max(step.start + step.seconds for step in load_manifest(str(ARCHIVE)).timing)
-        say(
-            f"  took {seconds:.1f} s: gpusnap-runtime with CRIU {own:.1f} s, the rest Podman, which packs the file"
-        )
+        say(f"  took {seconds:.1f} s: {own:.1f} s gpusnap-runtime with CRIU, the rest Podman's packing")
         say(f"  size of the file: {ticks.size(ARCHIVE.stat().st_size)}")
 
     def remove(self) -> None:

@@ -2,8 +2,9 @@
 
 CDI's mounts (Podman's --device nvidia.com/gpu=…) have options but no `type`, which the runtime specification
 allows. crun 1.21 reads the missing type on restore and crashes (criu.c, prepare_restore_mounts; newer ones
-check it), so a bind mount is given its type. Nothing else is changed: the file comes from the caller, and
-what it grants stays as it is.
+check it), so a bind mount is given its type. A bind mount whose source is a symbolic link (libcuda.so.1, as
+people mount it by hand) fails in CRIU's restore ("Can't remount"), so the link is followed. Nothing else is
+changed: the file comes from the caller, and what it grants stays as it is.
 """
 
 from __future__ import annotations
@@ -24,26 +25,30 @@ def prepare(bundle: str, config: dict[str, Any]) -> Callable[[], None]:
 
     Raises ContainerError where the bundle cannot be written.
     """
-    untyped = [mount for mount in config.get("mounts") or () if _is_untyped_bind(mount)]
-    if not untyped:
+    changed = [mount for mount in config.get("mounts") or () if _mend(mount)]
+    if not changed:
         return lambda: None
     path = os.path.join(bundle, "config.json")
     try:
         with open(path, "rb") as file:
             before = file.read()
-        for mount in untyped:
-            mount["type"] = "bind"
         _replace(path, json.dumps(config).encode())
     except OSError as error:
         raise ContainerError(f"{path} cannot be prepared for the restore: {reason(error)}") from error
     return lambda: _replace(path, before)
 
 
-def _is_untyped_bind(mount: Any) -> bool:
-    if not isinstance(mount, dict) or mount.get("type"):
+def _mend(mount: Any) -> bool:
+    """Give one mount what it lacks; whether it lacked anything."""
+    options = mount.get("options") or () if isinstance(mount, dict) else ()
+    if "bind" not in options and "rbind" not in options:
         return False
-    options = mount.get("options") or ()
-    return "bind" in options or "rbind" in options
+    before = dict(mount)
+    mount["type"] = mount.get("type") or "bind"
+    source = mount.get("source")
+    if isinstance(source, str) and os.path.isabs(source) and os.path.islink(source):
+        mount["source"] = os.path.realpath(source)
+    return bool(mount != before)
 
 
 def _replace(path: str, data: bytes) -> None:

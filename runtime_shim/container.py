@@ -19,7 +19,7 @@ from runtime_shim.child import run
 from runtime_shim.errors import ContainerError, RuntimeFailed, SettingsError, reason
 from runtime_shim.log import runtime_message
 
-__all__ = ["Container", "bundle_annotations", "bundle_config", "find", "inner_pids", "processes"]
+__all__ = ["Container", "bundle_annotations", "bundle_config", "find", "gather", "inner_pids", "processes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,31 @@ def inner_pids(init: int, members: Iterable[proc.Process]) -> dict[int, int]:
     first = proc.process(init)
     depth = len(first.ns_pids) - 1 if first is not None else 0
     return {member.pid: member.ns_pids[min(depth, len(member.ns_pids) - 1)] for member in members}
+
+
+def gather(init: int, container_id: str, members: Iterable[proc.Process]) -> None:
+    """Move those members that are outside the container's cgroup (version 2) into init's.
+
+    crun from 1.26 on restores only init into it when CRIU ignores cgroups; the rest would run on without
+    limits. Raises ContainerError.
+    """
+    group = _own_cgroup(init, container_id)
+    top = next((mount.destination for mount in proc.mounts("self") if mount.kind == "cgroup2"), None)
+    if group is None or group[0] or top is None:
+        return
+    for member in members:
+        if _inside(member.pid, group):
+            continue
+        try:
+            with open(f"{top}{proc.cgroups(init)['']}/cgroup.procs", "w", encoding="ascii") as file:
+                file.write(str(member.pid))
+        except (OSError, KeyError) as error:
+            if not proc.running(member.pid):
+                continue
+            said = reason(error) if isinstance(error, OSError) else "init has ended"
+            raise ContainerError(
+                f"process {member.pid} ({member.comm}) cannot be moved into its container's cgroup: {said}"
+            ) from error
 
 
 def _own_cgroup(init: int, container_id: str) -> tuple[str, str] | None:

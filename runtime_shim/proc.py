@@ -116,8 +116,11 @@ def parents() -> dict[int, int]:
     return found
 
 
-def cgroups(pid: int) -> dict[str, str]:
-    """Path by hierarchy, as seen from our cgroup namespace; the key of version 2 is empty (cgroups(7))."""
+def cgroups(pid: int | str) -> dict[str, str]:
+    """Path by hierarchy, as seen from our cgroup namespace; the key of version 2 is empty (cgroups(7)).
+
+    `pid` may be "self".
+    """
     text = _read(f"{PROC}/{pid}/cgroup") or ""
     lines = (line.split(":", 2) for line in text.splitlines())
     return {line[1]: line[2] for line in lines if len(line) == 3}

@@ -14,7 +14,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -76,8 +76,7 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
         transaction.undo("removing the incomplete container", lambda: _kill(job))
         if call.detach:
             _restore_container(job)
-            if driver is not None:
-                _restore_gpus(job, driver)
+            _finish(job)
             transaction.commit()
             return 0
         return _in_foreground(job)
@@ -162,10 +161,19 @@ def _restore_container(job: _Job) -> None:
     stop_if_asked()
 
 
-def _restore_gpus(job: _Job, driver: Driver) -> None:
-    """Give the restored processes their GPU memory back, and check that none was forgotten."""
+def _finish(job: _Job) -> None:
+    """What the runtime leaves undone: cgroups, and the GPUs."""
     container = containers.find(quiet(job.call, job.real), job.call.container_id)
     members = containers.processes(container.pid, container.id)
+    containers.gather(container.pid, container.id, members)
+    if job.driver is not None:
+        _restore_gpus(job, job.driver, container, members)
+
+
+def _restore_gpus(
+    job: _Job, driver: Driver, container: containers.Container, members: Sequence[proc.Process]
+) -> None:
+    """Give the restored processes their GPU memory back, and check that none was forgotten."""
     inner = containers.inner_pids(container.pid, members)
     suspended = {
         inner[process.pid]: process
@@ -206,8 +214,7 @@ def _in_foreground(job: _Job) -> int:
             while runtime.is_alive() and not _written(path):
                 time.sleep(0.01)
         if runtime.is_alive():
-            if job.driver is not None:
-                _restore_gpus(job, job.driver)
+            _finish(job)
             job.transaction.commit()
         # From here on we only stand for the runtime, which hands signals on to the container.
         with forwarded_signals(pids[0]) if pids else held_signals():

@@ -15,6 +15,15 @@ ENTRY = Path("/usr/libexec/gpusnap/gpusnap-runtime")
 COMMAND = Path("/usr/local/bin/gpusnap")
 SETTINGS = Path("/etc/gpusnap/gpusnap.toml")
 
+# As README.md tells people to do it.
+PODMAN = Path("/etc/containers/containers.conf.d/gpusnap.conf")
+_PODMAN = """\
+[engine]
+runtime_supports_json = ["crun", "runc", "gpusnap-runtime"]
+[engine.runtimes]
+gpusnap-runtime = ["/usr/local/bin/gpusnap-runtime"]
+"""
+
 _SCRIPT = """#!{python}
 import sys
 sys.path[:0] = {path!r}
@@ -33,6 +42,8 @@ def install(checkout: Path, *, python: str = sys.executable, path: tuple[str, ..
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(_SCRIPT.format(python=f"{python} -I", path=folders, module=module))
         target.chmod(0o755)
+    PODMAN.parent.mkdir(parents=True, exist_ok=True)
+    PODMAN.write_text(_PODMAN)
     LAUNCHER.unlink(missing_ok=True)
     shutil.copy(checkout / "runtime_shim/launcher/build/gpusnap-runtime", LAUNCHER)
     return LAUNCHER

@@ -69,7 +69,7 @@ def run(*argv: str | os.PathLike[str], env: dict[str, str] | None = None) -> Don
     return Done(done.returncode, done.stdout, done.stderr)
 
 
-def podman(*argv: str | os.PathLike[str], runtime: str = RUNTIME) -> Done:
+def podman(*argv: str | os.PathLike[str], runtime: str = "gpusnap-runtime") -> Done:
     """Run Podman with gpusnap-runtime as its runtime."""
     return run("podman", "--runtime", runtime, *argv)
 

@@ -9,7 +9,7 @@ import gpuhost
 import pytest
 import shimhost
 from conftest import SRC
-from support import GPUS_CONF, STORAGE, Container, good, manifest, podman, run, sentence
+from support import GPUS_CONF, STORAGE, Container, good, manifest, members, podman, run, sentence
 
 WORK = ("--mib", "8")
 
@@ -107,6 +107,40 @@ def test_mounts_of_the_driver(real: str, archive: Path) -> None:
     assert "ro" in good(podman("exec", "w", "sh", "-c", f"grep {firmware} /proc/mounts")).split()[3].split(
         ","
     )
+
+
+def test_mount_of_a_symbolic_link(real: str, archive: Path) -> None:
+    """A library mounted by hand, by the name that is a link on this host."""
+    link = "/usr/lib/x86_64-linux-gnu/libcuda.so.1"
+    container = Container.start("w", *WORK, options=["-v", f"{link}:/opt/libcuda.so.1:ro"])
+    good(container.checkpoint(archive))
+    container.remove()
+    Container.restore("w", archive).goes_on()
+
+
+def test_cgroups_after_a_restore(crun: None, archive: Path) -> None:
+    """With CRIU told to ignore cgroups every process is in the container's cgroup again, and nowhere else."""
+    shimhost.write_settings('runtime = "crun"\n[criu]\nmanage-cgroups = "ignore"\n')
+    _check_cgroups(archive)
+
+
+def test_cgroups_after_a_restore_by_newer_runtimes(newer: str, archive: Path) -> None:
+    """The same with the next releases; crun restores only init into it, and the shim moves the rest."""
+    text = shimhost.SETTINGS.read_text()
+    shimhost.write_settings(text + '[criu]\nmanage-cgroups = "ignore"\n')
+    _check_cgroups(archive)
+
+
+def _check_cgroups(archive: Path) -> None:
+    container = Container.start("w", *WORK, "--procs", "2", "--children", "1", workers=2)
+    before = {Path(f"/proc/{pid}/cgroup").read_text() for pid in members(container)}
+    count = len(members(container))
+    good(container.checkpoint(archive))
+    container.remove()
+    again = Container.restore("w", archive)
+    again.goes_on()
+    assert len(members(again)) == count == 5
+    assert {Path(f"/proc/{pid}/cgroup").read_text() for pid in members(again)} == before
 
 
 def test_mounts_of_a_hook(real: str, archive: Path) -> None:

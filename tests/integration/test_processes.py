@@ -122,7 +122,7 @@ def _holds_a_gpu(pid: int) -> bool:
 
 def test_container_without_a_gpu(real: str, archive: Path) -> None:
     """Exactly as with the bare runtime: same exit codes, same output, no trace of gpusnap in the archive."""
-    for runtime in (RUNTIME, f"/usr/bin/{real}"):
+    for runtime in ("gpusnap-runtime", real):
         good(podman("run", "-d", "--name", "c", "localhost/base", *LOOP, runtime=runtime))
         done = podman(
             "container", "checkpoint", "--compress", "none", "--export", archive, "c", runtime=runtime

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 PTX = b"""
 .version 6.0
@@ -33,7 +33,7 @@ results: dict[str, object] = {}
 
 
 class LockArgs(ctypes.Structure):
-    _fields_ = [
+    _fields_: ClassVar = [
         ("timeout_ms", ctypes.c_uint),
         ("reserved0", ctypes.c_uint),
         ("reserved1", ctypes.c_uint64 * 7),
@@ -41,11 +41,11 @@ class LockArgs(ctypes.Structure):
 
 
 class Pair(ctypes.Structure):
-    _fields_ = [("old", ctypes.c_ubyte * 16), ("new", ctypes.c_ubyte * 16)]
+    _fields_: ClassVar = [("old", ctypes.c_ubyte * 16), ("new", ctypes.c_ubyte * 16)]
 
 
 class RestoreArgs(ctypes.Structure):
-    _fields_ = [
+    _fields_: ClassVar = [
         ("pairs", ctypes.POINTER(Pair)),
         ("count", ctypes.c_uint),
         ("reserved", ctypes.c_char * 44),
