@@ -189,3 +189,15 @@ def test_a_process_that_ends_meanwhile(family: Family) -> None:
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not proc.running(pid), "the end of the process")
     assert proc.process(pid) is None
+
+
+def test_stopped() -> None:
+    """A process that SIGSTOP holds answers nobody; one that runs or has ended is not stopped."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        assert not proc.stopped(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        assert proc.stopped(process.pid)
+        process.kill()
+        process.wait()
+        assert not proc.stopped(process.pid)
