@@ -62,6 +62,6 @@ def gpu_memory(uuids: tuple[str, ...]) -> int:
 
 
 def size(count: int) -> str:
-    from gpusnap import show
+    from runtime_shim.units import human
 
-    return show.size(count)
+    return human(count)

@@ -12,18 +12,11 @@ from runtime_shim.gpu.driver import Host
 from runtime_shim.manifest import Manifest
 from runtime_shim.settings import Settings
 from runtime_shim.transaction import Step
+from runtime_shim.units import human
 
-__all__ = ["inventory", "manifest", "settings", "size", "timeline"]
+__all__ = ["inventory", "manifest", "settings", "timeline"]
 
 _WIDTH = 40
-
-
-def size(count: int) -> str:
-    """Bytes in binary units."""
-    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -52,14 +45,14 @@ def manifest(console: Console, record: Manifest) -> None:
     table = _table("GPUs", "UUID", "minor", "model", "memory", "used")
     for gpu in record.gpus:
         table.add_row(
-            gpu.uuid, str(gpu.minor), _plain(gpu.model), size(gpu.memory_total), size(gpu.memory_used)
+            gpu.uuid, str(gpu.minor), _plain(gpu.model), human(gpu.memory_total), human(gpu.memory_used)
         )
     console.print(table, "")
     table = _table("GPU processes", "PID", "command", "used")
     for process in record.processes:
         used = sum(used for _, used in process.gpus)
         command = " ".join(process.command)[:200] or process.name
-        table.add_row(str(process.pid), _plain(command), size(used))
+        table.add_row(str(process.pid), _plain(command), human(used))
     console.print(table, "")
     timeline(console, record.timing)
 
@@ -82,7 +75,7 @@ def inventory(console: Console, host: Host) -> None:
     for gpu in host.gpus:
         notes = ["MIG"] * gpu.mig + [gpu.compute_mode] * (gpu.compute_mode != "default")
         row = (gpu.uuid, str(gpu.minor), f"{gpu.model} ({gpu.compute_capability})")
-        table.add_row(*row, size(gpu.memory_total), size(gpu.memory_used), ", ".join(notes))
+        table.add_row(*row, human(gpu.memory_total), human(gpu.memory_used), ", ".join(notes))
     console.print(table)
 
 

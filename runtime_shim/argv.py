@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from runtime_shim import options
-from runtime_shim.entry import FALSE, HELP
 from runtime_shim.errors import UsageError
 from runtime_shim.locate import SETTINGS_FILE
 from runtime_shim.options import Option, Takes
 from runtime_shim.real import RealRuntime
+from runtime_shim.words import FALSE, HELP
 
 __all__ = ["Call", "CheckpointCall", "Globals", "RestoreCall", "parse", "probe", "render", "render_globals"]
 

@@ -14,17 +14,15 @@ import sys
 from runtime_shim import locate
 from runtime_shim._version import __version__
 from runtime_shim.errors import GpusnapError, RuntimeFailed, reason
+from runtime_shim.words import FALSE, HELP
 
-__all__ = ["FALSE", "GLOBAL_FLAGS", "GLOBAL_VALUES", "HELP", "OURS", "PASS", "VERSION", "classify", "main"]
+__all__ = ["GLOBAL_FLAGS", "GLOBAL_VALUES", "OURS", "PASS", "VERSION", "classify", "main"]
 
 # The same lists as in launcher.c, and as options.GLOBAL, which imports more than a pass-through may cost.
 GLOBAL_VALUES = ("root", "log", "log-format", "log-level", "cgroup-manager", "rootless", "criu")
 GLOBAL_FLAGS = ("debug", "systemd-cgroup")
-HELP = ("help", "h", "usage", "?")
 
 _VERSION_OPTIONS = ("version", "v", "V")
-# strconv.ParseBool, which runc's --flag=VALUE goes through.
-FALSE = ("0", "f", "F", "FALSE", "false", "False")
 _OUR_COMMANDS = ("checkpoint", "restore")
 # What may follow an option that we do not know, to tell its value from the command: all commands of crun and
 # runc.

@@ -16,6 +16,7 @@ from runtime_shim.container import Container
 from runtime_shim.errors import Refused, reason
 from runtime_shim.gpu.driver import ProcessState
 from runtime_shim.settings import Nvidia
+from runtime_shim.units import human
 
 __all__ = ["call", "leftover", "nccl", "room_in_memory", "room_on_disk", "states"]
 
@@ -103,7 +104,7 @@ def room_in_memory(gpu_bytes: Mapping[int, int], init: int) -> None:
     for where, free in (("this host", _available()), ("the container's memory limit", _limit(init))):
         if free is not None and need > free:
             raise Refused(
-                f"{_human(need)} of GPU memory have to move to RAM, and {where} leaves {_human(free)}",
+                f"{human(need)} of GPU memory have to move to RAM, and {where} leaves {human(free)}",
                 hint="free some memory" if where == "this host" else "raise the container's memory limit",
             )
 
@@ -118,7 +119,7 @@ def room_on_disk(image_path: str, gpu_bytes: int, processes: Sequence[proc.Proce
     free = place.f_bavail * place.f_frsize
     if need > free:
         raise Refused(
-            f"the checkpoint needs up to {_human(need)} in {image_path}, where {_human(free)} are free",
+            f"the checkpoint needs up to {human(need)} in {image_path}, where {human(free)} are free",
             hint="free some space there",
         )
 
@@ -178,11 +179,3 @@ def _number(path: str, key: str = "") -> int | None:
     if key:
         text = next((line.split()[1] for line in text.splitlines() if line.startswith(key + " ")), "")
     return int(text) if text.strip().isdigit() else None
-
-
-def _human(size: int) -> str:
-    """A size for people, in binary units."""
-    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"

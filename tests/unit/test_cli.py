@@ -227,15 +227,6 @@ def test_nobody_reads_on(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1 << 20, "1.0 MiB"), (80 << 30, "80.0 GiB"), (1 << 50, "1.0 PiB")],
-)
-def test_sizes(size: int, text: str) -> None:
-    """Binary units, up to the largest that a manifest may hold."""
-    assert show.size(size) == text
-
-
 def test_a_timeline_of_nothing() -> None:
     """Without a step, or with none that took any time, there is no division by zero."""
     console = Console(file=io.StringIO(), width=120)

@@ -122,7 +122,7 @@ os.execve = show
     done = host.run("state", "x", before=watch)
     assert done.stdout.split() == [
         *("runtime_shim", "runtime_shim._version", "runtime_shim.entry", "runtime_shim.errors"),
-        "runtime_shim.locate",
+        *("runtime_shim.locate", "runtime_shim.words"),
     ]
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from runtime_shim import entry, locate
 from runtime_shim.errors import SettingsError
+from runtime_shim.words import HELP
 
 SOURCE = Path(__file__).parents[2] / "runtime_shim" / "launcher"
 
@@ -102,7 +103,7 @@ def strings_of(name: str) -> tuple[str, ...]:
 def test_the_same_lists() -> None:
     assert strings_of("global_values") == entry.GLOBAL_VALUES
     assert strings_of("global_flags") == entry.GLOBAL_FLAGS
-    assert strings_of("help_options") == entry.HELP
+    assert strings_of("help_options") == HELP
     assert strings_of("system_directories") == locate.SYSTEM_DIRECTORIES
 
 

@@ -263,19 +263,3 @@ def test_disk_that_is_not_there(tmp_path: Path) -> None:
         preflight.room_on_disk(str(tmp_path / "none"), 1, [])
     assert str(tmp_path / "none") in str(caught.value)
     assert not [words for words in POISON if words in caught.value.sentence().lower()]
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536, "1.5 KiB"),
-        (80 << 30, "80.0 GiB"),
-        (1 << 52, "4096.0 TiB"),
-    ],
-)
-def test_sizes_for_people(size: int, text: str) -> None:
-    """Sizes have binary units."""
-    assert preflight._human(size) == text
