@@ -10,6 +10,7 @@ renamed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from runtime_shim.errors import GpusnapError, ImageError, Refused, RuntimeFailed
 from runtime_shim.gpu.driver import Driver, Host, ProcessState
 from runtime_shim.gpu.together import at_once
 from runtime_shim.invoke import Invoked, invoke
+from runtime_shim.log import note
 from runtime_shim.real import RealRuntime
 from runtime_shim.settings import Settings
 from runtime_shim.suspension import InCriu, Pages, Record, idle_holders, record, resume, users
@@ -58,10 +60,12 @@ class _Job:
     mounts: tuple[manifest.DriverMount, ...] = ()
     masters: bool = False
     host: Host | None = None
+    init: proc.Process | None = None
+    """The container's init, as it was at first."""
     record: manifest.Manifest | None = None
     """As of the last dump: afterwards the container, and its PID namespace, may be gone."""
-    dumping: bool = False
-    """CRIU has begun to write; from then on an earlier checkpoint in the same place is no more."""
+    dumping: int | None = None
+    """When CRIU began to write (st_mtime_ns); an earlier checkpoint in the same place is no more since."""
 
     @property
     def image_path(self) -> str:
@@ -103,6 +107,7 @@ def _inspect(job: _Job) -> None:
     """Pre-flight, and what the dump has to know of the container. Nothing is changed."""
     job.driver.open()
     job.host = job.driver.host()
+    job.init = proc.process(job.container.pid)
     config = containers.bundle_config(job.container.bundle)
     job.mounts, job.masters = criu_mounts.undeclared(job.container.pid, config)
     preflight.call(job.call, job.container)
@@ -179,7 +184,10 @@ def _dump(job: _Job, draft: manifest.Draft) -> None:
         with job.transaction.step("write manifest"):
             job.record = _manifest(job)
             draft.prepare(job.record)
-        job.dumping = True
+            job.dumping = draft.written_at()
+            # An earlier checkpoint's would tell of a dump that was none.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(job.image_path, _INVENTORY))
         with job.transaction.step("dump"):
             failure = _runtime_checkpoint(job)
         if failure is None:
@@ -197,13 +205,25 @@ def _runtime_checkpoint(job: _Job) -> GpusnapError | None:
     criu = job.settings.criu
     text = criu_config.dump_text(criu, job.mounts, masters=job.masters)
     done = invoke(job.call, job.real, text, capture=True)
+    dumped = os.path.exists(os.path.join(job.image_path, _INVENTORY))
+    if done.code != 0 and dumped and not _alive(job):
+        # CRIU ends the processes only when all of them are on disk: whatever failed then, the images are all
+        # that is left of the container, and must not be cleaned away.
+        note(f"{_dump_error(job, done)}, but only after the dump; the checkpoint is whole")
+        return None
     if done.code != 0:
         return _dump_error(job, done)
-    if not os.path.exists(os.path.join(job.image_path, _INVENTORY)):
+    if not dumped:
         return ImageError(
             f"{job.real.name} reported a checkpoint, but wrote no {_INVENTORY} to {job.image_path}"
         )
     return None
+
+
+def _alive(job: _Job) -> bool:
+    """Whether the container's init is still the process that it was."""
+    now = proc.process(job.container.pid)
+    return now is not None and job.init is not None and now.start == job.init.start
 
 
 def _dump_error(job: _Job, done: Invoked) -> RuntimeFailed:
@@ -298,12 +318,14 @@ def _clean(job: _Job) -> None:
     """Remove what a failed dump wrote, so that nothing looks like a checkpoint. Logs stay, to be read."""
     image_path = job.image_path
     manifest.Draft(image_path).discard()
-    if not job.dumping:
+    if job.dumping is None:
         return
     try:
-        for name in os.listdir(image_path):
-            if name.endswith(".img") or name in _RUNTIME_FILES:
-                os.unlink(os.path.join(image_path, name))
+        for entry in list(os.scandir(image_path)):
+            ours = entry.name.endswith(".img") or entry.name in _RUNTIME_FILES
+            # Only what was written since: the directory is the caller's choice, and may hold other images.
+            if ours and entry.stat(follow_symlinks=False).st_mtime_ns >= job.dumping:
+                os.unlink(entry.path)
     except OSError as error:
         raise ImageError(
             f"the incomplete image in {image_path} cannot be removed: {reason(error)}",

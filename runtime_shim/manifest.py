@@ -199,6 +199,13 @@ class Draft:
         except OSError as error:
             raise ImageError(f"{self._pending} cannot be written: {reason(error)}") from error
 
+    def written_at(self) -> int:
+        """When `prepare` wrote the manifest, by its file system (st_mtime_ns). Raises ImageError."""
+        try:
+            return os.stat(self._pending).st_mtime_ns
+        except OSError as error:
+            raise ImageError(f"{self._pending} cannot be read: {reason(error)}") from error
+
     def finish(self, manifest: Manifest) -> None:
         """Make the checkpoint whole: `manifest` if there is room for it, else what `prepare` wrote."""
         better = self._pending + ".timed"

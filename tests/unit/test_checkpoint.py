@@ -423,8 +423,37 @@ def test_failure_of_the_dump(scene: Scene, name: str) -> None:
     assert outcome.code == code
     assert scene.all_running()
     assert all(proc.running(pid) for pid in pids)
-    assert set(scene.content()) == {"notes.txt", "dump.log"}
+    # What this dump did not write may be somebody's; without inventory.img it is no checkpoint.
+    kept = {"pages-1.img"} if name == "runtime cannot be started" else set()
+    assert set(scene.content()) == {"notes.txt", "dump.log"} | kept
     assert scene.runtime.criu_config() if name != "runtime cannot be started" else True
+
+
+def test_runtime_that_fails_after_the_dump(scene: Scene) -> None:
+    """The container is gone and its images are all that is left: they are kept, as a whole checkpoint."""
+    (pid,) = scene.gpu_processes(1)
+    script = """echo pages >"$image/pages-1.img"; echo inventory >"$image/inventory.img"
+        kill -9 $(cat "$here/pids"); say "cannot remove the cgroup"; exit 1"""
+    scene.runtime.script("checkpoint", script)
+    outcome = scene.checkpoint()
+    assert outcome.code == 0
+    assert "cannot remove the cgroup, but only after the dump" in outcome.stderr
+    wait_for(lambda: not proc.running(pid), "the end of the container")
+    assert [process.pid for process in whole(scene).processes] == [pid]
+
+
+def test_container_killed_during_the_dump(scene: Scene) -> None:
+    """Without CRIU's last file there is no checkpoint, also where an earlier one lay in the same place."""
+    earlier_checkpoint(scene)
+    scene.gpu_processes(1)
+    script = (
+        'echo pages >"$image/pages-1.img"; kill -9 $(cat "$here/pids"); say "CRIU dumping failed"; exit 1'
+    )
+    scene.runtime.script("checkpoint", script)
+    outcome = scene.checkpoint()
+    assert outcome.code == 1
+    assert "could not dump" in outcome.stderr
+    assert not [name for name in scene.content() if name.endswith((".img", "manifest.json"))]
 
 
 def test_undo_in_reverse(scene: Scene) -> None:
