@@ -158,16 +158,28 @@ def read(image_path: str) -> Manifest:
                 raise ManifestError(f"{path} is no regular file", hint="do not restore from it")
             data = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
-        pending = os.path.exists(os.path.join(image_path, FOLDER, _PENDING))
         raise ManifestError(
             f"the checkpoint in {image_path} is not complete: it has no {FOLDER}/{NAME}",
-            hint="the checkpoint was cut off while it was written" if pending else "take another copy of it",
+            hint=_what_is_left(image_path),
         ) from None
     except OSError as error:
         raise ManifestError(f"{path} cannot be read: {reason(error)}") from error
     if len(data) > _MAX_BYTES:
         raise ManifestError(f"{path} is larger than {_MAX_BYTES >> 20} MiB")
     return decode(data, path)
+
+
+def _what_is_left(image_path: str) -> str:
+    """What may be done about an image without a manifest."""
+    if not os.path.exists(os.path.join(image_path, FOLDER, _PENDING)):
+        return "take another copy of it"
+    if not os.path.exists(os.path.join(image_path, "inventory.img")):
+        return "the checkpoint was cut off while it was written"
+    # CRIU writes that file last: gpusnap was killed between the end of the dump and the renaming.
+    return (
+        "the checkpoint was cut off while it was written, but CRIU had finished; to restore it all the same, "
+        f"rename {FOLDER}/{_PENDING} to {NAME}"
+    )
 
 
 class Draft:

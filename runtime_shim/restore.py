@@ -181,6 +181,11 @@ def _restore_gpus(
         if state is ProcessState.CHECKPOINTED
     }
     for wanted in job.record.processes:
+        if wanted.pid not in inner.values():
+            raise GpusnapError(
+                f"process {wanted.pid} ({wanted.name}) ended before its GPU state could be restored",
+                hint="its own log may say why",
+            )
         if wanted.pid not in suspended:
             raise GpusnapError(
                 f"process {wanted.pid} ({wanted.name}) of the checkpoint came back without its GPU state",

@@ -262,7 +262,12 @@ def test_draft_becomes_the_manifest(tmp_path: Path) -> None:
     draft.prepare(a_manifest())
     with pytest.raises(ManifestError, match="not complete") as caught:
         manifest.read(str(tmp_path))
-    assert "cut off while it was written" in caught.value.hint
+    assert caught.value.hint == "the checkpoint was cut off while it was written"
+    (tmp_path / "inventory.img").touch()
+    with pytest.raises(ManifestError, match="not complete") as caught:
+        manifest.read(str(tmp_path))
+    assert "rename gpusnap/manifest.pending to manifest.json" in caught.value.hint
+    (tmp_path / "inventory.img").unlink()
     better = replace(a_manifest(), timing=(Step("dump", 0.0, 1.0),))
     draft.finish(better)
     assert manifest.read(str(tmp_path)) == better
