@@ -46,3 +46,4 @@ clean:
 	@$(MAKE) -s -C softgpu clean
 	@$(MAKE) -s -C runtime_shim/launcher clean
 	rm -rf .venv .tox build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find bench demo gpusnap oci runtime_shim tests -name __pycache__ -prune -exec rm -rf {} +

@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 from report import DemoError, say
+from testhost import packages
 
 PROBE_DEADLINE_S = 60.0
 FIRST_CRIU = 4  # the first release that runs on kernels since 6.13, and knows what the driver leaves behind
@@ -101,6 +102,7 @@ def interpreter(checkout: Path) -> str:
     for python in (sys.executable, str(own / "bin/python")):
         if os.path.exists(python) and _imports(python):
             return python
+    packages.ensure({"python3-venv": packages.NEEDED["python3-venv"]})
     needed = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]["dependencies"]
     say(f"Setting up: a virtual environment in {own} with {', '.join(MODULES)} …")
     pip = [str(own / "bin/python"), "-m", "pip", "install", "-q", "--disable-pip-version-check", *needed]

@@ -25,13 +25,13 @@ from runtime_shim.criu import config as criu_config
 from runtime_shim.criu import mounts as criu_mounts
 from runtime_shim.criu.version import criu_version
 from runtime_shim.errors import GpusnapError, ImageError, Refused, RuntimeFailed, reason
-from runtime_shim.gpu.driver import Driver, Host, ProcessState
+from runtime_shim.gpu.driver import Driver, Host
 from runtime_shim.gpu.together import at_once
 from runtime_shim.invoke import Invoked, invoke
 from runtime_shim.log import note
 from runtime_shim.real import RealRuntime
 from runtime_shim.settings import Settings
-from runtime_shim.suspension import InCriu, Pages, Record, idle_holders, record, resume, users
+from runtime_shim.suspension import InCriu, Pages, Record, idle_holders, record, resume, suspend, users
 from runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
 
 __all__ = ["checkpoint"]
@@ -146,15 +146,15 @@ def _suspend(job: _Job) -> None:
 
 def _newcomers(job: _Job) -> list[proc.Process]:
     """The GPU processes that have not been suspended."""
-    return [process for process in users(job.driver, job.processes()) if process.pid not in job.records]
+    return list(users(job.driver, (p for p in job.processes() if p.pid not in job.records)))
 
 
 def _all_suspended(job: _Job) -> None:
-    """A process that has ended, or was resumed by somebody else, must not get into the manifest."""
+    """A process that has ended, or was let go on by somebody else, must not get into the manifest."""
     for pid, item in job.records.items():
-        if job.driver.state(pid) is not ProcessState.CHECKPOINTED:
+        if not (proc.running(pid) and proc.still(pid)):
             raise GpusnapError(
-                f"GPU process {pid} ({item.process.comm}) ended or was resumed before it could be dumped",
+                f"GPU process {pid} ({item.process.comm}) ended or was let go on before it could be dumped",
                 hint="checkpoint the container again",
             )
 
@@ -172,7 +172,7 @@ def _suspend_these(job: _Job, fresh: Sequence[proc.Process]) -> None:
     with job.transaction.step("lock"):
         at_once(lambda pid: job.driver.lock(pid, timeout=timeout), records).raise_first()
     with job.transaction.step("driver checkpoint"):
-        at_once(job.driver.checkpoint, records).raise_first()
+        suspend(job.driver, records, timeout=timeout)
 
 
 def _dump(job: _Job, draft: manifest.Draft) -> None:

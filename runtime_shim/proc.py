@@ -25,6 +25,7 @@ __all__ = [
     "pids",
     "process",
     "running",
+    "still",
     "stopped",
 ]
 
@@ -58,7 +59,7 @@ def pids() -> Iterator[int]:
     yield from (int(name) for name in os.listdir(PROC) if name.isdigit())
 
 
-def _stat(pid: int) -> list[str] | None:
+def _stat(pid: int | str) -> list[str] | None:
     """The fields of /proc/PID/stat from the third on: a name may hold blanks and brackets."""
     text = _read(f"{PROC}/{pid}/stat")
     return text.rpartition(")")[2].split() if text else None
@@ -77,6 +78,15 @@ def stopped(pid: int) -> bool:
         return True
     wchan = _read(f"{PROC}/{pid}/wchan") or ""
     return wchan in ("do_freezer_trap", "__refrigerator")
+
+
+def still(pid: int) -> bool:
+    """Whether no thread of the process can run: each is stopped, or has ended."""
+    try:
+        tasks = os.listdir(f"{PROC}/{pid}/task")
+    except OSError:
+        return True
+    return all((_stat(f"{pid}/task/{task}") or "X")[0] in "TtZX" for task in tasks)
 
 
 def comm(pid: int) -> str:

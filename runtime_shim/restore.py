@@ -30,7 +30,8 @@ from runtime_shim.gpu.driver import Driver, Host, ProcessState
 from runtime_shim.invoke import Invoked, control, invoke, quiet
 from runtime_shim.real import RealRuntime
 from runtime_shim.settings import Settings
-from runtime_shim.suspension import InCriu, resume, users
+from runtime_shim.stillness import stop
+from runtime_shim.suspension import InCriu, resume
 from runtime_shim.transaction import (
     Transaction,
     forwarded_signals,
@@ -175,29 +176,23 @@ def _restore_gpus(
 ) -> None:
     """Give the restored processes their GPU memory back, and check that none was forgotten."""
     inner = containers.inner_pids(container.pid, members)
-    suspended = {
-        inner[process.pid]: process
-        for process, state in users(driver, members).items()
-        if state is ProcessState.CHECKPOINTED
-    }
+    by_inner = {inner[process.pid]: process for process in members}
     for wanted in job.record.processes:
-        if wanted.pid not in inner.values():
+        if wanted.pid not in by_inner:
             raise GpusnapError(
                 f"process {wanted.pid} ({wanted.name}) ended before its GPU state could be restored",
                 hint="its own log may say why",
             )
-        if wanted.pid not in suspended:
-            raise GpusnapError(
-                f"process {wanted.pid} ({wanted.name}) of the checkpoint came back without its GPU state",
-                hint="the image is not the one that the manifest describes",
-            )
-    pids = [process.pid for process in suspended.values()]
+    suspended = [by_inner[wanted.pid] for wanted in job.record.processes]
+    pids = [process.pid for process in suspended]
     with job.transaction.step("driver restore"):
+        # CRIU restores them stopped; should it ever not, they must be all the same.
+        stop(pids, timeout=job.settings.nvidia.lock_timeout)
         resume(driver, pids, InCriu())
-    for process in suspended.values():
+    for process in suspended:
         if not proc.running(process.pid) or driver.state(process.pid) is not ProcessState.RUNNING:
             raise GpusnapError(
-                f"process {process.pid} ({process.comm}) did not survive the restore of its GPU state",
+                f"process {process.pid} ({process.comm}) did not come back with its GPU state",
                 hint="its own log may say why",
             )
 

@@ -7,7 +7,8 @@ failure at any point, and may be called twice.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -16,15 +17,19 @@ from runtime_shim import proc
 from runtime_shim.errors import GpusnapError, Interrupted, Refused
 from runtime_shim.gpu import holders
 from runtime_shim.gpu.driver import Driver, Host, ProcessState
-from runtime_shim.gpu.errors import GpuError
-from runtime_shim.gpu.together import at_once
+from runtime_shim.gpu.errors import GpuError, ProcessGone
+from runtime_shim.gpu.handles import ends
+from runtime_shim.gpu.together import Outcome, at_once
+from runtime_shim.stillness import go_on, only, stop
 
-__all__ = ["InCriu", "Pages", "Record", "idle_holders", "record", "resume", "users"]
+__all__ = ["InCriu", "Pages", "Record", "idle_holders", "record", "resume", "suspend", "users"]
 
 # A restore can fail for a passing reason, such as another process that just has the memory; giving up would
 # leave the work suspended, so it is tried a few times.
 _ATTEMPTS = 4
 _PAUSE = 0.5
+# Seconds that a killed process may take to be gone.
+_DYING = 0.2
 
 
 class Pages(Protocol):
@@ -123,27 +128,74 @@ def record(
     return records
 
 
+def suspend(driver: Driver, pids: Collection[int], *, timeout: float) -> None:
+    """Have locked processes stand still, and the driver take their GPU state, all at once.
+
+    `timeout` in seconds is for standing still. Raises GpusnapError; `resume` puts right whatever was done.
+    """
+    stop(pids, timeout=timeout)
+    at_once(partial(_suspend, driver), pids).raise_first()
+
+
+def _suspend(driver: Driver, pid: int) -> None:
+    with _driver_thread(driver, pid):
+        driver.checkpoint(pid)
+
+
+@contextmanager
+def _driver_thread(driver: Driver, pid: int) -> Iterator[None]:
+    """Let the driver's thread of a stopped process run. Raises ProcessGone where the process ends."""
+    try:
+        with only(pid, driver.restore_thread(pid)):
+            yield
+    except GpuError as error:
+        # While the thread was traced the process could not go, and the driver's answer was not clear.
+        if not isinstance(error, ProcessGone) and ends(pid, within=_DYING):
+            raise ProcessGone(f"process {pid} ended in the GPU driver's hands: {error}", pid=pid) from error
+        raise
+
+
 def resume(
     driver: Driver, pids: Iterable[int], pages: Pages, *, pairs: Sequence[tuple[str, str]] = ()
 ) -> None:
-    """Restore every suspended process, then unlock every locked one; all at once, those that died left out.
+    """Restore every suspended process, let it go on, and unlock it; all at once, those that died left out.
 
-    `pairs` of (old UUID, new UUID). Raises a GpuError after everything that could be resumed has been.
+    `pairs` of (old UUID, new UUID). Raises a GpusnapError after everything that could be resumed has been; a
+    process that the driver could not restore stays stopped, since its threads would miss what the driver took
+    from them.
     """
     alive = [pid for pid in pids if proc.running(pid)]
-    failure: GpusnapError | None = None
+    waiting, failure = alive, None
     for attempt in range(_ATTEMPTS):
-        waiting = _those(driver, alive, ProcessState.CHECKPOINTED)
-        if not waiting:
-            failure = None
-            break
         if attempt:
             time.sleep(_PAUSE * attempt)
-        failure = _failed(partial(_restore, driver, waiting, pages, pairs))
-    locked = _those(driver, alive, ProcessState.LOCKED)
+        if failure := _failed(partial(pages.give_back, waiting)):
+            continue
+        outcome = at_once(partial(_bring_back, driver, pairs), waiting)
+        # One that ended meanwhile has nothing to get back.
+        errors = {pid: error for pid, error in outcome.errors.items() if proc.running(pid)}
+        waiting, failure = list(errors), _failed(Outcome(outcome.results, errors).raise_first)
+        if not waiting:
+            break
+    locked = _those(driver, [pid for pid in alive if not proc.still(pid)], ProcessState.LOCKED)
     failure = _failed(lambda: at_once(driver.unlock, locked).raise_first()) or failure
     if failure is not None:
         raise failure
+
+
+def _bring_back(driver: Driver, pairs: Sequence[tuple[str, str]], pid: int) -> None:
+    """Restore one process if it is suspended, and let it go on."""
+    if not proc.still(pid):
+        _restore(driver, pairs, pid)
+        return
+    with _driver_thread(driver, pid):
+        _restore(driver, pairs, pid)
+    go_on([pid])
+
+
+def _restore(driver: Driver, pairs: Sequence[tuple[str, str]], pid: int) -> None:
+    if driver.state(pid) is ProcessState.CHECKPOINTED:
+        driver.restore(pid, pairs)
 
 
 def _those(driver: Driver, pids: Iterable[int], wanted: ProcessState) -> list[int]:
@@ -156,11 +208,6 @@ def _those(driver: Driver, pids: Iterable[int], wanted: ProcessState) -> list[in
             return True
 
     return [pid for pid in pids if there(pid)]
-
-
-def _restore(driver: Driver, pids: Sequence[int], pages: Pages, pairs: Sequence[tuple[str, str]]) -> None:
-    pages.give_back(pids)
-    at_once(lambda pid: driver.restore(pid, pairs), pids).raise_first()
 
 
 def _failed(action: Callable[[], object]) -> GpusnapError | None:

@@ -191,8 +191,10 @@ static void *restore_thread(void *unused)
     mailbox.self = (uint64_t)(uintptr_t)&mailbox;
     mailbox.tid = gettid();
     __atomic_store_n(&mailbox.pid, getpid(), __ATOMIC_SEQ_CST); /* last: from now on it may be found */
+    /* A caller that lets this thread alone run, by ptrace, blocks its signals: then it has to look by itself. */
+    const struct timespec while_blocked = {.tv_nsec = 20 * 1000 * 1000};
     for (;;)
-        if (sigwaitinfo(&set, NULL) > 0)
+        if (sigtimedwait(&set, NULL, &while_blocked) > 0 || errno == EAGAIN)
             look_into_mailbox();
     return NULL;
 }

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from runtime_shim.gpu.errors import GpuError
-from runtime_shim.gpu.nvidia import Nvidia
-
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import realhost  # noqa: E402
+import shimhost  # noqa: E402
+from support import containers_left, podman  # noqa: E402
+
+from runtime_shim.gpu.errors import GpuError  # noqa: E402
+from runtime_shim.gpu.nvidia import Nvidia  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,3 +44,35 @@ def driver() -> Nvidia:
     if not gpus:
         pytest.skip("the driver lists no GPU")
     return driver
+
+
+@pytest.fixture(scope="session")
+def machine(driver: Nvidia) -> Iterator[realhost.Machine]:
+    """This machine as a host of GPU containers, gpusnap installed."""
+    reason = realhost.missing()
+    if reason:
+        pytest.skip(reason)
+    with realhost.machine(driver.host().gpus[0].minor) as found:
+        yield found
+
+
+@pytest.fixture(params=["crun", "runc"])
+def real(request: pytest.FixtureRequest, machine: realhost.Machine) -> Iterator[str]:
+    """Each real runtime in turn, by the settings file; the test's containers are removed after it."""
+    name: str = request.param
+    if not shutil.which(name):
+        pytest.skip(f"{name} is not installed")
+    before = set(containers_left())
+    shimhost.write_settings(f'runtime = "{name}"\n')
+    yield name
+    for left in set(containers_left()) - before:
+        podman("rm", "--force", "--time", "0", left)
+    shimhost.write_settings("")
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Iterator[Path]:
+    """Where an export goes; it is large, so it does not stay."""
+    path = tmp_path / "checkpoint.tar"
+    yield path
+    path.unlink(missing_ok=True)

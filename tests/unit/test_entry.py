@@ -101,9 +101,11 @@ def test_passes_the_line_on(host: Host) -> None:
 
 
 def test_passes_the_environment_and_signals_on_as_they_were(host: Host) -> None:
+    # Debian 12's make has its children ignore the C library's own two signals.
+    bare = subprocess.run(["grep", "SigIgn", "/proc/self/status"], capture_output=True, text=True, check=True)
     done = host.run("state", "x", LANG="C", GPUSNAP_LAUNCHER="/usr/bin/gpusnap-runtime", ODD="a=b\nc")
     words = done.stdout.splitlines()[2:]
-    assert words[0].split() == ["SigIgn:", "0000000000000000"]
+    assert words[0] == bare.stdout.strip()
     assert "LANG=C" in words
     assert "ODD=a=b" in words
     assert not [word for word in words if word.startswith(("LC_CTYPE", "GPUSNAP"))]

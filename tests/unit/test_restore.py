@@ -288,11 +288,11 @@ FAILURES: dict[str, tuple[Callable[[Scene, list[int]], object], str]] = {
     ),
     "a process without its state": (
         lambda scene, pids: scene.driver.states.pop(pids[0]),
-        "of the checkpoint came back without its GPU state",
+        "did not come back with its GPU state",
     ),
     "a process dies in the driver": (
         lambda scene, pids: scene.driver.when("restore", scene.family.end, pids[0]),
-        "did not survive the restore of its GPU state",
+        "did not come back with its GPU state",
     ),
     "a signal": (
         lambda scene, pids: scene.driver.when("restore", lambda _: os.kill(os.getpid(), signal.SIGTERM)),

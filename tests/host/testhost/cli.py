@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from . import recipe, runs
+from . import packages, recipe, runs
 from .build import ensure_tree
 from .cache import Cache
 from .enter import CGROUP_LAYOUTS, Wish, enter
@@ -53,6 +53,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if options.command == "clean":
             return clean(cache)
         if options.command == "build":
+            packages.ensure()  # a cached tree may be older than this machine
             print(ensure_tree(cache)[0])
             return 0
         wish = _wish(options)
