@@ -15,9 +15,10 @@ from rich.console import Console
 from gpusnap import show
 from gpusnap.source import load_manifest
 from runtime_shim import settings as settings_file
+from runtime_shim import suspension
 from runtime_shim._version import __version__
 from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu import find_driver
+from runtime_shim.gpu import find_driver, holders
 from runtime_shim.manifest import encode
 
 __all__ = ["main"]
@@ -98,6 +99,24 @@ def gpus(as_json: bool) -> None:
 def settings(path: str) -> None:
     """Check the settings file and print every setting with its value."""
     show.settings(Console(), settings_file.load(path))
+
+
+@command.command()
+@click.argument("pids", type=click.IntRange(min=1), nargs=-1, required=True, metavar="PID...")
+def resume(pids: tuple[int, ...]) -> None:
+    """Bring back processes that a killed gpusnap left stopped, with their GPU memory in RAM.
+
+    Each PID is one of this host's, as `ps` shows it. A process that runs already is left alone.
+    """
+    driver = find_driver()
+    if driver is None:
+        raise GpusnapError("this host has no GPU driver that gpusnap knows")
+    missing = [pid for pid in pids if pid not in holders(driver, pids)]
+    if missing:
+        raise GpusnapError(f"process {missing[0]} is no GPU process", hint="see the PIDs with ps")
+    driver.open()
+    suspension.resume(driver, pids, suspension.InCriu())
+    click.echo("running: " + " ".join(map(str, pids)))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def states(users: Mapping[proc.Process, ProcessState]) -> None:
         if state is not ProcessState.RUNNING:
             raise Refused(
                 f"the GPU state of process {process.pid} ({process.comm}) is {state.name.lower()} already",
-                hint=f"resume it first, e.g. by cuda-checkpoint --pid {process.pid}",
+                hint=f"resume it first: gpusnap resume {process.pid}",
             )
 
 
