@@ -1,0 +1,115 @@
+"""Processes that stand still, and one thread of them that does not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fakes import wait_for
+
+from runtime_shim import proc
+from runtime_shim.errors import GpusnapError
+from runtime_shim.gpu.errors import PermissionRefused
+from runtime_shim.stillness import go_on, only, stop
+
+# Two threads that count, each in a file of its own; the first line says the second one's TID.
+COUNTERS = """
+import sys, threading, time
+def count(name):
+    number = 0
+    while True:
+        number += 1
+        open(name, "w").write(str(number))
+        time.sleep(0.001)
+second = threading.Thread(target=count, args=(sys.argv[2],), daemon=True)
+second.start()
+print(second.native_id, flush=True)
+count(sys.argv[1])
+"""
+
+
+class Counters:
+    """A process with two threads that can be seen to run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files = (folder / "first", folder / "second")
+        words = [sys.executable, "-c", COUNTERS, *map(str, self.files)]
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.tid = int(self.process.stdout.readline())
+        self.pid = self.process.pid
+
+    def counts(self) -> tuple[str, str]:
+        return self.files[0].read_text(), self.files[1].read_text()
+
+    def runs(self, thread: int) -> None:
+        before = self.counts()[thread]
+        wait_for(lambda: self.counts()[thread] not in ("", before), f"thread {thread} runs")
+
+
+@pytest.fixture
+def counters(tmp_path: Path) -> Iterator[Counters]:
+    found = Counters(tmp_path)
+    wait_for(lambda: all(file.exists() for file in found.files), "both threads run")
+    yield found
+    found.process.kill()
+    found.process.communicate()
+
+
+def test_stop_and_go_on(counters: Counters) -> None:
+    """Every thread stands when stop() returns, and each runs again afterwards."""
+    assert not proc.still(counters.pid)
+    stop([counters.pid], timeout=5)
+    assert proc.still(counters.pid)
+    assert counters.counts() == counters.counts()
+    stop([counters.pid], timeout=5)  # it stands already
+    go_on([counters.pid])
+    counters.runs(0)
+    counters.runs(1)
+
+
+def test_only_one_thread_runs(counters: Counters) -> None:
+    """In the block the second thread runs and the first does not; after it neither, and then both again."""
+    stop([counters.pid], timeout=5)
+    stands = counters.counts()[0]
+    for _ in range(2):
+        with only(counters.pid, counters.tid):
+            counters.runs(1)
+            assert counters.counts()[0] == stands
+        wait_for(lambda: proc.still(counters.pid), "the thread is stopped again")
+    go_on([counters.pid])
+    counters.runs(0)
+    counters.runs(1)
+
+
+def test_a_process_that_dies_in_the_block(counters: Counters) -> None:
+    """Its end is waited for, so that it is gone and no zombie of ours."""
+    stop([counters.pid], timeout=5)
+    with only(counters.pid, counters.tid):
+        counters.process.kill()
+    counters.process.wait(5)
+    assert not proc.running(counters.pid)
+
+
+def test_a_process_that_is_gone() -> None:
+    """stop and go_on leave it out; only() says that it cannot be traced."""
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    stop([process.pid], timeout=5)
+    go_on([process.pid])
+    with (
+        pytest.raises(PermissionRefused, match=f"thread {process.pid} of process"),
+        only(process.pid, process.pid),
+    ):
+        pass
+
+
+def test_a_process_that_does_not_stand_still(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence after the deadline, with the process named."""
+    monkeypatch.setattr(proc, "still", lambda pid: False)
+    with pytest.raises(GpusnapError, match=f"process {counters.pid} .* did not stand still within"):
+        stop([counters.pid], timeout=0.05)
+    go_on([counters.pid])
