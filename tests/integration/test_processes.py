@@ -188,7 +188,9 @@ def test_stopped_by_a_signal(crun: None, archive: Path, number: signal.Signals) 
 def _shim(container: Container) -> subprocess.Popen[str]:
     image = container.image_path
     argv = [RUNTIME, "checkpoint", "--image-path", str(image), "--work-path", str(image.parent), container.id]
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # As a terminal would start it: under nohup or in a shell's background some signals are ignored.
+    heard = ["env", "--default-signal=HUP,INT,TERM", *argv]
+    return subprocess.Popen(heard, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def _states(container: Container) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -120,7 +120,7 @@ def test_steps_are_timed() -> None:
 
 
 @pytest.mark.parametrize("number", STOPPING, ids=lambda number: signal.Signals(number).name)
-def test_a_signal_undoes(number: int) -> None:
+def test_a_signal_undoes(number: int, heard: None) -> None:
     """A signal that asks us to stop becomes an error that undoes, and the handlers are as before."""
     before = [signal.getsignal(each) for each in STOPPING]
     done: list[str] = []
@@ -136,6 +136,15 @@ def test_a_signal_undoes(number: int) -> None:
     assert done == ["a"]
     assert str(caught.value) == f"stopped by {signal.Signals(number).name}"
     assert [signal.getsignal(each) for each in STOPPING] == before
+
+
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """None of the signals is ignored, as under nohup or in a shell's background."""
+    before = {each: signal.signal(each, signal.SIG_DFL) for each in STOPPING}
+    yield
+    for each, handler in before.items():
+        signal.signal(each, handler)
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
