@@ -102,7 +102,7 @@ def _state(driver: Driver, process: proc.Process) -> ProcessState | None:
     if proc.stopped(process.pid):
         raise Refused(
             f"process {process.pid} ({process.comm}) is stopped, and cannot answer the GPU's driver",
-            hint="let it go on first (SIGCONT, or unpause the container)",
+            hint=f"gpusnap resume {process.pid} if gpusnap was killed, else SIGCONT or unpause it first",
         )
     return driver.state(process.pid)
 
@@ -133,13 +133,24 @@ def suspend(driver: Driver, pids: Collection[int], *, timeout: float) -> None:
 
     `timeout` in seconds is for standing still. Raises GpusnapError; `resume` puts right whatever was done.
     """
-    stop(pids, timeout=timeout)
+    try:
+        stop(pids, timeout=timeout)
+    except GpusnapError:
+        go_on(pids)  # half stopped they would keep the driver waiting, and nothing has been taken from them
+        raise
     at_once(partial(_suspend, driver), pids).raise_first()
 
 
 def _suspend(driver: Driver, pid: int) -> None:
-    with _driver_thread(driver, pid):
-        driver.checkpoint(pid)
+    begun = False
+    try:
+        with _driver_thread(driver, pid):
+            begun = True
+            driver.checkpoint(pid)
+    except GpuError:
+        if not begun:
+            go_on([pid])  # its driver's thread cannot be had, and an undo could not have it either
+        raise
 
 
 @contextmanager

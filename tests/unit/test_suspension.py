@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import pytest
-from fakes import FakeDriver, Family, gpu, uuid
+from fakes import FakeDriver, Family, gpu, uuid, wait_for
 
 from runtime_shim import container, proc, suspension
-from runtime_shim.errors import ImageError
+from runtime_shim.errors import GpusnapError, ImageError
 from runtime_shim.gpu.driver import ProcessState
-from runtime_shim.gpu.errors import DriverFailed, GpuError
-from runtime_shim.suspension import InCriu, idle_holders, record, resume, users
+from runtime_shim.gpu.errors import DriverFailed, GpuError, PermissionRefused
+from runtime_shim.suspension import InCriu, idle_holders, record, resume, suspend, users
 
 RUNNING, LOCKED, CHECKPOINTED = ProcessState.RUNNING, ProcessState.LOCKED, ProcessState.CHECKPOINTED
 
@@ -194,3 +194,33 @@ def test_pages_that_do_not_come_back(family: Family, driver: FakeDriver) -> None
         resume(driver, [suspended, locked], Elsewhere(100))
     assert driver.of("restore") == []
     assert driver.states[locked] is RUNNING
+
+
+def test_a_process_that_cannot_be_traced(
+    family: Family, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A debugger has its driver's thread: it is let go on and unlocked, with nothing taken from it."""
+    pid = driver.use(family.spawn(), state=LOCKED)
+
+    def refused(*_: int) -> object:
+        raise PermissionRefused(f"thread {pid} cannot be traced")
+
+    monkeypatch.setattr(suspension, "only", refused)
+    with pytest.raises(PermissionRefused, match="cannot be traced"):
+        suspend(driver, [pid], timeout=5)
+    wait_for(lambda: not proc.still(pid), "it goes on")
+    resume(driver, [pid], InCriu())
+    assert driver.states[pid] is RUNNING
+
+
+def test_a_process_that_does_not_stand_still(
+    family: Family, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half stopped it would keep the driver waiting, so it is let go on before anything else."""
+    pid = driver.use(family.spawn(), state=LOCKED)
+    with monkeypatch.context() as patch:
+        patch.setattr(proc, "still", lambda _: False)
+        with pytest.raises(GpusnapError, match="did not stand still"):
+            suspend(driver, [pid], timeout=0.05)
+    wait_for(lambda: not proc.still(pid), "it goes on")
+    assert driver.of("checkpoint") == []
