@@ -31,6 +31,8 @@ __all__ = ["go_on", "only", "stop"]
 _CONT, _DETACH, _SEIZE, _INTERRUPT, _GETSIGMASK, _SETSIGMASK = 7, 17, 0x4206, 0x4207, 0x420A, 0x420B
 _WALL = 0x40000000  # linux/wait.h: also for threads
 _LOOKS, _LOOK = 4, 0.001
+# Seconds; reached only where somebody else sent a SIGCONT, and then there is nothing to wait for.
+_SETTLING = 1.0
 _SIGSET = 8  # bytes of the kernel's sigset_t
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -93,6 +95,18 @@ def only(pid: int, tid: int) -> Iterator[None]:
             os.waitpid(tid, _WALL)
             _ptrace(_SETSIGMASK, tid, _SIGSET, ctypes.addressof(mask))
             _ptrace(_DETACH, tid)
+            _settle(pid)
+
+
+def _settle(pid: int) -> None:
+    """Wait until the thread that was let go stands again.
+
+    The kernel only wakes it to stop by itself (ptrace(2), PTRACE_DETACH; kernel/ptrace.c, __ptrace_unlink),
+    which a busy machine may take a while to do; who looks before that sees a process that runs.
+    """
+    deadline = time.monotonic() + _SETTLING
+    while not proc.still(pid) and time.monotonic() < deadline:
+        time.sleep(0.0005)
 
 
 def _seize(tid: int) -> ctypes.Array[ctypes.c_char]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -79,10 +80,25 @@ def test_only_one_thread_runs(counters: Counters) -> None:
         with only(counters.pid, counters.tid):
             counters.runs(1)
             assert counters.counts()[0] == stands
-        wait_for(lambda: proc.still(counters.pid), "the thread is stopped again")
+        assert proc.still(counters.pid)
     go_on([counters.pid])
     counters.runs(0)
     counters.runs(1)
+
+
+def test_it_stands_when_the_block_has_ended(counters: Counters) -> None:
+    """At once, also where every core is busy: the kernel only wakes the thread to stop by itself."""
+    stop([counters.pid], timeout=5)
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    try:
+        for _ in range(100):
+            with only(counters.pid, counters.tid):
+                pass
+            assert proc.still(counters.pid)
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
 
 
 def test_a_process_that_dies_in_the_block(counters: Counters) -> None:
