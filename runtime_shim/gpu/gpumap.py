@@ -1,0 +1,74 @@
+"""A GPU map: which GPU of the checkpoint is to go to which GPU of this host, as a person writes it.
+
+    0=3,1=2                 numbers as nvidia-smi shows them: on the left of the checkpoint's host
+    GPU-1f3a=GPU-77c0e2     UUIDs, whole or cut short as in CUDA_VISIBLE_DEVICES
+
+Blanks around a pair and around a GPU do not count. A text that is blank is a map that asks for nothing.
+"""
+
+from __future__ import annotations
+
+__all__ = ["GpuMap", "means", "parse_map"]
+
+GpuMap = tuple[tuple[str, str], ...]
+"""Pairs of (a GPU of the checkpoint, a GPU of this host); each is a number or the begin of a UUID."""
+
+PAIRS = 64
+"""More than any host has GPUs."""
+_DIGITS = 7
+_PREFIX = "GPU-"
+# A UUID as NVML writes it, without its prefix (nvmlDeviceGetUUID): x stands for a hexadecimal digit.
+_SHAPE = "xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx"
+_SHORTEST = 4
+_WANTED = (
+    "pairs of GPUs such as 0=3,1=2, where a GPU is its number or its UUID "
+    f"(GPU- and at least its first {_SHORTEST} digits)"
+)
+
+
+def parse_map(text: str) -> GpuMap:
+    """The pairs in `text`, with UUIDs in lower case; ValueError says what the text must be.
+
+    A map names no GPU twice on one side, as far as that can be told without knowing the GPUs.
+    """
+    if not text.strip():
+        return ()
+    pairs = text.split(",", PAIRS)
+    if len(pairs) > PAIRS:
+        raise ValueError(f"at most {PAIRS} pairs of GPUs")
+    found = tuple(_pair(pair) for pair in pairs)
+    for side, names in (("left", [left for left, _ in found]), ("right", [right for _, right in found])):
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"pairs in which no GPU is named twice, and {name} is on the {side} twice")
+    return found
+
+
+def _pair(text: str) -> tuple[str, str]:
+    left, _, right = text.partition("=")
+    return _word(left.strip()), _word(right.strip())
+
+
+def _word(text: str) -> str:
+    if text.isascii() and text.isdigit() and len(text) <= _DIGITS:
+        return str(int(text))
+    digits = text[len(_PREFIX) :].lower()
+    if (
+        not text.upper().startswith(_PREFIX)
+        or not _SHORTEST <= len(digits) <= len(_SHAPE)
+        or not all(_fits(digit, place) for digit, place in zip(digits, _SHAPE, strict=False))
+    ):
+        raise ValueError(_WANTED)
+    return _PREFIX + digits
+
+
+def _fits(digit: str, place: str) -> bool:
+    return digit in "0123456789abcdef" if place == "x" else digit == place
+
+
+def means(word: str, index: int, uuid: str) -> bool:
+    """Whether a word of a map means the GPU with this number and UUID."""
+    if word.isdigit():
+        return int(word) == index
+    # lower(): NVML writes small letters, and not every maker of UUIDs does.
+    return uuid.lower().startswith(word.lower())
