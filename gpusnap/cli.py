@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 
 import click
 from rich.console import Console
 
 from gpusnap import show
+from gpusnap.hooks_command import install_hooks
 from gpusnap.source import load_manifest
+from runtime_shim import restore, suspension
 from runtime_shim import settings as settings_file
-from runtime_shim import suspension
 from runtime_shim._version import __version__
 from runtime_shim.errors import GpusnapError
 from runtime_shim.gpu import find_driver, holders
+from runtime_shim.gpu.driver import Driver
 from runtime_shim.manifest import encode
+from runtime_shim.room import reserved
 
 __all__ = ["main"]
 
@@ -71,16 +76,36 @@ def inspect(checkpoint: str, as_json: bool) -> None:
 
 
 @command.command()
+@click.argument("checkpoint", type=click.Path(exists=True))
+@click.option("--gpu-map", metavar="MAP", help="Which GPU takes which one's place: 0=3,1=2; UUIDs too.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+def plan(checkpoint: str, gpu_map: str | None, as_json: bool) -> None:
+    """Show on which of this host's GPUs CHECKPOINT would be restored now, and why not on the others.
+
+    Nothing is restored and nothing is kept free. A number in MAP is nvidia-smi's: on the left as it was on
+    the host of the checkpoint, on the right of this host. Without it the settings' gpu-map counts; a
+    container's own annotation is not looked at. Exit code 1 where no GPU fits.
+    """
+    record = load_manifest(checkpoint)
+    host = _driver().host()
+    others: Mapping[str, int] = {}
+    with suppress(GpusnapError):  # it takes root to know
+        others = reserved()
+    request = restore.gpu_request(gpu_map)
+    chosen = restore.choose(record, host, request, settings_file.load().gpu_map, others)
+    if as_json:
+        click.echo(json.dumps(show.plan_document(chosen), indent=1))
+    else:
+        show.plan(Console(), record, host, chosen)
+    if chosen.refusal:
+        raise chosen.refused()
+
+
+@command.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the inventory as JSON.")
 def gpus(as_json: bool) -> None:
     """List this host's GPUs as gpusnap sees them."""
-    driver = find_driver()
-    if driver is None:
-        raise GpusnapError(
-            "this host has no GPU driver that gpusnap knows: no /dev/nvidia*, no /proc/driver/nvidia",
-            hint="load the driver, and see that nvidia-smi lists the GPUs",
-        )
-    host = driver.host()
+    host = _driver().host()
     if as_json:
         click.echo(json.dumps(asdict(host), indent=1))
         return
@@ -108,15 +133,26 @@ def resume(pids: tuple[int, ...]) -> None:
 
     Each PID is one of this host's, as `ps` shows it. A process that runs already is left alone.
     """
-    driver = find_driver()
-    if driver is None:
-        raise GpusnapError("this host has no GPU driver that gpusnap knows")
+    driver = _driver()
     missing = [pid for pid in pids if pid not in holders(driver, pids)]
     if missing:
         raise GpusnapError(f"process {missing[0]} is no GPU process", hint="see the PIDs with ps")
     driver.open()
     suspension.resume(driver, pids, suspension.InCriu())
     click.echo("running: " + " ".join(map(str, pids)))
+
+
+command.add_command(install_hooks)
+
+
+def _driver() -> Driver:
+    driver = find_driver()
+    if driver is None:
+        raise GpusnapError(
+            "this host has no GPU driver that gpusnap knows: no /dev/nvidia*, no /proc/driver/nvidia",
+            hint="load the driver, and see that nvidia-smi lists the GPUs",
+        )
+    return driver
 
 
 if __name__ == "__main__":

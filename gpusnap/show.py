@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from runtime_shim.gpu.driver import Host
+from runtime_shim.gpu.plan import Plan
 from runtime_shim.manifest import Manifest
 from runtime_shim.settings import Settings
 from runtime_shim.transaction import Step
 from runtime_shim.units import human
 
-__all__ = ["inventory", "manifest", "settings", "timeline"]
+__all__ = ["inventory", "manifest", "plan", "plan_document", "settings", "timeline"]
 
 _WIDTH = 40
 
@@ -22,8 +24,10 @@ _WIDTH = 40
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
     for column in columns:
-        right = column in ("PID", "minor", "memory", "used", "seconds", "start")
-        table.add_column(column, justify="right" if right else "left", overflow="fold")
+        right = column in ("PID", "minor", "memory", "used", "free", "seconds", "start")
+        table.add_column(
+            column, justify="right" if right else "left", overflow="fold", no_wrap=column == "UUID"
+        )
     return table
 
 
@@ -77,6 +81,37 @@ def inventory(console: Console, host: Host) -> None:
         row = (gpu.uuid, str(gpu.minor), f"{gpu.model} ({gpu.compute_capability})")
         table.add_row(*row, human(gpu.memory_total), human(gpu.memory_used), ", ".join(notes))
     console.print(table)
+
+
+def plan(console: Console, record: Manifest, host: Host, chosen: Plan) -> None:
+    """For each GPU of the checkpoint every GPU of this host: the one that it goes to, or why not there."""
+    here = {gpu.uuid: gpu for gpu in host.gpus}
+    pairs = dict(chosen.pairs)
+    taken = set(pairs.values())
+    for gpu in record.gpus:
+        needs = human(gpu.memory_used)
+        title = f"GPU {gpu.index} of the checkpoint, {gpu.uuid}: {gpu.model}, {needs} used"
+        console.print(_plain(title), highlight=False)
+        table = _table("", "GPU here", "UUID", "free", "")
+        table.title = None
+        for verdict in (v for v in chosen.verdicts if v.wanted == gpu.uuid):
+            target = here[verdict.gpu]
+            said = verdict.reason or ("fits, and takes another one" if verdict.gpu in taken else "fits")
+            if pairs.get(gpu.uuid) == verdict.gpu:
+                said = "chosen"
+            free = human(max(0, target.memory_total - target.memory_used))
+            table.add_row(str(target.index), target.uuid, free, _plain(said))
+        console.print(table, "")
+
+
+def plan_document(chosen: Plan) -> dict[str, Any]:
+    """A plan for JSON."""
+    return {
+        "pairs": [{"old": old, "new": new} for old, new in chosen.pairs],
+        "verdicts": [{"old": v.wanted, "new": v.gpu, "reason": v.reason} for v in chosen.verdicts],
+        "refusal": chosen.refusal,
+        "hint": chosen.hint,
+    }
 
 
 def settings(console: Console, values: Settings, prefix: str = "") -> None:

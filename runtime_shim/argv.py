@@ -102,6 +102,8 @@ class RestoreCall(Call):
     no_pivot: bool = False
     no_new_keyring: bool = False
     preserve_fds: int | None = None
+    gpu_map: str | None = None
+    """Which of this host's GPUs take the place of which: "0=3,1=2"; gpusnap's own option."""
 
     def bundle_dir(self) -> Path:
         """The bundle, absolute; the current directory by default."""

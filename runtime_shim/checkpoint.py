@@ -22,10 +22,13 @@ from runtime_shim import container as containers
 from runtime_shim import manifest, preflight, proc
 from runtime_shim.argv import CheckpointCall, render
 from runtime_shim.criu import config as criu_config
+from runtime_shim.criu import dev
 from runtime_shim.criu import mounts as criu_mounts
 from runtime_shim.criu.version import criu_version
 from runtime_shim.errors import GpusnapError, ImageError, Refused, RuntimeFailed, reason
 from runtime_shim.gpu.driver import Driver, Host
+from runtime_shim.gpu.libraries import is_driver_file, mapped
+from runtime_shim.gpu.nodes import Node
 from runtime_shim.gpu.together import at_once
 from runtime_shim.invoke import Invoked, invoke
 from runtime_shim.log import note
@@ -59,6 +62,8 @@ class _Job:
     """By PID, of every process that has been, or is being, suspended."""
     mounts: tuple[manifest.DriverMount, ...] = ()
     masters: bool = False
+    nodes: tuple[Node, ...] = ()
+    """The GPUs' device nodes in its /dev."""
     host: Host | None = None
     init: proc.Process | None = None
     """The container's init, as it was at first."""
@@ -109,6 +114,7 @@ def _inspect(job: _Job) -> None:
     job.host = job.driver.host()
     job.init = proc.process(job.container.pid)
     config = containers.bundle_config(job.container.bundle)
+    job.nodes = job.driver.nodes(job.container.pid)
     job.mounts, job.masters = criu_mounts.undeclared(job.container.pid, config)
     preflight.call(job.call, job.container)
     # What the runtime does not take is refused now; the dump would overwrite an earlier checkpoint.
@@ -272,6 +278,9 @@ def _manifest(job: _Job) -> manifest.Manifest:
     for item in job.records.values():
         for uuid, size in item.gpus:
             used[uuid] = used.get(uuid, 0) + size
+    for node in job.nodes:
+        if node.gpu:
+            used.setdefault(node.gpu, 0)
     return manifest.Manifest(
         created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         container=job.container.id,
@@ -287,7 +296,7 @@ def _manifest(job: _Job) -> manifest.Manifest:
         ),
         gpus=tuple(
             manifest.GpuRecord(
-                g.uuid, g.minor, g.index, g.model, g.compute_capability, g.memory_total, used[g.uuid]
+                g.uuid, g.minor, g.index, g.model, g.compute_capability, g.memory_total, used[g.uuid], g.pci
             )
             for g in job.host.gpus
             if g.uuid in used
@@ -299,9 +308,35 @@ def _manifest(job: _Job) -> manifest.Manifest:
             for _, item in sorted(job.records.items())
         ),
         mounts=job.mounts,
+        nodes=tuple(manifest.DeviceNode(n.path, n.major, n.minor, n.gpu) for n in job.nodes),
+        libraries=_libraries(job),
+        dev=_dev_image(job.container.pid),
         timing=tuple(job.transaction.steps),
         pages=job.pages.name,
     )
+
+
+def _libraries(job: _Job) -> tuple[manifest.DriverLibrary, ...]:
+    """The driver's files that GPU processes have mapped; of these CRIU wants the same build back."""
+    found: dict[str, manifest.DriverLibrary] = {}
+    for pid in job.records:
+        for path in proc.mapped_files(pid):
+            if path in found or not is_driver_file(path):
+                continue
+            with contextlib.suppress(OSError):
+                seen = mapped(path, f"/proc/{pid}/root{path}")
+                found[path] = manifest.DriverLibrary(path, seen.size, seen.build_id, seen.mode)
+    return tuple(found[path] for path in sorted(found))
+
+
+def _dev_image(init: int) -> str:
+    """The name that CRIU gives its image of the container's /dev; empty where it makes none."""
+    for mount in reversed(proc.mounts(init)):
+        if mount.destination == "/dev":
+            major, _, minor = mount.device.partition(":")
+            own = mount.kind == "tmpfs" and mount.root == "/"
+            return dev.image_name(os.makedev(int(major), int(minor))) if own else ""
+    return ""
 
 
 def _make(image_path: str) -> None:

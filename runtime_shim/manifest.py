@@ -31,7 +31,9 @@ __all__ = [
     "FOLDER",
     "NAME",
     "VERSION",
+    "DeviceNode",
     "Draft",
+    "DriverLibrary",
     "DriverMount",
     "GpuProcess",
     "GpuRecord",
@@ -63,6 +65,8 @@ class GpuRecord:
     memory_total: int
     memory_used: int
     """By this container's processes."""
+    pci: str = ""
+    """Address as sysfs writes it; empty where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,31 @@ class DriverMount:
     key: str
     destination: str
     source: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNode:
+    """A GPU's device node in the container's /dev."""
+
+    path: str
+    major: int
+    minor: int
+    gpu: str
+    """UUID; empty where all GPUs share it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriverLibrary:
+    """A file of the driver's that a GPU process has mapped, which CRIU wants back as it was."""
+
+    path: str
+    """In the container."""
+    size: int
+    """Bytes."""
+    build_id: str
+    """NT_GNU_BUILD_ID in hexadecimal; empty where the file has none."""
+    mode: int
+    """st_mode, with the type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +143,10 @@ class Manifest:
     mounts: tuple[DriverMount, ...] = ()
     timing: tuple[Step, ...] = ()
     pages: str = "criu"
+    nodes: tuple[DeviceNode, ...] = ()
+    libraries: tuple[DriverLibrary, ...] = ()
+    dev: str = ""
+    """The name of CRIU's image of the container's /dev; empty where that is no tmpfs of its own."""
     gpusnap: str = __version__
     version: str = VERSION
 
@@ -297,11 +330,18 @@ def _check(document: Any, where: str) -> None:
     for what, names in (
         ("GPU", [gpu["uuid"] for gpu in document["gpus"]]),
         ("process", [process["pid"] for process in document["processes"]]),
+        ("device", [node["path"] for node in document["nodes"]]),
+        ("library", [library["path"] for library in document["libraries"]]),
         ("mount", [mount["destination"] for mount in document["mounts"]]),
         ("mount key", [mount["key"] for mount in document["mounts"]]),
     ):
         _once(what, names, where)
     known = {gpu["uuid"] for gpu in document["gpus"]}
+    for node in document["nodes"]:
+        if node["gpu"] and node["gpu"] not in known:
+            raise ManifestError(
+                f"{where}: device {node['path']} is of a GPU {node['gpu']} that is not listed"
+            )
     for process in document["processes"]:
         _once(f"GPU of process {process['pid']},", [gpu["uuid"] for gpu in process["gpus"]], where)
         for gpu in process["gpus"]:
@@ -341,6 +381,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
                 "computeCapability": gpu.compute_capability,
                 "memoryTotal": gpu.memory_total,
                 "memoryUsed": gpu.memory_used,
+                "pci": gpu.pci,
             }
             for gpu in manifest.gpus
         ],
@@ -354,6 +395,12 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
             for process in manifest.processes
         ],
         "mounts": [{"key": m.key, "destination": m.destination, "source": m.source} for m in manifest.mounts],
+        "nodes": [{"path": n.path, "major": n.major, "minor": n.minor, "gpu": n.gpu} for n in manifest.nodes],
+        "libraries": [
+            {"path": x.path, "size": x.size, "buildId": x.build_id, "mode": x.mode}
+            for x in manifest.libraries
+        ],
+        "dev": manifest.dev,
         "timing": [
             {"step": step.name, "start": round(step.start, 6), "seconds": round(step.seconds, 6)}
             for step in manifest.timing
@@ -389,6 +436,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
                 gpu["computeCapability"],
                 int(gpu["memoryTotal"]),
                 int(gpu["memoryUsed"]),
+                gpu["pci"],
             )
             for gpu in document["gpus"]
         ),
@@ -402,5 +450,13 @@ def _from_json(document: dict[str, Any]) -> Manifest:
             for process in document["processes"]
         ),
         mounts=tuple(DriverMount(m["key"], m["destination"], m["source"]) for m in document["mounts"]),
+        nodes=tuple(
+            DeviceNode(n["path"], int(n["major"]), int(n["minor"]), n["gpu"]) for n in document["nodes"]
+        ),
+        libraries=tuple(
+            DriverLibrary(x["path"], int(x["size"]), x["buildId"], int(x["mode"]))
+            for x in document["libraries"]
+        ),
+        dev=document["dev"],
         timing=tuple(Step(t["step"], t["start"], t["seconds"]) for t in document["timing"]),
     )

@@ -134,6 +134,8 @@ RESTORE = (
     Option("pid-file", _TEXT, _ALL, _ALL),
     Option("console-socket", _TEXT, _ALL, _ALL),
     *_COMMON,
+    # Ours: which GPUs to come back on.
+    Option("gpu-map", _TEXT, _DROP, _DROP),
     # go-runc's type has it; CRIU finds the parent by the link in the image.
     Option("parent-path", _TEXT, _DROP, _DROP),
     # Not in 1.21, in 1.28; merged on 2025-07-24 (crun#1835), which makes it 1.23 by date.

@@ -17,6 +17,7 @@ __all__ = [
     "command",
     "environment",
     "host_path",
+    "mapped_files",
     "maps_library",
     "memory",
     "mounts",
@@ -155,6 +156,13 @@ def maps_library(pid: int, prefix: str) -> bool:
     """Whether the process has a file mapped whose name begins with `prefix`, e.g. libnccl.so."""
     text = _read(f"{PROC}/{pid}/maps") or ""
     return f"/{prefix}" in text
+
+
+def mapped_files(pid: int) -> tuple[str, ...]:
+    """Paths of the files that the process has mapped, as its own root has them, each once."""
+    text = _read(f"{PROC}/{pid}/maps") or ""
+    fields = (line.split(maxsplit=5) for line in text.splitlines())
+    return tuple(dict.fromkeys(words[5] for words in fields if len(words) == 6 and words[5][0] == "/"))
 
 
 @dataclass(frozen=True, slots=True)

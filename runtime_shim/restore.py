@@ -14,21 +14,36 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runtime_shim import bundle, manifest, proc
+from runtime_shim import bundle, manifest, proc, remap
 from runtime_shim import container as containers
 from runtime_shim.argv import RestoreCall
 from runtime_shim.criu import config as criu_config
 from runtime_shim.criu import mounts as criu_mounts
-from runtime_shim.errors import ContainerError, GpusnapError, Refused, RuntimeFailed, reason
-from runtime_shim.gpu import find_driver
+from runtime_shim.criu.view import view
+from runtime_shim.errors import (
+    ContainerError,
+    GpusnapError,
+    Refused,
+    RuntimeFailed,
+    UsageError,
+    reason,
+)
+from runtime_shim.gpu import cdi, find_driver
 from runtime_shim.gpu.driver import Driver, Host, ProcessState
+from runtime_shim.gpu.gpumap import GpuMap, parse_map
+from runtime_shim.gpu.libraries import Found, found
+from runtime_shim.gpu.plan import Plan, plan
 from runtime_shim.invoke import Invoked, control, invoke, quiet
+from runtime_shim.log import note
 from runtime_shim.real import RealRuntime
+from runtime_shim.remap import Remap
+from runtime_shim.rerun import rerun
+from runtime_shim.room import Room, claim
 from runtime_shim.settings import Settings
 from runtime_shim.stillness import stop
 from runtime_shim.suspension import InCriu, resume
@@ -40,7 +55,10 @@ from runtime_shim.transaction import (
     stop_if_asked,
 )
 
-__all__ = ["fits", "restore"]
+__all__ = ["GPU_MAP", "choose", "gpu_request", "restore"]
+
+GPU_MAP = "GPUSNAP_GPU_MAP"
+"""The caller's environment reaches a restore (conmon hands Podman's down), though not a checkpoint."""
 
 
 @dataclass(slots=True)
@@ -54,6 +72,12 @@ class _Job:
     driver: Driver | None
     """None where no process has GPU state."""
     transaction: Transaction
+    images: str
+    """The image directory as the runtime is to read it."""
+    room: ExitStack
+    """Holds the GPUs' memory for us against other restores, until the driver has it."""
+    cleanup: ExitStack
+    remap: Remap | None = None
 
 
 def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: dict[str, Any]) -> int:
@@ -63,17 +87,14 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
 
     Raises a GpusnapError; no container is left then.
     """
-    record = manifest.read(str(call.images(real.kind)))
-    driver = _driver(record) if record.processes else None
-    with interruptible(), Transaction() as transaction:
-        job = _Job(call, real, settings, record, driver, transaction)
+    images = str(call.images(real.kind))
+    record = manifest.read(images)
+    driver = _driver(record)
+    with interruptible(), ExitStack() as room, ExitStack() as cleanup, Transaction() as transaction:
+        job = _Job(call, real, settings, record, driver, transaction, images, room, cleanup)
         with transaction.step("plan"):
-            if driver is not None:
-                driver.open()
-                fits(record, driver.host())
-            criu_mounts.checked(record.mounts)
-            transaction.undo("putting config.json back", bundle.prepare(str(call.bundle_dir()), config))
             _absent(job)
+            _plan(job, config)
         transaction.undo("removing the incomplete container", lambda: _kill(job))
         if call.detach:
             _restore_container(job)
@@ -95,8 +116,11 @@ def _absent(job: _Job) -> None:
     )
 
 
-def _driver(record: manifest.Manifest) -> Driver:
-    driver = find_driver()
+def _driver(record: manifest.Manifest) -> Driver | None:
+    """The driver for the checkpoint's GPUs; None where it has none, or had no use for them. May refuse."""
+    driver = find_driver() if record.gpus else None
+    if not record.processes and (driver is None or driver.vendor != record.host.vendor):
+        return None
     if driver is None or driver.vendor != record.host.vendor:
         count, model = len(record.gpus), record.gpus[0].model if record.gpus else "unknown"
         raise Refused(
@@ -107,41 +131,85 @@ def _driver(record: manifest.Manifest) -> Driver:
     return driver
 
 
-def fits(record: manifest.Manifest, host: Host) -> None:
-    """Refuse where this host cannot take the checkpoint's GPU state back on the very same GPUs."""
-    if _version(host.driver_version) < _version(record.host.driver_version):
-        raise Refused(
-            f"the checkpoint was made with driver {record.host.driver_version}, and this host has the older "
-            f"{host.driver_version}",
-            hint="update the driver here",
+def _plan(job: _Job, config: dict[str, Any]) -> None:
+    """Choose the GPUs and prepare what the runtime will read. Nothing of the container is there yet."""
+    if job.driver is not None:
+        job.driver.open()
+        # What other restores hold is in their claims or in the inventory only if it is read under the lock.
+        room = job.room.enter_context(claim())
+        host = job.driver.host()
+        job.remap = remap.make(
+            job.record,
+            job.driver,
+            host,
+            _choose(job, host, room),
+            config,
+            known=lambda: _driver_files(host),
+            keep_names=job.settings.keep_names,
         )
-    here = {gpu.uuid: gpu for gpu in host.gpus}
-    for wanted in record.gpus:
-        gpu = here.get(wanted.uuid)
-        if gpu is None:
-            others = ", ".join(f"{g.uuid} ({g.model})" for g in host.gpus) or "none"
-            raise Refused(
-                f"GPU {wanted.uuid} ({wanted.model}) of the checkpoint is not here; this host has {others}",
-                hint="this gpusnap restores onto the same GPUs",
-            )
-        free = gpu.memory_total - gpu.memory_used
-        if free < wanted.memory_used:
-            raise Refused(
-                f"GPU {wanted.uuid} has {free >> 20} MiB free, and the checkpoint needs "
-                f"{wanted.memory_used >> 20} MiB on it",
-                hint="stop what else runs on that GPU",
-            )
+        replaced = remap.image(job.record, job.images, job.remap, config)
+        job.images = job.cleanup.enter_context(view(job.images, replaced))
+    criu_mounts.checked(job.record.mounts, job.remap.mounts if job.remap is not None else None)
+    edits = job.remap.edits if job.remap is not None else None
+    undo = bundle.prepare(str(job.call.bundle_dir()), config, edits)
+    job.transaction.undo("putting config.json back", undo)
 
 
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".") if part.isdigit())
+def _choose(job: _Job, host: Host, room: Room) -> tuple[tuple[str, str], ...]:
+    """The pairs of the plan, with their room claimed until `job.room` is closed. Raises Refused."""
+    chosen = choose(job.record, host, gpu_request(job.call.gpu_map), job.settings.gpu_map, room.reserved)
+    if chosen.refusal:
+        raise chosen.refused()
+    new = dict(chosen.pairs)
+    room.take({new[gpu.uuid]: gpu.memory_used for gpu in job.record.gpus})
+    return chosen.pairs
+
+
+def choose(
+    record: manifest.Manifest,
+    host: Host,
+    request: GpuMap,
+    otherwise: GpuMap,
+    reserved: Mapping[str, int],
+) -> Plan:
+    """The plan for a checkpoint on this host: by the caller's `request`, or by that of the settings.
+
+    What the settings or the container's annotation say of GPUs that the checkpoint does not have is passed
+    over: they speak for more than this one checkpoint.
+    """
+    return plan(
+        record.gpus,
+        record.host.driver_version,
+        host,
+        request=request or otherwise,
+        reserved=reserved,
+        lenient=not request,
+    )
+
+
+def gpu_request(option: str | None) -> GpuMap:
+    """The caller's own choice of GPUs: --gpu-map, or $GPUSNAP_GPU_MAP, which Podman hands through.
+
+    Raises UsageError.
+    """
+    for name, text in (("--gpu-map", option), (f"${GPU_MAP}", os.environ.get(GPU_MAP))):
+        if text:
+            try:
+                return parse_map(text)
+            except ValueError as error:
+                raise UsageError(f"{name} is {text[:200]!r}; it must be {error}") from None
+    return ()
+
+
+def _driver_files(host: Host) -> Found:
+    return found(cdi.load(report=lambda error: note(str(error))), host.driver_version)
 
 
 def _invoke(job: _Job, pid_file: str | None, started: Callable[[int], object] | None = None) -> Invoked:
     criu = job.settings.criu
     call = replace(job.call, pid_file=job.call.pid_file or pid_file)
-    call = criu_config.with_flags(call, job.real, criu)
-    text = criu_config.restore_text(criu, job.record.mounts)
+    call = criu_config.with_flags(replace(call, image_path=job.images), job.real, criu)
+    text = criu_config.restore_text(criu, job.remap.mounts if job.remap else job.record.mounts)
     return invoke(call, job.real, text, capture=False, started=started)
 
 
@@ -167,8 +235,18 @@ def _finish(job: _Job) -> None:
     container = containers.find(quiet(job.call, job.real), job.call.container_id)
     members = containers.processes(container.pid, container.id)
     containers.gather(container.pid, container.id, members)
-    if job.driver is not None:
+    if job.driver is not None and job.remap is not None:
+        _settle(job, container, job.remap, job.driver)
         _restore_gpus(job, job.driver, container, members)
+    job.room.close()
+
+
+def _settle(job: _Job, container: containers.Container, found: Remap, driver: Driver) -> None:
+    """What the restored namespaces need, while the GPU processes still stand."""
+    with job.transaction.step("settle"):
+        remap.settle(container.pid, found, driver)
+        if found.moved_libraries and job.settings.hooks:
+            rerun(containers.bundle_config(container.bundle), container, job.settings.hooks)
 
 
 def _restore_gpus(
@@ -185,10 +263,15 @@ def _restore_gpus(
             )
     suspended = [by_inner[wanted.pid] for wanted in job.record.processes]
     pids = [process.pid for process in suspended]
+    assert job.remap is not None
+    pairs = {
+        by_inner[wanted.pid].pid: job.remap.of(uuid for uuid, _ in wanted.gpus)
+        for wanted in job.record.processes
+    }
     with job.transaction.step("driver restore"):
         # CRIU restores them stopped; should it ever not, they must be all the same.
         stop(pids, timeout=job.settings.nvidia.lock_timeout)
-        resume(driver, pids, InCriu())
+        resume(driver, pids, InCriu(), pairs=pairs)
     for process in suspended:
         if not proc.running(process.pid) or driver.state(process.pid) is not ProcessState.RUNNING:
             raise GpusnapError(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from runtime_shim.errors import SettingsError, reason
+from runtime_shim.gpu.gpumap import GpuMap, parse_map
 
 __all__ = [
     "ANNOTATION_PREFIX",
@@ -71,6 +72,12 @@ class Settings:
     """The real runtime, a name or an absolute path; empty: crun, or else runc."""
     retries: int = 3
     """How often a dump is tried again when a process began to use a GPU meanwhile."""
+    gpu_map: GpuMap = ()
+    """Which of this host's GPUs take which of a checkpoint's place; the rest is fitted around it."""
+    keep_names: bool = False
+    """Let device nodes keep their old names after a restore onto other GPUs, beside the new ones."""
+    hooks: tuple[str, ...] = ("update-ldcache", "create-symlinks")
+    """NVIDIA's createContainer hooks to run again where a restore brings other driver libraries."""
     nvidia: Nvidia = field(default_factory=Nvidia)
     criu: Criu = field(default_factory=Criu)
 
@@ -166,9 +173,18 @@ def _lines(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _map(value: Any) -> GpuMap:
+    if not isinstance(value, str):
+        raise ValueError('a list of old=new such as "0=3,1=2"')
+    return parse_map(value)
+
+
 TABLE: dict[str, Key] = {
     "runtime": Key(_runtime),
     "retries": Key(_whole(0, 100), annotation=True),
+    "gpu-map": Key(_map, annotation=True),
+    "keep-names": Key(_boolean, annotation=True),
+    "hooks": Key(_lines),
     "nvidia.lock-timeout": Key(_seconds, annotation=True),
     "nvidia.allow-nccl": Key(_boolean, annotation=True),
     "criu.link-remap": Key(_boolean, annotation=True),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol
 
 from runtime_shim import proc
@@ -30,6 +31,9 @@ _ATTEMPTS = 4
 _PAUSE = 0.5
 # Seconds that a killed process may take to be gone.
 _DYING = 0.2
+
+
+Pairs = Sequence[tuple[str, str]]
 
 
 class Pages(Protocol):
@@ -167,13 +171,13 @@ def _driver_thread(driver: Driver, pid: int) -> Iterator[None]:
 
 
 def resume(
-    driver: Driver, pids: Iterable[int], pages: Pages, *, pairs: Sequence[tuple[str, str]] = ()
+    driver: Driver, pids: Iterable[int], pages: Pages, *, pairs: Mapping[int, Pairs] = MappingProxyType({})
 ) -> None:
     """Restore every suspended process, let it go on, and unlock it; all at once, those that died left out.
 
-    `pairs` of (old UUID, new UUID). Raises a GpusnapError after everything that could be resumed has been; a
-    process that the driver could not restore stays stopped, since its threads would miss what the driver took
-    from them.
+    `pairs` of (old UUID, new UUID), by PID, for those that come back on other GPUs. Raises a GpusnapError
+    after everything that could be resumed has been; a process that the driver could not restore stays
+    stopped, since its threads would miss what the driver took from them.
     """
     alive = [pid for pid in pids if proc.running(pid)]
     waiting, failure = alive, None
@@ -194,17 +198,17 @@ def resume(
         raise failure
 
 
-def _bring_back(driver: Driver, pairs: Sequence[tuple[str, str]], pid: int) -> None:
+def _bring_back(driver: Driver, pairs: Mapping[int, Pairs], pid: int) -> None:
     """Restore one process if it is suspended, and let it go on."""
     if not proc.still(pid):
-        _restore(driver, pairs, pid)
+        _restore(driver, pairs.get(pid, ()), pid)
         return
     with _driver_thread(driver, pid):
-        _restore(driver, pairs, pid)
+        _restore(driver, pairs.get(pid, ()), pid)
     go_on([pid])
 
 
-def _restore(driver: Driver, pairs: Sequence[tuple[str, str]], pid: int) -> None:
+def _restore(driver: Driver, pairs: Pairs, pid: int) -> None:
     if driver.state(pid) is ProcessState.CHECKPOINTED:
         driver.restore(pid, pairs)
 

@@ -6,7 +6,7 @@ root mount"; criu#2472, cuda-checkpoint#19) unless it is named as external. A tm
 the container, and binds of its files, CRIU dumps by itself: those stay alone.
 
 A manifest from elsewhere must not bring any path of this host into a container, so both ends of such a mount
-have to be what `_DRIVER` describes: the driver's own files.
+have to be the driver's own files, or nodes of its GPUs.
 """
 
 from __future__ import annotations
@@ -18,18 +18,13 @@ from typing import Any
 
 from runtime_shim import proc
 from runtime_shim.errors import Refused
+from runtime_shim.gpu.libraries import is_driver_file
 from runtime_shim.manifest import DriverMount
 
 __all__ = ["checked", "undeclared"]
 
-_DRIVER = re.compile(
-    r"""(?x)
-    /proc/driver/nvidia(?:/[\w.:-]+)* |
-    /(?:usr/)?lib/firmware/(?:updates/)?(?:[\w.+-]+/)?nvidia/[\w.-]+(?:/[\w.-]+)? |
-    /(?:usr/)?(?:lib|lib32|lib64)/(?:[\w.-]+/){0,3}(?:lib(?:cuda|nv|GLX_nvidia|EGL_nvidia|GLES|vdpau_nvidia)[\w.-]*\.so[\w.]*)
-    | /(?:usr/)?bin/nvidia-[\w-]+ | /(?:var/)?run/nvidia-(?:persistenced|fabricmanager)/socket
-    """
-)
+# A GPU's node that was bind-mounted and has moved: config.json knows it by its old name.
+_NODE = re.compile(r"/dev/(?:nvidia(?:\d{1,3}|ctl|-uvm|-uvm-tools|-modeset)|dri/(?:renderD|card)\d{1,4}|kfd)")
 
 
 def undeclared(init: int, config: dict[str, Any]) -> tuple[tuple[DriverMount, ...], bool]:
@@ -38,7 +33,7 @@ def undeclared(init: int, config: dict[str, Any]) -> tuple[tuple[DriverMount, ..
     found: list[DriverMount] = []
     masters = False
     for mount in proc.mounts(init):
-        if mount.destination in known or not _DRIVER.fullmatch(mount.destination):
+        if mount.destination in known or not _ours(mount.destination):
             continue
         source = proc.host_path(mount)
         if source is None or not _same_file(source, f"/proc/{init}/root{mount.destination}"):
@@ -49,17 +44,25 @@ def undeclared(init: int, config: dict[str, Any]) -> tuple[tuple[DriverMount, ..
     return tuple(found), masters
 
 
-def checked(mounts: Sequence[DriverMount]) -> None:
-    """Refuse a manifest's mounts that are not the driver's, or whose source this host does not have."""
-    for mount in mounts:
-        for path in (mount.destination, mount.source, os.path.realpath(mount.source)):
-            if not _DRIVER.fullmatch(path) or ".." in path.split("/"):
+def checked(mounts: Sequence[DriverMount], here: Sequence[DriverMount] | None = None) -> None:
+    """Refuse a manifest's mounts that are not the driver's, or whose source this host does not have.
+
+    `here` are the same with the sources that this host has for them, as remap.py chose them.
+    """
+    for mount, ours in zip(mounts, here or mounts, strict=True):
+        chosen = ours.source != mount.source  # then it is this host's, and not the manifest's
+        for path in (mount.destination, mount.source, *(() if chosen else [os.path.realpath(mount.source)])):
+            if not _ours(path):
                 raise Refused(f"the manifest asks to mount {path}, which is no file of the GPU's driver")
-        if not os.path.exists(mount.source):
+        if not os.path.exists(ours.source):
             raise Refused(
                 f"the container had the driver's {mount.source} mounted, and this host does not have it",
                 hint="install the same driver version here",
             )
+
+
+def _ours(path: str) -> bool:
+    return is_driver_file(path) or bool(_NODE.fullmatch(path))
 
 
 def _same_file(one: str, other: str) -> bool:

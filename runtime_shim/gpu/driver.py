@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Driver", "Gpu", "Host", "ProcessState"]
+__all__ = ["Driver", "Gpu", "Host", "Node", "ProcessState"]
 
 
 class ProcessState(enum.IntEnum):
@@ -40,6 +40,8 @@ class Gpu:
     mig: bool
     compute_mode: str
     """default, exclusive-process, prohibited (NVML's compute modes)."""
+    pci: str = ""
+    """Address as sysfs writes it: 0000:41:00.0; empty where the driver does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,18 @@ class Host:
     cuda_version: str
     """The newest CUDA that the driver speaks: 13.0."""
     gpus: tuple[Gpu, ...]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Node:
+    """A character device that belongs to a GPU's driver."""
+
+    path: str
+    """In the container or on the host: /dev/nvidia0, /dev/dri/renderD128."""
+    major: int
+    minor: int
+    gpu: str = ""
+    """UUID; empty where all GPUs share it."""
 
 
 class Driver(Protocol):
@@ -87,6 +101,9 @@ class Driver(Protocol):
 
         By minor of the node, not by its name; a suspended process holds none, but still has its /dev.
         """
+
+    def nodes(self, pid: int | None = None) -> tuple[Node, ...]:
+        """The GPU device nodes in the /dev of a process; without one those of this host, made or not."""
 
     def lock(self, pid: int, *, timeout: float) -> None:
         """Stop new GPU work and wait for what is under way; LockTimeout after `timeout` seconds."""

@@ -30,6 +30,7 @@ from runtime_shim.gpu.errors import (
     PermissionRefused,
     ProcessGone,
 )
+from runtime_shim.gpu.nodes import Node, in_container, on_host
 from runtime_shim.gpu.results import CUDA_SUCCESS, cuda_error
 
 if TYPE_CHECKING:
@@ -151,6 +152,11 @@ class Nvidia:
         # A program sees instances of a GPU that MIG has split, never the GPU itself.
         seen = {minor for minor in in_dev if minor in gpus and not gpus[minor].mig}
         return tuple(gpus[minor].uuid for minor in sorted({*held, *seen}))
+
+    def nodes(self, pid: int | None = None) -> tuple[Node, ...]:
+        """NVIDIA's device nodes in the /dev of a process, or this host's own; see module `nodes`."""
+        gpus = self.host().gpus
+        return on_host(gpus) if pid is None else in_container(pid, gpus)
 
     def lock(self, pid: int, *, timeout: float) -> None:
         """Stop new GPU work and wait for what is under way, at most `timeout` seconds (1 ms at least).

@@ -138,7 +138,14 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
             memory_used=int(memory.used),
             mig=mig == 1,
             compute_mode=_COMPUTE_MODES.get(mode, "default"),
+            pci=_pci(nvml, handle),
         )
+
+
+def _pci(nvml: Any, handle: Any) -> str:
+    """NVML's domain has eight digits where sysfs has four."""
+    address: str = _optional(lambda: _text(nvml.nvmlDeviceGetPciInfo(handle).busId), "")
+    return address[-12:].lower()
 
 
 def _optional(ask: Callable[[], T], otherwise: T) -> T:

@@ -47,8 +47,10 @@ class Machine:
     nodes: tuple[str, ...]
     mounts: tuple[str, ...]
 
-    def options(self, *, gpu: bool = True) -> list[str]:
-        """`gpu`: with the device nodes."""
+    def options(self, *, gpu: bool = True, minors: Sequence[int] = ()) -> list[str]:
+        """`gpu`: with the device nodes; `minors`: of these GPUs, by default the first."""
+        nodes = [node for node in self.nodes if not minors or not node[-1].isdigit()]
+        nodes += [f"/dev/nvidia{minor}" for minor in minors]
         words = ["--pids-limit", "0", "--network", "host", "--log-driver", "k8s-file"]
         words += ["--env", "PYTHONUNBUFFERED=1"]
         for path in self.mounts:
@@ -57,7 +59,7 @@ class Machine:
         for name in _PASSED_ON:
             if name in os.environ:
                 words += ["--env", f"{name}={os.environ[name]}"]
-        words += [word for node in self.nodes if gpu for word in ("--device", node)]
+        words += [word for node in nodes if gpu for word in ("--device", node)]
         return [*words, "--volume", f"{HERE / 'programs'}:/programs:ro,bind"]
 
 

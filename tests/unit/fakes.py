@@ -27,7 +27,8 @@ import pytest
 from runtime_shim import locate, proc, shim, suspension
 from runtime_shim.gpu.driver import Gpu, Host, ProcessState
 from runtime_shim.gpu.errors import GpuError, IllegalState, ProcessGone
-from runtime_shim.manifest import GpuProcess, GpuRecord, HostRecord, Manifest
+from runtime_shim.gpu.nodes import Node
+from runtime_shim.manifest import DeviceNode, DriverLibrary, GpuProcess, GpuRecord, HostRecord, Manifest
 from runtime_shim.real import RealRuntime, identify
 from runtime_shim.settings import Settings
 from runtime_shim.transaction import Step
@@ -90,6 +91,8 @@ def a_manifest(*, pids: Sequence[int] = (1,), used: int = 3 * MIB) -> Manifest:
         host=HostRecord("x86_64", "6.18.0", "nvidia", "580.159.04", "13.0", "4.1.1", "crun", "1.21"),
         gpus=(GpuRecord(uuid(0), 0, 0, "NVIDIA H100 80GB HBM3", "9.0", 80 << 30, used),),
         processes=tuple(GpuProcess(pid, "sleep", ("sleep", "600"), ((uuid(0), used),)) for pid in pids),
+        nodes=(DeviceNode("/dev/nvidia0", 195, 0, uuid(0)), DeviceNode("/dev/nvidiactl", 195, 255, "")),
+        libraries=(DriverLibrary("/usr/lib/libcuda.so.580.159.04", 64 * MIB, "00ff", 0o100755),),
         timing=(Step("inspect", 0.0, 0.25), Step("dump", 0.25, 0.5)),
     )
 
@@ -175,6 +178,8 @@ class FakeDriver:
     used: dict[int, int] = field(default_factory=dict)
     idle: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Device files that a process without GPU state holds."""
+    dev: tuple[Node, ...] = ()
+    """The nodes of the container's /dev."""
     calls: list[Call] = field(default_factory=list)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _hooks: list[tuple[str, int | None, Callable[[int], None]]] = field(default_factory=list)
@@ -233,6 +238,13 @@ class FakeDriver:
         """As the protocol says."""
         self._called("state", pid)
         return self.states.get(pid) if proc.running(pid) else None
+
+    def nodes(self, pid: int | None = None) -> tuple[Node, ...]:
+        """Those of this host; every process has the nodes of its `dev`, or else all of them."""
+        self._called("nodes", pid or 0)
+        own = (Node(f"/dev/nvidia{g.minor}", 195, g.minor, g.uuid) for g in self.gpus)
+        every = (*own, Node("/dev/nvidiactl", 195, 255))
+        return tuple(sorted(every if pid is None else self.dev or every))
 
     def restore_thread(self, pid: int) -> int:
         """As the protocol says."""

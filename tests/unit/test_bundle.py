@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from runtime_shim.bundle import prepare
+from runtime_shim.bundle import Edits, prepare
 from runtime_shim.errors import ContainerError
+from runtime_shim.gpu.nodes import Change, Node
 
 
 @pytest.fixture
@@ -80,3 +81,88 @@ def test_bundle_that_cannot_be_written(bundle: Path) -> None:
     (bundle / "config.json").unlink()
     with pytest.raises(ContainerError, match=r"config\.json cannot be prepared"):
         prepare(str(bundle), config)
+
+
+ZERO, THREE = Node("/dev/nvidia0", 195, 0), Node("/dev/nvidia3", 195, 3)
+UVM, UVM_HERE = Node("/dev/nvidia-uvm", 511, 0), Node("/dev/nvidia-uvm", 240, 0)
+
+
+def device(node: Node, **more: Any) -> dict[str, Any]:
+    return {"path": node.path, "type": "c", "major": node.major, "minor": node.minor, "fileMode": 438, **more}
+
+
+def rule(major: int | None, minor: int | None, *, allow: bool = True) -> dict[str, Any]:
+    found = {"allow": allow, "type": "c", "major": major, "minor": minor, "access": "rwm"}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def given_devices(
+    bundle: Path, devices: list[Any], rules: list[Any], edits: Edits
+) -> tuple[list[Any], list[Any]]:
+    """linux.devices and its rules after the edits."""
+    config = {"linux": {"devices": devices, "resources": {"devices": rules}}}
+    (bundle / "config.json").write_text(json.dumps(config))
+    prepare(str(bundle), config, edits)
+    found = json.loads((bundle / "config.json").read_text())["linux"]
+    return found["devices"], found["resources"]["devices"]
+
+
+def test_devices_and_rules_become_the_targets(bundle: Path) -> None:
+    """Path and numbers change, mode and owner stay; the old GPU's rule is the new one's, in its place."""
+    edits = Edits((Change(ZERO, (THREE,)), Change(UVM, (UVM_HERE,))))
+    fuse = Node("/dev/fuse", 10, 229)
+    every = {"allow": False, "access": "rwm"}
+    devices, rules = given_devices(
+        bundle,
+        [device(fuse), device(ZERO, uid=7), device(UVM)],
+        [every, rule(10, 229), rule(195, 0), rule(511, 0), rule(511, None), rule(195, 255)],
+        edits,
+    )
+    assert devices == [device(fuse), device(THREE, uid=7), device(UVM_HERE)]
+    assert rules == [every, rule(10, 229), rule(195, 3), rule(240, 0), rule(240, None), rule(195, 255)]
+
+
+def test_a_kept_name_is_listed_beside_the_new_one(bundle: Path) -> None:
+    """Both names, one rule each time: they are one device."""
+    kept = Node("/dev/nvidia0", 195, 3)
+    devices, rules = given_devices(
+        bundle, [device(ZERO)], [rule(195, 0)], Edits((Change(ZERO, (kept, THREE)),))
+    )
+    assert devices == [device(kept), device(THREE)]
+    assert rules == [rule(195, 3)]
+    devices, rules = given_devices(bundle, devices, rules, Edits((Change(kept, ()),)))
+    assert devices == [device(THREE)]
+    assert rules == [rule(195, 3)]
+
+
+def test_a_gpu_outside_the_plan_is_given_nowhere(bundle: Path) -> None:
+    """What an archive's config.json says of another GPU of this host is left out; not a disk of that number."""
+    disk = {"path": "/dev/x", "type": "b", "major": 195, "minor": 0}
+    devices, rules = given_devices(
+        bundle,
+        [device(THREE), device(Node("/dev/harmless", 195, 0)), disk],
+        [rule(195, 0), rule(195, 3), {**rule(195, 0), "type": "b"}],
+        Edits(strange=(ZERO,)),
+    )
+    assert devices == [device(THREE), disk]
+    assert rules == [rule(195, 3), {**rule(195, 0), "type": "b"}]
+
+
+def test_sources_are_this_hosts(bundle: Path) -> None:
+    """A bind mount takes its source from the edits; its destination stays, and so do other mounts."""
+    library = {"destination": "/lib/libcuda.so.1.2", "source": "/lib/libcuda.so.1.2", "options": ["rbind"]}
+    tmpfs = {"destination": "/tmp", "type": "tmpfs", "source": "/lib/libcuda.so.1.2"}
+    config = write(bundle, library, tmpfs)
+    prepare(str(bundle), config, Edits(sources={"/lib/libcuda.so.1.2": "/usr/lib/libcuda.so.1.3"}))
+    assert read(bundle) == [library | {"type": "bind", "source": "/usr/lib/libcuda.so.1.3"}, tmpfs]
+
+
+@pytest.mark.parametrize(
+    "linux", [{}, {"devices": None}, {"resources": {"devices": "all"}}, {"devices": [7]}]
+)
+def test_odd_configurations_are_left_alone(bundle: Path, linux: Any) -> None:
+    """Whatever is no list of devices is the runtime's to judge."""
+    config = {"linux": linux}
+    (bundle / "config.json").write_text(json.dumps(config))
+    prepare(str(bundle), config, Edits((Change(ZERO, (THREE,)),)))
+    assert json.loads((bundle / "config.json").read_text()) == {"linux": linux}

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import gpusnap
+import hooks
 import oci
 import runtime_shim
 
@@ -23,7 +24,7 @@ FLOORS = ["gpusnap", "hooks", "runtime_shim", "oci"]
 # Of their own floor, the GPU room and the memory room need no more than this, and not one another.
 GROUND = {"runtime_shim.errors", "runtime_shim.gpu", "runtime_shim.memory"}
 # Named in no __all__: click finds its commands by itself, and the reader of --version has no other caller.
-UNLISTED = {"gpusnap.cli": {"command", "gpus", "inspect", "resume", "settings"}}
+UNLISTED = {"gpusnap.cli": {"command", "gpus", "inspect", "plan", "resume", "settings"}}
 HEAVY = (
     "argparse",
     "tomllib",
@@ -39,7 +40,7 @@ HEAVY = (
 
 
 def modules() -> Iterator[str]:
-    for package in (gpusnap, oci, runtime_shim):
+    for package in (gpusnap, hooks, oci, runtime_shim):
         yield package.__name__
         for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             yield found.name

@@ -1,0 +1,71 @@
+"""The stage createRuntime: keeps which GPUs a container was given (runtime-spec, config.md, createRuntime).
+
+The runtime runs it on the host when the container's namespaces exist and its program has not been started.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hooks.errors import HookError
+from hooks.file import read_file
+from hooks.marks import may_have_gpu
+
+__all__ = ["note_gpus"]
+
+_CONFIG_LIMIT = 16 << 20
+
+
+def note_gpus(data: bytes) -> None:
+    """Keep the GPUs of the container whose state `data` is; see hooks.record. Raises HookError."""
+    quick = _bundle_without_parsing(data)
+    if quick and not may_have_gpu(_config(quick)):
+        return
+    from hooks.document import parse
+
+    state = parse(data, "the container's state")
+    bundle = state.get("bundle")
+    if not isinstance(bundle, str) or not os.path.isabs(bundle):
+        raise HookError("the container's state names no bundle")
+    config = parse(_config(bundle), "the container's configuration")
+    from hooks import given
+
+    if not given.has_gpu(config):
+        return
+    from hooks import record, schema
+
+    schema.check(state, "state", "the container's state")
+    schema.check(config, "config", "the container's configuration")
+    record.write(
+        record.Record(
+            container=state["id"],
+            created=record.now(),
+            pid=int(state.get("pid", 0)),
+            bundle=bundle,
+            driver=given.driver_version(config),
+            devices=tuple(record.Node(**node) for node in given.nodes(config)),
+            cdi=tuple(given.cdi_names(config)),
+            visible=given.visible_devices(config),
+        )
+    )
+
+
+def _bundle_without_parsing(data: bytes) -> str:
+    """The bundle of a state; empty where that takes a parser, which ordinary containers are spared.
+
+    Without a backslash every quotation mark begins or ends a string, and what comes once is the name.
+    """
+    _, name, after = data.partition(b'"bundle"')
+    if not name or name in after or b"\\" in data:
+        return ""
+    words = after.split(b'"', 2)
+    if len(words) < 3 or words[0].strip() != b":" or not words[1].startswith(b"/"):
+        return ""
+    return os.fsdecode(words[1])
+
+
+def _config(bundle: str) -> bytes:
+    try:
+        return read_file(os.path.join(bundle, "config.json"), _CONFIG_LIMIT)
+    except FileNotFoundError:
+        raise HookError(f"the bundle {bundle} has no config.json") from None

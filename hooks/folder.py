@@ -1,0 +1,7 @@
+"""The name of the folder of hooks.place, for who only looks whether there is anything in it."""
+
+from __future__ import annotations
+
+__all__ = ["FOLDER"]
+
+FOLDER = "/run/gpusnap/containers"

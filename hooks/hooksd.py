@@ -1,0 +1,181 @@
+"""The files that make Podman run the hooks: oci-hooks(5), version 1.0.0, one for each stage.
+
+A file is ours when it is, byte for byte, what `files` makes of the program and the choices that stand in it;
+one that somebody changed is his. Each file is put in place in one step.
+
+hooks.d has no condition for "has a GPU": Podman leaves no annotation for --device, and `hasBindMounts` counts
+the volumes of the user, not CDI's mounts (libpod, setupOCIHooks). So the hooks run for every container and
+see for themselves, or, with `annotated`, only for one with an annotation io.gpusnap or io.gpusnap.*.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hooks.errors import HookError
+from hooks.file import read_file
+from hooks.main import STAGES
+from runtime_shim.errors import reason
+
+__all__ = [
+    "ANNOTATION",
+    "PROGRAM",
+    "SHARED_DIRECTORIES",
+    "TIMEOUT",
+    "Change",
+    "files",
+    "find_program",
+    "install",
+    "remove",
+]
+
+PROGRAM = "gpusnap-hook"
+SHARED_DIRECTORIES = ("/usr/share/containers/oci/hooks.d", "/etc/containers/oci/hooks.d")
+"""Read by CRI-O, Buildah and `podman build` too, which take a file with the stage precreate for an error
+(containers/common, pkg/hooks: its caller says which stages beyond OCI's it knows; Buildah names none)."""
+
+TIMEOUT = 10
+"""Seconds; the hooks give up by themselves after main.SECONDS."""
+ANNOTATION = r"^io\.gpusnap(\.|$)"
+
+_NAMES = {
+    "precreate": "gpusnap-precreate.json",
+    "createRuntime": "gpusnap-create-runtime.json",
+    "poststop": "gpusnap-poststop.json",
+}
+_LIMIT = 1 << 16
+
+Change = tuple[str, str]
+"""(what was done, path): written, replaced, unchanged, removed."""
+
+
+def files(
+    program: str, *, stages: Iterable[str] = STAGES, annotated: bool = False, criu_config: str = ""
+) -> dict[str, bytes]:
+    """The files by name. `program` and `criu_config` are absolute paths."""
+    when: dict[str, Any] = {"annotations": {ANNOTATION: ".*"}} if annotated else {"always": True}
+    made = {}
+    for stage in STAGES:
+        if stage not in stages:
+            continue
+        args = [PROGRAM, stage]
+        if stage == "precreate" and criu_config:
+            args += ["--criu-config", criu_config]
+        hook = {"path": program, "args": args, "timeout": TIMEOUT}
+        document = {"version": "1.0.0", "hook": hook, "when": when, "stages": [stage]}
+        made[_NAMES[stage]] = json.dumps(document, indent=1).encode() + b"\n"
+    return made
+
+
+def find_program() -> str:
+    """The absolute path of the installed gpusnap-hook. Raises HookError where there is none."""
+    beside = os.path.dirname(os.path.abspath(sys.argv[0])) if sys.argv and sys.argv[0] else ""
+    places = [place for place in (beside, sysconfig.get_path("scripts")) if place]
+    for place in places:
+        path = os.path.join(place, PROGRAM)
+        with contextlib.suppress(OSError):
+            if stat.S_ISREG(os.stat(path).st_mode) and os.access(path, os.X_OK):
+                return path
+    raise HookError(
+        f"the program {PROGRAM} is not in {' or '.join(dict.fromkeys(places))}",
+        hint="install gpusnap with pip, pipx or your distribution's package, which bring it",
+    )
+
+
+def install(directory: str, made: Mapping[str, bytes], *, force: bool = False) -> list[Change]:
+    """Put the files into `directory`, which is made where it is missing.
+
+    Raises HookError, before anything is changed, where one of their names is taken by a file that is not ours
+    and `force` is not given, and where the directory cannot be written.
+    """
+    plan = []
+    for name, data in made.items():
+        path = os.path.join(directory, name)
+        before = _content(path)
+        if before is not None and not force and not _ours(name, before):
+            raise HookError(
+                f"{path} is not as gpusnap writes it", hint="look at it, and give --force to replace it"
+            )
+        plan.append((path, before, data))
+    try:
+        os.makedirs(directory, mode=0o755, exist_ok=True)
+        return [_put(path, before, data) for path, before, data in plan]
+    except OSError as error:
+        raise HookError(
+            f"the hooks cannot be written into {directory}: {reason(error)}", hint="run it as root"
+        ) from error
+
+
+def remove(directory: str, *, dry_run: bool = False) -> tuple[list[Change], list[str]]:
+    """Take our files away; what was done, and the paths with our names that are not ours and stay.
+
+    `dry_run`: only say so. Raises HookError.
+    """
+    done, left = [], []
+    for name in _NAMES.values():
+        path = os.path.join(directory, name)
+        content = _content(path)
+        if content is None:
+            continue
+        if not _ours(name, content):
+            left.append(path)
+            continue
+        try:
+            if not dry_run:
+                os.unlink(path)
+        except OSError as error:
+            raise HookError(f"{path} cannot be removed: {reason(error)}", hint="run it as root") from error
+        done.append(("removed", path))
+    return done, left
+
+
+def _content(path: str) -> bytes | None:
+    """What is in a file; None where there is none, and nothing of ours where it is no file to read."""
+    if not os.path.lexists(path):
+        return None
+    try:
+        return read_file(path, _LIMIT)
+    except (FileNotFoundError, HookError):
+        return b""
+
+
+def _ours(name: str, data: bytes) -> bool:
+    """Whether `files` makes this of the choices that stand in it."""
+    try:
+        document = json.loads(data)
+        hook, (stage,) = document["hook"], document["stages"]
+        options = hook["args"][2:]
+        again = files(
+            hook["path"],
+            stages=(stage,),
+            annotated="annotations" in document["when"],
+            criu_config=options[1] if options else "",
+        )
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        return False
+    return again.get(name) == data and os.path.basename(hook["path"]) == PROGRAM
+
+
+def _put(path: str, before: bytes | None, data: bytes) -> Change:
+    if before == data:
+        return "unchanged", path
+    descriptor, pending = tempfile.mkstemp(prefix=".gpusnap-", dir=os.path.dirname(path))
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o644)
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(pending, path)
+    except BaseException:
+        os.unlink(pending)
+        raise
+    return "written" if before is None else "replaced", path

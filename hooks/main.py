@@ -1,0 +1,158 @@
+"""The console script gpusnap-hook: `gpusnap-hook STAGE`, one small program for each stage.
+
+    gpusnap-hook precreate [--criu-config PATH]    a configuration on stdin, and on stdout
+    gpusnap-hook createRuntime                     a container's state on stdin
+    gpusnap-hook poststop                          a container's state on stdin
+
+No container may fail of a hook, so the exit code is always 0, and an error is one line on stderr; precreate
+then prints the configuration as it came, byte for byte. Every container of the host may pay for what is
+imported here, so a stage's module is imported once it is certain that it has something to do.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from hooks.marks import may_have_gpu
+
+TYPE_CHECKING = False  # not typing's, whose import takes longer than all of this module
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["SECONDS", "STAGES", "main"]
+
+STAGES = ("precreate", "createRuntime", "poststop")
+SECONDS = 5.0
+"""That a hook gives itself, less than the timeout in the hooks.d files: a killed hook fails the container."""
+
+_USAGE = "usage: gpusnap-hook precreate [--criu-config PATH] | createRuntime | poststop"
+_CONFIG_LIMIT = 16 << 20
+_STATE_LIMIT = 1 << 20
+_BLOCK = 1 << 16
+
+
+class _TimeUp(BaseException):
+    """No Exception: nothing on the way may take it for one of its own."""
+
+
+def main(words: list[str] | None = None, *, source: int = 0, target: int = 1) -> int:
+    """Run the hook that `words` name (those of sys.argv by default); the exit code, always 0.
+
+    `source` and `target` are the descriptors of stdin and stdout.
+    """
+    stage, *options = (sys.argv[1:] if words is None else words) or [""]
+    if stage in ("-h", "--help"):
+        print(_USAGE)
+    elif stage == "precreate":
+        _precreate(options, source, target)
+    elif stage not in STAGES:
+        _say(f"there is no stage {stage[:80]!r}; {_USAGE}" if stage else _USAGE)
+    else:
+        _limited(lambda: _with_state(stage, options, source))
+    return 0
+
+
+def _precreate(options: list[str], source: int, target: int) -> None:
+    came: list[bytes] = []
+    answer: list[bytes] = []
+    whole = [False]
+
+    def work() -> None:
+        whole[0] = _read(source, came, _CONFIG_LIMIT)
+        data = b"".join(came)
+        path = _criu_config(options)
+        if not whole[0]:
+            raise OverflowError(f"the configuration is larger than {_CONFIG_LIMIT >> 20} MiB")
+        if may_have_gpu(data):
+            from hooks.precreate import prepared
+
+            answer.append(prepared(data, path))
+
+    done = _limited(work)
+    try:
+        _write(target, b"".join(answer if done and answer else came))
+        while not whole[0] and (block := os.read(source, _BLOCK)):
+            _write(target, block)
+    except OSError as error:
+        if done:  # otherwise the line has been said
+            _say(f"the configuration cannot be passed on: {error.strerror}")
+
+
+def _criu_config(options: list[str]) -> str:
+    if not options:
+        return ""
+    name, equals, value = options[0].partition("=")
+    values = [value, *options[1:]] if equals else options[1:]
+    if name != "--criu-config" or len(values) != 1 or not values[0].startswith("/"):
+        raise ValueError(f"{' '.join(options)[:80]!r} is not --criu-config with an absolute path")
+    return values[0]
+
+
+def _with_state(stage: str, options: list[str], source: int) -> None:
+    came: list[bytes] = []
+    if options:
+        raise ValueError(f"the stage {stage} takes no options")
+    if not _read(source, came, _STATE_LIMIT):
+        raise OverflowError(f"the container's state is larger than {_STATE_LIMIT >> 20} MiB")
+    if stage == "createRuntime":
+        from hooks.create_runtime import note_gpus as act
+    else:
+        from hooks.poststop import forget as act
+    act(b"".join(came))
+
+
+def _read(source: int, came: list[bytes], limit: int) -> bool:
+    """Read to the end, or until more than `limit` bytes came; whether it was the end."""
+    size = 0
+    while size <= limit:
+        block = os.read(source, _BLOCK)
+        if not block:
+            return True
+        came.append(block)
+        size += len(block)
+    return False
+
+
+def _write(target: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(target, view) :]
+
+
+def _limited(work: Callable[[], None]) -> bool:
+    """Do the work within SECONDS; whether it was done. Whatever goes wrong is one line on stderr."""
+    # The C module under `signal`, whose enums take a millisecond.
+    import _signal  # type: ignore[import-not-found]
+
+    def ring(number: int, frame: object) -> None:
+        raise _TimeUp
+
+    try:
+        before = _signal.signal(_signal.SIGALRM, ring)
+        try:
+            _signal.setitimer(_signal.ITIMER_REAL, SECONDS)
+            work()
+        finally:
+            _signal.setitimer(_signal.ITIMER_REAL, 0)
+            _signal.signal(_signal.SIGALRM, before)
+    except _TimeUp:
+        _say(f"gave up after {SECONDS:g} s")
+        return False
+    except BaseException as error:
+        sentence = getattr(error, "sentence", None)
+        _say(sentence() if sentence else f"{error}" or type(error).__name__)
+        return False
+    return True
+
+
+def _say(text: str) -> None:
+    line = " ".join(text.split())[:1000]
+    try:
+        os.write(2, f"gpusnap-hook: {line}\n".encode("utf-8", "backslashreplace"))
+    except OSError:
+        return  # nobody listens
+
+
+if __name__ == "__main__":
+    sys.exit(main())

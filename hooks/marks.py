@@ -1,0 +1,13 @@
+"""The quick look at a configuration, before anything is imported to parse it."""
+
+from __future__ import annotations
+
+__all__ = ["may_have_gpu"]
+
+# In every configuration of a container with a GPU: a part of a node's or of a library's path.
+_MARKS = (b"nvidia", b"kfd", b"libcuda")
+
+
+def may_have_gpu(config: bytes) -> bool:
+    """Whether a configuration as JSON could be one of a container with a GPU; given.has_gpu knows."""
+    return any(mark in config for mark in _MARKS)

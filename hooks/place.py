@@ -1,0 +1,89 @@
+"""Where gpusnap keeps what it knows of running containers: a folder each, gone with the next boot.
+
+    /run/gpusnap/containers/      0700
+        ID/                       0700, made at createRuntime, removed at poststop
+            gpus.json             0600, see hooks.record
+
+Nothing here follows a symbolic link, and no container's ID leads out of the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+
+from hooks import folder
+from hooks.errors import HookError
+
+__all__ = ["checked", "make", "opened", "remove"]
+
+# runc (libcontainer/factory_linux.go) and containerd (pkg/identifiers) allow no more than this.
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,254}")
+_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_DEPTH = 8
+
+
+def checked(container: object) -> str:
+    """The ID of a container, which is safe as a file's name. Raises HookError for any other."""
+    if not isinstance(container, str) or not _ID.fullmatch(container):
+        raise HookError(f"{str(container)[:80]!r} is no container ID")
+    return container
+
+
+@contextlib.contextmanager
+def opened(*names: str) -> Iterator[int]:
+    """A descriptor of folder.FOLDER, or of a folder in it. Raises OSError."""
+    top, above, last = _parts()
+    with contextlib.ExitStack() as stack:
+        descriptor = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        stack.callback(os.close, descriptor)
+        for name in (above, last, *names):
+            descriptor = os.open(name, _OPEN, dir_fd=descriptor)
+            stack.callback(os.close, descriptor)
+        yield descriptor
+
+
+def make(container: str) -> None:
+    """Make the folder of a container, and those above it, where they are missing. Raises OSError."""
+    top, above, last = _parts()
+    with contextlib.ExitStack() as stack:
+        descriptor = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        stack.callback(os.close, descriptor)
+        for name in (above, last, container):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=descriptor)
+            descriptor = os.open(name, _OPEN, dir_fd=descriptor)
+            stack.callback(os.close, descriptor)
+
+
+def _parts() -> tuple[str, str, str]:
+    """folder.FOLDER as the system's folder, and the two below it that are ours."""
+    above, last = os.path.split(folder.FOLDER)
+    top, above = os.path.split(above)
+    return top, above, last
+
+
+def remove(container: str) -> None:
+    """Remove the folder of a container with all that is in it; a missing one is fine. Raises OSError."""
+    try:
+        with opened() as parent:
+            _remove(container, parent, _DEPTH)
+    except FileNotFoundError:
+        return
+
+
+def _remove(name: str, parent: int, depth: int) -> None:
+    descriptor = os.open(name, _OPEN, dir_fd=parent)
+    try:
+        for inner in os.listdir(descriptor):
+            try:
+                os.unlink(inner, dir_fd=descriptor)
+            except IsADirectoryError:
+                if not depth:
+                    raise
+                _remove(inner, descriptor, depth - 1)
+    finally:
+        os.close(descriptor)
+    os.rmdir(name, dir_fd=parent)

@@ -1,0 +1,36 @@
+"""The stage poststop: forgets a container that is gone (runtime-spec, config.md, Poststop)."""
+
+from __future__ import annotations
+
+import os
+
+from hooks import folder
+from hooks.errors import HookError
+from runtime_shim.errors import reason
+
+__all__ = ["forget"]
+
+
+def forget(data: bytes) -> None:
+    """Remove what gpusnap kept for the container whose state `data` is. Raises HookError."""
+    try:
+        if not os.listdir(folder.FOLDER):
+            return
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise HookError(f"{folder.FOLDER} cannot be read: {reason(error)}") from error
+    from hooks import place
+    from hooks.document import parse
+
+    state = parse(data, "the container's state")
+    container = place.checked(state.get("id"))
+    if not os.path.lexists(os.path.join(folder.FOLDER, container)):
+        return
+    from hooks import schema
+
+    schema.check(state, "state", "the container's state")
+    try:
+        place.remove(container)
+    except OSError as error:
+        raise HookError(f"the record of container {container} cannot be removed: {reason(error)}") from error

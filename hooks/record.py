@@ -1,0 +1,117 @@
+"""The record of a container's GPUs, /run/gpusnap/containers/ID/gpus.json; the schema is gpus.schema.json.
+
+Written at createRuntime. It says what the container was given, which is not what it uses: for that ask the
+driver. A restored container has one only where the runtime runs createRuntime hooks again, as runc does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+
+from hooks import place, schema
+from hooks.document import parse, text
+from hooks.errors import HookError
+from hooks.file import read_file
+from runtime_shim.errors import reason
+
+__all__ = ["NAME", "Node", "Record", "now", "read", "write"]
+
+NAME = "gpus.json"
+_VERSION = 1
+_LIMIT = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A device node as the container sees it."""
+
+    path: str
+    major: int
+    minor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The GPUs that a container was given."""
+
+    container: str
+    """Full ID."""
+    created: str
+    """RFC 3339, UTC."""
+    pid: int
+    """Of its init, in the runtime's PID namespace; 0 where the runtime did not say."""
+    bundle: str
+    driver: str
+    """The version in the names of the mounted libraries; empty where none is mounted."""
+    devices: tuple[Node, ...]
+    cdi: tuple[str, ...]
+    """CDI devices by name, where an annotation gave them."""
+    visible: str
+    """NVIDIA_VISIBLE_DEVICES."""
+
+
+def now() -> str:
+    """The time for `Record.created`."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def write(record: Record) -> None:
+    """Keep a record, in one step and for root's eyes. Raises HookError."""
+    container = place.checked(record.container)
+    values = asdict(record)
+    document = {
+        "version": _VERSION,
+        **values,
+        "devices": list(values["devices"]),
+        "cdi": list(record.cdi),
+    }
+    schema.check(document, "gpus", f"the record of container {container}")
+    try:
+        place.make(container)
+        with place.opened(container) as folder:
+            _write(text(document) + b"\n", folder)
+    except OSError as error:
+        raise HookError(f"the record of container {container} cannot be written: {reason(error)}") from error
+
+
+def _write(data: bytes, folder: int) -> None:
+    pending = f".{NAME}.{os.getpid()}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(pending, dir_fd=folder)
+    try:
+        with os.fdopen(os.open(pending, flags, 0o600, dir_fd=folder), "wb") as file:
+            file.write(data)
+        os.replace(pending, NAME, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(pending, dir_fd=folder)
+        raise
+
+
+def read(container: str) -> Record | None:
+    """The record of a container by its full ID, None without one. Raises HookError where it is broken."""
+    what = f"the record of container {place.checked(container)}"
+    try:
+        with place.opened(container) as folder:
+            document = parse(read_file(NAME, _LIMIT, folder=folder), what)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise HookError(f"{what} cannot be read: {reason(error)}") from error
+    schema.check(document, "gpus", what)
+    if document["container"] != container:
+        raise HookError(f"{what} is of container {document['container']}")
+    return Record(
+        container=container,
+        created=document["created"],
+        pid=int(document["pid"]),
+        bundle=document["bundle"],
+        driver=document["driver"],
+        devices=tuple(Node(d["path"], int(d["major"]), int(d["minor"])) for d in document["devices"]),
+        cdi=tuple(document["cdi"]),
+        visible=document["visible"],
+    )

@@ -1,0 +1,86 @@
+"""A view of the checkpoint's directory in which some images read otherwise.
+
+CRIU takes its images from one directory. Where one of them must be another, a directory of our own stands in:
+the new images are in it as files, and each of the others as a symbolic link, so the checkpoint itself is
+never changed, and a restore that failed can be tried again.
+
+The links are relative. Restored processes open images through a descriptor of the directory when they are in
+the container's mounts already: there an absolute link would lead into the container, to whatever lies at that
+path, while .. leads up through the mounts that the descriptor belongs to (path_resolution(7)). CRIU's link
+`parent`, to the directory of an earlier dump, is seen through a link of ours and stays relative to the
+directory that it lies in.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from runtime_shim.errors import ImageError, reason
+
+__all__ = ["view"]
+
+_MOST = 65536
+"""Entries; CRIU writes some ten for each process."""
+
+
+@contextmanager
+def view(image_path: str, replaced: Mapping[str, bytes]) -> Iterator[str]:
+    """A directory that shows `image_path` with the images in `replaced`, by name, as given; gone afterwards.
+
+    With nothing to replace it is `image_path` itself. What is written there is lost: CRIU's log has to go to
+    a work directory. Raises ImageError.
+    """
+    if not replaced:
+        yield image_path
+        return
+    for name in replaced:
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise ImageError(f"{name!r} is no name of an image in {image_path}")
+    try:
+        folder = tempfile.mkdtemp(prefix="gpusnap-images-", dir=_folder())
+    except OSError as error:
+        raise _failed(image_path, error) from error
+    try:
+        try:
+            _fill(folder, image_path, replaced)
+        except OSError as error:
+            raise _failed(image_path, error) from error
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fill(folder: str, image_path: str, replaced: Mapping[str, bytes]) -> None:
+    real = os.path.realpath(image_path)
+    names = os.listdir(real)
+    if len(names) > _MOST:
+        raise ImageError(
+            f"{image_path} holds {len(names)} files, more than any dump has ({_MOST})",
+            hint="give the checkpoint a directory of its own",
+        )
+    back = os.path.relpath(real, os.path.realpath(folder))
+    for name in names:
+        if name not in replaced:
+            os.symlink(os.path.join(back, name), os.path.join(folder, name))
+    for name, content in replaced.items():
+        descriptor = os.open(
+            os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
+        )
+        with open(descriptor, "wb") as file:
+            file.write(content)
+
+
+def _failed(image_path: str, error: OSError) -> ImageError:
+    return ImageError(
+        f"the images in {image_path} cannot be prepared for the restore: {reason(error)}",
+        hint=f"see that {image_path} can be read and that {_folder()} has room",
+    )
+
+
+def _folder() -> str:
+    """Where a directory of ours may lie for a moment: /run, which is never full of checkpoints."""
+    return "/run" if os.access("/run", os.W_OK) else tempfile.gettempdir()

@@ -1,0 +1,254 @@
+"""What can only be done in the mounts of a restored container: device nodes that are mounts of their own.
+
+Where a container has a user namespace, or a node was given as a volume, its /dev/nvidia0 is this host's node,
+mounted on an empty file. CRIU brings such a mount back at the old place, and no image says another one. So
+the node is put in place afterwards, while the GPU's processes stand still, by a thread of ours that has
+joined the container's mount namespace; the rest of this process stays where it is.
+
+What lies in the container is its own affair and may be hostile. So no link is followed, each folder is
+reached from the one above it, and nothing is made or taken away outside its /dev. The nodes come from this
+host's /dev, with the numbers that the caller knows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TypeVar
+
+from runtime_shim import proc
+from runtime_shim.errors import ContainerError, reason
+from runtime_shim.gpu.nodes import Change, Node
+
+__all__ = ["mounted_nodes", "replace_nodes"]
+
+# asm-generic/unistd.h; the same on x86-64 and aarch64, from Linux 5.2 on.
+_OPEN_TREE, _MOVE_MOUNT = 428, 429
+# linux/mount.h
+_OPEN_TREE_CLONE, _OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
+_F_EMPTY_PATH, _T_EMPTY_PATH = 0x04, 0x40
+_MS_PRIVATE = 1 << 18
+# linux/fcntl.h, linux/sched.h, linux/fs.h
+_AT_FDCWD, _AT_SYMLINK_NOFOLLOW = -100, 0x100
+_CLONE_FS, _CLONE_NEWNS = 0x200, 0x20000
+_MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
+
+_T = TypeVar("_T")
+
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOOK = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+_libc.mount.argtypes = [
+    ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_void_p
+]  # fmt: skip
+_libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
+_libc.setns.argtypes = [ctypes.c_int, ctypes.c_int]
+_libc.unshare.argtypes = [ctypes.c_int]
+_libc.setfsuid.argtypes = [ctypes.c_uint]
+_libc.setfsgid.argtypes = [ctypes.c_uint]
+
+
+def mounted_nodes(init: int) -> tuple[tuple[str, int, int], ...]:
+    """(path, major, minor) of the character devices below a container's /dev that are mounts of their own.
+
+    All of them, a GPU's or not; empty where the process is gone.
+    """
+    found: dict[str, tuple[str, int, int]] = {}
+    for mount in proc.mounts(init):
+        parts = mount.destination.split("/")[1:]
+        if len(parts) < 2 or parts[0] != "dev" or ".." in parts:
+            continue
+        with suppress(OSError), ExitStack() as stack:
+            above = _opened(stack, f"/proc/{init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            for part in parts[:-1]:
+                above = _opened(stack, part, _FOLDER, above)
+            info = os.stat(parts[-1], dir_fd=above, follow_symlinks=False)
+            if stat.S_ISCHR(info.st_mode):
+                numbers = os.major(info.st_rdev), os.minor(info.st_rdev)
+                found[mount.destination] = (mount.destination, *numbers)
+    return tuple(sorted(found.values()))
+
+
+def replace_nodes(init: int, changes: Sequence[Change]) -> None:
+    """Take each change's old node, a mount of its own, away from a container, and mount its new ones there.
+
+    All at once, so two may trade places. `init` is a process of the container, and nothing in it may be using
+    the GPU. A container whose /dev is this host's is left alone. Raises ContainerError; the container may
+    then lack nodes.
+    """
+    if not changes:
+        return
+    try:
+        with ExitStack() as stack:
+            trees = {node: _clone(stack, node) for change in changes for node in change.new}
+            root = _opened(stack, f"/proc/{init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            space = _opened(stack, f"/proc/{init}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+            dev = _opened(stack, "dev", _FOLDER, root)
+            if os.fstat(dev).st_dev == os.stat("/dev").st_dev:
+                return
+            _joined(space, lambda: _replace(dev, changes, trees))
+    except OSError as error:
+        what = f": {error.strerror}" if error.filename is None else f" ({error.filename}): {reason(error)}"
+        hint = "gpusnap needs Linux 5.2 or later for this" if error.errno == errno.ENOSYS else ""
+        raise ContainerError(
+            f"the GPU's device nodes in the restored container cannot be replaced{what}", hint=hint
+        ) from error
+
+
+def _replace(dev: int, changes: Sequence[Change], trees: Mapping[Node, int]) -> None:
+    """In the container's mounts. First everything is looked at, and only then changed."""
+    with ExitStack() as stack:
+        folders: dict[str, int] = {}
+
+        def place(path: str) -> tuple[int, str]:
+            folder, _, name = _below_dev(path).rpartition("/")
+            if folder not in folders:
+                folders[folder] = _folder(stack, dev, folder)
+            return folders[folder], name
+
+        old = {change.old.path: place(change.old.path) for change in changes}
+        new = {node.path: (node, *place(node.path)) for change in changes for node in change.new}
+        for path, (folder, name) in old.items():
+            _mounted(folder, name, path)
+        for path, (_, folder, name) in new.items():
+            if path not in old:
+                _make(folder, name, path)
+        for path, (folder, name) in old.items():
+            _unmount(folder, name, path)
+        for path, (node, folder, name) in new.items():
+            _mount(trees[node], folder, name, path)
+        for path, (folder, name) in old.items():
+            if path not in new:
+                with _empty(folder, name, path):
+                    os.unlink(name, dir_fd=folder)
+
+
+def _folder(stack: ExitStack, dev: int, path: str) -> int:
+    """A folder below /dev, of the same file system: what is mounted there is not the container's alone."""
+    inner = dev
+    for part in path.split("/") if path else ():
+        inner = _opened(stack, part, _FOLDER, inner)
+        if os.fstat(inner).st_dev != os.fstat(dev).st_dev:
+            raise _strange(f"/dev/{path}", "is another file system")
+    return inner
+
+
+def _mounted(folder: int, name: str, path: str) -> None:
+    """See that a mount of a device is there."""
+    info = _looked("stat", path, lambda: os.stat(name, dir_fd=folder, follow_symlinks=False))
+    if not stat.S_ISCHR(info.st_mode) or info.st_dev == os.fstat(folder).st_dev:
+        raise _strange(path, "is no device that is mounted there")
+
+
+def _make(folder: int, name: str, path: str) -> None:
+    """An empty file to mount on, of the folder's owner.
+
+    Made in its name: root of this host may have none in the container's file system (user_namespaces(7)).
+    """
+    owner = os.fstat(folder)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    own = _libc.setfsgid(owner.st_gid), _libc.setfsuid(owner.st_uid)
+    try:
+        os.close(_looked("open", path, lambda: os.open(name, flags, 0o600, dir_fd=folder)))
+    finally:
+        _libc.setfsuid(own[1])
+        _libc.setfsgid(own[0])
+
+
+@contextmanager
+def _empty(folder: int, name: str, path: str) -> Iterator[int]:
+    """The empty file that a mount was on; anything else there is not ours."""
+    file = _looked("open", path, lambda: os.open(name, _LOOK, dir_fd=folder))
+    try:
+        info = os.fstat(file)
+        own = info.st_dev == os.fstat(folder).st_dev
+        if not stat.S_ISREG(info.st_mode) or info.st_size or not own:
+            raise _strange(path, "lies on something that is no empty file")
+        yield file
+    finally:
+        os.close(file)
+
+
+def _unmount(folder: int, name: str, path: str) -> None:
+    os.fchdir(folder)
+    _call("umount2", path, _libc.umount2(os.fsencode(name), _MNT_DETACH | _UMOUNT_NOFOLLOW))
+
+
+def _mount(tree: int, folder: int, name: str, path: str) -> None:
+    with _empty(folder, name, path) as file:
+        flags = _F_EMPTY_PATH | _T_EMPTY_PATH
+        _call("move_mount", path, _libc.syscall(_MOVE_MOUNT, tree, b"", file, b"", flags))
+    # CRIU would see the host's peer group in it, and refuse the next dump.
+    os.fchdir(folder)
+    _call("mount", path, _libc.mount(None, os.fsencode(name), None, _MS_PRIVATE, None))
+
+
+def _clone(stack: ExitStack, node: Node) -> int:
+    """A mount of this host's node that is nowhere yet."""
+    path = os.fsencode(node.path)
+    flags = _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC | _AT_SYMLINK_NOFOLLOW
+    tree: int = _call("open_tree", node.path, _libc.syscall(_OPEN_TREE, _AT_FDCWD, path, flags))
+    stack.callback(os.close, tree)
+    info = os.fstat(tree)
+    if not stat.S_ISCHR(info.st_mode) or info.st_rdev != os.makedev(node.major, node.minor):
+        raise _strange(node.path, f"is not the device {node.major}:{node.minor} on this host")
+    return tree
+
+
+def _joined(space: int, work: Callable[[], None]) -> None:
+    """Do `work` in a thread that has joined a mount namespace; raises what it raises."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            # setns(2) refuses a thread that shares its root and working directory with others.
+            _call("unshare", "CLONE_FS", _libc.unshare(_CLONE_FS))
+            _call("setns", "mnt", _libc.setns(space, _CLONE_NEWNS))
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="gpusnap-inside")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+def _opened(stack: ExitStack, path: str, flags: int, above: int | None = None) -> int:
+    descriptor = _looked("open", path, lambda: os.open(path, flags, dir_fd=above))
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _looked(call: str, path: str, work: Callable[[], _T]) -> _T:
+    """What a call on a name in a folder gives; its error names the whole path."""
+    try:
+        return work()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, f"{call} {path}") from error
+
+
+def _call(name: str, path: str, result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), f"{name} {path}")
+    return result
+
+
+def _below_dev(path: str) -> str:
+    name = path.removeprefix("/dev/")
+    if name == path or any(part in ("", ".", "..") for part in name.split("/")):
+        raise _strange(path, "is no place for a device")
+    return name
+
+
+def _strange(path: str, why: str) -> OSError:
+    return OSError(errno.EINVAL, f"{path} {why}")

@@ -1,0 +1,88 @@
+"""On two real GPUs of a kind: a container comes back on the other one, and sees what the plan says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from realhost import Machine, Program, Workload
+from support import good, manifest, podman, run
+from test_containers import needs, same_as_uninterrupted
+
+from runtime_shim.gpu.driver import Gpu
+from runtime_shim.gpu.nvidia import Nvidia
+
+TORCH = Workload.python("torch_train.py", "torch", 1024)
+
+
+@pytest.fixture
+def two(driver: Nvidia) -> tuple[Gpu, Gpu]:
+    gpus = driver.host().gpus
+    if len(gpus) < 2 or gpus[0].model != gpus[1].model:
+        pytest.skip("needs two GPUs of a kind")
+    return gpus[0], gpus[1]
+
+
+def moved(program: Program, archive: Path, pairs: Sequence[tuple[Gpu, Gpu]]) -> None:
+    """Export, remove, and import with a GPU map; then it must go on."""
+    good(program.checkpoint(archive, "--compress", "none"))
+    program.remove()
+    gpu_map = ",".join(f"{old.uuid}={new.uuid}" for old, new in pairs)
+    env = {"PATH": os.environ["PATH"], "HOME": "/root", "GPUSNAP_GPU_MAP": gpu_map}
+    words = ("podman", "--runtime", "gpusnap-runtime", "container", "restore", "--import", archive)
+    good(run(*words, env=env))
+    program.goes_on(more=5)
+
+
+def busy(driver: Nvidia) -> set[str]:
+    """UUIDs of the GPUs that hold the program's memory, as nvidia-smi has them: an idle one has far less."""
+    return {gpu.uuid for gpu in driver.host().gpus if gpu.memory_used >= TORCH.mib << 20}
+
+
+def in_dev(program: Program) -> list[str]:
+    names = good(podman("exec", program.name, "ls", "/dev")).split()
+    return sorted(name for name in names if name.removeprefix("nvidia").isdigit())
+
+
+def test_there_and_back(
+    real: str, machine: Machine, driver: Nvidia, two: tuple[Gpu, Gpu], archive: Path
+) -> None:
+    """GPU 0 to GPU 1 and back again: every checksum is that of a run which nobody interrupted."""
+    needs(TORCH)
+    first, second = two
+    program = Program.begin("w", TORCH, machine.options(minors=[first.minor]))
+    for old, new in ((first, second), (second, first)):
+        assert busy(driver) == {old.uuid}
+        moved(program, archive, [(old, new)])
+        assert busy(driver) == {new.uuid}
+        assert in_dev(program) == [f"nvidia{new.minor}"]
+        assert [gpu["uuid"] for gpu in manifest(archive)["gpus"]] == [old.uuid]
+    same_as_uninterrupted(program, TORCH)
+
+
+def test_both_swapped(
+    real: str, machine: Machine, driver: Nvidia, two: tuple[Gpu, Gpu], archive: Path
+) -> None:
+    """A container that sees both GPUs and uses one: they trade places."""
+    needs(TORCH)
+    first, second = two
+    program = Program.begin("w", TORCH, machine.options(minors=[first.minor, second.minor]))
+    used = busy(driver)
+    assert len(used) == 1
+    moved(program, archive, [(first, second), (second, first)])
+    assert busy(driver) == {first.uuid, second.uuid} - used
+    assert len(manifest(archive)["gpus"]) == 2
+    same_as_uninterrupted(program, TORCH)
+
+
+def test_keep_names(real: str, machine: Machine, driver: Nvidia, two: tuple[Gpu, Gpu], archive: Path) -> None:
+    """The old name stays, with the new GPU's number, and the driver finds its own beside it."""
+    needs(TORCH)
+    first, second = two
+    options = [*machine.options(minors=[first.minor]), "--annotation", "io.gpusnap.keep-names=true"]
+    program = Program.begin("w", TORCH, options)
+    moved(program, archive, [(first, second)])
+    assert busy(driver) == {second.uuid}
+    assert in_dev(program) == sorted([f"nvidia{first.minor}", f"nvidia{second.minor}"])
