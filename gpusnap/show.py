@@ -122,6 +122,8 @@ def settings(console: Console, values: Settings, prefix: str = "") -> None:
         if is_dataclass(value):
             settings(console, value, prefix=f"{name}.")  # type: ignore[arg-type]
         else:
+            if item.name == "gpu_map":
+                value = ",".join(f"{old}={new}" for old, new in value)
             text = str(value).lower() if isinstance(value, bool) else value
             text = (
                 f'"{text}"' if isinstance(value, str) else list(value) if isinstance(value, tuple) else text

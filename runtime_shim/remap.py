@@ -213,17 +213,17 @@ def image(record: Manifest, image_path: str, found: Remap, config: Mapping[str, 
             f"the image of the container's /dev, {path}, cannot be read: {reason(error)}"
         ) from error
     with os.fdopen(descriptor, "rb") as file:
-        allowed = (*_given(config), *found.expected)
+        allowed: tuple[Node | dev.Device, ...] = (*_given(config), *found.expected)
         new = dev.rewritten(file, found.edits.changes, allowed)
     return {} if new is None else {record.dev: new}
 
 
-def _given(config: Mapping[str, Any]) -> Iterator[Node]:
+def _given(config: Mapping[str, Any]) -> Iterator[dev.Device]:
     """The devices that config.json gives the container."""
     for entry in bundle.devices(config):
         path, major, minor = entry.get("path"), entry.get("major"), entry.get("minor")
         if isinstance(path, str) and isinstance(major, int) and isinstance(minor, int):
-            yield Node(path, major, minor)
+            yield "b" if entry.get("type") == "b" else "c", major, minor, path
 
 
 def settle(init: int, found: Remap, driver: Driver) -> None:

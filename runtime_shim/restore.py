@@ -118,7 +118,7 @@ def _absent(job: _Job) -> None:
 
 def _driver(record: manifest.Manifest) -> Driver | None:
     """The driver for the checkpoint's GPUs; None where it has none, or had no use for them. May refuse."""
-    driver = find_driver() if record.gpus else None
+    driver = find_driver() if record.gpus or record.processes else None
     if not record.processes and (driver is None or driver.vendor != record.host.vendor):
         return None
     if driver is None or driver.vendor != record.host.vendor:
@@ -208,7 +208,12 @@ def _driver_files(host: Host) -> Found:
 def _invoke(job: _Job, pid_file: str | None, started: Callable[[int], object] | None = None) -> Invoked:
     criu = job.settings.criu
     call = replace(job.call, pid_file=job.call.pid_file or pid_file)
-    call = criu_config.with_flags(replace(call, image_path=job.images), job.real, criu)
+    if job.images != str(call.images(job.real.kind)):
+        # Both runtimes would put CRIU's log beside the images, and ours go away with the view.
+        call = replace(
+            call, work_path=call.work_path or str(call.images(job.real.kind)), image_path=job.images
+        )
+    call = criu_config.with_flags(call, job.real, criu)
     text = criu_config.restore_text(criu, job.remap.mounts if job.remap else job.record.mounts)
     return invoke(call, job.real, text, capture=False, started=started)
 

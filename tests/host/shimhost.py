@@ -13,6 +13,7 @@ from pathlib import Path
 LAUNCHER = Path("/usr/local/bin/gpusnap-runtime")
 ENTRY = Path("/usr/libexec/gpusnap/gpusnap-runtime")
 COMMAND = Path("/usr/local/bin/gpusnap")
+HOOK = Path("/usr/local/bin/gpusnap-hook")
 SETTINGS = Path("/etc/gpusnap/gpusnap.toml")
 
 # As README.md tells people to do it.
@@ -38,7 +39,8 @@ def install(checkout: Path, *, python: str = sys.executable, path: tuple[str, ..
     `path`: more folders for Python to import from.
     """
     folders = [str(checkout), *path]
-    for target, module in ((ENTRY, "runtime_shim.entry"), (COMMAND, "gpusnap.cli")):
+    modules = {ENTRY: "runtime_shim.entry", COMMAND: "gpusnap.cli", HOOK: "hooks.main"}
+    for target, module in modules.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(_SCRIPT.format(python=f"{python} -I", path=folders, module=module))
         target.chmod(0o755)

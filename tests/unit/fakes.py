@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from runtime_shim import locate, proc, shim, suspension
+from runtime_shim import locate, proc, room, shim, suspension
 from runtime_shim.gpu.driver import Gpu, Host, ProcessState
 from runtime_shim.gpu.errors import GpuError, IllegalState, ProcessGone
 from runtime_shim.gpu.nodes import Node
@@ -180,6 +180,8 @@ class FakeDriver:
     """Device files that a process without GPU state holds."""
     dev: tuple[Node, ...] = ()
     """The nodes of the container's /dev."""
+    pairs: dict[int, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    """By PID, what its restore was asked for."""
     calls: list[Call] = field(default_factory=list)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _hooks: list[tuple[str, int | None, Callable[[int], None]]] = field(default_factory=list)
@@ -275,6 +277,7 @@ class FakeDriver:
     def restore(self, pid: int, pairs: Sequence[tuple[str, str]] = ()) -> None:
         """As the protocol says."""
         self._step("restore", pid, CHECKPOINTED, LOCKED)
+        self.pairs[pid] = tuple(pairs)
 
     def unlock(self, pid: int) -> None:
         """As the protocol says."""
@@ -417,6 +420,7 @@ class Scene:
         from runtime_shim import restore
 
         monkeypatch.setattr(restore, "find_driver", lambda: self.driver)
+        monkeypatch.setattr(restore, "claim", lambda: room.claim(str(folder / "gpusnap" / "room")))
 
     def __enter__(self) -> Scene:
         return self

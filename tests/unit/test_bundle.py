@@ -136,7 +136,7 @@ def test_a_kept_name_is_listed_beside_the_new_one(bundle: Path) -> None:
 
 
 def test_a_gpu_outside_the_plan_is_given_nowhere(bundle: Path) -> None:
-    """What an archive's config.json says of another GPU of this host is left out; not a disk of that number."""
+    """What config.json says of another GPU of this host is left out, a disk of its number is not."""
     disk = {"path": "/dev/x", "type": "b", "major": 195, "minor": 0}
     devices, rules = given_devices(
         bundle,

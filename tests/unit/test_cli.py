@@ -193,7 +193,10 @@ def test_gpus_without_any(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None
 def test_settings(tmp_path: Path, gpusnap: Run) -> None:
     """Every setting with its value, in a form that can be read back to the same settings."""
     path = tmp_path / "gpusnap.toml"
-    path.write_text('retries = 5\n[criu]\nlibdir = "/usr/lib/criu"\nexternal = ["a[b]:c"]\n', "ascii")
+    path.write_text(
+        'retries = 5\ngpu-map = "0=3,GPU-12ab=1"\n[criu]\nlibdir = "/usr/lib/criu"\nexternal = ["a[b]:c"]\n',
+        "ascii",
+    )
     code, out, err = gpusnap("settings", "--file", str(path))
     assert (code, err) == (0, "")
     assert [line.partition(" = ")[0] for line in out.splitlines()] == list(TABLE)

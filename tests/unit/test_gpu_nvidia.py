@@ -84,6 +84,7 @@ def test_host(boxes: Callable[..., Box]) -> None:
         "memory_used": 0,
         "mig": False,
         "compute_mode": "default",
+        "pci": "0000:01:00.0",
     }
     assert (second["minor"], second["mig"], second["compute_mode"]) == (1, True, "exclusive-process")
 

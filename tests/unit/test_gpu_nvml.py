@@ -44,6 +44,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=80 << 30, used=1 << 30),
         nvmlDeviceGetMigMode=lambda handle: [0, 1],
         nvmlDeviceGetComputeMode=lambda handle: 3,
+        nvmlDeviceGetPciInfo=lambda handle: SimpleNamespace(busId=b"0000ABCD:41:00.0"),
         nvmlDeviceGetComputeRunningProcesses=lambda handle: [],
     )
     return change
@@ -66,6 +67,7 @@ def test_inventory(host: Any) -> None:
     assert (gpu.model, gpu.compute_capability) == ("NVIDIA H100 80GB HBM3", "9.0")
     assert (gpu.memory_total, gpu.memory_used) == (80 << 30, 1 << 30)
     assert (gpu.mig, gpu.compute_mode) == (False, "exclusive-process")
+    assert gpu.pci == "abcd:41:00.0"
 
 
 @pytest.mark.parametrize(("number", "text"), [(12080, "12.8"), (11040, "11.4"), (13010, "13.1")])

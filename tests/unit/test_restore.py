@@ -13,12 +13,10 @@ from pathlib import Path
 import pytest
 from fakes import Scene, a_manifest, gpu, uuid, wait_for
 
-from runtime_shim import manifest, proc, restore
-from runtime_shim.errors import Refused
-from runtime_shim.gpu.driver import Host, ProcessState
+from runtime_shim import manifest, proc, restore, room
+from runtime_shim.gpu.driver import Node, ProcessState
 from runtime_shim.gpu.errors import DriverFailed
 from runtime_shim.manifest import DriverMount, Manifest
-from runtime_shim.restore import fits
 
 CHECKPOINTED = ProcessState.CHECKPOINTED
 
@@ -115,13 +113,13 @@ def test_an_old_pid_file(scene: Scene) -> None:
 def test_no_driver_for_no_process(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint in which no process used a GPU needs none."""
     monkeypatch.setattr(restore, "find_driver", lambda: None)
-    image(scene, replace(a_manifest(), processes=(), gpus=()))
+    image(scene, replace(a_manifest(), processes=(), gpus=(), nodes=()))
     assert scene.restore("--detach").code == 0
 
 
 def test_the_mounts_are_declared(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """CRIU is told where this host has the driver's files."""
-    monkeypatch.setattr("runtime_shim.criu.mounts.checked", lambda mounts: None)
+    monkeypatch.setattr("runtime_shim.criu.mounts.checked", lambda *mounts: None)
     (pid,) = [scene.driver.use(scene.family.spawn(), state=CHECKPOINTED)]
     mount = DriverMount("gpusnap-0", "/usr/bin/nvidia-smi", "/opt/nvidia-smi")
     image(scene, replace(a_manifest(pids=(pid,)), mounts=(mount,)))
@@ -177,7 +175,7 @@ def test_processes_without_any_gpu(scene: Scene, monkeypatch: pytest.MonkeyPatch
     """A manifest that names no GPU, which only a made-up one does, is refused like any other."""
     monkeypatch.setattr(restore, "find_driver", lambda: None)
     process = replace(a_manifest().processes[0], gpus=())
-    image(scene, replace(a_manifest(), gpus=(), processes=(process,)))
+    image(scene, replace(a_manifest(), gpus=(), nodes=(), processes=(process,)))
     assert "this host has no NVIDIA driver" in refused(scene)
 
 
@@ -212,41 +210,110 @@ def test_a_pid_file_that_cannot_be_made(scene: Scene) -> None:
     assert scene.runtime.calls("restore") == []
 
 
-def host(*gpus: object, driver: str = "580.159.04") -> Host:
-    return Host("nvidia", driver, "13.0", gpus)  # type: ignore[arg-type]
+# On other GPUs.
 
 
-def test_fits() -> None:
-    """The same GPU, with room enough, under the same driver or a newer one."""
-    record = a_manifest(used=3 << 30)
-    fits(record, host(gpu(0)))
-    fits(record, host(gpu(1), gpu(0), driver="590.0"))
-    fits(record, host(gpu(0, total=8 << 30, used=5 << 30), driver="580.159.4"))
+def moved(scene: Scene, *options: str) -> dict[int, tuple[tuple[str, str], ...]]:
+    """The pairs that each process was restored with, when the container has /dev/nvidia1 afterwards."""
+    scene.driver.dev = (Node("/dev/nvidia1", 195, 1, uuid(1)), Node("/dev/nvidiactl", 195, 255))
+    outcome = scene.restore("--detach", *options)
+    assert (outcome.code, outcome.stderr) == (0, "")
+    assert scene.all_running()
+    return scene.driver.pairs
+
+
+def test_another_gpu(scene: Scene) -> None:
+    """Every process gets the pair, config.json the new node and its rule; the runtime's options stay."""
+    pids = suspended(scene)
+    scene.driver.gpus = (gpu(1),)
+    device = {"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}
+    rule = {"allow": True, "type": "c", "major": 195, "minor": 0, "access": "rwm"}
+    config = {"annotations": {}, "linux": {"devices": [device], "resources": {"devices": [rule]}}}
+    (scene.bundle / "config.json").write_text(json.dumps(config))
+    assert moved(scene) == dict.fromkeys(pids, ((uuid(0), uuid(1)),))
+    linux = json.loads((scene.bundle / "config.json").read_text())["linux"]
+    assert linux["devices"] == [{**device, "path": "/dev/nvidia1", "minor": 1}]
+    assert linux["resources"]["devices"] == [{**rule, "minor": 1}]
+    assert (scene.folder / "gpusnap" / "room").is_dir()
+    assert [p.name for p in (scene.folder / "gpusnap" / "room").iterdir()] == ["lock"]
+
+
+def test_the_same_gpu_needs_no_pairs(scene: Scene) -> None:
+    """Where nothing moves the driver is asked for nothing, and config.json is not written."""
+    suspended(scene)
+    scene.driver.gpus = (gpu(1), gpu(0))
+    scene.driver.dev = (Node("/dev/nvidia0", 195, 0, uuid(0)), Node("/dev/nvidiactl", 195, 255))
+    before = (scene.bundle / "config.json").stat()
+    assert scene.restore("--detach").code == 0
+    assert set(scene.driver.pairs.values()) == {()}
+    assert (scene.bundle / "config.json").stat() == before
+
+
+@pytest.mark.parametrize("how", ["option", "environment", "annotation", "settings"])
+def test_the_caller_chooses(scene: Scene, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """A map is taken from the command line, the environment, an annotation, the settings."""
+    suspended(scene)
+    scene.driver.gpus = (gpu(0), gpu(1))
+    options: tuple[str, ...] = ()
+    if how == "option":
+        options = ("--gpu-map", f"0={uuid(1)}")
+        monkeypatch.setenv(restore.GPU_MAP, "0=0")  # the command line counts before it
+    if how == "environment":
+        monkeypatch.setenv(restore.GPU_MAP, "0=1")
+        scene.set(gpu_map=(("0", "0"),))  # it counts before the settings
+    if how == "annotation":
+        scene.write_config({"io.gpusnap.gpu-map": "0=1,7=0"})
+    if how == "settings":
+        scene.set(gpu_map=(("0", "1"), ("5", "0")))
+    assert set(moved(scene, *options).values()) == {((uuid(0), uuid(1)),)}
+    assert "gpu-map" not in scene.runtime.calls("restore")[0]
 
 
 @pytest.mark.parametrize(
-    ("here", "said"),
-    [
-        (host(), f"GPU {uuid(0)} (NVIDIA H100 80GB HBM3) of the checkpoint is not here; this host has none"),
-        (host(gpu(1)), f"this host has {uuid(1)} (NVIDIA H100 80GB HBM3)"),
-        (host(gpu(0, total=8 << 30, used=6 << 30)), "has 2048 MiB free, and the checkpoint needs 3072 MiB"),
-        (host(gpu(0), driver="580.95.05"), "this host has the older 580.95.05"),
-        (host(gpu(0), driver="99"), "this host has the older 99"),
-    ],
+    ("gpu_map", "said"), [("0=7", "7"), ("3=0", "3"), ("0", "it must be"), ("0=1", "another model")]
 )
-def test_does_not_fit(here: Host, said: str) -> None:
-    """The reason why this host cannot take it, in numbers."""
-    with pytest.raises(Refused) as caught:
-        fits(a_manifest(used=3 << 30), here)
-    assert said in str(caught.value)
-    assert caught.value.hint
+def test_a_map_that_cannot_be(scene: Scene, gpu_map: str, said: str) -> None:
+    """A GPU that is on neither side, no map at all, and a GPU that does not fit."""
+    suspended(scene)
+    scene.driver.gpus = (gpu(0), replace(gpu(1), model="Another"))
+    assert said in refused(scene, "--gpu-map", gpu_map)
 
 
-def test_does_not_fit_is_refused(scene: Scene) -> None:
-    """What does not fit is refused before the runtime is called."""
+def test_no_gpu_fits(scene: Scene) -> None:
+    """Refused before the runtime is called, with the reason; nothing is changed or kept."""
+    suspended(scene)
+    before = scene.content(), (scene.bundle / "config.json").read_bytes()
+    scene.driver.gpus = (replace(gpu(1), model="Another"),)
+    assert "another model: Another" in refused(scene)
+    assert (scene.content(), (scene.bundle / "config.json").read_bytes()) == before
+
+
+def test_somebody_else_has_the_room(scene: Scene) -> None:
+    """What another restore under way has claimed is not free."""
+    suspended(scene)
+    with room.claim(str(scene.folder / "gpusnap" / "room")) as other:
+        other.take({uuid(0): scene.driver.gpus[0].memory_total})
+        assert "another restore" in refused(scene)
+    assert scene.restore("--detach").code == 0
+
+
+def test_the_wrong_devices(scene: Scene) -> None:
+    """A container whose GPU devices are not the plan's is not let run: it is removed."""
     suspended(scene)
     scene.driver.gpus = (gpu(1),)
-    assert "is not here" in refused(scene)
+    scene.driver.dev = (Node("/dev/nvidia0", 195, 0, uuid(0)),)
+    sentence = scene.restore("--detach").sentence()
+    assert "has the GPU devices /dev/nvidia0 (195:0) after the restore" in sentence
+    assert "/dev/nvidia1 (195:1)" in sentence
+    assert scene.driver.of("restore") == []
+    assert len(scene.runtime.calls("delete")) == 1
+
+
+def test_a_container_without_gpu_processes(scene: Scene) -> None:
+    """Its devices are changed too where this host has a driver."""
+    image(scene, replace(a_manifest(), processes=()))
+    scene.driver.gpus = (gpu(1),)
+    assert moved(scene) == {}
 
 
 # It fails.

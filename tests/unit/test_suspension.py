@@ -86,19 +86,12 @@ def test_resume_of_nothing(driver: FakeDriver) -> None:
     assert driver.calls == []
 
 
-def test_resume_passes_the_pairs(family: Family, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The UUID pairs of a restore onto other GPUs reach the driver."""
-    pid = driver.use(family.spawn(), state=CHECKPOINTED)
-    seen: list[Sequence[tuple[str, str]]] = []
-    restore = driver.restore
-
-    def restored(number: int, pairs: Sequence[tuple[str, str]] = ()) -> None:
-        seen.append(pairs)
-        restore(number, pairs)
-
-    monkeypatch.setattr(driver, "restore", restored)
-    resume(driver, [pid], InCriu(), pairs=[(uuid(0), uuid(1))])
-    assert seen == [[(uuid(0), uuid(1))]]
+def test_resume_passes_the_pairs(family: Family, driver: FakeDriver) -> None:
+    """The UUID pairs of a restore onto other GPUs reach the driver, each process' own."""
+    pids = [driver.use(family.spawn(), state=CHECKPOINTED) for _ in range(3)]
+    pairs = {pids[0]: ((uuid(0), uuid(1)),), pids[1]: ((uuid(0), uuid(1)), (uuid(1), uuid(0)))}
+    resume(driver, pids, InCriu(), pairs=pairs)
+    assert driver.pairs == {**pairs, pids[2]: ()}
 
 
 def test_resume_leaves_out_the_dead(family: Family, driver: FakeDriver) -> None:
