@@ -113,10 +113,10 @@ def _inspect(job: _Job) -> None:
     job.driver.open()
     job.host = job.driver.host()
     job.init = proc.process(job.container.pid)
+    preflight.call(job.call, job.container)
     config = containers.bundle_config(job.container.bundle)
     job.nodes = job.driver.nodes(job.container.pid)
     job.mounts, job.masters = criu_mounts.undeclared(job.container.pid, config)
-    preflight.call(job.call, job.container)
     # What the runtime does not take is refused now; the dump would overwrite an earlier checkpoint.
     job.call = criu_config.with_flags(job.call, job.real, job.settings.criu)
     render(job.call, job.real)

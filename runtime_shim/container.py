@@ -19,7 +19,16 @@ from runtime_shim.child import run
 from runtime_shim.errors import ContainerError, RuntimeFailed, SettingsError, reason
 from runtime_shim.log import runtime_message
 
-__all__ = ["Container", "bundle_annotations", "bundle_config", "find", "gather", "inner_pids", "processes"]
+__all__ = [
+    "Container",
+    "bundle_annotations",
+    "bundle_config",
+    "find",
+    "gather",
+    "inner_pids",
+    "own_v1_freezer",
+    "processes",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +142,16 @@ def _own_cgroup(init: int, container_id: str) -> tuple[str, str] | None:
             if own.fullmatch(name):
                 return hierarchy, "/".join(names[: depth + 1])
     return None
+
+
+def own_v1_freezer(init: int, container_id: str) -> bool:
+    """Whether a freezer of cgroup version 1 was made for the container.
+
+    There a process that was stopped by a signal cannot be seized once it is frozen (seen on Linux 6.18: CRIU
+    under runc hangs in ptrace_attach, which nothing but a thaw ends); with version 2 it can.
+    """
+    path = next((p for h, p in proc.cgroups(init).items() if "freezer" in h.split(",")), "")
+    return container_id in path
 
 
 def _inside(pid: int, group: tuple[str, str]) -> bool:

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from runtime_shim import container as containers
 from runtime_shim import proc
 from runtime_shim.argv import CheckpointCall
 from runtime_shim.container import Container
@@ -37,6 +38,18 @@ def call(wanted: CheckpointCall, container: Container) -> None:
             f"container {container.id} is paused, and a frozen process cannot let go of its GPU",
             hint="unpause it first",
         )
+    if _own_users(container.pid):
+        raise Refused(
+            f"container {container.id} has a user namespace of its own, and no runtime brings it "
+            "back: crun cannot dump such, and what runc dumps it cannot restore",
+            hint="run it without --userns and --uidmap",
+        )
+    if containers.own_v1_freezer(container.pid, container.id):
+        raise Refused(
+            f"container {container.id} is in a freezer of cgroup v1, where CRIU would wait for ever for "
+            "a process that stands still",
+            hint="use a host with cgroup v2 (systemd.unified_cgroup_hierarchy=1)",
+        )
     for name, given in (("--pre-dump", wanted.pre_dump), ("--lazy-pages", wanted.lazy_pages)):
         if given:
             raise Refused(
@@ -48,6 +61,17 @@ def call(wanted: CheckpointCall, container: Container) -> None:
             f"container {container.id} uses a GPU, and --page-server would leave pages outside of it",
             hint="make a whole checkpoint instead, without it",
         )
+
+
+def _own_users(init: int) -> bool:
+    """Whether the container has a user namespace.
+
+    Seen with crun 1.21 and 1.28 ("/dev/urandom doesn't have a proper root mount": it declares none of the
+    nodes that it binds there) and with runc 1.1.15 and 1.3.6 ("Unable to open timens-0.img: Permission
+    denied": CRIU opens the images as the container's root), under CRIU 4.1.1 and 4.2.1.
+    """
+    theirs = proc.namespace(init, "user")
+    return bool(theirs) and theirs != proc.namespace(os.getpid(), "user")
 
 
 def states(users: Mapping[proc.Process, ProcessState]) -> None:

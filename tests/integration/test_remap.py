@@ -262,3 +262,12 @@ def test_the_plan_is_shown(crun: None, become: Become, archive: Path) -> None:
         {"old": UUID.format("a", 1), "new": UUID.format("b", 1)},
     ]
     assert not list(containers_left())
+
+
+def test_a_user_namespace(real: str, archive: Path) -> None:
+    """No runtime brings such a container back, so it is refused rather than lost; it runs on."""
+    nodes = ("--device", "/dev/nvidia0", "--device", "/dev/nvidiactl", "-v", "/run/softgpu:/run/softgpu")
+    library = f"{gpuhost.LIBRARY_DIR}/libcuda.so.560.35.03:/usr/lib/libcuda.so.1:ro"
+    container = Container.start("w", gpus=(), options=("--uidmap", "0:100000:65536", *nodes, "-v", library))
+    assert "has a user namespace of its own" in sentence(container.checkpoint(archive))
+    container.unharmed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -380,3 +381,42 @@ def test_read_without_a_manifest(tmp_path: Path) -> None:
     (folder_of(tmp_path) / "manifest.json").mkdir(parents=True)
     with pytest.raises(ManifestError, match="cannot be read"):
         manifest.read(str(tmp_path))
+
+
+# From anywhere.
+
+CORPUS = Path(__file__).parent / "corpus" / "manifest"
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@pytest.mark.parametrize("path", sorted(CORPUS.iterdir()), ids=lambda path: str(path.stem))
+def test_corpus(path: Path) -> None:
+    """What was once found, or thought of: refused where its name says bad, read where it says good."""
+    if path.name.startswith("good-"):
+        assert decode(path.read_bytes(), "here").gpus
+    else:
+        with pytest.raises(ManifestError, match=r"^here"):
+            decode(path.read_bytes(), "here")
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes(data: bytes) -> None:
+    """Whatever a file holds, it is a manifest or a ManifestError."""
+    with contextlib.suppress(ManifestError):
+        decode(data, "here")
+
+
+@given(st.data())
+def test_any_value_anywhere(data: st.DataObject) -> None:
+    """A valid document with one value replaced by anything: a manifest that can be written, or refused."""
+    whole = document()
+    path = data.draw(st.sampled_from(list(members(whole))))
+    try:
+        record = decode(json.dumps(changed(path, data.draw(ANY))).encode(), "here")
+    except ManifestError:
+        return
+    assert decode(encode(record), "here") == record

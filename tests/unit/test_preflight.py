@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from fakes import POISON, Family
+from fakes import POISON, Family, unshare_works
 
 from runtime_shim import preflight, proc
 from runtime_shim.argv import CheckpointCall
@@ -26,6 +26,25 @@ def process(pid: int) -> proc.Process:
 
 
 # Options and states.
+
+
+def test_a_freezer_of_version_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CRIU would hang there, so it is refused; one that all share, or version 2, is in nobody's way."""
+    here = {"": "/libpod-c0ffee", "freezer": "/", "cpu,cpuacct": "/libpod-c0ffee"}
+    monkeypatch.setattr(proc, "cgroups", lambda pid: here)
+    preflight.call(CheckpointCall(container_id="c"), CONTAINER)
+    here["freezer"] = "/libpod_parent/libpod-c0ffee"
+    with pytest.raises(Refused, match="a freezer of cgroup v1"):
+        preflight.call(CheckpointCall(container_id="c"), CONTAINER)
+
+
+@pytest.mark.skipif(not unshare_works("--user"), reason="making a user namespace is not allowed here")
+def test_a_user_namespace() -> None:
+    """A container with one is refused: runc would dump it, and never restore it."""
+    with Family("unshare", "--user", "--fork", "--kill-child") as family:
+        container = Container("c0ffee", family.init, "running", "/b", {})
+        with pytest.raises(Refused, match="has a user namespace of its own"):
+            preflight.call(CheckpointCall(container_id="c"), container)
 
 
 def test_call() -> None:

@@ -126,7 +126,7 @@ def test_a_mount_of_a_gpu_outside_the_plan(monkeypatch: pytest.MonkeyPatch) -> N
         {"found": record(mounts=(DriverMount("gpusnap-0", "/dev/nvidia2", "/dev/nvidia2"),))},
     ):
         with pytest.raises(Refused, match="mount /dev/nvidia2, the device of GPU"):
-            made(**({"found": record()} | arguments))  # type: ignore[arg-type]
+            made(**({"found": record()} | arguments))
 
 
 def an_image(folder: Path, *names: tuple[str, int, int]) -> str:
