@@ -166,3 +166,15 @@ def test_odd_configurations_are_left_alone(bundle: Path, linux: Any) -> None:
     (bundle / "config.json").write_text(json.dumps(config))
     prepare(str(bundle), config, Edits((Change(ZERO, (THREE,)),)))
     assert json.loads((bundle / "config.json").read_text()) == {"linux": linux}
+
+
+def test_our_own_hook_that_is_not_here(bundle: Path) -> None:
+    """runc would run it at the restore and fail; one that is here, and everybody else's, stay."""
+    here = {"path": str(bundle / "gpusnap-hook"), "args": ["gpusnap-hook", "createRuntime"]}
+    (bundle / "gpusnap-hook").touch()
+    gone, other = {"path": "/opt/gone/gpusnap-hook"}, {"path": "/opt/gone/other-hook"}
+    config = {"hooks": {"createRuntime": [gone, here, other], "poststop": [gone], "odd": None}}
+    (bundle / "config.json").write_text(json.dumps(config))
+    prepare(str(bundle), config)
+    hooks = json.loads((bundle / "config.json").read_text())["hooks"]
+    assert hooks == {"createRuntime": [here, other], "poststop": [], "odd": None}

@@ -235,3 +235,54 @@ def test_a_timeline_of_nothing() -> None:
     console = Console(file=io.StringIO(), width=120)
     show.timeline(console, ())
     show.timeline(console, (replace(a_manifest().timing[0], start=0.0, seconds=0.0),))
+
+
+# plan
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """A host with GPU 1 and 2 of the checkpoint's kind, and no restore under way."""
+    driver = FakeDriver(gpus=(replace(gpu(1), index=0), replace(gpu(2), index=1)))
+    monkeypatch.setattr(cli, "find_driver", lambda: driver)
+    monkeypatch.setattr(cli, "reserved", dict)
+    monkeypatch.setattr("runtime_shim.settings.load", Settings)
+    return driver
+
+
+def test_plan(tmp_path: Path, gpusnap: Run, two_gpus: FakeDriver) -> None:
+    """A row for each GPU here: the one chosen, and what speaks against another one."""
+    two_gpus.gpus = (two_gpus.gpus[0], replace(two_gpus.gpus[1], mig=True))
+    code, out, err = gpusnap("plan", str(archive(tmp_path, a_manifest())))
+    assert (code, err) == (0, "")
+    rows = {line.split()[1]: line for line in out.splitlines() if line[:1].isdigit()}
+    assert rows[uuid(1)].rstrip().endswith("chosen")
+    assert rows[uuid(2)].rstrip().endswith("in MIG mode")
+    assert f"GPU 0 of the checkpoint, {uuid(0)}" in out
+    assert not set(two_gpus.of("restore") + two_gpus.of("lock"))
+
+
+def test_plan_by_map(tmp_path: Path, gpusnap: Run, two_gpus: FakeDriver) -> None:
+    """--gpu-map chooses; JSON has the pairs and every verdict."""
+    path = str(archive(tmp_path, a_manifest()))
+    code, out, _ = gpusnap("plan", path, "--gpu-map", "0=1", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["pairs"] == [{"old": uuid(0), "new": uuid(2)}]
+    assert [verdict["reason"] for verdict in found["verdicts"]] == ["", ""]
+    code, _, err = gpusnap("plan", path, "--gpu-map", "zero")
+    assert code == 1
+    assert "--gpu-map is 'zero'; it must be" in err
+
+
+def test_plan_refused(tmp_path: Path, gpusnap: Run, two_gpus: FakeDriver) -> None:
+    """Exit code 1, and why, in the table, in JSON and in a sentence."""
+    two_gpus.gpus = tuple(replace(each, model="Another") for each in two_gpus.gpus)
+    path = str(archive(tmp_path, a_manifest()))
+    code, out, err = gpusnap("plan", path)
+    assert code == 1
+    assert out.count("another model: Another") == 2
+    assert err.startswith("gpusnap: no GPU of this host fits")
+    code, out, _ = gpusnap("plan", path, "--json")
+    assert code == 1
+    assert json.loads(out)["refusal"]
