@@ -12,47 +12,23 @@ host's /dev, with the numbers that the caller knows.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import stat
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 
-from runtime_shim import proc
+from runtime_shim import mountns, proc
 from runtime_shim.errors import ContainerError, reason
 from runtime_shim.gpu.nodes import Change, Node
 
 __all__ = ["mounted_nodes", "replace_nodes"]
 
-# asm-generic/unistd.h; the same on x86-64 and aarch64, from Linux 5.2 on.
-_OPEN_TREE, _MOVE_MOUNT = 428, 429
-# linux/mount.h
-_OPEN_TREE_CLONE, _OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
-_F_EMPTY_PATH, _T_EMPTY_PATH = 0x04, 0x40
-_MS_PRIVATE = 1 << 18
-# linux/fcntl.h, linux/sched.h, linux/fs.h
-_AT_FDCWD, _AT_SYMLINK_NOFOLLOW = -100, 0x100
-_CLONE_FS, _CLONE_NEWNS = 0x200, 0x20000
-_MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
-
 _T = TypeVar("_T")
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOOK = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.restype = ctypes.c_long
-_libc.mount.argtypes = [
-    ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_void_p
-]  # fmt: skip
-_libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
-_libc.setns.argtypes = [ctypes.c_int, ctypes.c_int]
-_libc.unshare.argtypes = [ctypes.c_int]
-_libc.setfsuid.argtypes = [ctypes.c_uint]
-_libc.setfsgid.argtypes = [ctypes.c_uint]
 
 
 def mounted_nodes(init: int) -> tuple[tuple[str, int, int], ...]:
@@ -89,11 +65,12 @@ def replace_nodes(init: int, changes: Sequence[Change]) -> None:
         with ExitStack() as stack:
             trees = {node: _clone(stack, node) for change in changes for node in change.new}
             root = _opened(stack, f"/proc/{init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            space = _opened(stack, f"/proc/{init}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+            mounts = f"/proc/{init}/ns/mnt"
+            space = _opened(stack, mounts, os.O_RDONLY | os.O_CLOEXEC)
             dev = _opened(stack, "dev", _FOLDER, root)
             if os.fstat(dev).st_dev == os.stat("/dev").st_dev:
                 return
-            _joined(space, lambda: _replace(dev, changes, trees))
+            mountns.run_joined(space, mounts, lambda: _replace(dev, changes, trees))
     except OSError as error:
         what = f": {error.strerror}" if error.filename is None else f" ({error.filename}): {reason(error)}"
         hint = "gpusnap needs Linux 5.2 or later for this" if error.errno == errno.ENOSYS else ""
@@ -121,7 +98,7 @@ def _replace(dev: int, changes: Sequence[Change], trees: Mapping[Node, int]) -> 
             if path not in old:
                 _make(folder, name, path)
         for path, (folder, name) in old.items():
-            _unmount(folder, name, path)
+            mountns.detach(folder, name, path)
         for path, (node, folder, name) in new.items():
             _mount(trees[node], folder, name, path)
         for path, (folder, name) in old.items():
@@ -154,12 +131,8 @@ def _make(folder: int, name: str, path: str) -> None:
     """
     owner = os.fstat(folder)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    own = _libc.setfsgid(owner.st_gid), _libc.setfsuid(owner.st_uid)
-    try:
+    with mountns.in_the_name_of(owner.st_uid, owner.st_gid):
         os.close(_looked("open", path, lambda: os.open(name, flags, 0o600, dir_fd=folder)))
-    finally:
-        _libc.setfsuid(own[1])
-        _libc.setfsgid(own[0])
 
 
 @contextmanager
@@ -176,50 +149,21 @@ def _empty(folder: int, name: str, path: str) -> Iterator[int]:
         os.close(file)
 
 
-def _unmount(folder: int, name: str, path: str) -> None:
-    os.fchdir(folder)
-    _call("umount2", path, _libc.umount2(os.fsencode(name), _MNT_DETACH | _UMOUNT_NOFOLLOW))
-
-
 def _mount(tree: int, folder: int, name: str, path: str) -> None:
     with _empty(folder, name, path) as file:
-        flags = _F_EMPTY_PATH | _T_EMPTY_PATH
-        _call("move_mount", path, _libc.syscall(_MOVE_MOUNT, tree, b"", file, b"", flags))
+        mountns.move_mount(tree, path, onto=file)
     # CRIU would see the host's peer group in it, and refuse the next dump.
-    os.fchdir(folder)
-    _call("mount", path, _libc.mount(None, os.fsencode(name), None, _MS_PRIVATE, None))
+    mountns.make_private(folder, name, path)
 
 
 def _clone(stack: ExitStack, node: Node) -> int:
     """A mount of this host's node that is nowhere yet."""
-    path = os.fsencode(node.path)
-    flags = _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC | _AT_SYMLINK_NOFOLLOW
-    tree: int = _call("open_tree", node.path, _libc.syscall(_OPEN_TREE, _AT_FDCWD, path, flags))
+    tree = mountns.open_tree(node.path)
     stack.callback(os.close, tree)
     info = os.fstat(tree)
     if not stat.S_ISCHR(info.st_mode) or info.st_rdev != os.makedev(node.major, node.minor):
         raise _strange(node.path, f"is not the device {node.major}:{node.minor} on this host")
     return tree
-
-
-def _joined(space: int, work: Callable[[], None]) -> None:
-    """Do `work` in a thread that has joined a mount namespace; raises what it raises."""
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            # setns(2) refuses a thread that shares its root and working directory with others.
-            _call("unshare", "CLONE_FS", _libc.unshare(_CLONE_FS))
-            _call("setns", "mnt", _libc.setns(space, _CLONE_NEWNS))
-            work()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="gpusnap-inside")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
 
 
 def _opened(stack: ExitStack, path: str, flags: int, above: int | None = None) -> int:
@@ -234,13 +178,6 @@ def _looked(call: str, path: str, work: Callable[[], _T]) -> _T:
         return work()
     except OSError as error:
         raise OSError(error.errno, error.strerror, f"{call} {path}") from error
-
-
-def _call(name: str, path: str, result: int) -> int:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), f"{name} {path}")
-    return result
 
 
 def _below_dev(path: str) -> str:

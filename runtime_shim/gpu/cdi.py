@@ -9,15 +9,15 @@ its vendor's word: whoever opens one checks it.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from runtime_shim.errors import GpusnapError, reason
+from runtime_shim.gpu.plain import Unquoted, from_json, from_yaml, shown
 
 __all__ = ["CdiError", "Device", "DeviceNode", "Edits", "Hook", "Mount", "Spec", "load", "parse", "read"]
 
@@ -28,8 +28,6 @@ _VERSIONS = ("0.3.0", "0.4.0", "0.5.0", "0.6.0", "0.7.0", "0.8.0", "1.0.0", "1.1
 _BYTES = 16 << 20
 _ITEMS = 4096  # of any one list; nvidia-ctk writes about 60 mounts and a few hundred devices at most
 _TEXT = 128 << 10  # MAX_ARG_STRLEN of the kernel's binfmts.h: no argument or variable may be longer
-_DEPTH = 32
-_NODES = 500_000
 
 # Every field, and the version that it came with; a blank one was there from the start.
 _SPEC = {"cdiVersion": "", "kind": "", "annotations": "0.6.0", "devices": "", "containerEdits": ""}
@@ -56,9 +54,6 @@ _NET = {"hostInterfaceName": "1.1.0", "name": "1.1.0"}
 _HOOKS = ("prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop")
 _KIND = re.compile(r"[A-Za-z](?:[\w.-]{0,251}[A-Za-z0-9])?/[A-Za-z](?:[\w.-]{0,61}[A-Za-z0-9])?", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9](?:[\w.:-]{0,253}[A-Za-z0-9])?", re.ASCII)
-# YAML 1.1's, as CDI's library reads it: file modes are written 0666.
-_WHOLE = re.compile(r"(?P<octal>0[0-7]{1,22})|0o[0-7]{1,22}|0x[0-9A-Fa-f]{1,16}|0|[1-9][0-9]{0,19}")
-_NULL = ("", "~", "null", "Null", "NULL")
 _ID = 2**32 - 1
 _MAJOR, _MINOR = 2**12 - 1, 2**20 - 1  # MAJOR and MINOR of the kernel's kdev_t.h
 _UNFIT = re.compile("[\0\ud800-\udfff]")  # JSON can spell half a character
@@ -185,7 +180,12 @@ def parse(data: bytes, path: str) -> Spec:
         raise CdiError(f"{path}: is larger than {_BYTES >> 20} MiB")
     try:
         text = data.decode("utf-8")
-        content = _json(text) if path.endswith(".json") else _yaml(text)
+        content = from_json(text) if path.endswith(".json") else from_yaml(text)
+    except ImportError as error:
+        raise CdiError(
+            "this host's CDI files are YAML, and the Python package that reads it is missing",
+            hint="install PyYAML (python3-yaml)",
+        ) from error
     except RecursionError:
         raise CdiError(f"{path}: is nested too deeply") from None
     except ValueError as error:
@@ -234,100 +234,6 @@ def _merged(ranks: Sequence[Sequence[Spec]], failed: Callable[[CdiError], None])
     return tuple(kept)
 
 
-# Text to plain values
-
-
-class _Plain(str):
-    """A YAML scalar without quotes: what it stands for is up to the field."""
-
-    __slots__ = ()
-
-
-def _json(text: str) -> Any:
-    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise ValueError(f"an object has the same field twice, of {sorted(found)!r:.200}")
-        return found
-
-    return json.loads(text, object_pairs_hook=mapping)
-
-
-def _yaml(text: str) -> Any:
-    """One document of plain mappings, lists and scalars. Raises ValueError."""
-    try:
-        import yaml
-    except ImportError as error:
-        raise CdiError(
-            "this host's CDI files are YAML, and the Python package that reads it is missing",
-            hint="install PyYAML (python3-yaml)",
-        ) from error
-    try:
-        # Events, not yaml.load: that expands aliases, and a C stack under it ends where the nesting says.
-        return _Document(yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))).content()
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
-
-
-class _Document:
-    """Plain values from PyYAML's events: no alias, no tag, no key twice."""
-
-    def __init__(self, events: Iterator[Any]) -> None:
-        self.events = events
-        self.line = 0
-        self.left = _NODES
-
-    def content(self) -> Any:
-        self._next()  # the stream's start
-        if self._next()[0] == "StreamEnd":
-            raise ValueError("holds nothing")
-        content = self._node(*self._next(), depth=0)
-        self._next()  # the document's end
-        if self._next()[0] != "StreamEnd":
-            raise self._wrong("a second document begins")
-        return content
-
-    def _next(self) -> tuple[str, Any]:
-        event = next(self.events)
-        self.line = event.start_mark.line + 1
-        self.left -= 1
-        if not self.left:
-            raise self._wrong(f"more than {_NODES} things by here")
-        return type(event).__name__.removesuffix("Event"), event
-
-    def _wrong(self, what: str) -> ValueError:
-        return ValueError(f"line {self.line}: {what}")
-
-    def _node(self, kind: str, event: Any, *, depth: int) -> Any:
-        if kind == "Alias":
-            raise self._wrong("an alias has no place in a CDI file")
-        if event.tag not in (None, "!", "tag:yaml.org,2002:str"):
-            raise self._wrong(f"the tag {_shown(event.tag)} has no place in a CDI file")
-        if kind == "Scalar":
-            plain = event.tag is None and event.implicit[0]
-            return (None if event.value in _NULL else _Plain(event.value)) if plain else event.value
-        if depth == _DEPTH:
-            raise self._wrong("nested too deeply")
-        return self._items(depth + 1) if kind == "SequenceStart" else self._fields(depth + 1)
-
-    def _items(self, depth: int) -> list[Any]:
-        found = []
-        while (entry := self._next())[0] != "SequenceEnd":
-            found.append(self._node(*entry, depth=depth))
-        return found
-
-    def _fields(self, depth: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        while (entry := self._next())[0] != "MappingEnd":
-            key = self._node(*entry, depth=depth)
-            if not isinstance(key, str):
-                raise self._wrong("a field's name is no string")
-            if key in found:
-                raise self._wrong(f"the field {_shown(key)} is there twice")
-            found[str(key)] = self._node(*self._next(), depth=depth)
-        return found
-
-
 # Plain values to a spec
 
 
@@ -361,7 +267,7 @@ class _Object:
             raise self.wrong("is no object with fields")
         for name, each in value.items():
             if name not in known:
-                raise self.wrong(f"unknown field {_shown(name)}")
+                raise self.wrong(f"unknown field {shown(name)}")
             if known[name] and each:  # as CDI's library has it, an empty value needs no version
                 self.need(known[name], name)
             if name in _DROPPED and self.version == "1.1.0":
@@ -399,7 +305,7 @@ class _Object:
         found = self.texts(name)
         for at, each in enumerate(found):
             if each.find("=") <= 0:
-                raise self.wrong(f"{_shown(each)} is no NAME=VALUE", f"{name}[{at}]")
+                raise self.wrong(f"{shown(each)} is no NAME=VALUE", f"{name}[{at}]")
         return found
 
     def _text(self, value: Any, name: str) -> str:
@@ -417,16 +323,11 @@ class _Object:
         return tuple(self._number(v, f"{name}[{at}]", top, 0) for at, v in enumerate(self.items(name)))
 
     def _number(self, value: Any, name: str, top: int, low: int) -> int:
-        if isinstance(value, _Plain) and (whole := _WHOLE.fullmatch(value)):
-            value = int(value, 8 if whole["octal"] else 0)
+        if isinstance(value, Unquoted):
+            value = value.whole()
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= top:
             raise self.wrong(f"is no whole number from {low} to {top}", name)
         return value
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:76]}…"
 
 
 def _spec(content: Any, path: str) -> Spec:
@@ -436,12 +337,12 @@ def _spec(content: Any, path: str) -> Spec:
     # Before all else: what is wrong with a file of the future is its version.
     if isinstance(content, dict) and number not in _VERSIONS:
         known = f"{_VERSIONS[0]} to {_VERSIONS[-1]}"
-        what = "is missing" if version is None else f"{_shown(version)} is none of those known"
+        what = "is missing" if version is None else f"{shown(version)} is none of those known"
         raise top.wrong(f"{what} ({known})", "cdiVersion")
     top = top.holding(content, _SPEC)
     kind = top.text("kind", needed=True)
     if not _KIND.fullmatch(kind):
-        raise top.wrong(f"{_shown(kind)} is no vendor and class (nvidia.com/gpu)", "kind")
+        raise top.wrong(f"{shown(kind)} is no vendor and class (nvidia.com/gpu)", "kind")
     if "." in kind.partition("/")[2]:
         top.need("0.6.0", "kind", "a dot in its class ")
     _annotations(top)
@@ -452,7 +353,7 @@ def _spec(content: Any, path: str) -> Spec:
     names = [device.name for device in devices]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise top.wrong(f"the device {_shown(twice)} is there twice", "devices")
+        raise top.wrong(f"the device {shown(twice)} is there twice", "devices")
     return Spec(path, number, kind, devices, edits)
 
 
@@ -465,7 +366,7 @@ def _annotations(holder: _Object) -> None:
 def _device(found: _Object) -> Device:
     name = found.text("name", needed=True)
     if not _NAME.fullmatch(name):
-        raise found.wrong(f"{_shown(name)} is no name for a device", "name")
+        raise found.wrong(f"{shown(name)} is no name for a device", "name")
     if name[0].isdigit():
         found.need("0.5.0", "name", "to begin with a digit ")
     _annotations(found)
@@ -491,9 +392,9 @@ def _node(node: _Object) -> DeviceNode:
     path = node.text("path", needed=True)
     kind, permissions = node.text("type"), node.text("permissions")
     if kind not in ("", "b", "c", "u", "p"):
-        raise node.wrong(f"{_shown(kind)} is no type of a device node: b, c, u, p", "type")
+        raise node.wrong(f"{shown(kind)} is no type of a device node: b, c, u, p", "type")
     if permissions != "none" and set(permissions) - set("rwm"):
-        raise node.wrong(f"{_shown(permissions)} is none of r, w, m together, and not none", "permissions")
+        raise node.wrong(f"{shown(permissions)} is none of r, w, m together, and not none", "permissions")
     major, minor = node.number("major", _MAJOR), node.number("minor", _MINOR)
     mode, uid, gid = (node.number(name, _ID) for name in ("fileMode", "uid", "gid"))
     return DeviceNode(path, node.text("hostPath") or path, kind, major, minor, mode, permissions, uid, gid)
@@ -507,9 +408,9 @@ def _mount(mount: _Object) -> Mount:
 def _hook(hook: _Object) -> Hook:
     name, path = hook.text("hookName", needed=True), hook.text("path", needed=True)
     if name not in _HOOKS:
-        raise hook.wrong(f"{_shown(name)} is none of {', '.join(_HOOKS)}", "hookName")
+        raise hook.wrong(f"{shown(name)} is none of {', '.join(_HOOKS)}", "hookName")
     if not path.startswith("/"):
-        raise hook.wrong(f"{_shown(path)} is no absolute path", "path")
+        raise hook.wrong(f"{shown(path)} is no absolute path", "path")
     timeout = hook.number("timeout", _ID, low=1)
     return Hook(name, path, hook.texts("args"), hook.variables("env"), timeout)
 

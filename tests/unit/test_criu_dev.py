@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime_shim.criu import dev
+from runtime_shim.criu import tar as reader
 from runtime_shim.criu.dev import image_name, rewritten
 from runtime_shim.errors import ImageError
 from runtime_shim.gpu.nodes import Change, Node
@@ -475,7 +476,7 @@ def test_many_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             file.write(b"data")
     packed = dump(tmp_path)
     assert rewritten(packed) is None
-    monkeypatch.setattr(dev, "_EXTENSION", 1)
+    monkeypatch.setattr(reader, "_EXTENSION", 1)
     with pytest.raises(ImageError, match="holes has too many holes"):
         rewritten(packed)
 
@@ -543,14 +544,14 @@ class Endless(io.RawIOBase):
 
 def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Too large, packed or not, and too many: found out as it is read."""
-    monkeypatch.setattr(dev, "LIMIT", 1 << 20)
+    monkeypatch.setattr(reader, "LIMIT", 1 << 20)
     with pytest.raises(ImageError, match="unpacks to more than 1 MiB"):
         rewritten(image(entry("./x", size=2 << 20)))
     endless = Endless(gzip.compress(b""))
     with pytest.raises(ImageError, match="is larger than 1 MiB"):
         rewritten(endless)  # type: ignore[arg-type]
     assert endless.given <= (1 << 20) + len(endless.piece)
-    monkeypatch.setattr(dev, "ENTRIES", 20)
+    monkeypatch.setattr(reader, "ENTRIES", 20)
     assert rewritten(image(*(entry(f"./{number}") for number in range(19)))) is None
     with pytest.raises(ImageError, match="has more than 20 entries"):
         rewritten(image(*(entry(f"./{number}") for number in range(20))))

@@ -6,7 +6,6 @@ The container is a process with mounts and a root of its own, and its GPU nodes 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import functools
 import os
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim import inside, proc
+from runtime_shim import mountns, proc
 from runtime_shim.errors import ContainerError
 from runtime_shim.gpu.nodes import Change, Node
 from runtime_shim.inside import mounted_nodes, replace_nodes
@@ -130,8 +129,11 @@ def lacking() -> str:
             return f"needs {what}"
     if os.geteuid():
         return "needs root"
-    if inside._libc.syscall(inside._OPEN_TREE, -1, b"", 0) < 0 and ctypes.get_errno() == errno.ENOSYS:
-        return "needs open_tree(2)"
+    try:
+        os.close(mountns.open_tree("/dev/null"))
+    except OSError as error:
+        if error.errno == errno.ENOSYS:
+            return "needs open_tree(2)"
     return ""
 
 
@@ -373,7 +375,7 @@ def test_a_process_that_is_gone(make: Make) -> None:
 def test_an_old_kernel(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel without the calls is told as such."""
     container = make("/dev/full")
-    monkeypatch.setattr(inside, "_OPEN_TREE", 100_000)
+    monkeypatch.setattr(mountns, "_OPEN_TREE", 100_000)
     with pytest.raises(ContainerError, match="open_tree") as caught:
         replace_nodes(container.pid, [change("full", "zero")])
     assert "Linux 5.2" in caught.value.hint

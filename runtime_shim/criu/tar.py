@@ -1,0 +1,352 @@
+"""The compressed tar in which CRIU keeps a container's /dev, read strictly and as a stream.
+
+GNU tar makes whatever such an archive names, and the archive may come from anywhere. So it is read in one way
+only: an entry that two programs may read differently is refused (tar(5): POSIX ustar, old GNU; pax(1)). No
+more than a piece of it is held in memory.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, NoReturn
+
+from runtime_shim.errors import ImageError, reason
+
+__all__ = [
+    "BLOCK_DEVICE",
+    "CHARACTER",
+    "ENTRIES",
+    "FIFO",
+    "FILE",
+    "FOLDER",
+    "HARD",
+    "LIMIT",
+    "SOFT",
+    "Archive",
+    "Entry",
+    "damaged",
+    "refuse",
+    "shown",
+]
+
+LIMIT = 256 << 20
+"""Bytes of the tar, and of its compressed form; Podman's /dev is a tmpfs of 64 MiB."""
+ENTRIES = 65536
+"""Headers in the tar."""
+
+# Entries that tar makes from a header alone or from content of the header's size.
+FILE, HARD, SOFT, CHARACTER, BLOCK_DEVICE, FOLDER, FIFO = b"0", b"1", b"2", b"3", b"4", b"5", b"6"
+
+_BLOCK = 512
+_PIECE = 64 << 10
+_ZEROS = bytes(_BLOCK)
+_EXTENSION = 4096  # bytes of a long name (PATH_MAX of linux/limits.h) or of a pax header
+
+# Fields of a header (tar(5), POSIX ustar and GNU): offset and end.
+_NAME, _SIZE, _SUM, _TYPE, _LINK, _MAGIC = (0, 100), (124, 136), (148, 156), 156, (157, 257), (257, 265)
+_MAJOR, _MINOR, _PREFIX = (329, 337), (337, 345), (345, 500)
+_USTAR, _GNU = b"ustar\x0000", b"ustar  \x00"
+_MAP, _MAP_GOES_ON, _REAL_SIZE = (386, 482), 482, (483, 495)  # of a file with holes, as GNU tar writes it
+_MORE_MAP, _MORE_MAP_GOES_ON = (0, 504), 504
+_OCTAL = re.compile(rb" *([0-7]+)[ \0]*")
+_KINDS = {b"\0": FILE, b"7": FILE, b"S": FILE} | {
+    kind: kind for kind in (FILE, HARD, SOFT, CHARACTER, BLOCK_DEVICE, FOLDER, FIFO)
+}
+_LONG_NAME, _LONG_LINK, _PAX, _HOLES = b"L", b"K", b"x", b"S"
+# A pax record that changes no more than a time (pax(1), "pax Extended Header").
+_TIMES = re.compile(rb"(\d{1,4}) (?:[amc]time|LIBARCHIVE\.creationtime)=-?\d{1,20}(?:\.\d{1,20})?\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry, without its content."""
+
+    before: bytes
+    """Extension headers with their content."""
+    header: bytes
+    name: bytes
+    """Without ./ in front; empty for the folder itself."""
+    kind: bytes
+    size: int
+    """Bytes of its content."""
+    link: bytes
+    """What a link leads to, as it came."""
+
+    @property
+    def device(self) -> bool:
+        """Whether it is a device node."""
+        return self.kind in (CHARACTER, BLOCK_DEVICE)
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """A device's major and minor number. Raises ImageError where a field holds none."""
+        return _number(self.header, _MAJOR, self.name), _number(self.header, _MINOR, self.name)
+
+    @property
+    def target(self) -> bytes:
+        """The name of the entry that a hard link leads to. Raises ImageError where that leads out of /dev."""
+        return _normal(self.link)
+
+    def renamed(self, name: bytes, numbers: tuple[int, int]) -> bytes:
+        """A device's header with another name and other numbers, and the checksum that belongs to it.
+
+        Raises ImageError where they do not fit into one.
+        """
+        name, (major, minor) = b"./" + name, numbers
+        fields = f"{major:07o}\0{minor:07o}\0".encode()
+        if len(name) > _NAME[1] or len(fields) != _MINOR[1] - _MAJOR[0]:
+            refuse(name, "cannot be named in a tar header")
+        old = self.header
+        new = name.ljust(_NAME[1], b"\0") + old[_NAME[1] : _MAJOR[0]] + fields + old[_MINOR[1] :]
+        return new[: _SUM[0]] + f"{_checksum(new):06o}\0 ".encode() + new[_SUM[1] :]
+
+
+class Archive:
+    """An archive that is read once from front to end: each entry, then its content, and at last the end.
+
+    Everything raises ImageError where the archive is damaged, is larger than `LIMIT`, has more than `ENTRIES`
+    headers, or could be read otherwise by GNU tar.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._plain = _Plain(file)
+
+    def entries(self) -> Iterator[Entry]:
+        """The entries; the caller has read each one's `content` before the next."""
+        plain, count = self._plain, 0
+        before: dict[bytes, bytes] = {}
+        extensions = b""
+        while (header := plain.take(_BLOCK)) != _ZEROS:
+            count += 1
+            if count > ENTRIES:
+                raise damaged(f"has more than {ENTRIES} entries")
+            name = _header_name(header)
+            kind, size = header[_TYPE : _TYPE + 1], _number(header, _SIZE, name)
+            if kind in (_LONG_NAME, _LONG_LINK, _PAX):
+                if kind in before or size > _EXTENSION:
+                    refuse(name, "has a header that tar does not write")
+                content = plain.take(_padded(size))
+                before[kind] = content[:size]
+                extensions += header + content
+                continue
+            if kind == _HOLES:
+                header += _map(header, plain, name, size)
+            yield _entry(header, name, size, before, extensions)
+            before, extensions = {}, b""
+        if before:
+            raise damaged("ends in the middle of an entry")
+
+    def content(self, entry: Entry) -> Iterator[bytes]:
+        """The content of the entry that came last, with the zeros that fill its last block, in pieces."""
+        size = _padded(entry.size)
+        while size:
+            yield (piece := self._plain.take(min(size, _PIECE)))
+            size -= len(piece)
+
+    def end(self) -> Iterator[bytes]:
+        """What stands behind the last entry, in pieces: two blocks of zeros, and nothing but zeros."""
+        yield _ZEROS  # which has told entries() of the end
+        length = 0
+        for piece in self._plain.rest():
+            if piece.strip(b"\0"):
+                raise damaged("goes on behind its end")
+            yield piece
+            length += len(piece)
+        if length < _BLOCK or length % _BLOCK:
+            raise damaged("is cut short")
+
+
+def damaged(what: str) -> ImageError:
+    """The error that says this of the archive."""
+    return ImageError(
+        f"the image of the container's /dev {what}", hint="the checkpoint is damaged, or not what CRIU wrote"
+    )
+
+
+def refuse(name: bytes, why: str) -> NoReturn:
+    """Raise the ImageError that says this of an entry."""
+    raise damaged(f"is refused: {shown(name)} {why}")
+
+
+def shown(name: bytes) -> str:
+    """A name that came with the archive, fit for a message."""
+    text = name[:100].decode("utf-8", "backslashreplace") or "."
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def _entry(header: bytes, name: bytes, size: int, before: dict[bytes, bytes], extensions: bytes) -> Entry:
+    long_name, long_link = before.get(_LONG_NAME), before.get(_LONG_LINK)
+    link = _string(header, _LINK)
+    if long_name is not None:
+        name = _long(long_name, name)
+    if long_link is not None:
+        link = _long(long_link, name)
+    kind = _KINDS.get(header[_TYPE : _TYPE + 1])
+    if kind is None:
+        refuse(name, "is of a kind that has no place in /dev")
+    if kind != FILE and size:
+        refuse(name, "has content, and is no file")
+    if kind == FILE and name.endswith(b"/"):
+        refuse(name, "is a file with the name of a folder")  # to tar it is one
+    if not _only_times(before.get(_PAX, b"")):
+        refuse(name, "has a pax header that says more than times")
+    found = Entry(extensions, header, _normal(name), kind, size, link)
+    if found.device:
+        field = header[slice(*_NAME)]
+        plain_name = all(0x20 < byte < 0x7F for byte in name) and field.rstrip(b"\0") == name
+        if long_name is not None or long_link is not None or not plain_name:
+            refuse(name, "is a device whose name is none for a device")
+        found.numbers  # noqa: B018 - refused here where they are none
+    return found
+
+
+def _header_name(header: bytes) -> bytes:
+    """The name in a header, once that is one at all."""
+    name = _string(header, _NAME)
+    if _number(header, _SUM, name) != _checksum(header):
+        refuse(name, "has a wrong checksum")
+    magic, prefix = header[slice(*_MAGIC)], _string(header, _PREFIX)
+    if magic not in (_USTAR, _GNU):
+        refuse(name, "has a header of a kind that tar does not write")
+    return prefix + b"/" + name if prefix and magic == _USTAR else name
+
+
+def _map(header: bytes, plain: _Plain, name: bytes, size: int) -> bytes:
+    """The blocks behind the header of a file with holes, once its map fits the content (tar(5), "Old GNU").
+
+    Each piece of data fills whole blocks; the last one may end earlier.
+    """
+    real, found, length = _number(header, _REAL_SIZE, name), 0, 0
+    slots, goes_on, blocks = header[slice(*_MAP)], header[_MAP_GOES_ON], b""
+    while True:
+        for at in range(0, len(slots), 24):
+            if not slots[at + 12]:  # the map ends here
+                if slots[at:].strip(b"\0") or goes_on:
+                    refuse(name, "has a map of its holes that tar does not write")
+                break
+            start = _number(slots, (at, at + 12), name)
+            piece = _number(slots, (at + 12, at + 24), name)
+            if (length % _BLOCK and piece) or start < found:
+                refuse(name, "has a map of its holes that tar does not write")
+            found, length = start + piece, length + piece
+        if not goes_on:
+            break
+        if len(blocks) >= _EXTENSION * _BLOCK:
+            refuse(name, "has too many holes")
+        block = plain.take(_BLOCK)
+        blocks += block
+        slots, goes_on = block[slice(*_MORE_MAP)], block[_MORE_MAP_GOES_ON]
+    if length != size or found > real or header[slice(*_MAGIC)] != _GNU:
+        refuse(name, "has a map of its holes that does not fit its content")
+    return blocks
+
+
+def _only_times(records: bytes) -> bool:
+    """Whether a pax header says only when something was changed."""
+    while records:
+        match = _TIMES.match(records)
+        if not match or int(match[1]) != len(match[0]):
+            return False
+        records = records[match.end() :]
+    return True
+
+
+def _long(content: bytes, name: bytes) -> bytes:
+    """A name from a header of its own: one string with its end."""
+    if content[-1:] != b"\0" or b"\0" in content[:-1] or len(content) < 2:
+        refuse(name, "has a long name that tar does not write")
+    return content[:-1]
+
+
+def _string(header: bytes, field: tuple[int, int]) -> bytes:
+    return header[slice(*field)].partition(b"\0")[0]
+
+
+def _number(header: bytes, field: tuple[int, int], name: bytes) -> int:
+    match = _OCTAL.fullmatch(header, *field)
+    if match is None:
+        refuse(name, "has a number that is none")
+    return int(match[1], 8)
+
+
+def _checksum(header: bytes) -> int:
+    """Of all bytes, those of the checksum itself counted as blanks (tar(5))."""
+    return sum(header) - sum(header[slice(*_SUM)]) + 8 * ord(" ")
+
+
+def _normal(name: bytes) -> bytes:
+    parts = [part for part in name.split(b"/") if part not in (b"", b".")]
+    if name.startswith(b"/") or b".." in parts:
+        refuse(name, "leads out of /dev")
+    return b"/".join(parts)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _BLOCK) * _BLOCK
+
+
+class _Plain:
+    """The tar inside the image, piece by piece. Raises ImageError where it is damaged or too long."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._gzip = zlib.decompressobj(16 + zlib.MAX_WBITS)
+        self._waiting = b""
+        """Compressed."""
+        self._buffer = b""
+        self._at = 0
+        self._read = self._given = 0
+
+    def take(self, size: int) -> bytes:
+        """Exactly so many bytes."""
+        while len(self._buffer) - self._at < size:
+            more = self._more()
+            if not more:
+                raise damaged("is cut short")
+            self._buffer, self._at = self._buffer[self._at :] + more, 0
+        self._at += size
+        return self._buffer[self._at - size : self._at]
+
+    def rest(self) -> Iterator[bytes]:
+        """All that has not been taken, in pieces."""
+        piece = self._buffer[self._at :] or self._more()
+        while piece:
+            yield piece
+            piece = self._more()
+
+    def _more(self) -> bytes:
+        """The next bytes; empty at the end."""
+        while True:
+            if self._gzip.eof:
+                # A gzip file may be several ones behind one another (RFC 1952, 2.2).
+                self._waiting = self._gzip.unused_data or self._file_bytes()
+                if not self._waiting:
+                    return b""
+                self._gzip = zlib.decompressobj(16 + zlib.MAX_WBITS)
+            elif not self._waiting:
+                self._waiting = self._file_bytes()
+                if not self._waiting:
+                    raise damaged("is cut short")
+            try:
+                piece = self._gzip.decompress(self._waiting, _PIECE)
+            except zlib.error as error:
+                raise damaged(f"cannot be unpacked: {error}") from error
+            self._waiting = self._gzip.unconsumed_tail
+            self._given += len(piece)
+            if self._given > LIMIT:
+                raise damaged(f"unpacks to more than {LIMIT >> 20} MiB")
+            if piece:
+                return piece
+
+    def _file_bytes(self) -> bytes:
+        try:
+            piece = self._file.read(_PIECE)
+        except OSError as error:
+            raise ImageError(f"the image of the container's /dev cannot be read: {reason(error)}") from error
+        self._read += len(piece)
+        if self._read > LIMIT:
+            raise damaged(f"is larger than {LIMIT >> 20} MiB")
+        return piece

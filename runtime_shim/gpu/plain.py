@@ -1,0 +1,123 @@
+"""The text of a CDI file as plain values: mappings, lists, strings, and what else JSON has.
+
+YAML is read from PyYAML's events, as of YAML 1.1, and only as far as a CDI file needs it. There is no alias,
+no tag and no second document in it, and no field is there twice. How deep it nests and how much it holds has
+a bound, so a small file stays small.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["Unquoted", "from_json", "from_yaml", "shown"]
+
+_DEPTH = 32
+_NODES = 500_000
+_NULL = ("", "~", "null", "Null", "NULL")
+# YAML 1.1's, as CDI's library reads it: file modes are written 0666.
+_WHOLE = re.compile(r"(?P<octal>0[0-7]{1,22})|0o[0-7]{1,22}|0x[0-9A-Fa-f]{1,16}|0|[1-9][0-9]{0,19}")
+
+
+class Unquoted(str):
+    """A YAML scalar without quotes: what it stands for is up to the field."""
+
+    __slots__ = ()
+
+    def whole(self) -> int | None:
+        """The whole number that it may stand for; None where it is none."""
+        found = _WHOLE.fullmatch(self)
+        return int(self, 8 if found["octal"] else 0) if found else None
+
+
+def from_json(text: str) -> Any:
+    """The value that a JSON text holds. Raises ValueError, and RecursionError where it nests too deeply."""
+
+    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError(f"an object has the same field twice, of {sorted(found)!r:.200}")
+        return found
+
+    return json.loads(text, object_pairs_hook=mapping)
+
+
+def from_yaml(text: str) -> Any:
+    """The value that a YAML text holds: mappings, lists, None, strings, and `Unquoted` ones.
+
+    Raises ValueError, and ImportError where PyYAML is missing.
+    """
+    import yaml
+
+    try:
+        # Events, not yaml.load: that expands aliases, and a C stack under it ends where the nesting says.
+        return _Document(yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))).content()
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def shown(value: object) -> str:
+    """What stood in the file, short enough for a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:76]}…"
+
+
+class _Document:
+    """Plain values from PyYAML's events: no alias, no tag, no key twice."""
+
+    def __init__(self, events: Iterator[Any]) -> None:
+        self.events = events
+        self.line = 0
+        self.left = _NODES
+
+    def content(self) -> Any:
+        self._next()  # the stream's start
+        if self._next()[0] == "StreamEnd":
+            raise ValueError("holds nothing")
+        content = self._node(*self._next(), depth=0)
+        self._next()  # the document's end
+        if self._next()[0] != "StreamEnd":
+            raise self._wrong("a second document begins")
+        return content
+
+    def _next(self) -> tuple[str, Any]:
+        event = next(self.events)
+        self.line = event.start_mark.line + 1
+        self.left -= 1
+        if not self.left:
+            raise self._wrong(f"more than {_NODES} things by here")
+        return type(event).__name__.removesuffix("Event"), event
+
+    def _wrong(self, what: str) -> ValueError:
+        return ValueError(f"line {self.line}: {what}")
+
+    def _node(self, kind: str, event: Any, *, depth: int) -> Any:
+        if kind == "Alias":
+            raise self._wrong("an alias has no place in a CDI file")
+        if event.tag not in (None, "!", "tag:yaml.org,2002:str"):
+            raise self._wrong(f"the tag {shown(event.tag)} has no place in a CDI file")
+        if kind == "Scalar":
+            plain = event.tag is None and event.implicit[0]
+            return (None if event.value in _NULL else Unquoted(event.value)) if plain else event.value
+        if depth == _DEPTH:
+            raise self._wrong("nested too deeply")
+        return self._items(depth + 1) if kind == "SequenceStart" else self._fields(depth + 1)
+
+    def _items(self, depth: int) -> list[Any]:
+        found = []
+        while (entry := self._next())[0] != "SequenceEnd":
+            found.append(self._node(*entry, depth=depth))
+        return found
+
+    def _fields(self, depth: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        while (entry := self._next())[0] != "MappingEnd":
+            key = self._node(*entry, depth=depth)
+            if not isinstance(key, str):
+                raise self._wrong("a field's name is no string")
+            if key in found:
+                raise self._wrong(f"the field {shown(key)} is there twice")
+            found[str(key)] = self._node(*self._next(), depth=depth)
+        return found

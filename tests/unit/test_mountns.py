@@ -1,0 +1,81 @@
+"""Mount namespaces of a thread: what goes wrong names the call and the path, and stays in the thread.
+
+What goes right is seen in test_inside.py and test_rerun.py, on a machine that lets us mount.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from runtime_shim import mountns, proc
+
+
+@pytest.fixture
+def null() -> Iterator[int]:
+    """An open file that is no namespace, no mount of its own and no folder."""
+    descriptor = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+    yield descriptor
+    os.close(descriptor)
+
+
+def failed(work: Callable[..., object], *words: object, **options: object) -> OSError:
+    with pytest.raises(OSError, match=r"\S") as caught:
+        work(*words, **options)
+    return caught.value
+
+
+def test_what_is_no_namespace(null: int) -> None:
+    """It is not joined, nothing is done, and this process is where it was."""
+    before = proc.namespace(os.getpid(), "mnt"), os.getcwd()
+    done: list[str] = []
+    error = failed(mountns.run_joined, null, "/dev/null", lambda: done.append("work"))
+    assert (error.errno, error.filename) == (errno.EINVAL, "setns /dev/null")
+    assert (proc.namespace(os.getpid(), "mnt"), os.getcwd()) == before
+    assert done == []
+
+
+def test_the_call_and_the_path_are_named(null: int) -> None:
+    """Each failure says what failed on what; a place that is open goes by the path that was given for it."""
+    none = "/dev/gpusnap-none"
+    assert failed(mountns.open_tree, none).filename == f"open_tree {none}"
+    assert failed(mountns.move_mount, null, none).filename == f"move_mount {none}"
+    assert failed(mountns.move_mount, null, none, onto=null).filename == f"move_mount {none}"
+    folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        assert failed(mountns.detach, folder, "gpusnap-none", none).filename == f"umount2 {none}"
+        assert failed(mountns.make_private, folder, "gpusnap-none", none).filename == f"mount {none}"
+    finally:
+        os.close(folder)
+
+
+def test_an_old_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel without a call is known by its errno."""
+    monkeypatch.setattr(mountns, "_OPEN_TREE", 100_000)
+    assert failed(mountns.open_tree, "/dev/null").errno == errno.ENOSYS
+
+
+@pytest.mark.skipif(bool(os.geteuid()), reason="needs root, who may take another user's name")
+def test_in_the_name_of_another(tmp_path: Path) -> None:
+    """What is made meanwhile is theirs, and what is made after a failure is ours again."""
+    tmp_path.chmod(0o777)
+    folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # whose path they may not walk
+
+    def make(name: str) -> None:
+        os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, dir_fd=folder))
+
+    try:
+        with mountns.in_the_name_of(12345, 54321):
+            make("theirs")
+        with suppress(FileExistsError), mountns.in_the_name_of(12345, 54321):
+            make("theirs")
+        make("ours")
+    finally:
+        os.close(folder)
+    found = {path.name: (path.stat().st_uid, path.stat().st_gid) for path in tmp_path.iterdir()}
+    assert found == {"theirs": (12345, 54321), "ours": (os.geteuid(), os.getegid())}
