@@ -145,13 +145,14 @@ def _own_cgroup(init: int, container_id: str) -> tuple[str, str] | None:
 
 
 def own_v1_freezer(init: int, container_id: str) -> bool:
-    """Whether a freezer of cgroup version 1 was made for the container.
+    """Whether the container's cgroup is one of version 1, with a freezer.
 
-    There a process that was stopped by a signal cannot be seized once it is frozen (seen on Linux 6.18: CRIU
+    Beside version 2 a restore by CRIU leaves such groups as well, and nobody uses them. There a process that was stopped by a signal cannot be seized once it is frozen (seen on Linux 6.18: CRIU
     under runc hangs in ptrace_attach, which nothing but a thaw ends); with version 2 it can.
     """
+    group = _own_cgroup(init, container_id)
     path = next((p for h, p in proc.cgroups(init).items() if "freezer" in h.split(",")), "")
-    return container_id in path
+    return group is not None and group[0] != "" and container_id in path
 
 
 def _inside(pid: int, group: tuple[str, str]) -> bool:
