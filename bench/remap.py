@@ -86,9 +86,8 @@ def main() -> int:
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({**report, "seconds": None}, indent=1))
-    print(
-        f"archive {size / 2**30:.2f} GiB\n\n| onto | podman restore | of which gpusnap-runtime |\n|---|---:|---:|"
-    )
+    print(f"archive {size / 2**30:.2f} GiB\n")
+    print("| onto | podman restore | of which gpusnap-runtime |\n|---|---:|---:|")
     for name, found in times.items():
         whole, runtime = (statistics.median(each) for each in zip(*found, strict=True))
         print(f"| the {name} GPU | {whole:.2f} s | {runtime:.2f} s |")

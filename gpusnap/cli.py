@@ -17,7 +17,8 @@ from rich.console import Console
 from gpusnap import show
 from gpusnap.hooks_command import install_hooks
 from gpusnap.source import load_manifest
-from runtime_shim import restore, suspension
+from runtime_shim import journal, restore, suspension
+from runtime_shim import recover as recovery
 from runtime_shim import settings as settings_file
 from runtime_shim._version import __version__
 from runtime_shim.errors import GpusnapError
@@ -140,6 +141,27 @@ def resume(pids: tuple[int, ...]) -> None:
     driver.open()
     suspension.resume(driver, pids, suspension.InCriu())
     click.echo("running: " + " ".join(map(str, pids)))
+
+
+@command.command()
+@click.argument("container", required=False, metavar="[CONTAINER]")
+@click.option("--list", "only_list", is_flag=True, help="Show what waits, and change nothing.")
+def recover(container: str | None, only_list: bool) -> None:
+    """Bring back containers whose checkpoint a killed gpusnap left undone: CONTAINER's full ID, or all.
+
+    Their processes stand still, and their GPU memory is in files.
+    """
+    found = [entry for entry in journal.entries() if container in (None, entry.container)]
+    if container is not None and not found:
+        raise GpusnapError(f"nothing waits for container {container}", hint="gpusnap recover --list")
+    memory = settings_file.load().memory
+    for entry in found:
+        if only_list:
+            pids = " ".join(str(process.pid) for process in recovery.alive(entry)) or "none"
+            state = "gpusnap is at work on it" if entry.at_work else f"processes: {pids}"
+            click.echo(f"{entry.container}  {state}  image: {entry.image}")
+        else:
+            click.echo(f"{entry.container}  {recovery.recover(entry, _driver(), memory)}")
 
 
 command.add_command(install_hooks)

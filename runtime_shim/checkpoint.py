@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from runtime_shim import container as containers
-from runtime_shim import manifest, preflight, proc
+from runtime_shim import journal, manifest, preflight, proc
 from runtime_shim.argv import CheckpointCall, render
 from runtime_shim.criu import config as criu_config
 from runtime_shim.criu import dev
@@ -32,6 +32,7 @@ from runtime_shim.gpu.nodes import Node
 from runtime_shim.gpu.together import at_once
 from runtime_shim.invoke import Invoked, invoke
 from runtime_shim.log import note
+from runtime_shim.pages import Chunks
 from runtime_shim.real import RealRuntime
 from runtime_shim.settings import Settings
 from runtime_shim.suspension import InCriu, Pages, Record, idle_holders, record, resume, suspend, users
@@ -57,7 +58,7 @@ class _Job:
     driver: Driver
     container: containers.Container
     transaction: Transaction
-    pages: Pages = field(default_factory=InCriu)
+    pages: Pages
     records: dict[int, Record] = field(default_factory=dict)
     """By PID, of every process that has been, or is being, suspended."""
     mounts: tuple[manifest.DriverMount, ...] = ()
@@ -92,20 +93,25 @@ def checkpoint(
     Raises a GpusnapError; the container then runs on as if nobody had asked, unless the error says otherwise.
     """
     with interruptible(), Transaction() as transaction:
-        job = _Job(call, real, settings, driver, container, transaction)
+        job = _Job(call, real, settings, driver, container, transaction, _pages(call, settings, container))
         with transaction.step("inspect"):
             _inspect(job)
         draft = manifest.Draft(str(call.images()))
         with transaction.step("prepare"):
             _prepare(job, draft)
         _suspend(job)
-        with transaction.step("pages"):
-            job.pages.take(list(job.records))
         # Once the dump has succeeded there is no way back, and no moment at which a signal may stop us.
         with held_signals():
             _dump(job, draft)
             transaction.commit()
             _complete(job, draft)
+
+
+def _pages(call: CheckpointCall, settings: Settings, container: containers.Container) -> Pages:
+    """The way that the GPUs' memory takes."""
+    if settings.memory.pages == InCriu.name:
+        return InCriu()
+    return Chunks(str(call.images()), container.id, settings.memory)
 
 
 def _inspect(job: _Job) -> None:
@@ -129,17 +135,16 @@ def _inspect(job: _Job) -> None:
 def _prepare(job: _Job, draft: manifest.Draft) -> None:
     """Make the image directory ours. An earlier checkpoint in it stays whole until the dump begins."""
     _make(job.image_path)
-    job.transaction.undo("removing the incomplete image", lambda: _clean(job))
+    job.transaction.undo("removing the incomplete image", lambda: _discard(job))
     draft.begin()
 
 
 def _suspend(job: _Job) -> None:
     """Lock and checkpoint every GPU process; those that begin to use a GPU meanwhile in another round."""
     if not job.records:
-        job.transaction.undo(
-            "resuming the GPU processes", lambda: resume(job.driver, list(job.records), job.pages)
-        )
+        job.transaction.undo("resuming the GPU processes", lambda: _undo_suspend(job))
     rounds = 0
+    done = set(job.records)
     while fresh := _newcomers(job):
         if rounds > job.settings.retries:
             raise Refused(
@@ -148,6 +153,14 @@ def _suspend(job: _Job) -> None:
             )
         _suspend_these(job, fresh)
         rounds += 1
+    if set(job.records) != done:
+        with job.transaction.step("pages"):
+            job.pages.take(list(job.records))
+
+
+def _undo_suspend(job: _Job) -> None:
+    resume(job.driver, list(job.records), job.pages)
+    journal.remove(job.container.id)
 
 
 def _newcomers(job: _Job) -> list[proc.Process]:
@@ -174,11 +187,13 @@ def _suspend_these(job: _Job, fresh: Sequence[proc.Process]) -> None:
     preflight.room_in_memory({pid: r.used for pid, r in records.items()}, job.container.pid)
     preflight.room_on_disk(job.image_path, all_bytes, job.processes())
     job.records |= records
+    noted = job.pages.records()
+    journal.write(job.container.id, job.image_path, {pid: noted.get(pid, ()) for pid in job.records})
     timeout = job.settings.nvidia.lock_timeout
     with job.transaction.step("lock"):
         at_once(lambda pid: job.driver.lock(pid, timeout=timeout), records).raise_first()
     with job.transaction.step("driver checkpoint"):
-        suspend(job.driver, records, timeout=timeout)
+        suspend(job.driver, records, job.pages, timeout=timeout)
 
 
 def _dump(job: _Job, draft: manifest.Draft) -> None:
@@ -251,7 +266,9 @@ def _complete(job: _Job, draft: manifest.Draft) -> None:
     try:
         with job.transaction.step("sync"):
             _sync(job.image_path)
+            job.pages.commit()
         draft.finish(replace(job.record, timing=tuple(job.transaction.steps)))
+        journal.remove(job.container.id)
     except ImageError as error:
         _add(error, failure.sentence() if failure is not None else "")
         raise
@@ -281,6 +298,7 @@ def _manifest(job: _Job) -> manifest.Manifest:
     for node in job.nodes:
         if node.gpu:
             used.setdefault(node.gpu, 0)
+    regions = job.pages.records()
     return manifest.Manifest(
         created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         container=job.container.id,
@@ -303,7 +321,11 @@ def _manifest(job: _Job) -> manifest.Manifest:
         ),
         processes=tuple(
             manifest.GpuProcess(
-                item.inner_pid, item.process.comm, item.process.command[:_ARGUMENTS], item.gpus
+                item.inner_pid,
+                item.process.comm,
+                item.process.command[:_ARGUMENTS],
+                item.gpus,
+                regions.get(item.process.pid, ()),
             )
             for _, item in sorted(job.records.items())
         ),
@@ -366,6 +388,14 @@ def _clean(job: _Job) -> None:
             f"the incomplete image in {image_path} cannot be removed: {reason(error)}",
             hint="do not restore from it",
         ) from error
+
+
+def _discard(job: _Job) -> None:
+    """The checkpoint came to nothing; what processes still need of it stays."""
+    whole = os.path.exists(os.path.join(job.image_path, manifest.FOLDER, manifest.NAME))
+    if not whole:  # an earlier one in the same place may consist of the same chunks
+        job.pages.discard()
+    _clean(job)
 
 
 def _sync(image_path: str) -> None:

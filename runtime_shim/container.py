@@ -147,8 +147,9 @@ def _own_cgroup(init: int, container_id: str) -> tuple[str, str] | None:
 def own_v1_freezer(init: int, container_id: str) -> bool:
     """Whether the container's cgroup is one of version 1, with a freezer.
 
-    Beside version 2 a restore by CRIU leaves such groups as well, and nobody uses them. There a process that was stopped by a signal cannot be seized once it is frozen (seen on Linux 6.18: CRIU
-    under runc hangs in ptrace_attach, which nothing but a thaw ends); with version 2 it can.
+    Beside version 2 a restore by CRIU leaves such groups as well, and nobody uses them. There a process that
+    was stopped by a signal cannot be seized once it is frozen (seen on Linux 6.18: CRIU under runc hangs in
+    ptrace_attach, which nothing but a thaw ends); with version 2 it can.
     """
     group = _own_cgroup(init, container_id)
     path = next((p for h, p in proc.cgroups(init).items() if "freezer" in h.split(",")), "")

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from oci.chunks import Table, from_json, to_json
+from oci.errors import ChunkError
 from runtime_shim._version import __version__
 from runtime_shim.errors import ImageError, ManifestError, ManifestVersion, reason
 from runtime_shim.transaction import Step
@@ -39,6 +41,7 @@ __all__ = [
     "GpuRecord",
     "HostRecord",
     "Manifest",
+    "RegionRecord",
     "belongs",
     "decode",
     "encode",
@@ -70,6 +73,15 @@ class GpuRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class RegionRecord:
+    """Memory of a process that is beside CRIU's images, in chunks."""
+
+    start: int
+    """Its address."""
+    table: Table
+
+
+@dataclass(frozen=True, slots=True)
 class GpuProcess:
     """A process whose GPU state is in the checkpoint."""
 
@@ -79,6 +91,7 @@ class GpuProcess:
     command: tuple[str, ...]
     gpus: tuple[tuple[str, int], ...]
     """(UUID, bytes used) of every GPU that it could see, unused ones too."""
+    regions: tuple[RegionRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +181,10 @@ def decode(data: bytes, where: str) -> Manifest:
         ) from error
     _check_version(document, where)
     _check(document, where)
-    return _from_json(document)
+    try:
+        return _from_json(document)
+    except ChunkError as error:
+        raise ManifestError(f"{where} is not a gpusnap manifest: {error}") from error
 
 
 def _no_number(word: str) -> float:
@@ -250,6 +266,17 @@ class Draft:
             return os.stat(self._pending).st_mtime_ns
         except OSError as error:
             raise ImageError(f"{self._pending} cannot be read: {reason(error)}") from error
+
+    def pending(self) -> Manifest | None:
+        """What `prepare` wrote; None where there is none. Raises ManifestError, ImageError."""
+        try:
+            with open(self._pending, "rb") as file:
+                data = file.read(_MAX_BYTES)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ImageError(f"{self._pending} cannot be read: {reason(error)}") from error
+        return decode(data, self._pending) if data else None
 
     def finish(self, manifest: Manifest) -> None:
         """Make the checkpoint whole: `manifest` if there is room for it, else what `prepare` wrote."""
@@ -391,6 +418,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
                 "name": process.name,
                 "command": list(process.command),
                 "gpus": [{"uuid": uuid, "memoryUsed": used} for uuid, used in process.gpus],
+                "regions": [{"start": r.start, **to_json(r.table)} for r in process.regions],
             }
             for process in manifest.processes
         ],
@@ -446,6 +474,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
                 process["name"],
                 tuple(process["command"]),
                 tuple((gpu["uuid"], int(gpu["memoryUsed"])) for gpu in process["gpus"]),
+                tuple(RegionRecord(int(r["start"]), from_json(r)) for r in process["regions"]),
             )
             for process in document["processes"]
         ),

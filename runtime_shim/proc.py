@@ -12,6 +12,8 @@ from dataclasses import dataclass
 __all__ = [
     "Mount",
     "Process",
+    "activity",
+    "available_memory",
     "cgroups",
     "comm",
     "command",
@@ -90,6 +92,12 @@ def still(pid: int) -> bool:
     return all((_stat(f"{pid}/task/{task}") or "X")[0] in "TtZX" for task in tasks)
 
 
+def activity(pid: int, tid: int) -> tuple[str, int]:
+    """A thread's state (R, S, D, T, …) and the clock ticks that it has run; "X" and 0 when it is gone."""
+    stat = _stat(f"{pid}/task/{tid}")
+    return (stat[0], int(stat[11]) + int(stat[12])) if stat else ("X", 0)
+
+
 def comm(pid: int) -> str:
     """The name of the process' main thread; empty when it is gone."""
     return (_read(f"{PROC}/{pid}/comm") or "").rstrip("\n")
@@ -150,6 +158,14 @@ def memory(pid: int) -> int:
     status = _read(f"{PROC}/{pid}/status") or ""
     wanted = ("RssAnon:", "RssShmem:", "VmSwap:")
     return sum(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(wanted))
+
+
+def available_memory() -> int:
+    """MemAvailable of proc_meminfo(5) in bytes; 0 where it is not told."""
+    for line in (_read(f"{PROC}/meminfo") or "").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 0
 
 
 def maps_library(pid: int, prefix: str) -> bool:

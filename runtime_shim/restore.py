@@ -40,6 +40,7 @@ from runtime_shim.gpu.libraries import Found, found
 from runtime_shim.gpu.plan import Plan, plan
 from runtime_shim.invoke import Invoked, control, invoke, quiet
 from runtime_shim.log import note
+from runtime_shim.pages import Filling
 from runtime_shim.real import RealRuntime
 from runtime_shim.remap import Remap
 from runtime_shim.rerun import rerun
@@ -78,6 +79,8 @@ class _Job:
     """Holds the GPUs' memory for us against other restores, until the driver has it."""
     cleanup: ExitStack
     remap: Remap | None = None
+    filling: Filling | None = None
+    """Memory that is not in CRIU's images, on its way."""
 
 
 def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: dict[str, Any]) -> int:
@@ -147,6 +150,8 @@ def _plan(job: _Job, config: dict[str, Any]) -> None:
             known=lambda: _driver_files(host),
             keep_names=job.settings.keep_names,
         )
+        if any(process.regions for process in job.record.processes):
+            job.filling = job.cleanup.enter_context(Filling(job.images, job.record, job.settings.memory))
         replaced = remap.image(job.record, job.images, job.remap, config)
         job.images = job.cleanup.enter_context(view(job.images, replaced))
     criu_mounts.checked(job.record.mounts, job.remap.mounts if job.remap is not None else None)
@@ -276,6 +281,8 @@ def _restore_gpus(
     with job.transaction.step("driver restore"):
         # CRIU restores them stopped; should it ever not, they must be all the same.
         stop(pids, timeout=job.settings.nvidia.lock_timeout)
+        if job.filling is not None:
+            job.filling.deliver({inner: process.pid for inner, process in by_inner.items()})
         resume(driver, pids, InCriu(), pairs=pairs)
     for process in suspended:
         if not proc.running(process.pid) or driver.state(process.pid) is not ProcessState.RUNNING:

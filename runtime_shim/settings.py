@@ -23,6 +23,7 @@ __all__ = [
     "TABLE",
     "Criu",
     "Key",
+    "Memory",
     "Nvidia",
     "Settings",
     "annotated",
@@ -65,6 +66,22 @@ class Criu:
 
 
 @dataclass(frozen=True, slots=True)
+class Memory:
+    """[memory]: how the GPUs' memory travels."""
+
+    pages: str = "criu"
+    """criu: in CRIU's own images. chunks: beside them, in many threads, as chunks of an OCI layout."""
+    chunk_size: int = 16 << 20
+    """Bytes, a multiple of 4096."""
+    level: int = 1
+    """zstd's, 1 to 19; 0 does not compress."""
+    ceiling: int = 0
+    """Bytes of RAM that gpusnap may hold for chunks under way; 0: a quarter of what is available."""
+    threads: int = 0
+    """0: one for each core."""
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """All settings, with their defaults."""
 
@@ -79,6 +96,7 @@ class Settings:
     hooks: tuple[str, ...] = ("update-ldcache", "create-symlinks")
     """NVIDIA's createContainer hooks to run again where a restore brings other driver libraries."""
     nvidia: Nvidia = field(default_factory=Nvidia)
+    memory: Memory = field(default_factory=Memory)
     criu: Criu = field(default_factory=Criu)
 
 
@@ -179,6 +197,13 @@ def _map(value: Any) -> GpuMap:
     return parse_map(value)
 
 
+def _chunk_size(value: Any) -> int:
+    size = _size(value)
+    if not 4096 <= size <= 1 << 30 or size % 4096:
+        raise ValueError("a size from 4096 bytes to 1G, a multiple of 4096")
+    return size
+
+
 TABLE: dict[str, Key] = {
     "runtime": Key(_runtime),
     "retries": Key(_whole(0, 100), annotation=True),
@@ -187,6 +212,11 @@ TABLE: dict[str, Key] = {
     "hooks": Key(_lines),
     "nvidia.lock-timeout": Key(_seconds, annotation=True),
     "nvidia.allow-nccl": Key(_boolean, annotation=True),
+    "memory.pages": Key(_one_of("criu", "chunks"), annotation=True),
+    "memory.chunk-size": Key(_chunk_size),
+    "memory.level": Key(_whole(0, 19), annotation=True),
+    "memory.ceiling": Key(_size),
+    "memory.threads": Key(_whole(0, 1024)),
     "criu.link-remap": Key(_boolean, annotation=True),
     "criu.ghost-limit": Key(_size, annotation=True),
     "criu.timeout": Key(_whole(1, 86400), annotation=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import NoReturn
 
@@ -19,6 +20,9 @@ from runtime_shim.settings import Settings, annotated, load
 from runtime_shim.suspension import users
 
 __all__ = ["main"]
+
+# As runtime_shim.journal has it, which a container without a GPU must not wait for.
+JOURNAL = "/run/gpusnap/journal"
 
 
 def main(argv: list[str]) -> int:
@@ -53,6 +57,7 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings) -> 
         container = containers.find(quiet(call, real), call.container_id)
     except ContainerError:
         _hand_over(call, real)  # the runtime says it in its own words
+    _recover(driver, container, settings)
     if not _concerns_us(driver, container):
         _hand_over(call, real)
     # Imported late: a container without a GPU must not wait for it.
@@ -60,6 +65,18 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings) -> 
 
     checkpoint(call, real, annotated(settings, container.annotations), driver, container)
     return 0
+
+
+def _recover(driver: Driver, container: containers.Container, settings: Settings) -> None:
+    """Put right first what a killed gpusnap left of this container."""
+    if not os.path.exists(JOURNAL):
+        return
+    from runtime_shim import journal
+
+    if (entry := journal.read(container.id)) is not None:
+        from runtime_shim.recover import recover
+
+        log.note(f"an earlier checkpoint was cut off; {recover(entry, driver, settings.memory)}")
 
 
 def _restore(call: RestoreCall, real: RealRuntime, settings: Settings) -> int:

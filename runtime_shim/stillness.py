@@ -14,7 +14,6 @@ cuCheckpointProcessGetRestoreThreadId.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import time
@@ -24,20 +23,13 @@ from contextlib import contextmanager
 from runtime_shim import proc
 from runtime_shim.errors import GpusnapError, reason
 from runtime_shim.gpu.errors import PermissionRefused
+from runtime_shim.memory import populate
+from runtime_shim.memory.populate import Populated
+from runtime_shim.memory.tracee import Tracee
 
-__all__ = ["go_on", "only", "stop"]
+__all__ = ["go_on", "only", "populated", "stop"]
 
-# linux/ptrace.h
-_CONT, _DETACH, _SEIZE, _INTERRUPT, _GETSIGMASK, _SETSIGMASK = 7, 17, 0x4206, 0x4207, 0x420A, 0x420B
-_WALL = 0x40000000  # linux/wait.h: also for threads
 _LOOKS, _LOOK = 4, 0.001
-# Seconds; reached only where somebody else sent a SIGCONT, and then there is nothing to wait for.
-_SETTLING = 1.0
-_SIGSET = 8  # bytes of the kernel's sigset_t
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
-_libc.ptrace.restype = ctypes.c_long
 
 
 def stop(pids: Iterable[int], *, timeout: float) -> None:
@@ -78,59 +70,48 @@ def only(pid: int, tid: int) -> Iterator[None]:
     be traced.
     """
     try:
-        mask = _seize(tid)
+        tracee = _seized(pid, tid)
     except OSError as error:
-        raise PermissionRefused(
-            f"thread {tid} of process {pid} ({proc.comm(pid)}) cannot be traced: {reason(error)}",
-            hint="end the debugger that has it, or see that gpusnap may use ptrace",
-            pid=pid,
-        ) from error
+        raise _refused(pid, tid, error) from error
     try:
         yield
     finally:
-        # Whatever ended meanwhile still has to be waited for: until then the whole process is a zombie.
-        with contextlib.suppress(ProcessLookupError):
-            _ptrace(_INTERRUPT, tid)
+        # Whatever ended meanwhile still has to be waited for, which letting it go does.
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.waitpid(tid, _WALL)
-            _ptrace(_SETSIGMASK, tid, _SIGSET, ctypes.addressof(mask))
-            _ptrace(_DETACH, tid)
-            _settle(pid)
+            tracee.to_rest()
+        tracee.let_go()
 
 
-def _settle(pid: int) -> None:
-    """Wait until the thread that was let go stands again.
+@contextmanager
+def populated(pid: int, tid: int, *, threads: int = 0) -> Iterator[Populated]:
+    """As `only`, for the driver's checkpoint: the large mapping that the thread makes is populated for it.
 
-    The kernel only wakes it to stop by itself (ptrace(2), PTRACE_DETACH; kernel/ptrace.c, __ptrace_unlink),
-    which a busy machine may take a while to do; who looks before that sees a process that runs.
+    What was done is complete when the block has ended; where nothing was, it says why, and the driver's own
+    way was taken. In so many threads, all cores' for 0.
     """
-    deadline = time.monotonic() + _SETTLING
-    while not proc.still(pid) and time.monotonic() < deadline:
-        time.sleep(0.0005)
+    with contextlib.ExitStack() as stack:
+        try:
+            done = stack.enter_context(populate.populated(pid, tid, threads=threads))
+        except OSError as error:
+            raise _refused(pid, tid, error) from error
+        yield done
 
 
-def _seize(tid: int) -> ctypes.Array[ctypes.c_char]:
-    """Take the thread, block its signals and let it run; its signal mask."""
-    mask = ctypes.create_string_buffer(_SIGSET)
-    # All but SIGTRAP, which ptrace itself may need.
-    every = ctypes.create_string_buffer((~(1 << signal.SIGTRAP - 1) & (1 << 64) - 1).to_bytes(8, "little"), 8)
-    _ptrace(_SEIZE, tid)
-    # A stopped thread reports itself at once; an interrupt on top of it would stop it a second time.
-    os.waitpid(tid, _WALL)
-    _ptrace(_GETSIGMASK, tid, _SIGSET, ctypes.addressof(mask))
-    _ptrace(_SETSIGMASK, tid, _SIGSET, ctypes.addressof(every))
-    _ptrace(_CONT, tid)
+def _refused(pid: int, tid: int, error: OSError) -> PermissionRefused:
+    return PermissionRefused(
+        f"thread {tid} of process {pid} ({proc.comm(pid)}) cannot be traced: {reason(error)}",
+        hint="end the debugger that has it, or see that gpusnap may use ptrace",
+        pid=pid,
+    )
+
+
+def _seized(pid: int, tid: int) -> Tracee:
+    """Take the thread and let it run."""
+    tracee = Tracee(pid, tid)
+    tracee.go()
     # A SIGSTOP that was still on its way cannot be blocked, and would stop the thread in the middle of its
     # work.
     for _ in range(_LOOKS):
         time.sleep(_LOOK)
-        ended, status = os.waitpid(tid, _WALL | os.WNOHANG)
-        if ended and os.WIFSTOPPED(status):
-            _ptrace(_CONT, tid)
-    return mask
-
-
-def _ptrace(request: int, tid: int, address: int = 0, data: int = 0) -> None:
-    if _libc.ptrace(request, tid, address, data) < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        tracee.on()
+    return tracee

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -21,9 +21,10 @@ from runtime_shim.gpu.driver import Driver, Host, ProcessState
 from runtime_shim.gpu.errors import GpuError, ProcessGone
 from runtime_shim.gpu.handles import ends
 from runtime_shim.gpu.together import Outcome, at_once
+from runtime_shim.manifest import RegionRecord
 from runtime_shim.stillness import go_on, only, stop
 
-__all__ = ["InCriu", "Pages", "Record", "idle_holders", "record", "resume", "suspend", "users"]
+__all__ = ["InCriu", "Pages", "Record", "idle_holders", "let_finish", "record", "resume", "suspend", "users"]
 
 # A restore can fail for a passing reason, such as another process that just has the memory; giving up would
 # leave the work suspended, so it is tried a few times.
@@ -42,11 +43,26 @@ class Pages(Protocol):
     name: str
     """What the manifest calls it."""
 
+    def watch(self, pid: int) -> None:
+        """A process stands still, and the driver's checkpoint comes next."""
+
+    def thread(self, pid: int, tid: int) -> AbstractContextManager[None]:
+        """Let the driver's thread run while the block has the driver checkpoint the process."""
+
     def take(self, pids: Sequence[int]) -> None:
         """Carry the suspended processes' GPU memory away, before CRIU dumps them."""
 
     def give_back(self, pids: Sequence[int]) -> None:
         """Put it back before the driver restores them: after a dump, a failure, or CRIU's restore."""
+
+    def records(self) -> Mapping[int, tuple[RegionRecord, ...]]:
+        """By PID, what the manifest says of the memory that is not in CRIU's images."""
+
+    def commit(self) -> None:
+        """Make what was carried away durable, before the manifest says that it is there."""
+
+    def discard(self) -> None:
+        """Remove what was written, but for what a process still needs."""
 
 
 class InCriu:
@@ -54,11 +70,28 @@ class InCriu:
 
     name = "criu"
 
+    def watch(self, pid: int) -> None:
+        """Nothing to remember."""
+
+    def thread(self, pid: int, tid: int) -> AbstractContextManager[None]:
+        """The thread alone, as it is."""
+        return only(pid, tid)
+
     def take(self, pids: Sequence[int]) -> None:
         """Nothing to carry."""
 
     def give_back(self, pids: Sequence[int]) -> None:
         """Nothing was carried away."""
+
+    def records(self) -> Mapping[int, tuple[RegionRecord, ...]]:
+        """CRIU's images have it all."""
+        return {}
+
+    def commit(self) -> None:
+        """CRIU's images are made durable by themselves."""
+
+    def discard(self) -> None:
+        """Nothing was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +165,7 @@ def record(
     return records
 
 
-def suspend(driver: Driver, pids: Collection[int], *, timeout: float) -> None:
+def suspend(driver: Driver, pids: Collection[int], pages: Pages, *, timeout: float) -> None:
     """Have locked processes stand still, and the driver take their GPU state, all at once.
 
     `timeout` in seconds is for standing still. Raises GpusnapError; `resume` puts right whatever was done.
@@ -142,13 +175,14 @@ def suspend(driver: Driver, pids: Collection[int], *, timeout: float) -> None:
     except GpusnapError:
         go_on(pids)  # half stopped they would keep the driver waiting, and nothing has been taken from them
         raise
-    at_once(partial(_suspend, driver), pids).raise_first()
+    at_once(partial(_suspend, driver, pages), pids).raise_first()
 
 
-def _suspend(driver: Driver, pid: int) -> None:
+def _suspend(driver: Driver, pages: Pages, pid: int) -> None:
     begun = False
+    pages.watch(pid)
     try:
-        with _driver_thread(driver, pid):
+        with _driver_thread(driver, pid, pages.thread):
             begun = True
             driver.checkpoint(pid)
     except GpuError:
@@ -158,16 +192,35 @@ def _suspend(driver: Driver, pid: int) -> None:
 
 
 @contextmanager
-def _driver_thread(driver: Driver, pid: int) -> Iterator[None]:
+def _driver_thread(
+    driver: Driver, pid: int, thread: Callable[[int, int], AbstractContextManager[None]] = only
+) -> Iterator[None]:
     """Let the driver's thread of a stopped process run. Raises ProcessGone where the process ends."""
     try:
-        with only(pid, driver.restore_thread(pid)):
+        with thread(pid, driver.restore_thread(pid)):
             yield
     except GpuError as error:
         # While the thread was traced the process could not go, and the driver's answer was not clear.
         if not isinstance(error, ProcessGone) and ends(pid, within=_DYING):
             raise ProcessGone(f"process {pid} ended in the GPU driver's hands: {error}", pid=pid) from error
         raise
+
+
+def let_finish(driver: Driver, pid: int, *, within: float, quiet: float = 1.0) -> None:
+    """Let the driver's thread of a process that stands end what it was at when its caller was killed.
+
+    The driver says nothing of a call that is under way, so the thread counts as done when it has slept for
+    `quiet` seconds without running at all; seconds, as `within`, after which it is left as it is.
+    """
+    deadline = time.monotonic() + within
+    tid = driver.restore_thread(pid)
+    with _driver_thread(driver, pid):
+        since, seen = time.monotonic(), proc.activity(pid, tid)
+        while time.monotonic() < min(deadline, since + quiet):
+            time.sleep(0.02)
+            now = proc.activity(pid, tid)
+            if now != seen or now[0] not in "SX":
+                since, seen = time.monotonic(), now
 
 
 def resume(

@@ -137,7 +137,7 @@ def test_other_gpus(
     assert nodes(again) == after
 
 
-def test_two_at_once_get_one_each(real: str, become: Become, tmp_path: Path) -> None:
+def test_two_at_once_get_one_each(crun: None, become: Become, tmp_path: Path) -> None:
     """Two containers of another host, restored at the same time onto two free GPUs."""
     become(FOUR)
     archives = []
@@ -211,7 +211,7 @@ def test_another_host(real: str, become: Become, archive: Path) -> None:
     assert nodes(again) == ["nvidia0", "nvidia1"]
 
 
-def test_keep_names(real: str, become: Become, archive: Path) -> None:
+def test_keep_names(crun: None, become: Become, archive: Path) -> None:
     """With keep-names the old name stays, with the new GPU's number, beside the new one."""
     become(FOUR)
     exported(archive, "0", options=("--annotation", "io.gpusnap.keep-names=true"))

@@ -19,7 +19,7 @@ Edit = Callable[[Path], None]
 
 
 @pytest.fixture
-def unpacked(real: str, tmp_path: Path) -> Path:
+def unpacked(crun: None, tmp_path: Path) -> Path:
     """An archive of a container with GPU 0, as a folder."""
     archive = tmp_path / "whole.tar"
     container = Container.start("w", "--mib", "4", gpus=("0",))
@@ -49,7 +49,7 @@ def manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def dev(folder: Path) -> Path:
-    name = json.loads((folder / "checkpoint/gpusnap/manifest.json").read_text())["dev"]
+    name: str = json.loads((folder / "checkpoint/gpusnap/manifest.json").read_text())["dev"]
     return folder / "checkpoint" / name
 
 

@@ -29,7 +29,7 @@ def process(pid: int) -> proc.Process:
 
 
 def test_a_freezer_of_version_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CRIU would hang there, so it is refused; one that all share, or beside version 2, is in nobody's way."""
+    """CRIU would hang there, so it is refused; one for all, or beside version 2, is in nobody's way."""
     here = {"": "/libpod-c0ffee", "freezer": "/", "cpu,cpuacct": "/libpod-c0ffee"}
     monkeypatch.setattr(proc, "cgroups", lambda pid: here)
     preflight.call(CheckpointCall(container_id="c"), CONTAINER)

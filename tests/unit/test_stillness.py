@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import wait_for
@@ -14,7 +15,7 @@ from fakes import wait_for
 from runtime_shim import proc
 from runtime_shim.errors import GpusnapError
 from runtime_shim.gpu.errors import PermissionRefused
-from runtime_shim.stillness import go_on, only, stop
+from runtime_shim.stillness import go_on, only, populated, stop
 
 # Two threads that count, each in a file of its own; the first line says the second one's TID.
 COUNTERS = """
@@ -86,13 +87,44 @@ def test_only_one_thread_runs(counters: Counters) -> None:
     counters.runs(1)
 
 
+def test_only_one_thread_runs_while_its_mappings_are_populated(counters: Counters) -> None:
+    """The same with a tracer of its own; there is nothing to populate, which is said and hinders nobody."""
+    stop([counters.pid], timeout=5)
+    stands = counters.counts()[0]
+    for _ in range(2):
+        with populated(counters.pid, counters.tid) as done:
+            counters.runs(1)
+            assert counters.counts()[0] == stands
+        assert proc.still(counters.pid)
+        assert (done.mappings, done.why_not) == (0, "the driver made no large mapping that it populates")
+    go_on([counters.pid])
+    counters.runs(0)
+    counters.runs(1)
+
+
+@pytest.mark.parametrize("way", [only, populated])
+def test_what_another_one_traces(counters: Counters, way: Callable[[int, int], Any]) -> None:
+    """It cannot be traced, and says so before the block begins."""
+    stop([counters.pid], timeout=5)
+    with only(counters.pid, counters.tid):
+        with (
+            pytest.raises(PermissionRefused, match=f"thread {counters.tid} .* it is not allowed"),
+            way(counters.pid, counters.tid),
+        ):
+            raise AssertionError("the block ran")
+        counters.runs(1)
+    go_on([counters.pid])
+    counters.runs(0)
+
+
 def test_it_stands_when_the_block_has_ended(counters: Counters) -> None:
     """At once, also where every core is busy: the kernel only wakes the thread to stop by itself."""
     stop([counters.pid], timeout=5)
+    way: Callable[[int, int], Any]
     burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
     try:
-        for _ in range(100):
-            with only(counters.pid, counters.tid):
+        for way in (only, populated) * 50:
+            with way(counters.pid, counters.tid):
                 pass
             assert proc.still(counters.pid)
     finally:
@@ -111,7 +143,7 @@ def test_a_process_that_dies_in_the_block(counters: Counters) -> None:
 
 
 def test_a_process_that_is_gone() -> None:
-    """stop and go_on leave it out; only() says that it cannot be traced."""
+    """stop and go_on leave it out; only() and populated() say that it cannot be traced."""
     with subprocess.Popen(["true"]) as process:
         process.wait()
     stop([process.pid], timeout=5)
@@ -119,6 +151,11 @@ def test_a_process_that_is_gone() -> None:
     with (
         pytest.raises(PermissionRefused, match=f"thread {process.pid} of process"),
         only(process.pid, process.pid),
+    ):
+        pass
+    with (
+        pytest.raises(PermissionRefused, match=f"thread {process.pid} of process"),
+        populated(process.pid, process.pid),
     ):
         pass
 

@@ -151,7 +151,7 @@ def test_a_state_that_cannot_be_read(family: Family, driver: FakeDriver) -> None
     assert driver.states[second] is RUNNING
 
 
-class Elsewhere:
+class Elsewhere(InCriu):
     """GPU memory that is kept outside, and cannot be given back."""
 
     name = "elsewhere"
@@ -200,7 +200,7 @@ def test_a_process_that_cannot_be_traced(
 
     monkeypatch.setattr(suspension, "only", refused)
     with pytest.raises(PermissionRefused, match="cannot be traced"):
-        suspend(driver, [pid], timeout=5)
+        suspend(driver, [pid], InCriu(), timeout=5)
     wait_for(lambda: not proc.still(pid), "it goes on")
     resume(driver, [pid], InCriu())
     assert driver.states[pid] is RUNNING
@@ -214,6 +214,6 @@ def test_a_process_that_does_not_stand_still(
     with monkeypatch.context() as patch:
         patch.setattr(proc, "still", lambda _: False)
         with pytest.raises(GpusnapError, match="did not stand still"):
-            suspend(driver, [pid], timeout=0.05)
+            suspend(driver, [pid], InCriu(), timeout=0.05)
     wait_for(lambda: not proc.still(pid), "it goes on")
     assert driver.of("checkpoint") == []

@@ -1,0 +1,287 @@
+"""What chunks cost: a region in memory written as blobs of an image layout, and read back.
+
+    python3 bench/chunks.py --json chunks.json [--mib 1024] [--chunk 4 16 64] [--level 0 1 3] [--threads 1 16]
+
+For each kind of data (random, zero, bf16 weights, text) and each setting: GiB/s to write and to read, and the
+ratio of plain bytes to stored ones. In the same run, on the same disk: memcpy and sha256 in one thread, and
+plain writes and reads of files of a chunk's size, which is what there is to gain. No fsync, and a warm page
+cache, but for the rows named "durable": there the clock stops after fsync, or after `Layout.commit`.
+
+The default run stays below a minute on two idle cores: it changes one thing at a time, and measures what zstd
+packs on a part of the region; the column MiB says how much. --all measures every setting on all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import ctypes
+import itertools
+import json
+import mmap
+import os
+import platform
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(CHECKOUT))
+
+from oci.buffers import Buffer, Memory  # noqa: E402
+from oci.digests import digest_of  # noqa: E402
+from oci.layout import Layout  # noqa: E402
+from oci.manifest import Index  # noqa: E402
+from oci.reading import read  # noqa: E402
+from oci.writing import worker_memory, write  # noqa: E402
+
+MIB, GIB = 1 << 20, 1 << 30
+KINDS = ["random", "zero", "bf16", "text"]
+# One pattern of this size is repeated, with its number in each copy: zstd sees no further than a few MiB.
+BLOCK = 16 * MIB
+# Weights of a layer: mean 0, deviation 0.02.
+STEPS = statistics.NormalDist(0, 0.02)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting's figures: bytes, seconds turned to GiB/s, and plain bytes to stored ones."""
+
+    what: str
+    data: str
+    chunk_mib: int
+    level: int
+    threads: int
+    mib: int
+    write: float
+    read: float
+    ratio: float
+
+
+def seconds(action: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    action()
+    return time.perf_counter() - begun
+
+
+def weights(size: int) -> bytes:
+    """Numbers as bf16 weights have them: sign and exponent of a normal distribution, a mantissa of noise."""
+    floats = array.array("f", [STEPS.inv_cdf((at + 0.5) / 256) for at in range(256)]).tobytes()
+    made = bytearray(os.urandom(size))
+    # The upper byte of each number: one of 256 equally likely ones, chosen by a random byte.
+    made[1::2] = made[1::2].translate(floats[3::4])
+    return bytes(made)
+
+
+def prose(size: int) -> bytes:
+    """Words in random order, drawn from a small vocabulary."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = ["".join(random.choices(letters, k=random.randint(2, 9))) for _ in range(9000)]
+    text = " ".join(random.choices(words, k=MIB)).encode()
+    return (text * (size // len(text) + 1))[:size]
+
+
+def fill(memory: Memory, kind: str) -> None:
+    """The region's bytes; random ones are random throughout, packed ones differ from MiB to MiB."""
+    view = memory.view
+    if kind == "zero":
+        memory.free()
+        # Touched, so that the pages are there, as those of a process are.
+        for at in range(0, len(view), mmap.PAGESIZE):
+            view[at] = 0
+        return
+    block = b"" if kind == "random" else {"bf16": weights, "text": prose}[kind](BLOCK)
+    for at in range(0, len(view), BLOCK):
+        room = len(view[at : at + BLOCK])
+        view[at : at + BLOCK] = (block or os.urandom(room))[:room]
+        for place in range(at, at + room, MIB):
+            view[place : place + 8] = place.to_bytes(8, "little")
+
+
+def in_threads(count: int, size: int, chunk: int, action: Callable[[int, int], None]) -> float:
+    """Seconds in which some threads do all pieces of a region."""
+    places = iter(range(0, size, chunk))
+    lock = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                at = next(places, None)
+            if at is None:
+                return
+            action(at, min(chunk, size - at))
+
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    begun = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - begun
+
+
+def plain_files(
+    folder: Path, memory: Memory, back: Memory, chunk: int, threads: int, *, durable: bool
+) -> Row:
+    """Files of the chunk's size, written and read by as many threads, with nothing done to the bytes."""
+    size = len(memory.view)
+
+    def put(at: int, length: int) -> None:
+        descriptor = os.open(folder / str(at), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.write(descriptor, memory.view[at : at + length])
+        if durable:
+            os.fsync(descriptor)
+        os.close(descriptor)
+
+    def get(at: int, length: int) -> None:
+        descriptor = os.open(folder / str(at), os.O_RDONLY)
+        os.preadv(descriptor, [back.view[at : at + length]], 0)
+        os.close(descriptor)
+
+    wrote, got = (in_threads(threads, size, chunk, action) for action in (put, get))
+    shutil.rmtree(folder)
+    folder.mkdir()
+    what = "plain files, durable" if durable else "plain files"
+    speeds = size / GIB / wrote, size / GIB / got
+    return Row(what, "random", chunk // MIB, 0, threads, size // MIB, *speeds, 1.0)
+
+
+def chunks(
+    folder: Path,
+    kind: str,
+    memory: memoryview,
+    back: memoryview,
+    chunk: int,
+    level: int,
+    threads: int,
+    *,
+    durable: bool,
+) -> Row:
+    """A region of that memory written and read."""
+    size, ceiling = len(memory), threads * worker_memory(chunk, max(level, 1))
+    layout = Layout(folder / "layout").create()
+    begun = time.perf_counter()
+    tables = write([Buffer(memory)], layout, threads=threads, ceiling=ceiling, chunk_size=chunk, level=level)
+    if durable:
+        layout.commit(Index())
+    wrote = time.perf_counter() - begun
+    begun = time.perf_counter()
+    read(tables, layout, [Buffer(back)], threads=threads, ceiling=ceiling)
+    got = time.perf_counter() - begun
+    if kind != "zero" and back != memory:
+        raise SystemExit(f"{kind} data came back wrong")
+    shutil.rmtree(folder / "layout")
+    stored = sum(table.stored for table in tables)
+    what = "chunks, durable" if durable else "chunks"
+    fast = size / GIB / got if stored else 0.0
+    ratio = size / stored if stored else 0.0
+    return Row(what, kind, chunk // MIB, level, threads, size // MIB, size / GIB / wrote, fast, ratio)
+
+
+def floor(memory: Memory, back: Memory) -> list[Row]:
+    """memcpy and sha256 of the region, one thread each."""
+    size = len(memory.view)
+    here, there = (ctypes.addressof(ctypes.c_char.from_buffer(each.view)) for each in (memory, back))
+    fill(back, "zero")
+    copied = size / GIB / seconds(lambda: ctypes.memmove(there, here, size))
+    hashed = size / GIB / seconds(lambda: digest_of(memory.view))
+    return [
+        Row("memcpy", "random", 0, 0, 1, size // MIB, copied, copied, 1.0),
+        Row("sha256", "random", 0, 0, 1, size // MIB, hashed, hashed, 1.0),
+    ]
+
+
+def printed(rows: list[Row]) -> str:
+    """The rows as a table."""
+    head = ("what", "data", "chunk", "level", "threads", "MiB", "write", "read", "ratio")
+    lines = ["{:21}{:8}{:>6}{:>6}{:>8}{:>6}{:>8}{:>8}{:>8}".format(*head)]
+    for row in rows:
+        back, ratio = (f"{each:.2f}" if each else "-" for each in (row.read, row.ratio))
+        lines.append(
+            f"{row.what:21}{row.data:8}{row.chunk_mib:6}{row.level:6}{row.threads:8}{row.mib:6}"
+            f"{row.write:8.2f}{back:>8}{ratio:>8}"
+        )
+    return "\n".join([*lines, "write and read in GiB/s of plain bytes"])
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Regions as chunks, written and read back, timed.")
+    parser.add_argument("--mib", type=int, default=1024, help="size of the region")
+    parser.add_argument("--chunk", type=int, nargs="+", default=[4, 16, 64], help="chunk sizes in MiB")
+    parser.add_argument("--level", type=int, nargs="+", default=[0, 1, 3], help="zstd levels, 0 for none")
+    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, os.cpu_count() or 1}))
+    parser.add_argument("--data", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--all", action="store_true", help="every setting, on the whole region")
+    parser.add_argument("--folder", help="where to write; the default is the system's temporary folder")
+    parser.add_argument("--json", help="write the figures there too")
+    return parser.parse_args()
+
+
+def settings(options: argparse.Namespace, kind: str) -> list[tuple[int, int, int, int]]:
+    """Chunk size in MiB, level, threads, and the MiB to measure on."""
+    middle, most = options.chunk[len(options.chunk) // 2], max(options.threads)
+    packs = kind in ("bf16", "text")
+    found = []
+    for level, chunk, threads in itertools.product(options.level, options.chunk, options.threads):
+        mib = options.mib
+        if not options.all:
+            # One thing differs from the usual setting; and what is not compressed is alike at other levels.
+            idle = level > 1 if not packs else level == 0
+            if idle or (chunk != middle) + (threads != most) + (level != 1) > 1:
+                continue
+            mib = min(mib, max(mib // 8, 2 * chunk * threads)) if packs else mib
+        found.append((chunk, level, threads, mib))
+    return found
+
+
+def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
+    """All rows, the durable ones last: the disk goes on writing after them."""
+    size = options.mib * MIB
+    memory, back = Memory(size), Memory(size)
+    middle, most = options.chunk[len(options.chunk) // 2] * MIB, max(options.threads)
+    fill(memory, "random")
+    rows = floor(memory, back)
+    # Once for nothing: the first files of a run pay for room on the disk.
+    plain_files(folder, memory, back, middle, most, durable=False)
+    for threads in options.threads:
+        rows.append(plain_files(folder, memory, back, middle, threads, durable=False))
+    kind = "random"
+    for kind in sorted(options.data, key=KINDS.index):
+        if kind != "random":
+            fill(memory, kind)
+        for chunk, level, threads, mib in settings(options, kind):
+            part, into = memory.view[: mib * MIB], back.view[: mib * MIB]
+            rows.append(chunks(folder, kind, part, into, chunk * MIB, level, threads, durable=False))
+    rows.append(plain_files(folder, memory, back, middle, most, durable=True))
+    rows.append(chunks(folder, kind, memory.view, back.view, middle, 0, most, durable=True))
+    return rows
+
+
+def main() -> int:
+    options = arguments()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        begun = time.monotonic()
+        rows = measure(options, Path(folder))
+        took = time.monotonic() - begun
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}, {took:.0f} s")
+    print(printed(rows))
+    if options.json:
+        document = {
+            "kernel": platform.release(),
+            "machine": platform.machine(),
+            "cores": os.cpu_count(),
+            "rows": [asdict(row) for row in rows],
+        }
+        Path(options.json).write_text(json.dumps(document, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""Plain files in a folder held open: read without following links, written whole or not at all."""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+__all__ = ["all_written", "new_file", "open_folder", "open_regular", "read_regular", "replace"]
+
+UNFINISHED = ".new-"
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+# O_NONBLOCK: the open of a FIFO that somebody put there would wait for a writer.
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+def open_folder(*names: str) -> int:
+    """A descriptor of the folder `names`, each within the one before; none of their last parts is a link.
+
+    Raises OSError; its `filename` is the folder that it is about.
+    """
+    descriptor = os.open(names[0], _FOLDER)
+    for at, name in enumerate(names[1:], 2):
+        try:
+            inner = os.open(name, _FOLDER, dir_fd=descriptor)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, os.path.join(*names[:at])) from error
+        finally:
+            os.close(descriptor)
+        descriptor = inner
+    return descriptor
+
+
+def open_regular(name: str, folder: int) -> tuple[io.FileIO, int]:
+    """The plain file `name` of a folder and its size. Raises OSError, ValueError if it is none."""
+    descriptor = os.open(name, _READ, dir_fd=folder)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is no plain file")
+        return io.FileIO(descriptor, "rb"), status.st_size
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(name: str, folder: int, *, limit: int) -> bytes:
+    """All of a small file. Raises as open_regular does, and ValueError for more than `limit` bytes."""
+    file, size = open_regular(name, folder)
+    with file:
+        if size > limit:
+            raise ValueError(f"it has {size} bytes, and {limit} are allowed")
+        pieces = []
+        while limit >= 0 and (piece := file.read(limit + 1)):
+            pieces.append(piece)
+            limit -= len(piece)
+        if limit < 0:
+            raise ValueError("it grows while it is read")
+        return b"".join(pieces)
+
+
+@contextmanager
+def new_file(folder: int) -> Iterator[tuple[int, str]]:
+    """A new file in a folder: its descriptor and its name for now. Gone at the end, unless it was renamed."""
+    name = UNFINISHED + secrets.token_hex(8)
+    descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+    try:
+        yield descriptor, name
+    finally:
+        os.close(descriptor)
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
+
+
+def all_written(descriptor: int, data: bytes | bytearray | memoryview) -> None:
+    """Write all of `data`: one write(2) takes at most 2 GiB, and less where a disk fills up."""
+    with memoryview(data) as view, view.cast("B") as rest:
+        done = 0
+        while done < len(rest):
+            with rest[done:] as left:
+                done += os.write(descriptor, left)
+
+
+def replace(name: str, data: bytes, folder: int) -> None:
+    """Put a file of that content in a folder, durably, in the place of one that may be there."""
+    with new_file(folder) as (descriptor, unfinished):
+        all_written(descriptor, data)
+        os.fsync(descriptor)
+        os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
+    os.fsync(folder)

@@ -1,0 +1,135 @@
+"""Chunks known from earlier checkpoints: which plain content lies in which blob, and in which layout.
+
+One index file for a store or a container, {"version": 1, "layouts": [path, …], "chunks": {plain hex:
+[place of the layout in that list, stored, encoding, blob hex], …}}, the newest entries last. It only saves
+work: one that is missing or broken is an empty one, an entry whose blob has gone or has another size is a
+miss, and what is read later is checked against its digests as ever. It is this host's own file, never one of
+an archive.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from oci.chunks import Encoding, Table
+from oci.digests import PREFIX, encoded
+from oci.errors import DigestError, disk_error
+from oci.files import open_folder, read_regular, replace
+from oci.layout import Layout
+
+__all__ = ["Known", "Place"]
+
+# 1 TiB in chunks of 16 MiB, and a file of about 12 MiB.
+MOST_ENTRIES = 1 << 16
+_LARGEST_FILE = 64 << 20
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The blob of a known chunk, of `stored` bytes, and the path of a layout that has it."""
+
+    blob: str
+    stored: int
+    encoding: Encoding
+    layout: str
+
+
+class Known:
+    """The index, by the path of its file; threads may share it. What is broken there is passed over."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.abspath(path)
+        self._lock = threading.Lock()
+        self._places: dict[str, Place] = _read(self.path)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def find(self, plain: str) -> Place | None:
+        """Where the chunk of that plain digest is; None, and forgotten, where its blob is no longer right."""
+        with self._lock:
+            place = self._places.get(plain)
+        if place is not None and not Layout(place.layout).has_blob(place.blob, place.stored):
+            self.forget(plain)
+            return None
+        return place
+
+    def forget(self, plain: str) -> None:
+        """Take an entry out."""
+        with self._lock:
+            self._places.pop(plain, None)
+
+    def add(self, plain: str, place: Place) -> None:
+        """Put an entry in, the newest; the oldest goes where there are too many."""
+        with self._lock:
+            self._places.pop(plain, None)
+            self._places[plain] = place
+            while len(self._places) > MOST_ENTRIES:
+                del self._places[next(iter(self._places))]
+
+    def learn(self, tables: Iterable[Table], layout: Layout) -> None:
+        """Add all chunks of a layout that is durable by now."""
+        for table in tables:
+            for chunk in table.chunks:
+                self.add(chunk.plain, Place(chunk.blob, chunk.stored, chunk.encoding, layout.path))
+
+    def save(self) -> None:
+        """Write the index, atomically. Raises DiskFull, DiskError."""
+        with self._lock:
+            content = _written(self._places)
+        folder, name = os.path.split(self.path)
+        try:
+            descriptor = open_folder(folder)
+            try:
+                replace(name, content, descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise disk_error(error, folder, "the index of known chunks", len(content)) from error
+
+
+def _written(places: dict[str, Place]) -> bytes:
+    layouts: dict[str, int] = {}
+    rows = {}
+    for plain, place in places.items():
+        at = layouts.setdefault(place.layout, len(layouts))
+        rows[encoded(plain)] = [at, place.stored, place.encoding, encoded(place.blob)]
+    value = {"version": _VERSION, "layouts": list(layouts), "chunks": rows}
+    return json.dumps(value, separators=(",", ":")).encode("ascii")
+
+
+def _read(path: str) -> dict[str, Place]:
+    folder, name = os.path.split(path)
+    try:
+        descriptor = open_folder(folder)
+        try:
+            value = json.loads(read_regular(name, descriptor, limit=_LARGEST_FILE))
+        finally:
+            os.close(descriptor)
+        return _parsed(value)
+    except (OSError, ValueError, RecursionError, DigestError):
+        return {}
+
+
+def _parsed(value: object) -> dict[str, Place]:
+    """The entries of an index. Raises ValueError, DigestError for one that is broken."""
+    match value:
+        case {"version": 1, "layouts": list(layouts), "chunks": dict(rows)} if len(rows) <= MOST_ENTRIES:
+            return {PREFIX + str(plain): _place(row, layouts) for plain, row in rows.items()}
+        case _:
+            raise ValueError("it is no index of known chunks")
+
+
+def _place(row: object, layouts: list[object]) -> Place:
+    match row:
+        case [int(at), int(stored), ("plain" | "zstd") as encoding, str(blob)] if 0 <= at < len(layouts):
+            layout = layouts[at]
+            if isinstance(layout, str) and layout.startswith("/") and "\0" not in layout:
+                encoded(PREFIX + blob)
+                return Place(PREFIX + blob, stored, encoding, layout)
+    raise ValueError("an entry of it is broken")

@@ -1,0 +1,117 @@
+"""Threads that do one thing together: the first error, or the caller's wish, ends all of them.
+
+Python threads serve here because every long step of theirs (a copy, a hash, zstd, a system call) lets the
+other ones run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, TypeVar
+
+from oci.errors import Cancelled
+
+__all__ = ["Crew", "Shared", "Signal", "for_each"]
+
+T = TypeVar("T")
+
+
+class Signal(Protocol):
+    """Something that is set once the caller wants an end, such as threading.Event."""
+
+    def is_set(self) -> bool:
+        """Whether it is."""
+        ...
+
+
+class _Stopped(Exception):
+    """Another worker failed: leave, and say nothing."""
+
+
+class Shared(Iterator[T]):
+    """An iterator that several threads may take from."""
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self._items = iter(items)
+        self._lock = threading.Lock()
+
+    def __next__(self) -> T:
+        with self._lock:
+            return next(self._items)
+
+
+class Crew:
+    """A number of threads. `check` is theirs to call between steps; `join` raises the first error."""
+
+    def __init__(self, cancelled: Signal | None = None) -> None:
+        self._cancelled = cancelled
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, count: int, work: Callable[[], None]) -> None:
+        """Run `work` in `count` more threads. Raises RuntimeError where the system gives none."""
+        try:
+            for _ in range(count):
+                thread = threading.Thread(target=self._run, args=(work,), name="gpusnap-oci", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.stop()
+            raise
+
+    def check(self) -> None:
+        """Leave this worker where another one failed. Raises Cancelled where the caller asked for it."""
+        if self._error is not None:
+            raise _Stopped
+        if self._cancelled is not None and self._cancelled.is_set():
+            raise Cancelled("it was cancelled before all chunks were done")
+
+    def failed(self) -> BaseException | None:
+        """What the first worker that failed raised, if one has."""
+        return None if isinstance(self._error, _Stopped) else self._error
+
+    def stop(self) -> None:
+        """End all workers at their next check, and wait for them."""
+        self._fail(_Stopped())
+        for thread in self._threads:
+            thread.join()
+
+    def join(self) -> None:
+        """Wait for all workers; raise the first error. A signal's exception ends them first."""
+        try:
+            for thread in self._threads:
+                thread.join()
+        except BaseException:
+            self.stop()
+            raise
+        error = self.failed()
+        if error is not None:
+            raise error
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except _Stopped:
+            pass
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self._error is None:
+                self._error = error
+
+
+def for_each(items: Iterable[T], do: Callable[[T], None], *, threads: int) -> None:
+    """Call `do` with each item, in that many threads. Raises the first error; the rest is not begun then."""
+    crew, shared = Crew(), Shared(items)
+
+    def work() -> None:
+        for item in shared:
+            crew.check()
+            do(item)
+
+    crew.start(threads, work)
+    crew.join()

@@ -1,0 +1,179 @@
+"""What a killed gpusnap leaves to be put right: where the bytes are that it had taken out of a container.
+
+    /run/gpusnap/journal/              0700; gone with the next boot, as the processes are
+        <container>.json               written before the first process is locked, and again before a region
+                                       is freed; removed when all run again, or the checkpoint is whole
+        <container>.<pid>.thread       a thread's own registers, while it makes system calls for us
+
+An entry names processes by PID and start time, regions by address, and the image in whose layout their bytes
+are, all of them in files by then. `recover.py` reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from oci.chunks import from_json, to_json
+from oci.errors import ChunkError
+from runtime_shim import proc
+from runtime_shim.errors import GpusnapError, reason
+from runtime_shim.manifest import RegionRecord
+from runtime_shim.memory.remote import Saved
+
+__all__ = ["Entry", "Suspended", "entries", "read", "remove", "thread", "write"]
+
+FOLDER = "/run/gpusnap/journal"
+_ID = re.compile(r"[A-Za-z0-9][\w.+-]{0,250}", re.ASCII)
+_VERSION = 1
+_MOST = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """A process whose regions may have been freed."""
+
+    pid: int
+    start: int
+    """As proc.Process.start: it tells the process from a later one with its PID."""
+    regions: tuple[RegionRecord, ...]
+    thread: Saved | None = None
+    """A thread of it that was lent to us."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is known of one container."""
+
+    container: str
+    image: str
+    """The image directory."""
+    owner: tuple[int, int]
+    """PID and start time of the gpusnap that wrote it."""
+    processes: tuple[Suspended, ...]
+
+    @property
+    def at_work(self) -> bool:
+        """Whether that gpusnap is still there."""
+        return _start(self.owner[0]) == self.owner[1]
+
+
+def write(container: str, image: str, regions: Mapping[int, tuple[RegionRecord, ...]]) -> None:
+    """Write a container's entry, in place of an earlier one. Raises GpusnapError."""
+    document = {
+        "version": _VERSION,
+        "container": container,
+        "image": image,
+        "owner": [os.getpid(), _start(os.getpid())],
+        "processes": [
+            {
+                "pid": pid,
+                "start": _start(pid),
+                "regions": [{"start": region.start, **to_json(region.table)} for region in found],
+            }
+            for pid, found in regions.items()
+        ],
+    }
+    _write(_path(container, "json"), json.dumps(document).encode())
+
+
+@contextmanager
+def thread(container: str, pid: int, saved: Saved) -> Iterator[None]:
+    """Have a thread's own registers on file while the block has it make system calls. Raises GpusnapError."""
+    path = _path(container, f"{pid}.thread")
+    document = {"tid": saved.tid, "registers": saved.registers.hex(), "mask": saved.mask}
+    _write(path, json.dumps(document).encode())
+    try:
+        yield
+    finally:
+        _unlink(path)
+
+
+def remove(container: str) -> None:
+    """The container needs nothing any more."""
+    _unlink(_path(container, "json"))
+
+
+def entries() -> tuple[Entry, ...]:
+    """All that waits, by container. Raises GpusnapError for one that cannot be read."""
+    try:
+        names = sorted(os.listdir(FOLDER))
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise GpusnapError(f"{FOLDER} cannot be read: {reason(error)}", hint="run gpusnap as root") from error
+    found = (read(name.removesuffix(".json")) for name in names if name.endswith(".json"))
+    return tuple(entry for entry in found if entry is not None)
+
+
+def read(container: str) -> Entry | None:
+    """The entry of a container, if there is one. Raises GpusnapError where it cannot be read."""
+    path = _path(container, "json")
+    document = _read(path)
+    if document is None:
+        return None
+    try:
+        owner = (int(document["owner"][0]), int(document["owner"][1]))
+        processes = tuple(_suspended(container, each) for each in document["processes"])
+        return Entry(str(document["container"]), str(document["image"]), owner, processes)
+    except (KeyError, TypeError, ValueError, IndexError, ChunkError) as error:
+        raise GpusnapError(
+            f"{path} is not as gpusnap writes it: {error}", hint="it was written by another version"
+        ) from error
+
+
+def _suspended(container: str, document: Any) -> Suspended:
+    pid = int(document["pid"])
+    lent = _read(_path(container, f"{pid}.thread"))
+    saved = Saved(int(lent["tid"]), bytes.fromhex(lent["registers"]), int(lent["mask"])) if lent else None
+    regions = tuple(RegionRecord(int(each["start"]), from_json(each)) for each in document["regions"])
+    return Suspended(pid, int(document["start"]), regions, saved)
+
+
+def _start(pid: int) -> int:
+    process = proc.process(pid)
+    return process.start if process is not None else 0
+
+
+def _path(container: str, kind: str) -> str:
+    if not _ID.fullmatch(container):
+        raise GpusnapError(f"{container[:80]!r} is no container's ID")
+    return os.path.join(FOLDER, f"{container}.{kind}")
+
+
+def _read(path: str) -> Any:
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
+            return json.loads(file.read(_MOST))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        said = reason(error) if isinstance(error, OSError) else str(error)
+        raise GpusnapError(f"{path} cannot be read: {said}") from error
+
+
+def _write(path: str, data: bytes) -> None:
+    """Whole or not at all; tmpfs needs no fsync, since a crash of the host ends the processes as well."""
+    try:
+        for folder in (os.path.dirname(FOLDER), FOLDER):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        with open(os.open(path + ".new", flags, 0o600), "wb") as file:
+            file.write(data)
+        os.replace(path + ".new", path)
+    except OSError as error:
+        raise GpusnapError(
+            f"the journal {path} cannot be written: {reason(error)}", hint="make room in /run"
+        ) from error
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)

@@ -1,0 +1,201 @@
+"""Memory copied between a process and us, in many threads: process_vm_readv(2), process_vm_writev(2).
+
+Whatever takes time here runs in the C library with the interpreter's lock dropped (ctypes does that), so
+threads of Python use every core. The threads are shared by all callers; a caller that has threads of its own
+asks for one, and the copy is made in its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from functools import cache, partial
+
+__all__ = ["Bytes", "cores", "read", "touch", "write", "zero"]
+
+Bytes = bytes | bytearray | memoryview | mmap.mmap
+"""What has its bytes in one piece of memory."""
+
+PIECE = 16 << 20
+"""Bytes that one thread copies at a time: some pieces for every core, and few system calls."""
+HUGE = 2 << 20
+"""Bytes of a huge page."""
+_VECTOR = 1024  # pieces of memory that one call may name (linux/uio.h, UIO_MAXIOV)
+_TURN = 64  # of them in one call to `touch` a page each: 128 MiB of huge pages
+
+Job = Callable[[], None]
+
+
+class _Iovec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class _View(ctypes.Structure):
+    """Py_buffer of Python's stable ABI (Include/pybuffer.h)."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_void_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+_SIMPLE, _WRITABLE = 0, 1  # PyBUF_SIMPLE, PyBUF_WRITABLE
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _call in (_libc.process_vm_readv, _libc.process_vm_writev):
+    _call.restype = ctypes.c_ssize_t
+    _call.argtypes = [ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong]
+_libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_python = ctypes.pythonapi
+_python.PyObject_GetBuffer.argtypes = [ctypes.py_object, ctypes.POINTER(_View), ctypes.c_int]
+_python.PyBuffer_Release.argtypes = [ctypes.POINTER(_View)]
+_python.PyBuffer_Release.restype = None
+
+
+@cache
+def cores() -> int:
+    """How many cores we may use."""
+    return len(os.sched_getaffinity(0))
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(cores(), "copies")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a child by fork has none of the threads
+
+
+def read(pid: int, address: int, into: Bytes, *, threads: int = 0, piece: int = PIECE) -> None:
+    """Fill a buffer with the process' memory from `address` on.
+
+    In `threads` threads, all cores' for 0, this one for 1. Raises OSError that names the process and the
+    address; ProcessLookupError where the process is gone.
+    """
+    with _memory(into, _WRITABLE) as (ours, size):
+        _copy(_libc.process_vm_readv, pid, address, ours, size, threads=threads, piece=piece)
+
+
+def write(pid: int, address: int, data: Bytes, *, threads: int = 0, piece: int = PIECE) -> None:
+    """Copy a buffer to the process' memory at `address`, which it must be able to write; else as `read`."""
+    with _memory(data, _SIMPLE) as (ours, size):
+        _copy(_libc.process_vm_writev, pid, address, ours, size, threads=threads, piece=piece)
+
+
+def zero(data: Bytes) -> bool:
+    """Whether every byte is zero; so is an empty buffer."""
+    with _memory(data, _SIMPLE) as (ours, size):
+        if size == 0:
+            return True
+        # Each byte is the one before it, and the first is zero.
+        return ctypes.string_at(ours, 1) == b"\0" and not _libc.memcmp(ours, ours + 1, size - 1)
+
+
+def touch(pid: int, start: int, size: int, *, threads: int = 0, step: int = HUGE) -> None:
+    """Have the kernel put a page behind every `step` bytes of fresh memory, by writing a zero there.
+
+    Only for memory that nobody has written to. Threads and errors as `read`.
+    """
+    first = -(-start // step) * step
+    heads = [start] if first > start else []
+    starts: list[Sequence[int]] = [heads] if heads else []
+    # Small pages: as many in a call as it takes, each costs little.
+    turn = _TURN if step >= HUGE else _VECTOR
+    starts += [
+        range(at, min(at + turn * step, start + size), step) for at in range(first, start + size, turn * step)
+    ]
+    _work([partial(_touch, pid, each) for each in starts], threads)
+
+
+def _touch(pid: int, addresses: Sequence[int]) -> None:
+    vector = array("Q", bytes(16 * len(addresses)))
+    vector[::2] = array("Q", addresses)
+    vector[1::2] = array("Q", (1,)) * len(addresses)
+    theirs, count = vector.buffer_info()
+    nothing = ctypes.create_string_buffer(len(addresses))
+    ours = _Iovec(ctypes.addressof(nothing), len(addresses))
+    done = _libc.process_vm_writev(pid, ctypes.byref(ours), 1, theirs, count // 2, 0)
+    if done != len(addresses):
+        # Where it was cut short the next byte alone says why.
+        _transfer(_libc.process_vm_writev, pid, addresses[max(done, 0)], ctypes.addressof(nothing), 1)
+
+
+def _copy(
+    call: Callable[..., int], pid: int, address: int, ours: int, size: int, *, threads: int, piece: int
+) -> None:
+    jobs = [
+        partial(_transfer, call, pid, address + at, ours + at, min(piece, size - at))
+        for at in range(0, size, piece)
+    ]
+    _work(jobs, threads)
+
+
+def _transfer(call: Callable[..., int], pid: int, address: int, ours: int, size: int) -> None:
+    """Copy all of it, however little a call takes."""
+    done = 0
+    while done < size:
+        mine, its = _Iovec(ours + done, size - done), _Iovec(address + done, size - done)
+        moved = call(pid, ctypes.byref(mine), 1, ctypes.byref(its), 1, 0)
+        if moved <= 0:
+            number = ctypes.get_errno()
+            raise OSError(
+                number, f"{call.__name__} of process {pid} at {address + done:#x}: {os.strerror(number)}"
+            )
+        done += moved
+
+
+def _work(jobs: Sequence[Job], threads: int) -> None:
+    """Do them all in so many threads; after a failure none is begun, and it is raised when all have ended."""
+    waiting = deque(jobs)
+    hands = min(threads or cores(), len(jobs))
+    if hands <= 1:
+        _drain(waiting)
+        return
+    hired = [_pool().submit(_drain, waiting) for _ in range(hands)]
+    try:
+        wait(hired)
+    except BaseException:  # a signal's: the buffer must stay until nobody copies into it
+        waiting.clear()
+        wait(hired)
+        raise
+    for each in hired:
+        each.result()
+
+
+def _drain(waiting: deque[Job]) -> None:
+    try:
+        while True:
+            try:
+                job = waiting.popleft()
+            except IndexError:
+                return
+            job()
+    except BaseException:
+        waiting.clear()
+        raise
+
+
+@contextmanager
+def _memory(data: Bytes, how: int) -> Iterator[tuple[int, int]]:
+    """Address and size of a buffer's bytes, which stay there meanwhile. Raises BufferError if they cannot."""
+    view = _View()
+    _python.PyObject_GetBuffer(data, ctypes.byref(view), how)
+    try:
+        yield view.buf or 0, view.len
+    finally:
+        _python.PyBuffer_Release(ctypes.byref(view))

@@ -1,0 +1,98 @@
+"""The mappings of a process (proc_pid_maps(5)), and the regions among them: large ones that are new.
+
+A GPU's driver puts device memory into new private anonymous memory of the process. The kernel shows
+neighbours of one kind as a single mapping, so what was writable before is cut out of what is there now; a
+heap or a stack that grew is no region, nor are the small things that every program maps on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+__all__ = ["Mapping", "Region", "mappings", "regions"]
+
+SMALLEST = 2 << 20
+"""Bytes; GPU memory is allocated in units of 2 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """A line of /proc/PID/maps."""
+
+    start: int
+    end: int
+    permissions: str
+    """As "rw-p"."""
+    offset: int
+    device: str
+    """major:minor in hexadecimal, "00:00" without a file."""
+    inode: int
+    name: str
+    """A path, "[heap]" and the like, or empty."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.end - self.start
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is private, anonymous, and for reading and writing, with no meaning to the kernel.
+
+        A name that the process gave it (prctl(2), PR_SET_VMA_ANON_NAME) does not matter.
+        """
+        anonymous = self.inode == 0 and (not self.name or self.name.startswith("[anon:"))
+        return anonymous and self.permissions == "rw-p"
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory of a process that a driver filled."""
+
+    start: int
+    size: int
+    """Bytes."""
+
+    @property
+    def end(self) -> int:
+        """The address behind it."""
+        return self.start + self.size
+
+
+def mappings(pid: int) -> tuple[Mapping, ...]:
+    """What the process has mapped, by address; none for a zombie. Raises OSError where it is gone."""
+    with open(f"/proc/{pid}/maps", "rb") as file:
+        return tuple(map(_mapping, file.read().decode("utf-8", "surrogateescape").splitlines()))
+
+
+def _mapping(line: str) -> Mapping:
+    span, permissions, offset, device, inode, *name = line.split(maxsplit=5)
+    start, _, end = span.partition("-")
+    return Mapping(
+        int(start, 16), int(end, 16), permissions, int(offset, 16), device, int(inode), "".join(name)
+    )
+
+
+def regions(
+    before: Iterable[Mapping], after: Iterable[Mapping], *, smallest: int = SMALLEST
+) -> tuple[Region, ...]:
+    """What is private, anonymous, writable memory in `after` and was not writable in `before`, by address.
+
+    Parts below `smallest` bytes are left out. Both as `mappings` gives them.
+    """
+    old = sorted((each.start, each.end) for each in before if "w" in each.permissions)
+    found = (part for each in after if each.plain for part in _rest(each.start, each.end, old))
+    return tuple(Region(start, end - start) for start, end in sorted(found) if end - start >= smallest)
+
+
+def _rest(start: int, end: int, taken: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """What of a span none of the others covers; those are sorted and do not overlap one another."""
+    for low, high in taken:
+        if high <= start or low >= end:
+            continue
+        if low > start:
+            yield start, low
+        start = high
+    if start < end:
+        yield start, end

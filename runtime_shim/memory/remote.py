@@ -1,0 +1,204 @@
+"""System calls inside another process, made by one of its threads while we hold it.
+
+The thread stands, is given other registers and led through one system call; then its own registers are put
+back, the one that says which call it was waiting in (orig_rax) included. So a thread that was interrupted in
+a restartable call (futex, nanosleep, poll, read) goes on in it, as after any signal without a handler: the
+kernel keeps what it needs for that in the thread (restart_block), where our calls do not touch it. A seccomp
+filter is suspended for our call where the kernel lets us (CAP_SYS_ADMIN); else it may refuse it, and a filter
+that kills ends the process.
+
+Between a call's begin and its end the thread has registers that are not its own. Who fears to be killed just
+then writes down `Remote.saved` before, and has it put back by `put_back`.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from signal import SIGSYS
+
+from runtime_shim.errors import GpusnapError
+from runtime_shim.memory import copies, ptrace
+from runtime_shim.memory.machine import Machine, this_machine
+from runtime_shim.memory.regions import mappings
+from runtime_shim.memory.tracee import Tracee, held
+
+__all__ = ["Remote", "Saved", "inside", "put_back"]
+
+_AT_FDCWD = -100  # linux/fcntl.h
+_WINDOW = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A thread as it was before we used it."""
+
+    tid: int
+    registers: bytes
+    mask: int
+
+
+class Remote:
+    """A thread that makes system calls for us. Each raises OSError with the errno that it met there.
+
+    ProcessLookupError (ESRCH) where the process has ended. Only for the thread that holds the tracee.
+    """
+
+    def __init__(self, tracee: Tracee, machine: Machine | None = None) -> None:
+        """Raises GpusnapError for a program or an architecture that is none of ours."""
+        self.machine = machine or this_machine()
+        self._tracee = tracee
+        registers = tracee.registers()
+        if len(registers) != self.machine.size:
+            raise GpusnapError(
+                f"process {tracee.pid} is no {self.machine.name} program, and gpusnap cannot work inside it",
+                hint="checkpoint 32-bit programs without gpusnap",
+            )
+        self.saved = Saved(tracee.tid, registers, tracee.mask or 0)
+        """What `put_back` takes."""
+        self._at = _instruction(tracee.pid, self.machine, self.machine.value(registers, self.machine.counter))
+
+    def call(self, name: str, *arguments: int) -> int:
+        """Make one of the machine's calls; its result."""
+        registers = self._tracee.registers()
+        number = self.machine.calls[name]
+        with self._without_seccomp():
+            try:
+                self._tracee.set_registers(self.machine.call(registers, self._at, number, arguments))
+                self._tracee.to_call()
+                self._tracee.to_call()
+                result = self.machine.outcome(self._tracee.registers())
+            finally:
+                self._tracee.back(registers)
+            # A filter that sends SIGSYS undoes the call, whose result is then its own number.
+            if self._tracee.to_signal(SIGSYS) and result == number:
+                result = -errno.EPERM
+        if result < 0:
+            raise OSError(-result, f"{name} inside process {self._tracee.pid}: {os.strerror(-result)}")
+        return result
+
+    def mmap(
+        self, address: int, size: int, protection: int, flags: int, fd: int = -1, offset: int = 0
+    ) -> int:
+        """mmap(2); the address."""
+        return self.call("mmap", address, size, protection, flags, fd, offset)
+
+    def munmap(self, address: int, size: int) -> None:
+        """munmap(2)."""
+        self.call("munmap", address, size)
+
+    def madvise(self, address: int, size: int, advice: int) -> None:
+        """madvise(2)."""
+        self.call("madvise", address, size, advice)
+
+    def dup3(self, old: int, new: int, flags: int = 0) -> None:
+        """dup3(2): `new` becomes what `old` is."""
+        self.call("dup3", old, new, flags)
+
+    def close(self, fd: int) -> None:
+        """close(2)."""
+        self.call("close", fd)
+
+    def openat(self, path: str, flags: int, *, folder: int = _AT_FDCWD) -> int:
+        """openat(2), as the process itself sees files; the descriptor."""
+        text = os.fsencode(path) + b"\0"
+        flags_ = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        page = self.mmap(0, len(text), mmap.PROT_READ | mmap.PROT_WRITE, flags_)
+        try:
+            copies.write(self._tracee.pid, page, text, threads=1)
+            return self.call("openat", folder, page, flags, 0)
+        finally:
+            with suppress(ProcessLookupError):
+                self.munmap(page, len(text))
+
+    @contextmanager
+    def _without_seccomp(self) -> Iterator[None]:
+        tid = self._tracee.tid
+        try:
+            ptrace.set_options(tid, ptrace.TRACESYSGOOD | ptrace.SUSPEND_SECCOMP)
+        except ProcessLookupError:
+            raise
+        except OSError:
+            ptrace.set_options(tid, ptrace.TRACESYSGOOD)
+        try:
+            yield
+        finally:
+            with suppress(ProcessLookupError):
+                ptrace.set_options(tid, ptrace.TRACESYSGOOD)
+
+
+@contextmanager
+def inside(pid: int, tid: int | None = None) -> Iterator[Remote]:
+    """Hold one thread of a process, stopped or not, and have it make system calls for us.
+
+    The caller's thread is the tracer. A process that was stopped is so at the end, and none of its threads
+    has run an instruction of its own. Without `tid` a thread is taken that sits in a system call. Raises
+    OSError where it cannot be traced, GpusnapError as `Remote`.
+    """
+    machine = this_machine()
+    with held(pid, _idle(pid) if tid is None else tid) as tracee:
+        yield Remote(tracee, machine)
+
+
+def put_back(pid: int, saved: Saved) -> None:
+    """Give a thread of a stopped process its registers and its signals back, after its tracer was killed.
+
+    Raises OSError, and GpusnapError where what was saved is not of this architecture.
+    """
+    if len(saved.registers) != this_machine().size:
+        raise GpusnapError(
+            f"the saved registers of process {pid} are not of this host's architecture",
+            hint="kill the process, and restore its container from a checkpoint",
+        )
+    with held(pid, saved.tid) as tracee:
+        tracee.set_registers(saved.registers)
+        tracee.mask = saved.mask
+
+
+def _idle(pid: int) -> int:
+    """A thread that waits in the kernel, the main one if it can be: it is in the middle of nothing.
+
+    One that was taken at an arbitrary instruction might be in a restartable sequence (rseq(2)).
+    """
+    for tid in sorted(map(int, os.listdir(f"/proc/{pid}/task")), key=lambda tid: tid != pid):
+        try:
+            with open(f"/proc/{pid}/task/{tid}/syscall", encoding="ascii") as file:
+                number = file.read().split()[0]
+        except OSError:
+            continue
+        if number.isdigit():
+            return tid
+    return pid
+
+
+def _instruction(pid: int, machine: Machine, counter: int) -> int:
+    """The address of an instruction in the process that makes a system call.
+
+    A thread that waits in one stands right behind it; else the vdso has some, and every C library.
+    """
+    wanted = machine.instruction
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        if _peek(memory.fileno(), counter - len(wanted), len(wanted)) == wanted:
+            return counter - len(wanted)
+        found = [each for each in mappings(pid) if "x" in each.permissions and each.name != "[vsyscall]"]
+        for mapping in sorted(found, key=lambda each: each.name != "[vdso]"):
+            for start in range(mapping.start, mapping.end, _WINDOW):
+                text = _peek(memory.fileno(), start, min(_WINDOW, mapping.end - start))
+                if (at := text.find(wanted)) >= 0:
+                    return start + at
+    raise GpusnapError(
+        f"process {pid} has no instruction for a system call in its memory",
+        hint="see that it is an ordinary program of this architecture",
+    )
+
+
+def _peek(memory: int, address: int, size: int) -> bytes:
+    """Bytes of the process' memory; fewer where they cannot be read."""
+    try:
+        return os.pread(memory, size, address) if address >= 0 else b""
+    except OSError:
+        return b""

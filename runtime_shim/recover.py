@@ -1,0 +1,128 @@
+"""Put right what a killed gpusnap left: processes that stand still, their GPU memory in files or in RAM.
+
+Memory of a process that runs is never touched. One that stands, and whose regions are still mapped, has them
+filled from the layout (again, if need be: the bytes are the same), then the driver restores it and it goes
+on. Where CRIU had dumped and ended them all, the checkpoint gets its name.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from oci.layout import Layout
+from runtime_shim import journal, manifest, pages, proc
+from runtime_shim.errors import GpusnapError, reason
+from runtime_shim.gpu.driver import Driver
+from runtime_shim.gpu.together import at_once
+from runtime_shim.journal import Entry, Suspended
+from runtime_shim.memory import regions
+from runtime_shim.memory.regions import Region
+from runtime_shim.memory.remote import put_back
+from runtime_shim.settings import Memory
+from runtime_shim.suspension import InCriu, let_finish, resume
+
+__all__ = ["alive", "recover"]
+
+_SETTLING = 10.0  # seconds
+# Seconds for what the driver had begun: a large process' checkpoint takes it up to a minute.
+_UNDER_WAY = 300.0
+
+
+def recover(entry: Entry, driver: Driver, settings: Memory) -> str:
+    """Bring the processes of an entry back, and remove it; what was done, in words.
+
+    Raises GpusnapError; what could be brought back has been, and the entry stays.
+    """
+    if entry.at_work:
+        raise GpusnapError(
+            f"gpusnap (process {entry.owner[0]}) is still at work on container {entry.container}",
+            hint="wait for it",
+        )
+    there = alive(entry)
+    if there:
+        driver.open()
+        _settle(there)
+        stopped = [process for process in there if proc.still(process.pid)]
+        for process in stopped:
+            _give_thread_back(process)
+        pids = [process.pid for process in stopped]
+        at_once(lambda pid: let_finish(driver, pid, within=_UNDER_WAY), pids).raise_first()
+        wanted = {
+            process.pid: [(Region(r.start, r.table.size), r.table) for r in process.regions]
+            for process in stopped
+            if _mapped(process)
+        }
+        if any(wanted.values()):
+            pages.fill(Layout(os.path.join(entry.image, manifest.FOLDER)), wanted, settings)
+        resume(driver, [process.pid for process in there], InCriu())
+        said = "running: " + " ".join(str(process.pid) for process in there)
+        if not os.path.exists(os.path.join(entry.image, manifest.FOLDER, manifest.NAME)):
+            pages.remove_layout(entry.image)
+        manifest.Draft(entry.image).discard()
+    else:
+        said = _finish(entry)
+    journal.remove(entry.container)
+    return said
+
+
+def _settle(there: Sequence[Suspended]) -> None:
+    """Wait until those that were stopped stand with all threads.
+
+    gpusnap may have been killed in the middle of a call of the driver's, whose thread in the process then
+    stops as soon as the kernel gets to it; until then nobody could say whether the process stands.
+    """
+    deadline = time.monotonic() + _SETTLING
+    while time.monotonic() < deadline and any(
+        proc.stopped(process.pid) and not proc.still(process.pid) for process in there
+    ):
+        time.sleep(0.01)
+
+
+def alive(entry: Entry) -> tuple[Suspended, ...]:
+    """Those processes of an entry that are still there."""
+    found = ((process, proc.process(process.pid)) for process in entry.processes)
+    return tuple(process for process, now in found if now is not None and now.start == process.start)
+
+
+def _finish(entry: Entry) -> str:
+    """After a dump all processes are gone, and all that the checkpoint may lack is its manifest's name."""
+    draft = manifest.Draft(entry.image)
+    record = draft.pending()
+    dumped = os.path.exists(os.path.join(entry.image, "inventory.img"))
+    if record is None or not dumped:
+        return "no process is left"
+    draft.finish(record)
+    return f"the checkpoint in {entry.image} is whole"
+
+
+def _mapped(process: Suspended) -> bool:
+    """Whether all of its regions are there: the driver's restore takes them away."""
+    try:
+        mapped = regions.mappings(process.pid)
+    except OSError:
+        return False
+    return all(_covered(r.start, r.table.size, mapped) for r in process.regions)
+
+
+def _covered(start: int, size: int, mapped: Sequence[regions.Mapping]) -> bool:
+    """Whether plain memory is mapped all the way; the kernel may show it in several pieces."""
+    at = start
+    for each in sorted((m for m in mapped if m.plain), key=lambda m: m.start):
+        if each.start <= at < each.end:
+            at = each.end
+    return at >= start + size
+
+
+def _give_thread_back(process: Suspended) -> None:
+    if process.thread is None:
+        return
+    try:
+        put_back(process.pid, process.thread)
+    except OSError as error:
+        raise GpusnapError(
+            f"thread {process.thread.tid} of process {process.pid} cannot be given its registers back: "
+            f"{reason(error)}",
+            hint="see that no debugger has it",
+        ) from error

@@ -1,0 +1,76 @@
+"""Threads that do one thing together: all items, the first error, an end that is asked for."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from oci.errors import Cancelled
+from oci.workers import Crew, for_each
+
+
+def test_each_item_once() -> None:
+    """Every item is taken by exactly one thread."""
+    done: list[int] = []
+    for_each(range(100), done.append, threads=4)
+    assert sorted(done) == list(range(100))
+    for_each([], done.append, threads=0)
+
+
+def test_the_first_error_ends_it() -> None:
+    """What one thread raises is raised; the others leave before their next item."""
+    done: list[int] = []
+    failed = threading.Event()
+
+    def do(item: int) -> None:
+        if item == 0:
+            failed.set()
+            raise ValueError("the first")
+        assert failed.wait(10)
+        done.append(item)
+
+    with pytest.raises(ValueError, match="the first"):
+        for_each(range(1000), do, threads=2)
+    assert len(done) < 1000
+
+
+def test_cancelled() -> None:
+    """A worker that checks leaves once the caller's signal is set."""
+    signal = threading.Event()
+    crew = Crew(signal)
+    begun = threading.Barrier(3)
+
+    def work() -> None:
+        begun.wait(10)
+        while True:
+            crew.check()
+
+    crew.start(2, work)
+    begun.wait(10)
+    signal.set()
+    with pytest.raises(Cancelled):
+        crew.join()
+
+
+def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system gives fewer threads than asked for, those that run are ended."""
+    real = threading.Thread.start
+    started: list[threading.Thread] = []
+
+    def start(self: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        real(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    crew = Crew()
+
+    def work() -> None:
+        while True:
+            crew.check()
+
+    with pytest.raises(RuntimeError, match="new thread"):
+        crew.start(4, work)
+    assert not any(thread.is_alive() for thread in started)

@@ -1,0 +1,234 @@
+"""GPU memory beside CRIU's images: out of real processes into chunks, and back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes import a_manifest
+
+from oci.layout import Layout
+from runtime_shim import journal, pages, recover
+from runtime_shim.errors import GpusnapError, ImageError
+from runtime_shim.manifest import Manifest
+from runtime_shim.memory import copies
+from runtime_shim.memory.regions import Region
+from runtime_shim.memory.remote import inside
+from runtime_shim.pages import Chunks, Filling
+from runtime_shim.settings import Memory
+from runtime_shim.stillness import go_on, stop
+
+MIB = 1 << 20
+SMALL = Memory(pages="chunks", chunk_size=MIB, threads=2, ceiling=64 * MIB)
+# Maps memory when it is told to, and says what its digest is, whenever it is asked.
+PROGRAM = """
+import hashlib, mmap, os, sys
+held = None
+for line in sys.stdin:
+    if line == "map\\n":
+        held = mmap.mmap(-1, 9 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        held.write(os.urandom(5 << 20))
+    print(hashlib.sha256(held).hexdigest() if held else "none", flush=True)
+"""
+
+
+class Holder:
+    """A process that holds memory as a suspended GPU process does."""
+
+    def __init__(self) -> None:
+        words = [sys.executable, "-c", PROGRAM]
+        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.pid = self.process.pid
+        self.say("digest")
+
+    def say(self, word: str) -> str:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(word, file=self.process.stdin, flush=True)
+        return self.process.stdout.readline().strip()
+
+
+@pytest.fixture
+def holders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Holder]]:
+    monkeypatch.setattr(journal, "FOLDER", str(tmp_path / "gpusnap" / "journal"))
+    found = [Holder(), Holder()]
+    yield found
+    for holder in found:
+        holder.process.kill()
+        holder.process.communicate()
+
+
+def suspended(chunks: Chunks, holders: list[Holder]) -> list[str]:
+    """Each maps memory as the driver's checkpoint would, and stands; their digests."""
+    for holder in holders:
+        chunks.watch(holder.pid)
+    digests = [holder.say("map") for holder in holders]
+    stop([holder.pid for holder in holders], timeout=5)
+    return digests
+
+
+def resident(pid: int) -> int:
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("Anonymous:"))
+
+
+def image(folder: Path) -> Path:
+    path = folder / "image"
+    (path / "gpusnap").mkdir(parents=True)
+    return path
+
+
+def test_taken_and_given_back(holders: list[Holder], tmp_path: Path) -> None:
+    """The regions are found, written and freed; given back, every byte is right. Twice does no harm."""
+    chunks = Chunks(str(image(tmp_path)), "c0ffee", SMALL)
+    digests = suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+    before = [resident(pid) for pid in pids]
+    chunks.take(pids)
+    chunks.take(pids)
+    records = chunks.records()
+    for pid, size in zip(pids, before, strict=True):
+        assert resident(pid) <= size - 5 * MIB
+        assert sum(region.table.size for region in records[pid]) >= 9 * MIB
+        assert 5 * MIB <= sum(region.table.stored for region in records[pid]) <= 6 * MIB, "zeros were stored"
+    chunks.give_back(pids)
+    chunks.give_back(pids)
+    go_on(pids)
+    assert [holder.say("digest") for holder in holders] == digests
+
+
+def test_a_killed_gpusnap(holders: list[Holder], tmp_path: Path) -> None:
+    """The journal says where the bytes of freed regions are, and they are filled from there."""
+    chunks = Chunks(str(image(tmp_path)), "c0ffee", SMALL)
+    digests = suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+    chunks.take(pids)
+    (entry,) = journal.entries()
+    assert entry.at_work
+    assert [process.pid for process in recover.alive(entry)] == pids
+    # As `recover` does; the driver is not at hand here.
+    wanted = {p.pid: [(Region(r.start, r.table.size), r.table) for r in p.regions] for p in entry.processes}
+    pages.fill(Layout(os.path.join(entry.image, "gpusnap")), wanted, SMALL)
+    go_on(pids)
+    assert [holder.say("digest") for holder in holders] == digests
+    journal.remove("c0ffee")
+    assert journal.entries() == ()
+
+
+def made(chunks: Chunks, holder: Holder) -> Manifest:
+    process = replace(a_manifest().processes[0], pid=7, regions=chunks.records()[holder.pid])
+    return replace(a_manifest(), processes=(process,), pages="chunks")
+
+
+def test_filling(holders: list[Holder], tmp_path: Path) -> None:
+    """A restore reads ahead, and fills the process that has come back, by its PID in the container."""
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", SMALL)
+    digests = suspended(chunks, holders)
+    pid = holders[0].pid
+    chunks.take([pid])
+    chunks.commit()
+    with Filling(str(path), made(chunks, holders[0]), SMALL) as filling:
+        filling.deliver({7: pid})
+    go_on([holder.pid for holder in holders])
+    assert [holder.say("digest") for holder in holders] == digests
+
+
+def test_a_blob_that_is_damaged(holders: list[Holder], tmp_path: Path) -> None:
+    """It is named, whoever reads it."""
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", SMALL)
+    suspended(chunks, holders)
+    chunks.take([holders[0].pid])
+    region = max(chunks.records()[holders[0].pid], key=lambda region: region.table.stored)
+    name = region.table.chunks[0].blob.partition(":")[2]
+    blob = path / "gpusnap/blobs/sha256" / name
+    blob.write_bytes(bytes(blob.stat().st_size))
+    with (
+        Filling(str(path), made(chunks, holders[0]), SMALL) as filling,
+        pytest.raises(ImageError, match=name[:12]),
+    ):
+        filling.deliver({7: holders[0].pid})
+    with pytest.raises(ImageError, match=name[:12]):
+        chunks.give_back([holders[0].pid])
+
+
+def test_discard(holders: list[Holder], tmp_path: Path) -> None:
+    """Bytes that a process waits for stay; once it has them, or is gone, nothing is left."""
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", SMALL)
+    suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+    chunks.take(pids)
+    chunks.discard()
+    assert list((path / "gpusnap/blobs/sha256").iterdir())
+    chunks.give_back(pids)
+    chunks.discard()
+    assert list((path / "gpusnap").iterdir()) == []
+
+
+def test_a_process_that_ends(holders: list[Holder], tmp_path: Path) -> None:
+    """The others are taken and given back."""
+    chunks = Chunks(str(image(tmp_path)), "c0ffee", SMALL)
+    digests = suspended(chunks, holders)
+    gone, left = holders
+    gone.process.kill()
+    gone.process.wait()
+    chunks.take([gone.pid, left.pid])
+    chunks.give_back([gone.pid, left.pid])
+    go_on([left.pid])
+    assert left.say("digest") == digests[1]
+
+
+def test_parts(holders: list[Holder]) -> None:
+    """A part is read and written at its own offsets."""
+    holders[0].say("map")
+    found = pages._mappings(holders[0].pid)
+    region = max((m for m in found if m.plain), key=lambda m: m.size)
+    part = pages.Part(holders[0].pid, region.start, region.size)
+    view = memoryview(bytearray(b"gpusnap!"))
+    part.write(4096, view)
+    into = memoryview(bytearray(8))
+    part.read(4096, into)
+    assert bytes(into) == b"gpusnap!"
+    assert not copies.zero(into)
+
+
+# The journal.
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"container": 1}', '{"version": 1, "owner": []}'])
+def test_a_broken_entry(holders: list[Holder], text: str) -> None:
+    """It is an error that names the file, never a guess."""
+    os.makedirs(journal.FOLDER)
+    (Path(journal.FOLDER) / "c0ffee.json").write_text(text)
+    with pytest.raises(GpusnapError, match=r"c0ffee\.json"):
+        journal.read("c0ffee")
+
+
+def test_names_and_nothing() -> None:
+    """An ID is no path; where nothing waits there is no entry."""
+    with pytest.raises(GpusnapError, match="no container's ID"):
+        journal.read("../../etc/passwd")
+    journal.remove("never-there")
+
+
+def test_the_thread_is_noted(holders: list[Holder]) -> None:
+    """While a thread makes calls for us its own registers are on file, and afterwards not."""
+    pid = holders[0].pid
+    stop([pid], timeout=5)
+    journal.write("c0ffee", "/image", {pid: ()})
+    with inside(pid) as remote, journal.thread("c0ffee", pid, remote.saved):
+        entry = journal.read("c0ffee")
+        assert entry is not None
+        assert entry.processes[0].thread == remote.saved
+    entry = journal.read("c0ffee")
+    assert entry is not None
+    assert entry.processes[0].thread is None
+    go_on([pid])
+    assert holders[0].say("digest") == "none"
