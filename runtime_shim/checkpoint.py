@@ -268,7 +268,8 @@ def _complete(job: _Job, draft: manifest.Draft) -> None:
             _sync(job.image_path)
             job.pages.commit()
         draft.finish(replace(job.record, timing=tuple(job.transaction.steps)))
-        journal.remove(job.container.id)
+        if failure is None:  # else `gpusnap recover` may try again
+            journal.remove(job.container.id)
     except ImageError as error:
         _add(error, failure.sentence() if failure is not None else "")
         raise

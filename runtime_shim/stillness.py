@@ -9,11 +9,15 @@ by ptrace(2): CRIU's own CUDA plugin does the same.
 
 A process that is stopped as a whole answers no call of NVIDIA's driver but
 cuCheckpointProcessGetRestoreThreadId.
+
+`only` has ptrace calls of its own, beside those of memory/tracee.py: they are the ones that have been seen to
+work with NVIDIA's driver.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import time
@@ -25,11 +29,20 @@ from runtime_shim.errors import GpusnapError, reason
 from runtime_shim.gpu.errors import PermissionRefused
 from runtime_shim.memory import populate
 from runtime_shim.memory.populate import Populated
-from runtime_shim.memory.tracee import Tracee
 
 __all__ = ["go_on", "only", "populated", "stop"]
 
+# linux/ptrace.h
+_CONT, _DETACH, _SEIZE, _INTERRUPT, _GETSIGMASK, _SETSIGMASK = 7, 17, 0x4206, 0x4207, 0x420A, 0x420B
+_WALL = 0x40000000  # linux/wait.h: also for threads
 _LOOKS, _LOOK = 4, 0.001
+# Seconds; reached only where somebody else sent a SIGCONT, and then there is nothing to wait for.
+_SETTLING = 1.0
+_SIGSET = 8  # bytes of the kernel's sigset_t
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+_libc.ptrace.restype = ctypes.c_long
 
 
 def stop(pids: Iterable[int], *, timeout: float) -> None:
@@ -70,16 +83,20 @@ def only(pid: int, tid: int) -> Iterator[None]:
     be traced.
     """
     try:
-        tracee = _seized(pid, tid)
+        mask = _seize(tid)
     except OSError as error:
         raise _refused(pid, tid, error) from error
     try:
         yield
     finally:
-        # Whatever ended meanwhile still has to be waited for, which letting it go does.
+        # Whatever ended meanwhile still has to be waited for: until then the whole process is a zombie.
+        with contextlib.suppress(ProcessLookupError):
+            _ptrace(_INTERRUPT, tid)
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            tracee.to_rest()
-        tracee.let_go()
+            os.waitpid(tid, _WALL)
+            _ptrace(_SETSIGMASK, tid, _SIGSET, ctypes.addressof(mask))
+            _ptrace(_DETACH, tid)
+            _settle(pid)
 
 
 @contextmanager
@@ -105,13 +122,39 @@ def _refused(pid: int, tid: int, error: OSError) -> PermissionRefused:
     )
 
 
-def _seized(pid: int, tid: int) -> Tracee:
-    """Take the thread and let it run."""
-    tracee = Tracee(pid, tid)
-    tracee.go()
+def _settle(pid: int) -> None:
+    """Wait until the thread that was let go stands again.
+
+    The kernel only wakes it to stop by itself (ptrace(2), PTRACE_DETACH; kernel/ptrace.c, __ptrace_unlink),
+    which a busy machine may take a while to do; who looks before that sees a process that runs.
+    """
+    deadline = time.monotonic() + _SETTLING
+    while not proc.still(pid) and time.monotonic() < deadline:
+        time.sleep(0.0005)
+
+
+def _seize(tid: int) -> ctypes.Array[ctypes.c_char]:
+    """Take the thread, block its signals and let it run; its signal mask."""
+    mask = ctypes.create_string_buffer(_SIGSET)
+    # All but SIGTRAP, which ptrace itself may need.
+    every = ctypes.create_string_buffer((~(1 << signal.SIGTRAP - 1) & (1 << 64) - 1).to_bytes(8, "little"), 8)
+    _ptrace(_SEIZE, tid)
+    # A stopped thread reports itself at once; an interrupt on top of it would stop it a second time.
+    os.waitpid(tid, _WALL)
+    _ptrace(_GETSIGMASK, tid, _SIGSET, ctypes.addressof(mask))
+    _ptrace(_SETSIGMASK, tid, _SIGSET, ctypes.addressof(every))
+    _ptrace(_CONT, tid)
     # A SIGSTOP that was still on its way cannot be blocked, and would stop the thread in the middle of its
     # work.
     for _ in range(_LOOKS):
         time.sleep(_LOOK)
-        tracee.on()
-    return tracee
+        ended, status = os.waitpid(tid, _WALL | os.WNOHANG)
+        if ended and os.WIFSTOPPED(status):
+            _ptrace(_CONT, tid)
+    return mask
+
+
+def _ptrace(request: int, tid: int, address: int = 0, data: int = 0) -> None:
+    if _libc.ptrace(request, tid, address, data) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

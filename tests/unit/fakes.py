@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from runtime_shim import journal, locate, proc, room, shim, suspension
+from runtime_shim import journal, locate, proc, remap, room, shim, suspension
 from runtime_shim.gpu.driver import Gpu, Host, ProcessState
 from runtime_shim.gpu.errors import GpuError, IllegalState, ProcessGone
 from runtime_shim.gpu.nodes import Node
@@ -420,6 +420,7 @@ class Scene:
         from runtime_shim import restore
 
         monkeypatch.setattr(restore, "find_driver", lambda: self.driver)
+        monkeypatch.setattr(remap, "_hosts_dev", lambda init: False)  # though these processes share it
         monkeypatch.setattr(journal, "FOLDER", str(folder / "gpusnap" / "journal"))
         monkeypatch.setattr(shim, "JOURNAL", journal.FOLDER)
         monkeypatch.setattr(restore, "claim", lambda: room.claim(str(folder / "gpusnap" / "room")))

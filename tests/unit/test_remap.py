@@ -178,5 +178,8 @@ def test_settle(monkeypatch: pytest.MonkeyPatch) -> None:
     remap.settle(7, found, driver)
     assert done == [list(found.edits.changes)]
     driver.dev = (Node("/dev/nvidia0", 195, 0),)
+    monkeypatch.setattr(remap, "_hosts_dev", lambda init: True)
+    remap.settle(7, found, driver)
+    monkeypatch.setattr(remap, "_hosts_dev", lambda init: False)
     with pytest.raises(GpusnapError, match=r"has the GPU devices /dev/nvidia0 \(195:0\) after the restore"):
         remap.settle(7, found, driver)
