@@ -260,8 +260,8 @@ def test_settings_never_against_python(launcher: Launcher, text: str) -> None:
         name = locate.setting(str(launcher.settings)) or "crun"
     except SettingsError as error:
         # Another key twice is no TOML, but nothing that passing a command on has to see.
-        assert "Cannot overwrite a value" in str(error)
-        assert text.count("runtime") < 2
+        if "Cannot overwrite a value" not in str(error) or text.count("runtime") > 1:
+            raise
         return
     assert who == str(launcher.bin / name)
 
