@@ -138,6 +138,13 @@ def resume(pids: tuple[int, ...]) -> None:
     missing = [pid for pid in pids if pid not in holders(driver, pids)]
     if missing:
         raise GpusnapError(f"process {missing[0]} is no GPU process", hint="see the PIDs with ps")
+    noted = {p.pid: entry for entry in journal.entries() for p in recovery.alive(entry) if p.regions}
+    for pid in pids:
+        if pid in noted:
+            raise GpusnapError(
+                f"the GPU memory of process {pid} is in files",
+                hint=f"gpusnap recover {noted[pid].container}",
+            )
     driver.open()
     suspension.resume(driver, pids, suspension.InCriu())
     click.echo("running: " + " ".join(map(str, pids)))
@@ -155,13 +162,21 @@ def recover(container: str | None, only_list: bool) -> None:
     if container is not None and not found:
         raise GpusnapError(f"nothing waits for container {container}", hint="gpusnap recover --list")
     memory = settings_file.load().memory
+    failures: list[GpusnapError] = []
     for entry in found:
         if only_list:
             pids = " ".join(str(process.pid) for process in recovery.alive(entry)) or "none"
             state = "gpusnap is at work on it" if entry.at_work else f"processes: {pids}"
             click.echo(f"{entry.container}  {state}  image: {entry.image}")
-        else:
+            continue
+        try:
             click.echo(f"{entry.container}  {recovery.recover(entry, _driver(), memory)}")
+        except GpusnapError as error:
+            failures.append(error)
+            if len(found) > 1:
+                click.echo(f"{entry.container}  {error.sentence()}", err=True)
+    if failures:
+        raise failures[0]
 
 
 command.add_command(install_hooks)

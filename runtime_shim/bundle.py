@@ -72,9 +72,10 @@ def write(bundle: str, config: Mapping[str, Any]) -> Callable[[], None]:
 
 def binds(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The bind mounts of a configuration."""
-    for mount in config.get("mounts") or ():
-        options = mount.get("options") or () if isinstance(mount, dict) else ()
-        if "bind" in options or "rbind" in options:
+    mounts = config.get("mounts")
+    for mount in mounts if isinstance(mounts, list) else ():
+        options = mount.get("options") if isinstance(mount, dict) else None
+        if isinstance(options, list) and ("bind" in options or "rbind" in options):
             yield mount
 
 
@@ -116,17 +117,23 @@ def _change_devices(config: dict[str, Any], edits: Edits) -> None:
         if path in of:
             for node in of[path]:
                 after[node.path] = entry | {"path": node.path, "major": node.major, "minor": node.minor}
-        elif entry.get("type") == "b" or (entry.get("major"), entry.get("minor")) not in strange:
+        elif entry.get("type") == "b" or _number(entry) not in strange:
             after.setdefault(path, entry)
     if devices(config):
         config["linux"]["devices"] = list(after.values())
 
 
+def _number(entry: Mapping[str, Any]) -> _Number:
+    major, minor = entry.get("major"), entry.get("minor")
+    return (major, minor) if isinstance(major, int) and isinstance(minor, int) else (-1, -1)
+
+
 def _change_rules(config: dict[str, Any], edits: Edits) -> None:
     """linux.resources.devices (runtime-spec, config-linux.md): allowed and forbidden devices by number."""
-    resources = config.get("linux", {}).get("resources")
+    linux = config.get("linux")
+    resources = linux.get("resources") if isinstance(linux, dict) else None
     rules = resources.get("devices") if isinstance(resources, dict) else None
-    if not isinstance(rules, list):
+    if not isinstance(resources, dict) or not isinstance(rules, list):
         return
     of = _numbers(edits.changes)
     majors = {old[0]: new[0][0] for old, new in of.items()}

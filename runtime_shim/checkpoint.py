@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from typing import Any
 
 from runtime_shim import container as containers
-from runtime_shim import journal, manifest, preflight, proc
+from runtime_shim import inside, journal, manifest, preflight, proc, remap
 from runtime_shim.argv import CheckpointCall, render
 from runtime_shim.criu import config as criu_config
 from runtime_shim.criu import dev
@@ -123,6 +124,8 @@ def _inspect(job: _Job) -> None:
     config = containers.bundle_config(job.container.bundle)
     job.nodes = job.driver.nodes(job.container.pid)
     job.mounts, job.masters = criu_mounts.undeclared(job.container.pid, config)
+    criu_mounts.checked(job.mounts)  # what a restore would refuse is refused now
+    _known_devices(job, config)
     # What the runtime does not take is refused now; the dump would overwrite an earlier checkpoint.
     job.call = criu_config.with_flags(job.call, job.real, job.settings.criu)
     render(job.call, job.real)
@@ -130,6 +133,19 @@ def _inspect(job: _Job) -> None:
     found = users(job.driver, job.processes())
     preflight.states(found)
     preflight.nccl(list(found), job.settings.nvidia)
+
+
+def _known_devices(job: _Job, config: dict[str, Any]) -> None:
+    """Refuse where /dev holds a device that a restore would not bring back, as nothing gives it."""
+    known = {*dev.DEFAULT, *remap.given(config), *(("c", n.major, n.minor, n.path) for n in job.nodes)}
+    for device in inside.device_nodes(job.container.pid):
+        if device not in known:
+            _, major, minor, path = device
+            raise Refused(
+                f"the container has a device {path} ({major}:{minor}) that its configuration does not give "
+                "it, and a restore would not bring it back",
+                hint="remove it from the container, or give it with --device",
+            )
 
 
 def _prepare(job: _Job, draft: manifest.Draft) -> None:
@@ -263,6 +279,8 @@ def _complete(job: _Job, draft: manifest.Draft) -> None:
     if job.call.leave_running:
         with job.transaction.step("resume"):
             failure = _resumed(job)
+        if failure is None:
+            journal.remove(job.container.id)  # it runs: nobody may touch its memory again
     try:
         with job.transaction.step("sync"):
             _sync(job.image_path)

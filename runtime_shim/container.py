@@ -75,7 +75,12 @@ def _reworded(text: str) -> str:
 
 
 def processes(init: int, container_id: str) -> tuple[proc.Process, ...]:
-    """Every process of the container whose init is `init`, ordered by PID; zombies are left out."""
+    """Every process of the container whose init is `init`, ordered by PID; zombies are left out.
+
+    None where it has no init: a runtime then says 0, which is the parent of all that a host runs.
+    """
+    if init <= 0:
+        return ()
     parents = proc.parents()
     ours, group = os.getpid(), _own_cgroup(init, container_id)
     space = proc.namespace(init, "pid")

@@ -23,7 +23,7 @@ from runtime_shim import mountns, proc
 from runtime_shim.errors import ContainerError, reason
 from runtime_shim.gpu.nodes import Change, Node
 
-__all__ = ["mounted_nodes", "replace_nodes"]
+__all__ = ["device_nodes", "mounted_nodes", "replace_nodes"]
 
 _T = TypeVar("_T")
 
@@ -50,6 +50,32 @@ def mounted_nodes(init: int) -> tuple[tuple[str, int, int], ...]:
                 numbers = os.major(info.st_rdev), os.minor(info.st_rdev)
                 found[mount.destination] = (mount.destination, *numbers)
     return tuple(sorted(found.values()))
+
+
+def device_nodes(init: int) -> tuple[tuple[str, int, int, str], ...]:
+    """("c" or "b", major, minor, path) of each device that lies in a container's /dev itself, by path.
+
+    None where /dev is this host's own; what is mounted in it is not in it. No link is followed.
+    """
+    found = []
+    with suppress(OSError), ExitStack() as stack:
+        root = _opened(stack, f"/proc/{init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        top = _opened(stack, "dev", _FOLDER, root)
+        own = os.fstat(top).st_dev
+        if own == os.stat("/dev").st_dev:
+            return ()
+        for folder, folders, names, descriptor in os.fwalk("dev", dir_fd=root, follow_symlinks=False):
+            inner = (os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_dev for name in folders)
+            folders[:] = [
+                name for name, device in zip(list(folders), list(inner), strict=True) if device == own
+            ]
+            for name in names:
+                info = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                kind = {stat.S_IFCHR: "c", stat.S_IFBLK: "b"}.get(stat.S_IFMT(info.st_mode))
+                if kind is not None and info.st_dev == own:
+                    numbers = os.major(info.st_rdev), os.minor(info.st_rdev)
+                    found.append((kind, *numbers, f"/{folder}/{name}"))
+    return tuple(sorted(found, key=lambda each: each[3]))
 
 
 def replace_nodes(init: int, changes: Sequence[Change]) -> None:

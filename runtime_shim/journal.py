@@ -3,6 +3,7 @@
     /run/gpusnap/journal/              0700; gone with the next boot, as the processes are
         <container>.json               written before the first process is locked, and again before a region
                                        is freed; removed when all run again, or the checkpoint is whole
+        <container>.lock               held (flock) while a checkpoint of it is under way
         <container>.<pid>.thread       a thread's own registers, while it makes system calls for us
 
 An entry names processes by PID and start time, regions by address, and the image in whose layout their bytes
@@ -12,6 +13,7 @@ are, all of them in files by then. `recover.py` reads it.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -27,7 +29,7 @@ from runtime_shim.errors import GpusnapError, reason
 from runtime_shim.manifest import RegionRecord
 from runtime_shim.memory.remote import Saved
 
-__all__ = ["Entry", "Suspended", "entries", "read", "remove", "thread", "write"]
+__all__ = ["Entry", "Suspended", "entries", "given_back", "held", "read", "remove", "thread", "write"]
 
 FOLDER = "/run/gpusnap/journal"
 _ID = re.compile(r"[A-Za-z0-9][\w.+-]{0,250}", re.ASCII)
@@ -80,7 +82,13 @@ def write(container: str, image: str, regions: Mapping[int, tuple[RegionRecord, 
             for pid, found in regions.items()
         ],
     }
-    _write(_path(container, "json"), json.dumps(document).encode())
+    data = json.dumps(document).encode()
+    if len(data) > _MOST:
+        raise GpusnapError(
+            f"the journal of container {container} would have {len(data) >> 20} MiB, too much to be read",
+            hint="set a larger memory.chunk-size",
+        )
+    _write(_path(container, "json"), data)
 
 
 @contextmanager
@@ -97,7 +105,45 @@ def thread(container: str, pid: int, saved: Saved) -> Iterator[None]:
 
 def remove(container: str) -> None:
     """The container needs nothing any more."""
+    if not _ID.fullmatch(container):
+        return  # nothing was ever written for such a one
+    with contextlib.suppress(OSError):
+        for name in os.listdir(FOLDER):
+            if name.startswith(f"{container}.") and name.endswith(".thread"):
+                _unlink(os.path.join(FOLDER, name))
     _unlink(_path(container, "json"))
+
+
+def given_back(container: str, pid: int) -> None:
+    """The thread of a process has its registers again."""
+    _unlink(_path(container, f"{pid}.thread"))
+
+
+@contextmanager
+def held(container: str) -> Iterator[None]:
+    """Keep every other gpusnap from this container while the block runs. Raises GpusnapError at once."""
+    path = _path(container, "lock")
+    _folders()
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        lock = os.open(path, flags, 0o600)
+    except OSError as error:
+        raise GpusnapError(f"{path} cannot be used: {reason(error)}", hint="make room in /run") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Whoever had it has removed it since, and a third one may have the next of that name.
+        if os.fstat(lock).st_ino != os.stat(path).st_ino:
+            raise BlockingIOError
+    except (BlockingIOError, FileNotFoundError):
+        os.close(lock)
+        raise GpusnapError(
+            f"another gpusnap is still at work on container {container}", hint="wait for it"
+        ) from None
+    try:
+        yield
+    finally:
+        _unlink(path)
+        os.close(lock)
 
 
 def entries() -> tuple[Entry, ...]:
@@ -114,6 +160,8 @@ def entries() -> tuple[Entry, ...]:
 
 def read(container: str) -> Entry | None:
     """The entry of a container, if there is one. Raises GpusnapError where it cannot be read."""
+    if not _ID.fullmatch(container):
+        return None
     path = _path(container, "json")
     document = _read(path)
     if document is None:
@@ -160,10 +208,8 @@ def _read(path: str) -> Any:
 
 def _write(path: str, data: bytes) -> None:
     """Whole or not at all; tmpfs needs no fsync, since a crash of the host ends the processes as well."""
+    _folders()
     try:
-        for folder in (os.path.dirname(FOLDER), FOLDER):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(folder, 0o700)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         with open(os.open(path + ".new", flags, 0o600), "wb") as file:
             file.write(data)
@@ -171,6 +217,17 @@ def _write(path: str, data: bytes) -> None:
     except OSError as error:
         raise GpusnapError(
             f"the journal {path} cannot be written: {reason(error)}", hint="make room in /run"
+        ) from error
+
+
+def _folders() -> None:
+    try:
+        for folder in (os.path.dirname(FOLDER), FOLDER):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
+    except OSError as error:
+        raise GpusnapError(
+            f"the journal {FOLDER} cannot be made: {reason(error)}", hint="run gpusnap as root"
         ) from error
 
 

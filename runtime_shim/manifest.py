@@ -168,7 +168,14 @@ def encode(manifest: Manifest) -> bytes:
     """The manifest as JSON, checked against the schema; raises ManifestError."""
     document = _to_json(manifest)
     _check(document, "the new manifest")
-    return json.dumps(document, indent=1).encode() + b"\n"
+    compact = any(process["regions"] for process in document["processes"])
+    data = json.dumps(document, indent=None if compact else 1).encode() + b"\n"
+    if len(data) > _MAX_BYTES:
+        raise ManifestError(
+            f"the new manifest has {len(data) >> 20} MiB, and none above {_MAX_BYTES >> 20} is read",
+            hint="set a larger memory.chunk-size",
+        )
+    return data
 
 
 def decode(data: bytes, where: str) -> Manifest:

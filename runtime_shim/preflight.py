@@ -80,7 +80,7 @@ def states(users: Mapping[proc.Process, ProcessState]) -> None:
         if state is not ProcessState.RUNNING:
             raise Refused(
                 f"the GPU state of process {process.pid} ({process.comm}) is {state.name.lower()} already",
-                hint=f"resume it first: gpusnap resume {process.pid}",
+                hint=f"bring it back first: gpusnap recover, or gpusnap resume {process.pid}",
             )
 
 

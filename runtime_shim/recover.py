@@ -13,15 +13,16 @@ from collections.abc import Sequence
 
 from oci.layout import Layout
 from runtime_shim import journal, manifest, pages, proc
-from runtime_shim.errors import GpusnapError, reason
-from runtime_shim.gpu.driver import Driver
+from runtime_shim.errors import GpusnapError, ManifestError, reason
+from runtime_shim.gpu.driver import Driver, ProcessState
 from runtime_shim.gpu.together import at_once
 from runtime_shim.journal import Entry, Suspended
 from runtime_shim.memory import regions
 from runtime_shim.memory.regions import Region
 from runtime_shim.memory.remote import put_back
 from runtime_shim.settings import Memory
-from runtime_shim.suspension import InCriu, let_finish, resume
+from runtime_shim.stillness import stop
+from runtime_shim.suspension import InCriu, let_finish, resume, suspended
 
 __all__ = ["alive", "recover"]
 
@@ -46,25 +47,31 @@ def recover(entry: Entry, driver: Driver, settings: Memory) -> str:
         _settle(there)
         stopped = [process for process in there if proc.still(process.pid)]
         for process in stopped:
-            _give_thread_back(process)
+            _give_thread_back(entry, process)
         pids = [process.pid for process in stopped]
         at_once(lambda pid: let_finish(driver, pid, within=_UNDER_WAY), pids).raise_first()
+        stopped += _astray(driver, [process for process in there if process not in stopped])
         wanted = {
             process.pid: [(Region(r.start, r.table.size), r.table) for r in process.regions]
             for process in stopped
-            if _mapped(process)
+            if _mapped(process) and suspended(driver, process.pid)
         }
         if any(wanted.values()):
             pages.fill(Layout(os.path.join(entry.image, manifest.FOLDER)), wanted, settings)
         resume(driver, [process.pid for process in there], InCriu())
         said = "running: " + " ".join(str(process.pid) for process in there)
-        if not os.path.exists(os.path.join(entry.image, manifest.FOLDER, manifest.NAME)):
-            pages.remove_layout(entry.image)
-        manifest.Draft(entry.image).discard()
+        _discard(entry)
     else:
         said = _finish(entry)
     journal.remove(entry.container)
     return said
+
+
+def _astray(driver: Driver, running: Sequence[Suspended]) -> list[Suspended]:
+    """Those that somebody let go on though the driver has their GPU state: they stand again."""
+    found = [p for p in running if p.regions and driver.state(p.pid) is ProcessState.CHECKPOINTED]
+    stop([process.pid for process in found], timeout=_SETTLING)
+    return found
 
 
 def _settle(there: Sequence[Suspended]) -> None:
@@ -89,12 +96,27 @@ def alive(entry: Entry) -> tuple[Suspended, ...]:
 def _finish(entry: Entry) -> str:
     """After a dump all processes are gone, and all that the checkpoint may lack is its manifest's name."""
     draft = manifest.Draft(entry.image)
-    record = draft.pending()
+    try:
+        record = draft.pending()
+    except ManifestError:
+        record = None  # cut off while it was written, and so before the dump
+    if record is not None and record.container != entry.container:
+        return "no process is left, and its image is another container's by now"
     dumped = os.path.exists(os.path.join(entry.image, "inventory.img"))
     if record is None or not dumped:
         return "no process is left"
     draft.finish(record)
     return f"the checkpoint in {entry.image} is whole"
+
+
+def _discard(entry: Entry) -> None:
+    """Remove what the checkpoint came to, unless somebody else has begun one in the same folder."""
+    others = (other for other in journal.entries() if other.container != entry.container)
+    if any(other.image == entry.image for other in others):
+        return
+    if not os.path.exists(os.path.join(entry.image, manifest.FOLDER, manifest.NAME)):
+        pages.remove_layout(entry.image)
+    manifest.Draft(entry.image).discard()
 
 
 def _mapped(process: Suspended) -> bool:
@@ -115,7 +137,7 @@ def _covered(start: int, size: int, mapped: Sequence[regions.Mapping]) -> bool:
     return at >= start + size
 
 
-def _give_thread_back(process: Suspended) -> None:
+def _give_thread_back(entry: Entry, process: Suspended) -> None:
     if process.thread is None:
         return
     try:
@@ -126,3 +148,4 @@ def _give_thread_back(process: Suspended) -> None:
             f"{reason(error)}",
             hint="see that no debugger has it",
         ) from error
+    journal.given_back(entry.container, process.pid)

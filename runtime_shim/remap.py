@@ -27,7 +27,7 @@ from runtime_shim.gpu.libraries import Found, counterpart, differs
 from runtime_shim.gpu.nodes import Change, Node, changes
 from runtime_shim.manifest import DriverMount, Manifest
 
-__all__ = ["Remap", "image", "make", "settle"]
+__all__ = ["Remap", "given", "image", "make", "settle"]
 
 _PROC_GPU = re.compile(r"(/proc/driver/nvidia/gpus/)([0-9a-f:.]+)")
 _SEEN = 8
@@ -78,21 +78,26 @@ def make(
             "the checkpoint does not say which device nodes its container had, so it cannot change GPUs",
             hint="restore it on the GPUs that it was made on",
         )
-    here = driver.nodes() if record.nodes else ()
+    here = driver.nodes()
     old = tuple(Node(n.path, n.major, n.minor, n.gpu) for n in record.nodes)
     found = changes(old, here, pairs, keep_names=keep_names)
     expected = _after(old, found)
     given = [source for mount in bundle.binds(config) if isinstance(source := mount.get("source"), str)]
     moved = _Moved(record, host, pairs, here, known, given)
-    sources = {source: moved.source(source) for source in given}
-    mounts = tuple(replace(m, source=moved.source(m.source)) for m in record.mounts)
+    at = _mounted_nodes(old, found, here)
+    sources = {
+        source: at.get(str(mount.get("destination")), moved.source(source))
+        for mount in bundle.binds(config)
+        if isinstance(source := mount.get("source"), str)
+    }
+    mounts = tuple(replace(m, source=at.get(m.destination, moved.source(m.source))) for m in record.mounts)
     _same_builds(record, config, sources, mounts)
     numbers = {(node.major, node.minor) for node in expected}
     strange = tuple(node for node in here if node.gpu and (node.major, node.minor) not in numbers)
     _granted((*sources.values(), *(mount.source for mount in mounts)), strange)
     return Remap(
         pairs=tuple(pairs),
-        edits=bundle.Edits(found, sources, strange if record.nodes else ()),
+        edits=bundle.Edits(found, sources, strange),
         mounts=mounts,
         expected=expected,
         moved_libraries=any(
@@ -145,6 +150,19 @@ class _Moved:
             if gpu.pci and address.endswith(gpu.pci[-12:]) and target is not None and target.pci:
                 return target.pci
         return address
+
+
+def _mounted_nodes(old: Sequence[Node], found: Sequence[Change], here: Sequence[Node]) -> dict[str, str]:
+    """This host's node by where the container has one, should it be a mount there.
+
+    One that is to be changed has its new numbers at once, and `settle` moves it; one that stays is that of
+    its name, though another GPU of the container's may be behind it now.
+    """
+    of = {(node.major, node.minor): node.path for node in here}
+    after = {node.path: node for node in old} | {
+        change.old.path: change.new[0] for change in found if change.new
+    }
+    return {path: of[n.major, n.minor] for path, n in after.items() if (n.major, n.minor) in of}
 
 
 def _granted(sources: Iterable[str], strange: Sequence[Node]) -> None:
@@ -214,12 +232,14 @@ def image(record: Manifest, image_path: str, found: Remap, config: Mapping[str, 
             f"the image of the container's /dev, {path}, cannot be read: {reason(error)}"
         ) from error
     with os.fdopen(descriptor, "rb") as file:
-        allowed: tuple[Node | dev.Device, ...] = (*_given(config), *found.expected)
+        strange = {(node.major, node.minor) for node in found.edits.strange}
+        listed = (each for each in given(config) if each[0] == "b" or each[1:3] not in strange)
+        allowed: tuple[Node | dev.Device, ...] = (*listed, *found.expected)
         new = dev.rewritten(file, found.edits.changes, allowed)
     return {} if new is None else {record.dev: new}
 
 
-def _given(config: Mapping[str, Any]) -> Iterator[dev.Device]:
+def given(config: Mapping[str, Any]) -> Iterator[dev.Device]:
     """The devices that config.json gives the container."""
     for entry in bundle.devices(config):
         path, major, minor = entry.get("path"), entry.get("major"), entry.get("minor")
@@ -235,7 +255,7 @@ def settle(init: int, found: Remap, driver: Driver) -> None:
     """
     mounted = {path for path, _, _ in inside.mounted_nodes(init)}
     inside.replace_nodes(init, [change for change in found.edits.changes if change.old.path in mounted])
-    if not found.expected or _hosts_dev(init):
+    if _hosts_dev(init):
         return
     now = tuple(sorted(Node(n.path, n.major, n.minor) for n in driver.nodes(init)))
     if now != found.expected:

@@ -121,7 +121,7 @@ def _absent(job: _Job) -> None:
 
 def _driver(record: manifest.Manifest) -> Driver | None:
     """The driver for the checkpoint's GPUs; None where it has none, or had no use for them. May refuse."""
-    driver = find_driver() if record.gpus or record.processes else None
+    driver = find_driver()
     if not record.processes and (driver is None or driver.vendor != record.host.vendor):
         return None
     if driver is None or driver.vendor != record.host.vendor:
@@ -243,6 +243,10 @@ def _restore_container(job: _Job) -> None:
 def _finish(job: _Job) -> None:
     """What the runtime leaves undone: cgroups, and the GPUs."""
     container = containers.find(quiet(job.call, job.real), job.call.container_id)
+    if not container.pid or not proc.running(container.pid):
+        raise GpusnapError(
+            f"container {container.id} ended as soon as it was restored", hint="its own log may say why"
+        )
     members = containers.processes(container.pid, container.id)
     containers.gather(container.pid, container.id, members)
     if job.driver is not None and job.remap is not None:
@@ -309,6 +313,7 @@ def _in_foreground(job: _Job) -> int:
             while runtime.is_alive() and not _written(path):
                 time.sleep(0.01)
         if runtime.is_alive():
+            stop_if_asked()
             _finish(job)
             job.transaction.commit()
         # From here on we only stand for the runtime, which hands signals on to the container.

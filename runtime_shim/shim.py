@@ -40,6 +40,15 @@ def main(argv: list[str]) -> int:
             raise  # the entry point reads --log from a line that could not be parsed
         log.report(error, log=call.globals.log, log_format=call.globals.log_format)
         return error.exit_code if isinstance(error, RuntimeFailed) else 1
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if call is None:
+            raise
+        # A configuration of a shape that nobody foresaw; whatever was begun has been undone.
+        failure = GpusnapError(
+            f"{type(error).__name__}: {error}", hint="this should have been said better: tell us"
+        )
+        log.report(failure, log=call.globals.log, log_format=call.globals.log_format)
+        return 1
     except OSError as error:
         if call is None:
             raise
@@ -61,9 +70,11 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings) -> 
     if not _concerns_us(driver, container):
         _hand_over(call, real)
     # Imported late: a container without a GPU must not wait for it.
+    from runtime_shim import journal
     from runtime_shim.checkpoint import checkpoint
 
-    checkpoint(call, real, annotated(settings, container.annotations), driver, container)
+    with journal.held(container.id):
+        checkpoint(call, real, annotated(settings, container.annotations), driver, container)
     return 0
 
 

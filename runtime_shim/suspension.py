@@ -24,7 +24,18 @@ from runtime_shim.gpu.together import Outcome, at_once
 from runtime_shim.manifest import RegionRecord
 from runtime_shim.stillness import go_on, only, stop
 
-__all__ = ["InCriu", "Pages", "Record", "idle_holders", "let_finish", "record", "resume", "suspend", "users"]
+__all__ = [
+    "InCriu",
+    "Pages",
+    "Record",
+    "idle_holders",
+    "let_finish",
+    "record",
+    "resume",
+    "suspend",
+    "suspended",
+    "users",
+]
 
 # A restore can fail for a passing reason, such as another process that just has the memory; giving up would
 # leave the work suspended, so it is tried a few times.
@@ -139,7 +150,7 @@ def _state(driver: Driver, process: proc.Process) -> ProcessState | None:
     if proc.stopped(process.pid):
         raise Refused(
             f"process {process.pid} ({process.comm}) is stopped, and cannot answer the GPU's driver",
-            hint=f"gpusnap resume {process.pid} if gpusnap was killed, else SIGCONT or unpause it first",
+            hint="gpusnap recover if gpusnap was killed, else SIGCONT or unpause it first",
         )
     return driver.state(process.pid)
 
@@ -221,6 +232,13 @@ def let_finish(driver: Driver, pid: int, *, within: float, quiet: float = 1.0) -
             now = proc.activity(pid, tid)
             if now != seen or now[0] not in "SX":
                 since, seen = time.monotonic(), now
+
+
+def suspended(driver: Driver, pid: int) -> bool:
+    """Whether the driver has taken the GPU state of a process that stands."""
+    with _driver_thread(driver, pid):
+        state = driver.state(pid)
+    return state is ProcessState.CHECKPOINTED
 
 
 def resume(

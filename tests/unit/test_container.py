@@ -210,3 +210,9 @@ def test_the_words_for_a_missing_container() -> None:
     assert container._reworded("open /run/x: No such file or directory") == "there is no such container"
     assert container._reworded("container does not exist") == "there is no such container"
     assert container._reworded("cannot parse state") == "cannot parse state"
+
+
+def test_no_init() -> None:
+    """A runtime says 0 of a container that has ended, and 0 is the parent of all that runs on the host."""
+    assert processes(0, "c0ffee") == ()
+    assert processes(-1, "c0ffee") == ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -213,8 +213,9 @@ def test_a_broken_entry(holders: list[Holder], text: str) -> None:
 
 def test_names_and_nothing() -> None:
     """An ID is no path; where nothing waits there is no entry."""
+    assert journal.read("../../etc/passwd") is None
     with pytest.raises(GpusnapError, match="no container's ID"):
-        journal.read("../../etc/passwd")
+        journal.write("../../etc/passwd", "/image", {})
     journal.remove("never-there")
 
 
@@ -232,3 +233,31 @@ def test_the_thread_is_noted(holders: list[Holder]) -> None:
     assert entry.processes[0].thread is None
     go_on([pid])
     assert holders[0].say("digest") == "none"
+
+
+def test_one_at_a_time(holders: list[Holder]) -> None:
+    """Two checkpoints of one container never run at once; the lock goes with its holder."""
+    with (
+        journal.held("c0ffee"),
+        pytest.raises(GpusnapError, match="another gpusnap is still at work on container c0ffee"),
+        journal.held("c0ffee"),
+    ):
+        pass
+    with journal.held("c0ffee"):
+        pass
+    assert os.listdir(journal.FOLDER) == []
+
+
+def test_a_lent_thread_is_forgotten(holders: list[Holder]) -> None:
+    """Registers of an earlier kill are never put into a thread that has gone on since."""
+    pid = holders[0].pid
+    path = Path(journal.FOLDER) / f"c0ffee.{pid}.thread"
+    journal.write("c0ffee", "/image", {pid: ()})
+    forgets: list[Callable[[], None]] = [
+        lambda: journal.given_back("c0ffee", pid),
+        lambda: journal.remove("c0ffee"),
+    ]
+    for forget in forgets:
+        path.write_text('{"tid": 1, "registers": "", "mask": 0}')
+        forget()
+        assert not path.exists()

@@ -320,6 +320,17 @@ def test_a_container_without_gpu_processes(scene: Scene) -> None:
 # It fails.
 
 
+def test_it_ends_at_once(scene: Scene) -> None:
+    """A container without an init has no processes: nobody else's is touched, and it is removed."""
+    suspended(scene)
+    ended = json.dumps({**scene.state(), "pid": 0, "status": "stopped"})
+    (scene.folder / "ended.json").write_text(ended)
+    scene.runtime.script("restore", f'cp {scene.folder}/ended.json "$here/state.json"')
+    assert "ended as soon as it was restored" in scene.restore("--detach").sentence()
+    assert scene.driver.of("restore") == []
+    assert len(scene.runtime.calls("delete")) == 1
+
+
 def test_the_runtime_fails(scene: Scene) -> None:
     """Its words and CRIU's are told, its exit code is ours, and what it left is removed."""
     suspended(scene)
