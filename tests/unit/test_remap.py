@@ -18,7 +18,7 @@ from runtime_shim.errors import GpusnapError, ImageError, Refused
 from runtime_shim.gpu.driver import Node
 from runtime_shim.gpu.libraries import File, Found, mapped
 from runtime_shim.gpu.nodes import Change
-from runtime_shim.manifest import DriverLibrary, DriverMount, Manifest
+from runtime_shim.manifest import DeviceNode, DriverLibrary, DriverMount, Manifest
 from runtime_shim.remap import Remap
 
 OLD, NEW = "580.159.04", "580.200.01"
@@ -183,3 +183,17 @@ def test_settle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remap, "_hosts_dev", lambda init: False)
     with pytest.raises(GpusnapError, match=r"has the GPU devices /dev/nvidia0 \(195:0\) after the restore"):
         remap.settle(7, found, driver)
+
+
+def test_swapped_nodes_that_are_mounts() -> None:
+    """Nothing moves in /dev, so each mount shows this host's node of its name; a moved one shows the new."""
+    two = replace(record().gpus[0], uuid=uuid(2), minor=2, index=2)
+    one = replace(record().gpus[0], uuid=uuid(1), minor=1, index=1)
+    nodes = tuple(DeviceNode(f"/dev/nvidia{n}", 195, n, uuid(n)) for n in (1, 2))
+    found = record(gpus=(one, two), nodes=nodes)
+    swapped = [(uuid(1), uuid(2)), (uuid(2), uuid(1))]
+    made_of = made(found, pairs=swapped, binds=["/dev/nvidia1", "/dev/nvidia2"])
+    assert made_of.edits.changes == ()
+    assert made_of.edits.sources == {"/dev/nvidia1": "/dev/nvidia1", "/dev/nvidia2": "/dev/nvidia2"}
+    alone = made(record(), binds=["/dev/nvidia0"])
+    assert alone.edits.sources == {"/dev/nvidia0": "/dev/nvidia1"}
