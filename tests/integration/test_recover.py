@@ -6,11 +6,13 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import shimhost
-from support import RUNTIME, Container, faults, good, run, until
+from support import RUNTIME, Container, good, run, until
 
 JOURNAL = Path("/run/gpusnap/journal")
 SECONDS = [0.3, 0.45, 0.6, 0.8, 1.2]
@@ -66,16 +68,37 @@ def test_killed_after_any_time(pages: str, real: str, tmp_path: Path, options: t
         container.goes_on()
 
 
-@every_way
+@contextmanager
+def at_the_dump(container: Container, folder: Path, pages: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A checkpoint whose runtime never begins to dump; it is over, and that runtime gone, after the block."""
+    flag, wrapper = folder / "flag", folder / "crun"
+    wrapper.write_text(
+        "#!/bin/sh\n"
+        'case " $* " in *" checkpoint --image-path"*)\n'
+        f"echo $$ >{flag}.new; mv {flag}.new {flag}; exec sleep 600;; esac\n"
+        'exec /usr/bin/crun "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    memory = f'[memory]\npages = "{pages}"\nchunk-size = "1M"\n'
+    shimhost.write_settings(f'runtime = "{wrapper}"\n{memory}')
+    line = words(container, folder, "--leave-running")
+    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as shim:
+        until(flag.exists, "the dump")
+        yield shim
+        shim.kill()
+    os.kill(int(flag.read_text()), signal.SIGKILL)
+    shimhost.write_settings(f'runtime = "crun"\n{memory}')
+
+
+under_crun = pytest.mark.parametrize(("real", "pages"), [("crun", "criu"), ("crun", "chunks")], indirect=True)
+
+
+@under_crun
 def test_the_next_checkpoint_puts_it_right(pages: str, real: str, tmp_path: Path) -> None:
     """Without `gpusnap recover`: a checkpoint of the same container first brings it back."""
     container = Container.start("w", "--mib", "20")
-    faults("checkpoint hang=600000")
-    line = words(container, tmp_path, "--leave-running")
-    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as shim:
-        until(lambda: list(JOURNAL.glob("*.json")), "the journal")
-        shim.kill()
-    faults("")
+    with at_the_dump(container, tmp_path, pages):
+        pass
     done = run(*words(container, tmp_path, "--leave-running"))
     assert done.code == 0, done.err
     assert "an earlier checkpoint was cut off; running: " in done.err
@@ -83,19 +106,21 @@ def test_the_next_checkpoint_puts_it_right(pages: str, real: str, tmp_path: Path
     assert (tmp_path / "image/gpusnap/manifest.json").exists()
 
 
-@pytest.mark.parametrize(("real", "pages"), [("crun", "chunks")], indirect=True)
+@under_crun
 def test_somebody_is_at_work(pages: str, real: str, tmp_path: Path) -> None:
     """A second gpusnap does not touch a container that a first one has in its hands."""
     container = Container.start("w", "--mib", "8")
-    faults("checkpoint hang=600000")
-    line = words(container, tmp_path, "--leave-running")
-    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as shim:
-        until(lambda: list(JOURNAL.glob("*.json")), "the journal")
+    init = container.pid
+    with at_the_dump(container, tmp_path, pages):
         assert "gpusnap is at work on it" in recover("--list")
-        done = run("/usr/local/bin/gpusnap", "recover")
+        for line in (["/usr/local/bin/gpusnap", "recover"], words(container, tmp_path)):
+            done = run(*line)
+            assert done.code == 1
+            assert "still at work on container" in done.err
+    if pages == "chunks":
+        done = run("/usr/local/bin/gpusnap", "resume", str(init))
         assert done.code == 1
-        assert "is still at work on container" in done.err
-        os.kill(shim.pid, signal.SIGKILL)
-    faults("")
+        assert f"gpusnap recover {container.id}" in done.err
+    os.kill(init, signal.SIGCONT)  # as people do with a process that shows T; its GPU memory is still away
     recover()
     container.goes_on()
