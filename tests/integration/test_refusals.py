@@ -283,7 +283,8 @@ class TestRestore:
 
     def test_another_gpu(self, exported: Path) -> None:
         """A host with other GPUs than those of the checkpoint."""
-        gpuhost.install(SRC / "softgpu/build", GPUS_CONF.replace("Soft H100", "Soft A100"))
+        others = GPUS_CONF.replace("GPU-11111111", "GPU-99999999").replace("Soft H100", "Soft A100")
+        gpuhost.install(SRC / "softgpu/build", others)
         try:
             text = sentence(self.direct(exported))
         finally:
