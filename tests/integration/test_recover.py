@@ -15,7 +15,7 @@ import shimhost
 from support import RUNTIME, Container, good, run, until
 
 JOURNAL = Path("/run/gpusnap/journal")
-SECONDS = [0.3, 0.45, 0.6, 0.8, 1.2]
+SECONDS = [0.35, 0.6, 1.0]
 
 
 # Both ways under one runtime; and the other runtime, whose children are others.
