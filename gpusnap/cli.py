@@ -156,7 +156,7 @@ def resume(pids: tuple[int, ...]) -> None:
 def recover(container: str | None, only_list: bool) -> None:
     """Bring back containers whose checkpoint a killed gpusnap left undone: CONTAINER's full ID, or all.
 
-    Their processes stand still, and their GPU memory is in files.
+    Their processes stand still, and their GPU memory is in RAM or in files.
     """
     found = [entry for entry in journal.entries() if container in (None, entry.container)]
     if container is not None and not found:

@@ -37,7 +37,7 @@ class Edits:
     changes: tuple[Change, ...] = ()
     """Device nodes."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """This host's file, by the source that a bind mount has in config.json."""
+    """This host's file or device, by the destination of a bind mount in config.json."""
     strange: tuple[Node, ...] = ()
     """This host's GPU nodes that the plan does not give the container: no entry or rule may name them."""
 
@@ -50,7 +50,8 @@ def prepare(bundle: str, config: dict[str, Any], edits: Edits | None = None) -> 
     before = copy.deepcopy(config)
     edits = edits or Edits()
     for mount in binds(config):
-        mount["source"] = edits.sources.get(str(mount.get("source", "")), mount.get("source"))
+        if (source := edits.sources.get(str(mount.get("destination")))) is not None:
+            mount["source"] = source
         _mend(mount)
     _drop_our_hooks(config)
     _change_devices(config, edits)

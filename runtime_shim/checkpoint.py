@@ -28,6 +28,7 @@ from runtime_shim.criu import mounts as criu_mounts
 from runtime_shim.criu.version import criu_version
 from runtime_shim.errors import GpusnapError, ImageError, Refused, RuntimeFailed, reason
 from runtime_shim.gpu.driver import Driver, Host
+from runtime_shim.gpu.handles import mapped_files
 from runtime_shim.gpu.libraries import is_driver_file, mapped
 from runtime_shim.gpu.nodes import Node
 from runtime_shim.gpu.together import at_once
@@ -259,8 +260,7 @@ def _runtime_checkpoint(job: _Job) -> GpusnapError | None:
 
 def _alive(job: _Job) -> bool:
     """Whether the container's init is still the process that it was."""
-    now = proc.process(job.container.pid)
-    return now is not None and job.init is not None and now.start == job.init.start
+    return job.init is not None and proc.same(job.init.pid, job.init.start)
 
 
 def _dump_error(job: _Job, done: Invoked) -> RuntimeFailed:
@@ -279,14 +279,14 @@ def _complete(job: _Job, draft: manifest.Draft) -> None:
     if job.call.leave_running:
         with job.transaction.step("resume"):
             failure = _resumed(job)
-        if failure is None:
+        if failure is None:  # else `gpusnap recover` may try again
             journal.remove(job.container.id)  # it runs: nobody may touch its memory again
     try:
         with job.transaction.step("sync"):
             _sync(job.image_path)
             job.pages.commit()
         draft.finish(replace(job.record, timing=tuple(job.transaction.steps)))
-        if failure is None:  # else `gpusnap recover` may try again
+        if not job.call.leave_running:
             journal.remove(job.container.id)
     except ImageError as error:
         _add(error, failure.sentence() if failure is not None else "")
@@ -361,7 +361,7 @@ def _libraries(job: _Job) -> tuple[manifest.DriverLibrary, ...]:
     """The driver's files that GPU processes have mapped; of these CRIU wants the same build back."""
     found: dict[str, manifest.DriverLibrary] = {}
     for pid in job.records:
-        for path in proc.mapped_files(pid):
+        for path in mapped_files(pid):
             if path in found or not is_driver_file(path):
                 continue
             with contextlib.suppress(OSError):

@@ -63,7 +63,7 @@ class Entry:
     @property
     def at_work(self) -> bool:
         """Whether that gpusnap is still there."""
-        return _start(self.owner[0]) == self.owner[1]
+        return proc.same(*self.owner)
 
 
 def write(container: str, image: str, regions: Mapping[int, tuple[RegionRecord, ...]]) -> None:

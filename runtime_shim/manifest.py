@@ -21,13 +21,14 @@ import os
 import stat
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from oci.chunks import Table, from_json, to_json
-from oci.errors import ChunkError
 from runtime_shim._version import __version__
 from runtime_shim.errors import ImageError, ManifestError, ManifestVersion, reason
 from runtime_shim.transaction import Step
+
+if TYPE_CHECKING:
+    from oci.chunks import Table
 
 __all__ = [
     "FOLDER",
@@ -188,6 +189,8 @@ def decode(data: bytes, where: str) -> Manifest:
         ) from error
     _check_version(document, where)
     _check(document, where)
+    from oci.errors import ChunkError
+
     try:
         return _from_json(document)
     except ChunkError as error:
@@ -392,6 +395,8 @@ def _once(what: str, names: list[Any], where: str) -> None:
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
+    from oci.chunks import to_json
+
     host = manifest.host
     return {
         "version": manifest.version,
@@ -444,6 +449,9 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _from_json(document: dict[str, Any]) -> Manifest:
+    # Imported here, as above: whether an image is ours is asked without reading its manifest.
+    from oci.chunks import from_json
+
     # int(): to JSON Schema 7.0 is an integer too
     host = document["host"]
     return Manifest(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -67,11 +66,8 @@ class Chunks:
         self._layout = Layout(os.path.join(image_path, FOLDER))
         self._container, self._settings = container, settings
         self._before: dict[int, tuple[regions.Mapping, ...]] = {}
-        self._lock = threading.Lock()
         self._tables: dict[int, tuple[tuple[Region, Table], ...]] = {}
         self._freed: set[int] = set()
-        self.populated: dict[int, str] = {}
-        """By PID, why the driver's mapping was not populated for it; empty where it was."""
 
     def watch(self, pid: int) -> None:
         """Remember what the process has mapped before the driver's checkpoint."""
@@ -80,10 +76,8 @@ class Chunks:
     @contextlib.contextmanager
     def thread(self, pid: int, tid: int) -> Iterator[None]:
         """Let the driver's thread run for its checkpoint, with its large mapping populated for it."""
-        with populated(pid, tid, threads=self._settings.threads) as done:
+        with populated(pid, tid, threads=self._settings.threads):
             yield
-        with self._lock:
-            self.populated[pid] = done.why_not
 
     def take(self, pids: Sequence[int]) -> None:
         """Write the regions of those that were not taken yet, note where they are, and free them."""

@@ -19,7 +19,6 @@ __all__ = [
     "command",
     "environment",
     "host_path",
-    "mapped_files",
     "maps_library",
     "memory",
     "mounts",
@@ -28,6 +27,7 @@ __all__ = [
     "pids",
     "process",
     "running",
+    "same",
     "still",
     "stopped",
 ]
@@ -125,6 +125,12 @@ def process(pid: int) -> Process | None:
     return Process(pid, tuple(map(int, spaces)), comm(pid), command(pid), int(stat[19]))
 
 
+def same(pid: int, start: int) -> bool:
+    """Whether the process that began at `start` still has this PID, and is no zombie."""
+    now = process(pid)
+    return now is not None and now.start == start
+
+
 def parents() -> dict[int, int]:
     """Parent by PID, of every process."""
     found = {}
@@ -172,13 +178,6 @@ def maps_library(pid: int, prefix: str) -> bool:
     """Whether the process has a file mapped whose name begins with `prefix`, e.g. libnccl.so."""
     text = _read(f"{PROC}/{pid}/maps") or ""
     return f"/{prefix}" in text
-
-
-def mapped_files(pid: int) -> tuple[str, ...]:
-    """Paths of the files that the process has mapped, as its own root has them, each once."""
-    text = _read(f"{PROC}/{pid}/maps") or ""
-    fields = (line.split(maxsplit=5) for line in text.splitlines())
-    return tuple(dict.fromkeys(words[5] for words in fields if len(words) == 6 and words[5][0] == "/"))
 
 
 @dataclass(frozen=True, slots=True)

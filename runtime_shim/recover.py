@@ -89,8 +89,7 @@ def _settle(there: Sequence[Suspended]) -> None:
 
 def alive(entry: Entry) -> tuple[Suspended, ...]:
     """Those processes of an entry that are still there."""
-    found = ((process, proc.process(process.pid)) for process in entry.processes)
-    return tuple(process for process, now in found if now is not None and now.start == process.start)
+    return tuple(process for process in entry.processes if proc.same(process.pid, process.start))
 
 
 def _finish(entry: Entry) -> str:

@@ -16,7 +16,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from runtime_shim import bundle, inside
@@ -82,16 +82,16 @@ def make(
     old = tuple(Node(n.path, n.major, n.minor, n.gpu) for n in record.nodes)
     found = changes(old, here, pairs, keep_names=keep_names)
     expected = _after(old, found)
-    given = [source for mount in bundle.binds(config) if isinstance(source := mount.get("source"), str)]
-    moved = _Moved(record, host, pairs, here, known, given)
-    at = _mounted_nodes(old, found, here)
-    sources = {
-        source: at.get(str(mount.get("destination")), moved.source(source))
+    bound = {
+        str(mount.get("destination")): source
         for mount in bundle.binds(config)
         if isinstance(source := mount.get("source"), str)
     }
-    mounts = tuple(replace(m, source=at.get(m.destination, moved.source(m.source))) for m in record.mounts)
-    _same_builds(record, config, sources, mounts)
+    moved = _Moved(record, host, pairs, here, known, list(bound.values()))
+    at = _mounted_nodes(old, found, here)
+    sources = {where: at.get(where) or moved.source(source) for where, source in bound.items()}
+    mounts = tuple(replace(m, source=at.get(m.destination) or moved.source(m.source)) for m in record.mounts)
+    _same_builds(record, sources | {mount.destination: mount.source for mount in mounts})
     numbers = {(node.major, node.minor) for node in expected}
     strange = tuple(node for node in here if node.gpu and (node.major, node.minor) not in numbers)
     _granted((*sources.values(), *(mount.source for mount in mounts)), strange)
@@ -100,9 +100,7 @@ def make(
         edits=bundle.Edits(found, sources, strange),
         mounts=mounts,
         expected=expected,
-        moved_libraries=any(
-            there in moved.files for there in (*sources.values(), *(m.source for m in mounts))
-        ),
+        moved_libraries=moved.libraries,
     )
 
 
@@ -117,8 +115,8 @@ class _Moved:
     known: Callable[[], Found]
     among: Sequence[str]
     """The sources of all bind mounts in config.json."""
-    files: set[str] = field(default_factory=set)
-    """Those of this host that stand in for one that is not here."""
+    libraries: bool = False
+    """A file of this host's stands in for one that is not here."""
 
     def source(self, path: str) -> str:
         """This host's path for the source of a mount; the same where it is no GPU's and no driver's."""
@@ -131,8 +129,7 @@ class _Moved:
             return path
         old, new = self.record.host.driver_version, self.host.driver_version
         there = counterpart(path, old, new, self.known(), among=self.among)
-        if there is not None:
-            self.files.add(there)
+        self.libraries = self.libraries or there is not None
         return there or path
 
     def _gpu(self, path: str) -> str | None:
@@ -191,18 +188,13 @@ def _after(old: Sequence[Node], found: Sequence[Change]) -> tuple[Node, ...]:
     return tuple(sorted({*stay, *(node for change in found for node in change.new)}))
 
 
-def _same_builds(
-    record: Manifest, config: Mapping[str, Any], sources: Mapping[str, str], mounts: Sequence[DriverMount]
-) -> None:
+def _same_builds(record: Manifest, sources: Mapping[str, str]) -> None:
     """Refuse where a process has code of the driver loaded that this host has in another build.
 
-    CRIU compares a file that was mapped by its build ID, else by its size (criu/files-reg.c, validate_file),
-    and it would be found out only in the middle of the restore.
+    CRIU compares a file that was mapped by size, mode and build ID (criu/files-reg.c, validate_file), and it
+    would be found out only in the middle of the restore. `sources` are this host's, by destination.
     """
-    at = {mount.destination: mount.source for mount in mounts}
-    for mount in bundle.binds(config):
-        source = str(mount.get("source", ""))
-        at[os.path.normpath(str(mount.get("destination", "")))] = sources.get(source, source)
+    at = {os.path.normpath(destination): source for destination, source in sources.items()}
     for library in record.libraries:
         path = at.get(library.path)
         if path is None:

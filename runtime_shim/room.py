@@ -58,8 +58,7 @@ class _Entry:
     bytes: Mapping[str, int]
 
     def alive(self) -> bool:
-        process = proc.process(self.pid)
-        return process is not None and process.start == self.start
+        return proc.same(self.pid, self.start)
 
 
 class Room:

@@ -40,22 +40,19 @@ def main(argv: list[str]) -> int:
             raise  # the entry point reads --log from a line that could not be parsed
         log.report(error, log=call.globals.log, log_format=call.globals.log_format)
         return error.exit_code if isinstance(error, RuntimeFailed) else 1
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
         if call is None:
             raise
-        # A configuration of a shape that nobody foresaw; whatever was begun has been undone.
-        failure = GpusnapError(
-            f"{type(error).__name__}: {error}", hint="this should have been said better: tell us"
-        )
+        # Of a kind or a configuration of a shape that nobody foresaw; whatever was begun has been undone.
+        failure = GpusnapError(_unforeseen(error), hint="this should have been said better: tell us")
         log.report(failure, log=call.globals.log, log_format=call.globals.log_format)
         return 1
-    except OSError as error:
-        if call is None:
-            raise
-        name = f"{error.filename}: " if error.filename else ""
-        failure = GpusnapError(f"{name}{reason(error)}", hint="this should have been said better: tell us")
-        log.report(failure, log=call.globals.log, log_format=call.globals.log_format)
-        return 1
+
+
+def _unforeseen(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return (f"{error.filename}: " if error.filename else "") + reason(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings) -> int:

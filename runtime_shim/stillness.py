@@ -23,12 +23,14 @@ import signal
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from runtime_shim import proc
 from runtime_shim.errors import GpusnapError, reason
 from runtime_shim.gpu.errors import PermissionRefused
-from runtime_shim.memory import populate
-from runtime_shim.memory.populate import Populated
+
+if TYPE_CHECKING:
+    from runtime_shim.memory.populate import Populated
 
 __all__ = ["go_on", "only", "populated", "stop"]
 
@@ -106,6 +108,9 @@ def populated(pid: int, tid: int, *, threads: int = 0) -> Iterator[Populated]:
     What was done is complete when the block has ended; where nothing was, it says why, and the driver's own
     way was taken. In so many threads, all cores' for 0.
     """
+    # Imported here: it takes 12 ms, and a container without a GPU must not pay for it.
+    from runtime_shim.memory import populate
+
     with contextlib.ExitStack() as stack:
         try:
             done = stack.enter_context(populate.populated(pid, tid, threads=threads))

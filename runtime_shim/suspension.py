@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from runtime_shim import proc
 from runtime_shim.errors import GpusnapError, Interrupted, Refused
@@ -21,8 +21,10 @@ from runtime_shim.gpu.driver import Driver, Host, ProcessState
 from runtime_shim.gpu.errors import GpuError, ProcessGone
 from runtime_shim.gpu.handles import ends
 from runtime_shim.gpu.together import Outcome, at_once
-from runtime_shim.manifest import RegionRecord
 from runtime_shim.stillness import go_on, only, stop
+
+if TYPE_CHECKING:
+    from runtime_shim.manifest import RegionRecord
 
 __all__ = [
     "InCriu",

@@ -22,6 +22,7 @@ from typing import TypeVar
 
 from runtime_shim import locate, options
 from runtime_shim.argv import CheckpointCall, RestoreCall
+from runtime_shim.criu import scratch
 from runtime_shim.errors import ImageError, SettingsError, reason
 from runtime_shim.manifest import DriverMount
 from runtime_shim.real import RealRuntime
@@ -125,7 +126,7 @@ def config_file(text: str) -> Iterator[dict[str, str]]:
         inherited = ""
         if before:
             inherited = Path(before).read_text("utf-8").rstrip("\n") + "\n"
-        file = tempfile.NamedTemporaryFile("w", prefix="gpusnap-criu-", suffix=".conf", dir=_folder())
+        file = tempfile.NamedTemporaryFile("w", prefix="gpusnap-criu-", suffix=".conf", dir=scratch())
         try:
             file.write(inherited + text)
             file.flush()
@@ -138,8 +139,3 @@ def config_file(text: str) -> Iterator[dict[str, str]]:
         raise ImageError(f"CRIU's configuration cannot be prepared: {said}") from error
     with file:
         yield {**locate.environment(), VARIABLE: file.name}
-
-
-def _folder() -> str:
-    """Where a file of ours may lie for a moment: /run, which is never full of checkpoints."""
-    return "/run" if os.access("/run", os.W_OK) else tempfile.gettempdir()

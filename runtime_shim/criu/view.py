@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from runtime_shim.criu import scratch
 from runtime_shim.errors import ImageError, reason
 
 __all__ = ["view"]
@@ -41,7 +42,7 @@ def view(image_path: str, replaced: Mapping[str, bytes]) -> Iterator[str]:
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             raise ImageError(f"{name!r} is no name of an image in {image_path}")
     try:
-        folder = tempfile.mkdtemp(prefix="gpusnap-images-", dir=_folder())
+        folder = tempfile.mkdtemp(prefix="gpusnap-images-", dir=scratch())
     except OSError as error:
         raise _failed(image_path, error) from error
     try:
@@ -77,10 +78,5 @@ def _fill(folder: str, image_path: str, replaced: Mapping[str, bytes]) -> None:
 def _failed(image_path: str, error: OSError) -> ImageError:
     return ImageError(
         f"the images in {image_path} cannot be prepared for the restore: {reason(error)}",
-        hint=f"see that {image_path} can be read and that {_folder()} has room",
+        hint=f"see that {image_path} can be read and that {scratch()} has room",
     )
-
-
-def _folder() -> str:
-    """Where a directory of ours may lie for a moment: /run, which is never full of checkpoints."""
-    return "/run" if os.access("/run", os.W_OK) else tempfile.gettempdir()

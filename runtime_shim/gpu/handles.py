@@ -20,12 +20,15 @@ from runtime_shim.errors import reason
 from runtime_shim.gpu.errors import GpuError, PermissionRefused
 
 __all__ = [
+    "LAST_GPU_MINOR",
     "Node",
     "alive",
+    "character_drivers",
     "comm",
     "dev_minors",
     "ends",
     "gpu_minors",
+    "mapped_files",
     "maps_libcuda",
     "nodes",
     "nvidia_majors",
@@ -37,7 +40,7 @@ NVIDIA_MAJOR = 195
 
 # Of that major, minors 0 to 247 are GPUs, 254 is nvidia-modeset, 255 nvidiactl (nv-chardev-numbers.h of
 # NVIDIA's open kernel modules).
-_LAST_GPU_MINOR = 247
+LAST_GPU_MINOR = 247
 
 # What /proc/devices calls that major: "nvidia" and "nvidiactl", "nvidia-frontend" with older drivers.
 _FRONTENDS = frozenset({"nvidia", "nvidiactl", "nvidia-frontend"})
@@ -59,22 +62,28 @@ class Node:
     minor: int
 
 
-def nvidia_majors(table: str = "/proc/devices") -> tuple[frozenset[int], frozenset[int]]:
-    """Majors of the GPUs' own nodes, and of all of NVIDIA's (nvidia-uvm's and nvidia-caps' are dynamic)."""
-    gpus: set[int] = set()
-    others: set[int] = set()
+def character_drivers(table: str = "/proc/devices") -> tuple[tuple[str, int], ...]:
+    """(name, major) of each driver of character devices; none where the table is masked, as in containers."""
+    found = []
     try:
         with open(table, encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 if line.startswith("Block devices"):
                     break
                 number, _, name = line.strip().partition(" ")
-                if number.isdigit() and name.startswith("nvidia"):
-                    (gpus if name in _FRONTENDS else others).add(int(number))
+                if number.isdigit():
+                    found.append((name, int(number)))
     except OSError:
-        pass  # /proc/devices may be masked in a container: the documented number remains.
-    gpus = gpus or {NVIDIA_MAJOR}
-    return frozenset(gpus), frozenset(gpus | others)
+        pass
+    return tuple(found)
+
+
+def nvidia_majors(table: str = "/proc/devices") -> tuple[frozenset[int], frozenset[int]]:
+    """Majors of the GPUs' own nodes, and of all of NVIDIA's (nvidia-uvm's and nvidia-caps' are dynamic)."""
+    listed = [(name, major) for name, major in character_drivers(table) if name.startswith("nvidia")]
+    # Where the table is masked, the documented number remains.
+    gpus = {major for name, major in listed if name in _FRONTENDS} or {NVIDIA_MAJOR}
+    return frozenset(gpus), frozenset(gpus | {major for _, major in listed})
 
 
 def nodes(pid: int) -> tuple[Node, ...]:
@@ -98,9 +107,14 @@ def dev_minors(pid: int) -> tuple[int, ...]:
     return tuple(sorted({node.minor for node in _dev_nodes(pid, frontends) if _is_gpu(node, frontends)}))
 
 
+def mapped_files(pid: int) -> tuple[str, ...]:
+    """Paths of the files that the process has mapped, as its own root has them, each once."""
+    return tuple(dict.fromkeys(path for _, path in _mappings(pid)))
+
+
 def maps_libcuda(pid: int) -> bool:
     """Whether libcuda.so* is mapped: so it is in a suspended process, which holds no device file."""
-    return any(os.path.basename(path).startswith("libcuda.so") for _, path in _mappings(pid))
+    return any(os.path.basename(path).startswith("libcuda.so") for path in mapped_files(pid))
 
 
 def comm(pid: int) -> str:
@@ -228,7 +242,7 @@ def _as_node(path: str, found: os.stat_result, majors: frozenset[int]) -> Node |
 def _is_gpu(node: Node, frontends: frozenset[int]) -> bool:
     """Whether it is a GPU's own node, by its major or (in a /proc/devices that lacks it) by its name."""
     ours = node.major in frontends or node.path.removeprefix(_PREFIX).isdigit()
-    return ours and 0 <= node.minor <= _LAST_GPU_MINOR
+    return ours and 0 <= node.minor <= LAST_GPU_MINOR
 
 
 def _gone_or_raise(error: OSError, pid: int) -> None:

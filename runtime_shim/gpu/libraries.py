@@ -14,9 +14,12 @@ import stat
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from runtime_shim.errors import reason
-from runtime_shim.gpu.cdi import Spec
+
+if TYPE_CHECKING:
+    from runtime_shim.gpu.cdi import Spec
 
 __all__ = [
     "File",

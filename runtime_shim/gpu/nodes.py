@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from runtime_shim.errors import Refused, reason
 from runtime_shim.gpu.driver import Gpu, Node
 from runtime_shim.gpu.errors import GpuError
+from runtime_shim.gpu.handles import LAST_GPU_MINOR, character_drivers
 
 __all__ = ["Change", "Node", "changes", "in_container", "on_host"]
 
-_LAST_GPU_MINOR = 247  # nv-chardev-numbers.h of NVIDIA's open kernel modules
 _DRM_MAJOR = 226  # Documentation/admin-guide/devices.txt
 
-# Path below /dev, what /proc/devices calls its driver (the first that is listed counts), and its minor; None:
-# the minor is a GPU's, or is taken from the path's number.
+# Path below /dev, what /proc/devices calls its driver (the first that is listed counts), and its minor.
 _NVIDIA = ("nvidia", "nvidia-frontend", "nvidiactl")
 _SHARED: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("nvidiactl", _NVIDIA, 255),
@@ -155,7 +154,7 @@ def _known(path: str, major: int, minor: int, majors: Mapping[str, int], gpus: S
     """The node if it is of a GPU's driver: by its number or, where /proc/devices lacks it, by its name."""
     where = f"/dev/{path}"
     frontend = _first(majors, _NVIDIA)
-    if (major == frontend and minor <= _LAST_GPU_MINOR) or _GPU.fullmatch(path):
+    if (major == frontend and minor <= LAST_GPU_MINOR) or _GPU.fullmatch(path):
         gpu = next((gpu for gpu in gpus if gpu.minor == minor), None)
         return Node(where, major, minor, gpu.uuid) if gpu is not None else None
     if major == _DRM_MAJOR and _DRI.fullmatch(path):
@@ -184,18 +183,7 @@ def _majors(dev: str) -> dict[str, int]:
 
 
 def _listed(table: str = "/proc/devices") -> dict[str, int]:
-    found: dict[str, int] = {}
-    try:
-        with open(table, encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if line.startswith("Block devices"):
-                    break
-                number, _, name = line.strip().partition(" ")
-                if number.isdigit():
-                    found.setdefault(name, int(number))
-    except OSError:
-        pass  # masked: the nodes have to do
-    return found
+    return dict(reversed(character_drivers(table)))  # of one that stands there twice, the first
 
 
 def _first(majors: Mapping[str, int], names: Sequence[str]) -> int | None:

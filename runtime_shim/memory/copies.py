@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache, partial
 
-__all__ = ["Bytes", "cores", "read", "touch", "write", "zero"]
+__all__ = ["Bytes", "cores", "read", "touch", "write"]
 
 Bytes = bytes | bytearray | memoryview | mmap.mmap
 """What has its bytes in one piece of memory."""
@@ -60,7 +60,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 for _call in (_libc.process_vm_readv, _libc.process_vm_writev):
     _call.restype = ctypes.c_ssize_t
     _call.argtypes = [ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong]
-_libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _python = ctypes.pythonapi
 _python.PyObject_GetBuffer.argtypes = [ctypes.py_object, ctypes.POINTER(_View), ctypes.c_int]
 _python.PyBuffer_Release.argtypes = [ctypes.POINTER(_View)]
@@ -95,15 +94,6 @@ def write(pid: int, address: int, data: Bytes, *, threads: int = 0, piece: int =
     """Copy a buffer to the process' memory at `address`, which it must be able to write; else as `read`."""
     with _memory(data, _SIMPLE) as (ours, size):
         _copy(_libc.process_vm_writev, pid, address, ours, size, threads=threads, piece=piece)
-
-
-def zero(data: Bytes) -> bool:
-    """Whether every byte is zero; so is an empty buffer."""
-    with _memory(data, _SIMPLE) as (ours, size):
-        if size == 0:
-            return True
-        # Each byte is the one before it, and the first is zero.
-        return ctypes.string_at(ours, 1) == b"\0" and not _libc.memcmp(ours, ours + 1, size - 1)
 
 
 def touch(pid: int, start: int, size: int, *, threads: int = 0, step: int = HUGE) -> None:

@@ -137,7 +137,7 @@ def test_other_gpus(
     assert nodes(again) == after
 
 
-def test_two_at_once_get_one_each(crun: None, become: Become, tmp_path: Path) -> None:
+def test_two_at_once_get_one_each(real: str, become: Become, tmp_path: Path) -> None:
     """Two containers of another host, restored at the same time onto two free GPUs."""
     become(FOUR)
     archives = []

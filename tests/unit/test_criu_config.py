@@ -166,7 +166,7 @@ def no_room() -> Iterator[None]:
 def test_no_room_for_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it cannot be written there is an ImageError, and nothing is left behind."""
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(config, "_folder", lambda: str(tmp_path))
+    monkeypatch.setattr(config, "scratch", lambda: str(tmp_path))
     with no_room(), pytest.raises(ImageError, match="cannot be prepared"), config_file("timeout 7\n"):
         pass
     assert os.listdir(tmp_path) == []

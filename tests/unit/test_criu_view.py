@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime_shim.criu import scratch
 from runtime_shim.criu import view as module
 from runtime_shim.criu.view import view
 from runtime_shim.errors import ImageError
@@ -134,7 +135,7 @@ def test_names(images: Path, name: str) -> None:
 def test_too_many(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory that is none of CRIU's is refused, and nothing is left behind."""
     monkeypatch.setattr(module, "_MOST", 3)
-    monkeypatch.setattr(module, "_folder", lambda: str(images.parent))
+    monkeypatch.setattr(module, "scratch", lambda: str(images.parent))
     before = sorted(os.listdir(images.parent))
     with pytest.raises(ImageError, match="holds 4 files, more than") as caught, view(str(images), {"x": b""}):
         pass
@@ -151,7 +152,7 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 
 def test_no_room(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full /run is told as such, wherever it is found out, and what was begun is gone."""
-    monkeypatch.setattr(module, "_folder", lambda: str(images.parent))
+    monkeypatch.setattr(module, "scratch", lambda: str(images.parent))
     before = sorted(os.listdir(images.parent))
 
     def full(*_: object, **__: object) -> None:
@@ -170,6 +171,6 @@ def test_where_it_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In /run, or where temporary files lie if that is not ours."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("os.access", lambda path, mode: True)
-    assert module._folder() == "/run"
+    assert scratch() == "/run"
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    assert module._folder() == str(tmp_path)
+    assert scratch() == str(tmp_path)

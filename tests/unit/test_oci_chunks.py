@@ -187,6 +187,19 @@ def test_is_zero(size: int, at: int, value: int) -> None:
         assert not is_zero(memoryview(data)[:size])
 
 
+@given(st.integers(0, 300), st.integers(0, 299), st.integers(0, 8))
+def test_is_zero_anywhere_in_memory(size: int, place: int, offset: int) -> None:
+    """One other byte anywhere is seen, also where the buffer begins at an odd address."""
+    data = bytearray(size + 8)
+    view = memoryview(data)[offset : offset + size]
+    data[:offset] = b"\1" * offset
+    data[offset + size :] = b"\1" * (8 - offset)
+    assert is_zero(view)
+    if place < size:
+        view[place] = 0x80
+        assert not is_zero(view)
+
+
 def test_buffers(tmp_path: Path) -> None:
     """Regions in memory and in files give and take parts, and refuse what does not fit."""
     with open(tmp_path / "file", "w+b") as file, mmap.mmap(-1, 100) as memory:

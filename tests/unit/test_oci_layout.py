@@ -10,7 +10,7 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -300,17 +300,6 @@ def test_a_failed_sync_leaves_no_index(layout: Layout, monkeypatch: pytest.Monke
     with pytest.raises(DiskError, match=r"a blob of 1\.9 KiB cannot be written in"):
         layout.commit(Index())
     assert not Path(layout.path, "index.json").exists()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs to mount a tmpfs")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
 
 
 @pytest.mark.parametrize("how", ["bytes", "file"])

@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -144,17 +142,6 @@ def test_cancelled(layout: Layout) -> None:
         )
     assert len(done) <= 2
     assert not [name for name in blobs(Path(layout.path)) if len(name) != 64]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs to mount a tmpfs")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
 
 
 def test_full_disk(small_disk: Path) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from fakes import a_manifest
 
+from oci.buffers import is_zero
 from oci.layout import Layout
 from runtime_shim import journal, pages, recover
 from runtime_shim.errors import GpusnapError, ImageError
 from runtime_shim.manifest import Manifest
-from runtime_shim.memory import copies
 from runtime_shim.memory.regions import Region
 from runtime_shim.memory.remote import inside
 from runtime_shim.pages import Chunks, Filling
@@ -196,7 +196,7 @@ def test_parts(holders: list[Holder]) -> None:
     into = memoryview(bytearray(8))
     part.read(4096, into)
     assert bytes(into) == b"gpusnap!"
-    assert not copies.zero(into)
+    assert not is_zero(into)
 
 
 # The journal.
