@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache, partial
 
-__all__ = ["Bytes", "cores", "read", "touch", "write"]
+__all__ = ["Bytes", "cores", "read", "touch", "work", "write"]
 
 Bytes = bytes | bytearray | memoryview | mmap.mmap
 """What has its bytes in one piece of memory."""
@@ -109,7 +109,7 @@ def touch(pid: int, start: int, size: int, *, threads: int = 0, step: int = HUGE
     starts += [
         range(at, min(at + turn * step, start + size), step) for at in range(first, start + size, turn * step)
     ]
-    _work([partial(_touch, pid, each) for each in starts], threads)
+    work([partial(_touch, pid, each) for each in starts], threads)
 
 
 def _touch(pid: int, addresses: Sequence[int]) -> None:
@@ -132,7 +132,7 @@ def _copy(
         partial(_transfer, call, pid, address + at, ours + at, min(piece, size - at))
         for at in range(0, size, piece)
     ]
-    _work(jobs, threads)
+    work(jobs, threads)
 
 
 def _transfer(call: Callable[..., int], pid: int, address: int, ours: int, size: int) -> None:
@@ -149,8 +149,11 @@ def _transfer(call: Callable[..., int], pid: int, address: int, ours: int, size:
         done += moved
 
 
-def _work(jobs: Sequence[Job], threads: int) -> None:
-    """Do them all in so many threads; after a failure none is begun, and it is raised when all have ended."""
+def work(jobs: Sequence[Job], threads: int) -> None:
+    """Do them all in so many threads, all cores' for 0.
+
+    After a failure none is begun, and it is raised when all have ended.
+    """
     waiting = deque(jobs)
     hands = min(threads or cores(), len(jobs))
     if hands <= 1:

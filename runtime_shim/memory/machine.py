@@ -104,9 +104,12 @@ X86_64 = Machine(
             "munmap": 11,
             "mremap": 25,
             "madvise": 28,
+            "recvmsg": 47,
+            "socketpair": 53,
             "tgkill": 234,
             "openat": 257,
             "dup3": 292,
+            "pidfd_getfd": 438,
         }
     ),
 )

@@ -13,9 +13,12 @@ then writes down `Remote.saved` before, and has it put back by `put_back`.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
+import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,6 +34,12 @@ __all__ = ["Remote", "Saved", "inside", "put_back"]
 
 _AT_FDCWD = -100  # linux/fcntl.h
 _WINDOW = 1 << 20
+_FIXED = 0x10  # asm-generic/mman-common.h, MAP_FIXED
+_CONTROL = 24  # bytes of a control message with one descriptor (cmsg(3), CMSG_SPACE)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_int, ctypes.c_uint]
+_libc.syscall.restype = ctypes.c_long
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +115,67 @@ class Remote:
     def openat(self, path: str, flags: int, *, folder: int = _AT_FDCWD) -> int:
         """openat(2), as the process itself sees files; the descriptor."""
         text = os.fsencode(path) + b"\0"
-        flags_ = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        page = self.mmap(0, len(text), mmap.PROT_READ | mmap.PROT_WRITE, flags_)
-        try:
+        with self._page(len(text)) as page:
             copies.write(self._tracee.pid, page, text, threads=1)
             return self.call("openat", folder, page, flags, 0)
+
+    def receive(self, descriptor: int) -> int:
+        """Give the process a descriptor of ours; its number there, closed by exec.
+
+        By SCM_RIGHTS (unix(7)), over a pair of sockets that the process makes and we take one of.
+        """
+        pid = self._tracee.pid
+        with self._page(mmap.PAGESIZE) as page:
+            self.call("socketpair", socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, 0, page)
+            pair = bytearray(8)
+            copies.read(pid, page, pair, threads=1)
+            theirs, other = struct.unpack("=ii", pair)
+            try:
+                _send(pid, self.machine.calls["pidfd_getfd"], other, descriptor)
+                data, message, control = page + 64, page + 128, page + 256
+                vector = struct.pack("=QQ", data, 1)
+                header = struct.pack("=QQQQQQQ", 0, 0, data + 16, 1, control, _CONTROL, 0)
+                copies.write(pid, data + 16, vector, threads=1)
+                copies.write(pid, message, header, threads=1)
+                self.call("recvmsg", theirs, message, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+                answer = bytearray(_CONTROL)
+                copies.read(pid, control, answer, threads=1)
+            finally:
+                with suppress(ProcessLookupError):
+                    self.close(other)
+                    self.close(theirs)
+        size, level, kind, number = struct.unpack_from("=Qiii", answer)
+        if (size, level, kind) != (20, socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            # A security module took it out on the way (unix(7), MSG_CTRUNC).
+            raise OSError(
+                errno.EACCES, f"process {pid} may not have a file of ours: {os.strerror(errno.EACCES)}"
+            )
+        return int(number)
+
+    def map_file(self, descriptor: int, address: int, size: int, offset: int, *, shared: bool) -> None:
+        """Map a file of ours in the place of what the process has there, for reading and writing.
+
+        `address` and `offset` are multiples of a page. Where it is not `shared`, what the process writes does
+        not get into the file.
+        """
+        number = self.receive(descriptor)
+        try:
+            flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | _FIXED
+            self.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, number, offset)
         finally:
             with suppress(ProcessLookupError):
-                self.munmap(page, len(text))
+                self.close(number)
+
+    @contextmanager
+    def _page(self, size: int) -> Iterator[int]:
+        """Some memory in the process, for arguments."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        page = self.mmap(0, size, mmap.PROT_READ | mmap.PROT_WRITE, flags)
+        try:
+            yield page
+        finally:
+            with suppress(ProcessLookupError):
+                self.munmap(page, size)
 
     @contextmanager
     def _without_seccomp(self) -> Iterator[None]:
@@ -194,6 +256,21 @@ def _instruction(pid: int, machine: Machine, counter: int) -> int:
         f"process {pid} has no instruction for a system call in its memory",
         hint="see that it is an ordinary program of this architecture",
     )
+
+
+def _send(pid: int, getfd: int, number: int, descriptor: int) -> None:
+    """Send a descriptor of ours into a socket that the process has by that number."""
+    process = os.pidfd_open(pid)
+    try:
+        ours = _libc.syscall(getfd, process, number, 0)
+        if ours < 0:
+            raise OSError(
+                ctypes.get_errno(), f"pidfd_getfd of process {pid}: {os.strerror(ctypes.get_errno())}"
+            )
+    finally:
+        os.close(process)
+    with socket.socket(fileno=ours) as end:
+        socket.send_fds(end, [b"\0"], [descriptor])
 
 
 def _peek(memory: int, address: int, size: int) -> bytes:
