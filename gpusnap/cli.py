@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 
 import click
 from rich.console import Console
 
-from gpusnap import show
+from gpusnap import show, waiting
 from gpusnap.hooks_command import install_hooks
 from gpusnap.source import load_manifest
-from runtime_shim import journal, restore, suspension
+from runtime_shim import halfway, journal, restore, suspension
 from runtime_shim import recover as recovery
 from runtime_shim import settings as settings_file
 from runtime_shim._version import __version__
@@ -138,7 +139,9 @@ def resume(pids: tuple[int, ...]) -> None:
     missing = [pid for pid in pids if pid not in holders(driver, pids)]
     if missing:
         raise GpusnapError(f"process {missing[0]} is no GPU process", hint="see the PIDs with ps")
-    noted = {p.pid: entry for entry in journal.entries() for p in recovery.alive(entry) if p.regions}
+    noted = {
+        p.pid: entry for entry in journal.entries() for p in recovery.alive(entry) if p.regions or p.staged
+    }
     for pid in pids:
         if pid in noted:
             raise GpusnapError(
@@ -153,28 +156,48 @@ def resume(pids: tuple[int, ...]) -> None:
 @command.command()
 @click.argument("container", required=False, metavar="[CONTAINER]")
 @click.option("--list", "only_list", is_flag=True, help="Show what waits, and change nothing.")
-def recover(container: str | None, only_list: bool) -> None:
-    """Bring back containers whose checkpoint a killed gpusnap left undone: CONTAINER's full ID, or all.
+@click.option("--json", "as_json", is_flag=True, help="With --list: print it as JSON.")
+def recover(container: str | None, only_list: bool, as_json: bool) -> None:
+    """Put right what a killed gpusnap left undone, of the container CONTAINER (its full ID) or of all.
 
-    Their processes stand still, and their GPU memory is in RAM or in files.
+    Of a checkpoint: the processes stand still, their GPU memory is in RAM or in files, and they are brought
+    back. Of a restore: the incomplete container is removed, so that it can be restored again. A container
+    that runs is left alone.
     """
+    if as_json and not only_list:
+        raise click.UsageError("--json goes with --list")
     found = [entry for entry in journal.entries() if container in (None, entry.container)]
-    if container is not None and not found:
+    cut_off = [entry for entry in halfway.entries() if container in (None, entry.container)]
+    if container is not None and not found and not cut_off:
         raise GpusnapError(f"nothing waits for container {container}", hint="gpusnap recover --list")
-    memory = settings_file.load().memory
+    if only_list:
+        waits = waiting.waiting(found, cut_off)
+        if as_json:
+            click.echo(waiting.as_json(waits))
+            return
+        for each in waits:
+            click.echo(waiting.line(each))
+        return
+    _recover_all(
+        [(each.container, partial(halfway.recover, each.container, find_driver())) for each in cut_off]
+        + [(each.container, partial(_recover_checkpoint, each)) for each in found]
+    )
+
+
+def _recover_checkpoint(entry: journal.Entry) -> str:
+    return recovery.recover(entry, _driver(), settings_file.load().memory)
+
+
+def _recover_all(actions: Sequence[tuple[str, Callable[[], str]]]) -> None:
+    """Do all that can be done; then the first failure is raised."""
     failures: list[GpusnapError] = []
-    for entry in found:
-        if only_list:
-            pids = " ".join(str(process.pid) for process in recovery.alive(entry)) or "none"
-            state = "gpusnap is at work on it" if entry.at_work else f"processes: {pids}"
-            click.echo(f"{entry.container}  {state}  image: {entry.image}")
-            continue
+    for container, action in actions:
         try:
-            click.echo(f"{entry.container}  {recovery.recover(entry, _driver(), memory)}")
+            click.echo(f"{container}  {action()}")
         except GpusnapError as error:
             failures.append(error)
-            if len(found) > 1:
-                click.echo(f"{entry.container}  {error.sentence()}", err=True)
+            if len(actions) > 1:
+                click.echo(f"{container}  {error.sentence()}", err=True)
     if failures:
         raise failures[0]
 

@@ -11,12 +11,12 @@ from rich.text import Text
 
 from runtime_shim.gpu.driver import Host
 from runtime_shim.gpu.plan import Plan
-from runtime_shim.manifest import Manifest
+from runtime_shim.manifest import Manifest, NeutralisedProcess
 from runtime_shim.settings import Settings
 from runtime_shim.transaction import Step
 from runtime_shim.units import human
 
-__all__ = ["inventory", "manifest", "plan", "plan_document", "settings", "timeline"]
+__all__ = ["inventory", "manifest", "neutralised", "plan", "plan_document", "settings", "timeline"]
 
 _WIDTH = 40
 
@@ -58,7 +58,18 @@ def manifest(console: Console, record: Manifest) -> None:
         command = " ".join(process.command)[:200] or process.name
         table.add_row(str(process.pid), _plain(command), human(used))
     console.print(table, "")
+    if record.neutralised:
+        neutralised(console, record.neutralised)
     timeline(console, record.timing)
+
+
+def neutralised(console: Console, processes: tuple[NeutralisedProcess, ...]) -> None:
+    """Processes whose inherited GPU files were replaced by /dev/null."""
+    table = _table("inherited files, now /dev/null", "PID", "command", "files")
+    for process in processes:
+        files = f"{len(process.descriptors)} open, {process.mappings} mapped ({human(process.mapped)})"
+        table.add_row(str(process.pid), _plain(process.name), files)
+    console.print(table, "")
 
 
 def timeline(console: Console, steps: tuple[Step, ...]) -> None:

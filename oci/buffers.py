@@ -31,6 +31,10 @@ class Source(Protocol):
         """Bytes."""
         ...
 
+    def view(self, offset: int, size: int) -> memoryview | None:
+        """The bytes where they are, writable memory of ours; None where they have to be read."""
+        ...
+
     def read(self, offset: int, into: memoryview) -> None:
         """Fill all of `into`, which is writable, with the bytes from `offset` on; raise where that fails."""
         ...
@@ -42,6 +46,10 @@ class Target(Protocol):
     @property
     def size(self) -> int:
         """Bytes."""
+        ...
+
+    def view(self, offset: int, size: int) -> memoryview | None:
+        """Memory of ours that is a part of the region, zeros so far; None where `write` has to be used."""
         ...
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -84,6 +92,10 @@ class Buffer:
         """Bytes."""
         return self._view.nbytes
 
+    def view(self, offset: int, size: int) -> memoryview:
+        """A part of it."""
+        return self._view[offset : offset + size]
+
     def read(self, offset: int, into: memoryview) -> None:
         """Copy from the region."""
         _copy(into, self._view[offset : offset + into.nbytes])
@@ -104,6 +116,9 @@ class File:
     def size(self) -> int:
         """Bytes."""
         return self._size
+
+    def view(self, offset: int, size: int) -> None:
+        """It is no memory of ours."""
 
     def read(self, offset: int, into: memoryview) -> None:
         """Read from the file. Raises OciError where it ends too early, OSError."""

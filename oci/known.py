@@ -1,16 +1,21 @@
 """Chunks known from earlier checkpoints: which plain content lies in which blob, and in which layout.
 
 One index file for a store or a container, {"version": 1, "layouts": [path, …], "chunks": {plain hex:
-[place of the layout in that list, stored, encoding, blob hex], …}}, the newest entries last. It only saves
-work: one that is missing or broken is an empty one, an entry whose blob has gone or has another size is a
-miss, and what is read later is checked against its digests as ever. It is this host's own file, never one of
-an archive.
+[place of the layout in that list, stored, encoding, blob hex, inode, st_mtime_ns], …}}, the newest entries
+last. It only saves work: one that is missing or broken is an empty one, and what is read later is checked
+against its digests as ever. It is this host's own file, never one of an archive.
+
+A blob is linked into a checkpoint without being read, so an entry says which file it was when its content was
+known to be right and durable: one of another inode, size or time of change is a miss. Nobody changes a blob;
+whoever does it by mistake changes its st_mtime (inode(7)). A link changes only the st_ctime, which is why
+that is not looked at.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,7 +28,7 @@ from oci.layout import Layout
 
 __all__ = ["Known", "Place"]
 
-# 1 TiB in chunks of 16 MiB, and a file of about 12 MiB.
+# 1 TiB in chunks of 16 MiB, and a file of about 14 MiB.
 MOST_ENTRIES = 1 << 16
 _LARGEST_FILE = 64 << 20
 _VERSION = 1
@@ -31,12 +36,24 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The blob of a known chunk, of `stored` bytes, and the path of a layout that has it."""
+    """The blob of a known chunk, of `stored` bytes, the path of a layout that has it, and its file there."""
 
     blob: str
     stored: int
     encoding: Encoding
     layout: str
+    inode: int
+    modified: int
+    """st_mtime_ns"""
+
+    def right(self) -> bool:
+        """Whether its blob is still the file that it was."""
+        found = _file(self.layout, self.blob)
+        return found is not None and (found.st_size, found.st_ino, found.st_mtime_ns) == (
+            self.stored,
+            self.inode,
+            self.modified,
+        )
 
 
 class Known:
@@ -54,7 +71,7 @@ class Known:
         """Where the chunk of that plain digest is; None, and forgotten, where its blob is no longer right."""
         with self._lock:
             place = self._places.get(plain)
-        if place is not None and not Layout(place.layout).has_blob(place.blob, place.stored):
+        if place is not None and not place.right():
             self.forget(plain)
             return None
         return place
@@ -72,11 +89,19 @@ class Known:
             while len(self._places) > MOST_ENTRIES:
                 del self._places[next(iter(self._places))]
 
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._places.clear()
+
     def learn(self, tables: Iterable[Table], layout: Layout) -> None:
-        """Add all chunks of a layout that is durable by now."""
+        """Add all chunks of a layout that is durable by now, and whose blobs are known to be right."""
         for table in tables:
             for chunk in table.chunks:
-                self.add(chunk.plain, Place(chunk.blob, chunk.stored, chunk.encoding, layout.path))
+                found = _file(layout.path, chunk.blob)
+                if found is not None and found.st_size == chunk.stored:
+                    place = chunk.blob, chunk.stored, chunk.encoding, layout.path
+                    self.add(chunk.plain, Place(*place, found.st_ino, found.st_mtime_ns))
 
     def save(self) -> None:
         """Write the index, atomically. Raises DiskFull, DiskError."""
@@ -93,12 +118,22 @@ class Known:
             raise disk_error(error, folder, "the index of known chunks", len(content)) from error
 
 
+def _file(layout: str, blob: str) -> os.stat_result | None:
+    """The file of a blob; None where there is none, or something else has its name."""
+    try:
+        found = os.stat(os.path.join(layout, "blobs", "sha256", encoded(blob)), follow_symlinks=False)
+    except OSError:
+        return None
+    return found if stat.S_ISREG(found.st_mode) else None
+
+
 def _written(places: dict[str, Place]) -> bytes:
     layouts: dict[str, int] = {}
     rows = {}
     for plain, place in places.items():
         at = layouts.setdefault(place.layout, len(layouts))
-        rows[encoded(plain)] = [at, place.stored, place.encoding, encoded(place.blob)]
+        file = [place.inode, place.modified]
+        rows[encoded(plain)] = [at, place.stored, place.encoding, encoded(place.blob), *file]
     value = {"version": _VERSION, "layouts": list(layouts), "chunks": rows}
     return json.dumps(value, separators=(",", ":")).encode("ascii")
 
@@ -127,9 +162,11 @@ def _parsed(value: object) -> dict[str, Place]:
 
 def _place(row: object, layouts: list[object]) -> Place:
     match row:
-        case [int(at), int(stored), ("plain" | "zstd") as encoding, str(blob)] if 0 <= at < len(layouts):
+        case [int(at), int(stored), ("plain" | "zstd") as encoding, str(blob), int(inode), int(modified)] if (
+            0 <= at < len(layouts)
+        ):
             layout = layouts[at]
             if isinstance(layout, str) and layout.startswith("/") and "\0" not in layout:
                 encoded(PREFIX + blob)
-                return Place(PREFIX + blob, stored, encoding, layout)
+                return Place(PREFIX + blob, stored, encoding, layout, inode, modified)
     raise ValueError("an entry of it is broken")

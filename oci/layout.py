@@ -11,9 +11,11 @@ The rules:
 
 - A blob is written under its temporary name and renamed when it is whole. One that is there with the right
   size is not written again.
-- Any number of threads and processes may add blobs at once; two that add the same one do no harm.
-- `commit` makes every blob that this object was asked for durable, then the folders, then index.json: after
-  a crash, either the index names blobs that are all there, or the old one (or none) stands.
+- Any number of threads and processes may add blobs at once; two that add the same one do no harm. `prune` is
+  for a layout that nobody else writes to.
+- `commit` makes every blob that this object was asked for durable, but for links of such as were, then the
+  folders, then index.json: after a crash, either the index names blobs that are all there, or the old one
+  (or none) stands.
 - What is read may come from anybody: no link is followed from the layout's folder on, only plain files are
   opened, sizes are checked before anything is read, and documents are bounded. To use a layout through a
   link, resolve the link first.
@@ -29,7 +31,7 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO
 
@@ -103,39 +105,49 @@ class Layout:
         media_type: str = _OCTETS,
         digest: str | None = None,
         sync: bool = False,
+        anew: bool = False,
     ) -> Descriptor:
         """Write a blob, from memory or from a file, unless it is there.
 
         `digest`: of data in memory, where the caller has computed it. `sync`: fsync it at once, for slow
-        disks that should begin early. Raises LayoutError, DiskFull, DiskError; BlobError where the file
-        cannot be read.
+        disks that should begin early. `anew`: write data in memory also where it is there.
+        Raises LayoutError, DiskFull, DiskError; BlobError where the file cannot be read.
         """
         if not isinstance(data, bytes | bytearray | memoryview):
             return self._add_file(data, media_type, sync=sync)
         digest = digest or digest_of(data)
         name, size = encoded(digest), memoryview(data).nbytes
         with self._blobs() as folder, self._writing(size):
-            if not _has(name, size, folder):
+            if anew or not _has(name, size, folder):
                 with new_file(folder) as (descriptor, unfinished):
                     all_written(descriptor, data)
                     self._keep(descriptor, unfinished, name, folder, sync)
         self._use(name)
         return Descriptor(media_type, digest, size)
 
-    def link_blob(self, digest: str, size: int, source: Layout) -> None:
+    def link_blob(
+        self, digest: str, size: int, source: Layout, *, durable: bool = False, copy: bool = True
+    ) -> None:
         """Take a blob over from another layout: a hard link, or a checked copy where none can be made.
 
-        Raises BlobError where the source lacks it, or has another size (a link) or content (a copy);
-        DiskFull, DiskError, LayoutError.
+        `durable`: the source's blob is known to be right and durable, so it takes the place of one that is
+        here already, and a link of it needs no fsync in `sync`, only its folder does. Without `copy` a blob
+        that cannot be linked is an error. Raises BlobError for that, and where the source lacks the blob, or
+        has another size (a link) or content (a copy); DiskFull, DiskError, LayoutError.
         """
         name = encoded(digest)
         with self._blobs() as folder, source._blobs() as origin, self._writing(size):
-            if not _has(name, size, folder):
+            if durable or not _has(name, size, folder):
                 if not _has(name, size, origin):
                     raise BlobError(f"{source.path} does not have the blob {digest} of {size} bytes")
-                if not _linked(name, origin, folder):
+                if _linked(name, origin, folder):
+                    if durable:
+                        return
+                elif copy:
                     with source.open_blob(digest, size) as file:
                         self._add_file(file, expected=name)
+                else:
+                    raise BlobError(f"no link of the blob {digest} of {source.path} can be made here")
         self._use(name)
 
     def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
@@ -214,6 +226,17 @@ class Layout:
         """Make the layout durable, and only then give it that index. Raises as sync and write_index do."""
         self.sync(threads=threads)
         self.write_index(index)
+
+    def prune(self, wanted: Iterable[str]) -> None:
+        """Remove all blobs but those of these digests, and what killed writers left. Raises DiskError."""
+        names = {encoded(digest) for digest in wanted}
+        try:
+            with self._blobs() as folder:
+                for name in os.listdir(folder):
+                    if name not in names:
+                        os.unlink(name, dir_fd=folder)
+        except OSError as error:
+            raise DiskError(f"{self.path} cannot be cleared of old blobs: {reason(error)}") from error
 
     # Within
 
@@ -296,9 +319,12 @@ _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOS
 
 
 def _linked(name: str, origin: int, folder: int) -> bool:
-    """Hard-link a blob into a folder in which it is not, or is broken; False where no link can be made."""
+    """Hard-link a blob into a folder, in place of one there; False where no link can be made."""
     unfinished = UNFINISHED + secrets.token_hex(8)
     try:
+        with suppress(FileExistsError):
+            os.link(name, name, src_dir_fd=origin, dst_dir_fd=folder, follow_symlinks=False)
+            return True
         os.link(name, unfinished, src_dir_fd=origin, dst_dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError as error:
         raise BlobError(f"the blob sha256:{name} has gone from its layout") from error

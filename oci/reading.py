@@ -2,11 +2,13 @@
 
 A `Reading` starts at once: its workers open blobs, check them and decompress them into slots, memory for one
 chunk each, as many as the ceiling allows. Once the regions are there, `deliver` has the same workers write
-the slots out and go on with the rest, chunk after chunk.
+the slots out and go on with the rest, chunk after chunk. Where the regions are memory of ours from the start,
+chunks are read and decompressed straight into them, and there are no slots.
 
 The tables and the blobs may come from anybody. A blob is read only where its size is the one in the table,
 its digest is checked before zstd sees it, what zstd makes of it never exceeds the chunk, and the digest of
-that is checked before a region sees it.
+that is checked before a region sees it; one that is memory of ours sees it before, and holds nothing that
+may be used until all of it is there and right.
 """
 
 from __future__ import annotations
@@ -45,9 +47,16 @@ def read(
 ) -> None:
     """Fill the targets, one for each table, in order. Parameters and errors are those of Reading."""
     with Reading(
-        tables, layout, threads=threads, ceiling=ceiling, clear=clear, progress=progress, cancelled=cancelled
+        tables,
+        layout,
+        threads=threads,
+        ceiling=ceiling,
+        targets=targets,
+        clear=clear,
+        progress=progress,
+        cancelled=cancelled,
     ) as reading:
-        reading.deliver(targets)
+        reading.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +73,12 @@ class Reading:
     """Regions on their way back. Used as a context manager, or ended by `close`; it starts when it is made.
 
     threads: how many at most. ceiling: bytes that slots and workers may hold together; fewer workers run
-    where that is not enough for all. clear: write zeros, too, to targets that may hold something else.
+    where that is not enough for all. targets: the regions, one for each table, in order, if they are there.
+    clear: write zeros, too, to targets that may hold something else.
     progress: called after each chunk that was written to its target, by a worker, one call at a time.
 
-    Raises ChunkError for tables that cannot be right, and CeilingError. `deliver` raises what ended it:
-    BlobError, ChunkError, LayoutError, Cancelled, and whatever a target or `progress` raises.
+    Raises ChunkError for tables that cannot be right, and CeilingError. `deliver` and `wait` raise what ended
+    it: BlobError, ChunkError, LayoutError, Cancelled, and whatever a target or `progress` raises.
     """
 
     def __init__(
@@ -78,13 +88,14 @@ class Reading:
         *,
         threads: int,
         ceiling: int,
+        targets: Sequence[Target] | None = None,
         clear: bool = False,
         progress: Callable[[Progress], None] | None = None,
         cancelled: Signal | None = None,
     ) -> None:
         self._tables = [validated(table.size, table.chunks) for table in tables]
         self._layout = layout
-        self._targets: Sequence[Target] | None = None
+        self._targets = self._checked(targets) if targets is not None else None
         self._report = progress
         self._crew = Crew(cancelled)
         self._changed = threading.Condition()
@@ -99,6 +110,7 @@ class Reading:
         gaps = [size for table in self._tables for _, size in table.gaps()] if clear else []
         self._progress = Progress(sum(chunk.size for chunk in chunks) + sum(gaps))
         parts = len(chunks) + sum(-(-size // self._slot_size) for size in gaps)
+        self._zeros.extend(self._gaps() if clear and targets is not None else ())
         workers, self._slots_left = self._shares(threads, ceiling, parts)
         self._crew.start(workers, self._work)
 
@@ -124,16 +136,16 @@ class Reading:
 
     def deliver(self, targets: Sequence[Target]) -> None:
         """Fill the targets, one for each table, in order; return when all is there. To be called once."""
-        if len(targets) != len(self._tables):
-            raise ChunkError(f"{len(self._tables)} regions were read for {len(targets)} targets")
-        for at, (table, target) in enumerate(zip(self._tables, targets, strict=True)):
-            if table.size != target.size:
-                raise ChunkError(f"region {at} of {table.size} bytes does not fit a target of {target.size}")
+        targets = self._checked(targets)
         with self._changed:
             self._targets = targets
             # Not before: a table may speak of any number of zeros, a target is as large as it is.
             self._zeros.extend(self._gaps() if self._clear else ())
             self._changed.notify_all()
+        self.wait()
+
+    def wait(self) -> None:
+        """Return when all targets are filled, for whoever has given them already."""
         self._crew.join()
         if self._progress.done < self._progress.total:
             raise Cancelled("the reading was ended before all chunks were there")
@@ -148,6 +160,14 @@ class Reading:
 
     # Within
 
+    def _checked(self, targets: Sequence[Target]) -> Sequence[Target]:
+        if len(targets) != len(self._tables):
+            raise ChunkError(f"{len(self._tables)} regions were read for {len(targets)} targets")
+        for at, (table, target) in enumerate(zip(self._tables, targets, strict=True)):
+            if table.size != target.size:
+                raise ChunkError(f"region {at} of {table.size} bytes does not fit a target of {target.size}")
+        return targets
+
     def _chunks(self) -> Iterator[_Part]:
         for at, table in enumerate(self._tables):
             for chunk in table.chunks:
@@ -161,14 +181,16 @@ class Reading:
 
     def _shares(self, threads: int, ceiling: int, parts: int) -> tuple[int, int]:
         """How many workers, and how many slots, the ceiling allows."""
-        need = self._slot_size + self._packed_size
+        direct = all(target.view(0, 0) is not None for target in self._targets or ())
+        slot = 0 if self._targets is not None and direct and not self._clear else self._slot_size
+        need = slot + self._packed_size
         if ceiling < need:
             allowed, needed = binary_size(ceiling), binary_size(need)
             raise CeilingError(f"{allowed} of memory do not hold the largest chunk, which needs {needed}")
         if parts == 0:
             return 0, 0
-        workers = max(1, min(threads, parts, ceiling // need))
-        return workers, min(parts, (ceiling - workers * self._packed_size) // self._slot_size)
+        workers = max(1, min(threads, parts, ceiling // need if need else parts))
+        return workers, min(parts, (ceiling - workers * self._packed_size) // slot) if slot else 0
 
     def _work(self) -> None:
         packed = Memory(self._packed_size)
@@ -176,27 +198,37 @@ class Reading:
         decompressor = zstandard.ZstdDecompressor(max_window_size=max(self._slot_size, 1 << 10))
         try:
             while (step := self._next()) is not None:
-                part, memory, ready = step
+                part, place, ready = step
                 if part.chunk is not None and not ready:
-                    _fetch(self._layout, part.chunk, memory.view, packed.view, decompressor)
-                self._hand_over(part, memory)
+                    into = place.view if isinstance(place, Memory) else place
+                    _fetch(self._layout, part.chunk, into, packed.view, decompressor)
+                if isinstance(place, Memory):
+                    self._hand_over(part, place)
+                else:
+                    self._done(part)
         finally:
             packed.free()
 
-    def _next(self) -> tuple[_Part, Memory, bool] | None:
-        """The next part, its slot, and whether it was read into it already; None at the end."""
+    def _next(self) -> tuple[_Part, Memory | memoryview, bool] | None:
+        """The next part, its slot or its place in a target, and whether it was read; None at the end."""
         with self._changed:
             while True:
                 self._crew.check()
                 if self._targets is not None and self._staged:
                     return *self._staged.popleft(), True
                 waiting = self._unread or self._zeros
+                if self._unread and (view := self._place(self._unread[0])) is not None:
+                    return self._unread.popleft(), view, False
                 if waiting and (memory := self._slot()) is not None:
                     return waiting.popleft(), memory, False
                 if self._targets is not None and not waiting:
                     self._changed.notify_all()
                     return None
                 self._changed.wait(_LOOK)
+
+    def _place(self, part: _Part) -> memoryview | None:
+        """Where a chunk goes in a target that is memory of ours."""
+        return self._targets[part.at].view(part.offset, part.size) if self._targets is not None else None
 
     def _slot(self) -> Memory | None:
         if self._free:
@@ -219,6 +251,10 @@ class Reading:
         targets[part.at].write(part.offset, memory.view[: part.size])
         with self._changed:
             self._free.append(memory)
+        self._done(part)
+
+    def _done(self, part: _Part) -> None:
+        with self._changed:
             done = self._progress.done + part.size
             zero = self._progress.zero + (part.size if part.chunk is None else 0)
             self._progress = replace(self._progress, done=done, zero=zero)

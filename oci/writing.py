@@ -1,8 +1,9 @@
 """Regions of memory into blobs of a layout, in many threads.
 
-Each worker takes the next chunk of any region and takes it all the way: read into the worker's own memory,
-left out where it is zero, hashed, looked up among the known ones, tried for compressibility, compressed,
-hashed again, written. Nothing is handed from thread to thread, so memory is what the workers hold, no more.
+Each worker takes the next chunk of any region and takes it all the way: read into the worker's own memory
+unless it lies in ours already, left out where it is zero, hashed, looked up among the known ones, tried for
+compressibility, compressed, hashed again, written. Nothing is handed from thread to thread, so memory is what
+the workers hold, no more.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def write(
     chunk_size: int = CHUNK_SIZE,
     level: int = LEVEL,
     known: Known | None = None,
+    trust: bool = True,
     sync: bool = False,
+    written: Callable[[str], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
     cancelled: Signal | None = None,
 ) -> tuple[Table, ...]:
@@ -60,8 +63,10 @@ def write(
 
     chunk_size: bytes, a multiple of 4096. level: zstd's, 1 to 19; 0 never compresses. ceiling: bytes that all
     workers together may hold; fewer than `threads` run where that is not enough for all. known: chunks found
-    there are linked, not compressed and written. sync: fsync each blob as it is written. progress: called
-    after each chunk, by a worker, one call at a time. The layout is not durable before `Layout.commit`.
+    there are linked, not compressed and written. trust: whether a blob that the layout has is taken for what
+    its name and size say, rather than written again. sync: fsync each blob as it is written. written: called
+    with the digest of each new blob, by the worker that wrote it. progress: called after each chunk, by a
+    worker, one call at a time. The layout is not durable before `Layout.commit`.
 
     Raises ChunkError, CeilingError, DiskFull, DiskError, LayoutError, Cancelled, and whatever a source or
     `progress` raises: the first error ends all workers. Blobs that were whole by then stay.
@@ -80,7 +85,7 @@ def write(
         )
     pieces = sum(-(-source.size // chunk_size) for source in sources)
     crew = Crew(cancelled)
-    writing = _Writing(sources, layout, chunk_size, level, known, sync, progress, crew)
+    writing = _Writing(sources, layout, chunk_size, level, known, trust, sync, written, progress, crew)
     crew.start(max(1, min(threads, ceiling // need, pieces)), writing.work)
     crew.join()
     return writing.tables()
@@ -140,7 +145,9 @@ class _Writing:
         chunk_size: int,
         level: int,
         known: Known | None,
+        trust: bool,
         sync: bool,
+        written: Callable[[str], None] | None,
         progress: Callable[[Progress], None] | None,
         crew: Crew,
     ) -> None:
@@ -149,7 +156,9 @@ class _Writing:
         self._chunk_size = chunk_size
         self._level = level
         self._known = known
+        self._trust = trust
         self._sync = sync
+        self._tell = written
         self._report = progress
         self._crew = crew
         self._lock = threading.Lock()
@@ -171,8 +180,10 @@ class _Writing:
         try:
             for at, offset, size in self._pieces:
                 self._crew.check()
-                view = tools.plain.view[:size]
-                self._sources[at].read(offset, view)
+                view = self._sources[at].view(offset, size)
+                if view is None:
+                    view = tools.plain.view[:size]
+                    self._sources[at].read(offset, view)
                 self._crew.check()
                 self._take(at, offset, view, tools)
         finally:
@@ -206,7 +217,8 @@ class _Writing:
         if place is None or not _fits(place, plain, size):
             return None
         try:
-            self._layout.link_blob(place.blob, place.stored, Layout(place.layout))
+            known = Layout(place.layout)
+            self._layout.link_blob(place.blob, place.stored, known, durable=True, copy=False)
         except LayoutError:
             return None
         return _Stored(place.blob, place.stored, place.encoding)
@@ -218,8 +230,12 @@ class _Writing:
         data, digest = (view, plain) if packed is None else (packed, digest_of(packed))
         encoding: Encoding = "plain" if packed is None else "zstd"
         size = data.nbytes
-        written = 0 if self._layout.has_blob(digest, size) else size
-        self._layout.add_blob(data, media_type=MEDIA_TYPES[encoding], digest=digest, sync=self._sync)
+        written = 0 if self._trust and self._layout.has_blob(digest, size) else size
+        self._layout.add_blob(
+            data, media_type=MEDIA_TYPES[encoding], digest=digest, sync=self._sync, anew=not self._trust
+        )
+        if written and self._tell is not None:
+            self._tell(digest)
         return _Stored(digest, size, encoding), written
 
     def _done(self, size: int, *, zero: int = 0, known: int = 0, written: int = 0) -> None:

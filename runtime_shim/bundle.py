@@ -24,7 +24,7 @@ from typing import Any
 from runtime_shim.errors import ContainerError, reason
 from runtime_shim.gpu.nodes import Change, Node
 
-__all__ = ["Edits", "binds", "devices", "prepare", "write"]
+__all__ = ["Edits", "binds", "devices", "prepare", "put_back", "write"]
 
 _Number = tuple[int, int]
 _OUR_HOOK = "gpusnap-hook"
@@ -42,10 +42,17 @@ class Edits:
     """This host's GPU nodes that the plan does not give the container: no entry or rule may name them."""
 
 
-def prepare(bundle: str, config: dict[str, Any], edits: Edits | None = None) -> Callable[[], None]:
+def prepare(
+    bundle: str,
+    config: dict[str, Any],
+    edits: Edits | None = None,
+    *,
+    noted: Callable[[bytes, bytes], object] = lambda before, after: None,
+) -> Callable[[], None]:
     """Change `config` as the restore needs it and write it; returns what puts the old file back.
 
-    Raises ContainerError where the bundle cannot be written.
+    `noted` is told the old and the new content before the file is replaced. Raises ContainerError where the
+    bundle cannot be written.
     """
     before = copy.deepcopy(config)
     edits = edits or Edits()
@@ -56,19 +63,34 @@ def prepare(bundle: str, config: dict[str, Any], edits: Edits | None = None) -> 
     _drop_our_hooks(config)
     _change_devices(config, edits)
     _change_rules(config, edits)
-    return write(bundle, config) if config != before else lambda: None
+    return write(bundle, config, noted=noted) if config != before else lambda: None
 
 
-def write(bundle: str, config: Mapping[str, Any]) -> Callable[[], None]:
-    """Replace the bundle's config.json; returns what puts the old one back. Raises ContainerError."""
+def write(
+    bundle: str,
+    config: Mapping[str, Any],
+    *,
+    noted: Callable[[bytes, bytes], object] = lambda before, after: None,
+) -> Callable[[], None]:
+    """Replace the bundle's config.json; returns what puts the old one back; `noted` as in `prepare`.
+
+    Raises ContainerError.
+    """
     path = os.path.join(bundle, "config.json")
     try:
         with open(path, "rb") as file:
             before = file.read()
-        _replace(path, json.dumps(config).encode())
+        after = json.dumps(config).encode()
+        noted(before, after)
+        _replace(path, after)
     except OSError as error:
         raise ContainerError(f"{path} cannot be prepared for the restore: {reason(error)}") from error
     return lambda: _replace(path, before)
+
+
+def put_back(bundle: str, content: bytes) -> None:
+    """Replace the bundle's config.json by its old content. Raises OSError."""
+    _replace(os.path.join(bundle, "config.json"), content)
 
 
 def binds(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """A checkpoint of a container that uses GPUs.
 
-    inspect → prepare → lock → driver checkpoint → (pages) → dump → [resume] → manifest
+    inspect → prepare → lock → driver checkpoint → pages → [write →] dump [→ resume → write] → sync → manifest
 
 Until CRIU has dumped the container each step is undone when a later one fails: the GPU processes get their
 memory back and run on, and what was written is taken away. After the dump there is no way back without
@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from runtime_shim import container as containers
-from runtime_shim import inside, journal, manifest, preflight, proc, remap
+from runtime_shim import inside, journal, keep, leftover, manifest, preflight, proc, remap
 from runtime_shim.argv import CheckpointCall, render
 from runtime_shim.criu import config as criu_config
 from runtime_shim.criu import dev
@@ -37,7 +37,7 @@ from runtime_shim.log import note
 from runtime_shim.pages import Chunks
 from runtime_shim.real import RealRuntime
 from runtime_shim.settings import Settings
-from runtime_shim.suspension import InCriu, Pages, Record, idle_holders, record, resume, suspend, users
+from runtime_shim.suspension import InCriu, Pages, Record, record, resume, suspend, users
 from runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
 
 __all__ = ["checkpoint"]
@@ -63,6 +63,8 @@ class _Job:
     pages: Pages
     records: dict[int, Record] = field(default_factory=dict)
     """By PID, of every process that has been, or is being, suspended."""
+    cleared: tuple[leftover.Cleared, ...] = ()
+    """Processes that held GPU files which they had inherited."""
     mounts: tuple[manifest.DriverMount, ...] = ()
     masters: bool = False
     nodes: tuple[Node, ...] = ()
@@ -98,22 +100,25 @@ def checkpoint(
         job = _Job(call, real, settings, driver, container, transaction, _pages(call, settings, container))
         with transaction.step("inspect"):
             _inspect(job)
-        draft = manifest.Draft(str(call.images()))
+        draft = manifest.Draft(str(call.images()), sync=settings.memory.sync)
         with transaction.step("prepare"):
             _prepare(job, draft)
         _suspend(job)
+        if not call.leave_running:
+            _write(job)  # before the dump: a disk that fills up must not cost the container
         # Once the dump has succeeded there is no way back, and no moment at which a signal may stop us.
         with held_signals():
             _dump(job, draft)
             transaction.commit()
             _complete(job, draft)
+        leftover.say(job.cleared)
 
 
 def _pages(call: CheckpointCall, settings: Settings, container: containers.Container) -> Pages:
     """The way that the GPUs' memory takes."""
     if settings.memory.pages == InCriu.name:
-        return InCriu()
-    return Chunks(str(call.images()), container.id, settings.memory)
+        return InCriu(str(call.images()), container.id, settings.memory.threads)
+    return Chunks(str(call.images()), container.id, settings.memory, container.bundle)
 
 
 def _inspect(job: _Job) -> None:
@@ -130,7 +135,7 @@ def _inspect(job: _Job) -> None:
     # What the runtime does not take is refused now; the dump would overwrite an earlier checkpoint.
     job.call = criu_config.with_flags(job.call, job.real, job.settings.criu)
     render(job.call, job.real)
-    preflight.leftover(lambda: idle_holders(job.driver, job.processes()))
+    preflight.leftover(lambda: leftover.strangers(job.driver, job.processes()))
     found = users(job.driver, job.processes())
     preflight.states(found)
     preflight.nccl(list(found), job.settings.nvidia)
@@ -175,6 +180,11 @@ def _suspend(job: _Job) -> None:
             job.pages.take(list(job.records))
 
 
+def _write(job: _Job) -> None:
+    with job.transaction.step("write"):
+        job.pages.ready()
+
+
 def _undo_suspend(job: _Job) -> None:
     resume(job.driver, list(job.records), job.pages)
     journal.remove(job.container.id)
@@ -202,15 +212,26 @@ def _suspend_these(job: _Job, fresh: Sequence[proc.Process]) -> None:
     records = {r.process.pid: r for r in record(job.driver, job.host, fresh, inner)}
     all_bytes = sum(r.used for r in records.values()) + sum(r.used for r in job.records.values())
     preflight.room_in_memory({pid: r.used for pid, r in records.items()}, job.container.pid)
-    preflight.room_on_disk(job.image_path, all_bytes, job.processes())
+    preflight.room_on_disk(job.image_path, all_bytes, job.processes(), lambda need: _make_room(job, need))
     job.records |= records
-    noted = job.pages.records()
-    journal.write(job.container.id, job.image_path, {pid: noted.get(pid, ()) for pid in job.records})
+    job.pages.note(list(job.records))
     timeout = job.settings.nvidia.lock_timeout
     with job.transaction.step("lock"):
         at_once(lambda pid: job.driver.lock(pid, timeout=timeout), records).raise_first()
     with job.transaction.step("driver checkpoint"):
-        suspend(job.driver, records, job.pages, timeout=timeout)
+        suspend(job.driver, records, job.pages, timeout=timeout, standing=lambda: _clear(job, timeout))
+        for pid, why in job.pages.notes().items():
+            if pid in records:
+                job.transaction.note(f"process {pid}: {why}")
+
+
+def _make_room(job: _Job, need: int) -> None:
+    keep.make_room(job.settings.memory, job.image_path, need, container=job.container.id)
+
+
+def _clear(job: _Job, timeout: float) -> None:
+    """Take from the GPU processes' children what they inherited, while both can still be compared."""
+    job.cleared += leftover.clear(job.driver, job.container.id, job.records, job.processes, timeout=timeout)
 
 
 def _dump(job: _Job, draft: manifest.Draft) -> None:
@@ -221,7 +242,7 @@ def _dump(job: _Job, draft: manifest.Draft) -> None:
         _all_suspended(job)
         with job.transaction.step("write manifest"):
             job.record = _manifest(job)
-            draft.prepare(job.record)
+            draft.prepare(job.record if job.pages.records() is not None else None)
             job.dumping = draft.written_at()
             # An earlier checkpoint's would tell of a dump that was none.
             with contextlib.suppress(FileNotFoundError):
@@ -236,6 +257,8 @@ def _dump(job: _Job, draft: manifest.Draft) -> None:
         if not _newcomers(job) or attempt > job.settings.retries:
             raise failure
         _suspend(job)
+        if not job.call.leave_running:
+            _write(job)
 
 
 def _runtime_checkpoint(job: _Job) -> GpusnapError | None:
@@ -280,20 +303,53 @@ def _complete(job: _Job, draft: manifest.Draft) -> None:
         with job.transaction.step("resume"):
             failure = _resumed(job)
         if failure is None:  # else `gpusnap recover` may try again
-            journal.remove(job.container.id)  # it runs: nobody may touch its memory again
+            job.pages.resumed()
     try:
+        if job.call.leave_running:
+            _write(job)
         with job.transaction.step("sync"):
-            _sync(job.image_path)
-            job.pages.commit()
-        draft.finish(replace(job.record, timing=tuple(job.transaction.steps)))
-        if not job.call.leave_running:
-            journal.remove(job.container.id)
+            job.pages.commit(kept=job.call.leave_running)
+            _sync(job)
+        draft.finish(_finished(job, job.record))
     except ImageError as error:
-        _add(error, failure.sentence() if failure is not None else "")
+        _not_written(job, error, failure)
         raise
     if failure is not None:
         _add(failure, f"the checkpoint in {job.image_path} is whole and can be restored")
         raise failure
+    job.pages.close()
+    journal.remove(job.container.id)
+
+
+def _finished(job: _Job, record: manifest.Manifest) -> manifest.Manifest:
+    """The manifest with what has become known since the dump; the processes may be gone by now."""
+    regions = job.pages.records() or {}
+    processes = tuple(
+        replace(process, regions=regions.get(pid, ()))
+        for process, (pid, _) in zip(record.processes, sorted(job.records.items()), strict=True)
+    )
+    return replace(
+        record,
+        processes=processes,
+        timing=tuple(job.transaction.steps),
+        written=job.pages.written(),
+        peak_memory=proc.peak_memory(),
+    )
+
+
+def _not_written(job: _Job, error: ImageError, failure: GpusnapError | None) -> None:
+    """The dump is done, but not the rest: of a container that runs on nothing is kept, of another all."""
+    if failure is not None:
+        _add(error, failure.sentence())
+    elif job.call.leave_running:
+        try:
+            _discard(job)
+            journal.remove(job.container.id)
+            _add(error, "the container runs on")
+        except GpusnapError as other:
+            _add(error, other.sentence())
+    else:
+        _add(error, f"the container is dumped: gpusnap recover {job.container.id} tries again")
 
 
 def _resumed(job: _Job) -> GpusnapError | None:
@@ -317,7 +373,7 @@ def _manifest(job: _Job) -> manifest.Manifest:
     for node in job.nodes:
         if node.gpu:
             used.setdefault(node.gpu, 0)
-    regions = job.pages.records()
+    regions = job.pages.records() or {}
     return manifest.Manifest(
         created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         container=job.container.id,
@@ -354,6 +410,7 @@ def _manifest(job: _Job) -> manifest.Manifest:
         dev=_dev_image(job.container.pid),
         timing=tuple(job.transaction.steps),
         pages=job.pages.name,
+        neutralised=leftover.records(job.cleared, job.container.pid),
     )
 
 
@@ -417,8 +474,11 @@ def _discard(job: _Job) -> None:
     _clean(job)
 
 
-def _sync(image_path: str) -> None:
+def _sync(job: _Job) -> None:
     """Have the images on disk before the manifest says that they are."""
+    if not job.settings.memory.sync:
+        return
+    image_path = job.image_path
 
     def sync(name: str) -> None:
         descriptor = os.open(os.path.join(image_path, name), os.O_RDONLY | os.O_CLOEXEC)

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import IO
 
+from runtime_shim import leavings
 from runtime_shim.argv import CheckpointCall, RestoreCall, render, render_globals
 from runtime_shim.child import Finished, run
+from runtime_shim.criu import scratch
 from runtime_shim.criu.config import config_file
 from runtime_shim.criu.log import first_error
 from runtime_shim.errors import RuntimeFailed, reason
@@ -64,7 +66,9 @@ def invoke(
 
 def _log_file() -> IO[str]:
     try:
-        return tempfile.NamedTemporaryFile("r", prefix="gpusnap-log-", encoding="utf-8", errors="replace")
+        return tempfile.NamedTemporaryFile(
+            "r", prefix=leavings.prefix("log"), encoding="utf-8", errors="replace", dir=scratch()
+        )
     except OSError as error:
         raise RuntimeFailed(f"no log can be made for the runtime: {reason(error)}") from error
 

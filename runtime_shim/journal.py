@@ -4,10 +4,12 @@
         <container>.json               written before the first process is locked, and again before a region
                                        is freed; removed when all run again, or the checkpoint is whole
         <container>.lock               held (flock) while a checkpoint of it is under way
+        <container>.restore            a restore that is under way, see halfway.py
         <container>.<pid>.thread       a thread's own registers, while it makes system calls for us
+        <container>.<pid>.idle         a process without GPU state, while it stands still for us (`leftover`)
 
-An entry names processes by PID and start time, regions by address, and the image in whose layout their bytes
-are, all of them in files by then. `recover.py` reads it.
+An entry names processes by PID and start time, regions by address, and where their bytes are, all of them in
+files by then: the image's layout, or files of memory.stage. `recover.py` reads it.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from oci.chunks import from_json, to_json
@@ -29,12 +32,39 @@ from runtime_shim.errors import GpusnapError, reason
 from runtime_shim.manifest import RegionRecord
 from runtime_shim.memory.remote import Saved
 
-__all__ = ["Entry", "Suspended", "entries", "given_back", "held", "read", "remove", "thread", "write"]
+__all__ = [
+    "Entry",
+    "Staged",
+    "Suspended",
+    "containers",
+    "drop",
+    "entries",
+    "given_back",
+    "held",
+    "idle",
+    "load",
+    "read",
+    "remove",
+    "store",
+    "thread",
+    "write",
+]
 
 FOLDER = "/run/gpusnap/journal"
 _ID = re.compile(r"[A-Za-z0-9][\w.+-]{0,250}", re.ASCII)
-_VERSION = 1
+_VERSION = 2
 _MOST = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A region whose bytes are in a file of memory.stage."""
+
+    path: str
+    start: int
+    """Its address in the process."""
+    size: int
+    """Bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +77,10 @@ class Suspended:
     regions: tuple[RegionRecord, ...]
     thread: Saved | None = None
     """A thread of it that was lent to us."""
+    staged: tuple[Staged, ...] = ()
+    """Those of its regions that need not come from the layout."""
+    idle: bool = False
+    """It never had GPU state, and only stands still."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +100,17 @@ class Entry:
         return proc.same(*self.owner)
 
 
-def write(container: str, image: str, regions: Mapping[int, tuple[RegionRecord, ...]]) -> None:
-    """Write a container's entry, in place of an earlier one. Raises GpusnapError."""
+def write(
+    container: str,
+    image: str,
+    regions: Mapping[int, tuple[RegionRecord, ...]],
+    *,
+    staged: Mapping[int, Sequence[Staged]] = MappingProxyType({}),
+) -> None:
+    """Write a container's entry, in place of an earlier one.
+
+    By PID: the regions that are in the layout, and those that are staged. Raises GpusnapError.
+    """
     document = {
         "version": _VERSION,
         "container": container,
@@ -78,6 +121,7 @@ def write(container: str, image: str, regions: Mapping[int, tuple[RegionRecord, 
                 "pid": pid,
                 "start": _start(pid),
                 "regions": [{"start": region.start, **to_json(region.table)} for region in found],
+                "staged": [[each.path, each.start, each.size] for each in staged.get(pid, ())],
             }
             for pid, found in regions.items()
         ],
@@ -103,13 +147,24 @@ def thread(container: str, pid: int, saved: Saved) -> Iterator[None]:
         _unlink(path)
 
 
+@contextmanager
+def idle(container: str, pid: int) -> Iterator[None]:
+    """Have it on file that a process without GPU state is stopped, while it is. Raises GpusnapError."""
+    path = _path(container, f"{pid}.idle")
+    _write(path, json.dumps({"start": _start(pid)}).encode())
+    try:
+        yield
+    finally:
+        _unlink(path)
+
+
 def remove(container: str) -> None:
     """The container needs nothing any more."""
     if not _ID.fullmatch(container):
         return  # nothing was ever written for such a one
     with contextlib.suppress(OSError):
         for name in os.listdir(FOLDER):
-            if name.startswith(f"{container}.") and name.endswith(".thread"):
+            if name.startswith(f"{container}.") and name.endswith((".thread", ".idle")):
                 _unlink(os.path.join(FOLDER, name))
     _unlink(_path(container, "json"))
 
@@ -148,13 +203,7 @@ def held(container: str) -> Iterator[None]:
 
 def entries() -> tuple[Entry, ...]:
     """All that waits, by container. Raises GpusnapError for one that cannot be read."""
-    try:
-        names = sorted(os.listdir(FOLDER))
-    except FileNotFoundError:
-        return ()
-    except OSError as error:
-        raise GpusnapError(f"{FOLDER} cannot be read: {reason(error)}", hint="run gpusnap as root") from error
-    found = (read(name.removesuffix(".json")) for name in names if name.endswith(".json"))
+    found = (read(container) for container in containers("json"))
     return tuple(entry for entry in found if entry is not None)
 
 
@@ -169,6 +218,7 @@ def read(container: str) -> Entry | None:
     try:
         owner = (int(document["owner"][0]), int(document["owner"][1]))
         processes = tuple(_suspended(container, each) for each in document["processes"])
+        processes += tuple(_idle(container))
         return Entry(str(document["container"]), str(document["image"]), owner, processes)
     except (KeyError, TypeError, ValueError, IndexError, ChunkError) as error:
         raise GpusnapError(
@@ -176,12 +226,51 @@ def read(container: str) -> Entry | None:
         ) from error
 
 
+def store(container: str, kind: str, document: Any) -> None:
+    """Write a file of another kind beside the entries, in place of an earlier one. Raises GpusnapError."""
+    _write(_path(container, kind), json.dumps(document).encode())
+
+
+def load(container: str, kind: str) -> Any:
+    """What `store` wrote; None where it wrote nothing. Raises GpusnapError where it cannot be read."""
+    return _read(_path(container, kind)) if _ID.fullmatch(container) else None
+
+
+def drop(container: str, kind: str) -> None:
+    """Remove what `store` wrote."""
+    if _ID.fullmatch(container):
+        _unlink(_path(container, kind))
+
+
+def containers(kind: str) -> tuple[str, ...]:
+    """Those with a file of a kind, in order. Raises GpusnapError where the journal cannot be read."""
+    try:
+        names = sorted(os.listdir(FOLDER))
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise GpusnapError(f"{FOLDER} cannot be read: {reason(error)}", hint="run gpusnap as root") from error
+    return tuple(name.removesuffix(f".{kind}") for name in names if name.endswith(f".{kind}"))
+
+
 def _suspended(container: str, document: Any) -> Suspended:
     pid = int(document["pid"])
-    lent = _read(_path(container, f"{pid}.thread"))
-    saved = Saved(int(lent["tid"]), bytes.fromhex(lent["registers"]), int(lent["mask"])) if lent else None
     regions = tuple(RegionRecord(int(each["start"]), from_json(each)) for each in document["regions"])
-    return Suspended(pid, int(document["start"]), regions, saved)
+    staged = tuple(Staged(str(path), int(start), int(size)) for path, start, size in document["staged"])
+    return Suspended(pid, int(document["start"]), regions, _saved(container, pid), staged)
+
+
+def _saved(container: str, pid: int) -> Saved | None:
+    lent = _read(_path(container, f"{pid}.thread"))
+    return Saved(int(lent["tid"]), bytes.fromhex(lent["registers"]), int(lent["mask"])) if lent else None
+
+
+def _idle(container: str) -> Iterator[Suspended]:
+    name = re.compile(rf"{re.escape(container)}\.(\d+)\.idle", re.ASCII)
+    for pid in sorted(int(found[1]) for each in os.listdir(FOLDER) if (found := name.fullmatch(each))):
+        document = _read(_path(container, f"{pid}.idle"))
+        if document is not None:  # else it goes on since
+            yield Suspended(pid, int(document["start"]), (), _saved(container, pid), idle=True)
 
 
 def _start(pid: int) -> int:

@@ -42,7 +42,9 @@ __all__ = [
     "GpuRecord",
     "HostRecord",
     "Manifest",
+    "NeutralisedProcess",
     "RegionRecord",
+    "Written",
     "belongs",
     "decode",
     "encode",
@@ -96,6 +98,21 @@ class GpuProcess:
 
 
 @dataclass(frozen=True, slots=True)
+class NeutralisedProcess:
+    """A process that held GPU files which it had inherited; in the checkpoint it has /dev/null instead."""
+
+    pid: int
+    """In the container's PID namespace."""
+    name: str
+    descriptors: tuple[tuple[int, str], ...]
+    """Number, and the path of the file that was behind it."""
+    mappings: int
+    """How many were replaced."""
+    mapped: int
+    """Bytes that these take."""
+
+
+@dataclass(frozen=True, slots=True)
 class DriverMount:
     """A mount of the driver's that config.json does not list; CRIU calls it by `key`."""
 
@@ -130,6 +147,18 @@ class DriverLibrary:
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """What became of the GPUs' memory that went into chunks; bytes."""
+
+    stored: int = 0
+    """Of new blobs, compressed."""
+    known: int = 0
+    """Of memory that was linked, because an earlier checkpoint had it."""
+    zero: int = 0
+    """Of memory that was left out."""
+
+
+@dataclass(frozen=True, slots=True)
 class HostRecord:
     """Where the checkpoint was made."""
 
@@ -159,8 +188,13 @@ class Manifest:
     pages: str = "criu"
     nodes: tuple[DeviceNode, ...] = ()
     libraries: tuple[DriverLibrary, ...] = ()
+    written: Written = Written()
+    peak_memory: int = 0
+    """Bytes of RAM that gpusnap had at most, what it staged included; 0 where that is not known."""
     dev: str = ""
     """The name of CRIU's image of the container's /dev; empty where that is no tmpfs of its own."""
+    neutralised: tuple[NeutralisedProcess, ...] = ()
+    """At this checkpoint, not at earlier ones."""
     gpusnap: str = __version__
     version: str = VERSION
 
@@ -230,9 +264,10 @@ def read(image_path: str) -> Manifest:
 
 def _what_is_left(image_path: str) -> str:
     """What may be done about an image without a manifest."""
-    if not os.path.exists(os.path.join(image_path, FOLDER, _PENDING)):
+    pending = os.path.join(image_path, FOLDER, _PENDING)
+    if not os.path.exists(pending):
         return "take another copy of it"
-    if not os.path.exists(os.path.join(image_path, "inventory.img")):
+    if not os.path.getsize(pending) or not os.path.exists(os.path.join(image_path, "inventory.img")):
         return "the checkpoint was cut off while it was written"
     # CRIU writes that file last: gpusnap was killed between the end of the dump and the renaming.
     return (
@@ -244,7 +279,9 @@ def _what_is_left(image_path: str) -> str:
 class Draft:
     """A manifest on its way to disk, see the module's docstring. All errors are ImageErrors."""
 
-    def __init__(self, image_path: str) -> None:
+    def __init__(self, image_path: str, *, sync: bool = True) -> None:
+        """Without `sync` nothing waits for the disk."""
+        self._sync = sync
         self._folder = os.path.join(image_path, FOLDER)
         self._final = os.path.join(self._folder, NAME)
         self._pending = os.path.join(self._folder, _PENDING)
@@ -257,16 +294,19 @@ class Draft:
         except OSError as error:
             raise ImageError(f"{self._folder} cannot be written: {reason(error)}") from error
 
-    def prepare(self, manifest: Manifest) -> None:
-        """Put the manifest on disk under its pending name, durably, and take an earlier one away.
+    def prepare(self, manifest: Manifest | None) -> None:
+        """Write the manifest under its pending name, and take an earlier one away, durably.
 
-        To be called right before the dump, which overwrites the images that the earlier one describes.
+        To be called right before the dump, which overwrites the images that the earlier one describes. None
+        where something that it has to say is not known yet: then only `finish` can make the image whole.
         """
         try:
             os.makedirs(self._folder, mode=0o700, exist_ok=True)
-            _write(self._pending, encode(manifest))
-            _remove(self._final)
-            _sync_folder(self._folder)
+            # There is room for it, which is what matters now; an fsync would wait for all that was written.
+            _write(self._pending, encode(manifest) if manifest is not None else b"")
+            if os.path.exists(self._final):
+                _remove(self._final)
+                _sync(self._folder)
         except OSError as error:
             raise ImageError(f"{self._pending} cannot be written: {reason(error)}") from error
 
@@ -294,17 +334,29 @@ class Draft:
         try:
             _write(better, encode(manifest))
             os.replace(better, self._pending)
-        except OSError:
-            with contextlib.suppress(OSError):  # only the timing of the last step is lost
+        except OSError as error:
+            with contextlib.suppress(OSError):
                 _remove(better)
+            if not self._prepared():
+                raise ImageError(f"{self._pending} cannot be written: {reason(error)}") from error
+            # Only the timing of the last step is lost.
         try:
+            if self._sync:
+                _sync(self._pending)  # `prepare` did not
             os.replace(self._pending, self._final)
-            _sync_folder(self._folder)
+            if self._sync:
+                _sync(self._folder)
         except OSError as error:
             raise ImageError(
                 f"the checkpoint is on disk, but {self._pending} cannot be renamed: {reason(error)}",
                 hint=f"rename it to {NAME} by hand",
             ) from error
+
+    def _prepared(self) -> bool:
+        try:
+            return os.path.getsize(self._pending) > 0
+        except OSError:
+            return False
 
     def discard(self) -> None:
         """Take back what `begin` and `prepare` made; an earlier checkpoint keeps its manifest."""
@@ -326,12 +378,10 @@ def _write(path: str, data: bytes) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
-def _sync_folder(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
@@ -367,6 +417,7 @@ def _check(document: Any, where: str) -> None:
     for what, names in (
         ("GPU", [gpu["uuid"] for gpu in document["gpus"]]),
         ("process", [process["pid"] for process in document["processes"]]),
+        ("neutralised process", [process["pid"] for process in document.get("neutralised", ())]),
         ("device", [node["path"] for node in document["nodes"]]),
         ("library", [library["path"] for library in document["libraries"]]),
         ("mount", [mount["destination"] for mount in document["mounts"]]),
@@ -398,7 +449,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
     from oci.chunks import to_json
 
     host = manifest.host
-    return {
+    document: dict[str, Any] = {
         "version": manifest.version,
         "gpusnap": manifest.gpusnap,
         "created": manifest.created,
@@ -441,11 +492,29 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
             for x in manifest.libraries
         ],
         "dev": manifest.dev,
+        "written": {
+            "bytes": manifest.written.stored,
+            "known": manifest.written.known,
+            "zero": manifest.written.zero,
+        },
+        "peakMemory": manifest.peak_memory,
         "timing": [
             {"step": step.name, "start": round(step.start, 6), "seconds": round(step.seconds, 6)}
+            | ({"note": step.note} if step.note else {})
             for step in manifest.timing
         ],
     }
+    if manifest.neutralised:
+        document["neutralised"] = [
+            {
+                "pid": process.pid,
+                "name": process.name,
+                "descriptors": [list(each) for each in process.descriptors],
+                "mappings": {"count": process.mappings, "bytes": process.mapped},
+            }
+            for process in manifest.neutralised
+        ]
+    return document
 
 
 def _from_json(document: dict[str, Any]) -> Manifest:
@@ -502,5 +571,19 @@ def _from_json(document: dict[str, Any]) -> Manifest:
             for x in document["libraries"]
         ),
         dev=document["dev"],
-        timing=tuple(Step(t["step"], t["start"], t["seconds"]) for t in document["timing"]),
+        written=Written(*(int(document["written"][key]) for key in ("bytes", "known", "zero"))),
+        peak_memory=int(document["peakMemory"]),
+        timing=tuple(
+            Step(t["step"], t["start"], t["seconds"], t.get("note", "")) for t in document["timing"]
+        ),
+        neutralised=tuple(
+            NeutralisedProcess(
+                int(process["pid"]),
+                process["name"],
+                tuple((int(number), path) for number, path in process["descriptors"]),
+                int(process["mappings"]["count"]),
+                int(process["mappings"]["bytes"]),
+            )
+            for process in document.get("neutralised", ())
+        ),
     )

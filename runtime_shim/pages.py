@@ -1,59 +1,70 @@
 """The GPUs' memory beside CRIU's images, as chunks of an OCI layout in the image's folder gpusnap/.
 
-    driver checkpoint ─→ regions ─→ chunks in gpusnap/blobs ─→ journal ─→ regions freed ─→ CRIU dumps the rest
-    CRIU restores the rest ─→ regions filled from the chunks ─→ driver restore
+    driver checkpoint into files of memory.stage ─→ journal ─→ the process lets go ─→ CRIU dumps the rest
+          └→ chunks in gpusnap/blobs, before the dump or, if the container runs on, behind it
 
-A region is what the driver's checkpoint mapped into a process. Its bytes are in files before the region is
-freed, and the journal says in which: a gpusnap that is killed at any moment loses nothing, `recover` puts the
-bytes back. Several processes are written, freed and filled at once, by all cores.
+A region is what the driver's checkpoint mapped into a process. If it can be, that mapping is a file of ours
+from the start: nothing is copied out, and to give it back is to map it again. Where it cannot, the region is
+copied to such a file if there is memory for both, and else written to chunks while the container waits. Its
+bytes are in files before it is freed, and the journal says in which: a gpusnap that is killed at any moment
+loses nothing, `recover` puts the bytes back. Several processes are written, freed and filled at once, by all
+cores.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
-from oci import reading, writing
-from oci.chunks import Table, descriptors
-from oci.errors import OciError
+from oci import writing
+from oci.chunks import Progress, Table
 from oci.layout import Layout
-from oci.manifest import Index, empty_descriptor
-from oci.manifest import Manifest as Artifact
-from runtime_shim import journal, proc
-from runtime_shim.errors import GpusnapError, ImageError, reason
+from runtime_shim import journal, proc, transfer
+from runtime_shim.errors import GpusnapError, reason
+from runtime_shim.flushing import Flushing
 from runtime_shim.gpu.together import at_once
-from runtime_shim.manifest import FOLDER, Manifest, RegionRecord
+from runtime_shim.keep import Kept
+from runtime_shim.manifest import FOLDER, RegionRecord, Written
 from runtime_shim.memory import copies, regions
+from runtime_shim.memory.populate import Backing, Populated
 from runtime_shim.memory.regions import Region
-from runtime_shim.memory.remote import inside
+from runtime_shim.memory.remote import Remote, inside
+from runtime_shim.memory.stage import Area, Stage
 from runtime_shim.settings import Memory
 from runtime_shim.stillness import populated
 
-__all__ = ["ARTIFACT", "Chunks", "Filling", "Part", "fill", "remove_layout"]
+__all__ = ["Chunks"]
 
-ARTIFACT = "application/vnd.gpusnap.checkpoint.v1+json"
 _DONTNEED = 4  # asm-generic/mman-common.h
-_SHARE = 4  # of the memory that is available, when the settings say nothing
+_EMPTY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10 | 0x4000  # ibid., MAP_FIXED, MAP_NORESERVE
+# Bytes that stay available beside what is staged.
+_RESERVE = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A region of a process, to read from and to fill: oci.buffers' Source and Target."""
+@dataclass(slots=True)
+class _Held:
+    """A region of a process, and where its bytes are."""
 
-    pid: int
-    start: int
-    size: int
+    region: Region
+    area: Area | None
+    table: Table | None = None
 
-    def read(self, offset: int, into: memoryview) -> None:
-        """In the calling thread alone: the crew of oci.writing has one for each core."""
-        copies.read(self.pid, self.start + offset, into, threads=1)
 
-    def write(self, offset: int, data: memoryview) -> None:
-        """Likewise."""
-        copies.write(self.pid, self.start + offset, data, threads=1)
+@dataclass(slots=True)
+class _Process:
+    """What is known of one process."""
+
+    before: tuple[regions.Mapping, ...] = ()
+    """Its mappings before the driver's checkpoint."""
+    populated: Populated = field(default_factory=Populated)
+    held: tuple[_Held, ...] | None = None
+    """None before `take`."""
+    freed: bool = False
 
 
 class Chunks:
@@ -61,85 +72,226 @@ class Chunks:
 
     name = "chunks"
 
-    def __init__(self, image_path: str, container: str, settings: Memory) -> None:
+    def __init__(self, image_path: str, container: str, settings: Memory, bundle: str = "") -> None:
         self._image = image_path
         self._layout = Layout(os.path.join(image_path, FOLDER))
-        self._container, self._settings = container, settings
-        self._before: dict[int, tuple[regions.Mapping, ...]] = {}
-        self._tables: dict[int, tuple[tuple[Region, Table], ...]] = {}
-        self._freed: set[int] = set()
+        self._container, self._settings, self._bundle = container, settings, bundle
+        self._processes: dict[int, _Process] = {}
+        self._stage = Stage(container)
+        self._lock = threading.Lock()
+        self._staged = 0
+        self._progress = Progress(0)
+        self._flushing: Flushing | None = None
 
     def watch(self, pid: int) -> None:
         """Remember what the process has mapped before the driver's checkpoint."""
-        self._before[pid] = _mappings(pid)
+        self._processes[pid] = _Process(_mappings(pid))
 
     @contextlib.contextmanager
     def thread(self, pid: int, tid: int) -> Iterator[None]:
-        """Let the driver's thread run for its checkpoint, with its large mapping populated for it."""
-        with populated(pid, tid, threads=self._settings.threads):
+        """Let the driver's thread run for its checkpoint, its large mappings files if they can be."""
+        lent = partial(journal.thread, self._container, pid)
+        backing = Backing(partial(self._area, pid), lent)
+        with populated(pid, tid, threads=self._settings.threads, backing=backing) as done:
+            self._processes[pid].populated = done
             yield
 
     def take(self, pids: Sequence[int]) -> None:
-        """Write the regions of those that were not taken yet, note where they are, and free them."""
-        fresh = {pid: self._regions(pid) for pid in pids if pid not in self._tables}
-        parts = [Part(pid, each.start, each.size) for pid, found in fresh.items() for each in found]
-        with _as_image_error(self._layout.path):
-            self._layout.create()
-            tables = iter(
-                writing.write(
-                    parts,
-                    self._layout,
-                    threads=self._settings.threads or copies.cores(),
-                    ceiling=_ceiling(self._settings),
-                    chunk_size=self._settings.chunk_size,
-                    level=self._settings.level,
-                )
-            )
-        for pid, found in fresh.items():
-            self._tables[pid] = tuple((each, next(tables)) for each in found)
-        journal.write(self._container, self._image, self.records())
-        self._freed.update(fresh)
+        """Have the regions of those that were not taken yet in files, note where, and free them."""
+        fresh = {pid: self._processes[pid] for pid in pids if self._processes[pid].held is None}
+        for pid, process in fresh.items():
+            process.held = tuple(self._held(pid, process))
+        streamed = [
+            (pid, each) for pid, process in fresh.items() for each in process.held or () if each.area is None
+        ]
+        self._write(
+            [transfer.Part(pid, each.region.start, each.region.size) for pid, each in streamed], streamed
+        )
+        self.note(list(self._processes))
+        for process in fresh.values():
+            process.freed = True
         at_once(self._free, fresh).raise_first()
 
-    def give_back(self, pids: Sequence[int]) -> None:
-        """Fill the regions of those that were freed."""
-        wanted = {pid: self._tables[pid] for pid in pids if pid in self._freed}
-        fill(self._layout, wanted, self._settings)
-        self._freed.difference_update(wanted)
+    def write(self) -> None:
+        """Write what is staged to chunks, unless it was. Raises ImageError."""
+        left = [(pid, each) for pid, each in self._all() if each.table is None]
+        self._write([each.area for _, each in left if each.area is not None], left)
 
-    def records(self) -> Mapping[int, tuple[RegionRecord, ...]]:
-        """By PID, for manifest and journal."""
+    def ready(self) -> None:
+        """Write what is staged to chunks."""
+        self.write()
+
+    def give_back(self, pids: Sequence[int]) -> None:
+        """Have the regions of those that were freed in place again."""
+        wanted = {pid: self._processes[pid] for pid in pids if pid in self._processes}
+        wanted = {pid: process for pid, process in wanted.items() if process.freed}
+        transfer.fill(
+            self._layout,
+            {pid: _from_layout(process) for pid, process in wanted.items()},
+            self._settings,
+        )
+        staged = {pid: [each.area for each in p.held or () if each.area] for pid, p in wanted.items()}
+        transfer.give(self._container, {pid: areas for pid, areas in staged.items() if areas})
+        for process in wanted.values():
+            process.freed = False
+
+    def resumed(self) -> None:
+        """The processes run again: nobody may touch their memory, what is staged is for the layout."""
+        journal.write(self._container, self._image, {})
+
+    def note(self, pids: Sequence[int]) -> None:
+        """Journal where the regions of processes are: in the layout, in the stage, or in themselves."""
+        layout: dict[int, tuple[RegionRecord, ...]] = dict.fromkeys(pids, ())
+        staged: dict[int, tuple[journal.Staged, ...]] = {}
+        for pid, process in self._processes.items():
+            held = process.held or ()
+            staged[pid] = tuple(
+                journal.Staged(each.area.path, each.region.start, each.region.size)
+                for each in held
+                if each.area is not None
+            )
+            if pid in layout:
+                layout[pid] = tuple(
+                    RegionRecord(region.start, table) for region, table in _from_layout(process)
+                )
+        journal.write(self._container, self._image, layout, staged=staged)
+
+    def records(self) -> Mapping[int, tuple[RegionRecord, ...]] | None:
+        """By PID, for the manifest: the regions as they are in the layout; None before all are."""
+        if any(each.table is None for _, each in self._all()):
+            return None
         return {
-            pid: tuple(RegionRecord(region.start, table) for region, table in found)
-            for pid, found in self._tables.items()
+            pid: tuple(RegionRecord(h.region.start, h.table) for h in p.held or () if h.table is not None)
+            for pid, p in self._processes.items()
         }
 
-    def commit(self) -> None:
-        """Make the chunks durable, and the layout one that anybody can read. Raises ImageError."""
-        tables = [table for found in self._tables.values() for _, table in found]
-        with _as_image_error(self._layout.path):
-            artifact = Artifact(config=empty_descriptor(), layers=descriptors(tables), artifact_type=ARTIFACT)
-            self._layout.add_blob(b"{}")
-            self._layout.commit(Index((self._layout.add_manifest(artifact),)))
+    def notes(self) -> Mapping[int, str]:
+        """By PID, why the fast way was not taken."""
+        return {pid: p.populated.why_not for pid, p in self._processes.items() if p.populated.why_not}
+
+    def written(self) -> Written:
+        """What the layout took."""
+        return Written(self._progress.written, self._progress.known, self._progress.zero)
+
+    def commit(self, *, kept: bool) -> None:
+        """Make the chunks durable, and the layout one that anybody can read.
+
+        Raises ImageError. `kept`: the container runs on, and its next checkpoint will want them.
+        """
+        self.write()
+        tables = [each.table for _, each in self._all() if each.table is not None]
+        if self._flushing is not None:
+            self._flushing.close()
+        transfer.commit(self._layout, tables, sync=self._settings.sync)
+        with self._kept() as keeping:
+            if kept and self._settings.sync:
+                keeping.keep(self._layout, tables)
+            else:
+                keeping.drop()
+
+    def close(self) -> None:
+        """The checkpoint is whole: what was staged is not needed any more."""
+        if self._flushing is not None:
+            self._flushing.close()
+        for _, each in self._all():
+            if each.area is not None:
+                each.area.close()
+        for process in self._processes.values():
+            for area in process.populated.areas:
+                area.close()
+        with contextlib.suppress(OSError):  # a leftover takes RAM until `gpusnap recover`
+            self._stage.remove()
 
     def discard(self) -> None:
-        """Remove the layout, unless a process waits for its bytes. Raises ImageError."""
-        if any(proc.running(pid) for pid in self._freed):
+        """Remove layout and stage, unless a process waits for its bytes. Raises ImageError."""
+        if any(process.freed and proc.running(pid) for pid, process in self._processes.items()):
             return
-        remove_layout(self._image)
+        self.close()
+        transfer.remove_layout(self._image)
 
-    def _regions(self, pid: int) -> tuple[Region, ...]:
-        return regions.regions(self._before.get(pid, ()), _mappings(pid))
+    # Within
+
+    def _all(self) -> list[tuple[int, _Held]]:
+        return [(pid, each) for pid, process in self._processes.items() for each in process.held or ()]
+
+    def _area(self, pid: int, address: int, size: int) -> Area:
+        """A file for a region; OSError where there shall be none."""
+        with self._lock:
+            most = self._settings.ceiling
+            if most and self._staged + size > most - _working(self._settings):
+                raise OSError(12, f"it is above memory.ceiling, {most} bytes", self._container)
+            self._staged += size
+        try:
+            return self._stage.area(f"{pid}-{address:x}", address, size)
+        except BaseException:
+            with self._lock:
+                self._staged -= size
+            raise
+
+    def _held(self, pid: int, process: _Process) -> Iterator[_Held]:
+        for area in process.populated.areas:
+            yield _Held(Region(area.address, area.size), area)
+        for region in regions.regions(process.before, _mappings(pid)):
+            yield _Held(region, self._copied(pid, region))
+
+    def _copied(self, pid: int, region: Region) -> Area | None:
+        """A region's bytes in a file, too; None where there is no memory for both."""
+        if region.size > proc.available_memory() - _RESERVE:
+            return None
+        try:
+            area = self._area(pid, region.start, region.size)
+        except OSError:
+            return None
+        try:
+            copies.read(pid, region.start, area.view(0, region.size), threads=self._settings.threads)
+        except OSError:  # it ended, or the memory did: reading it again for the chunks says which
+            area.discard()
+            return None
+        return area
+
+    def _write(self, sources: Sequence[transfer.Part | Area], into: Sequence[tuple[int, _Held]]) -> None:
+        if not into:
+            return
+        if self._flushing is None and self._settings.sync:
+            self._flushing = Flushing(self._layout)
+        before = self._progress
+        last = [Progress(0)]
+        with transfer.as_image_error(self._layout.path), self._kept() as keeping:
+            self._layout.create()
+            tables = writing.write(
+                sources,
+                self._layout,
+                threads=self._settings.threads or copies.cores(),
+                ceiling=_working(self._settings),
+                chunk_size=self._settings.chunk_size,
+                level=self._settings.level,
+                known=keeping.known,
+                trust=False,  # an earlier checkpoint in the same place may have been damaged
+                written=self._flushing.add if self._flushing is not None else None,
+                progress=lambda now: last.__setitem__(0, now),
+            )
+        for (_, each), table in zip(into, tables, strict=True):
+            each.table = table
+        self._progress = Progress(
+            before.total + last[0].total,
+            before.done + last[0].done,
+            before.zero + last[0].zero,
+            before.known + last[0].known,
+            before.written + last[0].written,
+        )
+
+    def _kept(self) -> Kept:
+        return Kept.open(self._settings, self._container, self._bundle)
 
     def _free(self, pid: int) -> None:
         """In a thread of its own for each process, which is the tracer."""
-        found = [region for region, _ in self._tables[pid]]
+        found = self._processes[pid].held
         if not found:
             return
         try:
             with inside(pid) as remote, journal.thread(self._container, pid, remote.saved):
-                for region in found:
-                    remote.madvise(region.start, region.size, _DONTNEED)
+                for each in found:
+                    _let_go(remote, each)
         except OSError as error:
             if proc.running(pid):
                 raise GpusnapError(
@@ -149,65 +301,27 @@ class Chunks:
                 ) from error
 
 
-class Filling:
-    """The chunks of a checkpoint on their way back, begun before the container is there."""
-
-    def __init__(self, image_path: str, record: Manifest, settings: Memory) -> None:
-        """Raises ImageError where the manifest's tables or the layout cannot be right."""
-        self._path = os.path.join(image_path, FOLDER)
-        self._regions = [(p.pid, region) for p in record.processes for region in p.regions]
-        with _as_image_error(self._path):
-            self._reading = reading.Reading(
-                [region.table for _, region in self._regions],
-                Layout(self._path),
-                threads=settings.threads or copies.cores(),
-                ceiling=_ceiling(settings),
-            )
-
-    def __enter__(self) -> Filling:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._reading.close()
-
-    def deliver(self, by_inner: Mapping[int, int]) -> None:
-        """Fill every region; `by_inner` has this host's PID by the container's. Raises ImageError."""
-        targets = [Part(by_inner[pid], region.start, region.table.size) for pid, region in self._regions]
-        with _as_image_error(self._path):
-            self._reading.deliver(targets)
+def _let_go(remote: Remote, held: _Held) -> None:
+    """Leave nothing of a region in the process but its addresses."""
+    start, size = held.region.start, held.region.size
+    if held.area is not None:
+        remote.mmap(start, size, mmap.PROT_READ | mmap.PROT_WRITE, _EMPTY)
+    else:
+        remote.madvise(start, size, _DONTNEED)
 
 
-def fill(layout: Layout, wanted: Mapping[int, Iterable[tuple[Region, Table]]], settings: Memory) -> None:
-    """Fill regions of processes that have been freed; those that ended are left out. Raises ImageError."""
-    pairs = [(pid, region, table) for pid, found in wanted.items() for region, table in found]
-    pairs = [each for each in pairs if proc.running(each[0])]
-    with _as_image_error(layout.path):
-        reading.read(
-            [table for _, _, table in pairs],
-            layout,
-            [Part(pid, region.start, region.size) for pid, region, _ in pairs],
-            threads=settings.threads or copies.cores(),
-            ceiling=_ceiling(settings),
-        )
+def _from_layout(process: _Process) -> list[tuple[Region, Table]]:
+    return [
+        (each.region, each.table)
+        for each in process.held or ()
+        if each.area is None and each.table is not None
+    ]
 
 
-def remove_layout(image_path: str) -> None:
-    """Remove the layout of a checkpoint that came to nothing. Raises ImageError."""
-    folder = os.path.join(image_path, FOLDER)
-    try:
-        shutil.rmtree(os.path.join(folder, "blobs"))
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise ImageError(f"the layout in {folder} cannot be removed: {reason(error)}") from error
-    for name in ("index.json", "oci-layout"):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(folder, name))
-
-
-def _ceiling(settings: Memory) -> int:
-    """Bytes that gpusnap may hold for chunks under way."""
-    return settings.ceiling or max(proc.available_memory() // _SHARE, 256 << 20)
+def _working(settings: Memory) -> int:
+    """Of these, what the threads that write chunks may hold: the rest is for what is staged."""
+    one = writing.worker_memory(settings.chunk_size, settings.level)
+    return min(transfer.ceiling(settings), one * (settings.threads or copies.cores()))
 
 
 def _mappings(pid: int) -> tuple[regions.Mapping, ...]:
@@ -216,13 +330,3 @@ def _mappings(pid: int) -> tuple[regions.Mapping, ...]:
         return regions.mappings(pid)
     except (FileNotFoundError, ProcessLookupError):
         return ()
-
-
-@contextlib.contextmanager
-def _as_image_error(folder: str) -> Iterator[None]:
-    try:
-        yield
-    except OciError as error:
-        raise ImageError(f"the GPU memory in {folder}: {error}") from error
-    except OSError as error:
-        raise ImageError(f"the GPU memory in {folder} cannot be carried: {reason(error)}") from error

@@ -16,10 +16,11 @@ from runtime_shim.argv import CheckpointCall
 from runtime_shim.container import Container
 from runtime_shim.errors import Refused, reason
 from runtime_shim.gpu.driver import ProcessState
+from runtime_shim.manifest import Manifest
 from runtime_shim.settings import Nvidia
 from runtime_shim.units import human
 
-__all__ = ["call", "leftover", "nccl", "room_in_memory", "room_on_disk", "states"]
+__all__ = ["call", "leftover", "nccl", "room_in_memory", "room_on_disk", "room_to_restore", "states"]
 
 # The heap of a process grows by about 150 MiB at its first checkpoint (seen with driver 580).
 _HEAP_GROWTH = 150 << 20
@@ -84,20 +85,20 @@ def states(users: Mapping[proc.Process, ProcessState]) -> None:
             )
 
 
-def leftover(idle_holders: Callable[[], Mapping[proc.Process, Sequence[str]]]) -> None:
-    """A process that holds device files but never used CUDA: CRIU cannot dump those files.
+def leftover(strangers: Callable[[], Mapping[proc.Process, Sequence[str]]]) -> None:
+    """A process that holds device files but has no GPU state: CRIU cannot dump those files.
 
-    `idle_holders` gives such processes and is asked again for a moment, since a process that is just starting
-    CUDA looks the same.
+    `strangers` gives such processes, but for those of which `leftover.clear` can take them; it is asked again
+    for a moment, since a process that is just starting CUDA looks the same.
     """
     deadline = time.monotonic() + _STARTING
-    while (holders := idle_holders()) and time.monotonic() < deadline:
+    while (holders := strangers()) and time.monotonic() < deadline:
         time.sleep(0.05)
     for process, files in holders.items():
         raise Refused(
-            f"process {process.pid} ({process.comm}) holds {files[0]} but has no CUDA state of its own: it "
-            "was forked from a CUDA process, and CRIU cannot dump that handle",
-            hint="start such workers with spawn or forkserver, or before CUDA is initialised",
+            f"process {process.pid} ({process.comm}) holds {files[0]} but has no CUDA state of its own, "
+            "nor did it inherit that handle from a CUDA process: CRIU cannot dump it",
+            hint="end what only watches the GPU (NVML, nvidia-smi) or draws on it; start workers with spawn",
         )
 
 
@@ -133,19 +134,44 @@ def room_in_memory(gpu_bytes: Mapping[int, int], init: int) -> None:
             )
 
 
-def room_on_disk(image_path: str, gpu_bytes: int, processes: Sequence[proc.Process]) -> None:
-    """The image has to fit where it goes; what is resident is an upper bound of CRIU's part."""
-    try:
-        place = os.statvfs(image_path)
-    except OSError as error:
-        raise Refused(f"the checkpoint's directory {image_path} cannot be used: {reason(error)}") from error
+def room_to_restore(record: Manifest) -> None:
+    """The memory that is not in CRIU's images has to fit beside what runs on this host."""
+    need = sum(region.table.size for process in record.processes for region in process.regions)
+    free = _available()
+    if free is not None and need > free:
+        raise Refused(
+            f"{human(need)} of GPU memory have to pass through RAM, and this host leaves {human(free)}",
+            hint="free some memory",
+        )
+
+
+def room_on_disk(
+    image_path: str,
+    gpu_bytes: int,
+    processes: Sequence[proc.Process],
+    make_room: Callable[[int], object] = id,
+) -> None:
+    """The image has to fit where it goes; what is resident is an upper bound of CRIU's part.
+
+    `make_room` may free so many bytes there, and is asked before this refuses.
+    """
     need = gpu_bytes + sum(proc.memory(process.pid) for process in processes)
-    free = place.f_bavail * place.f_frsize
+    if need > _free(image_path):
+        make_room(need)
+    free = _free(image_path)
     if need > free:
         raise Refused(
             f"the checkpoint needs up to {human(need)} in {image_path}, where {human(free)} are free",
             hint="free some space there",
         )
+
+
+def _free(folder: str) -> int:
+    try:
+        place = os.statvfs(folder)
+    except OSError as error:
+        raise Refused(f"the checkpoint's directory {folder} cannot be used: {reason(error)}") from error
+    return place.f_bavail * place.f_frsize
 
 
 def _available() -> int | None:

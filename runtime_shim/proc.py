@@ -23,7 +23,9 @@ __all__ = [
     "memory",
     "mounts",
     "namespace",
+    "parent",
     "parents",
+    "peak_memory",
     "pids",
     "process",
     "running",
@@ -131,6 +133,12 @@ def same(pid: int, start: int) -> bool:
     return now is not None and now.start == start
 
 
+def parent(pid: int) -> int:
+    """The parent of a process; 0 where it is gone, or has none in our PID namespace."""
+    stat = _stat(pid)
+    return int(stat[1]) if stat is not None else 0
+
+
 def parents() -> dict[int, int]:
     """Parent by PID, of every process."""
     found = {}
@@ -164,6 +172,12 @@ def memory(pid: int) -> int:
     status = _read(f"{PROC}/{pid}/status") or ""
     wanted = ("RssAnon:", "RssShmem:", "VmSwap:")
     return sum(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(wanted))
+
+
+def peak_memory() -> int:
+    """Bytes of RAM that we ourselves had at most (proc_pid_status(5), VmHWM), shared memory included."""
+    with open("/proc/self/status", "rb") as file:
+        return next((int(line.split()[1]) << 10 for line in file if line.startswith(b"VmHWM:")), 0)
 
 
 def available_memory() -> int:

@@ -12,16 +12,17 @@ import time
 from collections.abc import Sequence
 
 from oci.layout import Layout
-from runtime_shim import journal, manifest, pages, proc
+from runtime_shim import journal, leavings, manifest, pages, proc, transfer
 from runtime_shim.errors import GpusnapError, ManifestError, reason
 from runtime_shim.gpu.driver import Driver, ProcessState
 from runtime_shim.gpu.together import at_once
 from runtime_shim.journal import Entry, Suspended
-from runtime_shim.memory import regions
+from runtime_shim.memory import regions, stage
 from runtime_shim.memory.regions import Region
 from runtime_shim.memory.remote import put_back
+from runtime_shim.memory.stage import Area
 from runtime_shim.settings import Memory
-from runtime_shim.stillness import stop
+from runtime_shim.stillness import go_on, stop
 from runtime_shim.suspension import InCriu, let_finish, resume, suspended
 
 __all__ = ["alive", "recover"]
@@ -41,7 +42,9 @@ def recover(entry: Entry, driver: Driver, settings: Memory) -> str:
             f"gpusnap (process {entry.owner[0]}) is still at work on container {entry.container}",
             hint="wait for it",
         )
-    there = alive(entry)
+    leavings.let_end(entry.owner, entry.container)
+    _let_idle_go_on(entry)
+    there = tuple(process for process in alive(entry) if not process.idle)
     if there:
         driver.open()
         _settle(there)
@@ -51,27 +54,60 @@ def recover(entry: Entry, driver: Driver, settings: Memory) -> str:
         pids = [process.pid for process in stopped]
         at_once(lambda pid: let_finish(driver, pid, within=_UNDER_WAY), pids).raise_first()
         stopped += _astray(driver, [process for process in there if process not in stopped])
-        wanted = {
-            process.pid: [(Region(r.start, r.table.size), r.table) for r in process.regions]
-            for process in stopped
-            if _mapped(process) and suspended(driver, process.pid)
-        }
-        if any(wanted.values()):
-            pages.fill(Layout(os.path.join(entry.image, manifest.FOLDER)), wanted, settings)
+        _give_back(entry, [p for p in stopped if _mapped(p) and suspended(driver, p.pid)], settings)
         resume(driver, [process.pid for process in there], InCriu())
         said = "running: " + " ".join(str(process.pid) for process in there)
         _discard(entry)
     else:
         said = _finish(entry)
+    try:
+        stage.remove(entry.container)
+    except OSError as error:
+        raise GpusnapError(
+            f"what is staged of container {entry.container} cannot be removed: {reason(error)}",
+            hint=f"it takes RAM; remove it from {stage.FOLDER}",
+        ) from error
+    leavings.sweep(entry.owner)
     journal.remove(entry.container)
     return said
 
 
+def _give_back(entry: Entry, processes: Sequence[Suspended], settings: Memory) -> None:
+    """Have the regions of suspended processes in place: from the layout, or from files of the stage."""
+    layout = {p.pid: [(Region(r.start, r.table.size), r.table) for r in p.regions] for p in processes}
+    if any(layout.values()):
+        transfer.fill(Layout(os.path.join(entry.image, manifest.FOLDER)), layout, settings)
+    staged: dict[int, list[Area]] = {}
+    try:
+        for process in processes:
+            for each in process.staged:
+                staged.setdefault(process.pid, []).append(Area(each.path, each.start, each.size))
+    except OSError as error:
+        raise GpusnapError(
+            f"the GPU memory of container {entry.container} cannot be read: {reason(error)}",
+            hint="if somebody removed that file it is lost: restore the container from a checkpoint",
+        ) from error
+    transfer.give(entry.container, staged)
+    for area in (area for areas in staged.values() for area in areas):
+        area.close()
+
+
 def _astray(driver: Driver, running: Sequence[Suspended]) -> list[Suspended]:
     """Those that somebody let go on though the driver has their GPU state: they stand again."""
-    found = [p for p in running if p.regions and driver.state(p.pid) is ProcessState.CHECKPOINTED]
+    away = [p for p in running if p.regions or p.staged]
+    found = [p for p in away if driver.state(p.pid) is ProcessState.CHECKPOINTED]
     stop([process.pid for process in found], timeout=_SETTLING)
     return found
+
+
+def _let_idle_go_on(entry: Entry) -> None:
+    """Those without GPU state were only stopped, a thread perhaps in the middle of a call for us."""
+    idle = [process for process in alive(entry) if process.idle]
+    _settle(idle)
+    for process in idle:
+        if proc.still(process.pid):
+            _give_thread_back(entry, process)
+    go_on(process.pid for process in idle)
 
 
 def _settle(there: Sequence[Suspended]) -> None:
@@ -104,6 +140,9 @@ def _finish(entry: Entry) -> str:
     dumped = os.path.exists(os.path.join(entry.image, "inventory.img"))
     if record is None or not dumped:
         return "no process is left"
+    if record.pages == pages.Chunks.name:
+        tables = [region.table for process in record.processes for region in process.regions]
+        transfer.commit(Layout(os.path.join(entry.image, manifest.FOLDER)), tables)
     draft.finish(record)
     return f"the checkpoint in {entry.image} is whole"
 
@@ -114,7 +153,7 @@ def _discard(entry: Entry) -> None:
     if any(other.image == entry.image for other in others):
         return
     if not os.path.exists(os.path.join(entry.image, manifest.FOLDER, manifest.NAME)):
-        pages.remove_layout(entry.image)
+        transfer.remove_layout(entry.image)
     manifest.Draft(entry.image).discard()
 
 
@@ -124,13 +163,16 @@ def _mapped(process: Suspended) -> bool:
         mapped = regions.mappings(process.pid)
     except OSError:
         return False
-    return all(_covered(r.start, r.table.size, mapped) for r in process.regions)
+    layout = [(region.start, region.table.size) for region in process.regions]
+    staged = [(region.start, region.size) for region in process.staged]
+    return all(_covered(start, size, mapped) for start, size in (*layout, *staged))
 
 
 def _covered(start: int, size: int, mapped: Sequence[regions.Mapping]) -> bool:
-    """Whether plain memory is mapped all the way; the kernel may show it in several pieces."""
+    """Whether memory is mapped all the way, plain or staged; the kernel may show it in several pieces."""
     at = start
-    for each in sorted((m for m in mapped if m.plain), key=lambda m: m.start):
+    ours = [m for m in mapped if m.plain or m.name.startswith(stage.FOLDER + "/")]
+    for each in sorted(ours, key=lambda m: m.start):
         if each.start <= at < each.end:
             at = each.end
     return at >= start + size

@@ -5,11 +5,13 @@
 What can refuse does so before the runtime is called. After that a failure kills what was restored: there is
 never half a container. The runtime runs as our child with descriptors 0 to 2 untouched, because CRIU gives
 them to the container; its init becomes a child of whoever reaps for us (conmon, containerd's shim), as
-without us.
+without us. Only a restore that is killed leaves half a container; see halfway.py.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import tempfile
 import threading
@@ -17,13 +19,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from runtime_shim import bundle, manifest, proc, remap
+from runtime_shim import bundle, halfway, journal, leavings, manifest, preflight, proc, remap
 from runtime_shim import container as containers
 from runtime_shim.argv import RestoreCall
 from runtime_shim.criu import config as criu_config
 from runtime_shim.criu import mounts as criu_mounts
+from runtime_shim.criu import scratch
 from runtime_shim.criu.view import view
 from runtime_shim.errors import (
     ContainerError,
@@ -33,14 +37,15 @@ from runtime_shim.errors import (
     UsageError,
     reason,
 )
+from runtime_shim.filling import Filling
 from runtime_shim.gpu import cdi, find_driver
 from runtime_shim.gpu.driver import Driver, Host, ProcessState
 from runtime_shim.gpu.gpumap import GpuMap, parse_map
 from runtime_shim.gpu.libraries import Found, found
 from runtime_shim.gpu.plan import Plan, plan
-from runtime_shim.invoke import Invoked, control, invoke, quiet
+from runtime_shim.halfway import Stage
+from runtime_shim.invoke import Invoked, invoke, quiet
 from runtime_shim.log import note
-from runtime_shim.pages import Filling
 from runtime_shim.real import RealRuntime
 from runtime_shim.remap import Remap
 from runtime_shim.rerun import rerun
@@ -56,8 +61,10 @@ from runtime_shim.transaction import (
     stop_if_asked,
 )
 
-__all__ = ["GPU_MAP", "choose", "gpu_request", "restore"]
+__all__ = ["GPU_MAP", "TIMING", "choose", "gpu_request", "restore"]
 
+TIMING = "gpusnap-restore.json"
+"""In the work directory; as the manifest's timing."""
 GPU_MAP = "GPUSNAP_GPU_MAP"
 """The caller's environment reaches a restore (conmon hands Podman's down), though not a checkpoint."""
 
@@ -75,12 +82,18 @@ class _Job:
     transaction: Transaction
     images: str
     """The image directory as the runtime is to read it."""
+    held: ExitStack
+    """Keeps every other gpusnap from the container until it runs."""
     room: ExitStack
     """Holds the GPUs' memory for us against other restores, until the driver has it."""
     cleanup: ExitStack
     remap: Remap | None = None
     filling: Filling | None = None
     """Memory that is not in CRIU's images, on its way."""
+    entry: halfway.Restore | None = None
+    """What the journal says of this restore."""
+    removed: bool = False
+    """What was restored has been taken away again."""
 
 
 def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: dict[str, Any]) -> int:
@@ -93,18 +106,57 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
     images = str(call.images(real.kind))
     record = manifest.read(images)
     driver = _driver(record)
-    with interruptible(), ExitStack() as room, ExitStack() as cleanup, Transaction() as transaction:
-        job = _Job(call, real, settings, record, driver, transaction, images, room, cleanup)
+    with (
+        interruptible(),
+        ExitStack() as held,
+        ExitStack() as room,
+        ExitStack() as cleanup,
+        Transaction() as transaction,
+    ):
+        job = _Job(call, real, settings, record, driver, transaction, images, held, room, cleanup)
         with transaction.step("plan"):
+            held.enter_context(journal.held(call.container_id))
             _absent(job)
+            _begin(job)
             _plan(job, config)
         transaction.undo("removing the incomplete container", lambda: _kill(job))
         if call.detach:
             _restore_container(job)
             _finish(job)
-            transaction.commit()
+            _commit(job)
             return 0
         return _in_foreground(job)
+
+
+def _begin(job: _Job) -> None:
+    """Have it on file what to take away, should this be killed. There is no such container yet."""
+    job.entry = halfway.begun(job.call, job.real, job.record)
+    job.transaction.undo("forgetting the restore", lambda: _forget(job))
+    halfway.write(job.entry)
+
+
+def _note(job: _Job, **changed: Any) -> None:
+    """Write down how far it has come."""
+    assert job.entry is not None
+    job.entry = replace(job.entry, **changed)
+    halfway.write(job.entry)
+
+
+def _config_changes(job: _Job, before: bytes, after: bytes) -> None:
+    _note(job, **halfway.changed(before, after))
+
+
+def _forget(job: _Job) -> None:
+    """The last undo; what could not be removed is `gpusnap recover`'s."""
+    if job.removed or (job.entry is not None and job.entry.stage is Stage.PREPARE):
+        halfway.forget(job.call.container_id)
+
+
+def _commit(job: _Job) -> None:
+    """The container runs, and nobody may take it away any more."""
+    job.transaction.commit()
+    halfway.forget(job.call.container_id)
+    job.held.close()
 
 
 def _absent(job: _Job) -> None:
@@ -151,12 +203,15 @@ def _plan(job: _Job, config: dict[str, Any]) -> None:
             keep_names=job.settings.keep_names,
         )
         if any(process.regions for process in job.record.processes):
-            job.filling = job.cleanup.enter_context(Filling(job.images, job.record, job.settings.memory))
+            preflight.room_to_restore(job.record)
+            filling = Filling(job.images, job.record, job.settings.memory, job.call.container_id)
+            job.filling = job.cleanup.enter_context(filling)
         replaced = remap.image(job.record, job.images, job.remap, config)
         job.images = job.cleanup.enter_context(view(job.images, replaced))
     criu_mounts.checked(job.record.mounts, job.remap.mounts if job.remap is not None else None)
     edits = job.remap.edits if job.remap is not None else None
-    undo = bundle.prepare(str(job.call.bundle_dir()), config, edits)
+    noted = partial(_config_changes, job)
+    undo = bundle.prepare(str(job.call.bundle_dir()), config, edits, noted=noted)
     job.transaction.undo("putting config.json back", undo)
 
 
@@ -234,6 +289,7 @@ def _error(job: _Job, done: Invoked) -> RuntimeFailed:
 
 def _restore_container(job: _Job) -> None:
     with job.transaction.step("restore"), held_signals():
+        _note(job, stage=Stage.RESTORE)
         done = _invoke(job, None)
     if done.code != 0:
         raise _error(job, done)
@@ -247,12 +303,29 @@ def _finish(job: _Job) -> None:
         raise GpusnapError(
             f"container {container.id} ended as soon as it was restored", hint="its own log may say why"
         )
+    init = proc.process(container.pid)
+    _note(job, stage=Stage.SETTLE, init=(container.pid, init.start if init is not None else 0))
     members = containers.processes(container.pid, container.id)
     containers.gather(container.pid, container.id, members)
     if job.driver is not None and job.remap is not None:
         _settle(job, container, job.remap, job.driver)
+        _note(job, stage=Stage.GPUS)
         _restore_gpus(job, job.driver, container, members)
     job.room.close()
+    _say_timing(job)
+
+
+def _say_timing(job: _Job) -> None:
+    """Leave the steps' times beside the runtime's restore.log, for whoever wonders where they went."""
+    document = {
+        "timing": [
+            {"step": step.name, "start": round(step.start, 6), "seconds": round(step.seconds, 6)}
+            for step in job.transaction.steps
+        ]
+    }
+    folder = job.call.work() or job.call.images(job.real.kind)
+    with contextlib.suppress(OSError), open(os.path.join(folder, TIMING), "w", encoding="ascii") as file:
+        json.dump(document, file)
 
 
 def _settle(job: _Job, container: containers.Container, found: Remap, driver: Driver) -> None:
@@ -282,12 +355,16 @@ def _restore_gpus(
         by_inner[wanted.pid].pid: job.remap.of(uuid for uuid, _ in wanted.gpus)
         for wanted in job.record.processes
     }
-    with job.transaction.step("driver restore"):
+    with job.transaction.step("fill"):
         # CRIU restores them stopped; should it ever not, they must be all the same.
         stop(pids, timeout=job.settings.nvidia.lock_timeout)
         if job.filling is not None:
             job.filling.deliver({inner: process.pid for inner, process in by_inner.items()})
+    with job.transaction.step("driver restore"):
         resume(driver, pids, InCriu(), pairs=pairs)
+    with job.transaction.step("let go"):
+        if job.filling is not None:
+            job.filling.close()
     for process in suspended:
         if not proc.running(process.pid) or driver.state(process.pid) is not ProcessState.RUNNING:
             raise GpusnapError(
@@ -297,9 +374,8 @@ def _restore_gpus(
 
 
 def _kill(job: _Job) -> None:
-    done = control([*quiet(job.call, job.real), "delete", "--force", job.call.container_id])
-    if done.code != 0 and "not exist" not in done.err and "no such file" not in done.err.lower():
-        raise RuntimeFailed(f"container {job.call.container_id} could not be removed: {done.err.strip()}")
+    halfway.delete(quiet(job.call, job.real), job.call.container_id)
+    job.removed = True
 
 
 def _in_foreground(job: _Job) -> int:
@@ -309,13 +385,14 @@ def _in_foreground(job: _Job) -> int:
         pids: list[int] = []
         runtime = threading.Thread(target=lambda: ended.append(_invoked(job, path, pids.append)))
         with job.transaction.step("restore"), held_signals():
+            _note(job, stage=Stage.RESTORE, pid_file=os.path.abspath(path))
             runtime.start()
             while runtime.is_alive() and not _written(path):
                 time.sleep(0.01)
         if runtime.is_alive():
             stop_if_asked()
             _finish(job)
-            job.transaction.commit()
+            _commit(job)
         # From here on we only stand for the runtime, which hands signals on to the container.
         with forwarded_signals(pids[0]) if pids else held_signals():
             runtime.join()
@@ -347,7 +424,7 @@ def _pid_file(job: _Job) -> Iterator[str]:
             raise GpusnapError(f"the PID file {job.call.pid_file} cannot be used: {reason(error)}") from error
         yield job.call.pid_file
     else:
-        with tempfile.TemporaryDirectory(prefix="gpusnap-") as folder:
+        with tempfile.TemporaryDirectory(prefix=leavings.prefix("pid"), dir=scratch()) as folder:
             yield os.path.join(folder, "pid")
 
 

@@ -69,16 +69,23 @@ class Criu:
 class Memory:
     """[memory]: how the GPUs' memory travels."""
 
-    pages: str = "criu"
-    """criu: in CRIU's own images. chunks: beside them, in many threads, as chunks of an OCI layout."""
+    pages: str = "chunks"
+    """chunks: beside CRIU's images, in many threads, as chunks of an OCI layout. criu: in CRIU's own."""
     chunk_size: int = 16 << 20
     """Bytes, a multiple of 4096."""
     level: int = 1
     """zstd's, 1 to 19; 0 does not compress."""
     ceiling: int = 0
-    """Bytes of RAM that gpusnap may hold for chunks under way; 0: a quarter of what is available."""
+    """Bytes of RAM that gpusnap may hold, what it stages included. 0: it stages what the driver would have
+    put into the process, and holds at most a quarter of what is available for chunks under way."""
     threads: int = 0
     """0: one for each core."""
+    sync: bool = True
+    """Have the checkpoint on disk before it is called whole; a crash of the host may cost it otherwise."""
+    keep: bool = True
+    """Keep the chunks of a container that runs on after its checkpoint, for its next one; see keep.py."""
+    keep_folder: str = "/var/lib/gpusnap/kept"
+    """Where; on the images' file system, or nothing is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +186,13 @@ def _path(value: Any) -> str:
     return value
 
 
+def _folder(value: Any) -> str:
+    path = _path(value)
+    if not path or "\0" in path:
+        raise ValueError("the absolute path of a folder")
+    return path
+
+
 def _runtime(value: Any) -> str:
     if not isinstance(value, str) or "\n" in value or ("/" in value and not value.startswith("/")):
         raise ValueError("a runtime's name or absolute path")
@@ -212,11 +226,14 @@ TABLE: dict[str, Key] = {
     "hooks": Key(_lines),
     "nvidia.lock-timeout": Key(_seconds, annotation=True),
     "nvidia.allow-nccl": Key(_boolean, annotation=True),
-    "memory.pages": Key(_one_of("criu", "chunks"), annotation=True),
+    "memory.pages": Key(_one_of("chunks", "criu"), annotation=True),
     "memory.chunk-size": Key(_chunk_size),
     "memory.level": Key(_whole(0, 19), annotation=True),
     "memory.ceiling": Key(_size),
     "memory.threads": Key(_whole(0, 1024)),
+    "memory.sync": Key(_boolean),
+    "memory.keep": Key(_boolean),
+    "memory.keep-folder": Key(_folder),
     "criu.link-remap": Key(_boolean, annotation=True),
     "criu.ghost-limit": Key(_size, annotation=True),
     "criu.timeout": Key(_whole(1, 86400), annotation=True),

@@ -59,6 +59,7 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings) -> 
     driver = find_driver()
     if driver is None:
         _hand_over(call, real)
+    _take_away(call, driver)
     try:
         container = containers.find(quiet(call, real), call.container_id)
     except ContainerError:
@@ -70,6 +71,7 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings) -> 
     from runtime_shim import journal
     from runtime_shim.checkpoint import checkpoint
 
+    _announce(call)
     with journal.held(container.id):
         checkpoint(call, real, annotated(settings, container.annotations), driver, container)
     return 0
@@ -87,11 +89,29 @@ def _recover(driver: Driver, container: containers.Container, settings: Settings
         log.note(f"an earlier checkpoint was cut off; {recover(entry, driver, settings.memory)}")
 
 
+def _take_away(call: CheckpointCall | RestoreCall, driver: Driver | None) -> None:
+    """Take away first what a killed restore left of this container."""
+    if not os.path.exists(f"{JOURNAL}/{call.container_id}.restore"):
+        return
+    from runtime_shim import halfway
+
+    log.note(f"an earlier restore was cut off; {halfway.recover(call.container_id, driver)}")
+
+
+def _announce(call: CheckpointCall | RestoreCall) -> None:
+    """With --debug each step is said as it begins, but not in --log: Podman reads one line of that."""
+    from runtime_shim.transaction import announce
+
+    announce((lambda name: log.note(f"step {name}")) if call.globals.debug else None)
+
+
 def _restore(call: RestoreCall, real: RealRuntime, settings: Settings) -> int:
+    _take_away(call, find_driver())
     if not manifest.belongs(str(call.images(real.kind))):
         _hand_over(call, real)
     from runtime_shim.restore import restore
 
+    _announce(call)
     config = containers.bundle_config(str(call.bundle_dir()))
     return restore(call, real, annotated(settings, containers.bundle_annotations(config)), config)
 

@@ -30,7 +30,7 @@ from runtime_shim.errors import GpusnapError, reason
 from runtime_shim.gpu.errors import PermissionRefused
 
 if TYPE_CHECKING:
-    from runtime_shim.memory.populate import Populated
+    from runtime_shim.memory.populate import Backing, Populated
 
 __all__ = ["go_on", "only", "populated", "stop"]
 
@@ -102,8 +102,10 @@ def only(pid: int, tid: int) -> Iterator[None]:
 
 
 @contextmanager
-def populated(pid: int, tid: int, *, threads: int = 0) -> Iterator[Populated]:
+def populated(pid: int, tid: int, *, threads: int = 0, backing: Backing | None = None) -> Iterator[Populated]:
     """As `only`, for the driver's checkpoint: the large mapping that the thread makes is populated for it.
+
+    With `backing`, files take the mappings' place.
 
     What was done is complete when the block has ended; where nothing was, it says why, and the driver's own
     way was taken. In so many threads, all cores' for 0.
@@ -113,7 +115,7 @@ def populated(pid: int, tid: int, *, threads: int = 0) -> Iterator[Populated]:
 
     with contextlib.ExitStack() as stack:
         try:
-            done = stack.enter_context(populate.populated(pid, tid, threads=threads))
+            done = stack.enter_context(populate.populated(pid, tid, threads=threads, backing=backing))
         except OSError as error:
             raise _refused(pid, tid, error) from error
         yield done

@@ -14,17 +14,19 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
-from runtime_shim import proc
+from runtime_shim import journal, proc
 from runtime_shim.errors import GpusnapError, Interrupted, Refused
 from runtime_shim.gpu import holders
 from runtime_shim.gpu.driver import Driver, Host, ProcessState
 from runtime_shim.gpu.errors import GpuError, ProcessGone
 from runtime_shim.gpu.handles import ends
 from runtime_shim.gpu.together import Outcome, at_once
-from runtime_shim.stillness import go_on, only, stop
+from runtime_shim.manifest import Written
+from runtime_shim.stillness import go_on, only, populated, stop
 
 if TYPE_CHECKING:
     from runtime_shim.manifest import RegionRecord
+    from runtime_shim.memory.populate import Populated
 
 __all__ = [
     "InCriu",
@@ -65,14 +67,35 @@ class Pages(Protocol):
     def take(self, pids: Sequence[int]) -> None:
         """Carry the suspended processes' GPU memory away, before CRIU dumps them."""
 
+    def ready(self) -> None:
+        """A dump comes next that leaves nothing of the processes: write what a restore needs."""
+
     def give_back(self, pids: Sequence[int]) -> None:
-        """Put it back before the driver restores them: after a dump, a failure, or CRIU's restore."""
+        """Put it back before the driver restores them: after a dump or a failure."""
 
-    def records(self) -> Mapping[int, tuple[RegionRecord, ...]]:
-        """By PID, what the manifest says of the memory that is not in CRIU's images."""
+    def resumed(self) -> None:
+        """The processes run again after the dump."""
 
-    def commit(self) -> None:
-        """Make what was carried away durable, before the manifest says that it is there."""
+    def note(self, pids: Sequence[int]) -> None:
+        """Have it in the journal where their memory is; of those that were not taken yet, that they are."""
+
+    def records(self) -> Mapping[int, tuple[RegionRecord, ...]] | None:
+        """By PID, the memory that is not in CRIU's images, for the manifest; None before it is known."""
+
+    def notes(self) -> Mapping[int, str]:
+        """By PID, why a slower way was taken than there is."""
+
+    def written(self) -> Written:
+        """What was written beside CRIU's images."""
+
+    def commit(self, *, kept: bool) -> None:
+        """Write what is not, and make it durable, before the manifest says that it is there.
+
+        `kept`: the container runs on, and is likely to be checkpointed again.
+        """
+
+    def close(self) -> None:
+        """The checkpoint is whole."""
 
     def discard(self) -> None:
         """Remove what was written, but for what a process still needs."""
@@ -83,25 +106,54 @@ class InCriu:
 
     name = "criu"
 
+    def __init__(self, image_path: str = "", container: str = "", threads: int = 0) -> None:
+        """`threads` that populate a large mapping, all cores' for 0."""
+        self._image, self._container, self._threads = image_path, container, threads
+        self._populated: dict[int, Populated] = {}
+
     def watch(self, pid: int) -> None:
         """Nothing to remember."""
 
-    def thread(self, pid: int, tid: int) -> AbstractContextManager[None]:
-        """The thread alone, as it is."""
-        return only(pid, tid)
+    @contextmanager
+    def thread(self, pid: int, tid: int) -> Iterator[None]:
+        """The thread alone, its large mapping populated for it."""
+        with populated(pid, tid, threads=self._threads) as done:
+            self._populated[pid] = done
+            yield
 
     def take(self, pids: Sequence[int]) -> None:
         """Nothing to carry."""
 
+    def ready(self) -> None:
+        """It is in the processes, which is where CRIU looks."""
+
     def give_back(self, pids: Sequence[int]) -> None:
         """Nothing was carried away."""
+
+    def resumed(self) -> None:
+        """Nothing of theirs is anywhere else."""
+
+    def note(self, pids: Sequence[int]) -> None:
+        """It is in themselves."""
+        journal.write(self._container, self._image, dict.fromkeys(pids, ()))
 
     def records(self) -> Mapping[int, tuple[RegionRecord, ...]]:
         """CRIU's images have it all."""
         return {}
 
-    def commit(self) -> None:
+    def notes(self) -> Mapping[int, str]:
+        """Why a mapping was not populated."""
+        return {pid: done.why_not for pid, done in self._populated.items() if done.why_not}
+
+    def written(self) -> Written:
+        """Nothing."""
+        return Written()
+
+    def commit(self, *, kept: bool) -> None:
         """CRIU's images are made durable by themselves."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def discard(self) -> None:
         """Nothing was written."""
@@ -178,16 +230,25 @@ def record(
     return records
 
 
-def suspend(driver: Driver, pids: Collection[int], pages: Pages, *, timeout: float) -> None:
+def suspend(
+    driver: Driver,
+    pids: Collection[int],
+    pages: Pages,
+    *,
+    timeout: float,
+    standing: Callable[[], object] = tuple,
+) -> None:
     """Have locked processes stand still, and the driver take their GPU state, all at once.
 
-    `timeout` in seconds is for standing still. Raises GpusnapError; `resume` puts right whatever was done.
+    `timeout` in seconds is for standing still; `standing` is called in between. Raises GpusnapError; `resume`
+    puts right whatever was done.
     """
     try:
         stop(pids, timeout=timeout)
     except GpusnapError:
         go_on(pids)  # half stopped they would keep the driver waiting, and nothing has been taken from them
         raise
+    standing()
     at_once(partial(_suspend, driver, pages), pids).raise_first()
 
 

@@ -25,7 +25,15 @@ from types import FrameType, TracebackType
 
 from runtime_shim.errors import GpusnapError, Interrupted, reason
 
-__all__ = ["Step", "Transaction", "forwarded_signals", "held_signals", "interruptible", "stop_if_asked"]
+__all__ = [
+    "Step",
+    "Transaction",
+    "announce",
+    "forwarded_signals",
+    "held_signals",
+    "interruptible",
+    "stop_if_asked",
+]
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -37,6 +45,24 @@ class Step:
     name: str
     start: float
     seconds: float
+    note: str = ""
+    """What was out of the ordinary."""
+
+
+class _Announced:
+    """Who is told of each step as it begins."""
+
+    to: Callable[[str], object] | None = None
+
+
+def announce(to: Callable[[str], object] | None) -> None:
+    """Tell `to` the name of every step, of every transaction, before it begins; None tells nobody."""
+    _Announced.to = to
+
+
+def _begins(name: str) -> None:
+    if _Announced.to is not None:
+        _Announced.to(name)
 
 
 class Transaction:
@@ -47,6 +73,7 @@ class Transaction:
         self._begin = clock()
         self._undo: list[tuple[str, Callable[[], object]]] = []
         self._current = ""
+        self._note = ""
         self.steps: list[Step] = []
         self.committed = False
 
@@ -56,13 +83,19 @@ class Transaction:
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """Time a step; a step of the same name may come again."""
+        _begins(name)
         start, outer = self._clock(), self._current
         self._current = name
         try:
             yield
         finally:
             self._current = outer
-            self.steps.append(Step(name, start - self._begin, self._clock() - start))
+            note, self._note = self._note, ""
+            self.steps.append(Step(name, start - self._begin, self._clock() - start, note))
+
+    def note(self, text: str) -> None:
+        """Say something of the present step, beside what was said."""
+        self._note = "; ".join(filter(None, [self._note, text]))
 
     def undo(self, name: str, action: Callable[[], object]) -> None:
         """Register what takes the present step back."""
@@ -90,6 +123,7 @@ class Transaction:
         with held_signals():
             while self._undo:
                 name, action = self._undo.pop()
+                _begins(f"undo: {name}")
                 start = self._clock()
                 try:
                     action()

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from runtime_shim import locate, options
+from runtime_shim import leavings, locate, options
 from runtime_shim.argv import CheckpointCall, RestoreCall
 from runtime_shim.criu import scratch
 from runtime_shim.errors import ImageError, SettingsError, reason
@@ -126,7 +126,7 @@ def config_file(text: str) -> Iterator[dict[str, str]]:
         inherited = ""
         if before:
             inherited = Path(before).read_text("utf-8").rstrip("\n") + "\n"
-        file = tempfile.NamedTemporaryFile("w", prefix="gpusnap-criu-", suffix=".conf", dir=scratch())
+        file = tempfile.NamedTemporaryFile("w", prefix=leavings.prefix("criu"), suffix=".conf", dir=scratch())
         try:
             file.write(inherited + text)
             file.flush()

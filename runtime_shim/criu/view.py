@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from runtime_shim import leavings
 from runtime_shim.criu import scratch
 from runtime_shim.errors import ImageError, reason
 
@@ -42,7 +43,7 @@ def view(image_path: str, replaced: Mapping[str, bytes]) -> Iterator[str]:
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             raise ImageError(f"{name!r} is no name of an image in {image_path}")
     try:
-        folder = tempfile.mkdtemp(prefix="gpusnap-images-", dir=scratch())
+        folder = tempfile.mkdtemp(prefix=leavings.prefix("images"), dir=scratch())
     except OSError as error:
         raise _failed(image_path, error) from error
     try:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Driver", "Gpu", "Host", "Node", "ProcessState"]
+__all__ = ["Driver", "Gpu", "Held", "Host", "Node", "ProcessState"]
 
 
 class ProcessState(enum.IntEnum):
@@ -67,6 +67,16 @@ class Node:
     """UUID; empty where all GPUs share it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a process holds of a GPU's device files, each descriptor and each mapping by itself."""
+
+    descriptors: tuple[tuple[int, str], ...]
+    """Number, and the path of the file."""
+    mappings: tuple[tuple[int, int, str], ...]
+    """Start, end, and the path of the file."""
+
+
 class Driver(Protocol):
     """A vendor's way to suspend and resume the GPU state of other processes.
 
@@ -95,6 +105,9 @@ class Driver(Protocol):
 
     def handles(self, pid: int) -> tuple[str, ...]:
         """Device files of this vendor the process has open or mapped (/dev/nvidia0); from /proc alone."""
+
+    def held(self, pid: int) -> Held:
+        """The same files, with the descriptors and the addresses by which the process has them."""
 
     def visible(self, pid: int) -> tuple[str, ...]:
         """UUIDs of the GPUs that the process could see: whose device files it holds, or has in its own /dev.

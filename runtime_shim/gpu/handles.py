@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from runtime_shim.errors import reason
+from runtime_shim.gpu.driver import Held
 from runtime_shim.gpu.errors import GpuError, PermissionRefused
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "dev_minors",
     "ends",
     "gpu_minors",
+    "held",
     "mapped_files",
     "maps_libcuda",
     "nodes",
@@ -89,7 +91,19 @@ def nvidia_majors(table: str = "/proc/devices") -> tuple[frozenset[int], frozens
 def nodes(pid: int) -> tuple[Node, ...]:
     """Device files of NVIDIA that the process has open (O_PATH too) or mapped, sorted by path, each once."""
     majors = nvidia_majors()[1]
-    return tuple(sorted({*_open_nodes(pid, majors), *_mapped_nodes(pid, majors)}))
+    found = {*_open_nodes(pid, majors).values(), *(node for _, node in _mapped_nodes(pid, majors))}
+    return tuple(sorted(found))
+
+
+def held(pid: int) -> Held:
+    """The same with every descriptor (by number) and every mapping (by address) of such a file."""
+    majors = nvidia_majors()[1]
+    opened = sorted(_open_nodes(pid, majors).items())
+    mapped = _mapped_nodes(pid, majors, every=True)
+    return Held(
+        tuple((number, node.path) for number, node in opened),
+        tuple((*_span(addresses), node.path) for addresses, node in mapped),
+    )
 
 
 def gpu_minors(pid: int) -> tuple[int, ...]:
@@ -154,13 +168,15 @@ def ends(pid: int, *, within: float) -> bool:
         os.close(process)
 
 
-def _open_nodes(pid: int, majors: frozenset[int]) -> Iterator[Node]:
+def _open_nodes(pid: int, majors: frozenset[int]) -> dict[int, Node]:
+    """By number of the descriptor."""
     folder = f"/proc/{pid}/fd"
+    found: dict[int, Node] = {}
     try:
         names = os.listdir(folder)
     except OSError as error:
         _gone_or_raise(error, pid)
-        return
+        return found
     for name in names:
         link = f"{folder}/{name}"
         try:
@@ -172,22 +188,30 @@ def _open_nodes(pid: int, majors: frozenset[int]) -> Iterator[Node]:
         if path.startswith("/"):
             node = _node(path, link, majors)
             if node:
-                yield node
+                found[int(name)] = node
+    return found
 
 
-def _mapped_nodes(pid: int, majors: frozenset[int]) -> Iterator[Node]:
-    seen = set()
+def _mapped_nodes(pid: int, majors: frozenset[int], *, every: bool = False) -> Iterator[tuple[str, Node]]:
+    """With the address range; of several mappings of one path the first alone, unless `every` is asked."""
+    seen: dict[str, Node | None] = {}
     for addresses, path in _mappings(pid):
-        if path in seen:
+        if path not in seen:
+            # The path means nothing in our mount namespace, this link does. Following it needs
+            # CAP_CHECKPOINT_RESTORE; without it, the name has to do.
+            start, end = _span(addresses)
+            # maps pads the addresses with zeros, map_files does not.
+            seen[path] = _node(path, f"/proc/{pid}/map_files/{start:x}-{end:x}", majors)
+        elif not every:
             continue
-        seen.add(path)
-        # The path means nothing in our mount namespace, this link does. Following it needs
-        # CAP_CHECKPOINT_RESTORE; without it, the name has to do.
-        start, _, end = addresses.partition("-")
-        # maps pads the addresses with zeros, map_files does not.
-        node = _node(path, f"/proc/{pid}/map_files/{int(start, 16):x}-{int(end, 16):x}", majors)
+        node = seen[path]
         if node:
-            yield node
+            yield addresses, node
+
+
+def _span(addresses: str) -> tuple[int, int]:
+    start, _, end = addresses.partition("-")
+    return int(start, 16), int(end, 16)
 
 
 def _dev_nodes(pid: int, majors: frozenset[int]) -> Iterator[Node]:

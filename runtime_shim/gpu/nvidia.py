@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from runtime_shim.gpu import handles, nvml
-from runtime_shim.gpu.driver import Host, ProcessState
+from runtime_shim.gpu.driver import Held, Host, ProcessState
 from runtime_shim.gpu.errors import (
     DriverFailed,
     DriverMissing,
@@ -129,6 +129,10 @@ class Nvidia:
     def handles(self, pid: int) -> tuple[str, ...]:
         """Paths of NVIDIA's device files that the process has open or mapped, sorted by path."""
         return tuple(dict.fromkeys(node.path for node in handles.nodes(pid)))
+
+    def held(self, pid: int) -> Held:
+        """NVIDIA's device files by number of the descriptor, and by address."""
+        return handles.held(pid)
 
     def visible(self, pid: int) -> tuple[str, ...]:
         """UUIDs of the GPUs that the process could see: it holds their nodes or has them in its /dev.

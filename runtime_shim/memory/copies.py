@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache, partial
+from threading import Barrier, Lock
 
 __all__ = ["Bytes", "cores", "read", "touch", "work", "write"]
 
@@ -72,12 +73,33 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-@cache
+class _Pool:
+    """The threads that all callers share."""
+
+    lock = Lock()
+    threads: ThreadPoolExecutor | None = None
+
+
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(cores(), "copies")
+    """The threads, all of them started.
+
+    A new one needs a stack, and mmap(2) of that waits for every page fault that is under way in our memory:
+    if they came one by one into work that is such faults (memory.stage), it would take three times as long.
+    """
+    with _Pool.lock:
+        if _Pool.threads is None:
+            _Pool.threads = ThreadPoolExecutor(cores(), "copies")
+            together = Barrier(cores())
+            wait([_Pool.threads.submit(together.wait) for _ in range(cores())])
+        return _Pool.threads
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # a child by fork has none of the threads
+def _forget() -> None:
+    """A child by fork has none of the threads."""
+    _Pool.lock, _Pool.threads = Lock(), None
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def read(pid: int, address: int, into: Bytes, *, threads: int = 0, piece: int = PIECE) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from runtime_shim.errors import Refused, reason
 from runtime_shim.memory.regions import Mapping, mappings
-from runtime_shim.memory.remote import Remote, inside
+from runtime_shim.memory.remote import Remote, Saved, inside
 
 __all__ = ["Neutralised", "neutralise"]
 
@@ -33,16 +34,28 @@ class Neutralised:
     """As they were."""
 
 
-def neutralise(pid: int, fds: Iterable[int], ranges: Iterable[tuple[int, int]]) -> Neutralised:
+def _kept(_: Saved) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def neutralise(
+    pid: int,
+    fds: Iterable[int],
+    ranges: Iterable[tuple[int, int]],
+    *,
+    lent: Callable[[Saved], AbstractContextManager[None]] = _kept,
+) -> Neutralised:
     """Put /dev/null behind descriptors of a stopped process, and nothing behind its mappings of files.
 
     `ranges` of (start, end), each a whole mapping. A descriptor stays open across exec, or is closed by it,
-    as before. Raises Refused, before anything is replaced, where the process has no null device or a mapping
-    is not there; OSError where a descriptor is not, it cannot be traced or a call in it fails.
+    as before. `lent` gets a thread's own registers, for `remote.put_back`, and holds while the thread makes
+    system calls for us; whoever is killed just then leaves at most a descriptor of the null device, or a page
+    of arguments, too many. Raises Refused, before anything is replaced, where the process has no null device
+    or a mapping is not there; OSError where a descriptor is not, it cannot be traced or a call in it fails.
     """
     numbers = tuple(sorted(set(fds)))
     wanted = sorted(set(ranges))
-    with inside(pid) as remote:
+    with inside(pid) as remote, lent(remote.saved):
         gone = _whole(pid, wanted)
         closing = {number: _closed_by_exec(pid, number) for number in numbers}
         led = tuple((number, os.readlink(f"/proc/{pid}/fd/{number}")) for number in numbers)

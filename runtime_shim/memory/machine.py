@@ -109,6 +109,7 @@ X86_64 = Machine(
             "tgkill": 234,
             "openat": 257,
             "dup3": 292,
+            "kcmp": 312,
             "pidfd_getfd": 438,
         }
     ),

@@ -27,10 +27,11 @@ from runtime_shim.memory import copies
 __all__ = ["FOLDER", "Area", "Stage", "remove"]
 
 FOLDER = "/run/gpusnap/stage"
-_SLICE = 64 << 20  # bytes that one thread populates at a time
+_SLICE = 16 << 20  # bytes that one thread populates at a time
 # asm-generic/mman-common.h
 _HUGEPAGE, _POPULATE_WRITE = 14, 23
 _NOSUID, _NODEV, _NOEXEC = 2, 4, 8  # linux/mount.h, MS_*
+_MNT_DETACH = 2  # linux/fs.h
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mount.argtypes = [
@@ -144,8 +145,8 @@ def remove(container: str) -> None:
                 os.unlink(os.path.join(folder, name))
             os.rmdir(folder)
         if os.path.ismount(FOLDER) and not os.listdir(FOLDER):
-            # Busy where somebody still has a file of it mapped or open: the next one to leave tries again.
-            _libc.umount2(FOLDER.encode(), 0)
+            # What a process still has mapped stays until it lets go.
+            _libc.umount2(FOLDER.encode(), _MNT_DETACH)
 
 
 def _folder(container: str) -> str:
@@ -173,7 +174,7 @@ def _mount() -> None:
         os.mkdir(FOLDER, 0o700)
     if os.path.ismount(FOLDER):
         return
-    # Whether there is room is decided elsewhere, so the limit is not the half of the RAM that it is by default.
+    # Whether there is room is decided elsewhere: no limit, instead of half of the RAM.
     for options in (b"size=100%,mode=0700,huge=always", b"size=100%,mode=0700"):
         flags = _NOSUID | _NODEV | _NOEXEC
         if _libc.mount(b"gpusnap", FOLDER.encode(), b"tmpfs", flags, options) == 0:

@@ -14,6 +14,7 @@ JAX = Workload.python("jax_train.py", "jax", 1024)
 CUPY = Workload.python("cupy_words.py", "cupy", 1024)
 MANAGED = Workload.python("cupy_words.py", "cupy", 64, "--managed")
 PINNED = Workload.python("pinned_reader.py", "", 64)
+FED = Workload.python("torch_workers.py", "torch", 256)
 FRAMEWORKS = [TORCH, JAX, CUPY]
 NAMES = ["torch", "jax", "cupy"]
 
@@ -95,6 +96,38 @@ def test_driver_memory_that_a_thread_reads(real: str, machine: Machine, archive:
     program.remove()
     good(podman("container", "restore", "--import", archive))
     program.goes_on()
+
+
+def neutralised(archive: Path) -> list[str]:
+    """The files of each process that had inherited some, and has /dev/null instead."""
+    found = manifest(archive).get("neutralised", [])
+    return [" ".join(sorted({path for _, path in process["descriptors"]})) for process in found]
+
+
+def test_workers_of_a_dataloader(real: str, machine: Machine, archive: Path) -> None:
+    """Children by fork that hold all of the GPU's files and use none: the same two feed the training on."""
+    needs(FED)
+    program = Program.begin("w", FED, machine.options())
+    exported(program, archive, FED.mib)
+    assert len(neutralised(archive)) == 2
+    assert all("/dev/nvidia0" in files or "/dev/nvidiactl" in files for files in neutralised(archive))
+    good(podman("container", "restore", "--import", archive))
+    program.goes_on(more=20)
+    same_as_uninterrupted(program, FED)
+
+
+def test_workers_of_a_dataloader_that_run_on(real: str, machine: Machine, archive: Path) -> None:
+    """Beside their checkpoint, and beside a second one that finds nothing left to replace."""
+    needs(FED)
+    program = Program.begin("w", FED, machine.options())
+    good(program.checkpoint(archive, "--leave-running", "--compress", "none"))
+    assert len(neutralised(archive)) == 2
+    program.goes_on(more=20)
+    exported(program, archive, FED.mib)
+    assert neutralised(archive) == []
+    good(podman("container", "restore", "--import", archive))
+    program.goes_on(more=20)
+    same_as_uninterrupted(program, FED)
 
 
 @pytest.mark.parametrize("load", [MANAGED, Workload.gpuwork(64, "--managed")], ids=["cupy", "gpuwork"])

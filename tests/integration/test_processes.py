@@ -1,4 +1,4 @@
-"""Containers of several processes: with CUDA, without, with inherited handles, and late ones."""
+"""Containers of several processes: with CUDA, without, and late ones."""
 
 from __future__ import annotations
 
@@ -46,15 +46,6 @@ def test_all_at_once(crun: None, archive: Path) -> None:
     faults("")
     container.remove()
     Container.restore("w", archive).goes_on()
-
-
-def test_inherited_handles_are_refused(real: str, archive: Path) -> None:
-    """A child by fork without exec holds the parent's device files: refused before anything is touched."""
-    container = Container.start("w", "--mib", "4", "--inherit")
-    text = sentence(container.checkpoint(archive))
-    assert "forked from a CUDA process" in text
-    assert "/dev/nvidia" in text
-    container.unharmed()
 
 
 def test_process_that_starts_cuda_after_the_lock(real: str, archive: Path) -> None:

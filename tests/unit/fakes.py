@@ -25,12 +25,13 @@ from typing import Any
 import pytest
 
 from runtime_shim import journal, locate, proc, remap, room, shim, suspension
-from runtime_shim.gpu.driver import Gpu, Host, ProcessState
+from runtime_shim.gpu.driver import Gpu, Held, Host, ProcessState
 from runtime_shim.gpu.errors import GpuError, IllegalState, ProcessGone
 from runtime_shim.gpu.nodes import Node
 from runtime_shim.manifest import DeviceNode, DriverLibrary, GpuProcess, GpuRecord, HostRecord, Manifest
+from runtime_shim.memory.regions import mappings
 from runtime_shim.real import RealRuntime, identify
-from runtime_shim.settings import Settings
+from runtime_shim.settings import Memory, Settings
 from runtime_shim.transaction import Step
 
 __all__ = [
@@ -178,6 +179,8 @@ class FakeDriver:
     used: dict[int, int] = field(default_factory=dict)
     idle: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Device files that a process without GPU state holds."""
+    files: tuple[str, ...] = ()
+    """Paths that are this vendor's device files, which processes hold in earnest."""
     dev: tuple[Node, ...] = ()
     """The nodes of the container's /dev."""
     pairs: dict[int, tuple[tuple[str, str], ...]] = field(default_factory=dict)
@@ -259,7 +262,19 @@ class FakeDriver:
 
     def handles(self, pid: int) -> tuple[str, ...]:
         """As the protocol says, but for suspended processes, whose libcuda would give them away instead."""
-        return self.idle.get(pid) or (("/dev/nvidia0",) if pid in self.states else ())
+        held = self.held(pid)
+        found = sorted({path for _, path in held.descriptors} | {path for *_, path in held.mappings})
+        return tuple(found) or (("/dev/nvidia0",) if pid in self.states else ())
+
+    def held(self, pid: int) -> Held:
+        """As the protocol says; those of `idle` have numbers that no descriptor has."""
+        invented = [(1 << 30 | at, path) for at, path in enumerate(self.idle.get(pid, ()))]
+        if not self.files or not proc.running(pid):
+            return Held(tuple(invented), ())
+        links = ((int(name), _link(f"/proc/{pid}/fd/{name}")) for name in os.listdir(f"/proc/{pid}/fd"))
+        opened = sorted((number, path) for number, path in links if path in self.files)
+        mapped = [(m.start, m.end, m.name) for m in mappings(pid) if m.name in self.files]
+        return Held((*invented, *opened), tuple(mapped))
 
     def visible(self, pid: int) -> tuple[str, ...]:
         """As the protocol says: all GPUs."""
@@ -282,6 +297,12 @@ class FakeDriver:
     def unlock(self, pid: int) -> None:
         """As the protocol says."""
         self._step("unlock", pid, LOCKED, RUNNING)
+
+
+def _link(path: str) -> str:
+    with suppress(FileNotFoundError):  # closed since
+        return os.readlink(path)
+    return ""
 
 
 def void(_: object) -> None:
@@ -406,7 +427,7 @@ class Scene:
         self.monkeypatch = monkeypatch
         self.driver = FakeDriver()
         self.runtime = FakeRuntime(folder / "runtime")
-        self.settings = Settings(runtime=str(self.runtime.path))
+        self.settings = Settings(runtime=str(self.runtime.path), memory=Memory(pages="criu"))
         self.bundle = folder / "bundle"
         self.image = folder / "image"
         self.log = folder / "log.json"

@@ -76,6 +76,7 @@ def test_checkpoint(scene: Scene) -> None:
         "lock",
         "driver checkpoint",
         "pages",
+        "write",
         "write manifest",
         "dump",
         "sync",
@@ -103,11 +104,11 @@ def test_leave_running(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     sync = checkpoint._sync
     final = scene.image / "gpusnap" / "manifest.json"
 
-    def synced(path: str) -> None:
+    def synced(job: checkpoint._Job) -> None:
         assert scene.all_running()
         assert not final.exists()
         seen.append("sync")
-        sync(path)
+        sync(job)
 
     scene.driver.when("restore", lambda _: seen.append(f"restore, manifest {final.exists()}"))
     monkeypatch.setattr(checkpoint, "_sync", synced)
@@ -115,7 +116,7 @@ def test_leave_running(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == ["restore, manifest False", "sync"]
     assert all(proc.running(pid) for pid in pids)
     assert scene.all_running()
-    assert [step.name for step in whole(scene).timing][-2:] == ["resume", "sync"]
+    assert [step.name for step in whole(scene).timing][-3:] == ["resume", "write", "sync"]
 
 
 def test_leave_running_and_resume_fails(scene: Scene) -> None:

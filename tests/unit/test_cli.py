@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -22,7 +23,7 @@ from gpusnap.source import load_manifest
 from runtime_shim import manifest
 from runtime_shim._version import __version__
 from runtime_shim.errors import ManifestError
-from runtime_shim.manifest import GpuProcess, Manifest
+from runtime_shim.manifest import GpuProcess, Manifest, NeutralisedProcess
 from runtime_shim.settings import TABLE, Settings, load
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +106,17 @@ def test_inspect(tmp_path: Path, gpusnap: Run) -> None:
     assert any(line.split()[:2] == ["42", "sleep"] for line in lines)
     assert any(line.startswith("dump") and "0.250" in line and "0.500" in line for line in lines)
     assert "timeline (0.75 s)" in out
+
+
+def test_inspect_of_neutralised_processes(tmp_path: Path, gpusnap: Run) -> None:
+    """What a process inherited and has no more is shown, where there is one."""
+    assert "inherited" not in gpusnap("inspect", str(archive(tmp_path, a_manifest())))[1]
+    worker = NeutralisedProcess(41, "python3", ((4, "/dev/nvidia0"),), 2, 2 << 20)
+    record = replace(a_manifest(), neutralised=(worker,))
+    code, out, err = gpusnap("inspect", str(archive(tmp_path, record)))
+    assert (code, err) == (0, "")
+    assert "inherited files, now /dev/null" in out
+    assert re.search(r"41 +python3 +1 open, 2 mapped \(2\.0 MiB\)", out)
 
 
 def test_inspect_json(tmp_path: Path, gpusnap: Run) -> None:

@@ -44,7 +44,7 @@ MAPPING = """
 import mmap, os, sys
 held = [os.open(p, os.O_PATH) for p in ("/dev/nvidia3", "/dev/nvidiactl", "/dev/nvidia4", "/dev/nvidia5")]
 zero = os.open("/dev/nvidia9", os.O_RDWR)
-memory = mmap.mmap(zero, 4096, flags=mmap.MAP_PRIVATE)
+memory = [mmap.mmap(zero, size, flags=mmap.MAP_PRIVATE) for size in (4096, 8192)]
 os.close(zero)
 os.unlink("/dev/nvidia3")
 print("ready", flush=True)
@@ -133,6 +133,16 @@ def test_renamed_nodes_are_known_by_their_device(start: Start, tmp_path: Path) -
 def test_a_process_with_its_own_dev(start: Start) -> None:
     pid = start("unshare", "-m", "--propagation", "private", "sh", "-c", PRIVATE_DEV, sys.executable, MAPPING)
     # nvidia9 is another device by its name only, mapped and not open; files and folders are no devices.
+    held = handles.held(pid)
+    assert [path for _, path in held.descriptors if path != "/dev/nvidia9"] == [
+        "/dev/nvidia3",
+        "/dev/nvidiactl",
+    ]
+    assert all(os.path.exists(f"/proc/{pid}/fd/{number}") for number, _ in held.descriptors)
+    assert sorted((end - start, path) for start, end, path in held.mappings) == [
+        (4096, "/dev/nvidia9"),
+        (8192, "/dev/nvidia9"),
+    ]
     assert handles.nodes(pid) == (
         Node("/dev/nvidia3", 195, 1),
         Node("/dev/nvidia9", 1, 5),

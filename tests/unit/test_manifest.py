@@ -27,6 +27,7 @@ from runtime_shim.manifest import (
     GpuRecord,
     HostRecord,
     Manifest,
+    NeutralisedProcess,
     decode,
     encode,
 )
@@ -82,9 +83,32 @@ def test_a_name_that_is_no_utf8_comes_back() -> None:
     assert decode(encode(record), "here") == record
 
 
+NEUTRALISED = (
+    NeutralisedProcess(41, "python3", ((4, "/dev/nvidiactl"), (5, "/dev/nvidia0")), 2, 8192),
+    NeutralisedProcess(42, "python3", (), 0, 0),
+)
+
+
 def document() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(encode(a_manifest(pids=(1, 2))))
+    record = replace(a_manifest(pids=(1, 2)), neutralised=NEUTRALISED)
+    found: dict[str, Any] = json.loads(encode(record))
     return found
+
+
+def test_neutralised_twice() -> None:
+    """A process stands there once."""
+    whole = document()
+    whole["neutralised"] = [whole["neutralised"][0]] * 2
+    assert "lists the neutralised process 41 twice" in refused(whole)
+
+
+def test_neutralised_may_be_left_out() -> None:
+    """Nothing is written where there was none, and a manifest without it is read."""
+    plain: dict[str, Any] = json.loads(encode(a_manifest()))
+    assert "neutralised" not in plain
+    assert decode(json.dumps(plain).encode(), "here").neutralised == ()
+    record = replace(a_manifest(), neutralised=NEUTRALISED)
+    assert decode(encode(record), "here").neutralised == NEUTRALISED
 
 
 def refused(changed: Any) -> str:
@@ -128,10 +152,12 @@ def test_a_wrong_type_is_refused(path: tuple[str | int, ...], wrong: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in members(document()) if not isinstance(path[-1], int)], ids=str
+    "path",
+    [path for path in members(document()) if not isinstance(path[-1], int) and path != ("neutralised",)],
+    ids=str,
 )
 def test_a_missing_member_is_refused(path: tuple[str | int, ...]) -> None:
-    """Every member is required."""
+    """Every member but one is required."""
     whole = document()
     place: Any = whole
     for key in path[:-1]:
@@ -239,7 +265,7 @@ def test_a_later_minor_version_and_unknown_members() -> None:
     for place in (whole, whole["host"], whole["gpus"][0], whole["processes"][0]):
         place["new"] = {"x": [1]}
     record = decode(json.dumps(whole).encode(), "here")
-    assert replace(record, version="1.0") == a_manifest(pids=(1, 2))
+    assert replace(record, version="1.0") == replace(a_manifest(pids=(1, 2)), neutralised=NEUTRALISED)
 
 
 # On disk.

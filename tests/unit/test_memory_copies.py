@@ -113,7 +113,7 @@ def test_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(2) as pool:
         monkeypatch.setattr(copies, "_pool", lambda: pool)
         with pytest.raises(OSError, match="bad"):
-            copies._work([bad, good], 2)
+            copies.work([bad, good], 2)
     assert done == [1]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from memory_target import Target
@@ -12,6 +13,7 @@ from runtime_shim.errors import Refused
 from runtime_shim.memory import handles
 from runtime_shim.memory.handles import neutralise
 from runtime_shim.memory.regions import Mapping, mappings
+from runtime_shim.memory.remote import Saved, put_back
 
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="of x86-64 alone")
 
@@ -50,6 +52,26 @@ def test_neutralise(target: Target) -> None:
     assert target.well()
     assert target.ask("[os.get_inheritable(number) for number in (70, 71)]") == "[False, True]"
     assert target.ask("os.write(70, b'abc')") == "3"
+
+
+def test_lent(target: Target) -> None:
+    """What a killed caller would have to put back is handed out before the first call, and until the last."""
+    target.stop()
+    seen: list[Saved] = []
+
+    @contextmanager
+    def lent(saved: Saved) -> Iterator[None]:
+        assert led(target, 70) == "/dev/full"
+        seen.append(saved)
+        yield
+        assert led(target, 70) == "/dev/null"
+        seen.append(saved)
+
+    neutralise(target.pid, [70], [], lent=lent)
+    assert len(seen) == 2
+    assert seen[0].tid in target.threads()
+    put_back(target.pid, seen[0])
+    assert target.well()
 
 
 def test_nothing_to_do(target: Target) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,8 +28,13 @@ def layout(tmp_path: Path) -> Layout:
     return layout
 
 
+def blob_path(layout: Layout, digest: str = DIGEST) -> Path:
+    return Path(layout.path, "blobs/sha256", digest.removeprefix("sha256:"))
+
+
 def place(layout: Layout) -> Place:
-    return Place(DIGEST, len(DATA), "plain", layout.path)
+    status = blob_path(layout).stat()
+    return Place(DIGEST, len(DATA), "plain", layout.path, status.st_ino, status.st_mtime_ns)
 
 
 def test_save_and_load(layout: Layout, tmp_path: Path) -> None:
@@ -42,17 +49,54 @@ def test_save_and_load(layout: Layout, tmp_path: Path) -> None:
     assert len(again) == len(known) > 5
     assert again.find(DIGEST) == place(layout)
     for chunk in tables[0].chunks:
-        assert again.find(chunk.plain) == Place(chunk.blob, chunk.stored, chunk.encoding, layout.path)
+        found = again.find(chunk.plain)
+        assert found is not None
+        assert (found.blob, found.stored, found.encoding) == (chunk.blob, chunk.stored, chunk.encoding)
+        assert found.layout == layout.path
+    again.clear()
+    assert len(again) == 0
 
 
-@pytest.mark.parametrize("harm", ["gone", "short", "link", "no layout"])
+def test_what_a_link_does_not_change(layout: Layout, tmp_path: Path) -> None:
+    """More names of a blob, its mode and its being read leave it known."""
+    known = Known(tmp_path / "known.json")
+    known.add(DIGEST, place(layout))
+    other = Layout(tmp_path / "other").create()
+    other.link_blob(DIGEST, len(DATA), layout)
+    blob_path(other).read_bytes()
+    blob_path(other).chmod(0o400)
+    assert known.find(DIGEST) is not None
+    blob_path(other).unlink()
+    assert known.find(DIGEST) is not None
+
+
+def test_what_is_not_there_is_not_learnt(layout: Layout, tmp_path: Path) -> None:
+    """Of a layout only what it has is known."""
+    tables = save(layout, bytearray(fill(20000, "random")))
+    gone, short, *rest = tables[0].chunks
+    blob_path(layout, gone.blob).unlink()
+    blob_path(layout, short.blob).write_bytes(b"")
+    known = Known(tmp_path / "known.json")
+    known.learn(tables, layout)
+    assert len(known) == len(rest)
+
+
+@pytest.mark.parametrize("harm", ["gone", "short", "changed", "another", "link", "no layout"])
 def test_a_blob_that_is_not_right(layout: Layout, tmp_path: Path, harm: str) -> None:
     """An entry whose blob has gone, or is something else, is a miss, and forgotten."""
     known = Known(tmp_path / "known.json")
     known.add(DIGEST, place(layout))
-    path = Path(layout.path, "blobs/sha256", DIGEST.removeprefix("sha256:"))
+    path = blob_path(layout)
     if harm == "short":
         path.write_bytes(DATA[1:])
+    elif harm == "changed":
+        before = path.stat().st_mtime_ns
+        path.write_bytes(DATA[::-1])
+        os.utime(path, ns=(before, before + 1))  # the kernel's clock may not have ticked on meanwhile
+    elif harm == "another":
+        shutil.copy2(path, tmp_path / "copy")
+        os.utime(tmp_path / "copy", ns=(0, path.stat().st_mtime_ns))
+        (tmp_path / "copy").rename(path)
     elif harm == "no layout":
         Path(layout.path).rename(tmp_path / "away")
     else:
@@ -74,7 +118,7 @@ def test_the_oldest_go(layout: Layout, tmp_path: Path, monkeypatch: pytest.Monke
     assert [known.find(digest) is not None for digest in digests] == [True, False, False, True, True]
 
 
-GOOD = {"version": 1, "layouts": ["/x"], "chunks": {DIGEST[7:]: [0, 1, "plain", DIGEST[7:]]}}
+GOOD = {"version": 1, "layouts": ["/x"], "chunks": {DIGEST[7:]: [0, 1, "plain", DIGEST[7:], 2, 3]}}
 
 
 @pytest.mark.parametrize(
@@ -86,9 +130,11 @@ GOOD = {"version": 1, "layouts": ["/x"], "chunks": {DIGEST[7:]: [0, 1, "plain", 
         {"layouts": ["/nul\0"]},
         {"layouts": [3]},
         {"chunks": []},
-        {"chunks": {DIGEST[7:]: [0, 1, "lz4", DIGEST[7:]]}},
-        {"chunks": {DIGEST[7:]: [-1, 1, "zstd", DIGEST[7:]]}},
-        {"chunks": {DIGEST[7:]: [0, 1, "zstd", "../../x"]}},
+        {"chunks": {DIGEST[7:]: [0, 1, "lz4", DIGEST[7:], 2, 3]}},
+        {"chunks": {DIGEST[7:]: [-1, 1, "zstd", DIGEST[7:], 2, 3]}},
+        {"chunks": {DIGEST[7:]: [0, 1, "zstd", "../../x", 2, 3]}},
+        {"chunks": {DIGEST[7:]: [0, 1, "zstd", DIGEST[7:]]}},
+        {"chunks": {DIGEST[7:]: [0, 1, "zstd", DIGEST[7:], 2, "now"]}},
         {"chunks": {DIGEST[7:]: None}},
     ],
 )
@@ -108,7 +154,7 @@ def test_any_file(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None
     path.write_bytes(data)
     known = Known(path)
     assert len(known) == 0
-    known.add(DIGEST, Place(DIGEST, 1, "plain", "/x"))
+    known.add(DIGEST, Place(DIGEST, 1, "plain", "/x", 2, 3))
     known.save()
     assert len(Known(path)) == 1
 

@@ -148,6 +148,30 @@ def test_copy(layout: Layout, monkeypatch: pytest.MonkeyPatch, number: int) -> N
     assert blobs(Path(layout.path)) == {}
 
 
+def test_no_copy(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller who wants links alone is told where none can be made, and nothing is left."""
+
+    def no_link(*_args: object, **_options: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(os, "link", no_link)
+    other = Layout(layout.path + "2").create()
+    other.add_blob(DATA)
+    with pytest.raises(BlobError, match=f"no link of the blob {DIGEST} of .* can be made"):
+        layout.link_blob(DIGEST, len(DATA), other, copy=False)
+    assert blobs(Path(layout.path)) == {}
+
+
+def test_link_in_place_of_a_broken_blob(layout: Layout) -> None:
+    """One of the wrong size is replaced."""
+    other = Layout(layout.path + "2").create()
+    other.add_blob(DATA)
+    blob_path(layout).write_bytes(DATA[1:])
+    layout.link_blob(DIGEST, len(DATA), other)
+    assert os.path.samefile(blob_path(layout), blob_path(other))
+    assert set(blobs(Path(layout.path))) == {NAME}
+
+
 def test_link_of_nothing(layout: Layout) -> None:
     """A blob that the other layout lacks, or has as a link, or in another size, is not taken."""
     other = Layout(layout.path + "2").create()
@@ -277,6 +301,31 @@ def test_commit_syncs_before_the_index(layout: Layout, monkeypatch: pytest.Monke
     synced.clear()
     layout.sync()
     assert not any(each in names for each in synced)
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_a_link_of_a_durable_blob(layout: Layout, monkeypatch: pytest.MonkeyPatch, link: bool) -> None:
+    """It needs no fsync, its folder does, and replaces one that stood there; a copy needs it as ever."""
+
+    def no_link(*_args: object, **_options: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    other = Layout(layout.path + "2").create()
+    other.add_blob(DATA)
+    blob_path(layout).write_bytes(DATA[::-1])
+    if not link:
+        monkeypatch.setattr(os, "link", no_link)
+        blob_path(layout).unlink()
+    for _ in range(2):
+        layout.link_blob(DIGEST, len(DATA), other, durable=True)
+    assert blob_path(layout).read_bytes() == DATA
+    assert set(blobs(Path(layout.path))) == {NAME}
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    layout.sync()
+    folder = f"{layout.path}/blobs/sha256"
+    assert (f"{folder}/{NAME}" in synced) == (not link)
+    assert folder in synced
 
 
 def test_sync_early(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:

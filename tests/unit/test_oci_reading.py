@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from oci_regions import CEILING, PAGE, fill, load, save
+from oci_regions import CEILING, PAGE, Far, fill, load, save
 
 from oci.buffers import Buffer
 from oci.chunks import MEDIA_TYPES, Chunk, Progress, Table
@@ -111,7 +111,7 @@ def test_bombs(layout: Layout) -> None:
         target = bytearray(4 * PAGE)
         table = packed_as(layout, packed, 4 * PAGE, data)
         with pytest.raises(ChunkError, match=r"is no zstd|does not hold the chunk at 0"):
-            read([table], layout, [Buffer(target)], threads=1, ceiling=CEILING)
+            read([table], layout, [Far(target)], threads=1, ceiling=CEILING)
         assert target == bytes(4 * PAGE)
     table = packed_as(layout, unsized.compress(data), 4 * PAGE, data)
     assert load(layout, (table,)) == [data]
@@ -216,7 +216,7 @@ def test_a_huge_region_of_zeros_costs_nothing(layout: Layout) -> None:
         reading.deliver([Buffer(bytearray(PAGE))])
 
 
-class Failing(Buffer):
+class Failing(Far):
     """A region of which one part cannot be written."""
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -273,14 +273,20 @@ def test_ceiling(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = max(chunk.stored for chunk in tables[0].chunks if chunk.encoding == "zstd")
     need = (1 << 20) + packed
     with pytest.raises(CeilingError, match="do not hold the largest chunk"):
-        read(tables, layout, [Buffer(data)], threads=4, ceiling=need - 1)
+        read(tables, layout, [Far(data)], threads=4, ceiling=need - 1)
     assert staged.lengths == []
     target = bytearray(len(data))
-    read(tables, layout, [Buffer(target)], threads=4, ceiling=need)
+    read(tables, layout, [Far(target)], threads=4, ceiling=need)
     assert (target, sum(staged.lengths)) == (data, need)
     staged.lengths.clear()
-    read(tables, layout, [Buffer(target)], threads=4, ceiling=3 * need)
+    read(tables, layout, [Far(target)], threads=4, ceiling=3 * need)
     assert sum(staged.lengths) <= 3 * need
+    staged.lengths.clear()
+    target[:] = bytes(len(target))
+    read(tables, layout, [Buffer(target)], threads=1, ceiling=packed)
+    assert (target, sum(staged.lengths)) == (data, packed), "memory of ours needs no slots"
+    with pytest.raises(CeilingError, match="do not hold the largest chunk"):
+        read(tables, layout, [Buffer(target)], threads=1, ceiling=packed - 1)
 
 
 def test_no_descriptor_is_left(layout: Layout) -> None:

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from oci_regions import CEILING, PAGE, blobs, fill, load, save
+from oci_regions import CEILING, PAGE, Far, blobs, fill, load, save
 
 from oci.buffers import Buffer
 from oci.chunks import Progress
@@ -26,7 +26,7 @@ def layout(tmp_path: Path) -> Layout:
     return Layout(tmp_path / "layout").create()
 
 
-class Failing(Buffer):
+class Failing(Far):
     """A region of which one chunk cannot be read."""
 
     def read(self, offset: int, into: memoryview) -> None:

@@ -13,13 +13,14 @@ import pytest
 from fakes import a_manifest
 
 from oci.buffers import is_zero
-from oci.layout import Layout
-from runtime_shim import journal, pages, recover
+from runtime_shim import journal, pages, recover, transfer
 from runtime_shim.errors import GpusnapError, ImageError
+from runtime_shim.filling import Filling
 from runtime_shim.manifest import Manifest
-from runtime_shim.memory.regions import Region
+from runtime_shim.memory import stage
 from runtime_shim.memory.remote import inside
-from runtime_shim.pages import Chunks, Filling
+from runtime_shim.memory.stage import Area, Stage
+from runtime_shim.pages import Chunks
 from runtime_shim.settings import Memory
 from runtime_shim.stillness import go_on, stop
 
@@ -33,6 +34,8 @@ for line in sys.stdin:
     if line == "map\\n":
         held = mmap.mmap(-1, 9 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         held.write(os.urandom(5 << 20))
+    if line == "change\\n":
+        held[1 << 20 : 2 << 20] = os.urandom(1 << 20)
     print(hashlib.sha256(held).hexdigest() if held else "none", flush=True)
 """
 
@@ -56,11 +59,27 @@ class Holder:
 @pytest.fixture
 def holders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Holder]]:
     monkeypatch.setattr(journal, "FOLDER", str(tmp_path / "gpusnap" / "journal"))
+    monkeypatch.setattr(stage, "FOLDER", str(tmp_path / "gpusnap" / "stage"))
     found = [Holder(), Holder()]
     yield found
     for holder in found:
         holder.process.kill()
         holder.process.communicate()
+    stage.remove("c0ffee")
+    assert not os.path.ismount(stage.FOLDER)
+
+
+@pytest.fixture(params=["staged", "streamed"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Regions copied to files of the stage, and where there is none, to chunks."""
+    name: str = request.param
+    if name == "streamed":
+
+        def refuse(self: Stage, name: str, address: int, size: int) -> Area:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Stage, "area", refuse)
+    return name
 
 
 def suspended(chunks: Chunks, holders: list[Holder]) -> list[str]:
@@ -83,7 +102,7 @@ def image(folder: Path) -> Path:
     return path
 
 
-def test_taken_and_given_back(holders: list[Holder], tmp_path: Path) -> None:
+def test_taken_and_given_back(way: str, holders: list[Holder], tmp_path: Path) -> None:
     """The regions are found, written and freed; given back, every byte is right. Twice does no harm."""
     chunks = Chunks(str(image(tmp_path)), "c0ffee", SMALL)
     digests = suspended(chunks, holders)
@@ -91,7 +110,10 @@ def test_taken_and_given_back(holders: list[Holder], tmp_path: Path) -> None:
     before = [resident(pid) for pid in pids]
     chunks.take(pids)
     chunks.take(pids)
+    assert (chunks.records() is None) == (way == "staged"), "what is staged is not in the layout yet"
+    chunks.ready()
     records = chunks.records()
+    assert records is not None
     for pid, size in zip(pids, before, strict=True):
         assert resident(pid) <= size - 5 * MIB
         assert sum(region.table.size for region in records[pid]) >= 9 * MIB
@@ -100,9 +122,33 @@ def test_taken_and_given_back(holders: list[Holder], tmp_path: Path) -> None:
     chunks.give_back(pids)
     go_on(pids)
     assert [holder.say("digest") for holder in holders] == digests
+    chunks.close()
+    assert chunks.written().stored == sum(r.table.stored for found in records.values() for r in found)
 
 
-def test_a_killed_gpusnap(holders: list[Holder], tmp_path: Path) -> None:
+def test_what_runs_again_does_not_change_what_is_written(holders: list[Holder], tmp_path: Path) -> None:
+    """The container goes on before its memory is written: the chunks are of the moment of the checkpoint."""
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", SMALL)
+    digests = suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+    chunks.take(pids)
+    chunks.give_back(pids)
+    go_on(pids)
+    changed = [holder.say("change") for holder in holders]
+    assert changed != digests
+    chunks.resumed()
+    assert journal.entries()[0].processes == ()
+    chunks.commit(kept=False)
+    stop(pids, timeout=5)
+    with Filling(str(path), made(chunks, holders[0]), SMALL, "other") as filling:
+        filling.deliver({7: pids[0]})
+    go_on(pids)
+    assert [holder.say("digest") for holder in holders] == [digests[0], changed[1]]
+    chunks.close()
+
+
+def test_a_killed_gpusnap(way: str, holders: list[Holder], tmp_path: Path) -> None:
     """The journal says where the bytes of freed regions are, and they are filled from there."""
     chunks = Chunks(str(image(tmp_path)), "c0ffee", SMALL)
     digests = suspended(chunks, holders)
@@ -111,9 +157,10 @@ def test_a_killed_gpusnap(holders: list[Holder], tmp_path: Path) -> None:
     (entry,) = journal.entries()
     assert entry.at_work
     assert [process.pid for process in recover.alive(entry)] == pids
-    # As `recover` does; the driver is not at hand here.
-    wanted = {p.pid: [(Region(r.start, r.table.size), r.table) for r in p.regions] for p in entry.processes}
-    pages.fill(Layout(os.path.join(entry.image, "gpusnap")), wanted, SMALL)
+    assert all(bool(process.staged) == (way == "staged") for process in entry.processes)
+    assert all(map(recover._mapped, entry.processes))
+    recover._give_back(entry, entry.processes, SMALL)  # the driver is not at hand here
+    assert all(map(recover._mapped, entry.processes))
     go_on(pids)
     assert [holder.say("digest") for holder in holders] == digests
     journal.remove("c0ffee")
@@ -121,36 +168,43 @@ def test_a_killed_gpusnap(holders: list[Holder], tmp_path: Path) -> None:
 
 
 def made(chunks: Chunks, holder: Holder) -> Manifest:
-    process = replace(a_manifest().processes[0], pid=7, regions=chunks.records()[holder.pid])
+    records = chunks.records()
+    assert records is not None
+    process = replace(a_manifest().processes[0], pid=7, regions=records[holder.pid])
     return replace(a_manifest(), processes=(process,), pages="chunks")
 
 
-def test_filling(holders: list[Holder], tmp_path: Path) -> None:
+def test_filling(way: str, holders: list[Holder], tmp_path: Path) -> None:
     """A restore reads ahead, and fills the process that has come back, by its PID in the container."""
     path = image(tmp_path)
     chunks = Chunks(str(path), "c0ffee", SMALL)
     digests = suspended(chunks, holders)
     pid = holders[0].pid
     chunks.take([pid])
-    chunks.commit()
-    with Filling(str(path), made(chunks, holders[0]), SMALL) as filling:
+    chunks.commit(kept=False)
+    with Filling(str(path), made(chunks, holders[0]), SMALL, "other") as filling:
         filling.deliver({7: pid})
+    chunks.close()
     go_on([holder.pid for holder in holders])
     assert [holder.say("digest") for holder in holders] == digests
 
 
-def test_a_blob_that_is_damaged(holders: list[Holder], tmp_path: Path) -> None:
+def test_a_blob_that_is_damaged(
+    holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is named, whoever reads it."""
+    monkeypatch.setattr(Chunks, "_copied", lambda *_: None)
     path = image(tmp_path)
     chunks = Chunks(str(path), "c0ffee", SMALL)
     suspended(chunks, holders)
     chunks.take([holders[0].pid])
-    region = max(chunks.records()[holders[0].pid], key=lambda region: region.table.stored)
+    records = made(chunks, holders[0]).processes[0].regions
+    region = max(records, key=lambda region: region.table.stored)
     name = region.table.chunks[0].blob.partition(":")[2]
     blob = path / "gpusnap/blobs/sha256" / name
     blob.write_bytes(bytes(blob.stat().st_size))
     with (
-        Filling(str(path), made(chunks, holders[0]), SMALL) as filling,
+        Filling(str(path), made(chunks, holders[0]), SMALL, "other") as filling,
         pytest.raises(ImageError, match=name[:12]),
     ):
         filling.deliver({7: holders[0].pid})
@@ -158,7 +212,7 @@ def test_a_blob_that_is_damaged(holders: list[Holder], tmp_path: Path) -> None:
         chunks.give_back([holders[0].pid])
 
 
-def test_discard(holders: list[Holder], tmp_path: Path) -> None:
+def test_discard(way: str, holders: list[Holder], tmp_path: Path) -> None:
     """Bytes that a process waits for stay; once it has them, or is gone, nothing is left."""
     path = image(tmp_path)
     chunks = Chunks(str(path), "c0ffee", SMALL)
@@ -166,13 +220,15 @@ def test_discard(holders: list[Holder], tmp_path: Path) -> None:
     pids = [holder.pid for holder in holders]
     chunks.take(pids)
     chunks.discard()
-    assert list((path / "gpusnap/blobs/sha256").iterdir())
+    left = path / "gpusnap/blobs/sha256" if way == "streamed" else Path(stage.FOLDER, "c0ffee")
+    assert os.listdir(left)
     chunks.give_back(pids)
     chunks.discard()
-    assert list((path / "gpusnap").iterdir()) == []
+    assert os.listdir(path / "gpusnap") == []
+    assert not os.path.ismount(stage.FOLDER)
 
 
-def test_a_process_that_ends(holders: list[Holder], tmp_path: Path) -> None:
+def test_a_process_that_ends(way: str, holders: list[Holder], tmp_path: Path) -> None:
     """The others are taken and given back."""
     chunks = Chunks(str(image(tmp_path)), "c0ffee", SMALL)
     digests = suspended(chunks, holders)
@@ -190,7 +246,7 @@ def test_parts(holders: list[Holder]) -> None:
     holders[0].say("map")
     found = pages._mappings(holders[0].pid)
     region = max((m for m in found if m.plain), key=lambda m: m.size)
-    part = pages.Part(holders[0].pid, region.start, region.size)
+    part = transfer.Part(holders[0].pid, region.start, region.size)
     view = memoryview(bytearray(b"gpusnap!"))
     part.write(4096, view)
     into = memoryview(bytearray(8))

@@ -93,12 +93,13 @@ def answers(*each: Mapping[proc.Process, Sequence[str]]) -> Iterator[Mapping[pro
 
 
 def test_leftover(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that was forked from a CUDA process is refused, with its file."""
+    """A process that opened the GPU's files by itself is refused, with the first of them."""
     monkeypatch.setattr(preflight, "_STARTING", 0.0)
     held = answers({process(7): ("/dev/nvidia0", "/dev/nvidiactl")})
     with pytest.raises(Refused, match=r"process 7 \(python3\) holds /dev/nvidia0 but") as caught:
         preflight.leftover(lambda: next(held))
     assert "spawn" in caught.value.hint
+    assert "NVML" in caught.value.hint
 
 
 def test_a_process_that_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:

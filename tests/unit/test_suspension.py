@@ -195,10 +195,10 @@ def test_a_process_that_cannot_be_traced(
     """A debugger has its driver's thread: it is let go on and unlocked, with nothing taken from it."""
     pid = driver.use(family.spawn(), state=LOCKED)
 
-    def refused(*_: int) -> object:
+    def refused(*_: int, **__: object) -> object:
         raise PermissionRefused(f"thread {pid} cannot be traced")
 
-    monkeypatch.setattr(suspension, "only", refused)
+    monkeypatch.setattr(suspension, "populated", refused)
     with pytest.raises(PermissionRefused, match="cannot be traced"):
         suspend(driver, [pid], InCriu(), timeout=5)
     wait_for(lambda: not proc.still(pid), "it goes on")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from runtime_shim.errors import GpusnapError, ImageError, Interrupted
-from runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
+from runtime_shim.transaction import Transaction, announce, held_signals, interruptible, stop_if_asked
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -204,3 +204,19 @@ def test_a_signal_does_not_outlive_its_transaction() -> None:
         stop()
     with interruptible():
         stop_if_asked()
+
+
+def test_steps_are_announced() -> None:
+    """Whoever asked is told of each step, and of each undo, before it begins."""
+    said: list[str] = []
+    announce(said.append)
+    try:
+        with Transaction() as transaction:
+            transaction.undo("lock", lambda: said.append("undone"))
+            with transaction.step("dump"):
+                said.append("dumping")
+    finally:
+        announce(None)
+    with Transaction() as transaction, transaction.step("sync"):
+        transaction.commit()
+    assert said == ["dump", "dumping", "undo: lock", "undone"]

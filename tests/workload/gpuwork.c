@@ -10,7 +10,7 @@
 #include <time.h>
 #include <unistd.h>
 
-volatile sig_atomic_t stopping;
+volatile sig_atomic_t stopping, changes;
 
 static const char USAGE[] =
     "usage: gpuwork [options]\n"
@@ -19,6 +19,10 @@ static const char USAGE[] =
     "  --tick MS          pause between ticks (100)\n"
     "  --ticks N          end after N ticks (0: never)\n"
     "  --verify-every K   check every Kth tick (1)\n"
+    "  --slices K         check a Kth of the memory at a tick, one after the other (1)\n"
+    "  --touch N          a tick changes the first N MiB alone (0: all)\n"
+    "  --data KIND        random words, zero ones, or weights: random, zero, bf16 (random)\n"
+    "  --clock            say the time of day with each tick, and how often memory was changed\n"
     "  --busy MS          keep the GPU busy that long each tick (0)\n"
     "  --managed          use managed memory\n"
     "  --tcp              exchange a counter over a loopback connection each tick\n"
@@ -27,8 +31,11 @@ static const char USAGE[] =
     "  --children K       start K children without CUDA\n"
     "  --late SECONDS     start a child that starts CUDA that much later\n"
     "  --inherit          after cuInit fork a child without exec, which never uses CUDA\n"
+    "  --counters K       the same, K children that count, a line each tick\n"
+    "  --watch            the counters also open a device node of their own, and keep it open\n"
     "  --procs P          be a launcher without CUDA, and start P workers with the other options\n"
-    "  --sleep            do nothing at all until SIGTERM\n";
+    "  --sleep            do nothing at all until SIGTERM\n"
+    "SIGUSR1 changes about 5 % of the memory, at the next tick.\n";
 
 void die(const char *format, ...)
 {
@@ -39,6 +46,12 @@ void die(const char *format, ...)
     fprintf(stderr, "\n");
     va_end(arguments);
     exit(1);
+}
+
+static void change(int signal)
+{
+    (void)signal;
+    changes++;
 }
 
 static void stop(int signal)
@@ -85,7 +98,13 @@ enum {
     CHILDREN,
     LATE,
     INHERIT,
+    COUNTERS,
+    WATCH,
     PROCS,
+    SLICES,
+    TOUCH,
+    DATA,
+    CLOCK,
     SLEEP,
     HELP
 };
@@ -104,11 +123,26 @@ static const struct option LONG[] = {
     {"children", 1, NULL, CHILDREN},
     {"late", 1, NULL, LATE},
     {"inherit", 0, NULL, INHERIT},
+    {"counters", 1, NULL, COUNTERS},
+    {"watch", 0, NULL, WATCH},
     {"procs", 1, NULL, PROCS},
+    {"slices", 1, NULL, SLICES},
+    {"touch", 1, NULL, TOUCH},
+    {"data", 1, NULL, DATA},
+    {"clock", 0, NULL, CLOCK},
     {"sleep", 0, NULL, SLEEP},
     {"help", 0, NULL, HELP},
     {NULL, 0, NULL, 0},
 };
+
+static enum data kind(const char *text)
+{
+    static const char *const NAMES[] = {[RANDOM] = "random", [ZERO] = "zero", [BF16] = "bf16"};
+    for (enum data data = RANDOM; data <= BF16; data++)
+        if (strcmp(text, NAMES[data]) == 0)
+            return data;
+    die("--data takes random, zero or bf16, and not `%s`", text);
+}
 
 static void take(struct options *options, int which, const char *value)
 {
@@ -126,7 +160,13 @@ static void take(struct options *options, int which, const char *value)
     case CHILDREN: options->children = (unsigned)number(value); break;
     case LATE: options->late = (unsigned)number(value); break;
     case INHERIT: options->inherit = true; break;
+    case COUNTERS: options->counters = (unsigned)number(value); break;
+    case WATCH: options->watch = true; break;
     case PROCS: options->procs = (unsigned)number(value); break;
+    case SLICES: options->slices = (unsigned)number(value); break;
+    case TOUCH: options->touch = (unsigned)number(value); break;
+    case DATA: options->data = kind(value); break;
+    case CLOCK: options->clock = true; break;
     case SLEEP: options->sleep_only = true; break;
     case HELP: fputs(USAGE, stdout); exit(0);
     default: exit(2);
@@ -135,18 +175,27 @@ static void take(struct options *options, int which, const char *value)
 
 static struct options parse(int argc, char **argv)
 {
-    struct options options = {.mib = 16, .tick_ms = 100, .verify_every = 1, .seed = 1, .gpus = "all"};
+    struct options options = {
+        .mib = 16, .tick_ms = 100, .verify_every = 1, .slices = 1, .seed = 1, .gpus = "all"};
     for (int which; (which = getopt_long(argc, argv, "", LONG, NULL)) != -1;)
         take(&options, which, optarg);
     if (optind < argc)
         die("`%s` is not an option; see gpuwork --help", argv[optind]);
-    if (!options.mib || options.mib > 16383 || !options.verify_every)
-        die("--mib takes 1 to 16383, --verify-every at least 1");
+    if (!options.mib || options.mib > 16383 || !options.verify_every || !options.slices)
+        die("--mib takes 1 to 16383, --verify-every and --slices at least 1");
     return options;
 }
 
+/* When it is and how often memory was changed, for those who measure a pause. */
+static void print_clock(unsigned done)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now); /* CLOCK_MONOTONIC would go on from where it was after a restore */
+    printf(" changes=%u at=%lld.%04ld", done, (long long)now.tv_sec, now.tv_nsec / 100000);
+}
+
 /* One line; false if a word was wrong. */
-static bool report(struct gpu *gpus, int count, uint64_t tick)
+static bool report(const struct options *options, struct gpu *gpus, int count, uint64_t tick, unsigned done)
 {
     char uuids[GPUS_MAX * 42] = "", *at = uuids;
     uint64_t sum = 0, part;
@@ -158,8 +207,11 @@ static bool report(struct gpu *gpus, int count, uint64_t tick)
         gpu_uuid(gpu_at(gpus, i), at);
         at += strlen(at);
     }
-    printf("pid=%d tick=%llu %s gpu=%s sum=%016llx\n", getpid(), (unsigned long long)tick,
-           good ? "ok" : "BAD", uuids, (unsigned long long)sum);
+    printf("pid=%d tick=%llu %s gpu=%s sum=%016llx", getpid(), (unsigned long long)tick, good ? "ok" : "BAD",
+           uuids, (unsigned long long)sum);
+    if (options->clock)
+        print_clock(done);
+    putchar('\n');
     return good;
 }
 
@@ -167,18 +219,23 @@ static int work(const struct options *options)
 {
     struct gpu *gpus;
     int count = gpu_open(options, &gpus);
+    unsigned done = 0;
     if (options->inherit)
         family_inherit();
+    family_count(options);
     if (options->tcp)
         tcp_start();
     for (uint64_t tick = 1; !stopping; tick++) {
+        for (; done < (unsigned)changes; done++)
+            for (int i = 0; i < count; i++)
+                gpu_change(gpu_at(gpus, i), done + 1);
         for (int i = 0; i < count; i++)
             gpu_tick(gpu_at(gpus, i), options->busy_ms);
         if (options->tcp && !tcp_exchange(tick)) {
             printf("pid=%d tick=%llu BAD tcp\n", getpid(), (unsigned long long)tick);
             return 1;
         }
-        if (tick % options->verify_every == 0 && !report(gpus, count, tick))
+        if (tick % options->verify_every == 0 && !report(options, gpus, count, tick, done))
             return 1;
         if (tick == options->ticks)
             break;
@@ -194,6 +251,8 @@ int main(int argc, char **argv)
     setvbuf(stdout, NULL, _IOLBF, 0);
     sigaction(SIGTERM, &action, NULL);
     sigaction(SIGINT, &action, NULL);
+    action.sa_handler = change;
+    sigaction(SIGUSR1, &action, NULL);
     if (options.procs)
         return family_run_workers(argc, argv, &options);
     if (options.sleep_only) {

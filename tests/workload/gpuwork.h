@@ -12,13 +12,15 @@
 #define GPUS_MAX 16
 
 struct options {
-    unsigned mib, children, procs, late, delay, busy_ms, tick_ms, verify_every;
+    unsigned mib, children, counters, procs, late, delay, busy_ms, tick_ms, verify_every, touch, slices;
     uint64_t ticks, seed;
-    bool managed, tcp, inherit, sleep_only;
+    bool managed, tcp, inherit, watch, sleep_only, clock;
+    enum data { RANDOM, ZERO, BF16 } data;
     const char *gpus; /* "all", or ordinals with commas */
 };
 
 extern volatile sig_atomic_t stopping; /* SIGTERM or SIGINT came */
+extern volatile sig_atomic_t changes;  /* how often SIGUSR1 came */
 
 /* Says what went wrong and ends the process with status 1. */
 __attribute__((noreturn, format(printf, 1, 2))) void die(const char *format, ...);
@@ -30,8 +32,10 @@ void sleep_ms(uint64_t ms);
 struct gpu;
 int gpu_open(const struct options *options,
              struct gpu **gpus); /* cuInit, contexts, modules, memory with its pattern; number of GPUs */
-void gpu_tick(struct gpu *gpu, unsigned busy_ms);              /* adds one to every word */
-bool gpu_check(struct gpu *gpu, uint64_t tick, uint64_t *sum); /* compares every word with pattern + tick */
+void gpu_tick(struct gpu *gpu, unsigned busy_ms); /* adds one to every word, or to those of --touch */
+void gpu_change(struct gpu *gpu, unsigned change); /* gives about 5 % of the words another pattern */
+bool gpu_check(struct gpu *gpu, uint64_t tick,
+               uint64_t *sum); /* compares every word, or those of one slice, with pattern + tick */
 void gpu_uuid(struct gpu *gpu, char *text);                    /* as the driver says it now; 41 bytes */
 struct gpu *gpu_at(struct gpu *gpus, int index);
 
@@ -40,6 +44,7 @@ void family_start(const struct options *options, const char *seed_of_late);
 int family_run_workers(int argc, char **argv,
                        const struct options *options); /* the launcher's whole life; exit status */
 void family_inherit(void);
+void family_count(const struct options *options); /* the children of --counters */
 void family_end(void);
 
 /* part_tcp.c */

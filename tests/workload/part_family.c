@@ -2,6 +2,7 @@
  * alone. */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -62,6 +63,25 @@ void family_inherit(void)
             sleep_ms(1000000);
         _exit(0);
     }
+}
+
+/* The same, and it shows that it lives. O_PATH needs no driver behind the node. */
+static void count(const struct options *options)
+{
+    if (options->watch && open("/dev/nvidiactl", O_PATH | O_CLOEXEC) < 0)
+        die("cannot open /dev/nvidiactl: %s", strerror(errno));
+    for (unsigned long long tick = 1; !stopping; tick++) {
+        printf("pid=%d tick=%llu ok\n", getpid(), tick);
+        sleep_ms(options->tick_ms);
+    }
+    _exit(0);
+}
+
+void family_count(const struct options *options)
+{
+    for (unsigned i = 0; i < options->counters; i++)
+        if (fork_member() == 0)
+            count(options);
 }
 
 void family_end(void)

@@ -10,6 +10,7 @@
 
 #define CHUNK_WORDS (1u << 20)
 #define THREADS 256
+#define PIECE_WORDS (2u << 18) /* of --touch and of what SIGUSR1 changes: 2 MiB */
 
 static const char PTX[] = ".version 6.0\n"
                           ".target sm_52\n"
@@ -77,8 +78,10 @@ struct gpu {
     int device;
     void *context, *add_one, *busy;
     unsigned long long words;
-    uint32_t count;
+    uint32_t count, touched; /* words, and of these the first ones that a tick changes */
+    unsigned slices, change;
     uint64_t seed;
+    enum data data;
 };
 
 static uint32_t *chunk;
@@ -124,13 +127,43 @@ static void load_driver(void)
 #undef LOAD
 }
 
-/* Word i of the pattern: a hash of seed and i, so that no two pages are alike and none compresses. */
-static uint32_t pattern(uint64_t seed, uint32_t i)
+/* A hash of seed and i, so that no two pages are alike and none compresses. */
+static uint64_t hash(uint64_t seed, uint32_t i)
 {
     uint64_t z = (seed << 32 | i) + 0x9e3779b97f4a7c15ull;
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    return (uint32_t)(z ^ (z >> 31));
+    return z ^ (z >> 31);
+}
+
+/* A bf16 number from 32 random bits: the sum of some of them is about normally distributed, deviation 0.02. */
+static uint32_t weight(uint32_t bits)
+{
+    int32_t sum = (int32_t)((bits & 0x7ff) + (bits >> 11 & 0x7ff) + (bits >> 22)) - 2559;
+    float number = (float)sum * (0.02f / 890);
+    uint32_t word;
+    memcpy(&word, &number, sizeof(word));
+    return word >> 16;
+}
+
+/* SIGUSR1 changes a twentieth of the pieces, of those that a tick leaves alone: in eight runs, or in single
+ * pieces where there are few. */
+static bool changes_at(const struct gpu *gpu, uint32_t i)
+{
+    uint32_t pieces = gpu->count / PIECE_WORDS, period = pieces / 8 > 20 ? pieces / 8 : 20;
+    uint32_t piece = i / PIECE_WORDS;
+    return piece * PIECE_WORDS >= gpu->touched && piece % period >= period - (period + 10) / 20;
+}
+
+/* Word i of the pattern. */
+static uint32_t pattern(const struct gpu *gpu, uint32_t i)
+{
+    unsigned change = changes_at(gpu, i) ? gpu->change : 0;
+    uint64_t bits;
+    if (gpu->data == ZERO)
+        return change;
+    bits = hash(gpu->seed ^ (uint64_t)change << 24, i);
+    return gpu->data == RANDOM ? (uint32_t)bits : weight((uint32_t)bits) << 16 | weight((uint32_t)(bits >> 32));
 }
 
 static uint32_t chunk_words(const struct gpu *gpu, uint32_t at)
@@ -143,7 +176,7 @@ static void fill(struct gpu *gpu)
     for (uint32_t at = 0; at < gpu->count; at += CHUNK_WORDS) {
         uint32_t n = chunk_words(gpu, at);
         for (uint32_t i = 0; i < n; i++)
-            chunk[i] = pattern(gpu->seed, at + i);
+            chunk[i] = pattern(gpu, at + i);
         CALL(cuMemcpyHtoD_v2, gpu->words + 4ull * at, chunk, 4ull * n);
     }
 }
@@ -158,6 +191,9 @@ static void open_one(struct gpu *gpu, int ordinal, const struct options *options
     CALL(cuModuleGetFunction, &gpu->add_one, module, "add_one");
     CALL(cuModuleGetFunction, &gpu->busy, module, "busy");
     gpu->count = options->mib << 18;
+    gpu->touched = options->touch && options->touch < options->mib ? options->touch << 18 : gpu->count;
+    gpu->slices = options->slices;
+    gpu->data = options->data;
     gpu->seed = options->seed * GPUS_MAX + (unsigned)ordinal;
     if (options->managed)
         CALL(cuMemAllocManaged, &gpu->words, 4ull * gpu->count, 1);
@@ -199,11 +235,25 @@ struct gpu *gpu_at(struct gpu *gpus, int index) { return gpus + index; }
 void gpu_tick(struct gpu *gpu, unsigned busy_ms)
 {
     CALL(cuCtxSetCurrent, gpu->context);
-    CALL(cuLaunchKernel, gpu->add_one, (gpu->count + THREADS - 1) / THREADS, 1, 1, THREADS, 1, 1, 0, NULL,
-         (void *[]){&gpu->words, &gpu->count}, NULL);
+    CALL(cuLaunchKernel, gpu->add_one, (gpu->touched + THREADS - 1) / THREADS, 1, 1, THREADS, 1, 1, 0, NULL,
+         (void *[]){&gpu->words, &gpu->touched}, NULL);
     if (busy_ms)
         CALL(cuLaunchKernel, gpu->busy, 1, 1, 1, 1, 1, 1, 0, NULL, (void *[]){&busy_ms}, NULL);
     CALL(cuCtxSynchronize);
+}
+
+void gpu_change(struct gpu *gpu, unsigned change)
+{
+    gpu->change = change;
+    CALL(cuCtxSetCurrent, gpu->context);
+    for (uint32_t at = 0; at < gpu->count; at += PIECE_WORDS) {
+        uint32_t n = gpu->count - at < PIECE_WORDS ? gpu->count - at : PIECE_WORDS;
+        if (!changes_at(gpu, at))
+            continue;
+        for (uint32_t i = 0; i < n; i++)
+            chunk[i] = pattern(gpu, at + i);
+        CALL(cuMemcpyHtoD_v2, gpu->words + 4ull * at, chunk, 4ull * n);
+    }
 }
 
 bool gpu_check(struct gpu *gpu, uint64_t tick, uint64_t *sum)
@@ -213,9 +263,12 @@ bool gpu_check(struct gpu *gpu, uint64_t tick, uint64_t *sum)
     CALL(cuCtxSetCurrent, gpu->context);
     for (uint32_t at = 0; at < gpu->count; at += CHUNK_WORDS) {
         uint32_t n = chunk_words(gpu, at);
+        if (at / CHUNK_WORDS % gpu->slices != tick % gpu->slices)
+            continue;
         CALL(cuMemcpyDtoH_v2, chunk, gpu->words + 4ull * at, 4ull * n);
         for (uint32_t i = 0; i < n; i++) {
-            good &= chunk[i] == pattern(gpu->seed, at + i) + (uint32_t)tick;
+            uint32_t added = at + i < gpu->touched ? (uint32_t)tick : 0;
+            good &= chunk[i] == pattern(gpu, at + i) + added;
             *sum += chunk[i];
         }
     }

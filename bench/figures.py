@@ -1,0 +1,222 @@
+"""What bench/checkpoint.py found: its records, the ratios between them, and the table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from floor import Floor
+
+__all__ = ["STOCK", "Case", "Line", "Run", "Steady", "ratios", "scaled_stock", "table"]
+
+GIB = 1 << 30
+
+STOCK = {"checkpoint": (11.6, 6.2), "restore": (8.5, 2.65)}
+"""Seconds of crun with CRIU's CUDA plugin for 12.63 GiB on an H100, and of the driver's plain call there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What the workload holds on the GPU."""
+
+    gib: float
+    data: str
+    procs: int
+
+    @property
+    def size(self) -> int:
+        """Bytes, whole MiB."""
+        return self.mib << 20
+
+    @property
+    def mib(self) -> int:
+        """At least 4 for each process, the least that its program takes."""
+        return max(round(self.gib * 1024), 4 * self.procs)
+
+    def __str__(self) -> str:
+        return f"{self.gib:g} GiB {self.data}, {self.procs} process{'es' if self.procs > 1 else ''}"
+
+
+@dataclass(slots=True)
+class Line:
+    """One operation of a row. Seconds and bytes; None where it is not known, or makes no sense."""
+
+    row: str
+    what: str
+    side: Literal["checkpoint", "restore"]
+    """Which of the stock tools' and of the floor's figures stand against it."""
+    seconds: float
+    """Of the whole command, or of the calls where there is none."""
+    gpu_bytes: int
+    runtime: float | None = None
+    """Of that, the runtime's part, as Podman says."""
+    stages: dict[str, float] = field(default_factory=dict)
+    written: int | None = None
+    """What was written of the GPU's memory: files of the checkpoint's gpusnap/, or CRIU's pages."""
+    image: int | None = None
+    """All of the checkpoint: the archive, or the folder where none was made."""
+    peak: int | None = None
+    """RAM that the shim held at most."""
+    pause: float | None = None
+    """As the workload saw it by its own clock."""
+    scaled: bool = False
+    """Not measured, but reckoned from a measurement elsewhere."""
+    note: str = ""
+    to_stock: float | None = None
+    """The stock tools' time divided by this: above 1 is faster than they are."""
+    to_floor: float | None = None
+    """This divided by the floor's time: 1 is all that the machine can do."""
+
+    @property
+    def counted(self) -> float:
+        """The seconds that ratios and GiB/s go by: the runtime's, where it has a part of its own."""
+        return self.seconds if self.runtime is None else self.runtime
+
+    @property
+    def rate(self) -> float:
+        """GiB/s."""
+        return self.gpu_bytes / GIB / self.counted if self.counted else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """Ticks per second of a workload that nobody checkpoints, in pairs: the plain runtime, and ours."""
+
+    pairs: tuple[tuple[float, float], ...]
+
+    @property
+    def ratios(self) -> list[float]:
+        """Ours divided by the plain runtime's, from the least to the greatest."""
+        return sorted(ours / plain for plain, ours in self.pairs)
+
+    @property
+    def ratio(self) -> float:
+        """The middle one."""
+        found = self.ratios
+        return found[len(found) // 2]
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        found = self.ratios
+        return {"pairs": self.pairs, "ratio": self.ratio, "spread": [found[0], found[-1]]}
+
+    def __str__(self) -> str:
+        found = self.ratios
+        rates = ", ".join(f"{plain:.1f} → {ours:.1f}" for plain, ours in self.pairs)
+        return (
+            f"steady state, gpusnap-runtime ÷ the plain runtime: {self.ratio:.3f} "
+            f"({found[0]:.3f} to {found[-1]:.3f}; ticks per second {rates})"
+        )
+
+
+@dataclass(slots=True)
+class Run:
+    """All of one case."""
+
+    case: Case
+    floor: Floor | None = None
+    lines: list[Line] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    """By row, why."""
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def find(self, row: str, side: str) -> Line | None:
+        """The first line of a row for a side."""
+        return next((line for line in self.lines if (line.row, line.side) == (row, side)), None)
+
+    def record(self) -> dict[str, Any]:
+        """For JSON: the fields, and of each line the rate."""
+        found = asdict(self)
+        for line, written in zip(self.lines, found["lines"], strict=True):
+            written["rate"] = line.rate
+        return found
+
+
+def scaled_stock(side: Literal["checkpoint", "restore"], plain: Line) -> Line:
+    """The stock tools' time, by how fast the driver's plain call is here; never a measurement."""
+    stock, driver = STOCK[side]
+    took = stock * plain.seconds / driver
+    note = f"scaled: {stock:g} s × {plain.seconds:.2f} s of the driver's here ÷ {driver:g} s there"
+    return Line("stock", side, side, took, plain.gpu_bytes, runtime=took, scaled=True, note=note)
+
+
+def ratios(run: Run) -> None:
+    """Put each line in relation to the stock tools and to the floor of its run."""
+    for line in run.lines:
+        if stock := run.find("stock", line.side):
+            line.to_stock = stock.counted / line.counted if line.counted else None
+        if run.floor is not None:
+            least = getattr(run.floor, line.side)(line.gpu_bytes)
+            line.to_floor = line.counted / least if least else None
+
+
+_HEAD = (
+    "row | what | seconds | runtime | GiB/s | written | image | peak | pause | stock ÷ this | this ÷ floor"
+)
+
+
+def table(runs: Iterable[Run], steady: Steady | None) -> str:
+    """For people, as Markdown."""
+    parts = [part for run in runs for part in _of_run(run)]
+    return "\n".join([*parts, *([str(steady)] if steady else [])])
+
+
+def _of_run(run: Run) -> list[str]:
+    ruler = "|---|---|" + "---:|" * (_HEAD.count("|") - 1)
+    lines = [f"\n## {run.case}\n"]
+    if run.floor is not None:
+        lines += [*_of_floor(run.floor), ""]
+    if run.lines:
+        lines += [f"| {_HEAD} |", ruler]
+    for line in run.lines:
+        cells = [
+            line.row,
+            f"{line.what} (scaled)" if line.scaled else line.what,
+            _seconds(line.seconds),
+            _seconds(line.runtime),
+            f"{line.rate:.2f}",
+            *(_bytes(size) for size in (line.written, line.image, line.peak)),
+            _seconds(line.pause),
+            *("" if ratio is None else f"{ratio:.2f}" for ratio in (line.to_stock, line.to_floor)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.append("")
+    for line in run.lines:
+        stages = [f"{name} {_seconds(took)}" for name, took in line.stages.items()]
+        told = "; ".join(filter(None, [", ".join(stages), line.note]))
+        lines += [f"- {line.row}, {line.what}: {told}"] if told else []
+    lines += [f"- {row}: left out: {why}" for row, why in run.left_out.items()]
+    lines += [f"- {row}: FAILED: {why}" for row, why in run.failed.items()]
+    return lines
+
+
+def _of_floor(floor: Floor) -> list[str]:
+    rates = {
+        "link to the host": floor.to_host,
+        "to the device": floor.to_device,
+        "disk, write and fsync": floor.write,
+        "read from the page cache": floor.read,
+        "direct write": floor.direct_write,
+        "direct read": floor.direct_read,
+        "sha256 on one core": floor.sha256,
+    }
+    known = ", ".join(f"{name} {rate:.2f}" for name, rate in rates.items() if rate)
+    took = [floor.checkpoint(floor.size), floor.restore(floor.size)]
+    least = [f"{side} {each:.2f} s" for side, each in zip(STOCK, took, strict=True) if each is not None]
+    return [
+        f"Floor, GiB/s: {known}; for {floor.size / GIB:.2f} GiB: {', '.join(least)}",
+        *(f"- {note}" for note in floor.notes),
+    ]
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
+
+
+def _bytes(value: int | None) -> str:
+    if value is None:
+        return ""
+    return f"{value / GIB:.2f} GiB" if value >= GIB else f"{value / (1 << 20):.1f} MiB"

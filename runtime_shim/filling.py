@@ -1,0 +1,100 @@
+"""The GPUs' memory of a checkpoint on its way back, beside CRIU: begun before the container is there.
+
+    chunks, read, checked, decompressed ─→ files of memory.stage ─┐
+    the real runtime, CRIU ───────────────→ the processes, stopped ┴→ mapped into them ─→ driver restore
+
+Where the regions are not to be had in memory twice over (memory.ceiling), the chunks stop in a few slots and
+are copied into the processes one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+
+from oci import reading
+from oci.layout import Layout
+from runtime_shim import transfer
+from runtime_shim.errors import ImageError
+from runtime_shim.manifest import FOLDER, Manifest
+from runtime_shim.memory import copies
+from runtime_shim.memory.stage import Area, Stage
+from runtime_shim.settings import Memory
+
+__all__ = ["Filling"]
+
+
+class Filling:
+    """The chunks of a checkpoint on their way back."""
+
+    def __init__(self, image_path: str, record: Manifest, settings: Memory, container: str) -> None:
+        """`container`: the ID that it comes back under.
+
+        Raises ImageError where the manifest's tables or the layout cannot be right.
+        """
+        self._path = os.path.join(image_path, FOLDER)
+        self._container = container
+        self._stage = Stage(container)
+        self._regions = [(p.pid, region) for p in record.processes for region in p.regions]
+        self._areas = self._staged(settings)
+        try:
+            with transfer.as_image_error(self._path):
+                self._reading = reading.Reading(
+                    [region.table for _, region in self._regions],
+                    Layout(self._path),
+                    threads=settings.threads or copies.cores(),
+                    ceiling=transfer.ceiling(settings),
+                    targets=self._areas or None,
+                )
+        except ImageError:
+            self._drop()
+            raise
+
+    def __enter__(self) -> Filling:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the reading, and let go of what is staged. May be called twice."""
+        self._reading.close()
+        self._drop()
+
+    def deliver(self, by_inner: Mapping[int, int]) -> None:
+        """Have every region in its process; `by_inner` has this host's PID by the container's.
+
+        Raises ImageError, and GpusnapError where a process cannot have it.
+        """
+        with transfer.as_image_error(self._path):
+            if not self._areas:
+                self._reading.deliver(
+                    [transfer.Part(by_inner[pid], r.start, r.table.size) for pid, r in self._regions]
+                )
+                return
+            self._reading.wait()
+        found: dict[int, list[Area]] = {}
+        for (pid, _), area in zip(self._regions, self._areas, strict=True):
+            found.setdefault(by_inner[pid], []).append(area)
+        transfer.give(self._container, found)
+
+    def _staged(self, settings: Memory) -> list[Area]:
+        """A file for each region; none where the ceiling or this host does not allow it."""
+        if settings.ceiling and sum(r.table.size for _, r in self._regions) > settings.ceiling:
+            return []
+        areas: list[Area] = []
+        try:
+            for pid, region in self._regions:
+                areas.append(self._stage.area(f"{pid}-{region.start:x}", region.start, region.table.size))
+        except OSError:
+            for area in areas:
+                area.discard()
+            return []
+        return areas
+
+    def _drop(self) -> None:
+        for area in self._areas:
+            area.close()
+        with contextlib.suppress(OSError):  # a leftover takes RAM until `gpusnap recover`
+            self._stage.remove()

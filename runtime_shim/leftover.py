@@ -1,0 +1,192 @@
+"""GPU files that a process inherited by fork and never used: found, and replaced where they are.
+
+The workers of PyTorch's DataLoader are children by fork of a CUDA process. They hold all of its device files,
+open and mapped, and use none of them: CUDA refuses to work in such a child. The driver takes the parent's
+away when it suspends it, nobody takes the children's, and CRIU dumps no such file. So while the parent stands
+still, locked but not suspended yet, each child is stopped, its descriptors are led to /dev/null, its mappings
+to nothing, and it goes on. That is never undone, and need not be: a handle shared with a parent that has been
+suspended once is dead in any case, because the driver opens new ones when it resumes the parent.
+
+A process counts as such a child only if everything that it holds came from an ancestor with GPU state: each
+descriptor is the same open file as one of the ancestor's (kcmp(2), KCMP_FILE), each mapping lies where the
+ancestor has the same one. What a process opened by itself is its own business: it may be starting CUDA, or
+watching the GPU. Seen on an H200 with driver 580: each worker had 31 descriptors and 30 mappings, all so
+inherited and all close-on-exec, also after the parent had freed its memory and its streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from runtime_shim import container as containers
+from runtime_shim import journal, proc
+from runtime_shim.errors import GpusnapError, reason
+from runtime_shim.gpu.driver import Driver, Held
+from runtime_shim.gpu.together import at_once
+from runtime_shim.log import note
+from runtime_shim.manifest import NeutralisedProcess
+from runtime_shim.memory.handles import Neutralised, neutralise
+from runtime_shim.memory.machine import this_machine
+from runtime_shim.stillness import go_on, stop
+from runtime_shim.suspension import idle_holders, users
+
+__all__ = ["Cleared", "clear", "records", "say", "strangers"]
+
+_FILE = 0  # linux/kcmp.h, KCMP_FILE
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_int, *(ctypes.c_ulong,) * 3]
+_libc.syscall.restype = ctypes.c_long
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """A process whose inherited GPU files have been replaced."""
+
+    process: proc.Process
+    done: Neutralised
+
+
+def strangers(driver: Driver, processes: Collection[proc.Process]) -> dict[proc.Process, tuple[str, ...]]:
+    """Those that hold GPU files without GPU state, and not by inheritance alone; with the files of their own.
+
+    Raises Refused for one that is stopped.
+    """
+    idle = idle_holders(driver, processes)
+    if not idle:
+        return {}
+    gpu = users(driver, (process for process in processes if process not in idle))
+    source = _Source(driver, [process.pid for process in gpu])
+    own = {process: source.own(process.pid) for process in idle}
+    return {process: files for process, files in own.items() if files}
+
+
+def clear(
+    driver: Driver,
+    container: str,
+    gpu: Collection[int],
+    processes: Callable[[], Collection[proc.Process]],
+    *,
+    timeout: float,
+) -> tuple[Cleared, ...]:
+    """Replace what processes inherited from those in `gpu`, which stand still and have their files open yet.
+
+    `processes` gives the container's, each time anew: a child may have children of its own until it stands.
+    What others hold is left alone. `timeout` in seconds is for standing still. The container's journal says
+    which processes are stopped, and keeps the registers of a thread that is lent to us. Raises GpusnapError;
+    what has been replaced by then stays so, and all go on.
+    """
+    source = _Source(driver, gpu)
+    found: dict[int, proc.Process] = {}
+    with contextlib.ExitStack() as stack:
+        while fresh := source.heirs(p for p in processes() if p.pid not in gpu and p.pid not in found):
+            for pid in fresh:
+                stack.enter_context(journal.idle(container, pid))
+                stack.callback(go_on, [pid])
+            stop(fresh, timeout=timeout)
+            found |= fresh
+        # Until it stood, one may have opened something by itself.
+        heirs = [pid for pid in found if proc.running(pid) and not source.own(pid)]
+        outcome = at_once(partial(_clear, driver, container), heirs)
+        outcome.raise_first()
+    return tuple(Cleared(found[pid], each) for pid, each in sorted(outcome.results.items()) if each)
+
+
+def say(cleared: Iterable[Cleared]) -> None:
+    """Tell stderr whose files were replaced."""
+    pids = [each.process.pid for each in cleared]
+    if pids:
+        one = len(pids) == 1
+        who = (
+            "1 process holds GPU files that it" if one else f"{len(pids)} processes hold GPU files that they"
+        )
+        note(f"{who} inherited and never used; replaced by /dev/null: {' '.join(map(str, pids))}")
+
+
+def records(cleared: Iterable[Cleared], init: int) -> tuple[NeutralisedProcess, ...]:
+    """What the manifest says of those that are still there."""
+    there = [each for each in cleared if proc.same(each.process.pid, each.process.start)]
+    inner = containers.inner_pids(init, [each.process for each in there])
+    return tuple(
+        NeutralisedProcess(
+            inner[each.process.pid],
+            each.process.comm,
+            each.done.descriptors,
+            len(each.done.mappings),
+            sum(mapping.size for mapping in each.done.mappings),
+        )
+        for each in there
+    )
+
+
+def _clear(driver: Driver, container: str, pid: int) -> Neutralised | None:
+    """One process that stands; None where it has ended. The calling thread is the tracer."""
+    held = driver.held(pid)
+    numbers = [number for number, _ in held.descriptors]
+    ranges = [(start, end) for start, end, _ in held.mappings]
+    try:
+        return neutralise(pid, numbers, ranges, lent=partial(journal.thread, container, pid))
+    except OSError as error:
+        if not proc.running(pid):
+            return None
+        raise GpusnapError(
+            f"process {pid} ({proc.comm(pid)}) holds GPU files that it inherited, and they cannot be "
+            f"replaced: {reason(error)}",
+            hint="end the debugger that has it, or start such workers with spawn or forkserver",
+        ) from error
+
+
+class _Source:
+    """The files of the processes with GPU state, to compare others' with."""
+
+    def __init__(self, driver: Driver, gpu: Collection[int]) -> None:
+        self._driver, self._gpu = driver, frozenset(gpu)
+        self._held: dict[int, Held] = {}
+
+    def heirs(self, processes: Iterable[proc.Process]) -> dict[int, proc.Process]:
+        """Those that hold GPU files by inheritance alone, by PID. Raises Refused for one that is stopped."""
+        idle = idle_holders(self._driver, processes)
+        return {process.pid: process for process in idle if not self.own(process.pid)}
+
+    def own(self, pid: int) -> tuple[str, ...]:
+        """Paths of the files that a process holds and did not inherit, each once."""
+        ancestors = [each for each in _ancestors(pid) if each in self._gpu]
+        held = self._driver.held(pid)
+        inherited = {mapping for each in ancestors for mapping in self._of(each).mappings}
+        files = [
+            path
+            for number, path in held.descriptors
+            if not any(self._shared(each, pid, number) for each in ancestors)
+        ]
+        files += [path for start, end, path in held.mappings if (start, end, path) not in inherited]
+        return tuple(dict.fromkeys(files))
+
+    def _shared(self, ancestor: int, pid: int, number: int) -> bool:
+        """Whether a descriptor is an open file of the ancestor; there it mostly has the same number."""
+        theirs = sorted(self._of(ancestor).descriptors, key=lambda each: each[0] != number)
+        return any(_same_file(ancestor, each, pid, number) for each, _ in theirs)
+
+    def _of(self, pid: int) -> Held:
+        if pid not in self._held:
+            self._held[pid] = self._driver.held(pid)
+        return self._held[pid]
+
+
+def _ancestors(pid: int) -> list[int]:
+    found: list[int] = []
+    while (pid := proc.parent(pid)) and pid not in found:
+        found.append(pid)
+    return found
+
+
+def _same_file(pid: int, number: int, other: int, other_number: int) -> bool:
+    """Whether two descriptors share an open file description; not so where the kernel does not tell."""
+    try:
+        call = this_machine().calls["kcmp"]
+    except GpusnapError:
+        return False  # nor could its files be replaced on such a machine
+    return bool(_libc.syscall(call, pid, other, _FILE, number, other_number) == 0)

@@ -1,0 +1,137 @@
+"""GPU memory between processes, files of memory.stage and the layout of a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from oci import reading
+from oci.chunks import Table, descriptors
+from oci.errors import OciError
+from oci.layout import Layout
+from oci.manifest import Index, empty_descriptor
+from oci.manifest import Manifest as Artifact
+from runtime_shim import journal, proc
+from runtime_shim.errors import GpusnapError, ImageError, reason
+from runtime_shim.gpu.together import at_once
+from runtime_shim.manifest import FOLDER
+from runtime_shim.memory import copies
+from runtime_shim.memory.regions import Region
+from runtime_shim.memory.remote import inside
+from runtime_shim.memory.stage import Area
+from runtime_shim.settings import Memory
+
+__all__ = ["ARTIFACT", "Part", "as_image_error", "ceiling", "commit", "fill", "give", "remove_layout"]
+
+ARTIFACT = "application/vnd.gpusnap.checkpoint.v1+json"
+_SHARE = 4  # of the memory that is available, when the settings say nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A region of a process, to read from and to fill: oci.buffers' Source and Target."""
+
+    pid: int
+    start: int
+    size: int
+
+    def view(self, offset: int, size: int) -> None:
+        """It is no memory of ours."""
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """In the calling thread alone: the crew of oci.writing has one for each core."""
+        copies.read(self.pid, self.start + offset, into, threads=1)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Likewise."""
+        copies.write(self.pid, self.start + offset, data, threads=1)
+
+
+def commit(layout: Layout, tables: Sequence[Table], *, sync: bool = True) -> None:
+    """Make a layout durable, if so wished, and one that anybody can read. Raises ImageError."""
+    with as_image_error(layout.path):
+        artifact = Artifact(config=empty_descriptor(), layers=descriptors(tables), artifact_type=ARTIFACT)
+        layout.create().add_blob(b"{}")
+        manifest = layout.add_manifest(artifact)
+        if sync:
+            layout.commit(Index((manifest,)))
+        else:
+            layout.write_index(Index((manifest,)))
+        # Podman packs the whole folder, and an earlier checkpoint may have been in the same place.
+        layout.prune([manifest.digest, artifact.config.digest, *(each.digest for each in artifact.layers)])
+
+
+def fill(layout: Layout, wanted: Mapping[int, Iterable[tuple[Region, Table]]], settings: Memory) -> None:
+    """Fill regions of processes that have been freed; those that ended are left out. Raises ImageError."""
+    pairs = [(pid, region, table) for pid, found in wanted.items() for region, table in found]
+    pairs = [each for each in pairs if proc.running(each[0])]
+    if not pairs:
+        return
+    with as_image_error(layout.path):
+        reading.read(
+            [table for _, _, table in pairs],
+            layout,
+            [Part(pid, region.start, region.size) for pid, region, _ in pairs],
+            threads=settings.threads or copies.cores(),
+            ceiling=ceiling(settings),
+        )
+
+
+def give(container: str, wanted: Mapping[int, Sequence[Area]]) -> None:
+    """Map staged regions into their processes; those that ended are left out. Raises GpusnapError.
+
+    What a process writes there does not get into the file. Where it may not have the file, the bytes are
+    copied. `container`: for the journal.
+    """
+
+    def one(pid: int) -> None:
+        try:
+            try:
+                with inside(pid) as remote, journal.thread(container, pid, remote.saved):
+                    for area in wanted[pid]:
+                        remote.map_file(area.descriptor, area.address, area.size, area.lead, shared=False)
+            except PermissionError:
+                for area in wanted[pid]:
+                    copies.write(pid, area.address, area.view(0, area.size))
+        except OSError as error:
+            if proc.running(pid):
+                raise GpusnapError(
+                    f"the GPU memory of process {pid} ({proc.comm(pid)}) cannot be given back: "
+                    f"{reason(error)}",
+                    hint=f"its bytes are in {os.path.dirname(wanted[pid][0].path)}; run gpusnap recover",
+                ) from error
+
+    at_once(one, [pid for pid in wanted if proc.running(pid)]).raise_first()
+
+
+def remove_layout(image_path: str) -> None:
+    """Remove the layout of a checkpoint that came to nothing. Raises ImageError."""
+    folder = os.path.join(image_path, FOLDER)
+    try:
+        shutil.rmtree(os.path.join(folder, "blobs"))
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ImageError(f"the layout in {folder} cannot be removed: {reason(error)}") from error
+    for name in ("index.json", "oci-layout"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(folder, name))
+
+
+def ceiling(settings: Memory) -> int:
+    """Bytes that gpusnap may hold for chunks under way."""
+    return settings.ceiling or max(proc.available_memory() // _SHARE, 256 << 20)
+
+
+@contextlib.contextmanager
+def as_image_error(folder: str) -> Iterator[None]:
+    """What goes wrong with the layout in a folder, as an ImageError."""
+    try:
+        yield
+    except OciError as error:
+        raise ImageError(f"the GPU memory in {folder}: {error}") from error
+    except OSError as error:
+        raise ImageError(f"the GPU memory in {folder} cannot be carried: {reason(error)}") from error

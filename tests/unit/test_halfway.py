@@ -1,0 +1,355 @@
+"""What a killed restore left: half a container is removed, and one that runs never is."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import ID, Scene, a_manifest, wait_for
+
+from runtime_shim import halfway, journal, leavings, manifest, proc, shim
+from runtime_shim.errors import GpusnapError, RuntimeFailed
+from runtime_shim.gpu.driver import ProcessState
+from runtime_shim.halfway import Restore, Stage
+from runtime_shim.memory import stage
+
+RUNNING, LOCKED, CHECKPOINTED = ProcessState.RUNNING, ProcessState.LOCKED, ProcessState.CHECKPOINTED
+BEFORE, AFTER = b'{"before":  1}', b'{"after": 1}'
+
+
+@pytest.fixture
+def scene(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Scene]:
+    monkeypatch.setattr(leavings, "scratch", lambda: str(tmp_path))
+    monkeypatch.setattr(stage, "FOLDER", str(tmp_path / "stage"))
+    with Scene(tmp_path, monkeypatch, capfd) as found:
+        yield found
+
+
+def cut_off(
+    scene: Scene, *states: ProcessState, standing: bool = False, status: str = "running", **changed: Any
+) -> Restore:
+    """A restored container whose GPU processes are in these states, and what the journal says of it."""
+    pids = [scene.driver.use(scene.family.spawn(), state=state) for state in states]
+    if standing:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+            wait_for(lambda pid=pid: proc.still(pid), "that it stands")  # type: ignore[misc]
+    scene.runtime.knows(scene.state(status=status), [*pids, scene.family.init])
+    (scene.bundle / "config.json").write_bytes(AFTER)
+    (scene.folder / "pid").write_text("4194304", "ascii")
+    init = proc.process(scene.family.init)
+    assert init is not None
+    entry = Restore(
+        container=ID,
+        image=str(scene.image),
+        owner=(init.pid, init.start + 1),
+        command=(str(scene.runtime.path),),
+        bundle=str(scene.bundle),
+        pid_file=str(scene.folder / "pid"),
+        detach=True,
+        processes=tuple(pids),
+        stage=Stage.GPUS,
+        init=(init.pid, init.start),
+        **halfway.changed(BEFORE, AFTER),
+    )
+    entry = replace(entry, **changed)
+    halfway.write(entry)
+    return entry
+
+
+def removed(scene: Scene) -> None:
+    """Take it away, and see that nothing is left."""
+    assert halfway.recover(ID, scene.driver) == (
+        f"the incomplete container was removed; its checkpoint in {scene.image} is unharmed"
+    )
+    assert scene.runtime.calls("delete") == [f"delete --force {ID}"]
+    assert (scene.bundle / "config.json").read_bytes() == BEFORE
+    assert not (scene.folder / "pid").exists()
+    assert halfway.entries() == ()
+
+
+def kept(scene: Scene, said: str) -> None:
+    """It runs, and stays as it is."""
+    assert halfway.recover(ID, scene.driver) == said
+    assert scene.runtime.calls("delete") == []
+    assert (scene.bundle / "config.json").read_bytes() == AFTER
+    assert halfway.entries() == ()
+    assert proc.running(scene.family.init)
+
+
+ALONE = "another container of that ID runs by now, and was left alone"
+
+
+def test_the_journal(scene: Scene) -> None:
+    """What was written is read; what another version wrote is said to."""
+    entry = cut_off(scene, CHECKPOINTED)
+    assert halfway.entries() == (entry,)
+    assert halfway.read(ID) == entry
+    assert journal.entries() == (), "it is no checkpoint's"
+    Path(journal.FOLDER, f"{ID}.restore").write_text('{"version": 0}')
+    with pytest.raises(GpusnapError, match=f"restore of container {ID} is not as gpusnap writes it"):
+        halfway.read(ID)
+
+
+@pytest.mark.parametrize("reached", [Stage.RESTORE, Stage.SETTLE, Stage.GPUS])
+def test_it_stands(scene: Scene, reached: Stage) -> None:
+    """Processes as CRIU restores them: the container is removed, and its driver is asked for nothing."""
+    entry = cut_off(scene, CHECKPOINTED, CHECKPOINTED, standing=True)
+    halfway.write(replace(entry, stage=reached, init=None if reached is Stage.RESTORE else entry.init))
+    removed(scene)
+    assert scene.driver.of("state") == []
+
+
+def test_one_has_its_state(scene: Scene) -> None:
+    """Cut off in the middle of the driver's restores: half is nothing."""
+    entry = cut_off(scene, RUNNING, CHECKPOINTED)
+    os.kill(entry.processes[1], signal.SIGSTOP)
+    wait_for(lambda: proc.still(entry.processes[1]), "that it stands")
+    removed(scene)
+
+
+def test_somebody_let_it_go_on(scene: Scene) -> None:
+    """Processes that run without their GPU state are no container that runs."""
+    cut_off(scene, CHECKPOINTED, RUNNING)
+    removed(scene)
+
+
+def test_one_has_ended(scene: Scene) -> None:
+    """A container that misses a GPU process is removed, as the restore would have."""
+    entry = cut_off(scene, RUNNING, RUNNING)
+    scene.family.end(entry.processes[0])
+    removed(scene)
+
+
+def test_it_had_come_up(scene: Scene) -> None:
+    """All run with their GPU state: only the entry was left."""
+    entry = cut_off(scene, RUNNING, RUNNING)
+    kept(scene, "running: " + " ".join(map(str, entry.processes)))
+
+
+def test_only_the_unlock_was_missing(scene: Scene) -> None:
+    """It is made up for."""
+    entry = cut_off(scene, RUNNING, LOCKED)
+    kept(scene, "running: " + " ".join(map(str, entry.processes)))
+    assert scene.driver.of("unlock") == [entry.processes[1]]
+
+
+@pytest.mark.parametrize("init", [None, (1, 1)], ids=["unknown", "another"])
+def test_a_later_container(scene: Scene, init: tuple[int, int] | None) -> None:
+    """One that somebody started under that ID since is nobody's to remove."""
+    cut_off(scene, RUNNING, init=init, stage=Stage.RESTORE if init is None else Stage.GPUS)
+    kept(scene, ALONE)
+
+
+def test_the_runtime_was_not_called(scene: Scene) -> None:
+    """Whatever container there is, it is not from that restore; config.json is put back."""
+    cut_off(scene, RUNNING, stage=Stage.PREPARE, init=None)
+    halfway.recover(ID, scene.driver)
+    assert scene.runtime.calls("delete") == []
+    assert (scene.bundle / "config.json").read_bytes() == BEFORE
+
+
+def test_without_gpu_processes(scene: Scene) -> None:
+    """Nothing stands then: known and not settled it is removed, settled it runs."""
+    cut_off(scene, stage=Stage.GPUS)
+    kept(scene, f"running: {scene.family.init}")
+    cut_off(scene, stage=Stage.SETTLE)
+    removed(scene)
+
+
+def test_it_ended(scene: Scene) -> None:
+    """A container without an init, or none at all: what the runtime has of it goes."""
+    cut_off(scene, stage=Stage.RESTORE, init=None)
+    (scene.runtime.folder / "state.json").unlink()
+    removed(scene)
+
+
+def test_config_was_written_since(scene: Scene) -> None:
+    """Podman writes it at every start: only our own change is taken back."""
+    cut_off(scene, CHECKPOINTED, standing=True)
+    (scene.bundle / "config.json").write_bytes(b"{}")
+    halfway.recover(ID, scene.driver)
+    assert (scene.bundle / "config.json").read_bytes() == b"{}"
+
+
+def test_the_bundle_is_gone(scene: Scene) -> None:
+    """`podman rm` takes it away; then there is nothing to put back."""
+    cut_off(scene, CHECKPOINTED, standing=True)
+    (scene.bundle / "config.json").unlink()
+    halfway.recover(ID, scene.driver)
+    assert halfway.entries() == ()
+
+
+def test_files_for_a_moment(scene: Scene) -> None:
+    """CRIU's configuration, the view of the images and notes of threads go too; others' stay."""
+    entry = cut_off(scene, CHECKPOINTED, standing=True)
+    mark = f"{entry.owner[0]}.{entry.owner[1]}"
+    (scene.folder / f"gpusnap-criu-{mark}-abc.conf").touch()
+    (scene.folder / f"gpusnap-images-{mark}-abc").mkdir()
+    (scene.folder / "gpusnap-criu-1.1-abc.conf").touch()
+    for name in (f"{ID}.77", f"{ID}2.77"):
+        Path(journal.FOLDER, f"{name}.thread").write_text("{}")
+    removed(scene)
+    assert [p.name for p in scene.folder.glob("gpusnap-*")] == ["gpusnap-criu-1.1-abc.conf"]
+    assert [p.name for p in Path(journal.FOLDER).glob("*.thread")] == [f"{ID}2.77.thread"]
+
+
+def refused(scene: Scene) -> str:
+    """The sentence of a recover that does nothing, or not all."""
+    with pytest.raises(GpusnapError) as caught:
+        halfway.recover(ID, scene.driver)
+    assert halfway.read(ID) is not None
+    return caught.value.sentence()
+
+
+def test_it_is_under_way(scene: Scene) -> None:
+    """A restore whose gpusnap is there is not touched, by nobody."""
+    entry = cut_off(scene, CHECKPOINTED, standing=True)
+    halfway.write(replace(entry, owner=entry.init))  # type: ignore[arg-type]
+    said = f"gpusnap (process {scene.family.init}) is still at work on container {ID}; wait for it"
+    assert refused(scene) == said
+    assert scene.restore("--detach", "--tcp-established").sentence() != ""
+    assert scene.runtime.calls("delete") == []
+
+
+def test_it_is_held(scene: Scene) -> None:
+    """Nor one that somebody else takes away just now."""
+    cut_off(scene, CHECKPOINTED, standing=True)
+    with journal.held(ID):
+        assert f"another gpusnap is still at work on container {ID}" in refused(scene)
+    assert scene.runtime.calls("delete") == []
+
+
+def test_it_is_paused(scene: Scene) -> None:
+    """Frozen processes look as if they stood; nobody can say, so the user has to."""
+    cut_off(scene, RUNNING, status="paused")
+    assert refused(scene) == (
+        f"container {ID} is paused, and does not tell whether its restore was complete; unpause it and try "
+        "again, or remove it"
+    )
+
+
+def test_it_cannot_be_removed(scene: Scene) -> None:
+    """The runtime's words are told, and it can be tried again."""
+    cut_off(scene, CHECKPOINTED, standing=True)
+    scene.runtime.script("delete", 'say "device busy"; exit 1')
+    assert refused(scene) == f"container {ID} could not be removed: device busy"
+    scene.runtime.script("delete", "", default=True)
+    halfway.recover(ID, scene.driver)
+    assert halfway.entries() == ()
+
+
+def test_delete_of_nothing(scene: Scene) -> None:
+    """A container that is not there needs no removing; any other failure is told."""
+    scene.runtime.script("delete", 'say "container does not exist"; exit 1')
+    halfway.delete([str(scene.runtime.path)], ID)
+    scene.runtime.script("delete", 'say "device busy"; exit 1')
+    with pytest.raises(RuntimeFailed, match="device busy"):
+        halfway.delete([str(scene.runtime.path)], ID)
+
+
+def test_nothing_waits(scene: Scene) -> None:
+    """Somebody else may have done it."""
+    assert halfway.recover(ID, scene.driver) == "nothing is left of it"
+
+
+# What a restore writes.
+
+
+def suspended(scene: Scene) -> list[int]:
+    """An image of two GPU processes, which are what the runtime brings back."""
+    pids = [scene.driver.use(scene.family.spawn(), state=CHECKPOINTED) for _ in range(2)]
+    scene.image.mkdir()
+    draft, record = manifest.Draft(str(scene.image)), a_manifest(pids=pids)
+    draft.begin()
+    draft.prepare(record)
+    draft.finish(record)
+    (scene.image / "inventory.img").write_text("inventory", "ascii")
+    return pids
+
+
+def test_the_stages(scene: Scene) -> None:
+    """Each is on file before what it tells of is done; afterwards nothing is, and nobody is kept away."""
+    pids = suspended(scene)
+    seen: list[Restore | None] = []
+    at_restore = scene.folder / "at-restore.json"
+    note = Path(journal.FOLDER, f"{ID}.restore")
+    scene.runtime.script("restore", f"cp {note} {at_restore}", default=True)
+    scene.driver.when("host", lambda _: seen.append(halfway.read(ID)))
+    scene.driver.when("restore", lambda _: seen.append(halfway.read(ID)))
+    assert scene.restore("--detach").code == 0
+    prepare, gpus = seen
+    assert prepare is not None
+    assert gpus is not None
+    init = proc.process(scene.family.init)
+    assert init is not None
+    assert (prepare.stage, prepare.init, prepare.processes) == (Stage.PREPARE, None, tuple(pids))
+    assert json.loads(at_restore.read_text())["stage"] == "restore"
+    assert (gpus.stage, gpus.init) == (Stage.GPUS, (init.pid, init.start))
+    assert gpus.command == (str(scene.runtime.path),)
+    assert gpus.at_work
+    assert os.listdir(journal.FOLDER) == []
+
+
+@pytest.mark.parametrize("removable", [True, False])
+def test_a_failed_restore(scene: Scene, removable: bool) -> None:
+    """What its undo has removed is forgotten; what it has not waits for `gpusnap recover`."""
+    suspended(scene)
+    scene.runtime.script("restore", "exit 3", default=False)
+    if not removable:
+        scene.runtime.script("delete", 'say "device busy"; exit 1')
+    assert scene.restore("--detach").code == 3
+    assert [entry.stage for entry in halfway.entries()] == ([] if removable else [Stage.RESTORE])
+
+
+def test_the_next_restore(scene: Scene) -> None:
+    """It first takes away what a killed one left, and says so."""
+    entry = cut_off(scene, CHECKPOINTED, standing=True)
+    (scene.folder / "pid").unlink()
+    scene.runtime.script("delete", 'rm -f "$here/state.json"')
+    suspended(scene)
+    (scene.bundle / "config.json").write_bytes(BEFORE)
+    for pid in entry.processes:
+        scene.family.end(pid)
+    outcome = scene.restore("--detach")
+    assert (outcome.code, outcome.log) == (0, ())
+    assert outcome.stderr.startswith(
+        "gpusnap: an earlier restore was cut off; the incomplete container was removed"
+    )
+    assert scene.all_running()
+
+
+def test_the_next_checkpoint(scene: Scene) -> None:
+    """So does a checkpoint, which then has no container: the runtime says so."""
+    cut_off(scene, CHECKPOINTED, standing=True)
+    scene.runtime.script("delete", 'rm -f "$here/state.json"')
+    with pytest.raises(AssertionError, match="handed over"):
+        shim.main(["checkpoint", "--image-path", str(scene.image), ID])
+    assert len(scene.runtime.calls("delete")) == 1
+    assert halfway.entries() == ()
+
+
+def test_the_steps_are_announced(scene: Scene, capfd: pytest.CaptureFixture[str]) -> None:
+    """With --debug, on stderr as they begin, and not in the log: Podman reads one line of that."""
+    suspended(scene)
+    scene.runtime.knows(scene.state(), [*scene.family.pids, scene.family.init], restored=True)
+    first = ["--debug", "--log", str(scene.log), "--log-format", "json"]
+    place = ["--image-path", str(scene.image), "--bundle", str(scene.bundle)]
+    assert shim.main([*first, "restore", "--detach", *place, ID]) == 0
+    said = capfd.readouterr().err.splitlines()
+    steps = [line.removeprefix("gpusnap: step ") for line in said if line.startswith("gpusnap: step ")]
+    assert len(steps) == len(said)
+    assert [s for s in steps if s in ("plan", "restore", "driver restore")] == [
+        "plan",
+        "restore",
+        "driver restore",
+    ]
+    assert not scene.log.exists()
