@@ -7,8 +7,9 @@ chunks are read and decompressed straight into them, and there are no slots.
 
 The tables and the blobs may come from anybody. A blob is read only where its size is the one in the table,
 its digest is checked before zstd sees it, what zstd makes of it never exceeds the chunk, and the digest of
-that is checked before a region sees it; one that is memory of ours sees it before, and holds nothing that
-may be used until all of it is there and right.
+that is checked before a region sees it. A region that is memory of ours sees it before, and holds nothing
+that may be used until all of it is there and right; `later` leaves the digests of its content to `verify`,
+which may run while something else is done with it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from oci.chunks import CHUNK_SIZE, Chunk, Progress, Table, validated
 from oci.digests import digest_of
 from oci.errors import BlobError, Cancelled, CeilingError, ChunkError, binary_size, reason
 from oci.layout import Layout
-from oci.workers import Crew, Signal
+from oci.workers import Crew, Shared, Signal
 
 __all__ = ["Reading", "read"]
 
@@ -74,6 +75,7 @@ class Reading:
 
     threads: how many at most. ceiling: bytes that slots and workers may hold together; fewer workers run
     where that is not enough for all. targets: the regions, one for each table, in order, if they are there.
+    later: leave it to `verify` whether targets that are memory of ours have the right content.
     clear: write zeros, too, to targets that may hold something else.
     progress: called after each chunk that was written to its target, by a worker, one call at a time.
 
@@ -89,6 +91,7 @@ class Reading:
         threads: int,
         ceiling: int,
         targets: Sequence[Target] | None = None,
+        later: bool = False,
         clear: bool = False,
         progress: Callable[[Progress], None] | None = None,
         cancelled: Signal | None = None,
@@ -97,6 +100,8 @@ class Reading:
         self._layout = layout
         self._targets = self._checked(targets) if targets is not None else None
         self._report = progress
+        self._later, self._unsure = later, deque[_Part]()
+        self._threads, self._cancelled = threads, cancelled
         self._crew = Crew(cancelled)
         self._changed = threading.Condition()
         self._unread = deque(self._chunks())
@@ -150,6 +155,23 @@ class Reading:
         if self._progress.done < self._progress.total:
             raise Cancelled("the reading was ended before all chunks were there")
 
+    def verify(self) -> None:
+        """After `wait`: check what `later` has left. Raises BlobError, ChunkError, Cancelled."""
+        unsure = Shared(list(self._unsure))
+        self._crew = Crew(self._cancelled)
+
+        def work() -> None:
+            for part in unsure:
+                self._crew.check()
+                view, chunk = self._place(part), part.chunk
+                assert view is not None
+                assert chunk is not None
+                if digest_of(view) != chunk.plain:
+                    raise _wrong(chunk)
+
+        self._crew.start(min(self._threads, len(self._unsure)), work)
+        self._crew.join()
+
     def close(self) -> None:
         """End the workers, whatever they are at, and give the memory back."""
         self._crew.stop()
@@ -201,7 +223,10 @@ class Reading:
                 part, place, ready = step
                 if part.chunk is not None and not ready:
                     into = place.view if isinstance(place, Memory) else place
-                    _fetch(self._layout, part.chunk, into, packed.view, decompressor)
+                    later = self._later and not isinstance(place, Memory)
+                    _fetch(self._layout, part.chunk, into, packed.view, decompressor, later=later)
+                    if later:
+                        self._unsure.append(part)
                 if isinstance(place, Memory):
                     self._hand_over(part, place)
                 else:
@@ -269,8 +294,10 @@ def _fetch(
     plain: memoryview,
     packed: memoryview,
     decompressor: zstandard.ZstdDecompressor,
+    *,
+    later: bool = False,
 ) -> None:
-    """The bytes of a chunk into `plain`, checked. Raises BlobError, ChunkError."""
+    """The bytes of a chunk into `plain`, checked, or its size alone. Raises BlobError, ChunkError."""
     into = plain[: chunk.size]
     blob = into if chunk.encoding == "plain" else packed[: chunk.stored]
     with layout.open_blob(chunk.blob, chunk.stored) as file:
@@ -283,8 +310,10 @@ def _fetch(
             if not count:
                 raise BlobError(f"the blob {chunk.blob} ends at {done} of {chunk.stored} bytes")
             done += count
+    if chunk.encoding == "plain" and later:
+        return
     if digest_of(blob) != chunk.blob:
-        raise BlobError(f"the blob {chunk.blob} holds something else than its digest says")
+        raise _wrong_blob(chunk)
     if chunk.encoding == "plain":
         return
     try:
@@ -295,5 +324,16 @@ def _fetch(
         raise ChunkError(
             f"the blob {chunk.blob} of the chunk at {chunk.offset} is no zstd: {error}"
         ) from error
-    if count != chunk.size or digest_of(into) != chunk.plain:
-        raise ChunkError(f"the blob {chunk.blob} does not hold the chunk at {chunk.offset}, {chunk.plain}")
+    if count != chunk.size or (not later and digest_of(into) != chunk.plain):
+        raise _wrong(chunk)
+
+
+def _wrong(chunk: Chunk) -> BlobError | ChunkError:
+    """The content of a chunk is not what its digest says."""
+    if chunk.encoding == "plain":
+        return _wrong_blob(chunk)
+    return ChunkError(f"the blob {chunk.blob} does not hold the chunk at {chunk.offset}, {chunk.plain}")
+
+
+def _wrong_blob(chunk: Chunk) -> BlobError:
+    return BlobError(f"the blob {chunk.blob} holds something else than its digest says")

@@ -3,6 +3,9 @@
     chunks, read, checked, decompressed ─→ files of memory.stage ─┐
     the real runtime, CRIU ───────────────→ the processes, stopped ┴→ mapped into them ─→ driver restore
 
+What is decompressed has been checked before. Of what is in the files the digests are checked while the driver
+works, and no process goes on before they are found right.
+
 Where the regions are not to be had in memory twice over (memory.ceiling), the chunks stop in a few slots and
 are copied into the processes one after the other.
 """
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Mapping
 
 from oci import reading
@@ -38,6 +42,8 @@ class Filling:
         self._stage = Stage(container)
         self._regions = [(p.pid, region) for p in record.processes for region in p.regions]
         self._areas = self._staged(settings)
+        self._checking: threading.Thread | None = None
+        self._wrong: ImageError | None = None
         try:
             with transfer.as_image_error(self._path):
                 self._reading = reading.Reading(
@@ -46,6 +52,7 @@ class Filling:
                     threads=settings.threads or copies.cores(),
                     ceiling=transfer.ceiling(settings),
                     targets=self._areas or None,
+                    later=True,
                 )
         except ImageError:
             self._drop()
@@ -60,10 +67,14 @@ class Filling:
     def close(self) -> None:
         """End the reading, and let go of what is staged. May be called twice."""
         self._reading.close()
+        if self._checking is not None:
+            self._checking.join()
         self._drop()
 
     def deliver(self, by_inner: Mapping[int, int]) -> None:
         """Have every region in its process; `by_inner` has this host's PID by the container's.
+
+        They may not go on before `right`.
 
         Raises ImageError, and GpusnapError where a process cannot have it.
         """
@@ -78,6 +89,22 @@ class Filling:
         for (pid, _), area in zip(self._regions, self._areas, strict=True):
             found.setdefault(by_inner[pid], []).append(area)
         transfer.give(self._container, found)
+        self._checking = threading.Thread(target=self._check, name="gpusnap-check")
+        self._checking.start()
+
+    def right(self) -> None:
+        """Return when all of it is known to be right. From any thread. Raises ImageError."""
+        if self._checking is not None:
+            self._checking.join()
+        if self._wrong is not None:
+            raise self._wrong
+
+    def _check(self) -> None:
+        try:
+            with transfer.as_image_error(self._path):
+                self._reading.verify()
+        except ImageError as error:
+            self._wrong = error
 
     def _staged(self, settings: Memory) -> list[Area]:
         """A file for each region; none where the ceiling or this host does not allow it."""

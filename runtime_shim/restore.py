@@ -361,7 +361,8 @@ def _restore_gpus(
         if job.filling is not None:
             job.filling.deliver({inner: process.pid for inner, process in by_inner.items()})
     with job.transaction.step("driver restore"):
-        resume(driver, pids, InCriu(), pairs=pairs)
+        right = job.filling.right if job.filling is not None else tuple
+        resume(driver, pids, InCriu(), pairs=pairs, right=right)
     with job.transaction.step("let go"):
         if job.filling is not None:
             job.filling.close()

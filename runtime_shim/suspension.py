@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from runtime_shim import journal, proc
-from runtime_shim.errors import GpusnapError, Interrupted, Refused
+from runtime_shim.errors import GpusnapError, ImageError, Interrupted, Refused
 from runtime_shim.gpu import holders
 from runtime_shim.gpu.driver import Driver, Host, ProcessState
 from runtime_shim.gpu.errors import GpuError, ProcessGone
@@ -305,11 +305,17 @@ def suspended(driver: Driver, pid: int) -> bool:
 
 
 def resume(
-    driver: Driver, pids: Iterable[int], pages: Pages, *, pairs: Mapping[int, Pairs] = MappingProxyType({})
+    driver: Driver,
+    pids: Iterable[int],
+    pages: Pages,
+    *,
+    pairs: Mapping[int, Pairs] = MappingProxyType({}),
+    right: Callable[[], object] = tuple,
 ) -> None:
     """Restore every suspended process, let it go on, and unlock it; all at once, those that died left out.
 
-    `pairs` of (old UUID, new UUID), by PID, for those that come back on other GPUs. Raises a GpusnapError
+    `pairs` of (old UUID, new UUID), by PID, for those that come back on other GPUs. `right` is called after
+    the driver's restore of each, and what it raises keeps that one from going on. Raises a GpusnapError
     after everything that could be resumed has been; a process that the driver could not restore stays
     stopped, since its threads would miss what the driver took from them.
     """
@@ -320,25 +326,26 @@ def resume(
             time.sleep(_PAUSE * attempt)
         if failure := _failed(partial(pages.give_back, waiting)):
             continue
-        outcome = at_once(partial(_bring_back, driver, pairs), waiting)
+        outcome = at_once(partial(_bring_back, driver, pairs, right), waiting)
         # One that ended meanwhile has nothing to get back.
         errors = {pid: error for pid, error in outcome.errors.items() if proc.running(pid)}
         waiting, failure = list(errors), _failed(Outcome(outcome.results, errors).raise_first)
-        if not waiting:
-            break
+        if not waiting or isinstance(failure, ImageError):
+            break  # what is wrong with an image stays so
     locked = _those(driver, [pid for pid in alive if not proc.still(pid)], ProcessState.LOCKED)
     failure = _failed(lambda: at_once(driver.unlock, locked).raise_first()) or failure
     if failure is not None:
         raise failure
 
 
-def _bring_back(driver: Driver, pairs: Mapping[int, Pairs], pid: int) -> None:
+def _bring_back(driver: Driver, pairs: Mapping[int, Pairs], right: Callable[[], object], pid: int) -> None:
     """Restore one process if it is suspended, and let it go on."""
     if not proc.still(pid):
         _restore(driver, pairs.get(pid, ()), pid)
         return
     with _driver_thread(driver, pid):
         _restore(driver, pairs.get(pid, ()), pid)
+    right()
     go_on([pid])
 
 

@@ -234,6 +234,48 @@ def test_a_target_that_fails(layout: Layout, threads: int) -> None:
     assert threading.active_count() == before
 
 
+def test_checked_later(layout: Layout) -> None:
+    """What `later` left is found by verify, whichever chunk it is; what would reach zstd is found at once."""
+    tables = save(layout, MIXED)
+
+    def read_it(region: bytearray) -> bool:
+        """Whether it failed at once."""
+        with Reading(
+            tables, layout, threads=2, ceiling=CEILING, targets=[Buffer(region)], later=True
+        ) as reading:
+            try:
+                reading.wait()
+            except BlobError:
+                return True
+            reading.verify()
+        return False
+
+    for chunk in tables[0].chunks:
+        path = path_of(layout, chunk)
+        data = path.read_bytes()
+        flip(path, Path())
+        if chunk.encoding == "zstd":
+            assert read_it(bytearray(len(MIXED)))
+        else:
+            with pytest.raises(BlobError, match="holds something else"):
+                read_it(bytearray(len(MIXED)))
+        path.write_bytes(data)
+    region = bytearray(len(MIXED))
+    assert not read_it(region)
+    assert region == MIXED
+
+
+def test_checked_later_though_compressed(layout: Layout) -> None:
+    """A frame that holds something else than the chunk is found by verify."""
+    data = fill(4 * PAGE, "text")
+    table = packed_as(layout, zstandard.ZstdCompressor().compress(data[::-1]), 4 * PAGE, data)
+    target = Buffer(bytearray(4 * PAGE))
+    with Reading([table], layout, threads=1, ceiling=CEILING, targets=[target], later=True) as reading:
+        reading.wait()
+        with pytest.raises(ChunkError, match="does not hold the chunk at 0"):
+            reading.verify()
+
+
 def test_an_early_error_is_told_early(layout: Layout) -> None:
     """A broken blob is known before there are targets: check raises it, and deliver does."""
     tables = save(layout, MIXED)

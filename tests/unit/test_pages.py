@@ -184,15 +184,16 @@ def test_filling(way: str, holders: list[Holder], tmp_path: Path) -> None:
     chunks.commit(kept=False)
     with Filling(str(path), made(chunks, holders[0]), SMALL, "other") as filling:
         filling.deliver({7: pid})
+        filling.right()
     chunks.close()
     go_on([holder.pid for holder in holders])
     assert [holder.say("digest") for holder in holders] == digests
 
 
 def test_a_blob_that_is_damaged(
-    holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: str, holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is named, whoever reads it."""
+    """It is named, whoever reads it, before a process may go on."""
     monkeypatch.setattr(Chunks, "_copied", lambda *_: None)
     path = image(tmp_path)
     chunks = Chunks(str(path), "c0ffee", SMALL)
@@ -203,11 +204,11 @@ def test_a_blob_that_is_damaged(
     name = region.table.chunks[0].blob.partition(":")[2]
     blob = path / "gpusnap/blobs/sha256" / name
     blob.write_bytes(bytes(blob.stat().st_size))
-    with (
-        Filling(str(path), made(chunks, holders[0]), SMALL, "other") as filling,
-        pytest.raises(ImageError, match=name[:12]),
-    ):
-        filling.deliver({7: holders[0].pid})
+    with Filling(str(path), made(chunks, holders[0]), SMALL, "other") as filling:
+        if way == "staged":
+            filling.deliver({7: holders[0].pid})
+        with pytest.raises(ImageError, match=name[:12]):
+            filling.right() if way == "staged" else filling.deliver({7: holders[0].pid})
     with pytest.raises(ImageError, match=name[:12]):
         chunks.give_back([holders[0].pid])
 

@@ -217,3 +217,20 @@ def test_a_process_that_does_not_stand_still(
             suspend(driver, [pid], InCriu(), timeout=0.05)
     wait_for(lambda: not proc.still(pid), "it goes on")
     assert driver.of("checkpoint") == []
+
+
+def test_memory_that_is_not_right(family: Family, driver: FakeDriver) -> None:
+    """After the driver's restore, and before it goes on: it stays where it is, and nothing is tried again."""
+    pid = driver.use(family.spawn(), state=LOCKED)
+    suspend(driver, [pid], InCriu("/image", "c0ffee"), timeout=5)
+    asked: list[bool] = []
+
+    def right() -> None:
+        asked.append(driver.states[pid] is LOCKED and proc.still(pid))
+        raise ImageError("the blob is not what it was")
+
+    with pytest.raises(ImageError, match="not what it was"):
+        resume(driver, [pid], InCriu(), right=right)
+    assert asked == [True]
+    assert proc.still(pid)
+    resume(driver, [pid], InCriu())
