@@ -12,24 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from typing import Any
 
 from runtime_shim import container as containers
-from runtime_shim import inside, journal, keep, leftover, manifest, preflight, proc, remap
+from runtime_shim import image, inside, journal, keep, leftover, manifest, preflight, proc, remap
 from runtime_shim.argv import CheckpointCall, render
 from runtime_shim.criu import config as criu_config
 from runtime_shim.criu import dev
 from runtime_shim.criu import mounts as criu_mounts
-from runtime_shim.criu.version import criu_version
-from runtime_shim.errors import GpusnapError, ImageError, Refused, RuntimeFailed, reason
+from runtime_shim.description import describe
+from runtime_shim.errors import GpusnapError, ImageError, Refused, RuntimeFailed
 from runtime_shim.gpu.driver import Driver, Host
-from runtime_shim.gpu.handles import mapped_files
-from runtime_shim.gpu.libraries import is_driver_file, mapped
 from runtime_shim.gpu.nodes import Node
 from runtime_shim.gpu.together import at_once
 from runtime_shim.invoke import Invoked, invoke
@@ -44,10 +39,6 @@ __all__ = ["checkpoint"]
 
 # CRIU writes it last of what a restore cannot do without; Podman refuses an archive without it.
 _INVENTORY = "inventory.img"
-# What crun and runc write beside CRIU's *.img.
-_RUNTIME_FILES = ("descriptors.json",)
-# What the manifest's schema allows; a longer list would be no reason to refuse.
-_ARGUMENTS = 4096
 
 
 @dataclass(slots=True)
@@ -156,7 +147,7 @@ def _known_devices(job: _Job, config: dict[str, Any]) -> None:
 
 def _prepare(job: _Job, draft: manifest.Draft) -> None:
     """Make the image directory ours. An earlier checkpoint in it stays whole until the dump begins."""
-    _make(job.image_path)
+    image.make(job.image_path)
     job.transaction.undo("removing the incomplete image", lambda: _discard(job))
     draft.begin()
 
@@ -302,16 +293,16 @@ def _complete(job: _Job, draft: manifest.Draft) -> None:
     if job.call.leave_running:
         with job.transaction.step("resume"):
             failure = _resumed(job)
-        if failure is None:  # else `gpusnap recover` may try again
-            job.pages.resumed()
     try:
         if job.call.leave_running:
+            if failure is None:  # else `gpusnap recover` may try again
+                job.pages.resumed()
             _write(job)
         with job.transaction.step("sync"):
             job.pages.commit(kept=job.call.leave_running)
             _sync(job)
         draft.finish(_finished(job, job.record))
-    except ImageError as error:
+    except GpusnapError as error:
         _not_written(job, error, failure)
         raise
     if failure is not None:
@@ -337,7 +328,7 @@ def _finished(job: _Job, record: manifest.Manifest) -> manifest.Manifest:
     )
 
 
-def _not_written(job: _Job, error: ImageError, failure: GpusnapError | None) -> None:
+def _not_written(job: _Job, error: GpusnapError, failure: GpusnapError | None) -> None:
     """The dump is done, but not the rest: of a container that runs on nothing is kept, of another all."""
     if failure is not None:
         _add(error, failure.sentence())
@@ -349,6 +340,7 @@ def _not_written(job: _Job, error: ImageError, failure: GpusnapError | None) -> 
         except GpusnapError as other:
             _add(error, other.sentence())
     else:
+        job.pages.close()  # all of it is written, though perhaps not on disk
         _add(error, f"the container is dumped: gpusnap recover {job.container.id} tries again")
 
 
@@ -366,133 +358,35 @@ def _add(error: GpusnapError, hint: str) -> None:
 
 def _manifest(job: _Job) -> manifest.Manifest:
     assert job.host is not None
-    used: dict[str, int] = {}
-    for item in job.records.values():
-        for uuid, size in item.gpus:
-            used[uuid] = used.get(uuid, 0) + size
-    for node in job.nodes:
-        if node.gpu:
-            used.setdefault(node.gpu, 0)
-    regions = job.pages.records() or {}
-    return manifest.Manifest(
-        created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-        container=job.container.id,
-        host=manifest.HostRecord(
-            architecture=platform.machine(),
-            kernel=platform.release(),
-            vendor=job.host.vendor,
-            driver_version=job.host.driver_version,
-            cuda_version=job.host.cuda_version,
-            criu_version=criu_version(),
-            runtime_name=job.real.path.name,
-            runtime_version=".".join(map(str, job.real.version)) or "unknown",
-        ),
-        gpus=tuple(
-            manifest.GpuRecord(
-                g.uuid, g.minor, g.index, g.model, g.compute_capability, g.memory_total, used[g.uuid], g.pci
-            )
-            for g in job.host.gpus
-            if g.uuid in used
-        ),
-        processes=tuple(
-            manifest.GpuProcess(
-                item.inner_pid,
-                item.process.comm,
-                item.process.command[:_ARGUMENTS],
-                item.gpus,
-                regions.get(item.process.pid, ()),
-            )
-            for _, item in sorted(job.records.items())
-        ),
+    return describe(
+        job.container,
+        job.real,
+        job.host,
+        list(job.records.values()),
+        nodes=job.nodes,
         mounts=job.mounts,
-        nodes=tuple(manifest.DeviceNode(n.path, n.major, n.minor, n.gpu) for n in job.nodes),
-        libraries=_libraries(job),
-        dev=_dev_image(job.container.pid),
-        timing=tuple(job.transaction.steps),
+        regions=job.pages.records() or {},
         pages=job.pages.name,
         neutralised=leftover.records(job.cleared, job.container.pid),
+        timing=job.transaction.steps,
     )
 
 
-def _libraries(job: _Job) -> tuple[manifest.DriverLibrary, ...]:
-    """The driver's files that GPU processes have mapped; of these CRIU wants the same build back."""
-    found: dict[str, manifest.DriverLibrary] = {}
-    for pid in job.records:
-        for path in mapped_files(pid):
-            if path in found or not is_driver_file(path):
-                continue
-            with contextlib.suppress(OSError):
-                seen = mapped(path, f"/proc/{pid}/root{path}")
-                found[path] = manifest.DriverLibrary(path, seen.size, seen.build_id, seen.mode)
-    return tuple(found[path] for path in sorted(found))
-
-
-def _dev_image(init: int) -> str:
-    """The name that CRIU gives its image of the container's /dev; empty where it makes none."""
-    for mount in reversed(proc.mounts(init)):
-        if mount.destination == "/dev":
-            major, _, minor = mount.device.partition(":")
-            own = mount.kind == "tmpfs" and mount.root == "/"
-            return dev.image_name(os.makedev(int(major), int(minor))) if own else ""
-    return ""
-
-
-def _make(image_path: str) -> None:
-    """The image directory, if it is not there."""
-    try:
-        os.makedirs(image_path, exist_ok=True)
-    except OSError as error:
-        raise ImageError(
-            f"the checkpoint's directory {image_path} cannot be used: {reason(error)}"
-        ) from error
-
-
 def _clean(job: _Job) -> None:
-    """Remove what a failed dump wrote, so that nothing looks like a checkpoint. Logs stay, to be read."""
-    image_path = job.image_path
-    manifest.Draft(image_path).discard()
-    if job.dumping is None:
-        return
-    try:
-        for entry in list(os.scandir(image_path)):
-            ours = entry.name.endswith(".img") or entry.name in _RUNTIME_FILES
-            # Only what was written since: the directory is the caller's choice, and may hold other images.
-            if ours and entry.stat(follow_symlinks=False).st_mtime_ns >= job.dumping:
-                os.unlink(entry.path)
-    except OSError as error:
-        raise ImageError(
-            f"the incomplete image in {image_path} cannot be removed: {reason(error)}",
-            hint="do not restore from it",
-        ) from error
+    """Remove what a failed dump wrote, so that nothing looks like a checkpoint."""
+    manifest.Draft(job.image_path).discard()
+    if job.dumping is not None:
+        image.clean(job.image_path, since=job.dumping)
 
 
 def _discard(job: _Job) -> None:
     """The checkpoint came to nothing; what processes still need of it stays."""
     whole = os.path.exists(os.path.join(job.image_path, manifest.FOLDER, manifest.NAME))
-    if not whole:  # an earlier one in the same place may consist of the same chunks
-        job.pages.discard()
+    # An earlier one in the same place may consist of the same chunks.
+    job.pages.discard(layout=not whole)
     _clean(job)
 
 
 def _sync(job: _Job) -> None:
-    """Have the images on disk before the manifest says that they are."""
-    if not job.settings.memory.sync:
-        return
-    image_path = job.image_path
-
-    def sync(name: str) -> None:
-        descriptor = os.open(os.path.join(image_path, name), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    try:
-        names = [e.name for e in os.scandir(image_path) if e.is_file(follow_symlinks=False)]
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(sync, [*names, "."]))
-    except OSError as error:
-        raise ImageError(
-            f"the images in {image_path} cannot be brought to disk: {reason(error)}",
-            hint="the dump itself succeeded; the checkpoint has no manifest yet",
-        ) from error
+    if job.settings.memory.sync:
+        image.sync(job.image_path)

@@ -202,12 +202,13 @@ class Chunks:
         with contextlib.suppress(OSError):  # a leftover takes RAM until `gpusnap recover`
             self._stage.remove()
 
-    def discard(self) -> None:
-        """Remove layout and stage, unless a process waits for its bytes. Raises ImageError."""
+    def discard(self, *, layout: bool) -> None:
+        """Remove the stage, and the `layout` too, unless a process waits for its bytes. Raises ImageError."""
         if any(process.freed and proc.running(pid) for pid, process in self._processes.items()):
             return
         self.close()
-        transfer.remove_layout(self._image)
+        if layout:
+            transfer.remove_layout(self._image)
 
     # Within
 

@@ -126,23 +126,24 @@ def room_in_memory(gpu_bytes: Mapping[int, int], init: int) -> None:
     counts it; going over that limit would have the kernel kill the process, work and all.
     """
     need = sum(gpu_bytes.values()) + _HEAP_GROWTH * len(gpu_bytes)
-    for where, free in (("this host", _available()), ("the container's memory limit", _limit(init))):
-        if free is not None and need > free:
-            raise Refused(
-                f"{human(need)} of GPU memory have to move to RAM, and {where} leaves {human(free)}",
-                hint="free some memory" if where == "this host" else "raise the container's memory limit",
-            )
+    _fits(need, "have to move to", {"the container's memory limit": _limit(init)})
 
 
 def room_to_restore(record: Manifest) -> None:
     """The memory that is not in CRIU's images has to fit beside what runs on this host."""
     need = sum(region.table.size for process in record.processes for region in process.regions)
-    free = _available()
-    if free is not None and need > free:
-        raise Refused(
-            f"{human(need)} of GPU memory have to pass through RAM, and this host leaves {human(free)}",
-            hint="free some memory",
-        )
+    _fits(need, "have to pass through", {})
+
+
+def _fits(need: int, how: str, limits: Mapping[str, int | None]) -> None:
+    """Refuse where RAM is too small: this host's, what our own cgroup may have, and other `limits`."""
+    own = {"the memory limit of gpusnap's own cgroup": _limit(os.getpid())}
+    for where, free in ({"this host": _available()} | dict(limits) | own).items():
+        if free is not None and need > free:
+            raise Refused(
+                f"{human(need)} of GPU memory {how} RAM, and {where} leaves {human(free)}",
+                hint="free some memory" if where == "this host" else f"raise {where}",
+            )
 
 
 def room_on_disk(

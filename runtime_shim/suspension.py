@@ -97,8 +97,8 @@ class Pages(Protocol):
     def close(self) -> None:
         """The checkpoint is whole."""
 
-    def discard(self) -> None:
-        """Remove what was written, but for what a process still needs."""
+    def discard(self, *, layout: bool) -> None:
+        """Remove what was staged and, of the image, the `layout`, but not what a process needs."""
 
 
 class InCriu:
@@ -155,7 +155,7 @@ class InCriu:
     def close(self) -> None:
         """Nothing is open."""
 
-    def discard(self) -> None:
+    def discard(self, *, layout: bool) -> None:
         """Nothing was written."""
 
 

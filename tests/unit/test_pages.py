@@ -220,11 +220,11 @@ def test_discard(way: str, holders: list[Holder], tmp_path: Path) -> None:
     suspended(chunks, holders)
     pids = [holder.pid for holder in holders]
     chunks.take(pids)
-    chunks.discard()
+    chunks.discard(layout=True)
     left = path / "gpusnap/blobs/sha256" if way == "streamed" else Path(stage.FOLDER, "c0ffee")
     assert os.listdir(left)
     chunks.give_back(pids)
-    chunks.discard()
+    chunks.discard(layout=True)
     assert os.listdir(path / "gpusnap") == []
     assert not os.path.ismount(stage.FOLDER)
 

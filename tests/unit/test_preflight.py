@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import POISON, Family, unshare_works
+from fakes import POISON, Family, a_manifest, unshare_works
 
+from oci.chunks import Table
 from runtime_shim import preflight, proc
 from runtime_shim.argv import CheckpointCall
 from runtime_shim.container import Container
 from runtime_shim.errors import Refused
 from runtime_shim.gpu.driver import ProcessState
+from runtime_shim.manifest import RegionRecord
 from runtime_shim.settings import Nvidia
 
 GIB = 1 << 30
@@ -240,6 +243,46 @@ def test_limit_of_version_1(cgroups: Cgroups) -> None:
     files = {"memory__usage_in_bytes": str(GIB), "memory__stat": f"total_inactive_file {GIB}"}
     cgroups.make("c", memory__limit_in_bytes=str(2 * GIB), **files)
     assert left(3 * GIB) == "2.0 GiB"
+
+
+def test_our_own_limit(monkeypatch: pytest.MonkeyPatch, plenty: None) -> None:
+    """What is staged counts as ours: over our own limit the kernel would kill us."""
+    monkeypatch.setattr(preflight, "_limit", lambda pid: GIB if pid == os.getpid() else None)
+    preflight.room_in_memory({1: GIB // 2}, 1)
+    with pytest.raises(Refused, match=r"limit of gpusnap's own cgroup leaves 1\.0 GiB") as caught:
+        preflight.room_in_memory({1: GIB}, 1)
+    assert caught.value.hint == "raise the memory limit of gpusnap's own cgroup"
+
+
+def test_room_to_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is beside CRIU's images has to fit in RAM; what is in them is CRIU's business."""
+    record = a_manifest()
+    monkeypatch.setattr(preflight, "_limit", lambda _: None)
+    monkeypatch.setattr(preflight, "_available", lambda: 4 * GIB)
+    preflight.room_to_restore(record)
+    region = RegionRecord(4096, Table(3 * GIB, ()))
+    process = replace(record.processes[0], regions=(region,))
+    preflight.room_to_restore(replace(record, processes=(process,)))
+    process = replace(process, regions=(region, region))
+    with pytest.raises(Refused, match=r"6\.0 GiB of GPU memory have to pass through RAM, and this host"):
+        preflight.room_to_restore(replace(record, processes=(process,)))
+
+
+def test_room_is_made_before_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who can free something is asked for it once, and only where it is needed."""
+    free, asked = [10], list[int]()
+
+    def make_room(need: int) -> None:
+        asked.append(need)
+        free[0] = 30
+
+    monkeypatch.setattr(preflight, "_free", lambda _: free[0])
+    preflight.room_on_disk(str(tmp_path), 10, [], make_room)
+    assert asked == []
+    preflight.room_on_disk(str(tmp_path), 20, [], make_room)
+    assert asked == [20]
+    with pytest.raises(Refused, match="needs up to 40 B"):
+        preflight.room_on_disk(str(tmp_path), 40, [], make_room)
 
 
 @pytest.mark.parametrize("path", ["/../../elsewhere", "/none"])

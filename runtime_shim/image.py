@@ -1,0 +1,60 @@
+"""The image directory of a checkpoint: made, cleaned after a dump that failed, brought to disk."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+from runtime_shim.errors import ImageError, reason
+
+__all__ = ["clean", "make", "sync"]
+
+# What crun and runc write beside CRIU's *.img.
+_RUNTIME_FILES = ("descriptors.json",)
+_THREADS = 8
+
+
+def make(image_path: str) -> None:
+    """Make it, if it is not there. Raises ImageError."""
+    try:
+        os.makedirs(image_path, exist_ok=True)
+    except OSError as error:
+        raise ImageError(
+            f"the checkpoint's directory {image_path} cannot be used: {reason(error)}"
+        ) from error
+
+
+def clean(image_path: str, *, since: int) -> None:
+    """Remove the images written since then (st_mtime_ns). Logs stay, to be read. Raises ImageError."""
+    try:
+        for entry in list(os.scandir(image_path)):
+            ours = entry.name.endswith(".img") or entry.name in _RUNTIME_FILES
+            # Only what was written since: the directory is the caller's choice, and may hold other images.
+            if ours and entry.stat(follow_symlinks=False).st_mtime_ns >= since:
+                os.unlink(entry.path)
+    except OSError as error:
+        raise ImageError(
+            f"the incomplete image in {image_path} cannot be removed: {reason(error)}",
+            hint="do not restore from it",
+        ) from error
+
+
+def sync(image_path: str) -> None:
+    """Have the images on disk before the manifest says that they are. Raises ImageError."""
+
+    def one(name: str) -> None:
+        descriptor = os.open(os.path.join(image_path, name), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    try:
+        names = [e.name for e in os.scandir(image_path) if e.is_file(follow_symlinks=False)]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(one, [*names, "."]))
+    except OSError as error:
+        raise ImageError(
+            f"the images in {image_path} cannot be brought to disk: {reason(error)}",
+            hint="the dump itself succeeded; the checkpoint has no manifest yet",
+        ) from error
