@@ -245,7 +245,7 @@ def test_limit_of_version_1(cgroups: Cgroups) -> None:
     assert left(3 * GIB) == "2.0 GiB"
 
 
-def test_our_own_limit(monkeypatch: pytest.MonkeyPatch, plenty: None) -> None:
+def test_the_limit_of_what_is_staged(monkeypatch: pytest.MonkeyPatch, plenty: None) -> None:
     """What is staged counts as ours: over our own limit the kernel would kill us."""
     monkeypatch.setattr(preflight, "_limit", lambda pid: GIB if pid == os.getpid() else None)
     preflight.room_in_memory({1: GIB // 2}, 1)
