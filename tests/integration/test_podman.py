@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import shimhost
 from support import Container, good, manifest, podman, run
 
 WORK = ("--mib", "24")
@@ -41,6 +42,20 @@ def test_leave_running(real: str, archive: Path) -> None:
     again = Container.restore("w", archive)
     assert again.ticks()[1][-1] < seen
     again.goes_on()
+
+
+@pytest.mark.parametrize("options", [(), ("--leave-running",)], ids=["stop", "leave running"])
+def test_in_criu(real: str, settings: shimhost.Writer, archive: Path, options: tuple[str, ...]) -> None:
+    """The GPUs' bytes in CRIU's images: it goes on, and its checkpoint comes back whatever the setting is."""
+    settings('[memory]\npages = "criu"\n')
+    container = Container.start("w", *WORK)
+    good(container.checkpoint(archive, *options))
+    assert manifest(archive)["pages"] == "criu"
+    if options:
+        container.goes_on()
+    container.remove()
+    settings('[memory]\npages = "chunks"\n')
+    Container.restore("w", archive).goes_on()
 
 
 @pytest.mark.parametrize("compress", ["none", "gzip", "zstd"])
@@ -109,13 +124,15 @@ def test_tcp_established(newer: str, archive: Path) -> None:
     Container.restore("w", archive, "--tcp-established").goes_on()
 
 
-def test_print_stats(real: str, archive: Path) -> None:
+@pytest.mark.parametrize("pages", ["criu", "chunks"])
+def test_print_stats(real: str, settings: shimhost.Writer, archive: Path, pages: str) -> None:
     """--print-stats gives what it gives for any container: Podman's, the runtime's and CRIU's times."""
+    settings(f'[memory]\npages = "{pages}"\n')
     container = Container.start("w", *WORK)
     stats = json.loads(good(container.checkpoint(archive, "--print-stats")))
     one = stats["container_statistics"][0]
     assert one["runtime_checkpoint_duration"] > 0
-    assert one["criu_statistics"]["pages_written"] > 2 * 24 * 256, "the GPUs' bytes are not in CRIU's images"
+    assert (one["criu_statistics"]["pages_written"] > 2 * 24 * 256) == (pages == "criu")
     container.remove()
     stats = json.loads(good(podman("container", "restore", "--import", archive, "--print-stats")))
     assert stats["container_statistics"][0]["criu_statistics"]["pages_restored"] > 0
@@ -142,6 +159,7 @@ def test_manifest_and_timeline(real: str, archive: Path) -> None:
         "lock",
         "driver checkpoint",
         "pages",
+        "write",
         "write manifest",
         "dump",
         "sync",
