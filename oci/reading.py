@@ -155,8 +155,11 @@ class Reading:
         if self._progress.done < self._progress.total:
             raise Cancelled("the reading was ended before all chunks were there")
 
-    def verify(self) -> None:
-        """After `wait`: check what `later` has left. Raises BlobError, ChunkError, Cancelled."""
+    def verify(self, *, threads: int = 0) -> None:
+        """After `wait`: check what `later` has left, in so many threads, those of the reading for 0.
+
+        Raises BlobError, ChunkError, Cancelled.
+        """
         unsure = Shared(list(self._unsure))
         self._crew = Crew(self._cancelled)
 
@@ -169,7 +172,7 @@ class Reading:
                 if digest_of(view) != chunk.plain:
                     raise _wrong(chunk)
 
-        self._crew.start(min(self._threads, len(self._unsure)), work)
+        self._crew.start(min(threads or self._threads, len(self._unsure)), work)
         self._crew.join()
 
     def close(self) -> None:

@@ -29,6 +29,11 @@ from runtime_shim.settings import Memory
 __all__ = ["Filling"]
 
 
+def _most_of(cores: int) -> int:
+    """Some are left to the runtime and to CRIU, which nobody would wait for any shorter else."""
+    return max(1, cores * 3 // 4)
+
+
 class Filling:
     """The chunks of a checkpoint on their way back."""
 
@@ -49,7 +54,7 @@ class Filling:
                 self._reading = reading.Reading(
                     [region.table for _, region in self._regions],
                     Layout(self._path),
-                    threads=settings.threads or copies.cores(),
+                    threads=settings.threads or _most_of(copies.cores()),
                     ceiling=transfer.ceiling(settings),
                     targets=self._areas or None,
                     later=True,
@@ -102,7 +107,8 @@ class Filling:
     def _check(self) -> None:
         try:
             with transfer.as_image_error(self._path):
-                self._reading.verify()
+                # The driver copies in a single thread, and all cores' hashing would take its memory from it.
+                self._reading.verify(threads=max(1, copies.cores() * 3 // 8))
         except ImageError as error:
             self._wrong = error
 

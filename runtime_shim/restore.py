@@ -104,8 +104,10 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
     Raises a GpusnapError; no container is left then.
     """
     images = str(call.images(real.kind))
-    record = manifest.read(images)
-    driver = _driver(record)
+    found = find_driver()
+    with _opened_meanwhile(found):
+        record = manifest.read(images)
+    driver = _driver(record, found)
     with (
         interruptible(),
         ExitStack() as held,
@@ -171,9 +173,25 @@ def _absent(job: _Job) -> None:
     )
 
 
-def _driver(record: manifest.Manifest) -> Driver | None:
+@contextmanager
+def _opened_meanwhile(driver: Driver | None) -> Iterator[None]:
+    """Open the driver while the block does something else; whoever opens it then has the error, if any."""
+
+    def open_it() -> None:
+        with contextlib.suppress(GpusnapError):
+            if driver is not None:
+                driver.open()
+
+    opening = threading.Thread(target=open_it)
+    opening.start()
+    try:
+        yield
+    finally:
+        opening.join()
+
+
+def _driver(record: manifest.Manifest, driver: Driver | None) -> Driver | None:
     """The driver for the checkpoint's GPUs; None where it has none, or had no use for them. May refuse."""
-    driver = find_driver()
     if not record.processes and (driver is None or driver.vendor != record.host.vendor):
         return None
     if driver is None or driver.vendor != record.host.vendor:

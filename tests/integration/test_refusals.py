@@ -163,8 +163,29 @@ def test_disk_full_on_the_way(crun: None, small: Path, tmp_path: Path) -> None:
     wrapper.chmod(0o755)
     shimhost.write_settings(f'runtime = "{wrapper}"\n')
     text = sentence(_checkpoint(container, small))
-    assert "CRIU says: " in text
+    assert "CRIU says: " in text or "No space left on device" in text
     assert os.listdir(small) == ["other"]
+    container.goes_on()
+
+
+def test_disk_full_behind_a_container_that_runs_on(crun: None, small: Path, tmp_path: Path) -> None:
+    """The disk fills up while its memory is written: it has been running for long, and nothing is left."""
+    container = Container.start("w", "--mib", "30")
+    wrapper = tmp_path / "crun"
+    wrapper.write_text(
+        "#!/bin/sh\n"
+        'case " $* " in *" checkpoint "*) /usr/bin/crun "$@" || exit;'
+        f" head -c 4G /dev/zero > {small}/other 2>/dev/null; exit 0;; esac\n"
+        'exec /usr/bin/crun "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    shimhost.write_settings(f'runtime = "{wrapper}"\n')
+    text = sentence(_checkpoint(container, small, "--leave-running"))
+    assert "no room" in text.lower() or "No space left" in text
+    assert "the container runs on" in text
+    assert os.listdir(small) == ["other"]
+    assert os.listdir("/run/gpusnap/journal") == []
+    assert not os.path.ismount("/run/gpusnap/stage")
     container.goes_on()
 
 
