@@ -5,8 +5,8 @@
 Each case is a block of device memory of a size, a kind of data and a number of processes. For each: what the
 machine can do with so many bytes, the driver's suspend and resume, export and import through Podman with
 gpusnap-runtime, the pause of a checkpoint that leaves the container running, a second and a third one of it,
-and the stock tools, where they are installed; then the steady state, once. One reading of each, on an idle
-machine. docs/benchmarks.md explains the rows.
+and the stock tools, where they are installed; then the steady state, once. One reading of each, but medians
+of three of the driver's calls, in turn; on an idle machine. docs/benchmarks.md explains the rows.
 
 Needs root, Podman, CRIU and a GPU; or the test host, where it runs on softgpu. Installs gpusnap for as long
 as it runs, and removes what it made. Exit code 1 where a row failed; the others are measured all the same.

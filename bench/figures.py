@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from floor import Floor
 
-__all__ = ["STOCK", "Case", "Line", "Run", "Steady", "ratios", "scaled_stock", "table"]
+__all__ = ["STOCK", "Case", "Line", "Run", "Steady", "middle", "ratios", "scaled_stock", "table"]
 
 GIB = 1 << 30
 
 STOCK = {"checkpoint": (11.6, 6.2), "restore": (8.5, 2.65)}
 """Seconds of crun with CRIU's CUDA plugin for 12.63 GiB on an H100, and of the driver's plain call there."""
+
+PLAIN = "driver-plain"
+"""The row of the driver's calls as they come."""
+BARE = (PLAIN, "driver-populated", "driver-staged")
+"""The rows of the driver's calls, with no runtime and no container about them."""
+DRIVERS = ("lock", "driver checkpoint", "resume")
+"""Steps of a checkpoint that leaves the container running which are the driver's own work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +70,18 @@ class Line:
     scaled: bool = False
     """Not measured, but reckoned from a measurement elsewhere."""
     note: str = ""
+    rounds: list[float] = field(default_factory=list)
+    """Seconds of each, where the line is the median of several."""
     to_stock: float | None = None
-    """The stock tools' time divided by this: above 1 is faster than they are."""
+    """The stock tools' time divided by this: above 1 is faster than they are. None for the bare driver."""
     to_floor: float | None = None
     """This divided by the floor's time: 1 is all that the machine can do."""
+    to_plain: float | None = None
+    """Of the bare driver: this divided by its plain call's time."""
+    pause_to_driver: float | None = None
+    """The row `pause`: the pause divided by the driver's plain checkpoint and restore together."""
+    above_driver: float | None = None
+    """The row `again`, unchanged: seconds of the runtime's part beside the driver's steps of that checkpoint."""
 
     @property
     def counted(self) -> float:
@@ -141,18 +156,34 @@ def scaled_stock(side: Literal["checkpoint", "restore"], plain: Line) -> Line:
     return Line("stock", side, side, took, plain.gpu_bytes, runtime=took, scaled=True, note=note)
 
 
+def middle(lines: Sequence[Line]) -> Line:
+    """Of the same operation done several times the median, whole, with the seconds of all of them."""
+    found = sorted(lines, key=lambda line: line.seconds)[len(lines) // 2]
+    found.rounds = [line.seconds for line in lines]
+    return found
+
+
 def ratios(run: Run) -> None:
-    """Put each line in relation to the stock tools and to the floor of its run."""
+    """Put each line in relation to the stock tools, to the floor and to the driver's calls of its run."""
+    both = [run.find(PLAIN, side) for side in STOCK]
+    driver = sum(line.counted for line in both if line is not None) if None not in both else None
     for line in run.lines:
-        if stock := run.find("stock", line.side):
+        if (stock := run.find("stock", line.side)) and line.row not in BARE:
             line.to_stock = stock.counted / line.counted if line.counted else None
         if run.floor is not None:
             least = getattr(run.floor, line.side)(line.gpu_bytes)
             line.to_floor = line.counted / least if least else None
+        if (plain := run.find(PLAIN, line.side)) and line.row in BARE and line.row != PLAIN:
+            line.to_plain = line.counted / plain.counted if plain.counted else None
+        if line.row == "pause" and line.pause is not None:
+            line.pause_to_driver = line.pause / driver if driver else None
+        if (line.row, line.what) == ("again", "unchanged"):
+            line.above_driver = line.counted - sum(line.stages.get(step, 0.0) for step in DRIVERS)
 
 
 _HEAD = (
-    "row | what | seconds | runtime | GiB/s | written | image | peak | pause | stock ÷ this | this ÷ floor"
+    "row | what | seconds | runtime | GiB/s | written | image | peak | pause | stock ÷ this | this ÷ floor "
+    "| this ÷ plain | pause ÷ driver | above driver"
 )
 
 
@@ -178,17 +209,23 @@ def _of_run(run: Run) -> list[str]:
             f"{line.rate:.2f}",
             *(_bytes(size) for size in (line.written, line.image, line.peak)),
             _seconds(line.pause),
-            *("" if ratio is None else f"{ratio:.2f}" for ratio in (line.to_stock, line.to_floor)),
+            *("" if ratio is None else f"{ratio:.2f}" for ratio in _ratios(line)),
+            _seconds(line.above_driver),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines.append("")
     for line in run.lines:
         stages = [f"{name} {_seconds(took)}" for name, took in line.stages.items()]
-        told = "; ".join(filter(None, [", ".join(stages), line.note]))
+        rounds = f"median of {', '.join(map(_seconds, line.rounds))}" if line.rounds else ""
+        told = "; ".join(filter(None, [", ".join(stages), rounds, line.note]))
         lines += [f"- {line.row}, {line.what}: {told}"] if told else []
     lines += [f"- {row}: left out: {why}" for row, why in run.left_out.items()]
     lines += [f"- {row}: FAILED: {why}" for row, why in run.failed.items()]
     return lines
+
+
+def _ratios(line: Line) -> tuple[float | None, ...]:
+    return line.to_stock, line.to_floor, line.to_plain, line.pause_to_driver
 
 
 def _of_floor(floor: Floor) -> list[str]:

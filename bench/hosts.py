@@ -100,6 +100,11 @@ class Work(Container):
     log_file: Log
     workers: int
 
+    @property
+    def static(self) -> Path:
+        """Podman's folder for it, where the runtime's logs of a restore go."""
+        return Path(self.inspect()["StaticDir"])
+
     def remove(self) -> None:
         """It, whether it runs or not."""
         podman("rm", "--force", "--time", "0", self.name)

@@ -10,23 +10,25 @@ import signal
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import shimhost
-from figures import Case, Line, Run, Steady, scaled_stock
+from figures import BARE, PLAIN, Case, Line, Run, Steady, middle, scaled_stock
 from hosts import NAME, BenchError, Place, Work, command
 from support import STORAGE, podman
 
 from runtime_shim import container as containers
-from runtime_shim import proc
+from runtime_shim import journal, proc
 from runtime_shim.errors import SettingsError
 from runtime_shim.gpu.driver import Driver
 from runtime_shim.gpu.together import at_once
+from runtime_shim.pages import Chunks
+from runtime_shim.restore import TIMING
 from runtime_shim.settings import Settings, load
 from runtime_shim.stillness import go_on, only, populated, stop
 
@@ -121,41 +123,83 @@ class Bench:
         self.work = None
 
 
+_PLAIN, _POPULATED, _STAGED = BARE
+_TURNS = ((_PLAIN, _POPULATED, _STAGED), (_STAGED, _POPULATED, _PLAIN), (_PLAIN, _STAGED, _POPULATED))
+_SIDES: dict[Literal["checkpoint", "restore"], tuple[str, ...]] = {
+    "checkpoint": ("lock", "driver checkpoint", "let go"),
+    "restore": ("map back", "driver restore", "unlock"),
+}
+
+
 def driver(bench: Bench) -> list[Line]:
-    """Suspend and resume by the driver's calls, in no container: plainly, and populated for it."""
-    found: list[Line] = []
+    """Suspend and resume by the driver's calls, in no container: plainly, populated, staged; medians of 3."""
+    found: dict[tuple[str, str], list[Line]] = {}
     bench.driver.open()
     with bench.place.bare(bench.case, bench.plan.folder) as log:
         pids = list(log.stamps())
         # PIDs as the programs say them are ours: there is no container.
         used = bench.driver.memory_used(pids)
         size = sum(sum(of.values()) for of in used.values()) or bench.case.size
-        for row, thread in (("driver-plain", only), ("driver-populated", populated)):
-            stages, note = suspended_and_resumed(bench.driver, pids, thread)
+        # A process' first checkpoint grows its heap and finds everything cold: it counts for none of them.
+        bare_round(bench, pids, _PLAIN)
+        for row in (row for turn in _TURNS for row in turn):
             log.wait(bench.case.procs, since=time.time())
+            stages, note = bare_round(bench, pids, row)
             for side, names in _SIDES.items():
-                part = {name: stages[name] for name in names}
-                found.append(Line(row, side, side, sum(part.values()), size, stages=part, note=note))
-    return found
+                part = {name: stages[name] for name in names if name in stages}
+                line = Line(row, side, side, sum(part.values()), size, stages=part, note=note)
+                found.setdefault((row, side), []).append(line)
+        log.wait(bench.case.procs, since=time.time())
+    return [middle(found[row, side]) for row in BARE for side in _SIDES]
 
 
-_SIDES: dict[Literal["checkpoint", "restore"], tuple[str, ...]] = {
-    "checkpoint": ("lock", "driver checkpoint"),
-    "restore": ("driver restore", "unlock"),
-}
+def bare_round(bench: Bench, pids: Sequence[int], row: str) -> tuple[dict[str, float], str]:
+    """Suspend and resume once, in a row's way: seconds of each step, and what there is to say."""
+    if row != _STAGED:
+        return suspended_and_resumed(bench.driver, pids, only if row == _PLAIN else populated)
+    with staging(bench) as chunks:
+        stages, _ = suspended_and_resumed(bench.driver, pids, chunks.thread, chunks)
+        return stages, "; ".join(sorted(set(chunks.notes().values())))
+
+
+@contextmanager
+def staging(bench: Bench) -> Iterator[Chunks]:
+    """What a checkpoint puts the GPU's memory into by default: files in RAM, mapped by the processes."""
+    image = bench.plan.folder / "staged"
+    image.mkdir()
+    # Nothing is kept: what is read and written here is not to depend on an earlier round.
+    memory = replace(checked(bench.plan.settings).memory, keep=False)
+    chunks = Chunks(str(image), NAME, memory)
+    try:
+        yield chunks
+    finally:
+        # Also after a failure: processes whose memory is gone with it are killed next.
+        with suppress(OSError):
+            chunks.close()
+        journal.remove(NAME)
+        shutil.rmtree(image)
 
 
 def suspended_and_resumed(
-    driver: Driver, pids: Sequence[int], thread: Callable[[int, int], AbstractContextManager[Any]]
+    driver: Driver,
+    pids: Sequence[int],
+    thread: Callable[[int, int], AbstractContextManager[Any]],
+    chunks: Chunks | None = None,
 ) -> tuple[dict[str, float], str]:
-    """Seconds of each step, and what `thread` said of populating. As checkpoint.py does it, all at once."""
+    """Seconds of each step, and what `thread` said of populating. As checkpoint.py does it, all at once.
+
+    With `chunks` their bytes are put aside between the two, as for a dump, and mapped back.
+    """
     stages: dict[str, float] = {}
     notes: set[str] = set()
 
-    def step(name: str, action: Callable[[int], object]) -> None:
+    def timed(name: str, action: Callable[[], object]) -> None:
         begun = time.monotonic()
-        at_once(action, pids).raise_first()
+        action()
         stages[name] = time.monotonic() - begun
+
+    def step(name: str, action: Callable[[int], object]) -> None:
+        timed(name, lambda: at_once(action, pids).raise_first())
 
     def away(pid: int) -> None:
         with thread(pid, driver.restore_thread(pid)) as done:
@@ -166,9 +210,19 @@ def suspended_and_resumed(
         with only(pid, driver.restore_thread(pid)):
             driver.restore(pid)
 
+    def map_back(chunks: Chunks) -> None:
+        for error in chunks.give_back(pids).values():
+            raise error
+
     step("lock", partial(driver.lock, timeout=_TIMEOUT))
     stop(pids, timeout=_TIMEOUT)
+    if chunks is not None:
+        for pid in pids:
+            chunks.watch(pid)
     step("driver checkpoint", away)
+    if chunks is not None:
+        timed("let go", partial(chunks.take, pids))
+        timed("map back", partial(map_back, chunks))
     step("driver restore", back)
     go_on(pids)
     step("unlock", driver.unlock)
@@ -204,11 +258,29 @@ def _restore(bench: Bench, work: Work, row: str, runtime: str, gpu_bytes: int) -
     one = json.loads(said)["container_statistics"][0]
     found = Line(row, "restore", "restore", took, gpu_bytes)
     found.runtime = one["runtime_restore_duration"] / 1e6
+    if runtime == SHIM:
+        found.stages |= restore_steps(work.static / TIMING)
     found.stages["CRIU"] = one["criu_statistics"]["restore_time"] / 1e6
     work.log_file.wait(work.workers, since=begun + took)
     # Since it was removed, there has been no other tick.
     first = min(stamps[0].at for stamps in work.log_file.stamps(begun).values())
     found.stages["until the next tick"] = first - begun
+    return found
+
+
+def restore_steps(path: Path) -> dict[str, float]:
+    """Seconds of each step of a restore, from the file that the runtime leaves. Raises BenchError."""
+    try:
+        steps = json.loads(path.read_text())["timing"]
+    except (OSError, ValueError) as error:
+        raise BenchError(f"the steps of the restore are not in {path}: {error}") from error
+    return _steps(steps)
+
+
+def _steps(timing: Sequence[dict[str, Any]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for step in timing:
+        found[step["step"]] = found.get(step["step"], 0.0) + step["seconds"]
     return found
 
 
@@ -232,8 +304,7 @@ def _read_archive(line: Line, archive: Path) -> None:
 
 
 def _of_manifest(line: Line, record: dict[str, Any]) -> None:
-    for step in record["timing"]:
-        line.stages[step["step"]] = line.stages.get(step["step"], 0.0) + step["seconds"]
+    line.stages |= _steps(record["timing"])
     line.gpu_bytes = sum(gpu["memoryUsed"] for gpu in record["gpus"]) or line.gpu_bytes
     line.peak = record.get("peakMemory")
     line.note = record["pages"]
@@ -260,7 +331,7 @@ def stock(bench: Bench) -> list[Line]:
             return exported(bench, "stock", bench.plan.runtime)
         finally:
             bench.drop()
-    plain = {side: bench.run.find("driver-plain", side) for side in _SIDES}
+    plain = {side: bench.run.find(PLAIN, side) for side in _SIDES}
     if any(line is None for line in plain.values()):
         raise LeftOut(
             "cuda-checkpoint or CRIU's cuda_plugin.so is not installed, and without the row driver there is "

@@ -18,7 +18,7 @@ from rich.console import Console
 from gpusnap import show, waiting
 from gpusnap.hooks_command import install_hooks
 from gpusnap.source import load_manifest
-from runtime_shim import halfway, journal, restore, suspension
+from runtime_shim import halfway, journal, keep, restore, suspension
 from runtime_shim import recover as recovery
 from runtime_shim import settings as settings_file
 from runtime_shim._version import __version__
@@ -182,6 +182,9 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
         [(each.container, partial(halfway.recover, each.container, find_driver())) for each in cut_off]
         + [(each.container, partial(_recover_checkpoint, each)) for each in found]
     )
+    if container is None:
+        recovery.sweep()
+        keep.tidy(settings_file.load().memory)
 
 
 def _recover_checkpoint(entry: journal.Entry) -> str:

@@ -173,6 +173,16 @@ class Layout:
             raise BlobError(f"the blob {wanted.digest} holds something else than its digest says")
         return data
 
+    def check_blob(self, wanted: Descriptor) -> None:
+        """Read a blob and compare it with its digest; `sync` then makes it durable. Raises BlobError."""
+        hashed = hashlib.sha256()
+        with self.open_blob(wanted.digest, wanted.size) as file:
+            while piece := _read(file):
+                hashed.update(piece)
+        if f"sha256:{hashed.hexdigest()}" != wanted.digest:
+            raise BlobError(f"the blob {wanted.digest} holds something else than its digest says")
+        self._use(encoded(wanted.digest))
+
     # Documents
 
     def read_index(self) -> Index:

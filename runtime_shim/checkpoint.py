@@ -14,10 +14,11 @@ import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from runtime_shim import container as containers
-from runtime_shim import image, inside, journal, keep, leftover, manifest, preflight, proc, remap
+from runtime_shim import image, inside, journal, keep, leftover, manifest, preflight, proc, remap, transfer
 from runtime_shim.argv import CheckpointCall, render
 from runtime_shim.criu import config as criu_config
 from runtime_shim.criu import dev
@@ -65,6 +66,8 @@ class _Job:
     """The container's init, as it was at first."""
     record: manifest.Manifest | None = None
     """As of the last dump: afterwards the container, and its PID namespace, may be gone."""
+    suspended: bool = False
+    """Whether processes may stand, or wait for their memory."""
     dumping: int | None = None
     """When CRIU began to write (st_mtime_ns); an earlier checkpoint in the same place is no more since."""
 
@@ -154,7 +157,8 @@ def _prepare(job: _Job, draft: manifest.Draft) -> None:
 
 def _suspend(job: _Job) -> None:
     """Lock and checkpoint every GPU process; those that begin to use a GPU meanwhile in another round."""
-    if not job.records:
+    if not job.suspended:
+        job.suspended = True
         job.transaction.undo("resuming the GPU processes", lambda: _undo_suspend(job))
     rounds = 0
     done = set(job.records)
@@ -177,8 +181,13 @@ def _write(job: _Job) -> None:
 
 
 def _undo_suspend(job: _Job) -> None:
-    resume(job.driver, list(job.records), job.pages)
-    journal.remove(job.container.id)
+    _resume(job)
+    job.suspended = False
+
+
+def _resume(job: _Job) -> None:
+    own = partial(transfer.own, job.container.id)
+    resume(job.driver, list(job.records), job.pages, right=own)
 
 
 def _newcomers(job: _Job) -> list[proc.Process]:
@@ -202,7 +211,8 @@ def _suspend_these(job: _Job, fresh: Sequence[proc.Process]) -> None:
     inner = containers.inner_pids(job.container.pid, fresh)
     records = {r.process.pid: r for r in record(job.driver, job.host, fresh, inner)}
     all_bytes = sum(r.used for r in records.values()) + sum(r.used for r in job.records.values())
-    preflight.room_in_memory({pid: r.used for pid, r in records.items()}, job.container.pid)
+    used = {pid: r.used for pid, r in records.items()}
+    preflight.room_in_memory(used, job.container.pid, job.settings.memory)
     preflight.room_on_disk(job.image_path, all_bytes, job.processes(), lambda need: _make_room(job, need))
     job.records |= records
     job.pages.note(list(job.records))
@@ -334,19 +344,18 @@ def _not_written(job: _Job, error: GpusnapError, failure: GpusnapError | None) -
         _add(error, failure.sentence())
     elif job.call.leave_running:
         try:
+            job.suspended = False
             _discard(job)
-            journal.remove(job.container.id)
             _add(error, "the container runs on")
         except GpusnapError as other:
             _add(error, other.sentence())
     else:
-        job.pages.close()  # all of it is written, though perhaps not on disk
         _add(error, f"the container is dumped: gpusnap recover {job.container.id} tries again")
 
 
 def _resumed(job: _Job) -> GpusnapError | None:
     try:
-        resume(job.driver, list(job.records), job.pages)
+        _resume(job)
     except GpusnapError as error:
         return error
     return None
@@ -384,6 +393,8 @@ def _discard(job: _Job) -> None:
     whole = os.path.exists(os.path.join(job.image_path, manifest.FOLDER, manifest.NAME))
     # An earlier one in the same place may consist of the same chunks.
     job.pages.discard(layout=not whole)
+    if not job.suspended:  # what is staged has gone by now: nobody would find it without the journal
+        journal.remove(job.container.id)
     _clean(job)
 
 

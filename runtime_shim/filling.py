@@ -59,7 +59,7 @@ class Filling:
                     targets=self._areas or None,
                     later=True,
                 )
-        except ImageError:
+        except BaseException:
             self._drop()
             raise
 
@@ -93,7 +93,8 @@ class Filling:
         found: dict[int, list[Area]] = {}
         for (pid, _), area in zip(self._regions, self._areas, strict=True):
             found.setdefault(by_inner[pid], []).append(area)
-        transfer.give(self._container, found)
+        for error in transfer.give(self._container, found).values():
+            raise error
         self._checking = threading.Thread(target=self._check, name="gpusnap-check")
         self._checking.start()
 
@@ -114,7 +115,9 @@ class Filling:
 
     def _staged(self, settings: Memory) -> list[Area]:
         """A file for each region; none where the ceiling or this host does not allow it."""
-        if settings.ceiling and sum(r.table.size for _, r in self._regions) > settings.ceiling:
+        working = max((c.stored for _, r in self._regions for c in r.table.chunks), default=0)
+        working *= settings.threads or _most_of(copies.cores())
+        if settings.ceiling and sum(r.table.size for _, r in self._regions) > settings.ceiling - working:
             return []
         areas: list[Area] = []
         try:

@@ -7,7 +7,9 @@
 The real runtime goes on when gpusnap is killed, so there may be a container whose processes stand and miss
 their GPU state. Podman waits for it, and holds its lock, until it is gone: conmon reads what the container
 would say. `recover` lets that runtime end, and removes the container and what else is left, but never one
-that runs: one that had come up just then, or a later one of the same ID.
+that runs: one that had come up just then, or a later one of the same ID. The entry may be days old, and then
+says nothing of what runs; the driver does. Incomplete is only a container with a process whose GPU state the
+driver has not given back: none runs like that, and no other sign counts.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -23,19 +25,26 @@ from typing import Any
 from runtime_shim import bundle, journal, leavings, proc
 from runtime_shim import container as containers
 from runtime_shim.argv import RestoreCall
-from runtime_shim.errors import ContainerError, GpusnapError, RuntimeFailed, reason
+from runtime_shim.errors import ContainerError, GpusnapError, Refused, RuntimeFailed, reason
 from runtime_shim.gpu.driver import Driver, ProcessState
+from runtime_shim.gpu.errors import NotInitialized, ProcessGone
+from runtime_shim.gpu.together import at_once
 from runtime_shim.invoke import control, quiet
 from runtime_shim.manifest import Manifest
 from runtime_shim.memory import stage
 from runtime_shim.real import RealRuntime
-from runtime_shim.suspension import InCriu, resume
+from runtime_shim.stillness import only
+from runtime_shim.suspension import InCriu, let_finish, resume
 
 __all__ = ["Restore", "Stage", "begun", "changed", "delete", "entries", "forget", "read", "recover", "write"]
 
 _KIND = "restore"
 _VERSION = 1
 _GONE = "nothing is left of it"
+_ANOTHER = "another container of that ID runs by now, and was left alone"
+_NO_SUCH = "there is no such container"  # container.py's words for what either runtime says
+# Seconds for a driver's restore that had begun when its caller was killed.
+_UNDER_WAY = 300.0
 
 
 class Stage(StrEnum):
@@ -157,26 +166,28 @@ def _identity(value: Any) -> tuple[int, int]:
     return int(value[0]), int(value[1])
 
 
-def recover(container: str, driver: Driver | None) -> str:
+def recover(container: str, driver: Driver | None, *, remove: bool = True) -> str:
     """Take away what a killed restore left of a container; what was done, in words.
 
-    A container that runs is left as it is, one whose GPU processes only lack the unlock gets it. Raises
-    GpusnapError while that restore is under way, and where something could not be removed; the entry stays.
+    A container that runs is left as it is; of its GPU processes, those that only lack the unlock get it.
+    Raises Refused where it would have to be removed and `remove` is false, and GpusnapError while that
+    restore is under way, where nobody can tell whether the container is complete, and where something could
+    not be removed; the entry stays.
     """
-    if (entry := read(container)) is None:
+    if _cut_off(container) is None:
         return _GONE
-    if entry.at_work:
-        raise GpusnapError(
-            f"gpusnap (process {entry.owner[0]}) is still at work on container {container}",
-            hint="wait for it",
-        )
     with journal.held(container):
-        if (entry := read(container)) is None:  # somebody else did it meanwhile
+        if (entry := _cut_off(container)) is None:  # somebody else did it meanwhile
             return _GONE
         # Without --detach the runtime stays until the container ends; the PID file says that it is there.
         leavings.let_end(entry.owner, container, enough=lambda: not entry.detach and _pid(entry) > 0)
         said = _kept(entry, driver) if entry.stage is not Stage.PREPARE else None
         if said is None:
+            if not remove and entry.stage is not Stage.PREPARE:
+                raise Refused(
+                    f"a restore of container {container} was cut off, and what it left has to be removed",
+                    hint=f"gpusnap recover {container}",
+                )
             said = _removed(entry)
         leavings.sweep(entry.owner)
         _let_go(container)
@@ -184,45 +195,79 @@ def recover(container: str, driver: Driver | None) -> str:
     return said
 
 
+def _cut_off(container: str) -> Restore | None:
+    """The entry of a container whose gpusnap is no more; raises GpusnapError where it is at work."""
+    entry = read(container)
+    if entry is not None and entry.at_work:
+        raise GpusnapError(
+            f"gpusnap (process {entry.owner[0]}) is still at work on container {container}",
+            hint="wait for it",
+        )
+    return entry
+
+
 def _kept(entry: Restore, driver: Driver | None) -> str | None:
     """Why the container that has this ID now is not to be removed; None where it is, or there is none."""
-    try:
-        found = containers.find(entry.command, entry.container)
-    except ContainerError:
+    if (found := _found(entry)) is None:
         return None
-    init = proc.process(found.pid) if found.pid else None
-    if init is None:
-        return None
+    container, init = found
     if entry.init is not None and entry.init != (init.pid, init.start):
-        return "another container of that ID runs by now, and was left alone"
-    if found.status == "paused":
+        return _ANOTHER
+    if container.status == "paused":
         raise GpusnapError(
             f"container {entry.container} is paused, and does not tell whether its restore was complete",
-            hint="unpause it and try again, or remove it",
+            hint=f"unpause it, then gpusnap recover {entry.container}",
         )
     members = containers.processes(init.pid, entry.container)
     inner = containers.inner_pids(init.pid, members)
-    ours = [member.pid for member in members if inner[member.pid] in entry.processes]
-    if any(proc.stopped(pid) for pid in ours):
-        return None  # as CRIU restores them, and until the driver has restored their state
-    if entry.processes and driver is not None:
-        return _with_gpu(entry, driver, ours)
-    # Without GPU processes nothing stands, and nothing tells it from a later one of that ID.
-    ready = entry.init is None or entry.stage is Stage.GPUS
-    return "running: " + str(init.pid) if ready else None
-
-
-def _with_gpu(entry: Restore, driver: Driver, pids: Sequence[int]) -> str | None:
-    driver.open()
-    states = [driver.state(pid) for pid in pids]
-    if ProcessState.CHECKPOINTED in states:
-        return None  # somebody let it go on
-    if entry.init is None:
-        return "another container of that ID runs by now, and was left alone"
-    if entry.stage is not Stage.GPUS or len(pids) < len(entry.processes) or None in states:
+    states = _states(entry, driver, [m.pid for m in members if inner[m.pid] in entry.processes])
+    if ProcessState.CHECKPOINTED in states.values():
         return None
-    resume(driver, pids, InCriu())  # one may still be locked
-    return "running: " + " ".join(map(str, pids))
+    if entry.init is None and entry.processes:
+        return _ANOTHER
+    # Of those that are left: processes may have ended since, or be done with the GPU.
+    ours = [pid for pid, state in states.items() if state in (ProcessState.RUNNING, ProcessState.LOCKED)]
+    if driver is not None and ours:
+        standing = [pid for pid in ours if proc.stopped(pid)]
+        at_once(lambda pid: let_finish(driver, pid, within=_UNDER_WAY), standing).raise_first()
+        resume(driver, ours, InCriu())
+    return "running: " + " ".join(map(str, ours or [init.pid]))
+
+
+def _found(entry: Restore) -> tuple[containers.Container, proc.Process] | None:
+    """The container that has this ID now and its init; None where the runtime knows none that runs."""
+    try:
+        found = containers.find(entry.command, entry.container)
+    except ContainerError as error:
+        if _NO_SUCH in str(error):
+            return None
+        raise  # for all that we know it runs
+    init = proc.process(found.pid) if found.pid else None
+    return (found, init) if init is not None else None
+
+
+def _states(entry: Restore, driver: Driver | None, pids: Sequence[int]) -> Mapping[int, ProcessState | None]:
+    """What the driver says of processes, those that stand included. Raises GpusnapError."""
+    if not pids:
+        return {}
+    if driver is None:
+        raise GpusnapError(
+            f"this host has no GPU driver now, which alone could tell whether the restore of container "
+            f"{entry.container} was complete",
+            hint=f"load the driver, then gpusnap recover {entry.container}",
+        )
+    driver.open()
+    return {pid: _state(driver, pid) for pid in pids}
+
+
+def _state(driver: Driver, pid: int) -> ProcessState | None:
+    if not proc.stopped(pid):
+        return driver.state(pid)
+    try:
+        with only(pid, driver.restore_thread(pid)):  # else nobody would answer
+            return driver.state(pid)
+    except (NotInitialized, ProcessGone):
+        return None
 
 
 def _removed(entry: Restore) -> str:

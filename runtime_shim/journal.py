@@ -164,7 +164,7 @@ def remove(container: str) -> None:
         return  # nothing was ever written for such a one
     with contextlib.suppress(OSError):
         for name in os.listdir(FOLDER):
-            if name.startswith(f"{container}.") and name.endswith((".thread", ".idle")):
+            if re.fullmatch(rf"{re.escape(container)}\.\d+\.(thread|idle)", name, re.ASCII):
                 _unlink(os.path.join(FOLDER, name))
     _unlink(_path(container, "json"))
 

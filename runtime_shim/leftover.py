@@ -10,14 +10,18 @@ suspended once is dead in any case, because the driver opens new ones when it re
 A process counts as such a child only if everything that it holds came from an ancestor with GPU state: each
 descriptor is the same open file as one of the ancestor's (kcmp(2), KCMP_FILE), each mapping lies where the
 ancestor has the same one. What a process opened by itself is its own business: it may be starting CUDA, or
-watching the GPU. Seen on an H200 with driver 580: each worker had 31 descriptors and 30 mappings, all so
-inherited and all close-on-exec, also after the parent had freed its memory and its streams.
+watching the GPU. And no table may be shared: where a child has its memory or its descriptors in common with
+another process (CLONE_VM, CLONE_FILES; in the middle of vfork or posix_spawn), what is replaced in the one is
+gone in the other, which may be the GPU process itself. Seen on an H200 with driver 580: each worker had 31
+descriptors and 30 mappings, all so inherited and all close-on-exec, also after the parent had freed its
+memory and its streams.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +40,8 @@ from runtime_shim.suspension import idle_holders, users
 
 __all__ = ["Cleared", "clear", "records", "say", "strangers"]
 
-_FILE = 0  # linux/kcmp.h, KCMP_FILE
+_FILE, _VM, _FILES = 0, 1, 2  # linux/kcmp.h, KCMP_*: an open file, all memory, all descriptors
+_EQUAL = 0  # kcmp(2): 1 to 3 say that the two are not the same
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_int, *(ctypes.c_ulong,) * 3]
@@ -54,14 +59,16 @@ class Cleared:
 def strangers(driver: Driver, processes: Collection[proc.Process]) -> dict[proc.Process, tuple[str, ...]]:
     """Those that hold GPU files without GPU state, and not by inheritance alone; with the files of their own.
 
-    Raises Refused for one that is stopped.
+    `processes` are all of the container's. Of one that shares its memory or its descriptors with another of
+    them, every file counts as its own. Raises Refused for one that is stopped.
     """
     idle = idle_holders(driver, processes)
     if not idle:
         return {}
     gpu = users(driver, (process for process in processes if process not in idle))
     source = _Source(driver, [process.pid for process in gpu])
-    own = {process: source.own(process.pid) for process in idle}
+    everyone = [process.pid for process in processes]
+    own = {process: source.own(process.pid, everyone) for process in idle}
     return {process: files for process, files in own.items() if files}
 
 
@@ -83,14 +90,19 @@ def clear(
     source = _Source(driver, gpu)
     found: dict[int, proc.Process] = {}
     with contextlib.ExitStack() as stack:
-        while fresh := source.heirs(p for p in processes() if p.pid not in gpu and p.pid not in found):
+        while True:
+            there = tuple(processes())
+            everyone = [process.pid for process in there]
+            fresh = source.heirs([p for p in there if p.pid not in gpu and p.pid not in found], everyone)
+            if not fresh:
+                break
             for pid in fresh:
                 stack.enter_context(journal.idle(container, pid))
                 stack.callback(go_on, [pid])
             stop(fresh, timeout=timeout)
             found |= fresh
-        # Until it stood, one may have opened something by itself.
-        heirs = [pid for pid in found if proc.running(pid) and not source.own(pid)]
+        # Until it stood, one may have opened something by itself, or have got a child that shares its tables.
+        heirs = [pid for pid in found if proc.running(pid) and not source.own(pid, everyone)]
         outcome = at_once(partial(_clear, driver, container), heirs)
         outcome.raise_first()
     return tuple(Cleared(found[pid], each) for pid, each in sorted(outcome.results.items()) if each)
@@ -147,15 +159,21 @@ class _Source:
         self._driver, self._gpu = driver, frozenset(gpu)
         self._held: dict[int, Held] = {}
 
-    def heirs(self, processes: Iterable[proc.Process]) -> dict[int, proc.Process]:
+    def heirs(self, processes: Iterable[proc.Process], everyone: Collection[int]) -> dict[int, proc.Process]:
         """Those that hold GPU files by inheritance alone, by PID. Raises Refused for one that is stopped."""
         idle = idle_holders(self._driver, processes)
-        return {process.pid: process for process in idle if not self.own(process.pid)}
+        return {process.pid: process for process in idle if not self.own(process.pid, everyone)}
 
-    def own(self, pid: int) -> tuple[str, ...]:
-        """Paths of the files that a process holds and did not inherit, each once."""
-        ancestors = [each for each in _ancestors(pid) if each in self._gpu]
+    def own(self, pid: int, everyone: Collection[int]) -> tuple[str, ...]:
+        """Paths of the files that a process holds and did not inherit, each once.
+
+        All of its files, where it shares its memory or its descriptors with one of `everyone`.
+        """
         held = self._driver.held(pid)
+        if any(_shares(pid, each) for each in {*everyone, *self._gpu} - {pid}):
+            files = [path for _, path in held.descriptors] + [path for *_, path in held.mappings]
+            return tuple(dict.fromkeys(files))
+        ancestors = [each for each in _ancestors(pid) if each in self._gpu]
         inherited = {mapping for each in ancestors for mapping in self._of(each).mappings}
         files = [
             path
@@ -185,8 +203,26 @@ def _ancestors(pid: int) -> list[int]:
 
 def _same_file(pid: int, number: int, other: int, other_number: int) -> bool:
     """Whether two descriptors share an open file description; not so where the kernel does not tell."""
+    return _compared(pid, other, _FILE, number, other_number) == _EQUAL
+
+
+def _shares(pid: int, other: int) -> bool:
+    """Whether two processes have their memory or their descriptors in common; so where nobody can tell.
+
+    One that has ended has neither.
+    """
+    for kind in (_VM, _FILES):
+        found = _compared(pid, other, kind)
+        if found == _EQUAL or (found < 0 and found != -errno.ESRCH):
+            return True
+    return False
+
+
+def _compared(pid: int, other: int, kind: int, number: int = 0, other_number: int = 0) -> int:
+    """kcmp(2): 0 where both have the same, else 1 to 3; minus its errno where the kernel does not tell."""
     try:
         call = this_machine().calls["kcmp"]
     except GpusnapError:
-        return False  # nor could its files be replaced on such a machine
-    return bool(_libc.syscall(call, pid, other, _FILE, number, other_number) == 0)
+        return -errno.ENOSYS  # nor could its files be replaced on such a machine
+    found: int = _libc.syscall(call, pid, other, kind, number, other_number)
+    return found if found >= 0 else -ctypes.get_errno()

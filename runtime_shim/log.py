@@ -8,6 +8,7 @@ because a second JSON object in the file would keep Podman from reading the firs
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from datetime import UTC, datetime
@@ -20,7 +21,7 @@ __all__ = ["note", "report", "runtime_message", "runtime_warnings"]
 def report(error: GpusnapError, *, log: str | None = None, log_format: str | None = None) -> None:
     """Tell stderr and the caller's log; a log that cannot be written does not hide the error."""
     sentence = error.sentence()
-    print(f"gpusnap: {sentence}", file=sys.stderr, flush=True)
+    note(sentence)
     path = (log or "").removeprefix("file:")
     if not path or path.startswith(("journald:", "syslog:")):
         return
@@ -33,12 +34,13 @@ def report(error: GpusnapError, *, log: str | None = None, log_format: str | Non
         with open(path, "a", encoding="utf-8") as file:
             file.write(line + "\n")
     except OSError as failure:
-        print(f"gpusnap: the log {path} cannot be written: {reason(failure)}", file=sys.stderr)
+        note(f"the log {path} cannot be written: {reason(failure)}")
 
 
 def note(text: str) -> None:
-    """Say something on stderr that is no error."""
-    print(f"gpusnap: {text}", file=sys.stderr, flush=True)
+    """Say something on stderr that is no error; what somebody waits for goes on where nobody reads it."""
+    with contextlib.suppress(OSError):
+        print(f"gpusnap: {text}", file=sys.stderr, flush=True)
 
 
 def _entries(text: str) -> list[dict[str, str]]:

@@ -25,7 +25,7 @@ from oci import writing
 from oci.chunks import Progress, Table
 from oci.layout import Layout
 from runtime_shim import journal, proc, transfer
-from runtime_shim.errors import GpusnapError, reason
+from runtime_shim.errors import GpusnapError, ImageError, reason
 from runtime_shim.flushing import Flushing
 from runtime_shim.gpu.together import at_once
 from runtime_shim.keep import Kept
@@ -41,7 +41,7 @@ from runtime_shim.stillness import populated
 __all__ = ["Chunks"]
 
 _DONTNEED = 4  # asm-generic/mman-common.h
-_EMPTY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10 | 0x4000  # ibid., MAP_FIXED, MAP_NORESERVE
+_EMPTY = transfer.OWN | 0x4000  # ibid., MAP_NORESERVE
 # Bytes that stay available beside what is staged.
 _RESERVE = 1 << 30
 
@@ -52,6 +52,8 @@ class _Held:
 
     region: Region
     area: Area | None
+    mapped: bool = False
+    """Whether the driver itself has filled the file; else it is a copy."""
     table: Table | None = None
 
 
@@ -118,22 +120,41 @@ class Chunks:
         self._write([each.area for _, each in left if each.area is not None], left)
 
     def ready(self) -> None:
-        """Write what is staged to chunks."""
+        """Write what is staged to chunks, and have them on disk: the disk must not cost the container."""
         self.write()
+        if self._settings.sync:
+            self._flushed()
+            with transfer.as_image_error(self._layout.path):
+                self._layout.sync()
 
-    def give_back(self, pids: Sequence[int]) -> None:
-        """Have the regions of those that were freed in place again."""
-        wanted = {pid: self._processes[pid] for pid in pids if pid in self._processes}
-        wanted = {pid: process for pid, process in wanted.items() if process.freed}
-        transfer.fill(
-            self._layout,
-            {pid: _from_layout(process) for pid, process in wanted.items()},
-            self._settings,
-        )
-        staged = {pid: [each.area for each in p.held or () if each.area] for pid, p in wanted.items()}
-        transfer.give(self._container, {pid: areas for pid, areas in staged.items() if areas})
-        for process in wanted.values():
-            process.freed = False
+    def give_back(self, pids: Sequence[int]) -> Mapping[int, GpusnapError]:
+        """Have the regions of those that were freed in place again; what kept some from it, by PID."""
+        wanted = {pid: p for pid, p in self._processes.items() if pid in pids and p.freed}
+        layout = {pid: found for pid, p in wanted.items() if (found := _from_layout(p))}
+        failures: dict[int, GpusnapError] = {}
+        try:
+            transfer.fill(self._layout, layout, self._settings)
+        except ImageError as error:
+            failures = dict.fromkeys(layout, error)
+        mapped = {pid: areas for pid, p in wanted.items() if (areas := _areas(p, mapped=True))}
+        failures |= transfer.give(self._container, mapped)
+        failures |= at_once(
+            lambda pid: self._copied_back(pid, wanted[pid]), [pid for pid in wanted if pid not in failures]
+        ).errors
+        for pid in wanted.keys() - failures.keys():
+            wanted[pid].freed = False
+        return failures
+
+    def _copied_back(self, pid: int, process: _Process) -> None:
+        try:
+            transfer.copy(pid, _areas(process, mapped=False))
+        except OSError as error:
+            if proc.running(pid):
+                raise GpusnapError(
+                    f"the GPU memory of process {pid} ({proc.comm(pid)}) cannot be given back: "
+                    f"{reason(error)}",
+                    hint="run gpusnap recover",
+                ) from error
 
     def resumed(self) -> None:
         """The processes run again: nobody may touch their memory, what is staged is for the layout."""
@@ -180,8 +201,7 @@ class Chunks:
         """
         self.write()
         tables = [each.table for _, each in self._all() if each.table is not None]
-        if self._flushing is not None:
-            self._flushing.close()
+        self._flushed()
         transfer.commit(self._layout, tables, sync=self._settings.sync)
         with self._kept() as keeping:
             if kept and self._settings.sync:
@@ -191,8 +211,7 @@ class Chunks:
 
     def close(self) -> None:
         """The checkpoint is whole: what was staged is not needed any more."""
-        if self._flushing is not None:
-            self._flushing.close()
+        self._flushed()
         for _, each in self._all():
             if each.area is not None:
                 each.area.close()
@@ -212,6 +231,11 @@ class Chunks:
 
     # Within
 
+    def _flushed(self) -> None:
+        if self._flushing is not None:
+            self._flushing.close()
+            self._flushing = None
+
     def _all(self) -> list[tuple[int, _Held]]:
         return [(pid, each) for pid, process in self._processes.items() for each in process.held or ()]
 
@@ -230,10 +254,25 @@ class Chunks:
             raise
 
     def _held(self, pid: int, process: _Process) -> Iterator[_Held]:
+        there = _mappings(pid)
         for area in process.populated.areas:
-            yield _Held(Region(area.address, area.size), area)
-        for region in regions.regions(process.before, _mappings(pid)):
+            covered = sum(_common(area, m) for m in there if m.name == area.path)
+            if covered == area.size:
+                yield _Held(Region(area.address, area.size), area, mapped=True)
+            elif not covered:  # the driver has unmapped it again: it was not for the GPU's memory
+                self._dropped(area)
+            else:
+                raise GpusnapError(
+                    f"the GPU driver has left {covered} of {area.size} bytes of a region in process {pid}",
+                    hint="set memory.pages to criu",
+                )
+        for region in regions.regions(process.before, there):
             yield _Held(region, self._copied(pid, region))
+
+    def _dropped(self, area: Area) -> None:
+        area.discard()
+        with self._lock:
+            self._staged -= area.size
 
     def _copied(self, pid: int, region: Region) -> Area | None:
         """A region's bytes in a file, too; None where there is no memory for both."""
@@ -246,7 +285,7 @@ class Chunks:
         try:
             copies.read(pid, region.start, area.view(0, region.size), threads=self._settings.threads)
         except OSError:  # it ended, or the memory did: reading it again for the chunks says which
-            area.discard()
+            self._dropped(area)
             return None
         return area
 
@@ -257,6 +296,8 @@ class Chunks:
             self._flushing = Flushing(self._layout)
         before = self._progress
         last = [Progress(0)]
+        # A chunk that is only linked was not read: no process may depend on it alone.
+        live = any(isinstance(source, transfer.Part) for source in sources)
         with transfer.as_image_error(self._layout.path), self._kept() as keeping:
             self._layout.create()
             tables = writing.write(
@@ -266,7 +307,7 @@ class Chunks:
                 ceiling=_working(self._settings),
                 chunk_size=self._settings.chunk_size,
                 level=self._settings.level,
-                known=keeping.known,
+                known=keeping.known if not live else None,
                 trust=False,  # an earlier checkpoint in the same place may have been damaged
                 written=self._flushing.add if self._flushing is not None else None,
                 progress=lambda now: last.__setitem__(0, now),
@@ -305,10 +346,19 @@ class Chunks:
 def _let_go(remote: Remote, held: _Held) -> None:
     """Leave nothing of a region in the process but its addresses."""
     start, size = held.region.start, held.region.size
-    if held.area is not None:
+    if held.mapped:
         remote.mmap(start, size, mmap.PROT_READ | mmap.PROT_WRITE, _EMPTY)
     else:
         remote.madvise(start, size, _DONTNEED)
+
+
+def _common(area: Area, mapping: regions.Mapping) -> int:
+    """Bytes of a region that lie in a mapping."""
+    return max(0, min(mapping.end, area.address + area.size) - max(mapping.start, area.address))
+
+
+def _areas(process: _Process, *, mapped: bool) -> list[Area]:
+    return [h.area for h in process.held or () if h.area is not None and h.mapped == mapped]
 
 
 def _from_layout(process: _Process) -> list[tuple[Region, Table]]:

@@ -17,7 +17,7 @@ from runtime_shim.container import Container
 from runtime_shim.errors import Refused, reason
 from runtime_shim.gpu.driver import ProcessState
 from runtime_shim.manifest import Manifest
-from runtime_shim.settings import Nvidia
+from runtime_shim.settings import Memory, Nvidia
 from runtime_shim.units import human
 
 __all__ = ["call", "leftover", "nccl", "room_in_memory", "room_on_disk", "room_to_restore", "states"]
@@ -119,31 +119,40 @@ def nccl(users: Sequence[proc.Process], settings: Nvidia) -> None:
             )
 
 
-def room_in_memory(gpu_bytes: Mapping[int, int], init: int) -> None:
-    """The GPUs' memory has to fit beside what runs, on the host and in the container's own limit.
+def room_in_memory(gpu_bytes: Mapping[int, int], init: int, settings: Memory | None = None) -> None:
+    """The GPUs' memory has to fit beside what runs: on the host, in the container's limit, in our own.
 
-    `gpu_bytes` is by PID. The driver puts it into the process itself, where the container's memory limit
-    counts it; going over that limit would have the kernel kill the process, work and all.
+    `gpu_bytes` is by PID. Where the driver puts it into the process itself, the container's memory limit
+    counts it, and where it is staged by us, our own does; over a limit the kernel would kill the process,
+    work and all. With `settings`, what would be staged by them is asked for.
     """
     need = sum(gpu_bytes.values()) + _HEAP_GROWTH * len(gpu_bytes)
-    _fits(need, "have to move to", {"the container's memory limit": _limit(init)})
+    _fits(need, "have to move to", "this host", _available())
+    _fits(need, "have to move to", "the container's memory limit", _limit(init))
+    _fits_us(need, "have to move to", settings)
 
 
-def room_to_restore(record: Manifest) -> None:
+def room_to_restore(record: Manifest, settings: Memory) -> None:
     """The memory that is not in CRIU's images has to fit beside what runs on this host."""
     need = sum(region.table.size for process in record.processes for region in process.regions)
-    _fits(need, "have to pass through", {})
+    _fits(need, "have to pass through", "this host", _available())
+    _fits_us(need, "have to pass through", settings)
 
 
-def _fits(need: int, how: str, limits: Mapping[str, int | None]) -> None:
-    """Refuse where RAM is too small: this host's, what our own cgroup may have, and other `limits`."""
-    own = {"the memory limit of gpusnap's own cgroup": _limit(os.getpid())}
-    for where, free in ({"this host": _available()} | dict(limits) | own).items():
-        if free is not None and need > free:
-            raise Refused(
-                f"{human(need)} of GPU memory {how} RAM, and {where} leaves {human(free)}",
-                hint="free some memory" if where == "this host" else f"raise {where}",
-            )
+def _fits_us(need: int, how: str, settings: Memory | None) -> None:
+    """Our own cgroup has to take what is staged; above memory.ceiling nothing is."""
+    if settings is not None and settings.pages != "criu":
+        least = min(need, settings.ceiling or need)
+        where = "the memory limit of gpusnap's own cgroup"
+        _fits(least, how, where, _limit(os.getpid()), hint=f"raise {where}, or set memory.ceiling below it")
+
+
+def _fits(need: int, how: str, where: str, free: int | None, *, hint: str = "") -> None:
+    if free is not None and need > free:
+        raise Refused(
+            f"{human(need)} of GPU memory {how} RAM, and {where} leaves {human(free)}",
+            hint=hint or ("free some memory" if where == "this host" else f"raise {where}"),
+        )
 
 
 def room_on_disk(

@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 
 from oci.layout import Layout
-from runtime_shim import journal, leavings, manifest, pages, proc, transfer
-from runtime_shim.errors import GpusnapError, ManifestError, reason
+from runtime_shim import image, journal, leavings, manifest, pages, proc, transfer
+from runtime_shim.errors import GpusnapError, ImageError, ManifestError, reason
 from runtime_shim.gpu.driver import Driver, ProcessState
 from runtime_shim.gpu.together import at_once
 from runtime_shim.journal import Entry, Suspended
@@ -25,7 +27,7 @@ from runtime_shim.settings import Memory
 from runtime_shim.stillness import go_on, stop
 from runtime_shim.suspension import InCriu, let_finish, resume, suspended
 
-__all__ = ["alive", "recover"]
+__all__ = ["alive", "recover", "sweep"]
 
 _SETTLING = 10.0  # seconds
 # Seconds for what the driver had begun: a large process' checkpoint takes it up to a minute.
@@ -35,8 +37,26 @@ _UNDER_WAY = 300.0
 def recover(entry: Entry, driver: Driver, settings: Memory) -> str:
     """Bring the processes of an entry back, and remove it; what was done, in words.
 
-    Raises GpusnapError; what could be brought back has been, and the entry stays.
+    Raises GpusnapError, also where another gpusnap is at work on that container; what could be brought back
+    has been, and the entry stays.
     """
+    with journal.held(entry.container):
+        now = journal.read(entry.container)
+        if now is None:
+            return "somebody else has put it right"
+        return _recover(now, driver, settings)
+
+
+def sweep() -> None:
+    """Free the RAM of what is staged for no entry: its gpusnap was killed in its last moments."""
+    for container in stage.containers():
+        with suppress(GpusnapError, OSError), journal.held(container):
+            if container not in (*journal.containers("json"), *journal.containers("restore")):
+                stage.remove(container)
+
+
+def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
+    """While nobody else is at work on it."""
     if entry.at_work:
         raise GpusnapError(
             f"gpusnap (process {entry.owner[0]}) is still at work on container {entry.container}",
@@ -54,12 +74,20 @@ def recover(entry: Entry, driver: Driver, settings: Memory) -> str:
         pids = [process.pid for process in stopped]
         at_once(lambda pid: let_finish(driver, pid, within=_UNDER_WAY), pids).raise_first()
         stopped += _astray(driver, [process for process in there if process not in stopped])
-        _give_back(entry, [p for p in stopped if _mapped(p) and suspended(driver, p.pid)], settings)
-        resume(driver, [process.pid for process in there], InCriu())
+        lacking = _give_back(entry, [p for p in stopped if suspended(driver, p.pid)], settings)
+        own = partial(transfer.own, entry.container)
+        resume(driver, [p.pid for p in there if p.pid not in lacking], InCriu(), right=own)
+        for error in lacking.values():
+            raise error
         said = "running: " + " ".join(str(process.pid) for process in there)
         _discard(entry)
-    else:
+    elif entry.processes:
         said = _finish(entry)
+    elif os.path.exists(os.path.join(entry.image, manifest.FOLDER, manifest.NAME)):
+        said = f"it runs on, and the checkpoint in {entry.image} is whole"
+    else:
+        _take_back(entry)
+        said = "it runs on, and its checkpoint came to nothing"
     try:
         stage.remove(entry.container)
     except OSError as error:
@@ -72,24 +100,37 @@ def recover(entry: Entry, driver: Driver, settings: Memory) -> str:
     return said
 
 
-def _give_back(entry: Entry, processes: Sequence[Suspended], settings: Memory) -> None:
-    """Have the regions of suspended processes in place: from the layout, or from files of the stage."""
-    layout = {p.pid: [(Region(r.start, r.table.size), r.table) for r in p.regions] for p in processes}
+def _give_back(entry: Entry, processes: Sequence[Suspended], settings: Memory) -> dict[int, GpusnapError]:
+    """Have the regions of suspended processes in place: from the layout, or from files of the stage.
+
+    What kept some from it, by PID.
+    """
+    lost = {p.pid: _not_there(p) for p in processes if not _mapped(p)}
+    there = [process for process in processes if process.pid not in lost]
+    layout = {p.pid: [(Region(r.start, r.table.size), r.table) for r in p.regions] for p in there}
     if any(layout.values()):
         transfer.fill(Layout(os.path.join(entry.image, manifest.FOLDER)), layout, settings)
     staged: dict[int, list[Area]] = {}
-    try:
-        for process in processes:
-            for each in process.staged:
-                staged.setdefault(process.pid, []).append(Area(each.path, each.start, each.size))
-    except OSError as error:
-        raise GpusnapError(
-            f"the GPU memory of container {entry.container} cannot be read: {reason(error)}",
-            hint="if somebody removed that file it is lost: restore the container from a checkpoint",
-        ) from error
-    transfer.give(entry.container, staged)
+    for process in there:
+        try:
+            staged[process.pid] = [Area(each.path, each.start, each.size) for each in process.staged]
+        except OSError as error:
+            lost[process.pid] = GpusnapError(
+                f"the GPU memory of process {process.pid} cannot be read: {reason(error)}",
+                hint="if somebody removed that file it is lost: restore the container from a checkpoint",
+            )
+    lost |= transfer.give(entry.container, {pid: areas for pid, areas in staged.items() if areas})
     for area in (area for areas in staged.values() for area in areas):
         area.close()
+    return lost
+
+
+def _not_there(process: Suspended) -> GpusnapError:
+    """The driver must not restore it: it would read zeros, or something else."""
+    return GpusnapError(
+        f"process {process.pid} has no longer mapped where its GPU memory was",
+        hint="kill it, and restore its container from a checkpoint",
+    )
 
 
 def _astray(driver: Driver, running: Sequence[Suspended]) -> list[Suspended]:
@@ -142,9 +183,19 @@ def _finish(entry: Entry) -> str:
         return "no process is left"
     if record.pages == pages.Chunks.name:
         tables = [region.table for process in record.processes for region in process.regions]
-        transfer.commit(Layout(os.path.join(entry.image, manifest.FOLDER)), tables)
+        layout = Layout(os.path.join(entry.image, manifest.FOLDER))
+        transfer.check(layout, tables)  # nobody knows how much of it has come to disk
+        transfer.commit(layout, tables)
+    image.sync(entry.image)
     draft.finish(record)
     return f"the checkpoint in {entry.image} is whole"
+
+
+def _take_back(entry: Entry) -> None:
+    """Remove all that was written of a checkpoint whose container was running again."""
+    with suppress(ImageError):  # there is none, so nothing was dumped
+        image.clean(entry.image, since=manifest.Draft(entry.image).written_at())
+    _discard(entry)
 
 
 def _discard(entry: Entry) -> None:
@@ -158,7 +209,7 @@ def _discard(entry: Entry) -> None:
 
 
 def _mapped(process: Suspended) -> bool:
-    """Whether all of its regions are there: the driver's restore takes them away."""
+    """Whether there is memory at the addresses of all its regions: the driver's restore takes it away."""
     try:
         mapped = regions.mappings(process.pid)
     except OSError:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from runtime_shim import bundle, halfway, journal, leavings, manifest, preflight, proc, remap
+from runtime_shim import bundle, halfway, journal, leavings, manifest, preflight, proc, remap, transfer
 from runtime_shim import container as containers
 from runtime_shim.argv import RestoreCall
 from runtime_shim.criu import config as criu_config
@@ -158,7 +158,11 @@ def _commit(job: _Job) -> None:
     """The container runs, and nobody may take it away any more."""
     job.transaction.commit()
     halfway.forget(job.call.container_id)
-    job.held.close()
+    with job.transaction.step("let go"):
+        if job.filling is not None:
+            job.filling.close()
+    job.held.close()  # a checkpoint of it stages under the same name
+    _say_timing(job)
 
 
 def _absent(job: _Job) -> None:
@@ -221,7 +225,7 @@ def _plan(job: _Job, config: dict[str, Any]) -> None:
             keep_names=job.settings.keep_names,
         )
         if any(process.regions for process in job.record.processes):
-            preflight.room_to_restore(job.record)
+            preflight.room_to_restore(job.record, job.settings.memory)
             filling = Filling(job.images, job.record, job.settings.memory, job.call.container_id)
             job.filling = job.cleanup.enter_context(filling)
         replaced = remap.image(job.record, job.images, job.remap, config)
@@ -330,7 +334,6 @@ def _finish(job: _Job) -> None:
         _note(job, stage=Stage.GPUS)
         _restore_gpus(job, job.driver, container, members)
     job.room.close()
-    _say_timing(job)
 
 
 def _say_timing(job: _Job) -> None:
@@ -379,17 +382,21 @@ def _restore_gpus(
         if job.filling is not None:
             job.filling.deliver({inner: process.pid for inner, process in by_inner.items()})
     with job.transaction.step("driver restore"):
-        right = job.filling.right if job.filling is not None else tuple
+        right = partial(_right, job.call.container_id, job.filling)
         resume(driver, pids, InCriu(), pairs=pairs, right=right)
-    with job.transaction.step("let go"):
-        if job.filling is not None:
-            job.filling.close()
     for process in suspended:
         if not proc.running(process.pid) or driver.state(process.pid) is not ProcessState.RUNNING:
             raise GpusnapError(
                 f"process {process.pid} ({process.comm}) did not come back with its GPU state",
                 hint="its own log may say why",
             )
+
+
+def _right(container: str, filling: Filling | None, pid: int) -> None:
+    """Before a process goes on: its memory is what it was, and its own."""
+    if filling is not None:
+        filling.right()
+        transfer.own(container, pid)
 
 
 def _kill(job: _Job) -> None:

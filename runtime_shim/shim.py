@@ -90,12 +90,17 @@ def _recover(driver: Driver, container: containers.Container, settings: Settings
 
 
 def _take_away(call: CheckpointCall | RestoreCall, driver: Driver | None) -> None:
-    """Take away first what a killed restore left of this container."""
+    """Take away first what a killed restore left of this container.
+
+    Before a restore: whoever wants a checkpoint takes the container for one that runs, so that none is
+    removed then, whatever it looks like.
+    """
     if not os.path.exists(f"{JOURNAL}/{call.container_id}.restore"):
         return
     from runtime_shim import halfway
 
-    log.note(f"an earlier restore was cut off; {halfway.recover(call.container_id, driver)}")
+    said = halfway.recover(call.container_id, driver, remove=isinstance(call, RestoreCall))
+    log.note(f"an earlier restore was cut off; {said}")
 
 
 def _announce(call: CheckpointCall | RestoreCall) -> None:

@@ -70,8 +70,8 @@ class Pages(Protocol):
     def ready(self) -> None:
         """A dump comes next that leaves nothing of the processes: write what a restore needs."""
 
-    def give_back(self, pids: Sequence[int]) -> None:
-        """Put it back before the driver restores them: after a dump or a failure."""
+    def give_back(self, pids: Sequence[int]) -> Mapping[int, GpusnapError]:
+        """Put it back before the driver restores them, after a dump or a failure; what kept some from it."""
 
     def resumed(self) -> None:
         """The processes run again after the dump."""
@@ -127,8 +127,9 @@ class InCriu:
     def ready(self) -> None:
         """It is in the processes, which is where CRIU looks."""
 
-    def give_back(self, pids: Sequence[int]) -> None:
+    def give_back(self, pids: Sequence[int]) -> Mapping[int, GpusnapError]:
         """Nothing was carried away."""
+        return {}
 
     def resumed(self) -> None:
         """Nothing of theirs is anywhere else."""
@@ -310,42 +311,44 @@ def resume(
     pages: Pages,
     *,
     pairs: Mapping[int, Pairs] = MappingProxyType({}),
-    right: Callable[[], object] = tuple,
+    right: Callable[[int], object] = int,
 ) -> None:
     """Restore every suspended process, let it go on, and unlock it; all at once, those that died left out.
 
-    `pairs` of (old UUID, new UUID), by PID, for those that come back on other GPUs. `right` is called after
-    the driver's restore of each, and what it raises keeps that one from going on. Raises a GpusnapError
-    after everything that could be resumed has been; a process that the driver could not restore stays
-    stopped, since its threads would miss what the driver took from them.
+    `pairs` of (old UUID, new UUID), by PID, for those that come back on other GPUs. `right` is called with
+    the PID after the driver's restore of each, and what it raises keeps that one from going on. Raises a
+    GpusnapError after everything that could be resumed has been; a process that the driver could not restore
+    stays stopped, since its threads would miss what the driver took from them.
     """
     alive = [pid for pid in pids if proc.running(pid)]
     waiting, failure = alive, None
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(_PAUSE * attempt)
-        if failure := _failed(partial(pages.give_back, waiting)):
-            continue
-        outcome = at_once(partial(_bring_back, driver, pairs, right), waiting)
+        lacking = pages.give_back(waiting)
+        ready = [pid for pid in waiting if pid not in lacking]
+        outcome = at_once(partial(_bring_back, driver, pairs, right), ready)
         # One that ended meanwhile has nothing to get back.
-        errors = {pid: error for pid, error in outcome.errors.items() if proc.running(pid)}
+        errors = {
+            pid: error for pid, error in (*lacking.items(), *outcome.errors.items()) if proc.running(pid)
+        }
         waiting, failure = list(errors), _failed(Outcome(outcome.results, errors).raise_first)
-        if not waiting or isinstance(failure, ImageError):
-            break  # what is wrong with an image stays so
+        if not lacking and all(isinstance(error, ImageError) for error in errors.values()):
+            break  # memory that was found wrong stays so
     locked = _those(driver, [pid for pid in alive if not proc.still(pid)], ProcessState.LOCKED)
     failure = _failed(lambda: at_once(driver.unlock, locked).raise_first()) or failure
     if failure is not None:
         raise failure
 
 
-def _bring_back(driver: Driver, pairs: Mapping[int, Pairs], right: Callable[[], object], pid: int) -> None:
+def _bring_back(driver: Driver, pairs: Mapping[int, Pairs], right: Callable[[int], object], pid: int) -> None:
     """Restore one process if it is suspended, and let it go on."""
     if not proc.still(pid):
         _restore(driver, pairs.get(pid, ()), pid)
         return
     with _driver_thread(driver, pid):
         _restore(driver, pairs.get(pid, ()), pid)
-    right()
+    right(pid)
     go_on([pid])
 
 

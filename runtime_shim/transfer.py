@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import mmap
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,19 +16,35 @@ from oci.errors import OciError
 from oci.layout import Layout
 from oci.manifest import Index, empty_descriptor
 from oci.manifest import Manifest as Artifact
+from oci.workers import for_each
 from runtime_shim import journal, proc
 from runtime_shim.errors import GpusnapError, ImageError, reason
 from runtime_shim.gpu.together import at_once
 from runtime_shim.manifest import FOLDER
-from runtime_shim.memory import copies
+from runtime_shim.memory import copies, regions, stage
 from runtime_shim.memory.regions import Region
 from runtime_shim.memory.remote import inside
 from runtime_shim.memory.stage import Area
 from runtime_shim.settings import Memory
 
-__all__ = ["ARTIFACT", "Part", "as_image_error", "ceiling", "commit", "fill", "give", "remove_layout"]
+__all__ = [
+    "ARTIFACT",
+    "OWN",
+    "Part",
+    "as_image_error",
+    "ceiling",
+    "check",
+    "commit",
+    "copy",
+    "fill",
+    "give",
+    "own",
+    "remove_layout",
+]
 
 ARTIFACT = "application/vnd.gpusnap.checkpoint.v1+json"
+OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # asm-generic/mman-common.h, MAP_FIXED
+"""Memory of a process' own, in the place of what is there."""
 _SHARE = 4  # of the memory that is available, when the settings say nothing
 
 
@@ -48,6 +66,12 @@ class Part:
     def write(self, offset: int, data: memoryview) -> None:
         """Likewise."""
         copies.write(self.pid, self.start + offset, data, threads=1)
+
+
+def check(layout: Layout, tables: Sequence[Table], *, threads: int = 0) -> None:
+    """Read every blob and compare it with its digest; `commit` makes them durable. Raises ImageError."""
+    with as_image_error(layout.path):
+        for_each(descriptors(tables), layout.check_blob, threads=threads or copies.cores())
 
 
 def commit(layout: Layout, tables: Sequence[Table], *, sync: bool = True) -> None:
@@ -80,11 +104,11 @@ def fill(layout: Layout, wanted: Mapping[int, Iterable[tuple[Region, Table]]], s
         )
 
 
-def give(container: str, wanted: Mapping[int, Sequence[Area]]) -> None:
-    """Map staged regions into their processes; those that ended are left out. Raises GpusnapError.
+def give(container: str, wanted: Mapping[int, Sequence[Area]]) -> dict[int, GpusnapError]:
+    """Map staged regions into their processes; those that ended are left out. What kept some from it, by PID.
 
-    What a process writes there does not get into the file. Where it may not have the file, the bytes are
-    copied. `container`: for the journal.
+    What a process writes there does not get into the file. Where it cannot have the file (SELinux; a limit on
+    its descriptors), the bytes are copied. `container`: for the journal.
     """
 
     def one(pid: int) -> None:
@@ -93,9 +117,10 @@ def give(container: str, wanted: Mapping[int, Sequence[Area]]) -> None:
                 with inside(pid) as remote, journal.thread(container, pid, remote.saved):
                     for area in wanted[pid]:
                         remote.map_file(area.descriptor, area.address, area.size, area.lead, shared=False)
-            except PermissionError:
-                for area in wanted[pid]:
-                    copies.write(pid, area.address, area.view(0, area.size))
+            except ProcessLookupError:
+                raise
+            except (OSError, GpusnapError):
+                copy(pid, wanted[pid])
         except OSError as error:
             if proc.running(pid):
                 raise GpusnapError(
@@ -104,7 +129,40 @@ def give(container: str, wanted: Mapping[int, Sequence[Area]]) -> None:
                     hint=f"its bytes are in {os.path.dirname(wanted[pid][0].path)}; run gpusnap recover",
                 ) from error
 
-    at_once(one, [pid for pid in wanted if proc.running(pid)]).raise_first()
+    return at_once(one, [pid for pid in wanted if proc.running(pid)]).errors
+
+
+def copy(pid: int, areas: Sequence[Area]) -> None:
+    """Copy staged regions to where the process has memory of its own for them. Raises OSError."""
+    for area in areas:
+        if area.size > proc.available_memory():
+            raise OSError(errno.ENOMEM, "there is no memory for a copy of what is staged", area.path)
+        copies.write(pid, area.address, area.view(0, area.size))
+
+
+def own(container: str, pid: int) -> None:
+    """Let a process that stands have memory of its own where it still has a staged file.
+
+    After the driver's restore, that has taken what it needed of the regions and unmapped them: what is left
+    was the process' own memory (its heap grows while the driver works), and must be such again, of which it
+    may give pages back and find zeros. Raises GpusnapError.
+    """
+    try:
+        left = [m for m in regions.mappings(pid) if m.name.startswith(stage.FOLDER + "/")]
+        if not left:
+            return
+        with inside(pid) as remote, journal.thread(container, pid, remote.saved):
+            for each in left:
+                held = bytearray(each.size)
+                copies.read(pid, each.start, held)
+                remote.mmap(each.start, each.size, mmap.PROT_READ | mmap.PROT_WRITE, OWN)
+                copies.write(pid, each.start, held)
+    except OSError as error:
+        if proc.running(pid):
+            raise GpusnapError(
+                f"memory of process {pid} ({proc.comm(pid)}) is still a file of gpusnap's: {reason(error)}",
+                hint="free some memory, and run gpusnap recover",
+            ) from error
 
 
 def remove_layout(image_path: str) -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from runtime_shim.errors import GpusnapError
 from runtime_shim.gpu.errors import DriverFailed, GpuError
 
 __all__ = ["Outcome", "at_once"]
@@ -31,7 +32,7 @@ class Outcome(Generic[T]):
     """What became of each process: every PID is in exactly one of the two, in the order of their ends."""
 
     results: dict[int, T]
-    errors: dict[int, GpuError]
+    errors: dict[int, GpusnapError]
 
     def raise_first(self) -> None:
         """Raise the error that came first, if there is one, with the number of the others in its sentence."""
@@ -39,7 +40,7 @@ class Outcome(Generic[T]):
         if not errors:
             return
         first, more = errors[0], len(errors) - 1
-        if not more:
+        if not more or not isinstance(first, GpuError):
             raise first
         message = f"{first}, and {more} more process{'es' if more > 1 else ''} failed"
         raise type(first)(message, hint=first.hint, code_name=first.code_name, pid=first.pid) from first
@@ -49,8 +50,8 @@ def at_once(operation: Callable[[int], T], pids: Iterable[int], *, limit: int | 
     """Run `operation` on each process, each in a thread of its own, and wait for all of them.
 
     No process is waited for before the last one was begun; `limit` allows at most so many at a time. An
-    operation's `GpuError` goes into the outcome, any other exception (a mistake of ours) is raised once all
-    have ended.
+    operation's `GpusnapError` goes into the outcome, any other exception (a mistake of ours) is raised once
+    all have ended.
 
     A call into the driver cannot be called off, and a process that is left in the middle of one cannot be
     undone. So KeyboardInterrupt, or what a handler of SIGINT, SIGTERM or SIGHUP raises, is held back until
@@ -80,7 +81,7 @@ class _Crew(Generic[T]):
     def __init__(self, operation: Callable[[int], T], pids: Iterable[int]) -> None:
         self.pids = tuple(dict.fromkeys(pids))
         self.results: dict[int, T] = {}
-        self.errors: dict[int, GpuError] = {}
+        self.errors: dict[int, GpusnapError] = {}
         self.mistakes: list[BaseException] = []
         self._operation = operation
         # Taken from by many threads: next() of a tuple's iterator is one step under the GIL.
@@ -123,7 +124,7 @@ class _Crew(Generic[T]):
         for pid in self._left:
             try:
                 self.results[pid] = self._operation(pid)
-            except GpuError as error:
+            except GpusnapError as error:
                 self.errors[pid] = error
             except BaseException as error:
                 self.mistakes.append(error)

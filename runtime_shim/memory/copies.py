@@ -8,6 +8,7 @@ asks for one, and the copy is made in its own.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 from array import array
@@ -88,9 +89,14 @@ def _pool() -> ThreadPoolExecutor:
     """
     with _Pool.lock:
         if _Pool.threads is None:
-            _Pool.threads = ThreadPoolExecutor(cores(), "copies")
-            together = Barrier(cores())
-            wait([_Pool.threads.submit(together.wait) for _ in range(cores())])
+            pool, together = ThreadPoolExecutor(cores(), "copies"), Barrier(cores())
+            try:
+                wait([pool.submit(together.wait) for _ in range(cores())])
+            except RuntimeError as error:  # no thread more is to be had
+                together.abort()
+                pool.shutdown()
+                raise OSError(errno.EAGAIN, f"no thread for copies: {error}") from error
+            _Pool.threads = pool
         return _Pool.threads
 
 

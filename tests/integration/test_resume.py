@@ -23,7 +23,7 @@ def test_resume_after_a_kill(crun: None, tmp_path: Path) -> None:
         'exec /usr/bin/crun "$@"\n'
     )
     wrapper.chmod(0o755)
-    Path("/etc/gpusnap/gpusnap.toml").write_text(f'runtime = "{wrapper}"\n')
+    Path("/etc/gpusnap/gpusnap.toml").write_text(f'runtime = "{wrapper}"\n[memory]\npages = "criu"\n')
     words = [RUNTIME, "checkpoint", "--image-path", str(image), "--work-path", str(tmp_path), container.id]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as shim:
         until(flag.exists, "the dump")

@@ -6,14 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from select import select
 from types import TracebackType
 
-from fakes import DEADLINE
+from fakes import DEADLINE, wait_for
 
 from runtime_shim import proc
 
-__all__ = ["MAPPED", "OPENED", "Tree"]
+__all__ = ["CLONE_FILES", "CLONE_VFORK", "CLONE_VM", "MAPPED", "OPENED", "Tree"]
+
+CLONE_VM, CLONE_FILES, CLONE_VFORK = 0x100, 0x400, 0x4000  # linux/sched.h
 
 # Stand in for a GPU's files: the first can be opened only, the second mapped as well.
 OPENED, MAPPED = "/dev/full", "/dev/zero"
@@ -26,6 +29,7 @@ libc = ctypes.CDLL(None)
 libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long]
 libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+libc.clone.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 numbers = [os.open("{OPENED}", os.O_RDWR) for _ in range(2)]
 
@@ -52,6 +56,14 @@ def child(deed="", grandchild=False):
     while True:
         woken = signal.sigwait([signal.SIGUSR1])
         say("well" if woken == signal.SIGUSR1 else woken)
+
+stacks = []
+
+# A process that only waits, on a stack of its own: it touches nothing of what it shares with this one.
+def share(flags):
+    stacks.append(ctypes.create_string_buffer(1 << 16))
+    top = ctypes.addressof(stacks[-1]) + (1 << 16) & ~15
+    return libc.clone(ctypes.cast(libc.pause, ctypes.c_void_p), top, flags | signal.SIGCHLD, None)
 
 say()
 for line in sys.stdin:
@@ -110,6 +122,36 @@ class Tree:
         pids = sorted((int(self._line()), int(self._line())), key=lambda pid: proc.parent(pid) != self.pid)
         self.children += pids
         return pids[0], pids[1]
+
+    def sharing(self, flags: int) -> int:
+        """A child of the GPU process that shares with it what clone(2) is told to; its PID."""
+        self.tell(f"os.write(1, b'%d\\n' % share({flags}))")
+        self.children.append(int(self._line()))
+        return self.children[-1]
+
+    def sharing_later(self, flags: int) -> tuple[int, Callable[[], None]]:
+        """A child by fork, and what has it get such a child of its own."""
+        block = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2]); say()"
+        then = f"signal.sigwait([signal.SIGUSR2]); os.write(1, b'%d\\n' % share({flags}))"
+        pid = self.child(f"{block}; {then}")
+
+        def share() -> None:
+            os.kill(pid, signal.SIGUSR2)
+            self.children.append(int(self._line()))
+            assert self._line() == str(pid)
+
+        return pid, share
+
+    def in_vfork(self) -> tuple[int, int]:
+        """A child by fork that waits for a child of its own, with its memory, to exec; and that one."""
+        pid = self.child(f"say(); share({CLONE_VM | CLONE_VFORK})")
+        wait_for(lambda: self._of(pid), "its child")
+        self.children += self._of(pid)
+        return pid, self.children[-1]
+
+    @staticmethod
+    def _of(pid: int) -> list[int]:
+        return [each for each in proc.pids() if proc.parent(each) == pid]
 
     def processes(self) -> tuple[proc.Process, ...]:
         """All of them."""

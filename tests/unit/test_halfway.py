@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from fakes import ID, Scene, a_manifest, wait_for
 from runtime_shim import halfway, journal, leavings, manifest, proc, shim
 from runtime_shim.errors import GpusnapError, RuntimeFailed
 from runtime_shim.gpu.driver import ProcessState
+from runtime_shim.gpu.errors import NotInitialized
 from runtime_shim.halfway import Restore, Stage
 from runtime_shim.memory import stage
 
@@ -101,11 +105,15 @@ def test_the_journal(scene: Scene) -> None:
 
 @pytest.mark.parametrize("reached", [Stage.RESTORE, Stage.SETTLE, Stage.GPUS])
 def test_it_stands(scene: Scene, reached: Stage) -> None:
-    """Processes as CRIU restores them: the container is removed, and its driver is asked for nothing."""
+    """Processes as CRIU restores them, of which the driver's thread alone is let run, to answer."""
     entry = cut_off(scene, CHECKPOINTED, CHECKPOINTED, standing=True)
     halfway.write(replace(entry, stage=reached, init=None if reached is Stage.RESTORE else entry.init))
+    stood: list[bool] = []
+    for pid in entry.processes:
+        scene.driver.when("state", lambda pid: stood.append(proc.stopped(pid)), pid)
     removed(scene)
-    assert scene.driver.of("state") == []
+    assert stood == [False, False]
+    assert {*scene.driver.of("restore"), *scene.driver.of("unlock")} == set()
 
 
 def test_one_has_its_state(scene: Scene) -> None:
@@ -122,13 +130,6 @@ def test_somebody_let_it_go_on(scene: Scene) -> None:
     removed(scene)
 
 
-def test_one_has_ended(scene: Scene) -> None:
-    """A container that misses a GPU process is removed, as the restore would have."""
-    entry = cut_off(scene, RUNNING, RUNNING)
-    scene.family.end(entry.processes[0])
-    removed(scene)
-
-
 def test_it_had_come_up(scene: Scene) -> None:
     """All run with their GPU state: only the entry was left."""
     entry = cut_off(scene, RUNNING, RUNNING)
@@ -142,11 +143,84 @@ def test_only_the_unlock_was_missing(scene: Scene) -> None:
     assert scene.driver.of("unlock") == [entry.processes[1]]
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the driver's thread may be at ends soon."""
+    monkeypatch.setattr(halfway, "let_finish", partial(halfway.let_finish, quiet=0.01))
+
+
+every_stage = pytest.mark.parametrize("reached", [Stage.SETTLE, Stage.GPUS])
+
+
+@every_stage
+@pytest.mark.parametrize("ended", [1, 2])
+def test_one_has_ended(scene: Scene, reached: Stage, ended: int) -> None:
+    """It ran for days, and a GPU process ended as it should: what is left runs on."""
+    entry = cut_off(scene, RUNNING, RUNNING, stage=reached)
+    for pid in entry.processes[:ended]:
+        scene.family.end(pid)
+    left = entry.processes[ended:] or (scene.family.init,)
+    kept(scene, "running: " + " ".join(map(str, left)))
+    assert all(proc.running(pid) for pid in left)
+
+
+@pytest.mark.parametrize("stands", [False, True])
+def test_one_is_done_with_the_gpu(scene: Scene, stands: bool) -> None:
+    """It has no GPU state any more, and is nobody's to let go on either."""
+    entry = cut_off(scene, RUNNING, RUNNING)
+    first, second = entry.processes
+    del scene.driver.states[first]
+    if stands:
+        os.kill(first, signal.SIGSTOP)
+        wait_for(lambda: proc.still(first), "that it stands")
+        scene.monkeypatch.setattr(scene.driver, "restore_thread", no_thread_of(first))
+    kept(scene, f"running: {second}")
+    assert proc.running(first)
+    assert proc.still(first) is stands
+
+
+def no_thread_of(other: int) -> Callable[[int], int]:
+    """As NVIDIA's driver answers for a process without GPU state."""
+
+    def thread(pid: int) -> int:
+        if pid == other:
+            raise NotInitialized("it has no GPU state", pid=pid)
+        return pid
+
+    return thread
+
+
+@every_stage
+@pytest.mark.parametrize("state", [RUNNING, LOCKED])
+def test_it_stands_with_its_state(scene: Scene, quick: None, state: ProcessState, reached: Stage) -> None:
+    """Cut off after the driver's restore, or stopped by somebody since: it goes on."""
+    entry = cut_off(scene, state, state, standing=True, stage=reached)
+    kept(scene, "running: " + " ".join(map(str, entry.processes)))
+    assert scene.all_running()
+    assert not any(proc.stopped(pid) for pid in entry.processes)
+
+
+def test_it_failed(scene: Scene) -> None:
+    """One that the driver has given up is not let go on, and the others are not removed for it."""
+    entry = cut_off(scene, ProcessState.FAILED, RUNNING)
+    os.kill(entry.processes[0], signal.SIGSTOP)
+    wait_for(lambda: proc.still(entry.processes[0]), "that it stands")
+    kept(scene, f"running: {entry.processes[1]}")
+    assert proc.still(entry.processes[0])
+
+
 @pytest.mark.parametrize("init", [None, (1, 1)], ids=["unknown", "another"])
 def test_a_later_container(scene: Scene, init: tuple[int, int] | None) -> None:
     """One that somebody started under that ID since is nobody's to remove."""
     cut_off(scene, RUNNING, init=init, stage=Stage.RESTORE if init is None else Stage.GPUS)
     kept(scene, ALONE)
+
+
+def test_a_later_container_stands(scene: Scene) -> None:
+    """Somebody stopped a process of one that came after the restore: it is left as it is."""
+    entry = cut_off(scene, RUNNING, standing=True, init=None, stage=Stage.RESTORE)
+    kept(scene, ALONE)
+    assert proc.still(entry.processes[0])
 
 
 def test_the_runtime_was_not_called(scene: Scene) -> None:
@@ -157,12 +231,38 @@ def test_the_runtime_was_not_called(scene: Scene) -> None:
     assert (scene.bundle / "config.json").read_bytes() == BEFORE
 
 
-def test_without_gpu_processes(scene: Scene) -> None:
-    """Nothing stands then: known and not settled it is removed, settled it runs."""
-    cut_off(scene, stage=Stage.GPUS)
-    kept(scene, f"running: {scene.family.init}")
-    cut_off(scene, stage=Stage.SETTLE)
-    removed(scene)
+@pytest.mark.parametrize("host", ["GPUs", "none"])
+@every_stage
+def test_without_gpu_processes(scene: Scene, reached: Stage, host: str) -> None:
+    """Nothing stands then, and without a driver SETTLE is the last stage: it runs."""
+    cut_off(scene, stage=reached)
+    said = halfway.recover(ID, scene.driver if host == "GPUs" else None)
+    assert said == f"running: {scene.family.init}"
+    assert scene.runtime.calls("delete") == []
+    assert proc.running(scene.family.init)
+    assert halfway.entries() == ()
+
+
+def test_without_a_driver(scene: Scene) -> None:
+    """Nobody can say whether a container with GPU processes is complete, so nothing is done."""
+    cut_off(scene, RUNNING)
+    with pytest.raises(GpusnapError) as caught:
+        halfway.recover(ID, None)
+    assert caught.value.sentence() == (
+        "this host has no GPU driver now, which alone could tell whether the restore of container "
+        f"{ID} was complete; load the driver, then gpusnap recover {ID}"
+    )
+    assert halfway.read(ID) is not None
+    assert scene.runtime.calls("delete") == []
+
+
+def test_the_runtime_does_not_say(scene: Scene) -> None:
+    """A container whose state cannot be read may run all the same."""
+    cut_off(scene, CHECKPOINTED, standing=True)
+    (scene.runtime.folder / "state.json").unlink()
+    (scene.runtime.folder / "state.json").mkdir()
+    assert f"the state of container {ID} cannot be read" in refused(scene)
+    assert scene.runtime.calls("delete") == []
 
 
 def test_it_ended(scene: Scene) -> None:
@@ -228,12 +328,59 @@ def test_it_is_held(scene: Scene) -> None:
     assert scene.runtime.calls("delete") == []
 
 
+def test_two_at_once(scene: Scene) -> None:
+    """While one removes it a second one, and a restore, do nothing; it is removed once."""
+    cut_off(scene, CHECKPOINTED, standing=True)
+    at_it, go = scene.folder / "at-it", scene.folder / "go"
+    scene.runtime.script("delete", f"touch {at_it}; until [ -e {go} ]; do sleep 0.01; done", default=True)
+    said: list[str] = []
+    first = threading.Thread(target=lambda: said.append(halfway.recover(ID, scene.driver)))
+    first.start()
+    try:
+        wait_for(at_it.exists, "the removal")
+        assert f"another gpusnap is still at work on container {ID}" in refused(scene)
+        assert "another gpusnap is still at work" in scene.restore("--detach").sentence()
+    finally:
+        go.touch()
+        first.join()
+    assert said == [f"the incomplete container was removed; its checkpoint in {scene.image} is unharmed"]
+    assert len(scene.runtime.calls("delete")) == 1
+    assert halfway.recover(ID, scene.driver) == "nothing is left of it"
+
+
+def test_a_checkpoint_meanwhile(scene: Scene) -> None:
+    """It waits for a recover that makes up for the unlock, and changes no process' state."""
+    entry = cut_off(scene, RUNNING, LOCKED)
+    outcomes: list[str] = []
+    scene.driver.when("unlock", lambda _: outcomes.append(scene.checkpoint().sentence()))
+    kept(scene, "running: " + " ".join(map(str, entry.processes)))
+    assert outcomes == [f"another gpusnap is still at work on container {ID}; wait for it"]
+    assert scene.driver.of("lock") == []
+    assert scene.all_running()
+
+
+def test_a_restore_began_meanwhile(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at the entry and the lock: the new entry counts, and its gpusnap is there."""
+    entry = cut_off(scene, CHECKPOINTED, standing=True)
+    held = journal.held
+
+    @contextmanager
+    def late(container: str) -> Iterator[None]:
+        with held(container):
+            halfway.write(replace(entry, owner=entry.init or (0, 0)))
+            yield
+
+    monkeypatch.setattr(journal, "held", late)
+    assert f"gpusnap (process {scene.family.init}) is still at work on container {ID}" in refused(scene)
+    assert scene.runtime.calls("delete") == []
+
+
 def test_it_is_paused(scene: Scene) -> None:
     """Frozen processes look as if they stood; nobody can say, so the user has to."""
     cut_off(scene, RUNNING, status="paused")
     assert refused(scene) == (
-        f"container {ID} is paused, and does not tell whether its restore was complete; unpause it and try "
-        "again, or remove it"
+        f"container {ID} is paused, and does not tell whether its restore was complete; unpause it, then "
+        f"gpusnap recover {ID}"
     )
 
 
@@ -314,11 +461,10 @@ def test_the_next_restore(scene: Scene) -> None:
     """It first takes away what a killed one left, and says so."""
     entry = cut_off(scene, CHECKPOINTED, standing=True)
     (scene.folder / "pid").unlink()
-    scene.runtime.script("delete", 'rm -f "$here/state.json"')
+    (standing,) = entry.processes
+    scene.runtime.script("delete", f'kill -9 {standing}; rm -f "$here/state.json"')
     suspended(scene)
     (scene.bundle / "config.json").write_bytes(BEFORE)
-    for pid in entry.processes:
-        scene.family.end(pid)
     outcome = scene.restore("--detach")
     assert (outcome.code, outcome.log) == (0, ())
     assert outcome.stderr.startswith(
@@ -327,13 +473,39 @@ def test_the_next_restore(scene: Scene) -> None:
     assert scene.all_running()
 
 
-def test_the_next_checkpoint(scene: Scene) -> None:
-    """So does a checkpoint, which then has no container: the runtime says so."""
-    cut_off(scene, CHECKPOINTED, standing=True)
-    scene.runtime.script("delete", 'rm -f "$here/state.json"')
-    with pytest.raises(AssertionError, match="handed over"):
-        shim.main(["checkpoint", "--image-path", str(scene.image), ID])
-    assert len(scene.runtime.calls("delete")) == 1
+@pytest.mark.parametrize("reached", [Stage.RESTORE, Stage.SETTLE, Stage.GPUS])
+def test_the_next_checkpoint(scene: Scene, reached: Stage) -> None:
+    """A checkpoint removes nothing, not even half a container: it says who does."""
+    entry = cut_off(scene, CHECKPOINTED, RUNNING, stage=reached)
+    halfway.write(replace(entry, init=None if reached is Stage.RESTORE else entry.init))
+    assert scene.checkpoint().sentence() == (
+        f"a restore of container {ID} was cut off, and what it left has to be removed; gpusnap recover {ID}"
+    )
+    assert scene.runtime.calls("delete") == []
+    assert all(proc.running(pid) for pid in entry.processes)
+    assert halfway.read(ID) is not None
+
+
+@pytest.mark.parametrize("since", ["nothing", "an end", "done with the GPU", "a stop"])
+def test_the_next_checkpoint_of_one_that_runs(scene: Scene, quick: None, since: str) -> None:
+    """Killed after it had come up: whatever its processes did since, it is checkpointed and runs on."""
+    entry = cut_off(scene, RUNNING, RUNNING)
+    first, second = entry.processes
+    if since == "an end":
+        scene.family.end(first)
+    elif since == "done with the GPU":
+        del scene.driver.states[first]
+    elif since == "a stop":
+        os.kill(first, signal.SIGSTOP)
+        wait_for(lambda: proc.still(first), "that it stands")
+    outcome = scene.checkpoint("--leave-running")
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.stderr.startswith("gpusnap: an earlier restore was cut off; running: ")
+    assert scene.runtime.calls("delete") == []
+    assert [pid for pid in (first, second) if proc.running(pid) and not proc.stopped(pid)] == (
+        [second] if since == "an end" else [first, second]
+    )
+    assert scene.all_running()
     assert halfway.entries() == ()
 
 

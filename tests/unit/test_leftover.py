@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from fakes import DEADLINE, ID, FakeDriver, Scene, wait_for
-from leftover_tree import MAPPED, OPENED, Tree
+from leftover_tree import CLONE_FILES, CLONE_VM, MAPPED, OPENED, Tree
 
 from runtime_shim import journal, leftover, proc
 from runtime_shim.errors import GpusnapError, Refused
@@ -123,6 +123,61 @@ def test_what_it_opened_by_itself(tree: Tree, driver: FakeDriver, deed: str, nam
     assert [each.process.pid for each in clear(tree, driver)] == [heir]
     assert files(stranger) == before
     assert tree.well(stranger)
+
+
+@pytest.mark.parametrize("flags", [CLONE_VM, CLONE_FILES, CLONE_VM | CLONE_FILES])
+def test_what_it_shares_with_the_parent(tree: Tree, driver: FakeDriver, flags: int) -> None:
+    """A child with the GPU process' own memory or descriptors is no heir, and the GPU process keeps both."""
+    heir, sharer = tree.child(), tree.sharing(flags)
+    found = leftover.strangers(driver, tree.processes())
+    assert {process.pid: own for process, own in found.items()} == {sharer: (OPENED, MAPPED)}
+    assert [each.process.pid for each in clear(tree, driver)] == [heir]
+    assert files(tree.pid) == files(sharer) == ALL
+
+
+def test_one_in_the_middle_of_vfork(tree: Tree, driver: FakeDriver) -> None:
+    """Heirs that share their memory are left alone, both; once it is over, one that is left is an heir."""
+    heir, borrower = tree.in_vfork()
+    found = leftover.strangers(driver, tree.processes())
+    assert {process.pid for process in found} == {heir, borrower}
+    assert clear(tree, driver) == ()
+    assert files(heir) == files(borrower) == ALL
+    os.kill(borrower, signal.SIGKILL)
+    wait_for(lambda: waits(heir), "the child waits")
+    assert leftover.strangers(driver, tree.processes()) == {}
+    assert [each.process.pid for each in clear(tree, driver)] == [heir]
+
+
+def test_one_that_shares_before_it_stands(
+    tree: Tree, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An heir that gets a child with its own descriptors after it was looked at is left alone with it."""
+    pid, share = tree.sharing_later(CLONE_FILES)
+
+    def late(pids: Iterable[int], *, timeout: float) -> None:
+        share()
+        stop(pids, timeout=timeout)
+
+    monkeypatch.setattr(leftover, "stop", late)
+    assert clear(tree, driver) == ()
+    assert len(tree.children) == 2
+    assert files(pid) == ALL
+    assert tree.well(pid)
+
+
+@pytest.mark.parametrize(("number", "shared"), [(errno.EPERM, True), (errno.ESRCH, False)])
+def test_what_the_kernel_does_not_tell(
+    tree: Tree, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, number: int, shared: bool
+) -> None:
+    """Where it cannot be known, tables count as shared; those of a process that has ended do not."""
+    compared = leftover._compared
+
+    def silent(pid: int, other: int, kind: int, *numbers: int) -> int:
+        return compared(pid, other, kind, *numbers) if numbers else -number
+
+    pid = tree.child()
+    monkeypatch.setattr(leftover, "_compared", silent)
+    assert [each.pid for each in leftover.strangers(driver, tree.processes())] == ([pid] if shared else [])
 
 
 def test_what_the_parent_has_no_longer(tree: Tree, driver: FakeDriver) -> None:
@@ -303,7 +358,11 @@ def test_killed_before_the_first_call(tree: Tree, driver: FakeDriver, tmp_path: 
     """A child that stands, and of which no thread was lent, goes on; one with another's PID is left alone."""
     pid, other = tree.child(), tree.child()
     driver.states[tree.pid] = ProcessState.LOCKED
-    journal.write(ID, str(tmp_path / "image"), {tree.pid: ()})
+    gpusnap = os.fork()
+    if not gpusnap:
+        journal.write(ID, str(tmp_path / "image"), {tree.pid: ()})
+        os._exit(0)
+    os.waitpid(gpusnap, 0)
     for each, start in ((pid, 0), (other, -1)):
         found = proc.process(each)
         assert found is not None
@@ -311,7 +370,7 @@ def test_killed_before_the_first_call(tree: Tree, driver: FakeDriver, tmp_path: 
     stop([tree.pid, pid, other], timeout=DEADLINE)
     entry = journal.read(ID)
     assert entry is not None
-    recover(journal.Entry(entry.container, entry.image, (1, 0), entry.processes), driver, Memory())
+    recover(entry, driver, Memory())
     assert tree.well(pid)
     assert proc.stopped(other)
     assert journal.read(ID) is None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -109,3 +111,16 @@ def test_sentence_rewords_what_others_said(words: str) -> None:
     assert words not in said.lower()
     assert said.startswith("crun: open x: ")
     assert "; y; " in said
+
+
+def test_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Podman was killed, and we go on: what is said to nobody must not end what is under way."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as nobody:
+        monkeypatch.setattr(sys, "stderr", nobody)
+        note("it goes on")
+        report(GpusnapError("it failed"))
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            nobody.close()

@@ -87,6 +87,27 @@ def test_what_cannot_be_copied(target: Target, address: int, threads: int) -> No
         copies.read(gone.pid, address, into, threads=threads)
 
 
+def test_no_thread_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an error that says so, at once; when there are threads again, the work is done."""
+    monkeypatch.setattr(copies._Pool, "threads", None)
+    started, real = [0], threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        started[0] += 1
+        if started[0] > 1:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(copies, "cores", lambda: 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(OSError, match="no thread for copies"):
+            copies.work([lambda: None] * 3, 3)
+    done: list[int] = []
+    copies.work([lambda: done.append(1)] * 3, 3)
+    assert done == [1, 1, 1]
+
+
 def test_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is waiting is not begun, and what is under way has ended when the error comes."""
     begun, failing = threading.Event(), threading.Event()

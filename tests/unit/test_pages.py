@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import a_manifest
+from fakes import FakeDriver, a_manifest
 
 from oci.buffers import is_zero
-from runtime_shim import journal, pages, recover, transfer
+from runtime_shim import journal, manifest, pages, recover, transfer
 from runtime_shim.errors import GpusnapError, ImageError
 from runtime_shim.filling import Filling
 from runtime_shim.manifest import Manifest
-from runtime_shim.memory import stage
+from runtime_shim.memory import copies, stage
 from runtime_shim.memory.remote import inside
 from runtime_shim.memory.stage import Area, Stage
 from runtime_shim.pages import Chunks
@@ -209,8 +210,9 @@ def test_a_blob_that_is_damaged(
             filling.deliver({7: holders[0].pid})
         with pytest.raises(ImageError, match=name[:12]):
             filling.right() if way == "staged" else filling.deliver({7: holders[0].pid})
-    with pytest.raises(ImageError, match=name[:12]):
-        chunks.give_back([holders[0].pid])
+    (failure,) = chunks.give_back([holders[0].pid]).values()
+    assert isinstance(failure, ImageError)
+    assert name[:12] in str(failure)
 
 
 def test_discard(way: str, holders: list[Holder], tmp_path: Path) -> None:
@@ -256,6 +258,132 @@ def test_parts(holders: list[Holder]) -> None:
     assert not is_zero(into)
 
 
+def test_no_descriptor_is_to_be_had(holders: list[Holder], tmp_path: Path) -> None:
+    """A process at its limit of open files cannot be given a file: the bytes are copied."""
+    pid = holders[0].pid
+    journal.write("c0ffee", "/image", {pid: ()})
+    digest = holders[0].say("map")
+    region = max((m for m in pages._mappings(pid) if m.plain), key=lambda m: m.size)
+    stop([pid], timeout=5)
+    area = Stage("c0ffee").area("a", region.start, region.size)
+    copies.read(pid, region.start, area.view(0, region.size))
+    with inside(pid) as remote:
+        remote.mmap(region.start, region.size, 3, transfer.OWN)
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
+    assert transfer.give("c0ffee", {pid: [area]}) == {}
+    assert next(m for m in pages._mappings(pid) if m.start <= region.start < m.end).plain
+    area.close()
+    go_on([pid])
+    assert holders[0].say("digest") == digest
+
+
+def test_what_the_driver_leaves_becomes_the_process_own(holders: list[Holder], tmp_path: Path) -> None:
+    """A staged file that is mapped after the driver's restore is memory again, of which pages can go."""
+    pid = holders[0].pid
+    journal.write("c0ffee", "/image", {pid: ()})
+    digest = holders[0].say("map")
+    region = max((m for m in pages._mappings(pid) if m.plain), key=lambda m: m.size)
+    stop([pid], timeout=5)
+    area = Stage("c0ffee").area("a", region.start, region.size)
+    copies.read(pid, region.start, area.view(0, region.size))
+    assert transfer.give("c0ffee", {pid: [area]}) == {}
+    assert [m.name for m in pages._mappings(pid) if m.start == region.start] == [area.path]
+    transfer.own("c0ffee", pid)
+    transfer.own("c0ffee", pid)
+    area.close()
+    assert [m.name for m in pages._mappings(pid) if m.name == area.path] == []
+    go_on([pid])
+    assert holders[0].say("digest") == digest
+    stop([pid], timeout=5)
+    with inside(pid) as remote:
+        remote.madvise(region.start, region.size, 4)  # MADV_DONTNEED
+    zeros = bytearray(4096)
+    copies.read(pid, region.start, zeros)
+    assert bytes(zeros) == bytes(4096)
+
+
+def test_what_recover_calls_whole_is_on_disk(
+    way: str, holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the dump it reads every blob and syncs all of them, and CRIU's images too."""
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", replace(SMALL, sync=False))
+    suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+    chunks.take(pids)
+    chunks.ready()
+    (path / "inventory.img").write_bytes(b"inventory")
+    record = replace(made(chunks, holders[0]), container="c0ffee")
+    manifest.Draft(str(path)).prepare(record)
+    for holder in holders:
+        holder.process.kill()
+        holder.process.wait()
+    blobs = {chunk.blob for p in record.processes for r in p.regions for chunk in r.table.chunks}
+    files = {path / "gpusnap/blobs/sha256" / blob.partition(":")[2] for blob in blobs}
+    inodes, synced = {file.stat().st_ino for file in files}, set[int]()
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    damaged = min(files)
+    good = damaged.read_bytes()
+    damaged.write_bytes(bytes(len(good)))
+    entry = journal.read("c0ffee")
+    assert entry is not None
+    with pytest.raises(ImageError, match=damaged.name[:12]):
+        recover._finish(entry)
+    assert not (path / "gpusnap/manifest.json").exists()
+    damaged.write_bytes(good)
+    assert "is whole" in recover._finish(entry)
+    assert inodes | {(path / "inventory.img").stat().st_ino} <= synced
+    assert manifest.read(str(path)).processes == record.processes
+    chunks.close()
+
+
+def test_killed_while_it_wrote_behind(holders: list[Holder], tmp_path: Path) -> None:
+    """The container ran on: it is left alone, and nothing of the checkpoint stays."""
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", SMALL)
+    suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+    chunks.take(pids)
+    manifest.Draft(str(path)).prepare(None)
+    (path / "pages-1.img").write_bytes(b"pages")
+    chunks.give_back(pids)
+    go_on(pids)
+    chunks.resumed()
+    chunks.ready()
+    (entry,) = journal.entries()
+    entry = replace(entry, owner=(entry.owner[0], 1))  # it was killed
+    journal_read = journal.read
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "read", lambda _: entry)
+        said = recover.recover(entry, FakeDriver(), SMALL)
+    assert said == "it runs on, and its checkpoint came to nothing"
+    assert [each.name for each in path.iterdir() if each.name != "gpusnap"] == []
+    assert not (path / "gpusnap").exists()
+    assert journal_read("c0ffee") is None
+    assert stage.containers() == []
+    chunks.close()
+
+
+def test_what_is_staged_for_nobody(holders: list[Holder]) -> None:
+    """Without an entry nobody needs it, unless somebody is at work on that container just now."""
+    for name in ("one", "other", "busy"):
+        Stage(name).area("a", 0, MIB).close()
+    journal.write("other", "/image", {})
+    with journal.held("busy"):
+        recover.sweep()
+        assert stage.containers() == ["busy", "other"]
+    journal.remove("other")
+    recover.sweep()
+    assert not os.path.ismount(stage.FOLDER)
+
+
 # The journal.
 
 
@@ -266,6 +394,15 @@ def test_a_broken_entry(holders: list[Holder], text: str) -> None:
     (Path(journal.FOLDER) / "c0ffee.json").write_text(text)
     with pytest.raises(GpusnapError, match=r"c0ffee\.json"):
         journal.read("c0ffee")
+
+
+def test_an_id_that_begins_another(holders: list[Holder]) -> None:
+    """Removing one container's entry leaves those alone whose ID goes on with a dot."""
+    os.makedirs(journal.FOLDER)
+    for name in ("a.1.thread", "a.b.1.thread", "a.b.2.idle"):
+        Path(journal.FOLDER, name).write_text("{}")
+    journal.remove("a")
+    assert sorted(os.listdir(journal.FOLDER)) == ["a.b.1.thread", "a.b.2.idle"]
 
 
 def test_names_and_nothing() -> None:

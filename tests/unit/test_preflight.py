@@ -18,7 +18,7 @@ from runtime_shim.container import Container
 from runtime_shim.errors import Refused
 from runtime_shim.gpu.driver import ProcessState
 from runtime_shim.manifest import RegionRecord
-from runtime_shim.settings import Nvidia
+from runtime_shim.settings import Memory, Nvidia
 
 GIB = 1 << 30
 CONTAINER = Container("c0ffee", 1, "running", "/b", {})
@@ -248,10 +248,14 @@ def test_limit_of_version_1(cgroups: Cgroups) -> None:
 def test_the_limit_of_what_is_staged(monkeypatch: pytest.MonkeyPatch, plenty: None) -> None:
     """What is staged counts as ours: over our own limit the kernel would kill us."""
     monkeypatch.setattr(preflight, "_limit", lambda pid: GIB if pid == os.getpid() else None)
-    preflight.room_in_memory({1: GIB // 2}, 1)
+    preflight.room_in_memory({1: GIB // 2}, 1, Memory())
     with pytest.raises(Refused, match=r"limit of gpusnap's own cgroup leaves 1\.0 GiB") as caught:
-        preflight.room_in_memory({1: GIB}, 1)
-    assert caught.value.hint == "raise the memory limit of gpusnap's own cgroup"
+        preflight.room_in_memory({1: GIB}, 1, Memory())
+    assert caught.value.hint == (
+        "raise the memory limit of gpusnap's own cgroup, or set memory.ceiling below it"
+    )
+    preflight.room_in_memory({1: 8 * GIB}, 1, Memory(ceiling=GIB // 2))  # what is above it is not staged
+    preflight.room_in_memory({1: 8 * GIB}, 1, Memory(pages="criu"))
 
 
 def test_room_to_restore(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,13 +263,13 @@ def test_room_to_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     record = a_manifest()
     monkeypatch.setattr(preflight, "_limit", lambda _: None)
     monkeypatch.setattr(preflight, "_available", lambda: 4 * GIB)
-    preflight.room_to_restore(record)
+    preflight.room_to_restore(record, Memory())
     region = RegionRecord(4096, Table(3 * GIB, ()))
     process = replace(record.processes[0], regions=(region,))
-    preflight.room_to_restore(replace(record, processes=(process,)))
+    preflight.room_to_restore(replace(record, processes=(process,)), Memory())
     process = replace(process, regions=(region, region))
     with pytest.raises(Refused, match=r"6\.0 GiB of GPU memory have to pass through RAM, and this host"):
-        preflight.room_to_restore(replace(record, processes=(process,)))
+        preflight.room_to_restore(replace(record, processes=(process,)), Memory())
 
 
 def test_room_is_made_before_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,11 +163,11 @@ class Elsewhere(InCriu):
     def take(self, pids: Sequence[int]) -> None:
         """Not asked for here."""
 
-    def give_back(self, pids: Sequence[int]) -> None:
-        """Fails so many times."""
+    def give_back(self, pids: Sequence[int]) -> dict[int, GpusnapError]:
+        """Fails so many times for the first process."""
         self.given.append(list(pids))
-        if len(self.given) <= self.failures:
-            raise ImageError("the chunk is broken")
+        failed = len(self.given) <= self.failures
+        return {pids[0]: ImageError("the chunk is broken")} if failed else {}
 
 
 def test_pages_come_back_before_the_driver_restores(family: Family, driver: FakeDriver) -> None:
@@ -180,12 +180,14 @@ def test_pages_come_back_before_the_driver_restores(family: Family, driver: Fake
 
 
 def test_pages_that_do_not_come_back(family: Family, driver: FakeDriver) -> None:
-    """Without its memory no process is restored; those that are only locked run on."""
+    """Without its memory a process is not restored; the others are, and those only locked run on."""
     suspended = driver.use(family.spawn(), state=CHECKPOINTED)
+    other = driver.use(family.spawn(), state=CHECKPOINTED)
     locked = driver.use(family.spawn(), state=LOCKED)
     with pytest.raises(ImageError, match="the chunk is broken"):
-        resume(driver, [suspended, locked], Elsewhere(100))
-    assert driver.of("restore") == []
+        resume(driver, [suspended, other, locked], Elsewhere(100))
+    assert driver.of("restore") == [other]
+    assert driver.states[other] is RUNNING
     assert driver.states[locked] is RUNNING
 
 
@@ -225,8 +227,8 @@ def test_memory_that_is_not_right(family: Family, driver: FakeDriver) -> None:
     suspend(driver, [pid], InCriu("/image", "c0ffee"), timeout=5)
     asked: list[bool] = []
 
-    def right() -> None:
-        asked.append(driver.states[pid] is LOCKED and proc.still(pid))
+    def right(asked_for: int) -> None:
+        asked.append(asked_for == pid and driver.states[pid] is LOCKED and proc.still(pid))
         raise ImageError("the blob is not what it was")
 
     with pytest.raises(ImageError, match="not what it was"):
