@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from signal import SIGSTOP
 
-from runtime_shim.errors import GpusnapError, reason
+from runtime_shim.errors import GpusnapError
 from runtime_shim.memory import copies, ptrace
 from runtime_shim.memory.machine import Machine, this_machine
 from runtime_shim.memory.remote import Remote, Saved
@@ -127,7 +127,7 @@ class _Watch:
         try:
             area = backing.area(address, size)
         except OSError as error:
-            self.work.done.why_not = f"no file for it: {reason(error)}"
+            self.work.done.why_not = f"no file for it: {error.strerror or error}"
             return False
         try:
             area.populate(threads=self.work.threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,47 @@ def test_several_processes_and_gpus(chunks: None, real: str, tmp_path: Path) -> 
     container.remove()
     assert len([p for p in manifest(archive)["processes"] if p["regions"]]) == 3
     Container.restore("w", archive).goes_on()
+
+
+@under_crun
+@pytest.mark.parametrize("options", [(), ("--leave-running",)], ids=["stop", "leave running"])
+def test_above_the_ceiling(
+    real: str, settings: shimhost.Writer, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """A region larger than what gpusnap may hold goes chunk by chunk, and comes back so; a note says it."""
+    settings('[memory]\nchunk-size = "1M"\nceiling = "48M"\n')
+    archive = tmp_path / "a.tar"
+    container = Container.start("w", *WORK)
+    good(container.checkpoint(archive, *options))
+    if options:
+        container.goes_on()
+    container.remove()
+    record = manifest(archive)
+    size = sum(region["size"] for process in record["processes"] for region in process["regions"])
+    assert record["peakMemory"] < 160 << 20 < size
+    (note,) = [step["note"] for step in record["timing"] if "note" in step]
+    assert "above memory.ceiling" in note
+    Container.restore("w", archive).goes_on()
+    assert not os.path.ismount("/run/gpusnap/stage")
+
+
+@under_crun
+def test_what_it_stages_is_gone(chunks: None, real: str, tmp_path: Path) -> None:
+    """By default it stages, without a note; afterwards no file and no mount is left, in no process either."""
+    archive = tmp_path / "a.tar"
+    container = Container.start("w", *WORK)
+    good(container.checkpoint(archive, "--leave-running"))
+    record = manifest(archive)
+    assert [step for step in record["timing"] if "note" in step] == []
+    assert record["peakMemory"] > 100 << 20
+    assert not os.path.ismount("/run/gpusnap/stage")
+    assert "gpusnap" not in Path(f"/proc/{container.pid}/maps").read_text()
+    container.goes_on()
+    container.remove()
+    restored = Container.restore("w", archive)
+    assert not os.path.ismount("/run/gpusnap/stage")
+    assert "gpusnap" not in Path(f"/proc/{restored.pid}/maps").read_text()
+    restored.goes_on()
 
 
 @under_crun
