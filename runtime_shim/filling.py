@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 from oci import reading
 from oci.layout import Layout
-from runtime_shim import transfer
+from runtime_shim import mountns, transfer
 from runtime_shim.errors import ImageError
 from runtime_shim.manifest import FOLDER, Manifest
 from runtime_shim.memory import copies
@@ -117,6 +117,8 @@ class Filling:
         """A file for each region; none where the ceiling or this host does not allow it."""
         working = max((c.stored for _, r in self._regions for c in r.table.chunks), default=0)
         working *= settings.threads or _most_of(copies.cores())
+        if not mountns.lasting():
+            return []
         if settings.ceiling and sum(r.table.size for _, r in self._regions) > settings.ceiling - working:
             return []
         areas: list[Area] = []

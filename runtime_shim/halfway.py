@@ -20,9 +20,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
-from runtime_shim import bundle, journal, leavings, proc
+from runtime_shim import bundle, journal, leavings, proc, transfer
 from runtime_shim import container as containers
 from runtime_shim.argv import RestoreCall
 from runtime_shim.errors import ContainerError, GpusnapError, Refused, RuntimeFailed, reason
@@ -230,7 +231,7 @@ def _kept(entry: Restore, driver: Driver | None) -> str | None:
     if driver is not None and ours:
         standing = [pid for pid in ours if proc.stopped(pid)]
         at_once(lambda pid: let_finish(driver, pid, within=_UNDER_WAY), standing).raise_first()
-        resume(driver, ours, InCriu())
+        resume(driver, ours, InCriu(), right=partial(transfer.own, entry.container))
     return "running: " + " ".join(map(str, ours or [init.pid]))
 
 

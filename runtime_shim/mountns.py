@@ -15,10 +15,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from runtime_shim import proc
+
 __all__ = [
     "detach",
     "in_the_name_of",
     "join",
+    "lasting",
     "leave",
     "make_private",
     "make_slaves",
@@ -54,6 +57,19 @@ _move_mount.argtypes = [
     ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint
 ]  # fmt: skip
 _open_tree.restype = _move_mount.restype = ctypes.c_long
+
+
+def lasting() -> bool:
+    """Whether what we mount stays when we are gone: our namespace is the host's, as far as can be seen.
+
+    It is not in a systemd unit with PrivateTmp=, ProtectSystem= and the like.
+    """
+    init, ours = proc.namespace(1, "mnt"), proc.namespace(os.getpid(), "mnt")
+    if init:
+        return init == ours
+    # Somebody keeps us from asking. A namespace that systemd made receives mounts, and passes none on.
+    tags = next((m.tags for m in reversed(proc.mounts("self")) if m.destination in ("/run", "/")), ())
+    return any(tag.startswith("shared:") for tag in tags) or not any(t.startswith("master:") for t in tags)
 
 
 def run_joined(space: int, path: str, work: Callable[[], None]) -> None:

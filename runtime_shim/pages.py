@@ -14,6 +14,7 @@ cores.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import threading
@@ -24,7 +25,7 @@ from functools import partial
 from oci import writing
 from oci.chunks import Progress, Table
 from oci.layout import Layout
-from runtime_shim import journal, proc, transfer
+from runtime_shim import journal, mountns, proc, transfer
 from runtime_shim.errors import GpusnapError, ImageError, reason
 from runtime_shim.flushing import Flushing
 from runtime_shim.gpu.together import at_once
@@ -241,10 +242,12 @@ class Chunks:
 
     def _area(self, pid: int, address: int, size: int) -> Area:
         """A file for a region; OSError where there shall be none."""
+        if not mountns.lasting():
+            raise OSError(errno.EPERM, "this mount namespace is not the host's", self._container)
         with self._lock:
             most = self._settings.ceiling
             if most and self._staged + size > most - _working(self._settings):
-                raise OSError(12, f"it is above memory.ceiling, {most} bytes", self._container)
+                raise OSError(errno.ENOMEM, f"it is above memory.ceiling, {most} bytes", self._container)
             self._staged += size
         try:
             return self._stage.area(f"{pid}-{address:x}", address, size)

@@ -71,30 +71,6 @@ def test_mounted_when_needed_and_gone_when_not(folder: Path) -> None:
     assert not os.path.ismount(folder)
 
 
-@pytest.mark.parametrize(
-    ("init", "tags", "there"),
-    [
-        ("ours", ("master:1",), True),
-        ("another", ("shared:1",), False),
-        ("", (), True),
-        ("", ("shared:1",), True),
-        ("", ("shared:1", "master:2"), True),
-        ("", ("master:2",), False),
-    ],
-)
-def test_a_mount_namespace_of_our_own(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, init: str, tags: tuple[str, ...], there: bool
-) -> None:
-    """What would go with us is not staged: bytes that a process needs must outlive gpusnap."""
-    monkeypatch.setattr(proc, "namespace", lambda pid, _: init if pid == 1 else "ours")
-    monkeypatch.setattr(proc, "mounts", lambda _: (proc.Mount("0:1", "/", "/run", (), tags, "tmpfs"),))
-    if there:
-        Stage("one").area("a", 0, MIB).close()
-    else:
-        with pytest.raises(OSError, match="not the host's"):
-            Stage("one").area("a", 0, MIB)
-
-
 def test_what_a_killed_one_left_is_replaced(folder: Path) -> None:
     """A name that is there already stands for nothing."""
     old = Stage("one").area("a", 0, MIB)

@@ -79,3 +79,23 @@ def test_in_the_name_of_another(tmp_path: Path) -> None:
         os.close(folder)
     found = {path.name: (path.stat().st_uid, path.stat().st_gid) for path in tmp_path.iterdir()}
     assert found == {"theirs": (12345, 54321), "ours": (os.geteuid(), os.getegid())}
+
+
+@pytest.mark.parametrize(
+    ("init", "tags", "lasting"),
+    [
+        ("ours", ("master:1",), True),
+        ("another", ("shared:1",), False),
+        ("", (), True),
+        ("", ("shared:1",), True),
+        ("", ("shared:1", "master:2"), True),
+        ("", ("master:2",), False),
+    ],
+)
+def test_a_namespace_of_our_own(
+    monkeypatch: pytest.MonkeyPatch, init: str, tags: tuple[str, ...], lasting: bool
+) -> None:
+    """What is mounted there goes with us: by the namespace of PID 1, or by how mounts spread."""
+    monkeypatch.setattr(proc, "namespace", lambda pid, _: init if pid == 1 else "ours")
+    monkeypatch.setattr(proc, "mounts", lambda _: (proc.Mount("0:1", "/", "/run", (), tags, "tmpfs"),))
+    assert mountns.lasting() is lasting

@@ -14,7 +14,7 @@ import pytest
 from fakes import FakeDriver, a_manifest
 
 from oci.buffers import is_zero
-from runtime_shim import journal, manifest, pages, recover, transfer
+from runtime_shim import journal, manifest, mountns, pages, recover, transfer
 from runtime_shim.errors import GpusnapError, ImageError
 from runtime_shim.filling import Filling
 from runtime_shim.manifest import Manifest
@@ -382,6 +382,28 @@ def test_what_is_staged_for_nobody(holders: list[Holder]) -> None:
     journal.remove("other")
     recover.sweep()
     assert not os.path.ismount(stage.FOLDER)
+
+
+def test_nothing_is_staged_where_it_would_not_last(
+    holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a mount namespace of our own the bytes go to the disk before they are freed, and come from there."""
+    monkeypatch.setattr(mountns, "lasting", lambda: False)
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", SMALL)
+    digests = suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+    chunks.take(pids)
+    assert chunks.records() is not None
+    assert stage.containers() == []
+    chunks.commit(kept=False)
+    with Filling(str(path), made(chunks, holders[0]), SMALL, "other") as filling:
+        filling.deliver({7: pids[0]})
+        assert stage.containers() == []
+    assert chunks.give_back(pids) == {}
+    go_on(pids)
+    assert [holder.say("digest") for holder in holders] == digests
+    chunks.close()
 
 
 # The journal.
