@@ -81,7 +81,7 @@ class Line:
     pause_to_driver: float | None = None
     """The row `pause`: the pause divided by the driver's plain checkpoint and restore together."""
     above_driver: float | None = None
-    """The row `again`, unchanged: seconds of the runtime's part beside the driver's steps of that checkpoint."""
+    """The row `again`, unchanged: seconds of its checkpoint that are none of the driver's own steps."""
 
     @property
     def counted(self) -> float:

@@ -10,27 +10,23 @@ import signal
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import shimhost
-from figures import BARE, PLAIN, Case, Line, Run, Steady, middle, scaled_stock
+from bare import SIDES, Bare
+from figures import PLAIN, Case, Line, Run, Steady, scaled_stock
 from hosts import NAME, BenchError, Place, Work, command
 from support import STORAGE, podman
 
 from runtime_shim import container as containers
-from runtime_shim import journal, proc
+from runtime_shim import proc
 from runtime_shim.errors import SettingsError
 from runtime_shim.gpu.driver import Driver
-from runtime_shim.gpu.together import at_once
-from runtime_shim.pages import Chunks
 from runtime_shim.restore import TIMING
 from runtime_shim.settings import Settings, load
-from runtime_shim.stillness import go_on, only, populated, stop
 
 __all__ = ["ROWS", "Bench", "LeftOut", "Plan", "checked", "steady"]
 
@@ -42,7 +38,6 @@ IN_CRIU = ('memory.pages = "criu"', "memory.keep = false")
 IN_CHUNKS = ('memory.pages = "chunks"', "memory.keep = false")
 KEPT = ('memory.pages = "chunks"', "memory.keep = true")
 _PLUGIN = ("/usr/lib/criu", "/usr/lib/*/criu", "/usr/libexec/criu", "/usr/local/lib/criu")
-_TIMEOUT = 30.0  # seconds that a lock may take, and standing still
 _LEAD = 0.5  # seconds before a command in which the ticks are the usual ones
 
 
@@ -123,110 +118,22 @@ class Bench:
         self.work = None
 
 
-_PLAIN, _POPULATED, _STAGED = BARE
-_TURNS = ((_PLAIN, _POPULATED, _STAGED), (_STAGED, _POPULATED, _PLAIN), (_PLAIN, _STAGED, _POPULATED))
-_SIDES: dict[Literal["checkpoint", "restore"], tuple[str, ...]] = {
-    "checkpoint": ("lock", "driver checkpoint", "let go"),
-    "restore": ("map back", "driver restore", "unlock"),
-}
-
-
 def driver(bench: Bench) -> list[Line]:
     """Suspend and resume by the driver's calls, in no container: plainly, populated, staged; medians of 3."""
-    found: dict[tuple[str, str], list[Line]] = {}
     bench.driver.open()
     with bench.place.bare(bench.case, bench.plan.folder) as log:
         pids = list(log.stamps())
         # PIDs as the programs say them are ours: there is no container.
         used = bench.driver.memory_used(pids)
-        size = sum(sum(of.values()) for of in used.values()) or bench.case.size
-        # A process' first checkpoint grows its heap and finds everything cold: it counts for none of them.
-        bare_round(bench, pids, _PLAIN)
-        for row in (row for turn in _TURNS for row in turn):
-            log.wait(bench.case.procs, since=time.time())
-            stages, note = bare_round(bench, pids, row)
-            for side, names in _SIDES.items():
-                part = {name: stages[name] for name in names if name in stages}
-                line = Line(row, side, side, sum(part.values()), size, stages=part, note=note)
-                found.setdefault((row, side), []).append(line)
-        log.wait(bench.case.procs, since=time.time())
-    return [middle(found[row, side]) for row in BARE for side in _SIDES]
-
-
-def bare_round(bench: Bench, pids: Sequence[int], row: str) -> tuple[dict[str, float], str]:
-    """Suspend and resume once, in a row's way: seconds of each step, and what there is to say."""
-    if row != _STAGED:
-        return suspended_and_resumed(bench.driver, pids, only if row == _PLAIN else populated)
-    with staging(bench) as chunks:
-        stages, _ = suspended_and_resumed(bench.driver, pids, chunks.thread, chunks)
-        return stages, "; ".join(sorted(set(chunks.notes().values())))
-
-
-@contextmanager
-def staging(bench: Bench) -> Iterator[Chunks]:
-    """What a checkpoint puts the GPU's memory into by default: files in RAM, mapped by the processes."""
-    image = bench.plan.folder / "staged"
-    image.mkdir()
-    # Nothing is kept: what is read and written here is not to depend on an earlier round.
-    memory = replace(checked(bench.plan.settings).memory, keep=False)
-    chunks = Chunks(str(image), NAME, memory)
-    try:
-        yield chunks
-    finally:
-        # Also after a failure: processes whose memory is gone with it are killed next.
-        with suppress(OSError):
-            chunks.close()
-        journal.remove(NAME)
-        shutil.rmtree(image)
-
-
-def suspended_and_resumed(
-    driver: Driver,
-    pids: Sequence[int],
-    thread: Callable[[int, int], AbstractContextManager[Any]],
-    chunks: Chunks | None = None,
-) -> tuple[dict[str, float], str]:
-    """Seconds of each step, and what `thread` said of populating. As checkpoint.py does it, all at once.
-
-    With `chunks` their bytes are put aside between the two, as for a dump, and mapped back.
-    """
-    stages: dict[str, float] = {}
-    notes: set[str] = set()
-
-    def timed(name: str, action: Callable[[], object]) -> None:
-        begun = time.monotonic()
-        action()
-        stages[name] = time.monotonic() - begun
-
-    def step(name: str, action: Callable[[int], object]) -> None:
-        timed(name, lambda: at_once(action, pids).raise_first())
-
-    def away(pid: int) -> None:
-        with thread(pid, driver.restore_thread(pid)) as done:
-            driver.checkpoint(pid)
-        notes.add(getattr(done, "why_not", ""))
-
-    def back(pid: int) -> None:
-        with only(pid, driver.restore_thread(pid)):
-            driver.restore(pid)
-
-    def map_back(chunks: Chunks) -> None:
-        for error in chunks.give_back(pids).values():
-            raise error
-
-    step("lock", partial(driver.lock, timeout=_TIMEOUT))
-    stop(pids, timeout=_TIMEOUT)
-    if chunks is not None:
-        for pid in pids:
-            chunks.watch(pid)
-    step("driver checkpoint", away)
-    if chunks is not None:
-        timed("let go", partial(chunks.take, pids))
-        timed("map back", partial(map_back, chunks))
-    step("driver restore", back)
-    go_on(pids)
-    step("unlock", driver.unlock)
-    return stages, "; ".join(sorted(notes - {""}))
+        bare = Bare(
+            driver=bench.driver,
+            pids=pids,
+            gpu_bytes=sum(sum(of.values()) for of in used.values()) or bench.case.size,
+            name=NAME,
+            folder=bench.plan.folder,
+            memory=checked(bench.plan.settings).memory,
+        )
+        return bare.rows(lambda: log.wait(bench.case.procs, since=time.time()))
 
 
 def exported(bench: Bench, row: str, runtime: str = SHIM) -> list[Line]:
@@ -331,7 +238,7 @@ def stock(bench: Bench) -> list[Line]:
             return exported(bench, "stock", bench.plan.runtime)
         finally:
             bench.drop()
-    plain = {side: bench.run.find(PLAIN, side) for side in _SIDES}
+    plain = {side: bench.run.find(PLAIN, side) for side in SIDES}
     if any(line is None for line in plain.values()):
         raise LeftOut(
             "cuda-checkpoint or CRIU's cuda_plugin.so is not installed, and without the row driver there is "

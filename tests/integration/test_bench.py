@@ -17,6 +17,7 @@ import pytest
 import shimhost
 from support import GPUS_CONF, STATE, STORAGE, Done, good, podman, run, until
 
+STAGE = "/run/gpusnap/stage"
 SRC = Path(__file__).resolve().parents[2]
 BENCH = SRC / "bench" / "checkpoint.py"
 JOURNAL = Path("/run/gpusnap/journal")
@@ -39,6 +40,8 @@ def tidied(crun: None, tmp_path: Path) -> Iterator[Path]:
     assert shimhost.SETTINGS.read_text() == 'runtime = "crun"\n'
     assert list(folder.iterdir()) == []
     assert not list(STORAGE.parent.glob("gpusnap-bench*"))
+    assert not os.path.exists(STAGE) or os.listdir(STAGE) == []
+    assert not list(JOURNAL.glob("gpusnap-bench*"))
     assert "gpusnap-bench" not in good(podman("ps", "--all", "--format", "{{.Names}}"))
 
 
@@ -72,6 +75,8 @@ def test_every_row(tidied: Path, tmp_path: Path) -> None:
         ("driver-plain", "restore"),
         ("driver-populated", "checkpoint"),
         ("driver-populated", "restore"),
+        ("driver-staged", "checkpoint"),
+        ("driver-staged", "restore"),
         ("export-criu", "checkpoint"),
         ("export-criu", "restore"),
         ("export-chunks", "checkpoint"),
@@ -92,8 +97,24 @@ def test_every_row(tidied: Path, tmp_path: Path) -> None:
             assert line["peak"] > 10 << 20, name
     for row in ("export-criu", "export-chunks"):
         assert 51 << 20 <= lines[row, "checkpoint"]["written"] <= lines[row, "checkpoint"]["image"], row
+        restore = lines[row, "restore"]["stages"]
+        assert {"plan", "restore", "driver restore", "CRIU"} <= restore.keys(), row
+        assert restore["restore"] < lines[row, "restore"]["runtime"], row
     assert "dump" in lines["export-chunks", "checkpoint"]["stages"]
-    assert lines["pause", "checkpoint"]["pause"] > 0
+    for side in ("checkpoint", "restore"):
+        for row in ("driver-plain", "driver-populated", "driver-staged"):
+            assert len(lines[row, side]["rounds"]) == 3, row
+            assert lines[row, side]["to_stock"] is None, row
+            assert (lines[row, side]["to_plain"] or 0) > 0 or row == "driver-plain", row
+    assert "let go" in lines["driver-staged", "checkpoint"]["stages"]
+    assert lines["driver-staged", "checkpoint"]["note"] == ""
+    assert "map back" in lines["driver-staged", "restore"]["stages"]
+    pause = lines["pause", "checkpoint"]
+    plain = [lines["driver-plain", side]["seconds"] for side in ("checkpoint", "restore")]
+    assert pause["pause"] > 0
+    assert pause["pause_to_driver"] == pytest.approx(pause["pause"] / sum(plain))
+    again = lines["again", "unchanged"]
+    assert 0 < again["above_driver"] < again["runtime"]
 
 
 def test_what_later_checkpoints_write(tidied: Path, tmp_path: Path) -> None:
@@ -107,6 +128,21 @@ def test_what_later_checkpoints_write(tidied: Path, tmp_path: Path) -> None:
     assert written[0] > 50 << 20
     assert written[1] < written[0] / 10
     assert written[1] < written[2] < written[0] / 5
+
+
+def test_the_driver_alone(tidied: Path, tmp_path: Path) -> None:
+    """Two processes; each way puts its bytes where it says, and with no file for them they go to chunks."""
+    figures = tmp_path / "figures.json"
+    words = ["--sizes", "0.2", "--procs", "2", "--settings", 'memory.ceiling = "64M"']
+    done = bench("--only", "driver", "--folder", tidied, "--json", figures, *words)
+    assert done.code == 0, done.out + done.err
+    (found,) = json.loads(figures.read_text())["runs"]
+    lines = by_row(found)
+    assert lines["driver-populated", "checkpoint"]["note"] == ""
+    assert "above memory.ceiling" in lines["driver-staged", "checkpoint"]["note"]
+    assert [line["to_plain"] for line in found["lines"][:2]] == [None, None]
+    assert "| this ÷ plain |" in done.out
+    assert "median of " in done.out
 
 
 @pytest.mark.parametrize(
