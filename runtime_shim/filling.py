@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Mapping
 
@@ -27,6 +28,8 @@ from runtime_shim.memory.stage import Area, Stage
 from runtime_shim.settings import Memory
 
 __all__ = ["Filling"]
+
+_SWITCH = 0.0005  # seconds
 
 
 def _most_of(cores: int) -> int:
@@ -49,6 +52,8 @@ class Filling:
         self._areas = self._staged(settings)
         self._checking: threading.Thread | None = None
         self._wrong: ImageError | None = None
+        # The workers hold the interpreter for moments only, but by default who waits for it waits 5 ms.
+        sys.setswitchinterval(_SWITCH)
         try:
             with transfer.as_image_error(self._path):
                 self._reading = reading.Reading(

@@ -23,7 +23,8 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
-from runtime_shim import bundle, journal, leavings, proc, transfer
+from oci.layout import Layout
+from runtime_shim import bundle, journal, leavings, manifest, proc, transfer
 from runtime_shim import container as containers
 from runtime_shim.argv import RestoreCall
 from runtime_shim.errors import ContainerError, GpusnapError, Refused, RuntimeFailed, reason
@@ -231,8 +232,18 @@ def _kept(entry: Restore, driver: Driver | None) -> str | None:
     if driver is not None and ours:
         standing = [pid for pid in ours if proc.stopped(pid)]
         at_once(lambda pid: let_finish(driver, pid, within=_UNDER_WAY), standing).raise_first()
+        if standing:
+            _check(entry)
         resume(driver, ours, InCriu(), right=partial(transfer.own, entry.container))
     return "running: " + " ".join(map(str, ours or [init.pid]))
+
+
+def _check(entry: Restore) -> None:
+    """See that the memory of processes that have not gone on was right: a restore does so at the end."""
+    layout = os.path.join(entry.image, manifest.FOLDER)
+    if os.path.isdir(os.path.join(layout, "blobs")):
+        processes = manifest.read(entry.image).processes
+        transfer.check(Layout(layout), [region.table for process in processes for region in process.regions])
 
 
 def _found(entry: Restore) -> tuple[containers.Container, proc.Process] | None:

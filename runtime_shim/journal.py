@@ -321,5 +321,6 @@ def _folders() -> None:
 
 
 def _unlink(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+    for each in (path + ".new", path):  # `_write` may have been killed
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(each)

@@ -5,22 +5,24 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import shimhost
-from support import RUNTIME, STORAGE, Container, good, podman, run, until
+from support import DEADLINE, RUNTIME, STORAGE, Container, Done, good, podman, run, until
 
 COMMAND = "/usr/local/bin/gpusnap"
 MOMENTS = 2
-"""For each way, as parts of the time that an unharmed run takes."""
+"""For each way, within the time that an unharmed run takes under the same load."""
 STEP = "gpusnap: step "
 
 # Both ways under one runtime, and the other runtime.
@@ -28,7 +30,13 @@ every_way = pytest.mark.parametrize(
     ("real", "pages"), [("crun", "criu"), ("crun", "chunks"), ("runc", "chunks")], indirect=True
 )
 under_crun = pytest.mark.parametrize(("real", "pages"), [("crun", "criu"), ("crun", "chunks")], indirect=True)
-leaving = pytest.mark.parametrize("options", [(), ("--leave-running",)], ids=["stop", "leave running"])
+# Without criu and --leave-running: it has no step that these do not have.
+each_order = pytest.mark.parametrize(
+    ("real", "pages", "options"),
+    [("crun", "criu", ()), ("crun", "chunks", ()), ("crun", "chunks", ("--leave-running",))],
+    indirect=["real", "pages"],
+    ids=["criu, stop", "chunks, stop", "chunks, leave running"],
+)
 
 
 @pytest.fixture(params=["criu", "chunks"])
@@ -68,34 +76,50 @@ def announced(line: Sequence[str], out: Path) -> Announced:
     return Announced(tuple(dict.fromkeys(steps)), time.monotonic() - begin)
 
 
-def killed_at(line: Sequence[str], step: str) -> bool:
-    """Kill gpusnap as it begins a step; whether it came to that."""
-    with subprocess.Popen(
-        line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as shim:
+def killed_at(line: Sequence[str], step: str, out: Path) -> bool:
+    """Kill gpusnap as it begins a step; whether it came to that. `out` as for `announced`."""
+    with (
+        out.open("wb") as stdout,
+        subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE) as shim,
+    ):
         assert shim.stderr is not None
-        for text in shim.stderr:
-            if text.rstrip("\n") == STEP + step:
+        said, deadline = b"", time.monotonic() + DEADLINE
+        # What it says, and not until the end of it: a restored container keeps it open.
+        while f"{STEP}{step}\n".encode() not in said:
+            ready, _, _ = select.select([shim.stderr], [], [], 0.2)
+            text = os.read(shim.stderr.fileno(), 1 << 16) if ready else b""
+            if not text and (shim.poll() is not None or time.monotonic() > deadline):
                 shim.kill()
-                return True
-    return False
+                return False
+            said += text
+        shim.kill()
+        return True
 
 
-def killed_after(line: Sequence[str], seconds: float) -> None:
-    """Kill gpusnap after so long, if it has not ended."""
-    with subprocess.Popen(
-        line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as shim:
+def killed_after(line: Sequence[str], seconds: float, out: Path) -> bool:
+    """Kill gpusnap after so long; whether it was still at work. `out` as for `announced`."""
+    with (
+        out.open("wb") as stdout,
+        subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.DEVNULL) as shim,
+    ):
         try:
             shim.wait(seconds)
         except subprocess.TimeoutExpired:
             shim.kill()
+            return True
+    return False
+
+
+def moments(seconds: float) -> list[float]:
+    """Some within a run that takes so long, spread over it."""
+    return [random.uniform(at, at + 1) / MOMENTS * 0.9 * seconds for at in range(MOMENTS)]
 
 
 def nothing_left() -> None:
     """No note, no file for a moment, and nothing staged."""
     assert [name for name in os.listdir("/run") if name.startswith("gpusnap-")] == []
-    left = [name for name in os.listdir("/run/gpusnap/journal") if not name.endswith(".lock")]
+    # One that was being written has no name that anybody reads, and the next one takes its place.
+    left = [name for name in os.listdir("/run/gpusnap/journal") if not name.endswith((".lock", ".new"))]
     assert left == []
     assert not os.path.ismount("/run/gpusnap/stage")
 
@@ -110,8 +134,8 @@ def load() -> Iterator[None]:
         yield
 
 
-def right_or_whole(container: Container, init: int, folder: Path, when: str) -> bool:
-    """After `gpusnap recover`: it goes on with every byte; or it was dumped, and its checkpoint is whole.
+def right_or_whole(container: Container, init: int, folder: Path, real: str, when: str) -> bool:
+    """After `gpusnap recover`: it goes on with every byte; or it was dumped, and its checkpoint restores so.
 
     Whether it goes on.
     """
@@ -121,38 +145,45 @@ def right_or_whole(container: Container, init: int, folder: Path, when: str) -> 
         return True
     manifest = json.loads((folder / "image/gpusnap/manifest.json").read_text())
     assert manifest["container"]["id"] == container.id, when
+    until(lambda: container.inspect()["State"]["Status"] == "exited", "the end of the container")
+    dumped = Dumped.of(container, folder, real, folder / "image")
+    announced(dumped.line(), dumped.out)
+    dumped.goes_on()
+    dumped.end()
     return False
 
 
-@leaving
-@under_crun
+@each_order
 def test_checkpoint_killed_at_each_step(
     pages: str, real: str, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     """Wherever it says that it is, and at moments that it does not choose, on a busy machine."""
-    first = Container.start("first", "--mib", "20", "--busy", "5")
-    run_through = announced(words(first, tmp_path, *options), tmp_path / "out")
+    first, out = Container.start("first", "--mib", "20", "--busy", "5"), tmp_path / "out"
+    with load():
+        run_through = announced(words(first, tmp_path, *options), out)
     assert {"inspect", "lock", "driver checkpoint", "pages", "dump", "sync"} <= {*run_through.steps}
     first.remove()
     container = Container.start("w0", "--mib", "20", "--busy", "5")
     init, line, number = container.pid, words(container, tmp_path, *options), 0
 
-    def killed(kill: Callable[[list[str]], object], when: str) -> None:
+    def recovered(when: str) -> None:
         nonlocal container, init, line, number
-        kill(line)
         recover()
-        if not right_or_whole(container, init, tmp_path, when):
+        if not right_or_whole(container, init, tmp_path, real, when):
             container.remove()
             number += 1
             container = Container.start(f"w{number}", "--mib", "20", "--busy", "5")
             init, line = container.pid, words(container, tmp_path, *options)
 
     for step in run_through.steps:
-        killed(lambda line, step=step: killed_at(line, step), step)  # type: ignore[misc]
-    with load():
-        for _ in range(MOMENTS):
-            after = random.uniform(0.2, 2.0) * run_through.seconds
-            killed(lambda line, after=after: killed_after(line, after), f"{after:.3f} s")  # type: ignore[misc]
+        assert killed_at(line, step, out), f"no step {step}"
+        recovered(step)
+    at_work = []
+    for after in moments(run_through.seconds):
+        with load():
+            at_work.append(killed_after(line, after, out))
+        recovered(f"{after:.3f} s")
+    assert any(at_work)
 
 
 @pytest.mark.parametrize(("real", "pages"), [("runc", "chunks")], indirect=True)
@@ -160,10 +191,13 @@ def test_killed_after_any_time(pages: str, real: str, tmp_path: Path) -> None:
     """With more to write, and the other runtime, whose children are others: it ends what it is at."""
     container = Container.start("w", "--mib", "60")
     init = container.pid
-    for after in (0.35, 0.6, 1.0):
-        killed_after(words(container, tmp_path, "--leave-running"), after)
+    line, out = words(container, tmp_path, "--leave-running"), tmp_path / "out"
+    seconds, at_work = announced(line, out).seconds, []
+    for after in moments(seconds):
+        at_work.append(killed_after(line, after, out))
         recover()
-        assert right_or_whole(container, init, tmp_path, f"{after} s")
+        assert right_or_whole(container, init, tmp_path, real, f"{after} s")
+    assert any(at_work)
 
 
 @contextmanager
@@ -221,9 +255,34 @@ def test_somebody_is_at_work(pages: str, real: str, tmp_path: Path) -> None:
     container.goes_on()
 
 
+def at_once(*lines: Sequence[str]) -> list[Done]:
+    """Run commands, all at the same moment, to their ends."""
+    with ThreadPoolExecutor(len(lines)) as pool:
+        return list(pool.map(lambda line: run(*line), lines))
+
+
+def harmless(dones: Sequence[Done]) -> None:
+    """At least one did what it was to do, and the others were told that it did."""
+    for done in dones:
+        assert done.code == 0 or "still at work on" in done.err or "nothing waits" in done.err, done.err
+    assert 0 in {done.code for done in dones}
+
+
+@pytest.mark.parametrize("other", ["recover", "checkpoint"])
+@pytest.mark.parametrize(("real", "pages"), [("crun", "chunks")], indirect=True)
+def test_two_put_it_right_at_once(pages: str, real: str, tmp_path: Path, other: str) -> None:
+    """Two recover, or one does and one checkpoints: one of them has it, and no byte is lost by the other."""
+    container = Container.start("w", "--mib", "20", "--busy", "5")
+    line, recovers = words(container, tmp_path, "--leave-running"), [COMMAND, "recover", container.id]
+    assert killed_at(line, "dump", tmp_path / "out")
+    harmless(at_once(recovers, recovers if other == "recover" else line))
+    nothing_left()
+    container.goes_on()
+
+
 @dataclass(frozen=True)
 class Dumped:
-    """A container of Podman's that was checkpointed in place, to be restored by gpusnap-runtime itself."""
+    """A container of Podman's that was checkpointed, to be restored by gpusnap-runtime itself."""
 
     container: Container
     id: str
@@ -231,6 +290,14 @@ class Dumped:
     real: str
     config: bytes
     """Its config.json, as Podman wrote it."""
+    image: Path
+
+    @classmethod
+    def of(cls, container: Container, folder: Path, real: str, image: Path) -> Dumped:
+        """One that has ended; its root is mounted again, which Podman takes away then."""
+        good(podman("mount", container.name))
+        config = (STORAGE / container.id / "userdata/config.json").read_bytes()
+        return cls(container, container.id, folder, real, config, image)
 
     @property
     def bundle(self) -> Path:
@@ -241,7 +308,7 @@ class Dumped:
         return self.folder / "out"
 
     def line(self) -> list[str]:
-        paths = ["--bundle", self.bundle, "--image-path", self.bundle / "checkpoint"]
+        paths = ["--bundle", self.bundle, "--image-path", self.image]
         paths += ["--work-path", self.folder, "--pid-file", self.folder / "pid"]
         return [RUNTIME, "--debug", "restore", "--detach", *map(str, paths), self.id]
 
@@ -269,9 +336,7 @@ class Dumped:
 def dumped(pages: str, real: str, tmp_path: Path) -> Iterator[Dumped]:
     container = Container.start("w", "--mib", "20", "--busy", "5")
     good(podman("container", "checkpoint", "--keep", container.name))
-    good(podman("mount", container.name))  # its root, which Podman takes away from one that ended
-    config = (STORAGE / container.id / "userdata/config.json").read_bytes()
-    found = Dumped(container, container.id, tmp_path, real, config)
+    found = Dumped.of(container, tmp_path, real, container.image_path)
     yield found
     if found.known():  # Podman would not remove what it does not know to run
         found.end()
@@ -280,29 +345,32 @@ def dumped(pages: str, real: str, tmp_path: Path) -> Iterator[Dumped]:
 @every_way
 def test_restore_killed_at_each_step(dumped: Dumped) -> None:
     """The incomplete container is removed, nothing of it is left, and the checkpoint can be restored."""
-    run_through = announced(dumped.line(), dumped.out)
+    with load():
+        run_through = announced(dumped.line(), dumped.out)
     assert {"plan", "restore", "settle", "driver restore"} <= {*run_through.steps}
     dumped.goes_on()
     dumped.end()
 
     def removed(when: str) -> None:
-        """Or it had come up in that moment, and nobody has touched it."""
+        """Or it had come up in that moment, and goes on."""
         said = recover()
         nothing_left()
         if dumped.known():
             assert said == "" or "running: " in said, when
+            dumped.goes_on()
             dumped.end()
         else:
             assert (dumped.bundle / "config.json").read_bytes() == dumped.config, when
 
     for step in run_through.steps:
-        assert killed_at(dumped.line(), step)
+        assert killed_at(dumped.line(), step, dumped.out), f"no step {step}"
         removed(step)
-    with load():
-        for _ in range(MOMENTS):
-            after = random.uniform(0.2, 2.0) * run_through.seconds
-            killed_after(dumped.line(), after)
-            removed(f"{after:.3f} s")
+    at_work = []
+    for after in moments(run_through.seconds):
+        with load():
+            at_work.append(killed_after(dumped.line(), after, dumped.out))
+        removed(f"{after:.3f} s")
+    assert any(at_work)
     assert json.loads(recover("--list", "--json")) == []
     announced(dumped.line(), dumped.out)
     dumped.goes_on()
@@ -311,7 +379,7 @@ def test_restore_killed_at_each_step(dumped: Dumped) -> None:
 @under_crun
 def test_the_next_restore_takes_it_away(dumped: Dumped) -> None:
     """Without `gpusnap recover`: a restore of the same container first removes what a killed one left."""
-    assert killed_at(dumped.line(), "driver restore")
+    assert killed_at(dumped.line(), "driver restore", dumped.out)
     assert "its restore was cut off" in recover("--list")
     (waits,) = json.loads(recover("--list", "--json"))
     assert (waits["container"], waits["kind"], waits["at_work"]) == (dumped.id, "restore", False)
@@ -320,6 +388,19 @@ def test_the_next_restore_takes_it_away(dumped: Dumped) -> None:
     assert "an earlier restore was cut off; the incomplete container was removed" in said
     dumped.goes_on()
     nothing_left()
+
+
+@pytest.mark.parametrize(("real", "pages"), [("crun", "chunks")], indirect=True)
+def test_two_take_it_away_at_once(dumped: Dumped) -> None:
+    """Two recover: it is removed; two more leave alone what is restored after that."""
+    recovers = [COMMAND, "recover", dumped.id]
+    assert killed_at(dumped.line(), "driver restore", dumped.out)
+    harmless(at_once(recovers, recovers))
+    nothing_left()
+    assert not dumped.known()
+    announced(dumped.line(), dumped.out)
+    assert ["nothing waits" in done.err for done in at_once(recovers, recovers)] == [True, True]
+    dumped.goes_on()
 
 
 @contextmanager

@@ -16,12 +16,16 @@ from typing import Any
 import pytest
 from fakes import ID, Scene, a_manifest, wait_for
 
+from oci.chunks import Chunk, Table
+from oci.layout import Layout
 from runtime_shim import halfway, journal, leavings, manifest, proc, shim
 from runtime_shim.errors import GpusnapError, RuntimeFailed
 from runtime_shim.gpu.driver import ProcessState
 from runtime_shim.gpu.errors import NotInitialized
 from runtime_shim.halfway import Restore, Stage
+from runtime_shim.manifest import RegionRecord
 from runtime_shim.memory import stage
+from runtime_shim.suspension import let_finish
 
 RUNNING, LOCKED, CHECKPOINTED = ProcessState.RUNNING, ProcessState.LOCKED, ProcessState.CHECKPOINTED
 BEFORE, AFTER = b'{"before":  1}', b'{"after": 1}'
@@ -146,7 +150,7 @@ def test_only_the_unlock_was_missing(scene: Scene) -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the driver's thread may be at ends soon."""
-    monkeypatch.setattr(halfway, "let_finish", partial(halfway.let_finish, quiet=0.01))
+    monkeypatch.setattr(halfway, "let_finish", partial(let_finish, quiet=0.01))
 
 
 every_stage = pytest.mark.parametrize("reached", [Stage.SETTLE, Stage.GPUS])
@@ -198,6 +202,24 @@ def test_it_stands_with_its_state(scene: Scene, quick: None, state: ProcessState
     kept(scene, "running: " + " ".join(map(str, entry.processes)))
     assert scene.all_running()
     assert not any(proc.stopped(pid) for pid in entry.processes)
+
+
+def test_its_memory_was_never_checked(scene: Scene, quick: None) -> None:
+    """Chunks that are not what their digests say: it does not go on, and what is wrong is named."""
+    entry = cut_off(scene, LOCKED, standing=True, stage=Stage.GPUS)
+    layout = Layout(Path(entry.image, "gpusnap")).create()
+    blob = layout.add_blob(b"as it was")
+    table = Table(9, (Chunk(0, 9, blob.digest, blob.digest, 9, "plain"),))
+    process = replace(a_manifest().processes[0], regions=(RegionRecord(4096, table),))
+    Path(entry.image, "gpusnap/manifest.json").write_bytes(
+        manifest.encode(replace(a_manifest(), processes=(process,), pages="chunks"))
+    )
+    path = Path(entry.image, "gpusnap/blobs/sha256", blob.digest.partition(":")[2])
+    path.write_bytes(b"as it is!")
+    assert blob.digest in refused(scene)
+    assert proc.still(entry.processes[0])
+    path.write_bytes(b"as it was")
+    kept(scene, f"running: {entry.processes[0]}")
 
 
 def test_it_failed(scene: Scene) -> None:
