@@ -95,6 +95,11 @@ class Filling:
                 )
                 return
             self._reading.wait()
+        for (_, region), area in zip(self._regions, self._areas, strict=True):
+            if any(size >= copies.HUGE for _, size in region.table.gaps()):
+                # The driver would find these zeros page by page; without memory for them it does.
+                with contextlib.suppress(OSError):
+                    area.populate()
         found: dict[int, list[Area]] = {}
         for (pid, _), area in zip(self._regions, self._areas, strict=True):
             found.setdefault(by_inner[pid], []).append(area)
