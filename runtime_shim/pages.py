@@ -126,7 +126,7 @@ class Chunks:
         if self._settings.sync:
             self._flushed()
             with transfer.as_image_error(self._layout.path):
-                self._layout.sync()
+                self._layout.create().sync()
 
     def give_back(self, pids: Sequence[int]) -> Mapping[int, GpusnapError]:
         """Have the regions of those that were freed in place again; what kept some from it, by PID."""

@@ -384,6 +384,18 @@ def test_what_is_staged_for_nobody(holders: list[Holder]) -> None:
     assert not os.path.ismount(stage.FOLDER)
 
 
+def test_no_process_has_gpu_state(holders: list[Holder], tmp_path: Path) -> None:
+    """An idle container: nothing is written but a layout without chunks."""
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", SMALL)
+    chunks.ready()
+    assert chunks.records() == {}
+    chunks.commit(kept=True)
+    chunks.close()
+    assert (path / "gpusnap/index.json").exists()
+    assert stage.containers() == []
+
+
 def test_nothing_is_staged_where_it_would_not_last(
     holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
