@@ -60,6 +60,12 @@ def manifest(console: Console, record: Manifest) -> None:
     console.print(table, "")
     if record.neutralised:
         neutralised(console, record.neutralised)
+    if record.pages == "chunks":
+        written = record.written
+        said = f"{human(written.stored)} written in chunks, {human(written.known)} known from before"
+        console.print(
+            _plain(f"GPU memory: {said}, {human(written.zero)} zero"), "", sep="\n", highlight=False
+        )
     timeline(console, record.timing)
 
 
@@ -81,6 +87,9 @@ def timeline(console: Console, steps: tuple[Step, ...]) -> None:
         bar = "█" * max(1, round(step.seconds / end * _WIDTH)) if step.seconds / end > 0.01 else "▏"
         table.add_row(_plain(step.name), f"{step.start:.3f}", f"{step.seconds:.3f}", " " * left + bar)
     console.print(table)
+    for step in steps:
+        if step.note:
+            console.print(_plain(f"{step.name}: {step.note}"), highlight=False)
 
 
 def inventory(console: Console, host: Host) -> None:

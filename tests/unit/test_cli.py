@@ -23,8 +23,9 @@ from gpusnap.source import load_manifest
 from runtime_shim import manifest
 from runtime_shim._version import __version__
 from runtime_shim.errors import ManifestError
-from runtime_shim.manifest import GpuProcess, Manifest, NeutralisedProcess
+from runtime_shim.manifest import GpuProcess, Manifest, NeutralisedProcess, Written
 from runtime_shim.settings import TABLE, Settings, load
+from runtime_shim.transaction import Step
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., tuple[int, str, str]]
@@ -106,6 +107,16 @@ def test_inspect(tmp_path: Path, gpusnap: Run) -> None:
     assert any(line.split()[:2] == ["42", "sleep"] for line in lines)
     assert any(line.startswith("dump") and "0.250" in line and "0.500" in line for line in lines)
     assert "timeline (0.75 s)" in out
+
+
+def test_inspect_of_chunks(tmp_path: Path, gpusnap: Run) -> None:
+    """What was written, and what a step has to say."""
+    steps = (Step("driver checkpoint", 0.0, 1.0, "process 7: no file for it"),)
+    record = replace(a_manifest(), pages="chunks", written=Written(3 << 20, 2 << 30, 1 << 20), timing=steps)
+    code, out, _ = gpusnap("inspect", str(archive(tmp_path, record)))
+    assert code == 0
+    assert "3.0 MiB written in chunks, 2.0 GiB known from before, 1.0 MiB zero" in out
+    assert "driver checkpoint: process 7: no file for it" in out
 
 
 def test_inspect_of_neutralised_processes(tmp_path: Path, gpusnap: Run) -> None:
