@@ -24,6 +24,7 @@ from runtime_shim.criu import config as criu_config
 from runtime_shim.criu import dev
 from runtime_shim.criu import mounts as criu_mounts
 from runtime_shim.description import describe
+from runtime_shim.draft import Draft
 from runtime_shim.errors import GpusnapError, ImageError, Refused, RuntimeFailed
 from runtime_shim.gpu.driver import Driver, Host
 from runtime_shim.gpu.nodes import Node
@@ -94,7 +95,7 @@ def checkpoint(
         job = _Job(call, real, settings, driver, container, transaction, _pages(call, settings, container))
         with transaction.step("inspect"):
             _inspect(job)
-        draft = manifest.Draft(str(call.images()), sync=settings.memory.sync)
+        draft = Draft(str(call.images()), sync=settings.memory.sync)
         with transaction.step("prepare"):
             _prepare(job, draft)
         _suspend(job)
@@ -148,7 +149,7 @@ def _known_devices(job: _Job, config: dict[str, Any]) -> None:
             )
 
 
-def _prepare(job: _Job, draft: manifest.Draft) -> None:
+def _prepare(job: _Job, draft: Draft) -> None:
     """Make the image directory ours. An earlier checkpoint in it stays whole until the dump begins."""
     image.make(job.image_path)
     job.transaction.undo("removing the incomplete image", lambda: _discard(job))
@@ -235,7 +236,7 @@ def _clear(job: _Job, timeout: float) -> None:
     job.cleared += leftover.clear(job.driver, job.container.id, job.records, job.processes, timeout=timeout)
 
 
-def _dump(job: _Job, draft: manifest.Draft) -> None:
+def _dump(job: _Job, draft: Draft) -> None:
     """Have the real runtime dump the container, again where a process began to use a GPU in between."""
     attempt = 0
     while True:
@@ -296,7 +297,7 @@ def _dump_error(job: _Job, done: Invoked) -> RuntimeFailed:
     )
 
 
-def _complete(job: _Job, draft: manifest.Draft) -> None:
+def _complete(job: _Job, draft: Draft) -> None:
     """After the dump: resume what shall run on, make the image durable, and name it a checkpoint."""
     assert job.record is not None
     failure: GpusnapError | None = None
@@ -383,7 +384,7 @@ def _manifest(job: _Job) -> manifest.Manifest:
 
 def _clean(job: _Job) -> None:
     """Remove what a failed dump wrote, so that nothing looks like a checkpoint."""
-    manifest.Draft(job.image_path).discard()
+    Draft(job.image_path).discard()
     if job.dumping is not None:
         image.clean(job.image_path, since=job.dumping)
 

@@ -14,7 +14,6 @@ GPU that is not in the list) is checked here. A manifest may come from anywhere,
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
@@ -24,7 +23,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from runtime_shim._version import __version__
-from runtime_shim.errors import ImageError, ManifestError, ManifestVersion, reason
+from runtime_shim.errors import ManifestError, ManifestVersion, reason
 from runtime_shim.transaction import Step
 
 if TYPE_CHECKING:
@@ -32,10 +31,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FOLDER",
+    "LARGEST",
     "NAME",
+    "PENDING",
     "VERSION",
     "DeviceNode",
-    "Draft",
     "DriverLibrary",
     "DriverMount",
     "GpuProcess",
@@ -54,9 +54,9 @@ __all__ = [
 FOLDER = "gpusnap"
 NAME = "manifest.json"
 VERSION = "1.0"
-_PENDING = "manifest.pending"
+PENDING = "manifest.pending"
 # Far above any real one (4096 processes make about 1 MiB), far below what could hurt to parse.
-_MAX_BYTES = 64 << 20
+LARGEST = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +205,9 @@ def encode(manifest: Manifest) -> bytes:
     _check(document, "the new manifest")
     compact = any(process["regions"] for process in document["processes"])
     data = json.dumps(document, indent=None if compact else 1).encode() + b"\n"
-    if len(data) > _MAX_BYTES:
+    if len(data) > LARGEST:
         raise ManifestError(
-            f"the new manifest has {len(data) >> 20} MiB, and none above {_MAX_BYTES >> 20} is read",
+            f"the new manifest has {len(data) >> 20} MiB, and none above {LARGEST >> 20} is read",
             hint="set a larger memory.chunk-size",
         )
     return data
@@ -249,7 +249,7 @@ def read(image_path: str) -> Manifest:
         with os.fdopen(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ManifestError(f"{path} is no regular file", hint="do not restore from it")
-            data = file.read(_MAX_BYTES + 1)
+            data = file.read(LARGEST + 1)
     except FileNotFoundError:
         raise ManifestError(
             f"the checkpoint in {image_path} is not complete: it has no {FOLDER}/{NAME}",
@@ -257,14 +257,14 @@ def read(image_path: str) -> Manifest:
         ) from None
     except OSError as error:
         raise ManifestError(f"{path} cannot be read: {reason(error)}") from error
-    if len(data) > _MAX_BYTES:
-        raise ManifestError(f"{path} is larger than {_MAX_BYTES >> 20} MiB")
+    if len(data) > LARGEST:
+        raise ManifestError(f"{path} is larger than {LARGEST >> 20} MiB")
     return decode(data, path)
 
 
 def _what_is_left(image_path: str) -> str:
     """What may be done about an image without a manifest."""
-    pending = os.path.join(image_path, FOLDER, _PENDING)
+    pending = os.path.join(image_path, FOLDER, PENDING)
     if not os.path.exists(pending):
         return "take another copy of it"
     if not os.path.getsize(pending) or not os.path.exists(os.path.join(image_path, "inventory.img")):
@@ -272,120 +272,8 @@ def _what_is_left(image_path: str) -> str:
     # CRIU writes that file last: gpusnap was killed between the end of the dump and the renaming.
     return (
         "the checkpoint was cut off while it was written, but CRIU had finished; to restore it all the same, "
-        f"rename {FOLDER}/{_PENDING} to {NAME}"
+        f"rename {FOLDER}/{PENDING} to {NAME}"
     )
-
-
-class Draft:
-    """A manifest on its way to disk, see the module's docstring. All errors are ImageErrors."""
-
-    def __init__(self, image_path: str, *, sync: bool = True) -> None:
-        """Without `sync` nothing waits for the disk."""
-        self._sync = sync
-        self._folder = os.path.join(image_path, FOLDER)
-        self._final = os.path.join(self._folder, NAME)
-        self._pending = os.path.join(self._folder, _PENDING)
-
-    def begin(self) -> None:
-        """Make the folder. The manifest of an earlier checkpoint in the same place stays for now."""
-        try:
-            os.makedirs(self._folder, mode=0o700, exist_ok=True)
-            _write(self._pending, b"")
-        except OSError as error:
-            raise ImageError(f"{self._folder} cannot be written: {reason(error)}") from error
-
-    def prepare(self, manifest: Manifest | None) -> None:
-        """Write the manifest under its pending name, and take an earlier one away, durably.
-
-        To be called right before the dump, which overwrites the images that the earlier one describes. None
-        where something that it has to say is not known yet: then only `finish` can make the image whole.
-        """
-        try:
-            os.makedirs(self._folder, mode=0o700, exist_ok=True)
-            # There is room for it, which is what matters now; an fsync would wait for all that was written.
-            _write(self._pending, encode(manifest) if manifest is not None else b"")
-            if os.path.exists(self._final):
-                _remove(self._final)
-                _sync(self._folder)
-        except OSError as error:
-            raise ImageError(f"{self._pending} cannot be written: {reason(error)}") from error
-
-    def written_at(self) -> int:
-        """When `prepare` wrote the manifest, by its file system (st_mtime_ns). Raises ImageError."""
-        try:
-            return os.stat(self._pending).st_mtime_ns
-        except OSError as error:
-            raise ImageError(f"{self._pending} cannot be read: {reason(error)}") from error
-
-    def pending(self) -> Manifest | None:
-        """What `prepare` wrote; None where there is none. Raises ManifestError, ImageError."""
-        try:
-            with open(self._pending, "rb") as file:
-                data = file.read(_MAX_BYTES)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise ImageError(f"{self._pending} cannot be read: {reason(error)}") from error
-        return decode(data, self._pending) if data else None
-
-    def finish(self, manifest: Manifest) -> None:
-        """Make the checkpoint whole: `manifest` if there is room for it, else what `prepare` wrote."""
-        better = self._pending + ".timed"
-        try:
-            _write(better, encode(manifest))
-            os.replace(better, self._pending)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                _remove(better)
-            if not self._prepared():
-                raise ImageError(f"{self._pending} cannot be written: {reason(error)}") from error
-            # Only the timing of the last step is lost.
-        try:
-            if self._sync:
-                _sync(self._pending)  # `prepare` did not
-            os.replace(self._pending, self._final)
-            if self._sync:
-                _sync(self._folder)
-        except OSError as error:
-            raise ImageError(
-                f"the checkpoint is on disk, but {self._pending} cannot be renamed: {reason(error)}",
-                hint=f"rename it to {NAME} by hand",
-            ) from error
-
-    def _prepared(self) -> bool:
-        try:
-            return os.path.getsize(self._pending) > 0
-        except OSError:
-            return False
-
-    def discard(self) -> None:
-        """Take back what `begin` and `prepare` made; an earlier checkpoint keeps its manifest."""
-        try:
-            for path in (self._pending, self._pending + ".timed"):
-                _remove(path)
-            if os.path.isdir(self._folder) and not os.listdir(self._folder):
-                os.rmdir(self._folder)
-        except OSError as error:
-            raise ImageError(f"{self._folder} cannot be removed: {reason(error)}") from error
-
-
-def _remove(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-
-
-def _write(path: str, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from functools import partial
 
 from oci.layout import Layout
 from runtime_shim import image, journal, leavings, manifest, pages, proc, transfer
+from runtime_shim.draft import Draft
 from runtime_shim.errors import GpusnapError, ImageError, ManifestError, reason
 from runtime_shim.gpu.driver import Driver, ProcessState
 from runtime_shim.gpu.together import at_once
@@ -171,7 +172,7 @@ def alive(entry: Entry) -> tuple[Suspended, ...]:
 
 def _finish(entry: Entry) -> str:
     """After a dump all processes are gone, and all that the checkpoint may lack is its manifest's name."""
-    draft = manifest.Draft(entry.image)
+    draft = Draft(entry.image)
     try:
         record = draft.pending()
     except ManifestError:
@@ -194,7 +195,7 @@ def _finish(entry: Entry) -> str:
 def _take_back(entry: Entry) -> None:
     """Remove all that was written of a checkpoint whose container was running again."""
     with suppress(ImageError):  # there is none, so nothing was dumped
-        image.clean(entry.image, since=manifest.Draft(entry.image).written_at())
+        image.clean(entry.image, since=Draft(entry.image).written_at())
     _discard(entry)
 
 
@@ -205,7 +206,7 @@ def _discard(entry: Entry) -> None:
         return
     if not os.path.exists(os.path.join(entry.image, manifest.FOLDER, manifest.NAME)):
         transfer.remove_layout(entry.image)
-    manifest.Draft(entry.image).discard()
+    Draft(entry.image).discard()
 
 
 def _mapped(process: Suspended) -> bool:

@@ -15,6 +15,8 @@ import pytest
 from fakes import DEADLINE, Family, Scene, a_manifest, unshare_works, uuid, wait_for
 
 from runtime_shim import checkpoint, manifest, preflight, proc
+from runtime_shim import draft as drafts
+from runtime_shim.draft import Draft
 from runtime_shim.errors import ImageError
 from runtime_shim.gpu.driver import ProcessState
 from runtime_shim.gpu.errors import DriverFailed, DriverTooOld, LockTimeout, NotSupported
@@ -35,7 +37,7 @@ def scene(
 def earlier_checkpoint(scene: Scene) -> dict[str, str]:
     """An image directory with a checkpoint in it, and a file that is not CRIU's."""
     scene.image.mkdir()
-    draft = manifest.Draft(str(scene.image))
+    draft = Draft(str(scene.image))
     draft.begin()
     draft.prepare(a_manifest(pids=(99,)))
     draft.finish(a_manifest(pids=(99,)))
@@ -250,14 +252,14 @@ def suspended(scene: Scene, pids: list[int], _patch: pytest.MonkeyPatch) -> None
 
 
 def no_folder(scene: Scene, _pids: list[int], patch: pytest.MonkeyPatch) -> None:
-    write = manifest._write
+    write = drafts._write
 
     def refusing(path: str, data: bytes) -> None:
         if not data:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         write(path, data)
 
-    patch.setattr(manifest, "_write", refusing)
+    patch.setattr(drafts, "_write", refusing)
 
 
 def no_memory(_scene: Scene, _pids: list[int], patch: pytest.MonkeyPatch) -> None:
@@ -296,14 +298,14 @@ def late_again_and_again(scene: Scene, pids: list[int], _patch: pytest.MonkeyPat
 
 
 def no_room_for_manifest(_scene: Scene, _pids: list[int], patch: pytest.MonkeyPatch) -> None:
-    write = manifest._write
+    write = drafts._write
 
     def full(path: str, data: bytes) -> None:
         if data:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         write(path, data)
 
-    patch.setattr(manifest, "_write", full)
+    patch.setattr(drafts, "_write", full)
 
 
 BEFORE_THE_DUMP: dict[str, tuple[Prepare, str]] = {
@@ -580,13 +582,13 @@ def test_a_dump_that_fails_by_itself_is_not_tried_again(scene: Scene) -> None:
 
 
 def in_prepare(scene: Scene, patch: pytest.MonkeyPatch) -> None:
-    begin = manifest.Draft.begin
+    begin = Draft.begin
 
-    def began(draft: manifest.Draft) -> None:
+    def began(draft: Draft) -> None:
         begin(draft)
         stop()
 
-    patch.setattr(manifest.Draft, "begin", began)
+    patch.setattr(Draft, "begin", began)
 
 
 SIGNALS: dict[str, Callable[[Scene, pytest.MonkeyPatch], object]] = {

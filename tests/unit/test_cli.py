@@ -22,6 +22,7 @@ from gpusnap import cli, show
 from gpusnap.source import load_manifest
 from runtime_shim import manifest
 from runtime_shim._version import __version__
+from runtime_shim.draft import Draft
 from runtime_shim.errors import ManifestError
 from runtime_shim.manifest import GpuProcess, Manifest, NeutralisedProcess, Written
 from runtime_shim.settings import TABLE, Settings, load
@@ -47,7 +48,7 @@ def gpusnap(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 def directory(folder: Path, record: Manifest) -> Path:
-    draft = manifest.Draft(str(folder))
+    draft = Draft(str(folder))
     draft.begin()
     draft.prepare(record)
     draft.finish(record)

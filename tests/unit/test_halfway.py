@@ -19,6 +19,7 @@ from fakes import ID, Scene, a_manifest, wait_for
 from oci.chunks import Chunk, Table
 from oci.layout import Layout
 from runtime_shim import halfway, journal, leavings, manifest, proc, shim
+from runtime_shim.draft import Draft
 from runtime_shim.errors import GpusnapError, RuntimeFailed
 from runtime_shim.gpu.driver import ProcessState
 from runtime_shim.gpu.errors import NotInitialized
@@ -437,7 +438,7 @@ def suspended(scene: Scene) -> list[int]:
     """An image of two GPU processes, which are what the runtime brings back."""
     pids = [scene.driver.use(scene.family.spawn(), state=CHECKPOINTED) for _ in range(2)]
     scene.image.mkdir()
-    draft, record = manifest.Draft(str(scene.image)), a_manifest(pids=pids)
+    draft, record = Draft(str(scene.image)), a_manifest(pids=pids)
     draft.begin()
     draft.prepare(record)
     draft.finish(record)

@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime_shim import manifest
+from runtime_shim.draft import Draft
 from runtime_shim.errors import ImageError, ManifestError, ManifestVersion
 from runtime_shim.manifest import (
-    Draft,
     DriverMount,
     GpuProcess,
     GpuRecord,
@@ -395,7 +395,7 @@ def test_read_refuses_what_is_too_large(tmp_path: Path, monkeypatch: pytest.Monk
     folder_of(tmp_path).mkdir()
     (folder_of(tmp_path) / "manifest.json").write_bytes(encode(a_manifest()))
     assert manifest.read(str(tmp_path)) == a_manifest()
-    monkeypatch.setattr(manifest, "_MAX_BYTES", 100)
+    monkeypatch.setattr(manifest, "LARGEST", 100)
     with pytest.raises(ManifestError, match="larger than"):
         manifest.read(str(tmp_path))
 

@@ -15,6 +15,7 @@ from fakes import FakeDriver, a_manifest
 
 from oci.buffers import is_zero
 from runtime_shim import journal, manifest, mountns, pages, recover, transfer
+from runtime_shim.draft import Draft
 from runtime_shim.errors import GpusnapError, ImageError
 from runtime_shim.filling import Filling
 from runtime_shim.manifest import Manifest
@@ -315,7 +316,7 @@ def test_what_recover_calls_whole_is_on_disk(
     chunks.ready()
     (path / "inventory.img").write_bytes(b"inventory")
     record = replace(made(chunks, holders[0]), container="c0ffee")
-    manifest.Draft(str(path)).prepare(record)
+    Draft(str(path)).prepare(record)
     for holder in holders:
         holder.process.kill()
         holder.process.wait()
@@ -351,7 +352,7 @@ def test_killed_while_it_wrote_behind(holders: list[Holder], tmp_path: Path) -> 
     suspended(chunks, holders)
     pids = [holder.pid for holder in holders]
     chunks.take(pids)
-    manifest.Draft(str(path)).prepare(None)
+    Draft(str(path)).prepare(None)
     (path / "pages-1.img").write_bytes(b"pages")
     chunks.give_back(pids)
     go_on(pids)

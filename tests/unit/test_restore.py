@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from fakes import Scene, a_manifest, gpu, uuid, wait_for
 
-from runtime_shim import manifest, proc, restore, room
+from runtime_shim import proc, restore, room
+from runtime_shim.draft import Draft
 from runtime_shim.gpu.driver import Node, ProcessState
 from runtime_shim.gpu.errors import DriverFailed
 from runtime_shim.manifest import DriverMount, Manifest
@@ -38,7 +39,7 @@ def _no_thread_stays() -> Iterator[None]:
 
 def image(scene: Scene, record: Manifest) -> None:
     scene.image.mkdir()
-    draft = manifest.Draft(str(scene.image))
+    draft = Draft(str(scene.image))
     draft.begin()
     draft.prepare(record)
     draft.finish(record)
