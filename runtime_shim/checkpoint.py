@@ -39,9 +39,6 @@ from runtime_shim.transaction import Transaction, held_signals, interruptible, s
 
 __all__ = ["checkpoint"]
 
-# CRIU writes it last of what a restore cannot do without; Podman refuses an archive without it.
-_INVENTORY = "inventory.img"
-
 
 @dataclass(slots=True)
 class _Job:
@@ -248,7 +245,7 @@ def _dump(job: _Job, draft: Draft) -> None:
             job.dumping = draft.written_at()
             # An earlier checkpoint's would tell of a dump that was none.
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(job.image_path, _INVENTORY))
+                os.unlink(os.path.join(job.image_path, image.INVENTORY))
         with job.transaction.step("dump"):
             failure = _runtime_checkpoint(job)
         if failure is None:
@@ -268,7 +265,7 @@ def _runtime_checkpoint(job: _Job) -> GpusnapError | None:
     criu = job.settings.criu
     text = criu_config.dump_text(criu, job.mounts, masters=job.masters)
     done = invoke(job.call, job.real, text, capture=True)
-    dumped = os.path.exists(os.path.join(job.image_path, _INVENTORY))
+    dumped = os.path.exists(os.path.join(job.image_path, image.INVENTORY))
     if done.code != 0 and dumped and not _alive(job):
         # CRIU ends the processes only when all of them are on disk: whatever failed then, the images are all
         # that is left of the container, and must not be cleaned away.
@@ -278,7 +275,7 @@ def _runtime_checkpoint(job: _Job) -> GpusnapError | None:
         return _dump_error(job, done)
     if not dumped:
         return ImageError(
-            f"{job.real.name} reported a checkpoint, but wrote no {_INVENTORY} to {job.image_path}"
+            f"{job.real.name} reported a checkpoint, but wrote no {image.INVENTORY} to {job.image_path}"
         )
     return None
 

@@ -45,8 +45,6 @@ _VERSION = 1
 _GONE = "nothing is left of it"
 _ANOTHER = "another container of that ID runs by now, and was left alone"
 _NO_SUCH = "there is no such container"  # container.py's words for what either runtime says
-# Seconds for a driver's restore that had begun when its caller was killed.
-_UNDER_WAY = 300.0
 
 
 class Stage(StrEnum):
@@ -231,7 +229,7 @@ def _kept(entry: Restore, driver: Driver | None) -> str | None:
     ours = [pid for pid, state in states.items() if state in (ProcessState.RUNNING, ProcessState.LOCKED)]
     if driver is not None and ours:
         standing = [pid for pid in ours if proc.stopped(pid)]
-        at_once(lambda pid: let_finish(driver, pid, within=_UNDER_WAY), standing).raise_first()
+        at_once(partial(let_finish, driver), standing).raise_first()
         if standing:
             _check(entry)
         resume(driver, ours, InCriu(), right=partial(transfer.own, entry.container))

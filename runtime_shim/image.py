@@ -7,7 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from runtime_shim.errors import ImageError, reason
 
-__all__ = ["clean", "make", "sync"]
+__all__ = ["INVENTORY", "clean", "make", "sync"]
+
+INVENTORY = "inventory.img"
+"""CRIU writes it last of what a restore cannot do without; Podman refuses an archive without it."""
 
 # What crun and runc write beside CRIU's *.img.
 _RUNTIME_FILES = ("descriptors.json",)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime_shim._version import __version__
 from runtime_shim.errors import ManifestError, ManifestVersion, reason
+from runtime_shim.image import INVENTORY
 from runtime_shim.transaction import Step
 
 if TYPE_CHECKING:
@@ -267,7 +268,7 @@ def _what_is_left(image_path: str) -> str:
     pending = os.path.join(image_path, FOLDER, PENDING)
     if not os.path.exists(pending):
         return "take another copy of it"
-    if not os.path.getsize(pending) or not os.path.exists(os.path.join(image_path, "inventory.img")):
+    if not os.path.getsize(pending) or not os.path.exists(os.path.join(image_path, INVENTORY)):
         return "the checkpoint was cut off while it was written"
     # CRIU writes that file last: gpusnap was killed between the end of the dump and the renaming.
     return (

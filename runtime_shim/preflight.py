@@ -185,15 +185,8 @@ def _free(folder: str) -> int:
 
 
 def _available() -> int | None:
-    """MemAvailable of /proc/meminfo in bytes (proc_meminfo(5))."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) << 10
-    except OSError:
-        pass
-    return None
+    """What this host has left; None where it does not tell."""
+    return proc.available_memory() or None
 
 
 def _limit(init: int) -> int | None:

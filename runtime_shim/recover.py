@@ -31,8 +31,6 @@ from runtime_shim.suspension import InCriu, let_finish, resume, suspended
 __all__ = ["alive", "recover", "sweep"]
 
 _SETTLING = 10.0  # seconds
-# Seconds for what the driver had begun: a large process' checkpoint takes it up to a minute.
-_UNDER_WAY = 300.0
 
 
 def recover(entry: Entry, driver: Driver, settings: Memory) -> str:
@@ -73,7 +71,7 @@ def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
         for process in stopped:
             _give_thread_back(entry, process)
         pids = [process.pid for process in stopped]
-        at_once(lambda pid: let_finish(driver, pid, within=_UNDER_WAY), pids).raise_first()
+        at_once(partial(let_finish, driver), pids).raise_first()
         stopped += _astray(driver, [process for process in there if process not in stopped])
         lacking = _give_back(entry, [p for p in stopped if suspended(driver, p.pid)], settings)
         own = partial(transfer.own, entry.container)
@@ -179,7 +177,7 @@ def _finish(entry: Entry) -> str:
         record = None  # cut off while it was written, and so before the dump
     if record is not None and record.container != entry.container:
         return "no process is left, and its image is another container's by now"
-    dumped = os.path.exists(os.path.join(entry.image, "inventory.img"))
+    dumped = os.path.exists(os.path.join(entry.image, image.INVENTORY))
     if record is None or not dumped:
         return "no process is left"
     if record.pages == pages.Chunks.name:

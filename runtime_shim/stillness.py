@@ -10,8 +10,8 @@ by ptrace(2): CRIU's own CUDA plugin does the same.
 A process that is stopped as a whole answers no call of NVIDIA's driver but
 cuCheckpointProcessGetRestoreThreadId.
 
-`only` has ptrace calls of its own, beside those of memory/tracee.py: they are the ones that have been seen to
-work with NVIDIA's driver.
+`only` has ptrace calls of its own, beside those of memory/tracee.py: NVIDIA's driver has been seen to restore
+under these, and to checkpoint under either.
 """
 
 from __future__ import annotations

@@ -47,6 +47,8 @@ _ATTEMPTS = 4
 _PAUSE = 0.5
 # Seconds that a killed process may take to be gone.
 _DYING = 0.2
+# Seconds for what the driver had begun when its caller was killed: a large process takes it up to a minute.
+_UNDER_WAY = 300.0
 
 
 Pairs = Sequence[tuple[str, str]]
@@ -281,7 +283,7 @@ def _driver_thread(
         raise
 
 
-def let_finish(driver: Driver, pid: int, *, within: float, quiet: float = 1.0) -> None:
+def let_finish(driver: Driver, pid: int, *, within: float = _UNDER_WAY, quiet: float = 1.0) -> None:
     """Let the driver's thread of a process that stands end what it was at when its caller was killed.
 
     The driver says nothing of a call that is under way, so the thread counts as done when it has slept for

@@ -35,6 +35,8 @@ __all__ = [
     "stop_if_asked",
 ]
 
+# Characters that are kept of a step's notes: a manifest takes no more than its schema allows.
+_NOTE = 4096
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -95,7 +97,7 @@ class Transaction:
 
     def note(self, text: str) -> None:
         """Say something of the present step, beside what was said."""
-        self._note = "; ".join(filter(None, [self._note, text]))
+        self._note = "; ".join(filter(None, [self._note, text]))[:_NOTE]
 
     def undo(self, name: str, action: Callable[[], object]) -> None:
         """Register what takes the present step back."""

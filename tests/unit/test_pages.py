@@ -19,7 +19,7 @@ from runtime_shim.draft import Draft
 from runtime_shim.errors import GpusnapError, ImageError
 from runtime_shim.filling import Filling
 from runtime_shim.manifest import Manifest
-from runtime_shim.memory import copies, stage
+from runtime_shim.memory import copies, regions, stage
 from runtime_shim.memory.remote import inside
 from runtime_shim.memory.stage import Area, Stage
 from runtime_shim.pages import Chunks
@@ -259,15 +259,20 @@ def test_parts(holders: list[Holder]) -> None:
     assert not is_zero(into)
 
 
-def test_no_descriptor_is_to_be_had(holders: list[Holder], tmp_path: Path) -> None:
-    """A process at its limit of open files cannot be given a file: the bytes are copied."""
-    pid = holders[0].pid
+def staged(pid: int) -> tuple[regions.Mapping, Area]:
+    """The largest region of a process, which stands from now on, and a copy of it in the stage."""
     journal.write("c0ffee", "/image", {pid: ()})
-    digest = holders[0].say("map")
     region = max((m for m in pages._mappings(pid) if m.plain), key=lambda m: m.size)
     stop([pid], timeout=5)
     area = Stage("c0ffee").area("a", region.start, region.size)
     copies.read(pid, region.start, area.view(0, region.size))
+    return region, area
+
+
+def test_no_descriptor_is_to_be_had(holders: list[Holder], tmp_path: Path) -> None:
+    """A process at its limit of open files cannot be given a file: the bytes are copied."""
+    pid, digest = holders[0].pid, holders[0].say("map")
+    region, area = staged(pid)
     with inside(pid) as remote:
         remote.mmap(region.start, region.size, 3, transfer.OWN)
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -281,13 +286,8 @@ def test_no_descriptor_is_to_be_had(holders: list[Holder], tmp_path: Path) -> No
 
 def test_what_the_driver_leaves_becomes_the_process_own(holders: list[Holder], tmp_path: Path) -> None:
     """A staged file that is mapped after the driver's restore is memory again, of which pages can go."""
-    pid = holders[0].pid
-    journal.write("c0ffee", "/image", {pid: ()})
-    digest = holders[0].say("map")
-    region = max((m for m in pages._mappings(pid) if m.plain), key=lambda m: m.size)
-    stop([pid], timeout=5)
-    area = Stage("c0ffee").area("a", region.start, region.size)
-    copies.read(pid, region.start, area.view(0, region.size))
+    pid, digest = holders[0].pid, holders[0].say("map")
+    region, area = staged(pid)
     assert transfer.give("c0ffee", {pid: [area]}) == {}
     assert [m.name for m in pages._mappings(pid) if m.start == region.start] == [area.path]
     transfer.own("c0ffee", pid)

@@ -6,10 +6,13 @@ import errno
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
+from fakes import a_manifest
 
 from runtime_shim.errors import GpusnapError, ImageError, Interrupted
+from runtime_shim.manifest import decode, encode
 from runtime_shim.transaction import Transaction, announce, held_signals, interruptible, stop_if_asked
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -220,3 +223,15 @@ def test_steps_are_announced() -> None:
     with Transaction() as transaction, transaction.step("sync"):
         transaction.commit()
     assert said == ["dump", "dumping", "undo: lock", "undone"]
+
+
+def test_notes_of_many_processes() -> None:
+    """What is said of a step is cut where a manifest would no longer take it."""
+    transaction = Transaction()
+    with transaction.step("driver checkpoint"):
+        for pid in range(4096):
+            transaction.note(f"process {pid}: no file for it: it is above memory.ceiling")
+    (step,) = transaction.steps
+    assert step.note.startswith("process 0: no file for it")
+    record = replace(a_manifest(), timing=(step,))
+    assert decode(encode(record), "here").timing[0].note == step.note
