@@ -5,9 +5,19 @@
     ├── LayoutError      a folder is no OCI image layout, or one of its documents is not what the spec says
     │   └── BlobError    a blob is missing, is no plain file, or has another size or digest
     ├── ChunkError       a table of chunks, or a chunk in it, cannot be right
+    ├── StoreError       a store cannot be used as it is, or not for what was asked
+    │   ├── NotThere     nothing in it has that name or digest
+    │   ├── Ambiguous    a name, or the beginning of a digest, stands for several
+    │   └── StoreBusy    another process has what is needed, and did not let go of it in time
+    ├── ArchiveError     an archive cannot be read, is cut short, or does not hold what was asked for
     ├── CeilingError     the memory allowed is too little for one worker
     ├── DiskError        a file cannot be written, or its folder cannot be used
     │   └── DiskFull     … for want of room
+    ├── RegistryError    a registry, or the name of something in one, is not what the spec says
+    │   ├── Unauthorized what a registry or its token service wants is not had, or not accepted
+    │   ├── NotInRegistry
+    │   ├── Unreachable  … after all attempts: how many there were, and why the last one broke
+    │   └── Rejected     the registry refuses a request, in its own words
     └── Cancelled        the caller asked for an end
 
 A message is one sentence. It avoids the words of ENOENT, EACCES and EPERM, which Podman replaces.
@@ -19,6 +29,8 @@ import errno
 import os
 
 __all__ = [
+    "Ambiguous",
+    "ArchiveError",
     "BlobError",
     "Cancelled",
     "CeilingError",
@@ -27,7 +39,15 @@ __all__ = [
     "DiskError",
     "DiskFull",
     "LayoutError",
+    "NotInRegistry",
+    "NotThere",
     "OciError",
+    "RegistryError",
+    "Rejected",
+    "StoreBusy",
+    "StoreError",
+    "Unauthorized",
+    "Unreachable",
     "binary_size",
     "disk_error",
     "reason",
@@ -54,6 +74,26 @@ class ChunkError(OciError):
     """A table of chunks, or a chunk in it, that cannot be right."""
 
 
+class StoreError(OciError):
+    """A store that cannot be used as it is, or not for what was asked."""
+
+
+class NotThere(StoreError):
+    """Nothing in the store has that name or digest."""
+
+
+class Ambiguous(StoreError):
+    """A name, or the beginning of a digest, that stands for several."""
+
+
+class StoreBusy(StoreError):
+    """Another process has what is needed, and did not let go of it in time."""
+
+
+class ArchiveError(OciError):
+    """An archive that cannot be read, is cut short, or does not hold what was asked for."""
+
+
 class CeilingError(OciError):
     """The memory that is allowed does not hold the buffers of one worker."""
 
@@ -64,6 +104,31 @@ class DiskError(OciError):
 
 class DiskFull(DiskError):
     """A file that did not fit: the disk, a quota or the limit on the size of files."""
+
+
+class RegistryError(OciError):
+    """An answer of a registry, or the name of something in one, that is not what the spec says."""
+
+
+class Unauthorized(RegistryError):
+    """Credentials that cannot be had, or that a registry or its token service does not accept."""
+
+
+class NotInRegistry(RegistryError):
+    """A repository, a manifest or a blob that the registry does not have."""
+
+
+class Unreachable(RegistryError):
+    """A registry that could not be talked to: every attempt broke, or its certificate is not trusted."""
+
+
+class Rejected(RegistryError):
+    """A request that the registry refuses; `code` is its own word for it, such as "DIGEST_INVALID"."""
+
+    def __init__(self, message: str, *, status: int = 0, code: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
 
 
 class Cancelled(OciError):
@@ -99,14 +164,16 @@ def binary_size(size: int) -> str:
     return f"{size} B" if unit == "B" else f"{number:.1f} {unit}"
 
 
-def disk_error(error: OSError, folder: str, what: str, size: int) -> DiskError:
-    """The error for `what`, of `size` bytes, that could not be written in `folder`."""
+def disk_error(error: OSError, folder: str, what: str, size: int | None) -> DiskError:
+    """The error for `what`, of `size` bytes where that is known, that could not be written in `folder`."""
+    if size is not None:
+        what = f"{what} of {binary_size(size)}"
     words = _NO_ROOM.get(error.errno or 0)
     if words is None:
-        return DiskError(f"{what} of {binary_size(size)} cannot be written in {folder}: {reason(error)}")
+        return DiskError(f"{what} cannot be written in {folder}: {reason(error)}")
     try:
         room = os.statvfs(folder)
         free = f", {binary_size(room.f_bavail * room.f_frsize)} are free"
     except OSError:
         free = ""
-    return DiskFull(f"{folder} {words}: {what} of {binary_size(size)} did not fit{free}")
+    return DiskFull(f"{folder} {words}: {what} did not fit{free}")

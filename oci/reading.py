@@ -22,11 +22,11 @@ from types import TracebackType
 
 import zstandard
 
+from oci.blobs import Blobs
 from oci.buffers import Memory, Target
 from oci.chunks import CHUNK_SIZE, Chunk, Progress, Table, validated
 from oci.digests import digest_of
 from oci.errors import BlobError, Cancelled, CeilingError, ChunkError, binary_size, reason
-from oci.layout import Layout
 from oci.workers import Crew, Shared, Signal
 
 __all__ = ["Reading", "read"]
@@ -37,7 +37,7 @@ _LOOK = 0.05
 
 def read(
     tables: Sequence[Table],
-    layout: Layout,
+    layout: Blobs,
     targets: Sequence[Target],
     *,
     threads: int,
@@ -86,7 +86,7 @@ class Reading:
     def __init__(
         self,
         tables: Sequence[Table],
-        layout: Layout,
+        layout: Blobs,
         *,
         threads: int,
         ceiling: int,
@@ -292,7 +292,7 @@ class Reading:
 
 
 def _fetch(
-    layout: Layout,
+    layout: Blobs,
     chunk: Chunk,
     plain: memoryview,
     packed: memoryview,
