@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from runtime_shim import container as containers
 from runtime_shim import image, inside, journal, keep, leftover, manifest, preflight, proc, remap, transfer
 from runtime_shim.argv import CheckpointCall, render
+from runtime_shim.chunk_home import StoreHome
 from runtime_shim.criu import config as criu_config
 from runtime_shim.criu import dev
 from runtime_shim.criu import mounts as criu_mounts
@@ -108,9 +109,13 @@ def checkpoint(
 
 def _pages(call: CheckpointCall, settings: Settings, container: containers.Container) -> Pages:
     """The way that the GPUs' memory takes."""
-    if settings.memory.pages == InCriu.name:
-        return InCriu(str(call.images()), container.id, settings.memory.threads)
-    return Chunks(str(call.images()), container.id, settings.memory, container.bundle)
+    image_path, memory = str(call.images()), settings.memory
+    if memory.pages == InCriu.name:
+        return InCriu(image_path, container.id, memory.threads)
+    home = None
+    if memory.pages == StoreHome.kind:
+        home = StoreHome(settings.store.path, image_path, container.id, memory)
+    return Chunks(image_path, container.id, memory, container.bundle, home=home)
 
 
 def _inspect(job: _Job) -> None:
@@ -151,6 +156,7 @@ def _prepare(job: _Job, draft: Draft) -> None:
     image.make(job.image_path)
     job.transaction.undo("removing the incomplete image", lambda: _discard(job))
     draft.begin()
+    job.pages.prepare()
 
 
 def _suspend(job: _Job) -> None:
@@ -211,7 +217,13 @@ def _suspend_these(job: _Job, fresh: Sequence[proc.Process]) -> None:
     all_bytes = sum(r.used for r in records.values()) + sum(r.used for r in job.records.values())
     used = {pid: r.used for pid, r in records.items()}
     preflight.room_in_memory(used, job.container.pid, job.settings.memory)
-    preflight.room_on_disk(job.image_path, all_bytes, job.processes(), lambda need: _make_room(job, need))
+    preflight.room_on_disk(
+        job.image_path,
+        all_bytes,
+        job.processes(),
+        lambda need: _make_room(job, need),
+        place=job.pages.place,
+    )
     job.records |= records
     job.pages.note(list(job.records))
     timeout = job.settings.nvidia.lock_timeout
@@ -308,8 +320,13 @@ def _complete(job: _Job, draft: Draft) -> None:
             _write(job)
         with job.transaction.step("sync"):
             job.pages.commit(kept=job.call.leave_running)
-            _sync(job)
-        draft.finish(_finished(job, job.record))
+            files = job.pages.images()
+            _sync(job, but=[each.name for each in files])
+        record = replace(_finished(job, job.record), files=files)
+        with job.transaction.step("name"):
+            job.pages.named(record)
+        if draft.finish(record):
+            job.pages.whole(record)
     except GpusnapError as error:
         _not_written(job, error, failure)
         raise
@@ -396,6 +413,6 @@ def _discard(job: _Job) -> None:
     _clean(job)
 
 
-def _sync(job: _Job) -> None:
+def _sync(job: _Job, *, but: Collection[str]) -> None:
     if job.settings.memory.sync:
-        image.sync(job.image_path)
+        image.sync(job.image_path, but=but)

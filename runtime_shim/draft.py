@@ -63,8 +63,12 @@ class Draft:
             raise ImageError(f"{self._pending} cannot be read: {reason(error)}") from error
         return decode(data, self._pending) if data else None
 
-    def finish(self, manifest: Manifest) -> None:
-        """Make the checkpoint whole: `manifest` if there is room for it, else what `prepare` wrote."""
+    def finish(self, manifest: Manifest) -> bool:
+        """Make the checkpoint whole: `manifest` if there is room for it, else what `prepare` wrote.
+
+        Whether it was `manifest`.
+        """
+        written = True
         better = self._pending + ".timed"
         try:
             _write(better, encode(manifest))
@@ -74,7 +78,7 @@ class Draft:
                 _remove(better)
             if not self._prepared():
                 raise ImageError(f"{self._pending} cannot be written: {reason(error)}") from error
-            # Only the timing of the last step is lost.
+            written = False  # only the timing of the last step is lost
         try:
             if self._sync:
                 _sync(self._pending)  # `prepare` did not
@@ -86,6 +90,7 @@ class Draft:
                 f"the checkpoint is on disk, but {self._pending} cannot be renamed: {reason(error)}",
                 hint=f"rename it to {NAME} by hand",
             ) from error
+        return written
 
     def _prepared(self) -> bool:
         try:

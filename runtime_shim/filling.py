@@ -19,6 +19,7 @@ import threading
 from collections.abc import Mapping
 
 from oci import reading
+from oci.blobs import Blobs
 from oci.layout import Layout
 from runtime_shim import mountns, transfer
 from runtime_shim.errors import ImageError
@@ -40,8 +41,15 @@ def _most_of(cores: int) -> int:
 class Filling:
     """The chunks of a checkpoint on their way back."""
 
-    def __init__(self, image_path: str, record: Manifest, settings: Memory, container: str) -> None:
-        """`container`: the ID that it comes back under.
+    def __init__(
+        self,
+        image_path: str,
+        record: Manifest,
+        settings: Memory,
+        container: str,
+        blobs: Blobs | None = None,
+    ) -> None:
+        """`container`: the ID that it comes back under. `blobs`: the chunks, if not in the image directory.
 
         Raises ImageError where the manifest's tables or the layout cannot be right.
         """
@@ -58,7 +66,7 @@ class Filling:
             with transfer.as_image_error(self._path):
                 self._reading = reading.Reading(
                     [region.table for _, region in self._regions],
-                    Layout(self._path),
+                    blobs or Layout(self._path),
                     threads=settings.threads or _most_of(copies.cores()),
                     ceiling=transfer.ceiling(settings),
                     targets=self._areas or None,

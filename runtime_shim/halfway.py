@@ -23,7 +23,10 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
+from oci.blobs import FirstOf
+from oci.errors import OciError
 from oci.layout import Layout
+from oci.store import Store
 from runtime_shim import bundle, journal, leavings, manifest, proc, transfer
 from runtime_shim import container as containers
 from runtime_shim.argv import RestoreCall
@@ -84,6 +87,8 @@ class Restore:
     """config.json as it was, where it was changed."""
     digest: str = ""
     """Of config.json as changed: SHA-256, hexadecimal."""
+    layouts: tuple[str, ...] = ()
+    """Where its chunks are, if not in the image directory; the first that has one."""
 
     @property
     def at_work(self) -> bool:
@@ -159,6 +164,7 @@ def _decoded(document: Any) -> Restore:
         init=None if init is None else _identity(init),
         config=None if config is None else str(config),
         digest=str(document["digest"]),
+        layouts=tuple(str(path) for path in document.get("layouts", ())),
     )
 
 
@@ -191,6 +197,7 @@ def recover(container: str, driver: Driver | None, *, remove: bool = True) -> st
             said = _removed(entry)
         leavings.sweep(entry.owner)
         _let_go(container)
+        _drop_links(entry)
         forget(container)
     return said
 
@@ -238,10 +245,11 @@ def _kept(entry: Restore, driver: Driver | None) -> str | None:
 
 def _check(entry: Restore) -> None:
     """See that the memory of processes that have not gone on was right: a restore does so at the end."""
-    layout = os.path.join(entry.image, manifest.FOLDER)
-    if os.path.isdir(os.path.join(layout, "blobs")):
+    layouts = entry.layouts or (os.path.join(entry.image, manifest.FOLDER),)
+    if entry.layouts or os.path.isdir(os.path.join(layouts[0], "blobs")):
         processes = manifest.read(entry.image).processes
-        transfer.check(Layout(layout), [region.table for process in processes for region in process.regions])
+        tables = [region.table for process in processes for region in process.regions]
+        transfer.check(FirstOf([Layout(path) for path in layouts]), tables, where=entry.image)
 
 
 def _found(entry: Restore) -> tuple[containers.Container, proc.Process] | None:
@@ -289,6 +297,13 @@ def _removed(entry: Restore) -> str:
         with contextlib.suppress(OSError):
             os.unlink(entry.pid_file)
     return f"the incomplete container was removed; its checkpoint in {entry.image} is unharmed"
+
+
+def _drop_links(entry: Restore) -> None:
+    """Remove the staging folder in which the restore held a store's chunks."""
+    for path in entry.layouts[:-1]:
+        with contextlib.suppress(OciError):  # none of a store's; or gc finds it
+            Store(entry.layouts[-1]).adopt(path).close()
 
 
 def _let_go(container: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from runtime_shim.errors import ImageError, reason
@@ -42,8 +43,8 @@ def clean(image_path: str, *, since: int) -> None:
         ) from error
 
 
-def sync(image_path: str) -> None:
-    """Have the images on disk before the manifest says that they are. Raises ImageError."""
+def sync(image_path: str, *, but: Collection[str] = ()) -> None:
+    """Have the images on disk, `but` some, before the manifest says that they are. Raises ImageError."""
 
     def one(name: str) -> None:
         descriptor = os.open(os.path.join(image_path, name), os.O_RDONLY | os.O_CLOEXEC)
@@ -53,7 +54,9 @@ def sync(image_path: str) -> None:
             os.close(descriptor)
 
     try:
-        names = [e.name for e in os.scandir(image_path) if e.is_file(follow_symlinks=False)]
+        names = [
+            e.name for e in os.scandir(image_path) if e.is_file(follow_symlinks=False) and e.name not in but
+        ]
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(one, [*names, "."]))
     except OSError as error:

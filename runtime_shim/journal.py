@@ -29,6 +29,7 @@ from oci.chunks import from_json, to_json
 from oci.errors import ChunkError
 from runtime_shim import proc
 from runtime_shim.errors import GpusnapError, reason
+from runtime_shim.manifest import FOLDER as FOLDER_IN_IMAGE
 from runtime_shim.manifest import RegionRecord
 from runtime_shim.memory.remote import Saved
 
@@ -93,6 +94,8 @@ class Entry:
     owner: tuple[int, int]
     """PID and start time of the gpusnap that wrote it."""
     processes: tuple[Suspended, ...]
+    layout: str = ""
+    """Where its chunks are."""
 
     @property
     def at_work(self) -> bool:
@@ -106,15 +109,18 @@ def write(
     regions: Mapping[int, tuple[RegionRecord, ...]],
     *,
     staged: Mapping[int, Sequence[Staged]] = MappingProxyType({}),
+    layout: str = "",
 ) -> None:
     """Write a container's entry, in place of an earlier one.
 
-    By PID: the regions that are in the layout, and those that are staged. Raises GpusnapError.
+    By PID: the regions that are in the layout at the path `layout`, the image's folder where that is empty,
+    and those that are staged. Raises GpusnapError.
     """
     document = {
         "version": _VERSION,
         "container": container,
         "image": image,
+        "layout": layout or os.path.join(image, FOLDER_IN_IMAGE),
         "owner": [os.getpid(), _start(os.getpid())],
         "processes": [
             {
@@ -219,7 +225,9 @@ def read(container: str) -> Entry | None:
         owner = (int(document["owner"][0]), int(document["owner"][1]))
         processes = tuple(_suspended(container, each) for each in document["processes"])
         processes += tuple(_idle(container))
-        return Entry(str(document["container"]), str(document["image"]), owner, processes)
+        image = str(document["image"])
+        layout = str(document.get("layout") or os.path.join(image, FOLDER_IN_IMAGE))
+        return Entry(str(document["container"]), image, owner, processes, layout)
     except (KeyError, TypeError, ValueError, IndexError, ChunkError) as error:
         raise GpusnapError(
             f"{path} is not as gpusnap writes it: {error}", hint="it was written by another version"

@@ -39,6 +39,7 @@ __all__ = [
     "DeviceNode",
     "DriverLibrary",
     "DriverMount",
+    "FileRecord",
     "GpuProcess",
     "GpuRecord",
     "HostRecord",
@@ -82,6 +83,14 @@ class RegionRecord:
 
     start: int
     """Its address."""
+    table: Table
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """An image of CRIU's that is in chunks, too, and not in the image's directory."""
+
+    name: str
     table: Table
 
 
@@ -196,6 +205,8 @@ class Manifest:
     """The name of CRIU's image of the container's /dev; empty where that is no tmpfs of its own."""
     neutralised: tuple[NeutralisedProcess, ...] = ()
     """At this checkpoint, not at earlier ones."""
+    files: tuple[FileRecord, ...] = ()
+    """Where `pages` is store."""
     gpusnap: str = __version__
     version: str = VERSION
 
@@ -204,7 +215,7 @@ def encode(manifest: Manifest) -> bytes:
     """The manifest as JSON, checked against the schema; raises ManifestError."""
     document = _to_json(manifest)
     _check(document, "the new manifest")
-    compact = any(process["regions"] for process in document["processes"])
+    compact = any(process["regions"] for process in document["processes"]) or "files" in document
     data = json.dumps(document, indent=None if compact else 1).encode() + b"\n"
     if len(data) > LARGEST:
         raise ManifestError(
@@ -311,6 +322,7 @@ def _check(document: Any, where: str) -> None:
         ("library", [library["path"] for library in document["libraries"]]),
         ("mount", [mount["destination"] for mount in document["mounts"]]),
         ("mount key", [mount["key"] for mount in document["mounts"]]),
+        ("image", [each["name"] for each in document.get("files", ())]),
     ):
         _once(what, names, where)
     known = {gpu["uuid"] for gpu in document["gpus"]}
@@ -393,6 +405,8 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
             for step in manifest.timing
         ],
     }
+    if manifest.files:
+        document["files"] = [{"name": each.name, **to_json(each.table)} for each in manifest.files]
     if manifest.neutralised:
         document["neutralised"] = [
             {
@@ -475,4 +489,5 @@ def _from_json(document: dict[str, Any]) -> Manifest:
             )
             for process in document.get("neutralised", ())
         ),
+        files=tuple(FileRecord(each["name"], from_json(each)) for each in document.get("files", ())),
     )

@@ -1,7 +1,7 @@
-"""The GPUs' memory beside CRIU's images, as chunks of an OCI layout in the image's folder gpusnap/.
+"""The GPUs' memory beside CRIU's images, as chunks of an OCI layout: see chunk_home.
 
     driver checkpoint into files of memory.stage ─→ journal ─→ the process lets go ─→ CRIU dumps the rest
-          └→ chunks in gpusnap/blobs, before the dump or, if the container runs on, behind it
+          └→ chunks, before the dump or, if the container runs on, behind it
 
 A region is what the driver's checkpoint mapped into a process. If it can be, that mapping is a file of ours
 from the start: nothing is copied out, and to give it back is to map it again. Where it cannot, the region is
@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import mmap
-import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +25,11 @@ from oci import writing
 from oci.chunks import Progress, Table
 from oci.layout import Layout
 from runtime_shim import journal, mountns, proc, transfer
+from runtime_shim.chunk_home import Home, ImageHome
 from runtime_shim.errors import GpusnapError, ImageError, reason
 from runtime_shim.flushing import Flushing
 from runtime_shim.gpu.together import at_once
-from runtime_shim.keep import Kept
-from runtime_shim.manifest import FOLDER, RegionRecord, Written
+from runtime_shim.manifest import FileRecord, Manifest, RegionRecord, Written
 from runtime_shim.memory import copies, regions
 from runtime_shim.memory.populate import Backing, Populated
 from runtime_shim.memory.regions import Region
@@ -73,18 +72,39 @@ class _Process:
 class Chunks:
     """`suspension.Pages`: taken out of the processes into chunks, and given back from them."""
 
-    name = "chunks"
-
-    def __init__(self, image_path: str, container: str, settings: Memory, bundle: str = "") -> None:
+    def __init__(
+        self,
+        image_path: str,
+        container: str,
+        settings: Memory,
+        bundle: str = "",
+        *,
+        home: Home | None = None,
+    ) -> None:
+        """`home`: where the chunks go, unless it is the image's folder."""
+        self._home = home or ImageHome(image_path, container, settings, bundle)
+        self.name = self._home.kind
         self._image = image_path
-        self._layout = Layout(os.path.join(image_path, FOLDER))
-        self._container, self._settings, self._bundle = container, settings, bundle
+        self._container, self._settings = container, settings
         self._processes: dict[int, _Process] = {}
         self._stage = Stage(container)
         self._lock = threading.Lock()
         self._staged = 0
         self._progress = Progress(0)
         self._flushing: Flushing | None = None
+
+    @property
+    def _layout(self) -> Layout:
+        return self._home.layout
+
+    @property
+    def place(self) -> str:
+        """The folder that the chunks go to."""
+        return self._home.place
+
+    def prepare(self) -> None:
+        """Have the place for the chunks ready. Raises Refused."""
+        self._home.begin()
 
     def watch(self, pid: int) -> None:
         """Remember what the process has mapped before the driver's checkpoint."""
@@ -159,7 +179,7 @@ class Chunks:
 
     def resumed(self) -> None:
         """The processes run again: nobody may touch their memory, what is staged is for the layout."""
-        journal.write(self._container, self._image, {})
+        journal.write(self._container, self._image, {}, layout=self._layout.path)
 
     def note(self, pids: Sequence[int]) -> None:
         """Journal where the regions of processes are: in the layout, in the stage, or in themselves."""
@@ -176,7 +196,8 @@ class Chunks:
                 layout[pid] = tuple(
                     RegionRecord(region.start, table) for region, table in _from_layout(process)
                 )
-        journal.write(self._container, self._image, layout, staged=staged)
+        journal.write(self._container, self._image, layout, staged=staged, layout=self._layout.path)
+        self._home.needed()  # whoever is killed in between has taken nothing yet
 
     def records(self) -> Mapping[int, tuple[RegionRecord, ...]] | None:
         """By PID, for the manifest: the regions as they are in the layout; None before all are."""
@@ -203,12 +224,19 @@ class Chunks:
         self.write()
         tables = [each.table for _, each in self._all() if each.table is not None]
         self._flushed()
-        transfer.commit(self._layout, tables, sync=self._settings.sync)
-        with self._kept() as keeping:
-            if kept and self._settings.sync:
-                keeping.keep(self._layout, tables)
-            else:
-                keeping.drop()
+        self._home.commit(tables, kept=kept)
+
+    def images(self) -> tuple[FileRecord, ...]:
+        """CRIU's images that are in chunks, too; to be called after the dump."""
+        return self._home.images()
+
+    def named(self, record: Manifest) -> None:
+        """The chunks are durable, and this is what the manifest will say. Raises ImageError."""
+        self._home.name(record)
+
+    def whole(self, record: Manifest) -> None:
+        """The manifest is on disk. Raises ImageError."""
+        self._home.close(record)
 
     def close(self) -> None:
         """The checkpoint is whole: what was staged is not needed any more."""
@@ -227,8 +255,7 @@ class Chunks:
         if any(process.freed and proc.running(pid) for pid, process in self._processes.items()):
             return
         self.close()
-        if layout:
-            transfer.remove_layout(self._image)
+        self._home.discard(earlier=not layout)
 
     # Within
 
@@ -301,7 +328,7 @@ class Chunks:
         last = [Progress(0)]
         # A chunk that is only linked was not read: no process may depend on it alone.
         live = any(isinstance(source, transfer.Part) for source in sources)
-        with transfer.as_image_error(self._layout.path), self._kept() as keeping:
+        with transfer.as_image_error(self._layout.path), self._home.known() as known:
             self._layout.create()
             tables = writing.write(
                 sources,
@@ -310,7 +337,7 @@ class Chunks:
                 ceiling=_working(self._settings),
                 chunk_size=self._settings.chunk_size,
                 level=self._settings.level,
-                known=keeping.known if not live else None,
+                known=known if not live else None,
                 trust=False,  # an earlier checkpoint in the same place may have been damaged
                 written=self._flushing.add if self._flushing is not None else None,
                 progress=lambda now: last.__setitem__(0, now),
@@ -324,9 +351,6 @@ class Chunks:
             before.known + last[0].known,
             before.written + last[0].written,
         )
-
-    def _kept(self) -> Kept:
-        return Kept.open(self._settings, self._container, self._bundle)
 
     def _free(self, pid: int) -> None:
         """In a thread of its own for each process, which is the tracer."""

@@ -160,18 +160,29 @@ def room_on_disk(
     gpu_bytes: int,
     processes: Sequence[proc.Process],
     make_room: Callable[[int], object] = id,
+    *,
+    place: str = "",
 ) -> None:
     """The image has to fit where it goes; what is resident is an upper bound of CRIU's part.
 
-    `make_room` may free so many bytes there, and is asked before this refuses.
+    `make_room` may free so many bytes there, and is asked before this refuses. `place`: where the GPUs'
+    memory goes, if not there.
     """
-    need = gpu_bytes + sum(proc.memory(process.pid) for process in processes)
+    need = sum(proc.memory(process.pid) for process in processes)
+    if not place or os.stat(place).st_dev == os.stat(image_path).st_dev:
+        need += gpu_bytes
+    else:
+        _fits_there(place, gpu_bytes)
     if need > _free(image_path):
         make_room(need)
-    free = _free(image_path)
+    _fits_there(image_path, need)
+
+
+def _fits_there(folder: str, need: int) -> None:
+    free = _free(folder)
     if need > free:
         raise Refused(
-            f"the checkpoint needs up to {human(need)} in {image_path}, where {human(free)} are free",
+            f"the checkpoint needs up to {human(need)} in {folder}, where {human(free)} are free",
             hint="free some space there",
         )
 

@@ -11,10 +11,12 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from oci.layout import Layout
-from runtime_shim import image, journal, leavings, manifest, pages, proc, transfer
+from runtime_shim import image, journal, leavings, manifest, proc, transfer
+from runtime_shim.chunk_home import Home, left
 from runtime_shim.draft import Draft
 from runtime_shim.errors import GpusnapError, ImageError, ManifestError, reason
 from runtime_shim.gpu.driver import Driver, ProcessState
@@ -79,13 +81,13 @@ def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
         for error in lacking.values():
             raise error
         said = "running: " + " ".join(str(process.pid) for process in there)
-        _discard(entry)
+        _discard(entry, settings)
     elif entry.processes:
-        said = _finish(entry)
+        said = _finish(entry, settings)
     elif os.path.exists(os.path.join(entry.image, manifest.FOLDER, manifest.NAME)):
         said = f"it runs on, and the checkpoint in {entry.image} is whole"
     else:
-        _take_back(entry)
+        _take_back(entry, settings)
         said = "it runs on, and its checkpoint came to nothing"
     try:
         stage.remove(entry.container)
@@ -108,7 +110,7 @@ def _give_back(entry: Entry, processes: Sequence[Suspended], settings: Memory) -
     there = [process for process in processes if process.pid not in lost]
     layout = {p.pid: [(Region(r.start, r.table.size), r.table) for r in p.regions] for p in there}
     if any(layout.values()):
-        transfer.fill(Layout(os.path.join(entry.image, manifest.FOLDER)), layout, settings)
+        transfer.fill(Layout(entry.layout), layout, settings)
     staged: dict[int, list[Area]] = {}
     for process in there:
         try:
@@ -168,7 +170,7 @@ def alive(entry: Entry) -> tuple[Suspended, ...]:
     return tuple(process for process in entry.processes if proc.same(process.pid, process.start))
 
 
-def _finish(entry: Entry) -> str:
+def _finish(entry: Entry, settings: Memory) -> str:
     """After a dump all processes are gone, and all that the checkpoint may lack is its manifest's name."""
     draft = Draft(entry.image)
     try:
@@ -180,30 +182,35 @@ def _finish(entry: Entry) -> str:
     dumped = os.path.exists(os.path.join(entry.image, image.INVENTORY))
     if record is None or not dumped:
         return "no process is left"
-    if record.pages == pages.Chunks.name:
+    home: Home | None = None
+    if record.pages != InCriu.name:
         tables = [region.table for process in record.processes for region in process.regions]
-        layout = Layout(os.path.join(entry.image, manifest.FOLDER))
-        transfer.check(layout, tables)  # nobody knows how much of it has come to disk
-        transfer.commit(layout, tables)
+        home = left(entry.layout, entry.image, entry.container, replace(settings, sync=True), tables)
+        transfer.check(home.layout, tables, where=entry.image)  # nobody knows how much of it had come to disk
+        home.commit(tables, kept=False)
     image.sync(entry.image)
+    if home is not None:
+        home.name(record)
     draft.finish(record)
+    if home is not None:
+        home.close(record)
     return f"the checkpoint in {entry.image} is whole"
 
 
-def _take_back(entry: Entry) -> None:
+def _take_back(entry: Entry, settings: Memory) -> None:
     """Remove all that was written of a checkpoint whose container was running again."""
     with suppress(ImageError):  # there is none, so nothing was dumped
         image.clean(entry.image, since=Draft(entry.image).written_at())
-    _discard(entry)
+    _discard(entry, settings)
 
 
-def _discard(entry: Entry) -> None:
+def _discard(entry: Entry, settings: Memory) -> None:
     """Remove what the checkpoint came to, unless somebody else has begun one in the same folder."""
     others = (other for other in journal.entries() if other.container != entry.container)
     if any(other.image == entry.image for other in others):
         return
-    if not os.path.exists(os.path.join(entry.image, manifest.FOLDER, manifest.NAME)):
-        transfer.remove_layout(entry.image)
+    earlier = os.path.exists(os.path.join(entry.image, manifest.FOLDER, manifest.NAME))
+    left(entry.layout, entry.image, entry.container, settings).discard(earlier=earlier)
     Draft(entry.image).discard()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -25,6 +26,7 @@ from typing import Any
 from runtime_shim import bundle, halfway, journal, leavings, manifest, preflight, proc, remap, transfer
 from runtime_shim import container as containers
 from runtime_shim.argv import RestoreCall
+from runtime_shim.chunk_home import StoreHome
 from runtime_shim.criu import config as criu_config
 from runtime_shim.criu import mounts as criu_mounts
 from runtime_shim.criu import scratch
@@ -37,6 +39,7 @@ from runtime_shim.errors import (
     UsageError,
     reason,
 )
+from runtime_shim.fetching import Fetching, rebuild
 from runtime_shim.filling import Filling
 from runtime_shim.gpu import cdi, find_driver
 from runtime_shim.gpu.driver import Driver, Host, ProcessState
@@ -90,6 +93,8 @@ class _Job:
     remap: Remap | None = None
     filling: Filling | None = None
     """Memory that is not in CRIU's images, on its way."""
+    fetching: Fetching | None = None
+    """Where its chunks come from, if not from the image directory."""
     entry: halfway.Restore | None = None
     """What the journal says of this restore."""
     removed: bool = False
@@ -157,12 +162,20 @@ def _forget(job: _Job) -> None:
 def _commit(job: _Job) -> None:
     """The container runs, and nobody may take it away any more."""
     job.transaction.commit()
-    halfway.forget(job.call.container_id)
     with job.transaction.step("let go"):
-        if job.filling is not None:
-            job.filling.close()
+        if job.fetching is not None:
+            _keep_fetched(job.fetching)
+        job.cleanup.close()
+    halfway.forget(job.call.container_id)  # not before: who is killed until then leaves files
     job.held.close()  # a checkpoint of it stages under the same name
     _say_timing(job)
+
+
+def _keep_fetched(fetching: Fetching) -> None:
+    try:
+        fetching.finish()
+    except GpusnapError as error:
+        note(f"what was fetched is not kept in the store: {error.sentence()}")
 
 
 def _absent(job: _Job) -> None:
@@ -208,8 +221,24 @@ def _driver(record: manifest.Manifest, driver: Driver | None) -> Driver | None:
     return driver
 
 
+def _fetch(job: _Job) -> dict[str, str]:
+    """Find the chunks in the store, or in a registry; the images that were among them, by name."""
+    fetching = job.fetching = job.cleanup.enter_context(
+        Fetching.of(job.record, job.images, job.settings.store)
+    )
+    _note(job, layouts=fetching.folders)
+    if not job.record.files:
+        return {}
+    folder = tempfile.mkdtemp(prefix=leavings.prefix("images"), dir=fetching.scratch or scratch())
+    job.cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+    memory = job.settings.memory
+    rebuild(job.record.files, fetching, folder, threads=memory.threads, ceiling=transfer.ceiling(memory))
+    return {each.name: os.path.join(folder, each.name) for each in job.record.files}
+
+
 def _plan(job: _Job, config: dict[str, Any]) -> None:
     """Choose the GPUs and prepare what the runtime will read. Nothing of the container is there yet."""
+    replaced: dict[str, bytes] = {}
     if job.driver is not None:
         job.driver.open()
         # What other restores hold is in their claims or in the inventory only if it is read under the lock.
@@ -226,10 +255,12 @@ def _plan(job: _Job, config: dict[str, Any]) -> None:
         )
         if any(process.regions for process in job.record.processes):
             preflight.room_to_restore(job.record, job.settings.memory)
-            filling = Filling(job.images, job.record, job.settings.memory, job.call.container_id)
-            job.filling = job.cleanup.enter_context(filling)
         replaced = remap.image(job.record, job.images, job.remap, config)
-        job.images = job.cleanup.enter_context(view(job.images, replaced))
+    elsewhere = _fetch(job) if job.record.pages == StoreHome.kind else {}
+    if job.driver is not None and any(process.regions for process in job.record.processes):
+        filling = Filling(job.images, job.record, job.settings.memory, job.call.container_id, job.fetching)
+        job.filling = job.cleanup.enter_context(filling)
+    job.images = job.cleanup.enter_context(view(job.images, replaced, elsewhere))
     criu_mounts.checked(job.record.mounts, job.remap.mounts if job.remap is not None else None)
     edits = job.remap.edits if job.remap is not None else None
     noted = partial(_config_changes, job)

@@ -26,6 +26,7 @@ __all__ = [
     "Memory",
     "Nvidia",
     "Settings",
+    "Store",
     "annotated",
     "load",
 ]
@@ -70,7 +71,8 @@ class Memory:
     """[memory]: how the GPUs' memory travels."""
 
     pages: str = "chunks"
-    """chunks: beside CRIU's images, in many threads, as chunks of an OCI layout. criu: in CRIU's own."""
+    """chunks: beside CRIU's images, in many threads, as chunks of an OCI layout. store: in this host's store
+    instead, CRIU's pages as well. criu: in CRIU's own images."""
     chunk_size: int = 16 << 20
     """Bytes, a multiple of 4096."""
     level: int = 1
@@ -86,6 +88,16 @@ class Memory:
     """Keep the chunks of a container that runs on after its checkpoint, for its next one; see keep.py."""
     keep_folder: str = "/var/lib/gpusnap/kept"
     """Where; on the images' file system, or nothing is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """[store]: where checkpoints are kept as OCI artifacts."""
+
+    path: str = "/var/lib/gpusnap"
+    pull_from: tuple[str, ...] = ()
+    """Repositories that a restore may fetch missing chunks from, in this order: host[:port]/name, with
+    http:// before it where TLS is not wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +117,7 @@ class Settings:
     nvidia: Nvidia = field(default_factory=Nvidia)
     memory: Memory = field(default_factory=Memory)
     criu: Criu = field(default_factory=Criu)
+    store: Store = field(default_factory=Store)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +218,22 @@ def _lines(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _repositories(value: Any) -> tuple[str, ...]:
+    # Imported here, as few settings files have it.
+    from oci.errors import RegistryError
+    from oci.reference import parse
+
+    wanted = 'a list of repositories such as "registry.example/team/app", or http:// and one without TLS'
+    try:
+        found = _lines(value)
+        references = [parse(text.removeprefix("http://")) for text in found]
+    except (ValueError, RegistryError):
+        raise ValueError(wanted) from None
+    if any(each.tag or each.digest for each in references):
+        raise ValueError(wanted)
+    return found
+
+
 def _map(value: Any) -> GpuMap:
     if not isinstance(value, str):
         raise ValueError('a list of old=new such as "0=3,1=2"')
@@ -226,7 +255,7 @@ TABLE: dict[str, Key] = {
     "hooks": Key(_lines),
     "nvidia.lock-timeout": Key(_seconds, annotation=True),
     "nvidia.allow-nccl": Key(_boolean, annotation=True),
-    "memory.pages": Key(_one_of("chunks", "criu"), annotation=True),
+    "memory.pages": Key(_one_of("chunks", "store", "criu"), annotation=True),
     "memory.chunk-size": Key(_chunk_size),
     "memory.level": Key(_whole(0, 19), annotation=True),
     "memory.ceiling": Key(_size),
@@ -242,6 +271,8 @@ TABLE: dict[str, Key] = {
     "criu.action-script": Key(_path),
     "criu.external": Key(_lines),
     "criu.options": Key(_lines),
+    "store.path": Key(_folder),
+    "store.pull-from": Key(_repositories),
 }
 
 

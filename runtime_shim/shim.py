@@ -68,12 +68,13 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings) -> 
     if not _concerns_us(driver, container):
         _hand_over(call, real)
     # Imported late: a container without a GPU must not wait for it.
-    from runtime_shim import journal
+    from runtime_shim import journal, orders
     from runtime_shim.checkpoint import checkpoint
 
     _announce(call)
+    settings = orders.applied(annotated(settings, container.annotations), container.id)
     with journal.held(container.id):
-        checkpoint(call, real, annotated(settings, container.annotations), driver, container)
+        checkpoint(call, real, settings, driver, container)
     return 0
 
 

@@ -21,7 +21,7 @@ from runtime_shim.gpu.driver import Driver, Host, ProcessState
 from runtime_shim.gpu.errors import GpuError, ProcessGone
 from runtime_shim.gpu.handles import ends
 from runtime_shim.gpu.together import Outcome, at_once
-from runtime_shim.manifest import Written
+from runtime_shim.manifest import FileRecord, Manifest, Written
 from runtime_shim.stillness import go_on, only, populated, stop
 
 if TYPE_CHECKING:
@@ -60,6 +60,13 @@ class Pages(Protocol):
     name: str
     """What the manifest calls it."""
 
+    @property
+    def place(self) -> str:
+        """The folder that it goes to in the end."""
+
+    def prepare(self) -> None:
+        """A checkpoint begins, and nothing has been changed yet."""
+
     def watch(self, pid: int) -> None:
         """A process stands still, and the driver's checkpoint comes next."""
 
@@ -96,8 +103,17 @@ class Pages(Protocol):
         `kept`: the container runs on, and is likely to be checkpointed again.
         """
 
+    def images(self) -> tuple[FileRecord, ...]:
+        """After the dump: CRIU's images that are in chunks, too, and durable."""
+
+    def named(self, record: Manifest) -> None:
+        """All is durable, and this is what the manifest will say."""
+
+    def whole(self, record: Manifest) -> None:
+        """That manifest is on disk."""
+
     def close(self) -> None:
-        """The checkpoint is whole."""
+        """The checkpoint is over, and whole."""
 
     def discard(self, *, layout: bool) -> None:
         """Remove what was staged and, of the image, the `layout`, but not what a process needs."""
@@ -112,6 +128,14 @@ class InCriu:
         """`threads` that populate a large mapping, all cores' for 0."""
         self._image, self._container, self._threads = image_path, container, threads
         self._populated: dict[int, Populated] = {}
+
+    @property
+    def place(self) -> str:
+        """That of the images."""
+        return self._image
+
+    def prepare(self) -> None:
+        """Nothing to prepare."""
 
     def watch(self, pid: int) -> None:
         """Nothing to remember."""
@@ -154,6 +178,16 @@ class InCriu:
 
     def commit(self, *, kept: bool) -> None:
         """CRIU's images are made durable by themselves."""
+
+    def images(self) -> tuple[FileRecord, ...]:
+        """None."""
+        return ()
+
+    def named(self, record: Manifest) -> None:
+        """There is no other name."""
+
+    def whole(self, record: Manifest) -> None:
+        """Nothing is there twice."""
 
     def close(self) -> None:
         """Nothing is open."""

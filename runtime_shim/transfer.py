@@ -10,12 +10,13 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from oci import reading
+from oci import artifact, reading
+from oci.blobs import Blobs
 from oci.chunks import Table, descriptors
 from oci.errors import OciError
+from oci.graph import walk
 from oci.layout import Layout
-from oci.manifest import Index, empty_descriptor
-from oci.manifest import Manifest as Artifact
+from oci.manifest import Index
 from oci.workers import for_each
 from runtime_shim import journal, proc
 from runtime_shim.errors import GpusnapError, ImageError, reason
@@ -28,7 +29,6 @@ from runtime_shim.memory.stage import Area
 from runtime_shim.settings import Memory
 
 __all__ = [
-    "ARTIFACT",
     "OWN",
     "Part",
     "as_image_error",
@@ -42,7 +42,6 @@ __all__ = [
     "remove_layout",
 ]
 
-ARTIFACT = "application/vnd.gpusnap.checkpoint.v1+json"
 OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # asm-generic/mman-common.h, MAP_FIXED
 """Memory of a process' own, in the place of what is there."""
 _SHARE = 4  # of the memory that is available, when the settings say nothing
@@ -68,24 +67,27 @@ class Part:
         copies.write(self.pid, self.start + offset, data, threads=1)
 
 
-def check(layout: Layout, tables: Sequence[Table], *, threads: int = 0) -> None:
-    """Read every blob and compare it with its digest; `commit` makes them durable. Raises ImageError."""
-    with as_image_error(layout.path):
-        for_each(descriptors(tables), layout.check_blob, threads=threads or copies.cores())
+def check(blobs: Blobs, tables: Sequence[Table], *, where: str, threads: int = 0) -> None:
+    """Read every blob and compare it with its digest; `commit` makes those of a layout durable.
+
+    `where`: for the message. Raises ImageError.
+    """
+    with as_image_error(where):
+        for_each(descriptors(tables), blobs.check_blob, threads=threads or copies.cores())
 
 
 def commit(layout: Layout, tables: Sequence[Table], *, sync: bool = True) -> None:
     """Make a layout durable, if so wished, and one that anybody can read. Raises ImageError."""
     with as_image_error(layout.path):
-        artifact = Artifact(config=empty_descriptor(), layers=descriptors(tables), artifact_type=ARTIFACT)
-        layout.create().add_blob(b"{}")
-        manifest = layout.add_manifest(artifact)
+        # What each chunk is of, the manifest beside the layout says.
+        chunks = artifact.chunk_layers(("", table) for table in tables)
+        root = artifact.write(layout.create(), artifact.Artifact(chunks=chunks))
         if sync:
-            layout.commit(Index((manifest,)))
+            layout.commit(Index((root,)))
         else:
-            layout.write_index(Index((manifest,)))
+            layout.write_index(Index((root,)))
         # Podman packs the whole folder, and an earlier checkpoint may have been in the same place.
-        layout.prune([manifest.digest, artifact.config.digest, *(each.digest for each in artifact.layers)])
+        layout.prune({found.digest for found, _ in walk(root, layout.read_blob)})
 
 
 def fill(layout: Layout, wanted: Mapping[int, Iterable[tuple[Region, Table]]], settings: Memory) -> None:

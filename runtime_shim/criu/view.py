@@ -18,6 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 from runtime_shim import leavings
 from runtime_shim.criu import scratch
@@ -30,16 +31,20 @@ _MOST = 65536
 
 
 @contextmanager
-def view(image_path: str, replaced: Mapping[str, bytes]) -> Iterator[str]:
-    """A directory that shows `image_path` with the images in `replaced`, by name, as given; gone afterwards.
+def view(
+    image_path: str, replaced: Mapping[str, bytes], elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[str]:
+    """A directory that shows `image_path` with some images, by name, as given; gone afterwards.
+
+    `replaced` has their content, `elsewhere` the paths of files.
 
     With nothing to replace it is `image_path` itself. What is written there is lost: CRIU's log has to go to
     a work directory. Raises ImageError.
     """
-    if not replaced:
+    if not replaced and not elsewhere:
         yield image_path
         return
-    for name in replaced:
+    for name in (*replaced, *elsewhere):
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             raise ImageError(f"{name!r} is no name of an image in {image_path}")
     try:
@@ -48,7 +53,7 @@ def view(image_path: str, replaced: Mapping[str, bytes]) -> Iterator[str]:
         raise _failed(image_path, error) from error
     try:
         try:
-            _fill(folder, image_path, replaced)
+            _fill(folder, image_path, replaced, elsewhere)
         except OSError as error:
             raise _failed(image_path, error) from error
         yield folder
@@ -56,7 +61,7 @@ def view(image_path: str, replaced: Mapping[str, bytes]) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _fill(folder: str, image_path: str, replaced: Mapping[str, bytes]) -> None:
+def _fill(folder: str, image_path: str, replaced: Mapping[str, bytes], elsewhere: Mapping[str, str]) -> None:
     real = os.path.realpath(image_path)
     names = os.listdir(real)
     if len(names) > _MOST:
@@ -64,10 +69,10 @@ def _fill(folder: str, image_path: str, replaced: Mapping[str, bytes]) -> None:
             f"{image_path} holds {len(names)} files, more than any dump has ({_MOST})",
             hint="give the checkpoint a directory of its own",
         )
-    back = os.path.relpath(real, os.path.realpath(folder))
-    for name in names:
-        if name not in replaced:
-            os.symlink(os.path.join(back, name), os.path.join(folder, name))
+    there = {name: os.path.join(real, name) for name in names if name not in replaced}
+    there |= {name: os.path.realpath(path) for name, path in elsewhere.items()}
+    for name, path in there.items():
+        os.symlink(os.path.relpath(path, os.path.realpath(folder)), os.path.join(folder, name))
     for name, content in replaced.items():
         descriptor = os.open(
             os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600

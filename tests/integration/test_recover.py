@@ -6,6 +6,7 @@ import json
 import os
 import random
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,30 +21,45 @@ import pytest
 import shimhost
 from support import DEADLINE, RUNTIME, STORAGE, Container, Done, good, podman, run, until
 
+from oci.store import Store
+
 COMMAND = "/usr/local/bin/gpusnap"
 MOMENTS = 2
 """For each way, within the time that an unharmed run takes under the same load."""
 STEP = "gpusnap: step "
+STORE = Path("/var/lib/gpusnap-test")
 
 # Both ways under one runtime, and the other runtime.
 every_way = pytest.mark.parametrize(
-    ("real", "pages"), [("crun", "criu"), ("crun", "chunks"), ("runc", "chunks")], indirect=True
+    ("real", "pages"), [("crun", "criu"), ("crun", "store"), ("runc", "chunks")], indirect=True
 )
 under_crun = pytest.mark.parametrize(("real", "pages"), [("crun", "criu"), ("crun", "chunks")], indirect=True)
 # Without criu and --leave-running: it has no step that these do not have.
 each_order = pytest.mark.parametrize(
     ("real", "pages", "options"),
-    [("crun", "criu", ()), ("crun", "chunks", ()), ("crun", "chunks", ("--leave-running",))],
+    [
+        ("crun", "criu", ()),
+        ("crun", "chunks", ()),
+        ("crun", "chunks", ("--leave-running",)),
+        ("crun", "store", ()),
+        ("crun", "store", ("--leave-running",)),
+    ],
     indirect=["real", "pages"],
-    ids=["criu, stop", "chunks, stop", "chunks, leave running"],
+    ids=["criu, stop", "chunks, stop", "chunks, leave running", "store, stop", "store, leave running"],
 )
 
 
 @pytest.fixture(params=["criu", "chunks"])
 def pages(request: pytest.FixtureRequest, settings: shimhost.Writer) -> str:
     name: str = request.param
-    settings(f'[memory]\npages = "{name}"\nchunk-size = "1M"\n')
+    settings(f'[memory]\npages = "{name}"\nchunk-size = "1M"\n[store]\npath = "{STORE}"\n')
     return name
+
+
+@pytest.fixture(autouse=True, scope="module")
+def store() -> Iterator[None]:
+    yield
+    shutil.rmtree(STORE, ignore_errors=True)
 
 
 def words(container: Container, folder: Path, *options: str) -> list[str]:
@@ -122,6 +138,10 @@ def nothing_left() -> None:
     left = [name for name in os.listdir("/run/gpusnap/journal") if not name.endswith((".lock", ".new"))]
     assert left == []
     assert not os.path.ismount("/run/gpusnap/stage")
+    if STORE.exists():
+        # One that was killed before anybody needed it leaves a folder that gc may take.
+        collected = Store(STORE).collect()
+        assert list((STORE / "staging").iterdir()) == [], collected
 
 
 @contextmanager
@@ -211,7 +231,7 @@ def at_the_dump(container: Container, folder: Path, pages: str) -> Iterator[subp
         'exec /usr/bin/crun "$@"\n'
     )
     wrapper.chmod(0o755)
-    memory = f'[memory]\npages = "{pages}"\nchunk-size = "1M"\n'
+    memory = f'[memory]\npages = "{pages}"\nchunk-size = "1M"\n[store]\npath = "{STORE}"\n'
     shimhost.write_settings(f'runtime = "{wrapper}"\n{memory}')
     line = words(container, folder, "--leave-running")
     with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as shim:

@@ -6,7 +6,7 @@ import errno
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,11 +106,11 @@ def test_leave_running(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     sync = checkpoint._sync
     final = scene.image / "gpusnap" / "manifest.json"
 
-    def synced(job: checkpoint._Job) -> None:
+    def synced(job: checkpoint._Job, *, but: Sequence[str]) -> None:
         assert scene.all_running()
         assert not final.exists()
         seen.append("sync")
-        sync(job)
+        sync(job, but=but)
 
     scene.driver.when("restore", lambda _: seen.append(f"restore, manifest {final.exists()}"))
     monkeypatch.setattr(checkpoint, "_sync", synced)
@@ -148,7 +148,7 @@ def test_leave_running_with_two_failures(scene: Scene, monkeypatch: pytest.Monke
     (pid,) = scene.gpu_processes(1)
     scene.driver.fail("restore", pid, DriverFailed("the GPU fell off the bus"))
 
-    def full(path: str) -> None:
+    def full(path: str, *, but: Sequence[str]) -> None:
         raise ImageError("the disk is full")
 
     monkeypatch.setattr(checkpoint, "_sync", full)
@@ -647,7 +647,7 @@ def test_a_signal_when_there_is_no_way_back(
         scene.driver.when("restore", stop)
     else:
         sync = checkpoint._sync
-        monkeypatch.setattr(checkpoint, "_sync", lambda path: (stop(), sync(path))[1])  # type: ignore[func-returns-value]
+        monkeypatch.setattr(checkpoint, "_sync", lambda path, **but: (stop(), sync(path, **but))[1])  # type: ignore[func-returns-value]
     assert scene.checkpoint(*options).code == 0
     assert scene.all_running()
     assert len(whole(scene).processes) == 2

@@ -174,3 +174,16 @@ def test_where_it_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert scratch() == "/run"
     monkeypatch.setattr("os.access", lambda path, mode: False)
     assert scratch() == str(tmp_path)
+
+
+def test_an_image_that_lies_elsewhere(images: Path, tmp_path: Path) -> None:
+    """A file of another folder stands in for the image of its name, and for one that is not there."""
+    (tmp_path / "third").mkdir()
+    for name in ("pages-1.img", "pages-2.img"):
+        (tmp_path / "third" / name).write_text("third")
+    elsewhere = {name: str(tmp_path / "third" / name) for name in ("pages-1.img", "pages-2.img")}
+    with view(str(images), {"tmpfs-dev-57.tar.gz.img": b"new"}, elsewhere) as found:
+        seen = Path(found)
+        assert [(seen / name).read_text() for name in elsewhere] == ["third", "third"]
+        assert all(not os.readlink(path).startswith("/") for path in seen.iterdir() if path.is_symlink())
+    assert (images / "pages-1.img").read_text() == "second"

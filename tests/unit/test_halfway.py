@@ -67,9 +67,9 @@ def cut_off(
         processes=tuple(pids),
         stage=Stage.GPUS,
         init=(init.pid, init.start),
-        **halfway.changed(BEFORE, AFTER),
     )
-    entry = replace(entry, **changed)
+    fields: dict[str, Any] = {**halfway.changed(BEFORE, AFTER), **changed}
+    entry = replace(entry, **fields)
     halfway.write(entry)
     return entry
 

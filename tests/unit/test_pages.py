@@ -336,10 +336,10 @@ def test_what_recover_calls_whole_is_on_disk(
     entry = journal.read("c0ffee")
     assert entry is not None
     with pytest.raises(ImageError, match=damaged.name[:12]):
-        recover._finish(entry)
+        recover._finish(entry, SMALL)
     assert not (path / "gpusnap/manifest.json").exists()
     damaged.write_bytes(good)
-    assert "is whole" in recover._finish(entry)
+    assert "is whole" in recover._finish(entry, SMALL)
     assert inodes | {(path / "inventory.img").stat().st_ino} <= synced
     assert manifest.read(str(path)).processes == record.processes
     chunks.close()

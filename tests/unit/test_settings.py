@@ -59,6 +59,11 @@ GOOD: list[tuple[str, str, Any]] = [
     ("criu.external", '["mnt[/data]:data"]', ("mnt[/data]:data",)),
     ("criu.options", '["tcp-close", "log-file x"]', ("tcp-close", "log-file x")),
     ("criu.options", "[]", ()),
+    ("memory.pages", '"store"', "store"),
+    ("store.path", '"/srv/checkpoints"', "/srv/checkpoints"),
+    ("store.pull-from", "[]", ()),
+    ("store.pull-from", '["http://localhost:5000/a/b"]', ("http://localhost:5000/a/b",)),
+    ("store.pull-from", '["r.example/a", "r.example/b"]', ("r.example/a", "r.example/b")),
 ]
 BAD = [
     ("runtime", "1"),
@@ -113,6 +118,11 @@ BAD = [
     ("criu.external", '"mnt[/data]:data"'),
     ("criu.options", "[1]"),
     ("criu.options", '["a\\nb"]'),
+    ("store.path", '"here"'),
+    ("store.pull-from", '"r.example/a"'),
+    ("store.pull-from", '["r.example/a:v1"]'),
+    ("store.pull-from", '["app"]'),
+    ("store.pull-from", '["https://r.example/a"]'),
 ]
 
 
@@ -222,6 +232,7 @@ def test_annotation_forbidden(key: str) -> None:
 def test_what_grants_something_is_the_hosts() -> None:
     """Programs, paths, mounts and free lines for CRIU are never taken from a container."""
     theirs = {key for key, entry in TABLE.items() if entry.annotation}
+    assert not theirs & {"store.path", "store.pull-from"}
     assert not theirs & {"runtime", "criu.libdir", "criu.action-script", "criu.external", "criu.options"}
 
 

@@ -20,6 +20,8 @@ PACKAGES = (
     "podman", "crun", "runc", "criu", "libcriu2", "conmon", "containerd", "python3-pycriu",
     # what those need at run time: networks, CRIU's network lock, process tools
     "netavark", "iptables", "nftables", "iproute2", "procps", "util-linux",
+    # what its artifacts have to be understood by
+    "docker-registry", "skopeo", "oras", "checkpointctl",
     # the images are made of it
     "busybox-static",
     "python3", "python3-venv",

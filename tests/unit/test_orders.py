@@ -1,0 +1,103 @@
+"""What one command of the user's asks of the runtime that Podman runs for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from runtime_shim import orders, proc
+from runtime_shim.errors import GpusnapError
+from runtime_shim.settings import Settings
+
+ID = "c0ffee" * 10
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    path = tmp_path / "run" / "orders"
+    path.parent.mkdir()
+    monkeypatch.setattr(orders, "FOLDER", str(path))
+    return path
+
+
+def test_an_order_counts_while_it_stands(folder: Path) -> None:
+    """For its container, for as long as the block runs, and for root's eyes only."""
+    with orders.ordered(ID, pages="store", store="/somewhere/else"):
+        found = orders.applied(Settings(), ID)
+        assert (found.memory.pages, found.store.path) == ("store", "/somewhere/else")
+        assert orders.applied(Settings(), "another") == Settings()
+        (path,) = folder.iterdir()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert orders.applied(Settings(), ID) == Settings()
+    assert not list(folder.iterdir())
+
+
+def test_the_store_of_the_settings_stays() -> None:
+    """An order that names none means theirs."""
+    with orders.ordered(ID, pages="chunks"):
+        found = orders.applied(Settings(), ID)
+    assert (found.memory.pages, found.store) == ("chunks", Settings().store)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b'{"owner": [1], "pages": "store", "store": ""}',
+        b'{"owner": ["x", 2], "pages": "store", "store": ""}',
+        b'{"owner": [OWN], "pages": "somewhere", "store": ""}',
+        b'{"pages": "store", "store": ""}',
+    ],
+)
+def test_a_broken_order_is_none(folder: Path, content: bytes) -> None:
+    """Whatever is in the file, the settings stand."""
+    folder.mkdir()
+    own = proc.process(os.getpid())
+    assert own is not None
+    (folder / f"{ID}.json").write_bytes(content.replace(b"OWN", f"{os.getpid()}, {own.start}".encode()))
+    assert orders.applied(Settings(), ID) == Settings()
+
+
+def test_an_order_of_somebody_who_has_died_is_none(folder: Path) -> None:
+    """A killed command must not decide where later checkpoints go."""
+    with orders.ordered(ID, pages="store"):
+        path = folder / f"{ID}.json"
+        document = json.loads(path.read_text())
+        document["owner"][1] += 1
+        path.write_text(json.dumps(document))
+        assert orders.applied(Settings(), ID) == Settings()
+
+
+def test_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    """Only a file that is there itself counts."""
+    with orders.ordered(ID, pages="store"):
+        (folder / f"{ID}.json").rename(tmp_path / "moved")
+        (folder / f"{ID}.json").symlink_to(tmp_path / "moved")
+        assert orders.applied(Settings(), ID) == Settings()
+
+
+def test_what_is_no_id_is_refused() -> None:
+    """No path can be made of it."""
+    assert orders.applied(Settings(), "../../etc/passwd") == Settings()
+    with (
+        pytest.raises(GpusnapError, match="is no container's ID"),
+        orders.ordered("../x", pages="store"),
+    ):
+        pass
+
+
+def test_no_room(folder: Path) -> None:
+    """The sentence names the file."""
+    folder.write_text("in the way")
+    with (
+        pytest.raises(GpusnapError, match=r"c0ffee\.json cannot be written.*") as caught,
+        orders.ordered(ID, pages="store"),
+    ):
+        pass
+    assert caught.value.hint
