@@ -1,0 +1,20 @@
+"""The names in a checkpoint archive that are looked at; see convert.py."""
+
+from __future__ import annotations
+
+from runtime_shim import manifest
+
+__all__ = ["BLOBS", "CONFIG", "FIRST", "FOLDERS", "LAYOUT", "OURS", "PIECE", "ROOTFS", "SMALL"]
+
+OURS = f"checkpoint/{manifest.FOLDER}"
+CONFIG = f"{OURS}/{manifest.NAME}"
+BLOBS = f"{OURS}/blobs"
+LAYOUT = (f"{OURS}/oci-layout", f"{OURS}/index.json", BLOBS)
+# A link in the place of one would lead what follows elsewhere.
+FOLDERS = ("checkpoint", OURS, BLOBS, f"{BLOBS}/sha256")
+ROOTFS = "rootfs-diff.tar"
+FIRST = ("config.dump", "spec.dump")
+
+PIECE = 1 << 20
+# A blob up to this size is in memory while it is checked and copied; a chunk has 16 MiB.
+SMALL = 32 << 20

@@ -1,0 +1,210 @@
+"""Compressed streams: read whatever compression they have, never taken for whole when they are cut short.
+
+zstandard's readers end without a word where a zstd stream ends within a frame, so its frames are followed
+here, by the sizes in their headers (RFC 8878, 3.1.1).
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+from collections.abc import Iterable, Iterator
+from typing import IO, Literal, Protocol, TypeAlias, cast
+
+import zstandard
+
+__all__ = ["Kind", "Plain", "Readable", "as_file", "kind_of", "packer", "squeezed"]
+
+Kind: TypeAlias = Literal["none", "zstd", "gzip"]
+
+_PIECE = 1 << 20
+_MAGIC = 0xFD2FB528
+_ZSTD = _MAGIC.to_bytes(4, "little")
+_GZIP = b"\x1f\x8b"
+# RFC 8878, 3.1.2: sixteen magic numbers of frames to pass over, which differ in their last four bits.
+_SKIPPABLE = 0x184D2A50
+
+
+class Readable(Protocol):
+    """Something to read in order."""
+
+    def read(self, size: int, /) -> bytes:
+        """At most `size` bytes, none at the end."""
+        ...
+
+
+class _Stream:
+    """Pieces of bytes, as a file to read in order."""
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self._pieces = iter(pieces)
+        self._left = b""
+
+    def read(self, size: int = -1, /) -> bytes:
+        """At most `size` bytes, but less only at the end; all for -1."""
+        found, have = [self._left], len(self._left)
+        while size < 0 or have < size:
+            piece = next(self._pieces, None)
+            if piece is None:
+                break
+            found.append(piece)
+            have += len(piece)
+        whole = b"".join(found)
+        self._left = b"" if size < 0 else whole[size:]
+        return whole if size < 0 else whole[:size]
+
+
+class Plain:
+    """What a stream holds once decompressed, be it zstd in any number of frames, gzip or neither.
+
+    `read` raises EOFError for one that is cut short, and gzip's, zlib's and zstandard's errors for a broken
+    one.
+    """
+
+    def __init__(self, file: Readable) -> None:
+        kind, raw = kind_of(file)
+        self._frames = _Frames()
+        self._seekable: io.BufferedReader | None = None
+        if kind == "zstd":
+            # Podman writes one frame, other tools several.
+            raw = zstandard.ZstdDecompressor().stream_reader(
+                cast(IO[bytes], _Followed(raw, self._frames)), read_size=_PIECE, read_across_frames=True
+            )
+        elif kind == "gzip":
+            raw = gzip.GzipFile(fileobj=cast(IO[bytes], raw), mode="rb")
+        elif isinstance(raw, io.BufferedReader):
+            self._seekable = raw
+        self._raw = raw
+
+    def read(self, size: int, /) -> bytes:
+        """At most `size` bytes, none at the end."""
+        data = self._raw.read(size)
+        if not data and size and not self._frames.whole:
+            raise EOFError("its last zstd frame is not whole")
+        return data
+
+    def skip(self, size: int) -> bool:
+        """Move on by so many bytes, if that takes no reading. The end of the file may be passed over so."""
+        if self._seekable is None:
+            return False
+        self._seekable.seek(size, io.SEEK_CUR)
+        return True
+
+
+def as_file(pieces: Iterable[bytes]) -> IO[bytes]:
+    """Pieces of bytes as a file, of which `read` is all there is."""
+    return cast(IO[bytes], _Stream(pieces))
+
+
+def kind_of(file: Readable) -> tuple[Kind, Readable]:
+    """How a stream is compressed, by its first bytes, and what to read all of it from."""
+    head = _exactly(file, len(_ZSTD))
+    kind: Kind = "zstd" if head == _ZSTD else "gzip" if head.startswith(_GZIP) else "none"
+    if isinstance(file, io.BufferedReader) and file.seekable():
+        file.seek(-len(head), io.SEEK_CUR)
+        return kind, file
+    return kind, _Prefixed(head, file)
+
+
+def packer(*, level: int = 1, threads: int = 1) -> zstandard.ZstdCompressionObj:
+    """What makes one zstd frame, with its checksum. The number of threads does not change a byte of it."""
+    # With one worker, not zero: zstd cuts the content into jobs only where there is a worker.
+    compressor = zstandard.ZstdCompressor(level=level, threads=max(threads, 1), write_checksum=True)
+    return compressor.compressobj()
+
+
+def squeezed(pieces: Iterable[bytes], *, level: int = 1, threads: int = 1) -> Iterator[bytes]:
+    """One zstd frame of `pieces`, as `packer` makes it."""
+    packing = packer(level=level, threads=threads)
+    for piece in pieces:
+        if data := packing.compress(piece):
+            yield data
+    yield packing.flush()
+
+
+class _Prefixed:
+    """A stream whose first bytes were read already."""
+
+    def __init__(self, head: bytes, rest: Readable) -> None:
+        self._head, self._rest = head, rest
+
+    def read(self, size: int, /) -> bytes:
+        if self._head:
+            found, self._head = self._head[:size], self._head[size:]
+            return found
+        return self._rest.read(size)
+
+
+class _Followed:
+    """A zstd stream whose frames are followed while it is read."""
+
+    def __init__(self, file: Readable, frames: _Frames) -> None:
+        self._file, self._frames = file, frames
+
+    def read(self, size: int, /) -> bytes:
+        data = self._file.read(size)
+        self._frames.feed(data)
+        return data
+
+
+class _Frames:
+    """Whether a zstd stream has come to the end of a frame, from its bytes in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+        self._skip = 0
+        self._checksum = 0
+        self._to("magic", 4)
+
+    @property
+    def whole(self) -> bool:
+        return self._state == "magic" and not self._held and not self._skip
+
+    def feed(self, data: bytes) -> None:
+        at = 0
+        while at < len(data):
+            if self._skip:
+                step = min(self._skip, len(data) - at)
+                self._skip -= step
+            else:
+                step = min(self._need - len(self._held), len(data) - at)
+                self._held += data[at : at + step]
+                if len(self._held) == self._need:
+                    value = int.from_bytes(self._held, "little")
+                    self._held.clear()
+                    self._step(value)
+            at += step
+
+    def _to(self, state: Literal["magic", "skippable", "header", "block"], need: int) -> None:
+        self._state, self._need = state, need
+
+    def _step(self, value: int) -> None:
+        match self._state:
+            case "magic" if value == _MAGIC:
+                self._to("header", 1)
+            case "magic" if value & ~0xF == _SKIPPABLE:
+                self._to("skippable", 4)
+            case "magic":
+                raise EOFError("what follows its last zstd frame is none")
+            case "skippable":
+                self._skip = value
+                self._to("magic", 4)
+            case "header":
+                single = bool(value & 0x20)
+                self._checksum = 4 if value & 4 else 0
+                content = (1 if single else 0, 2, 4, 8)[value >> 6]
+                self._skip = (0 if single else 1) + (0, 1, 2, 4)[value & 3] + content
+                self._to("block", 3)
+            case "block":
+                # 3.1.1.2: one byte stands for a block of type 1 (RLE), whatever its size.
+                self._skip = 1 if value >> 1 & 3 == 1 else value >> 3
+                if value & 1:
+                    self._skip += self._checksum
+                    self._to("magic", 4)
+
+
+def _exactly(file: Readable, size: int) -> bytes:
+    found = b""
+    while len(found) < size and (piece := file.read(size - len(found))):
+        found += piece
+    return found
