@@ -32,12 +32,13 @@ import secrets
 import stat
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import IO
 
 from oci.digests import digest_of, encoded
 from oci.errors import BlobError, DiskError, LayoutError, disk_error, reason
 from oci.files import UNFINISHED, all_written, new_file, open_folder, open_regular, read_regular, replace
+from oci.incoming import Incoming
 from oci.manifest import (
     DOCUMENT_LIMIT,
     MANIFEST,
@@ -148,6 +149,24 @@ class Layout:
                         self._add_file(file, expected=name)
                 else:
                     raise BlobError(f"no link of the blob {digest} of {source.path} can be made here")
+        self._use(name)
+
+    @contextmanager
+    def receive(self, wanted: Descriptor) -> Iterator[Incoming]:
+        """A blob to be written piece by piece; at the end it is checked, and only then has its name.
+
+        It takes the place of one that is there. Raises BlobError unless its size and digest are right, and
+        whatever is raised within; nothing is left then. DiskFull, DiskError, LayoutError.
+        """
+        name = encoded(wanted.digest)
+        with self._blobs() as folder, ExitStack() as stack:
+            with self._writing(wanted.size):
+                descriptor, unfinished = stack.enter_context(new_file(folder))
+            incoming = Incoming(wanted, descriptor, self.path)
+            yield incoming
+            incoming.check()
+            with self._writing(wanted.size):
+                self._keep(descriptor, unfinished, name, folder, False)
         self._use(name)
 
     def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
