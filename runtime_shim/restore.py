@@ -16,7 +16,6 @@ import os
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -37,10 +36,10 @@ from runtime_shim.errors import (
     Refused,
     RuntimeFailed,
     UsageError,
-    reason,
 )
 from runtime_shim.fetching import Fetching, rebuild
 from runtime_shim.filling import Filling
+from runtime_shim.foreground import Beside, pid_file
 from runtime_shim.gpu import cdi, find_driver
 from runtime_shim.gpu.driver import Driver, Host, ProcessState
 from runtime_shim.gpu.gpumap import GpuMap, parse_map
@@ -58,7 +57,6 @@ from runtime_shim.stillness import stop
 from runtime_shim.suspension import InCriu, resume
 from runtime_shim.transaction import (
     Transaction,
-    forwarded_signals,
     held_signals,
     interruptible,
     stop_if_asked,
@@ -437,56 +435,16 @@ def _kill(job: _Job) -> None:
 
 def _in_foreground(job: _Job) -> int:
     """Without --detach the runtime stays until the container ends; the GPUs come back meanwhile."""
-    ended: list[Invoked | GpusnapError] = []
-    with _pid_file(job) as path:
-        pids: list[int] = []
-        runtime = threading.Thread(target=lambda: ended.append(_invoked(job, path, pids.append)))
+    with pid_file(job.call) as path:
+        runtime = Beside(lambda started: _invoke(job, path, started))
         with job.transaction.step("restore"), held_signals():
             _note(job, stage=Stage.RESTORE, pid_file=os.path.abspath(path))
-            runtime.start()
-            while runtime.is_alive() and not _written(path):
-                time.sleep(0.01)
-        if runtime.is_alive():
+            restored = runtime.restored(path)
+        if restored:
             stop_if_asked()
             _finish(job)
             _commit(job)
-        # From here on we only stand for the runtime, which hands signals on to the container.
-        with forwarded_signals(pids[0]) if pids else held_signals():
-            runtime.join()
-    if not ended:
-        raise RuntimeFailed(f"{job.real.name} could not be run")
-    done = ended[0]
-    if isinstance(done, GpusnapError):
-        raise done
+        done = runtime.stand_for(job.real.name)
     if done.code != 0 and not job.transaction.committed:
         raise _error(job, done)
     return done.code
-
-
-def _invoked(job: _Job, pid_file: str, started: Callable[[int], object]) -> Invoked | GpusnapError:
-    try:
-        return _invoke(job, pid_file, started)
-    except GpusnapError as error:
-        return error
-
-
-@contextmanager
-def _pid_file(job: _Job) -> Iterator[str]:
-    """Where the runtime says that the container is restored; an old file there would say so too early."""
-    if job.call.pid_file:
-        try:
-            if os.path.exists(job.call.pid_file):
-                os.unlink(job.call.pid_file)
-        except OSError as error:
-            raise GpusnapError(f"the PID file {job.call.pid_file} cannot be used: {reason(error)}") from error
-        yield job.call.pid_file
-    else:
-        with tempfile.TemporaryDirectory(prefix=leavings.prefix("pid"), dir=scratch()) as folder:
-            yield os.path.join(folder, "pid")
-
-
-def _written(path: str) -> bool:
-    try:
-        return os.path.getsize(path) > 0
-    except OSError:
-        return False
