@@ -1,7 +1,4 @@
-"""`gpusnap`: look at checkpoints, at this host's GPUs, and at the settings.
-
-Exit codes: 0 done; 1 it could not be done, stderr says why; 2 the command line is wrong.
-"""
+"""`gpusnap`: the command line. gpusnap.exits has the exit codes, docs/commands.md all commands."""
 
 from __future__ import annotations
 
@@ -13,11 +10,15 @@ from dataclasses import asdict
 from functools import partial
 
 import click
-from rich.console import Console
 
-from gpusnap import show, waiting
+from gpusnap import commands_move, commands_store, exits, show, waiting
+from gpusnap.commands_store import inspected
+from gpusnap.completing import complete_checkpoint, completion
+from gpusnap.failures import failure
 from gpusnap.hooks_command import install_hooks
-from gpusnap.source import load_manifest
+from gpusnap.progress import Progress
+from gpusnap.source import needed, opened
+from oci.errors import OciError
 from runtime_shim import halfway, journal, keep, restore, suspension
 from runtime_shim import recover as recovery
 from runtime_shim import settings as settings_file
@@ -25,7 +26,6 @@ from runtime_shim._version import __version__
 from runtime_shim.errors import GpusnapError
 from runtime_shim.gpu import find_driver, holders
 from runtime_shim.gpu.driver import Driver
-from runtime_shim.manifest import encode
 from runtime_shim.room import reserved
 
 __all__ = ["main"]
@@ -41,15 +41,21 @@ def main() -> int:
         error.show()
         return error.exit_code
     except click.Abort:
-        return 130
+        return exits.INTERRUPTED
     except GpusnapError as error:
-        print(f"gpusnap: {error.sentence()}", file=sys.stderr)
-        return 1
+        return _failed(error)
+    except OciError as error:
+        return _failed(failure(error))
     except BrokenPipeError:
         # `gpusnap inspect … | head`: nobody reads on, and Python must not complain about it at exit.
         sys.stderr.close()
-        return 1
-    return 0
+        return exits.FAILED
+    return exits.DONE
+
+
+def _failed(error: GpusnapError) -> int:
+    print(f"gpusnap: {error.sentence()}", file=sys.stderr)
+    return exits.exit_code(error)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -57,38 +63,52 @@ def main() -> int:
 def command() -> None:
     """Checkpoint and restore containers that use GPUs.
 
-    The work itself is done by gpusnap-runtime, which Podman and containerd run in place of crun or runc; this
-    command shows what it made and what it finds.
+    The work on processes and GPUs is done by gpusnap-runtime, which Podman and containerd run in place of
+    crun or runc. A checkpoint is named by what it is kept in:
+
+    \b
+    NAME, DIGEST          in this host's store; of a digest, the first 6 digits or more
+    oci:DIR:NAME          in the store in the folder DIR
+    ./FILE.tar.zst        an archive of Podman's, or a folder of images
+    HOST/REPOSITORY:TAG   in a registry
     """
 
 
 @command.command()
-@click.argument("checkpoint", type=click.Path(exists=True))
+@click.argument("what", metavar="WHAT", shell_complete=complete_checkpoint)
+@click.option(
+    "--plain-http", is_flag=True, help="Speak to the registry without TLS, as http:// before REF does."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
-def inspect(checkpoint: str, as_json: bool) -> None:
-    """Show what CHECKPOINT holds of GPUs, and how long each step took.
+def inspect(what: str, plain_http: bool, as_json: bool) -> None:
+    """Show what the checkpoint WHAT holds: GPUs, processes, memory, and how long each step took.
 
-    CHECKPOINT is an archive made by `podman container checkpoint --export`, or a directory of CRIU images.
+    WHAT is in a store or a registry, an archive made by `podman container checkpoint --export`, or a
+    directory of CRIU images. In a store it is shown which other checkpoints have the same blobs. Of a
+    registry the chunks are not fetched.
+
+    As JSON: the manifest (docs/format.md), with statistics (size, zero, repeated, chunks, blobs, plain, zstd,
+    stored, ratio) where it has chunks, and artifact (where, names, digest, mediaType, size, records, rootfs,
+    chunks, manifests, annotations, shared) where it is kept as one.
     """
-    manifest = load_manifest(checkpoint)
-    if as_json:
-        click.echo(encode(manifest).decode(), nl=False)
-        return
-    show.manifest(Console(), manifest)
+    inspected(what, as_json=as_json, plain_http=plain_http)
 
 
 @command.command()
-@click.argument("checkpoint", type=click.Path(exists=True))
+@click.argument("what", metavar="WHAT", shell_complete=complete_checkpoint)
 @click.option("--gpu-map", metavar="MAP", help="Which GPU takes which one's place: 0=3,1=2; UUIDs too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-def plan(checkpoint: str, gpu_map: str | None, as_json: bool) -> None:
-    """Show on which of this host's GPUs CHECKPOINT would be restored now, and why not on the others.
+def plan(what: str, gpu_map: str | None, as_json: bool) -> None:
+    """Show on which of this host's GPUs the checkpoint WHAT would be restored now, and why not on others.
 
     Nothing is restored and nothing is kept free. A number in MAP is nvidia-smi's: on the left as it was on
     the host of the checkpoint, on the right of this host. Without it the settings' gpu-map counts; a
     container's own annotation is not looked at. Exit code 1 where no GPU fits.
     """
-    record = load_manifest(checkpoint)
+    with Progress() as progress:
+        progress.stage(f"reading {what}")
+        with opened(what) as checkpoint:
+            record = needed(checkpoint)
     host = _driver().host()
     others: Mapping[str, int] = {}
     with suppress(GpusnapError):  # it takes root to know
@@ -98,7 +118,7 @@ def plan(checkpoint: str, gpu_map: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(show.plan_document(chosen), indent=1))
     else:
-        show.plan(Console(), record, host, chosen)
+        show.plan(show.output(), record, host, chosen)
     if chosen.refusal:
         raise chosen.refused()
 
@@ -111,7 +131,7 @@ def gpus(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(asdict(host), indent=1))
         return
-    show.inventory(Console(), host)
+    show.inventory(show.output(), host)
 
 
 @command.command()
@@ -125,7 +145,7 @@ def gpus(as_json: bool) -> None:
 )
 def settings(path: str) -> None:
     """Check the settings file and print every setting with its value."""
-    show.settings(Console(), settings_file.load(path))
+    show.settings(show.output(), settings_file.load(path))
 
 
 @command.command()
@@ -206,6 +226,17 @@ def _recover_all(actions: Sequence[tuple[str, Callable[[], str]]]) -> None:
 
 
 command.add_command(install_hooks)
+command.add_command(completion)
+command.add_command(commands_store.ls)
+command.add_command(commands_store.diff)
+command.add_command(commands_store.verify)
+command.add_command(commands_store.rm)
+command.add_command(commands_store.gc)
+command.add_command(commands_store.tag)
+command.add_command(commands_move.checkpoint)
+command.add_command(commands_move.restore)
+command.add_command(commands_move.push)
+command.add_command(commands_move.pull)
 
 
 def _driver() -> Driver:

@@ -1,32 +1,213 @@
-"""Where a checkpoint comes from: an archive of Podman's, or a directory of images."""
+"""Where a checkpoint comes from, to look at it: an archive, a directory of images, a store, or a registry.
+
+Of one in a registry the manifests and the config are read; anything else is fetched only when it is asked
+for, into a temporary folder.
+"""
 
 from __future__ import annotations
 
+import io
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 
+from gpusnap import kept
+from gpusnap.failures import told
+from gpusnap.where import InFile, InRegistry, InStore, find
+from oci import artifact as artifacts
+from oci import credentials
 from oci.archive import ArchiveError, read_member
+from oci.artifact import Artifact
+from oci.blobs import Blobs
+from oci.errors import DiskError
+from oci.layout import Layout
+from oci.manifest import EMPTY, Descriptor
+from oci.registry import Repository
+from oci.store import Store
 from runtime_shim import manifest
 from runtime_shim.errors import ManifestError
 
-__all__ = ["load_manifest"]
+__all__ = [
+    "Checkpoint",
+    "NoManifest",
+    "Stored",
+    "hold",
+    "load_manifest",
+    "needed",
+    "open_repository",
+    "opened",
+]
 
-# As runtime_shim.manifest: a manifest is never near this.
-_LIMIT = 64 << 20
+
+class NoManifest(ManifestError):
+    """A checkpoint that has no manifest of gpusnap's, as those of containers without a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A checkpoint that is an artifact."""
+
+    root: Descriptor
+    artifact: Artifact
+    where: str
+    """The folder of its store, or its repository."""
+    names: tuple[str, ...]
+    blobs: Blobs
+    """To read it from."""
+    store: Store | None
+    """None where it is in a registry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint, wherever it is; what messages call it is the word that the user said."""
+
+    word: str
+    manifest: manifest.Manifest | None
+    """None for a container without GPU state."""
+    stored: Stored | None = None
+    path: str = ""
+    """Of an archive or a directory, where it is no artifact."""
+
+
+@contextmanager
+def opened(word: str, *, plain_http: bool = False) -> Iterator[Checkpoint]:
+    """The checkpoint that a word stands for; in a store, gc spares it for the while of the block.
+
+    Raises NotFound, UsageError, Damaged, ManifestError, GpusnapError.
+    """
+    place = find(word)
+    with ExitStack() as stack:
+        stack.enter_context(told())
+        match place:
+            case InStore():
+                stored, record = _in_store(place, stack)
+                yield Checkpoint(word, record, stored)
+            case InRegistry():
+                stored, record = _in_registry(place, stack, plain_http=plain_http)
+                yield Checkpoint(word, record, stored)
+            case InFile(path):
+                yield Checkpoint(word, _in_file(path), path=path)
+
+
+def needed(checkpoint: Checkpoint) -> manifest.Manifest:
+    """Its manifest. Raises NoManifest, and ManifestError for a directory that holds no whole checkpoint."""
+    if checkpoint.manifest is not None:
+        return checkpoint.manifest
+    if checkpoint.stored is not None:
+        raise NoManifest(
+            f"{checkpoint.word} is the checkpoint of a container without GPU state",
+            hint="gpusnap inspect shows what there is",
+        )
+    if os.path.isdir(checkpoint.path):
+        return load_manifest(checkpoint.path)
+    raise _no_manifest(checkpoint.path)
 
 
 def load_manifest(path: str) -> manifest.Manifest:
-    """The manifest of a checkpoint. Raises ManifestError where there is none or it is broken."""
+    """The manifest of an archive or a directory.
+
+    Raises NoManifest where an archive has none, ManifestError where it is broken, or a directory has none.
+    """
     if os.path.isdir(path):
-        inner = os.path.join(path, "checkpoint")
-        return manifest.read(inner if not manifest.belongs(path) and manifest.belongs(inner) else path)
-    name = f"checkpoint/{manifest.FOLDER}/{manifest.NAME}"
+        return manifest.read(_images(path))
     try:
-        data = read_member(path, name, limit=_LIMIT)
+        data = read_member(path, _MEMBER, limit=manifest.LARGEST)
     except ArchiveError as error:
         raise ManifestError(str(error)) from error
     if data is None:
-        raise ManifestError(
-            f"{path} holds no {name}",
-            hint="it is the checkpoint of a container without a GPU, or not gpusnap's, or was cut short",
-        )
-    return manifest.decode(data, f"{path}: {name}")
+        raise _no_manifest(path)
+    return manifest.decode(data, f"{path}: {_MEMBER}")
+
+
+def hold(store: Store, digest: str, stack: ExitStack) -> None:
+    """Keep a manifest and all below it from gc while `stack` lasts. Raises NotThere."""
+    # A store that is mounted read-only has no gc either.
+    with suppress(DiskError):
+        stack.enter_context(store.hold(digest))
+
+
+@contextmanager
+def open_repository(place: InRegistry, *, plain_http: bool = False) -> Iterator[Repository]:
+    """The repository of a reference, with the user's credentials for it. Raises RegistryError."""
+    found = credentials.find(place.reference.registry, place.reference.repository)
+    plain = plain_http or place.plain_http
+    with Repository(place.reference, credentials=found, plain_http=plain) as repository:
+        yield repository
+
+
+_MEMBER = f"checkpoint/{manifest.FOLDER}/{manifest.NAME}"
+
+
+def _images(path: str) -> str:
+    """The directory of images that `path` is, or that an unpacked archive at `path` has."""
+    inner = os.path.join(path, "checkpoint")
+    return inner if not manifest.belongs(path) and manifest.belongs(inner) else path
+
+
+def _in_file(path: str) -> manifest.Manifest | None:
+    if os.path.isdir(path) and not manifest.belongs(_images(path)):
+        return None
+    try:
+        return load_manifest(path)
+    except NoManifest:
+        return None
+
+
+def _no_manifest(path: str) -> NoManifest:
+    return NoManifest(
+        f"{path} holds no {_MEMBER}",
+        hint="it is the checkpoint of a container without a GPU, or not gpusnap's, or was cut short",
+    )
+
+
+def _in_store(place: InStore, stack: ExitStack) -> tuple[Stored, manifest.Manifest | None]:
+    store, found = stack.enter_context(kept.held(place))
+    same = [entry.name for entry in store.entries() if entry.descriptor.digest == found.root.digest]
+    names = tuple(sorted(name for name in same if name))
+    return Stored(found.root, found.artifact, store.path, names, store.layout, store), found.record
+
+
+def _in_registry(
+    place: InRegistry, stack: ExitStack, *, plain_http: bool
+) -> tuple[Stored, manifest.Manifest | None]:
+    repository = stack.enter_context(open_repository(place, plain_http=plain_http))
+    wanted = place.reference.digest or place.reference.tag or "latest"
+    root, content = repository.read_manifest(wanted)
+    documents = {root.digest: content}
+
+    def read(document: Descriptor) -> bytes:
+        if document.digest not in documents:
+            documents[document.digest] = repository.read_manifest(document.digest)[1]
+        return documents[document.digest]
+
+    folder = stack.enter_context(
+        tempfile.TemporaryDirectory(prefix="gpusnap-", dir=os.environ.get("TMPDIR") or "/var/tmp")
+    )
+    layout = Layout(folder).create()
+    config = artifacts.read(root, read).config
+    if config.media_type != EMPTY and config.size <= manifest.LARGEST:
+        repository.fetch_blob(config, layout)
+    found = kept.load(root, layout, read)
+    names = (f"{place.reference.name}:{place.reference.tag}",) if place.reference.tag else ()
+    blobs = _Remote(repository, layout)
+    return Stored(root, found.artifact, place.reference.name, names, blobs, None), found.record
+
+
+class _Remote:
+    """`oci.blobs.Blobs` of a repository: each is fetched, and checked, when it is first asked for."""
+
+    def __init__(self, repository: Repository, layout: Layout) -> None:
+        self._repository, self._layout = repository, layout
+
+    def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
+        if size is not None and not self._layout.has_blob(digest, size):
+            wanted = Descriptor("application/octet-stream", digest, size)
+            self._repository.fetch_blob(wanted, self._layout)
+        return self._layout.open_blob(digest, size)
+
+    def check_blob(self, wanted: Descriptor) -> None:
+        with self.open_blob(wanted.digest, wanted.size):
+            self._layout.check_blob(wanted)

@@ -15,7 +15,7 @@
     │   └── DiskFull     … for want of room
     ├── RegistryError    a registry, or the name of something in one, is not what the spec says
     │   ├── Unauthorized what a registry or its token service wants is not had, or not accepted
-    │   ├── NotInRegistry
+    │   ├── NotInRegistry what was asked for is not in it
     │   ├── Unreachable  … after all attempts: how many there were, and why the last one broke
     │   └── Rejected     the registry refuses a request, in its own words
     └── Cancelled        the caller asked for an end

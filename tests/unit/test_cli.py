@@ -13,17 +13,19 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import click
 import pytest
 import zstandard
 from fakes import POISON, FakeDriver, a_manifest, gpu, uuid
 from rich.console import Console
 
-from gpusnap import cli, show
+from gpusnap import cli, exits, show
 from gpusnap.source import load_manifest
+from oci.errors import ArchiveError, BlobError, DiskFull, NotInRegistry, NotThere, Unreachable
 from runtime_shim import manifest
 from runtime_shim._version import __version__
 from runtime_shim.draft import Draft
-from runtime_shim.errors import ManifestError
+from runtime_shim.errors import GpusnapError, Interrupted, ManifestError, Refused, UsageError
 from runtime_shim.manifest import GpuProcess, Manifest, NeutralisedProcess, Written
 from runtime_shim.settings import TABLE, Settings, load
 from runtime_shim.transaction import Step
@@ -155,24 +157,74 @@ def test_inspect_of_hostile_text(tmp_path: Path, gpusnap: Run, text: str) -> Non
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"version": "2.0"}'])
 def test_inspect_of_a_broken_manifest(tmp_path: Path, gpusnap: Run, content: bytes) -> None:
-    """One sentence and exit code 1."""
+    """One sentence, and the exit code for what is damaged, but not for what a newer gpusnap made."""
     directory(tmp_path, a_manifest())
     (tmp_path / "gpusnap" / "manifest.json").write_bytes(content)
     code, out, err = gpusnap("inspect", str(tmp_path))
-    assert (code, out) == (1, "")
+    assert (code, out) == (exits.FAILED if b"2.0" in content else exits.DAMAGED, "")
     assert err.startswith("gpusnap: ")
     assert err.count("\n") == 1
     assert not [words for words in POISON if words in err.lower()]
 
 
 @pytest.mark.parametrize(
-    "line", [("inspect",), ("inspect", "/none"), ("inspect", "/", "/"), ("nonsense",), ("gpus", "--nonsense")]
+    "line", [("inspect",), ("inspect", "/", "/"), ("nonsense",), ("gpus", "--nonsense"), ("ls", "a", "b")]
 )
 def test_a_wrong_command_line(gpusnap: Run, line: tuple[str, ...]) -> None:
     """Exit code 2, and what is wrong on stderr."""
     code, out, err = gpusnap(*line)
     assert (code, out) == (2, "")
     assert "Error: " in err
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan", "verify"])
+def test_a_file_that_is_not_there(gpusnap: Run, command: str) -> None:
+    """Exit code 3, and its name."""
+    code, out, err = gpusnap(command, "/none.tar")
+    assert (code, out) == (exits.NOT_FOUND, "")
+    assert err.startswith("gpusnap: there is no file /none.tar; ")
+
+
+def test_inspect_of_a_checkpoint_without_gpu(tmp_path: Path, gpusnap: Run) -> None:
+    """An archive without a manifest may be sound: it is no damage."""
+    with tarfile.open(tmp_path / "plain.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("config.dump"))
+    code, _, err = gpusnap("inspect", str(tmp_path / "plain.tar"))
+    assert code == exits.FAILED
+    assert "plain.tar holds no checkpoint/gpusnap/manifest.json" in err
+    (tmp_path / "images").mkdir()
+    code, _, err = gpusnap("inspect", str(tmp_path / "images"))
+    assert code == exits.DAMAGED
+    assert "is not complete" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (GpusnapError("x"), exits.FAILED),
+        (Refused("x"), exits.FAILED),
+        (UsageError("x"), exits.USAGE),
+        (Interrupted("x"), exits.INTERRUPTED),
+        (NotThere("x"), exits.NOT_FOUND),
+        (NotInRegistry("x"), exits.NOT_FOUND),
+        (BlobError("x"), exits.DAMAGED),
+        (ArchiveError("x"), exits.DAMAGED),
+        (DiskFull("x"), exits.FAILED),
+        (Unreachable("x"), exits.FAILED),
+        (BrokenPipeError(), exits.FAILED),
+        (click.Abort(), exits.INTERRUPTED),
+    ],
+)
+def test_exit_codes(gpusnap: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int) -> None:
+    """Each kind of error has its code; all codes are documented."""
+
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli.command, "main", fail)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert gpusnap()[0] == code
+    assert code in exits.MEANINGS
 
 
 @pytest.mark.parametrize("line", [("--help",), ("-h",), ("inspect", "-h"), ("gpus", "--help")])
@@ -295,7 +347,7 @@ def test_plan_by_map(tmp_path: Path, gpusnap: Run, two_gpus: FakeDriver) -> None
     assert found["pairs"] == [{"old": uuid(0), "new": uuid(2)}]
     assert [verdict["reason"] for verdict in found["verdicts"]] == ["", ""]
     code, _, err = gpusnap("plan", path, "--gpu-map", "zero")
-    assert code == 1
+    assert code == 2
     assert "--gpu-map is 'zero'; it must be" in err
 
 

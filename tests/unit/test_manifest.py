@@ -368,7 +368,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, step: str) -> None:
     image = tmp_path / "image"
     draft = Draft(str(image))
     image.touch()
-    steps: dict[str, Callable[[], None]] = {
+    steps: dict[str, Callable[[], object]] = {
         "begin": draft.begin,
         "prepare": lambda: draft.prepare(a_manifest()),
         "finish": lambda: draft.finish(a_manifest()),

@@ -1,0 +1,251 @@
+"""The commands that make checkpoints and containers, and that bring checkpoints from place to place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import click
+
+from gpusnap import checkpointing, moving, restoring, where
+from gpusnap.completing import complete_checkpoint, complete_container, complete_store
+from gpusnap.progress import Progress
+from oci.transfer import Moved
+from runtime_shim.errors import UsageError
+from runtime_shim.units import human
+
+__all__ = ["checkpoint", "pull", "push", "restore"]
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
+_plain_http = click.option(
+    "--plain-http", is_flag=True, help="Speak to the registry without TLS, as http:// before REF does."
+)
+
+
+@click.command()
+@click.argument("container", shell_complete=complete_container)
+@click.option(
+    "--to",
+    metavar="PLACE",
+    help="Where to: oci:DIR[:NAME], an archive such as ./w.tar.zst, or a REF in a registry. "
+    "[default: this host's store]",
+)
+@click.option("--name", default="", help="Its name in the store. [default: CONTAINER:UTC time]")
+@click.option("--leave-running", is_flag=True, help="Let the container run on.")
+@click.option("--tcp-established", is_flag=True, help="Take open TCP connections along.")
+@click.option("--file-locks", is_flag=True, help="Take file locks along.")
+@click.option("--ignore-rootfs", is_flag=True, help="Leave files that changed out of it.")
+@_plain_http
+@_as_json
+def checkpoint(
+    container: str,
+    to: str | None,
+    name: str,
+    leave_running: bool,
+    tcp_established: bool,
+    file_locks: bool,
+    ignore_rootfs: bool,
+    plain_http: bool,
+    as_json: bool,
+) -> None:
+    """Checkpoint the running CONTAINER of Podman's, GPUs and all.
+
+    Its memory goes straight into a store, and what is there from earlier checkpoints is not written again. A
+    checkpoint for a registry is kept in this host's store, too. Podman ends the container, unless
+    --leave-running is given.
+
+    As JSON: container, containerId, name, digest, store, file, memory (bytes used of GPUs), size (bytes of
+    all blobs), new (bytes of those that the store did not have), seconds, and pushed where it was, as
+    `gpusnap push` has it.
+    """
+    wish = checkpointing.Wish(
+        container=container,
+        to=where.destination(to) if to is not None else None,
+        name=name,
+        leave_running=leave_running,
+        tcp_established=tcp_established,
+        file_locks=file_locks,
+        ignore_rootfs=ignore_rootfs,
+        plain_http=plain_http,
+    )
+    if name and isinstance(wish.to, where.InFile):
+        raise UsageError("--name is for a store, and an archive has no name but its file's")
+    if name and isinstance(wish.to, where.InStore) and wish.to.wanted:
+        raise UsageError("--name and the NAME in --to are the same thing; give one")
+    with Progress() as progress:
+        made = checkpointing.checkpoint(wish, progress)
+    if as_json:
+        _print(_made(made))
+        return
+    what = f"{made.name}  {made.digest}" if made.name else made.file
+    size = f"{human(made.new)} new of {human(made.size)}" if made.name else human(made.size)
+    click.echo(f"{what}  GPU memory {human(made.gpu_memory)}, {size}, {made.seconds:.1f} s")
+    if made.pushed is not None:
+        click.echo(f"{made.pushed.reference}  {_figures(made.pushed.moved)}")
+
+
+@click.command()
+@click.argument("what", shell_complete=complete_checkpoint)
+@click.option("--name", default="", help="The container's new name. [default: the one it had]")
+@click.option(
+    "--gpu-map", default="", metavar="MAP", help="Which GPU takes which one's place: 0=3,1=2; UUIDs too."
+)
+@click.option("--tcp-established", is_flag=True, help="Bring TCP connections back.")
+@click.option("--tcp-close", is_flag=True, help="Bring TCP connections back closed.")
+@click.option("--ignore-static-ip", is_flag=True, help="Let it have another IP address.")
+@click.option("--ignore-rootfs", is_flag=True, help="Leave the files that had changed as the image has them.")
+@_plain_http
+@_as_json
+def restore(
+    what: str,
+    name: str,
+    gpu_map: str,
+    tcp_established: bool,
+    tcp_close: bool,
+    ignore_static_ip: bool,
+    ignore_rootfs: bool,
+    plain_http: bool,
+    as_json: bool,
+) -> None:
+    """Have the container of the checkpoint WHAT run again.
+
+    WHAT is a name or a digest in this host's store, oci:DIR[:NAME], an archive, or a REF in a registry, whose
+    memory is fetched while the container is being restored, from 8 GiB on before that, and kept in this
+    host's store.
+
+    As JSON: container, containerId, digest (empty for an archive), kept (the name in the store of what came
+    from a registry, empty where that did not keep it) and seconds.
+    """
+    wish = restoring.Wish(
+        what=where.find(what),
+        name=name,
+        gpu_map=gpu_map,
+        tcp_established=tcp_established,
+        tcp_close=tcp_close,
+        ignore_static_ip=ignore_static_ip,
+        ignore_rootfs=ignore_rootfs,
+        plain_http=plain_http,
+    )
+    with Progress() as progress:
+        done = restoring.restore(wish, progress)
+    if as_json:
+        _print(
+            {
+                "container": done.container.name,
+                "containerId": done.container.id,
+                "digest": done.digest,
+                "kept": done.kept,
+                "seconds": round(done.seconds, 3),
+            }
+        )
+        return
+    click.echo(f"{done.container.name}  {done.container.id}  {done.seconds:.1f} s")
+
+
+@click.command()
+@click.argument("what", shell_complete=complete_checkpoint)
+@click.argument("ref")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["oci", "cri", "podman"]),
+    default="oci",
+    show_default=True,
+    help="oci: an artifact in chunks. podman, cri: an image that `podman container restore` takes, or CRI-O.",
+)
+@_plain_http
+@_as_json
+def push(what: str, ref: str, form: moving.Format, plain_http: bool, as_json: bool) -> None:
+    """Bring the checkpoint WHAT into a registry as REF.
+
+    WHAT is a name or a digest in this host's store, oci:DIR[:NAME], or an archive. Chunks that the registry
+    has are not sent again. REF without a tag has the tag latest.
+
+    As JSON: reference, digest, blobs and bytes that were sent, skippedBlobs and skippedBytes that were there,
+    and mounted, the blobs of those that the registry took from another of its repositories.
+    """
+    found = where.find(what, remote=False)
+    assert not isinstance(found, where.InRegistry)
+    with Progress() as progress:
+        done = moving.push(found, where.registry(ref), plain_http=plain_http, format=form, progress=progress)
+    if as_json:
+        _print(_pushed(done))
+        return
+    click.echo(f"{done.reference}  {done.digest}  {_figures(done.moved)}")
+
+
+@click.command()
+@click.argument("ref")
+@click.option(
+    "-o",
+    "--output",
+    "file",
+    default="",
+    metavar="FILE",
+    help="Write an archive for Podman, .tar or .tar.zst.",
+)
+@click.option(
+    "--to",
+    metavar="oci:DIR[:NAME]",
+    shell_complete=complete_store,
+    help="Into that store. [default: this host's, unless -o is given]",
+)
+@_plain_http
+@_as_json
+def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -> None:
+    """Bring the checkpoint REF out of a registry, into a store or an archive.
+
+    In the store its name is REF, and chunks that the store has do not come again. One that was interrupted
+    goes on from where it was when it is run again.
+
+    As JSON: reference, digest, store, name, file, and blobs to mounted as `gpusnap push` has them.
+    """
+    store = where.destination(to) if to is not None else None
+    if store is not None and not isinstance(store, where.InStore):
+        raise UsageError(f"--to {to} is no store", hint="write it as oci:DIR or oci:DIR:NAME, or use -o")
+    with Progress() as progress:
+        done = moving.pull(where.registry(ref), file=file, to=store, plain_http=plain_http, progress=progress)
+    if as_json:
+        document = {"reference": done.reference, "digest": done.digest}
+        _print(document | {"store": done.store, "name": done.name, "file": done.file} | _moved(done.moved))
+        return
+    click.echo(f"{done.name or done.file}  {done.digest}  {_figures(done.moved)}")
+
+
+def _print(document: Mapping[str, object]) -> None:
+    click.echo(json.dumps(document, indent=1))
+
+
+def _made(made: checkpointing.Made) -> dict[str, object]:
+    document: dict[str, object] = {
+        "container": made.container.name,
+        "containerId": made.container.id,
+        "name": made.name,
+        "digest": made.digest,
+        "store": made.store,
+        "file": made.file,
+        "memory": made.gpu_memory,
+        "size": made.size,
+        "new": made.new,
+        "seconds": round(made.seconds, 3),
+    }
+    return document | ({"pushed": _pushed(made.pushed)} if made.pushed is not None else {})
+
+
+def _pushed(done: moving.Pushed) -> dict[str, object]:
+    return {"reference": done.reference, "digest": done.digest} | _moved(done.moved)
+
+
+def _moved(moved: Moved) -> dict[str, object]:
+    return {
+        "blobs": moved.blobs,
+        "bytes": moved.bytes,
+        "skippedBlobs": moved.skipped_blobs,
+        "skippedBytes": moved.skipped_bytes,
+        "mounted": moved.mounted,
+    }
+
+
+def _figures(moved: Moved) -> str:
+    there = f", {human(moved.skipped_bytes)} in {moved.skipped_blobs} were there"
+    return f"{human(moved.bytes)} in {moved.blobs} blobs" + (there if moved.skipped_blobs else "")

@@ -1,0 +1,64 @@
+"""What goes wrong below, in the terms of who typed the command: a sentence, a hint, and what kind it is.
+
+    GpusnapError
+    ├── NotFound   there is no such container, name, file or reference
+    └── Damaged    it is there, and is not what its digests, or its format, say
+
+The kinds have exit codes of their own. Whatever else the packages below raise is a GpusnapError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from oci import errors
+from runtime_shim.errors import GpusnapError, Interrupted
+
+__all__ = ["Damaged", "NotFound", "failure", "told"]
+
+
+class NotFound(GpusnapError):
+    """There is no such container, name, file or reference."""
+
+
+class Damaged(GpusnapError):
+    """What was found is not what its digests, or its format, say."""
+
+
+# From the most specific to the base: the first that fits counts.
+_KINDS: tuple[tuple[type[errors.OciError], type[GpusnapError], str], ...] = (
+    (errors.NotThere, NotFound, "gpusnap ls shows what there is"),
+    (errors.Ambiguous, GpusnapError, "give more of the digest"),
+    (errors.StoreBusy, GpusnapError, "try again when that process is done"),
+    (errors.StoreError, GpusnapError, ""),
+    (errors.NotInRegistry, NotFound, "check the name, the tag, and who may see it"),
+    (errors.Unauthorized, GpusnapError, "log in with podman login, or look into the auth file"),
+    (errors.Unreachable, GpusnapError, "run the same command again to go on from where it was"),
+    (errors.RegistryError, GpusnapError, ""),
+    (errors.DiskFull, GpusnapError, "make room there, for example with gpusnap rm and gpusnap gc"),
+    (errors.DiskError, GpusnapError, ""),
+    (errors.BlobError, Damaged, "gpusnap verify finds all that is damaged"),
+    (errors.LayoutError, Damaged, ""),
+    (errors.ChunkError, Damaged, ""),
+    (errors.ArchiveError, Damaged, ""),
+    (errors.CeilingError, GpusnapError, "raise memory.ceiling in the settings"),
+    (errors.Cancelled, Interrupted, ""),
+)
+
+
+def failure(error: errors.OciError) -> GpusnapError:
+    """The same as an error for users: its sentence, and what to do about it."""
+    for kind, ours, hint in _KINDS:
+        if isinstance(error, kind):
+            return ours(str(error), hint=hint)
+    return GpusnapError(str(error))
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Turn errors of the `oci` package into those of users."""
+    try:
+        yield
+    except errors.OciError as error:
+        raise failure(error) from error

@@ -1,0 +1,196 @@
+"""`gpusnap restore`: a container again, from a store, a registry, or an archive.
+
+Podman gets a small archive of the records; gpusnap-runtime finds the memory in the store, and fetches what
+that lacks from the registry while CRIU restores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+
+from gpusnap import kept, moving, podman, where
+from gpusnap.failures import told
+from gpusnap.kept import Kept
+from gpusnap.progress import Progress, grown
+from oci.archive import read_member
+from oci.errors import DiskError, OciError
+from oci.image import CRIU
+from oci.store import Staging, Store
+from runtime_shim import fetching
+from runtime_shim.errors import GpusnapError, UsageError
+from runtime_shim.restore import GPU_MAP
+
+__all__ = ["Restored", "Wish", "restore"]
+
+_ARCHIVE = "podman.tar"
+# Podman gives a restore 240 s (libpod, define.ContainerCreateTimeout): what may not come in that time at
+# 35 MiB/s is fetched before it begins, and need not be fetched again when it fails.
+_ON_THE_WAY = 8 << 30
+# Podman's are some tens of KiB.
+_LARGEST_DUMP = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What shall be restored, and how."""
+
+    what: where.Place
+    name: str = ""
+    gpu_map: str = ""
+    tcp_established: bool = False
+    tcp_close: bool = False
+    ignore_static_ip: bool = False
+    ignore_rootfs: bool = False
+    plain_http: bool = False
+
+    def options(self) -> list[str]:
+        """For Podman."""
+        chosen = {
+            "--tcp-established": self.tcp_established,
+            "--tcp-close": self.tcp_close,
+            "--ignore-static-ip": self.ignore_static_ip,
+            "--ignore-rootfs": self.ignore_rootfs,
+        }
+        words = [option for option, wanted in chosen.items() if wanted]
+        return [*words, "--name", self.name] if self.name else words
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A container that runs again."""
+
+    container: podman.Container
+    seconds: float
+    digest: str = ""
+    """Of the checkpoint, where it was an artifact."""
+    kept: str = ""
+    """The name under which the store has it now, where it came from a registry."""
+
+
+def restore(wish: Wish, progress: Progress) -> Restored:
+    """Have it run again. Raises NotFound, Damaged, Interrupted, GpusnapError."""
+    began = time.monotonic()
+    digest = name = ""
+    with told():
+        match wish.what:
+            case where.InFile(path):
+                found = _from_file(wish, path, progress)
+            case where.InStore():
+                found, digest = _from_store(wish, wish.what, progress)
+            case where.InRegistry():
+                found, digest, name = _from_registry(wish, wish.what, progress)
+    return Restored(podman.container(found), time.monotonic() - began, digest, name)
+
+
+def _from_file(wish: Wish, path: str, progress: Progress) -> str:
+    if os.path.isdir(path):
+        raise UsageError(
+            f"{path} is a folder, and Podman restores archives",
+            hint="a store is named oci:DIR:NAME; a folder of images is restored by gpusnap-runtime restore",
+        )
+    return _run(wish, path, {}, progress, lambda: _name_in(path))
+
+
+def _from_store(wish: Wish, place: where.InStore, progress: Progress) -> tuple[str, str]:
+    with kept.held(place) as (store, found):
+        found.check_whole()
+        with _room(store) as folder:
+            archive = os.path.join(folder, _ARCHIVE)
+            progress.stage("records")
+            moving.write_archive(found, store.layout, archive, embed=False, progress=progress)
+            environment = {fetching.STORE: store.path}
+            return _run(wish, archive, environment, progress, lambda: _name_of(found)), found.root.digest
+
+
+def _from_registry(wish: Wish, place: where.InRegistry, progress: Progress) -> tuple[str, str, str]:
+    store, name = where.default_store(), moving.store_name(place.reference)
+    pull_from = where.InRegistry(place.reference, place.plain_http or wish.plain_http).repository
+    with moving.fetched(store, place, leave=_ON_THE_WAY, plain_http=wish.plain_http, progress=progress) as (
+        staging,
+        found,
+        _,
+    ):
+        found.check_whole()
+        before = kept.roots(store)
+        archive = os.path.join(staging.path, _ARCHIVE)
+        try:
+            progress.stage("records")
+            moving.write_archive(found, staging.layout, archive, embed=False, progress=progress)
+            whole = _keep(store, staging, found, name, before)
+            environment = {fetching.STORE: store.path, fetching.PULL_FROM: pull_from}
+            fetched = grown(os.path.dirname(staging.path))
+            container = _run(wish, archive, environment, progress, lambda: _name_of(found), fetched)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(archive)
+        whole = whole or _keep(store, staging, found, name, before)
+    return container, found.root.digest, name if whole else ""
+
+
+def _keep(store: Store, staging: Staging, found: Kept, name: str, before: set[str]) -> bool:
+    """Name in the store what is all there by now; whether it is. Nothing else depends on it."""
+    with suppress(OciError):
+        moving.take_chunks(staging, found.artifact.chunks)
+        staging.commit(found.root, names=[name], tables=found.tables)
+        kept.forget_pages(store, found.artifact.config, before)
+        return True
+    return False
+
+
+def _run(
+    wish: Wish,
+    archive: str,
+    environment: Mapping[str, str],
+    progress: Progress,
+    name: Callable[[], str],
+    measure: Callable[[], int] = lambda: 0,
+) -> str:
+    """Have Podman do it; where that fails, no container is left. `name`: of the one in the checkpoint."""
+    progress.stage("restore")
+    chosen = {GPU_MAP: wish.gpu_map} if wish.gpu_map else {}
+    before = podman.ids()
+    try:
+        return podman.restore(
+            archive, wish.options(), {**environment, **chosen}, tick=progress.watching(measure)
+        )
+    except GpusnapError:
+        with suppress(GpusnapError, OciError):
+            _remove_new(wish.name or name(), before)
+        raise
+
+
+def _remove_new(name: str, before: set[str]) -> None:
+    """Remove what Podman leaves of an import that failed: a container that never ran, and its files."""
+    left = podman.container(name) if name else None
+    if left is not None and left.id not in before and left.status != "running":
+        podman.remove(left.id)
+
+
+def _name_of(found: Kept) -> str:
+    return found.artifact.annotations.get(f"{CRIU}container.name", "")
+
+
+def _name_in(path: str) -> str:
+    """The name that an archive's container had; "" where it does not say."""
+    try:
+        value = json.loads(read_member(path, "config.dump", limit=_LARGEST_DUMP) or b"{}")
+        return str(value["name"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+
+
+@contextmanager
+def _room(store: Store) -> Iterator[str]:
+    """A folder for a file that others must not read: in the store, or where that cannot be written to."""
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(store.stage()).path
+        except DiskError:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpusnap-", dir="/var/tmp"))
+        yield folder

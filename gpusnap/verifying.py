@@ -1,0 +1,193 @@
+"""Whether a checkpoint is what its digests say, wherever it is, and what a damaged blob belongs to."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+
+from gpusnap.damage import Progress, Verified, config_of, damaged, within, within_artifact
+from gpusnap.failures import told
+from gpusnap.listing import Kept, kept
+from gpusnap.source import hold, open_repository
+from gpusnap.verifying_files import in_archive, in_folder
+from gpusnap.where import InFile, InRegistry, InStore, find, open_store
+from oci import artifact as artifacts
+from oci.digests import digest_of, encoded
+from oci.errors import BlobError, DigestError, LayoutError, NotInRegistry, OciError
+from oci.graph import children, is_document
+from oci.layout import Layout
+from oci.manifest import INDEX, Descriptor, Index, written_document
+from oci.registry import Repository
+from oci.store import Store
+from oci.verify import Checked, Fault, verify
+from oci.workers import for_each
+from runtime_shim import manifest
+from runtime_shim.memory.copies import cores
+
+__all__ = ["verify_all", "verify_one"]
+
+_CONNECTIONS = 8
+
+
+def verify_one(
+    word: str, *, deep: bool = False, plain_http: bool = False, progress: Progress = lambda done, whole: None
+) -> Verified:
+    """Check what a word stands for. deep: of a checkpoint in a registry, read all blobs.
+
+    Raises NotFound, UsageError, Damaged where there is nothing to begin with, GpusnapError.
+    """
+    place = find(word)
+    with told():
+        match place:
+            case InStore():
+                store = open_store(place.store)
+                found = place.entry().descriptor
+                with ExitStack() as stack:
+                    hold(store, found.digest, stack)
+                    return _in_store(word, store, found, progress)
+            case InRegistry():
+                with open_repository(place, plain_http=plain_http) as repository:
+                    return _in_registry(word, repository, place, deep, progress)
+            case InFile(path):
+                return (in_folder if os.path.isdir(path) else in_archive)(path, progress)
+
+
+def verify_all(store: Store, progress: Progress = lambda done, whole: None) -> Verified:
+    """Check everything that a store names, each blob once. Raises Damaged for a broken index."""
+    places: dict[str, list[str]] = defaultdict(list)
+    with told(), ExitStack() as stack:
+        found = kept(open_store(store))
+        for each in found:
+            hold(store, each.root.digest, stack)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpusnap-"))
+        checked, faults = _checked(*_all_of(store, found, folder), progress)
+        for each in found if faults else ():
+            name = each.names[0] if each.names else each.root.digest[:19]
+            for digest, where in within(each.root, store.layout).items():
+                places[digest] += [f"{name}: {one}" for one in where]
+    faulty = tuple(damaged(fault, places) for fault in faults)
+    note = "" if found else f"nothing is kept in {store.path}"
+    return Verified(f"oci:{store.path}", "", checked.blobs, checked.size, True, faulty, note)
+
+
+class _Joined(Layout):
+    """A layout and one document more, an index of all that shall be checked together."""
+
+    def __init__(self, path: str, index: bytes, folder: str) -> None:
+        super().__init__(path)
+        self._digest, self._file = digest_of(index), os.path.join(folder, "index.json")
+        with open(self._file, "wb") as file:
+            file.write(index)
+
+    def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
+        """As Layout.open_blob."""
+        return io.FileIO(self._file) if digest == self._digest else super().open_blob(digest, size)
+
+
+def _all_of(store: Store, found: Sequence[Kept], folder: str) -> tuple[Layout, Descriptor]:
+    plain = tuple(replace(each.root, annotations={}) for each in found)
+    index = written_document(Index(plain).to_json())
+    return _Joined(store.path, index, folder), Descriptor(INDEX, digest_of(index), len(index))
+
+
+def _checked(layout: Layout, root: Descriptor, progress: Progress) -> tuple[Checked, tuple[Fault, ...]]:
+    last = Checked(0, 0, 0, 0)
+
+    def tell(now: Checked) -> None:
+        nonlocal last
+        last = now
+        progress(now.size, now.total_size)
+
+    faults = verify(layout, root, threads=cores(), progress=tell)
+    return last, faults
+
+
+def _in_store(word: str, store: Store, root: Descriptor, progress: Progress) -> Verified:
+    checked, faults = _checked(store.layout, root, progress)
+    places = within(root, store.layout) if faults else {}
+    faulty = tuple(damaged(fault, places) for fault in faults)
+    return Verified(word, root.digest, checked.blobs, checked.size, True, faulty)
+
+
+# In a registry
+
+
+def _in_registry(
+    word: str, repository: Repository, place: InRegistry, deep: bool, progress: Progress
+) -> Verified:
+    root, content = repository.read_manifest(place.reference.digest or place.reference.tag or "latest")
+    documents = {root.digest: content}
+    faults: list[Fault] = []
+    blobs: dict[str, Descriptor] = {}
+
+    def read(document: Descriptor) -> bytes:
+        if document.digest not in documents:
+            documents[document.digest] = repository.read_manifest(document.digest)[1]
+        return documents[document.digest]
+
+    waiting, met = [root], {root.digest}
+    for at in waiting:
+        try:
+            below = children(at, read(at))
+        except (LayoutError, DigestError, NotInRegistry) as error:
+            faults.append(Fault(at, f"cannot be read: {error}"))
+            continue
+        for each in below:
+            if each.digest not in met:
+                met.add(each.digest)
+                waiting.extend([each] if is_document(each) else [])
+                blobs |= {} if is_document(each) else {each.digest: each}
+    with tempfile.TemporaryDirectory(prefix="gpusnap-", dir=os.environ.get("TMPDIR") or "/var/tmp") as folder:
+        layout = Layout(folder).create()
+        faults += _asked(repository, tuple(blobs.values()), layout if deep else None, progress)
+        places = _within_remote(root, read, repository, layout) if faults else {}
+    faulty = tuple(damaged(fault, places) for fault in faults)
+    return Verified(word, root.digest, len(blobs), sum(b.size for b in blobs.values()), deep, faulty)
+
+
+def _asked(
+    repository: Repository, blobs: Sequence[Descriptor], layout: Layout | None, progress: Progress
+) -> list[Fault]:
+    """Ask for each blob, or read it where there is a layout to read it into. Raises RegistryError."""
+    faults: list[Fault] = []
+    lock, whole = threading.Lock(), sum(each.size for each in blobs)
+    done = 0
+
+    def check(blob: Descriptor) -> None:
+        nonlocal done
+        fault = ""
+        if not repository.has_blob(blob.digest):
+            fault = "missing"
+        elif layout is not None:
+            try:
+                repository.fetch_blob(blob, layout)
+                os.unlink(os.path.join(layout.path, "blobs", "sha256", encoded(blob.digest)))
+            except BlobError as error:
+                fault = str(error)
+        with lock:
+            done += blob.size
+            if fault:
+                faults.append(Fault(blob, fault))
+            progress(done, whole)
+
+    for_each(blobs, check, threads=max(1, min(_CONNECTIONS, len(blobs))))
+    return sorted(faults, key=lambda fault: fault.descriptor.digest)
+
+
+def _within_remote(
+    root: Descriptor, read: Callable[[Descriptor], bytes], repository: Repository, layout: Layout
+) -> dict[str, list[str]]:
+    try:
+        artifact = artifacts.read(root, read)
+    except OciError:
+        return {}
+    if artifact.config.size <= manifest.LARGEST:
+        with suppress(OciError):
+            repository.fetch_blob(artifact.config, layout)
+    return within_artifact(artifact, config_of(artifact, layout))

@@ -1,0 +1,206 @@
+"""What somebody means by a word that stands for a checkpoint, or for the place of a new one.
+
+    oci:DIR[:NAME]              the store in the folder DIR, which has no colon; NAME in it
+    FILE                        an archive: it is there, or begins with / ./ ../, or ends like an archive
+    [http://]HOST/NAME[:TAG]    in a registry; HOST has a dot or a port or is localhost; http: without TLS
+    NAME, DIGEST, ab12cd…       in this host's store (store.path): a name, a digest, or the beginning of one
+
+They are tried in this order.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from gpusnap.failures import NotFound, told
+from oci import reference
+from oci.errors import RegistryError, StoreError
+from oci.reference import Reference
+from oci.store import Entry, Store, check_name
+from runtime_shim import settings as settings_file
+from runtime_shim.errors import UsageError
+
+__all__ = [
+    "InFile",
+    "InRegistry",
+    "InStore",
+    "Place",
+    "default_store",
+    "destination",
+    "find",
+    "in_store",
+    "open_store",
+    "registry",
+]
+
+_STORE = "oci:"
+_PLAIN_HTTP = "http://"
+_ENDINGS = (".tar", ".tar.zst", ".tar.gz", ".tgz")
+_BEGINNINGS = ("/", "./", "../")
+_DIGEST = re.compile(r"(?:sha256:)?[0-9a-f]{6,64}", re.ASCII)
+# What a folder of CRIU images has, or the folder that holds it.
+_IMAGES = ("inventory.img", "gpusnap", "checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class InStore:
+    """In a store; `wanted` is a name, a digest or the beginning of one, and may be empty in a destination."""
+
+    store: Store
+    wanted: str
+
+    def entry(self) -> Entry:
+        """What the store has of it. Raises NotFound, GpusnapError."""
+        with told():
+            if self.wanted:
+                return self.store.find(self.wanted)
+            entries = self.store.entries()
+            if len({each.descriptor.digest for each in entries}) == 1:
+                return entries[0]
+        path = self.store.path
+        if not entries:
+            raise NotFound(f"nothing is kept in {path}")
+        raise UsageError(f"{path} keeps {len(entries)} checkpoints", hint=f"name one: oci:{path}:NAME")
+
+
+@dataclass(frozen=True, slots=True)
+class InFile:
+    """An archive, or a folder of images; as a destination an archive to be written."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class InRegistry:
+    """In a registry; `plain_http`: the word said so."""
+
+    reference: Reference
+    plain_http: bool = False
+
+    @property
+    def repository(self) -> str:
+        """As store.pull-from takes it."""
+        return (_PLAIN_HTTP if self.plain_http else "") + self.reference.name
+
+
+Place = InStore | InFile | InRegistry
+
+
+def find(word: str, *, remote: bool = True) -> Place:
+    """Where the checkpoint is that a word stands for; whether a store or registry has it is not asked yet.
+
+    Without `remote` no word stands for a registry: one that looks so may be a name in the store. A store
+    must be there. Raises NotFound, UsageError, SettingsError.
+    """
+    if word.startswith(_STORE):
+        return _in_folder(word)
+    if _is_file(word):
+        if not os.path.exists(word):
+            raise NotFound(f"there is no file {word}", hint=_hint())
+        return InFile(word)
+    if remote and (found := _in_registry(word)) is not None:
+        return found
+    return in_store(word)
+
+
+def in_store(word: str) -> InStore:
+    """As `find`, for a command that only looks into stores. Raises as that does."""
+    if word.startswith(_STORE):
+        return _in_folder(word)
+    if not _DIGEST.fullmatch(word):
+        try:
+            check_name(word)
+        except StoreError as error:
+            raise UsageError(f"{word[:120]!r} is no checkpoint: it is {_WHAT}", hint=_hint()) from error
+    return InStore(default_store(), word)
+
+
+def destination(word: str) -> Place:
+    """Where a new checkpoint shall go: a store, which need not be there yet, an archive, or a registry.
+
+    Raises UsageError.
+    """
+    if word.startswith(_STORE):
+        return _in_folder(word, new=True)
+    if _is_file(word, endings_only=True):
+        return InFile(word)
+    found = _in_registry(word)
+    if found is None:
+        raise UsageError(
+            f"{word[:120]!r} is no place for a checkpoint: it is neither oci:DIR[:NAME], nor a file such as "
+            "./w.tar, nor in a registry, such as registry.example/w:v1",
+            hint="a name in this host's store is given with --name",
+        )
+    return found
+
+
+def registry(word: str) -> InRegistry:
+    """A word that must stand for something in a registry. Raises UsageError."""
+    plain_http = word.startswith(_PLAIN_HTTP)
+    try:
+        return InRegistry(reference.parse(word.removeprefix(_PLAIN_HTTP)), plain_http)
+    except RegistryError as error:
+        raise UsageError(str(error)) from error
+
+
+def default_store() -> Store:
+    """This host's, by the settings; it need not be there. Raises SettingsError."""
+    return Store(settings_file.load().store.path)
+
+
+def open_store(store: Store) -> Store:
+    """The same store, once it is known to be one that can be read. Raises NotFound, GpusnapError."""
+    if not os.path.exists(os.path.join(store.path, "oci-layout")):
+        raise NotFound(
+            f"{store.path} is no store: nothing was kept there yet", hint="gpusnap checkpoint keeps something"
+        )
+    with told():
+        try:
+            store.check()
+        except StoreError:  # another tool's layout
+            store.create()
+    return store
+
+
+_WHAT = "neither a file, nor a name in a store or a registry, nor a digest"
+
+
+def _hint() -> str:
+    return "see gpusnap ls, or gpusnap --help for what a checkpoint is named by"
+
+
+def _in_folder(word: str, *, new: bool = False) -> InStore:
+    path, _, wanted = word.removeprefix(_STORE).partition(":")
+    if not path:
+        raise UsageError(f"{word[:120]!r} names no folder", hint="a store is named oci:DIR or oci:DIR:NAME")
+    if new and wanted:
+        try:
+            check_name(wanted)
+        except StoreError as error:
+            raise UsageError(str(error)) from error
+    if not new and not os.path.isdir(path):
+        raise NotFound(f"there is no store {path}: it is no folder")
+    return InStore(Store(path), wanted)
+
+
+def _in_registry(word: str) -> InRegistry | None:
+    """None for what is no reference and does not claim to be one."""
+    try:
+        return registry(word)
+    except UsageError:
+        host = word.removeprefix(_PLAIN_HTTP).partition("/")
+        if word.startswith(_PLAIN_HTTP) or (host[1] and ("." in host[0] or ":" in host[0])):
+            raise
+        return None
+
+
+def _is_file(word: str, *, endings_only: bool = False) -> bool:
+    if word.startswith(_BEGINNINGS) or word.endswith(_ENDINGS):
+        return True
+    if endings_only:
+        return False
+    if os.path.isdir(word):
+        return any(os.path.exists(os.path.join(word, name)) for name in _IMAGES)
+    return os.path.exists(word)

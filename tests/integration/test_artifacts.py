@@ -1,0 +1,275 @@
+"""gpusnap checkpoint, restore, push and pull: containers, stores, archives and a registry."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import registryhost
+import shimhost
+from faulty_proxy import FaultyProxy
+from support import DEADLINE, Container, Done, faults, good, podman, run, sentence, until
+
+from oci.store import Store
+
+COMMAND = "/usr/local/bin/gpusnap"
+JOURNAL = Path("/run/gpusnap/journal")
+WORK = ("--mib", "24")
+STORE = Path("/var/lib/gpusnap-test")
+SETTINGS = f"""\
+runtime = "crun"
+[memory]
+chunk-size = "1M"
+[store]
+path = "{STORE}"
+"""
+
+
+@pytest.fixture(autouse=True)
+def store(crun: None) -> Iterator[Store]:
+    """An empty one, which the settings name, gone afterwards."""
+    shutil.rmtree(STORE, ignore_errors=True)
+    shimhost.write_settings(SETTINGS)
+    yield Store(STORE)
+    shutil.rmtree(STORE, ignore_errors=True)
+
+
+def gpusnap(*words: str | os.PathLike[str]) -> Done:
+    return run(COMMAND, *words)
+
+
+def done(*words: str | os.PathLike[str]) -> dict[str, Any]:
+    """What the command says as JSON that it did."""
+    found: dict[str, Any] = json.loads(good(gpusnap(*words, "--json")))
+    return found
+
+
+def idle(store: Store) -> bool:
+    """Nobody has left anything behind in it, and nothing is in it without a name."""
+    return not list((Path(store.path) / "staging").iterdir()) and all(each.name for each in store.entries())
+
+
+def test_into_the_store_and_back(store: Store) -> None:
+    """The store has it once, whole and named; the container goes on, and so does its second checkpoint."""
+    container = Container.start("w", *WORK)
+    first = done("checkpoint", "w")
+    assert re.fullmatch(r"w:\d{8}-\d{6}", first["name"])
+    assert first["memory"] >= 24 << 20
+    assert first["new"] == first["size"]
+    assert [each.name for each in store.entries()] == [first["name"]]
+    assert idle(store)
+    container.remove()
+    assert done("restore", first["name"])["container"] == "w"
+    container.goes_on()
+    second = done("checkpoint", "w", "--name", "again")
+    assert second["new"] < second["size"]
+    container.remove()
+    good(gpusnap("restore", second["digest"].partition(":")[2][:10]))
+    container.goes_on()
+    assert idle(store)
+
+
+def test_a_store_and_an_archive_elsewhere(store: Store, tmp_path: Path) -> None:
+    """oci:DIR:NAME, and FILE; this host's own store is not made. A second one runs beside the first."""
+    container = Container.start("w", *WORK)
+    made = done("checkpoint", "w", "--leave-running", "--to", f"oci:{tmp_path}/store:one")
+    assert made["name"] == "one"
+    assert done("restore", f"oci:{tmp_path}/store", "--name", "other")["container"] == "other"
+    Container("other").goes_on()
+    archive = tmp_path / "w.tar.zst"
+    assert done("checkpoint", "w", "--to", archive)["size"] == archive.stat().st_size
+    assert not STORE.exists()
+    container.remove()
+    good(gpusnap("restore", archive))
+    container.goes_on()
+
+
+def test_without_a_gpu(store: Store) -> None:
+    """All of it is in the records."""
+    script = "while :; do sleep 1; done"
+    good(podman("run", "-d", "--name", "plain", "localhost/base", "sh", "-c", script))
+    made = done("checkpoint", "plain")
+    assert made["memory"] == 0
+    good(podman("rm", "plain"))
+    good(gpusnap("restore", made["name"]))
+    assert Container("plain").inspect()["State"]["Status"] == "running"
+
+
+def used() -> list[int]:
+    """The minors of the GPUs whose memory somebody uses."""
+    found = json.loads(good(gpusnap("gpus", "--json")))["gpus"]
+    return [gpu["minor"] for gpu in found if gpu["memory_used"]]
+
+
+def test_a_missing_chunk(store: Store) -> None:
+    """It is named, and no container is left."""
+    container = Container.start("w", *WORK)
+    made = done("checkpoint", "w")
+    container.remove()
+    found = json.loads(good(gpusnap("inspect", "--json", made["name"])))
+    blob = found["processes"][0]["regions"][0]["chunks"][3][-1]
+    (STORE / "blobs/sha256" / blob.removeprefix("sha256:")).unlink()
+    assert blob.removeprefix("sha256:") in sentence(gpusnap("restore", made["name"]))
+    assert good(podman("ps", "--all", "--quiet")) == ""
+
+
+def test_what_cannot_be_checkpointed(store: Store) -> None:
+    """Each is told from the others, by its sentence and its exit code."""
+    missing = gpusnap("checkpoint", "nobody")
+    assert missing.code == 3
+    assert "there is no container nobody" in sentence(missing)
+    good(podman("run", "-d", "--name", "plain", "localhost/base", "sleep", "100", runtime="crun"))
+    assert "runs under crun" in sentence(gpusnap("checkpoint", "plain"))
+    good(podman("stop", "--time", "0", "plain"))
+    assert "does not run: it is exited" in sentence(gpusnap("checkpoint", "plain"))
+    assert gpusnap("restore", "nothing").code == 3
+
+
+@pytest.mark.parametrize("after", ["ordered", "staged"])
+def test_killed(store: Store, after: str) -> None:
+    """gpusnap dies (SIGKILL); Podman and the runtime end what they do, and the container can come back."""
+    container = Container.start("w", *WORK)
+    orders = Path("/run/gpusnap/orders") / f"{container.id}.json"
+
+    def reached() -> bool:
+        if after == "ordered":
+            return orders.exists()
+        return len(list((STORE / "staging").iterdir())) > 1 if (STORE / "staging").exists() else False
+
+    child = subprocess.Popen(
+        [COMMAND, "checkpoint", "w"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    until(reached, after)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    until(lambda: container.inspect()["State"]["Status"] == "exited", "the end of the container")
+    until(lambda: not run("pgrep", "-x", "podman").out, "the end of Podman")
+    good(podman("container", "restore", "w"))
+    container.goes_on()
+
+
+@pytest.fixture
+def registry() -> Iterator[str]:
+    """Host and port of an empty one."""
+    with registryhost.running() as found:
+        yield found.host
+
+
+def empty(store: Store) -> None:
+    shutil.rmtree(store.path)
+
+
+def test_through_a_registry(store: Store, registry: str) -> None:
+    """Into a registry and back: what an empty store lacks is fetched while CRIU restores, and kept.
+
+    With every tenth connection dropped and every seventh request answered by an error.
+    """
+    container = Container.start("w", *WORK, gpus=["0"])
+    with FaultyProxy(registry, drop=10, fail=7) as proxy:
+        ref = f"{proxy.host}/team/w:v1"
+        made = done("checkpoint", "w", "--to", ref, "--plain-http")
+        assert made["pushed"]["reference"] == made["name"] == ref
+        assert made["pushed"]["bytes"] >= 24 << 20
+        container.remove()
+        empty(store)
+        restored = done("restore", f"http://{ref}", "--gpu-map", "0=1")
+        assert proxy.dropped > 3 < proxy.failed
+    assert (restored["digest"], restored["kept"]) == (made["digest"], ref)
+    container.goes_on()
+    assert used() == [1]
+    assert [each.name for each in store.entries()] == [ref]
+    assert idle(store)
+    container.remove()
+    good(gpusnap("restore", f"oci:{STORE}:{ref}"))
+    container.goes_on()
+
+
+def test_only_what_is_new(store: Store, registry: str) -> None:
+    """A push of the second checkpoint, and a pull beside the first, move little."""
+    Container.start("w", *WORK, "--slices", "24", "--touch", "1")
+    ref = f"http://{registry}/team/w"
+    first = done("checkpoint", "w", "--leave-running", "--to", f"{ref}:v1")
+    second = done("checkpoint", "w", "--to", f"{ref}:v2")
+    # The workload changes 1 MiB with each tick, and has some of them between the two.
+    assert first["new"] > 24 << 20 > 2 * second["new"]
+    assert second["pushed"]["bytes"] < 12 << 20
+    mounted = done("push", second["name"], f"http://{registry}/other/w:v2")
+    assert mounted["mounted"] > 10
+    empty(store)
+    good(gpusnap("pull", f"{ref}:v1"))
+    pulled = done("pull", f"{ref}:v2")
+    assert pulled["digest"] == second["digest"]
+    assert pulled["bytes"] < 12 << 20 < pulled["skippedBytes"]
+
+
+def test_archives_and_a_registry(store: Store, registry: str, tmp_path: Path) -> None:
+    """push ARCHIVE, pull -o, and podman container restore --import meet; nothing is kept in the store."""
+    container = Container.start("w", *WORK)
+    archive, again = tmp_path / "w.tar", tmp_path / "again.tar.zst"
+    good(container.checkpoint(archive, "--compress", "none"))
+    container.remove()
+    ref = f"http://{registry}/team/w:v1"
+    assert done("push", archive, ref)["bytes"] >= 24 << 20
+    assert done("pull", ref, "-o", again)["store"] == ""
+    assert store.entries() == ()
+    Container.restore("w", again).goes_on()
+
+
+def test_a_self_contained_archive_of_a_store_s(store: Store, registry: str, tmp_path: Path) -> None:
+    """What a store had is in the archive that `pull -o` writes, CRIU's images, too."""
+    container = Container.start("w", *WORK)
+    ref = f"http://{registry}/team/w:v1"
+    good(gpusnap("checkpoint", "w", "--to", ref))
+    container.remove()
+    empty(store)
+    good(gpusnap("pull", ref, "-o", tmp_path / "w.tar"))
+    Container.restore("w", tmp_path / "w.tar").goes_on()
+
+
+def test_an_image_for_podman(store: Store, registry: str) -> None:
+    """push --format podman: `podman container restore IMAGE` brings it back, without the store."""
+    container = Container.start("w", *WORK)
+    made = done("checkpoint", "w")
+    container.remove()
+    done("push", made["name"], f"http://{registry}/team/w:image", "--format", "podman")
+    empty(store)
+    image = f"{registry}/team/w:image"
+    good(podman("pull", "--quiet", "--tls-verify=false", image))
+    good(podman("container", "restore", image))
+    container.goes_on()
+    container.remove()
+    good(podman("rmi", image))
+
+
+@pytest.mark.parametrize("operation", ["checkpoint", "restore"])
+def test_interrupted(store: Store, operation: str) -> None:
+    """SIGINT reaches the runtime, which undoes what it did: the container runs on, or none is left."""
+    container = Container.start("w", *WORK)
+    words = ["checkpoint", "w"]
+    if operation == "restore":
+        words = ["restore", done("checkpoint", "w")["name"]]
+        container.remove()
+    faults(f"{operation} hang=1500")
+    child = subprocess.Popen([COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until(lambda: list(JOURNAL.glob("*")), "something to undo")
+    child.send_signal(signal.SIGINT)
+    _, said = child.communicate(timeout=DEADLINE)
+    faults("")
+    assert child.returncode == 130, said
+    assert "SIGINT" in said
+    assert not list(JOURNAL.glob("*"))
+    if operation == "checkpoint":
+        container.unharmed()
+    else:
+        assert good(podman("ps", "--all", "--quiet")) == ""
+        good(gpusnap(*words))
+        container.goes_on()
+    assert idle(store)

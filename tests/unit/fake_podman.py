@@ -1,0 +1,92 @@
+"""A Podman that writes down what it is asked, and does what files in its folder say."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+__all__ = ["ID", "FakePodman"]
+
+ID = "ab" * 32
+
+_SCRIPT = """\
+#!/bin/sh
+F={folder}
+echo "$*" >>$F/calls
+case "$1 $2" in
+"container inspect")
+    [ -e $F/inspect.json ] || {{ echo 'Error: no such container "w"' >&2; exit 125; }}
+    cat $F/inspect.json
+    exit;;
+--runtime*) cat $F/path; exit;;
+"ps "*) cat $F/ids; exit;;
+"rm "*) rm $F/inspect.json; exit;;
+esac
+env >$F/env
+[ ! -e $F/first.sh ] || . $F/first.sh
+[ ! -e $F/error ] || {{ cat $F/error >&2; exit 125; }}
+case "$1 $2" in
+"container checkpoint")
+    cp $F/archive "$4"
+    case "$*" in *--leave-running*) ;; *) sed -i s/running/exited/ $F/inspect.json;; esac;;
+"container restore") cp "$4" $F/imported; sed -i s/exited/running/ $F/inspect.json;;
+esac
+echo {id}
+"""
+
+
+class FakePodman:
+    """`podman` in PATH; `archive` is what it exports, `imported` what it was given."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder.mkdir()
+        self.folder = folder
+        (folder / "ids").touch()
+        program = folder / "podman"
+        program.write_text(_SCRIPT.format(folder=folder, id=ID))
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def has(self, *, runtime: str = "gpusnap-runtime", status: str = "running", name: str = "w") -> None:
+        """There is such a container."""
+        found = [{"Id": ID, "Name": name, "OCIRuntime": runtime, "State": {"Status": status}}]
+        (self.folder / "inspect.json").write_text(json.dumps(found))
+
+    def exports(self, archive: str | os.PathLike[str]) -> None:
+        """A checkpoint of it is that archive."""
+        shutil.copy(archive, self.folder / "archive")
+
+    def fails(self, text: str) -> None:
+        """A checkpoint or a restore ends with that on stderr."""
+        (self.folder / "error").write_text(text)
+
+    def first(self, script: str) -> None:
+        """That runs before any of it."""
+        (self.folder / "first.sh").write_text(script)
+
+    @property
+    def imported(self) -> Path:
+        return self.folder / "imported"
+
+    def calls(self) -> list[str]:
+        """The command lines, but for those that only ask."""
+        lines = (self.folder / "calls").read_text().splitlines()
+        asked = ("container inspect ", "ps ", "--runtime ")
+        return [line for line in lines if not line.startswith(asked)]
+
+    def environment(self) -> dict[str, str]:
+        """Of the last checkpoint or restore."""
+        lines = (self.folder / "env").read_text().splitlines()
+        return dict(line.split("=", 1) for line in lines if "=" in line)
+
+    def lists(self, *ids: str) -> None:
+        """These containers are there."""
+        (self.folder / "ids").write_text("\n".join(ids))
+
+    def status(self) -> str:
+        found = json.loads((self.folder / "inspect.json").read_text())
+        return str(found[0]["State"]["Status"])

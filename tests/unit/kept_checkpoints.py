@@ -1,0 +1,41 @@
+"""Stores with small checkpoints in them, and the archives that they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from archives import record, regions, written
+
+from gpusnap.convert import take_in
+from oci import artifact
+from oci.layout import Layout
+from oci.store import Store
+from runtime_shim.chunk_home import as_artifact
+
+__all__ = ["an_archive", "keep", "keep_pages"]
+
+
+def an_archive(folder: Path, *, pages: str = "chunks") -> str:
+    """Podman's of a checkpoint, with its chunks, or with the folder beside it as the store that has them."""
+    source = Layout(folder / "source").create()
+    tables = regions(source)
+    return written(folder / "in.tar", source if pages == "chunks" else None, record(tables, pages=pages))
+
+
+def keep(store: Store, archive: str, names: Sequence[str]) -> str:
+    """Have a store keep an archive; the digest."""
+    with store.create().stage() as staging:
+        taken = take_in(archive, staging.layout)
+        parts = artifact.Artifact(taken.config, taken.records, taken.rootfs, taken.chunks, taken.annotations)
+        root = artifact.write(staging.layout, parts)
+        staging.commit(root, names=names, tables=[table for _, table in taken.tables])
+    return root.digest
+
+
+def keep_pages(store: Store) -> str:
+    """Have a store keep what a runtime puts there for `an_archive(pages="store")`; the digest."""
+    with store.create().stage() as staging:
+        root = as_artifact(staging.layout, record(regions(staging.layout), pages="store"))
+        staging.commit(root)
+    return root.digest

@@ -1,0 +1,201 @@
+"""gpusnap push and pull, against a registry on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from archives import listed
+from fake_registry import FakeRegistry, Say
+from kept_checkpoints import an_archive, keep, keep_pages
+
+from gpusnap import kept, moving, where
+from gpusnap.failures import Damaged, NotFound
+from gpusnap.progress import Progress
+from gpusnap.where import InFile, InRegistry, InStore
+from oci.reference import Reference, parse
+from oci.store import Store
+from runtime_shim import settings as settings_file
+from runtime_shim.errors import GpusnapError, Refused, UsageError
+from runtime_shim.settings import Settings
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[FakeRegistry]:
+    with FakeRegistry(tmp_path / "registry") as found:
+        yield found
+    assert found.wrong == []
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """This host's."""
+    found = Settings(store=settings_file.Store(path=str(tmp_path / "store")))
+    monkeypatch.setattr(settings_file, "load", lambda: found)
+    monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "auth.json"))
+    (tmp_path / "auth.json").write_text("{}")
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> str:
+    return an_archive(tmp_path)
+
+
+QUIET = Progress(shown=False)
+
+
+def at(registry: FakeRegistry, rest: str = "team/app:v1") -> InRegistry:
+    return where.registry(f"http://{registry.host}/{rest}")
+
+
+def test_there_and_back(registry: FakeRegistry, store: Store, archive: str, tmp_path: Path) -> None:
+    """Store, registry, another store: the same digest, every byte there, under the reference as its name."""
+    digest = keep(store, archive, ["w"])
+    pushed = moving.push(InStore(store, "w"), at(registry), progress=QUIET)
+    assert (pushed.reference, pushed.digest) == (f"{registry.host}/team/app:v1", digest)
+    again = moving.push(InStore(store, "w"), at(registry), progress=QUIET)
+    assert again.moved.blobs == 0
+    other = Store(tmp_path / "other")
+    pulled = moving.pull(at(registry), to=InStore(other, ""), progress=QUIET)
+    assert (pulled.digest, pulled.name, pulled.store) == (digest, pushed.reference, other.path)
+    with kept.held(InStore(other, pulled.name)) as (_, found):
+        for each in found.artifact.blobs():
+            other.layout.check_blob(each)
+        chunk = found.tables[0].chunks[0]
+    assert other.known().find(chunk.plain)
+    assert os.listdir(other.path + "/staging") == []
+
+
+def test_an_archive_and_back(registry: FakeRegistry, store: Store, archive: str, tmp_path: Path) -> None:
+    """What Podman exported can be imported again; nothing of it stays in the store."""
+    moving.push(InFile(archive), at(registry), progress=QUIET)
+    for name in ("out.tar", "out.tar.zst"):
+        pulled = moving.pull(at(registry), file=str(tmp_path / name), progress=QUIET)
+        assert (pulled.store, pulled.name, pulled.file) == ("", "", str(tmp_path / name))
+        before, after = listed(archive), listed(pulled.file)
+        ours = {name for name in before if name.startswith("checkpoint/gpusnap/")}
+        assert {name: after.get(name) for name in before.keys() - ours} == {
+            name: before[name] for name in before.keys() - ours
+        }
+        assert {name for name in ours if "/blobs/" in name} <= after.keys()
+    assert store.entries() == ()
+    assert os.listdir(store.path + "/staging") == []
+    with pytest.raises(UsageError, match="compressed by gzip"):
+        moving.pull(at(registry), file="out.tgz", progress=QUIET)
+
+
+def test_both(registry: FakeRegistry, store: Store, archive: str, tmp_path: Path) -> None:
+    """-o with --to."""
+    moving.push(InFile(archive), at(registry), progress=QUIET)
+    pulled = moving.pull(at(registry), file=str(tmp_path / "out.tar"), to=InStore(store, "x"), progress=QUIET)
+    assert [each.name for each in store.entries()] == ["x"] == [pulled.name]
+    assert os.path.exists(pulled.file)
+
+
+def test_a_pull_that_broke_goes_on(registry: FakeRegistry, store: Store, archive: str) -> None:
+    """What had come is not asked for again, and nothing was named before all had."""
+    moving.push(InFile(archive), at(registry), progress=QUIET)
+    document = registry.manifests["team/app", "v1"][1]
+    layers = [each["digest"] for each in json.loads(document)["layers"]]
+    registry.rule("GET", layers[-1], Say(403), times=99)
+    with pytest.raises(GpusnapError):
+        moving.pull(at(registry), progress=QUIET)
+    assert store.entries() == ()
+    registry.rules.clear()
+    registry.seen.clear()
+    moving.pull(at(registry), progress=QUIET)
+    assert len(registry.asked("GET", "blobs/")) < len(layers)
+    assert len(store.entries()) == 1
+    assert os.listdir(store.path + "/staging") == []
+
+
+def test_what_the_store_has_does_not_come(registry: FakeRegistry, store: Store, archive: str) -> None:
+    """Though it has it under another name."""
+    keep(store, archive, ["w"])
+    moving.push(InStore(store, "w"), at(registry), progress=QUIET)
+    registry.seen.clear()
+    assert moving.pull(at(registry), progress=QUIET).moved.bytes == 0
+    assert registry.asked("GET", "blobs/") == []
+    assert {each.name for each in store.entries()} == {"w", f"{registry.host}/team/app:v1"}
+
+
+def test_siblings(registry: FakeRegistry, store: Store, archive: str) -> None:
+    """What went to another repository of the registry is taken from there."""
+    keep(store, archive, ["w", f"{registry.host}/team/app:v1"])
+    moving.push(InStore(store, "w"), at(registry), progress=QUIET)
+    moved = moving.push(InStore(store, "w"), at(registry, "team/other:v1"), progress=QUIET).moved
+    assert moved.mounted > 0
+    assert moved.blobs == 1
+
+
+@pytest.mark.parametrize("form", ["podman", "cri"])
+@pytest.mark.parametrize("what", ["store", "file"])
+def test_images(registry: FakeRegistry, store: Store, archive: str, form: moving.Format, what: str) -> None:
+    """An ordinary image of one layer, from either, that says what it is to the engine."""
+    keep(store, archive, ["w"])
+    source = InStore(store, "w") if what == "store" else InFile(archive)
+    pushed = moving.push(source, at(registry), format=form, progress=QUIET)
+    manifest = json.loads(registry.manifests["team/app", "v1"][1])
+    assert manifest["config"]["mediaType"] == "application/vnd.oci.image.config.v1+json"
+    assert len(manifest["layers"]) == 1
+    notes = {
+        "podman": "io.podman.annotations.checkpoint.runtime.name",
+        "cri": "org.criu.checkpoint.container.name",
+    }
+    assert manifest["annotations"][notes[form]]
+    assert os.listdir(store.path + "/staging") == []
+    with pytest.raises(Damaged, match="is no checkpoint of gpusnap"):
+        moving.pull(at(registry, f"team/app@{pushed.digest}"), progress=QUIET)
+
+
+def test_the_latest(registry: FakeRegistry, store: Store, archive: str) -> None:
+    """Without a tag, both ways; a digest of something else is no place to push to."""
+    digest = keep(store, archive, ["w"])
+    pushed = moving.push(InStore(store, "w"), at(registry, "team/app"), progress=QUIET)
+    assert pushed.reference.endswith("/team/app:latest")
+    assert moving.pull(at(registry, "team/app"), progress=QUIET).digest == digest
+    assert moving.pull(at(registry, f"team/app@{digest}"), progress=QUIET).digest == digest
+    with pytest.raises(UsageError, match="names another digest"):
+        moving.push(InStore(store, "w"), at(registry, f"team/app@sha256:{'0' * 64}"), progress=QUIET)
+
+
+def test_what_is_not_there(registry: FakeRegistry, store: Store) -> None:
+    """In the registry, and in the store."""
+    store.create()
+    with pytest.raises(NotFound):
+        moving.pull(at(registry, "team/gone:v1"), progress=QUIET)
+    with pytest.raises(NotFound):
+        moving.push(InStore(store, "gone"), at(registry), progress=QUIET)
+
+
+def test_tls_is_for_all(registry: FakeRegistry, store: Store, archive: str) -> None:
+    """Without a word nothing goes over plain HTTP, to loopback neither."""
+    keep(store, archive, ["w"])
+    with pytest.raises(GpusnapError):
+        moving.push(InStore(store, "w"), where.registry(f"{registry.host}/a:b"), progress=QUIET)
+    assert registry.asked("PUT") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("registry.example/team/w:v1", "registry.example/team/w:v1"),
+        ("[::1]:5000/w:v1", "1:5000/w:v1"),
+        ("registry.example/a__b:v1-", "registry.example/a_b:v1"),
+    ],
+)
+def test_names_in_the_store(text: str, name: str) -> None:
+    """A reference, in the narrower grammar of a store."""
+    found: Reference = parse(text)
+    assert moving.store_name(found) == name
+
+
+def test_pages_only_is_no_archive(registry: FakeRegistry, store: Store) -> None:
+    """It has no records."""
+    digest = keep_pages(store)
+    with pytest.raises(Refused, match="has only the memory"):
+        moving.push(InStore(store, digest), at(registry), format="podman", progress=QUIET)

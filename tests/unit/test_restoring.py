@@ -1,0 +1,183 @@
+"""gpusnap restore: what Podman is given, and what the runtime under it is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from archives import listed
+from fake_podman import ID, FakePodman
+from fake_registry import FakeRegistry
+from kept_checkpoints import an_archive, keep, keep_pages
+
+from gpusnap import kept, moving, restoring, where
+from gpusnap.failures import Damaged, NotFound
+from gpusnap.progress import Progress
+from gpusnap.restoring import Restored, Wish
+from gpusnap.where import InFile, InStore
+from oci.store import Store
+from runtime_shim import settings as settings_file
+from runtime_shim.errors import GpusnapError, Refused, UsageError
+from runtime_shim.settings import Settings
+
+QUIET = Progress(shown=False)
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[FakeRegistry]:
+    with FakeRegistry(tmp_path / "registry") as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """This host's."""
+    found = Settings(store=settings_file.Store(path=str(tmp_path / "store")))
+    monkeypatch.setattr(settings_file, "load", lambda: found)
+    monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "auth.json"))
+    (tmp_path / "auth.json").write_text("{}")
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
+    found = FakePodman(tmp_path / "podman", monkeypatch)
+    found.has(status="exited")
+    return found
+
+
+def restored(what: where.Place, **more: object) -> Restored:
+    return restoring.restore(Wish(what=what, **more), QUIET)  # type: ignore[arg-type]
+
+
+def test_from_a_store(fake: FakePodman, store: Store, tmp_path: Path) -> None:
+    """A small archive; the runtime finds the memory in that store."""
+    archive = an_archive(tmp_path)
+    digest = keep(store, archive, ["w"])
+    done = restored(InStore(store, "w"), name="x", gpu_map="0=1", tcp_established=True, ignore_rootfs=True)
+    assert (done.container.id, done.digest) == (ID, digest)
+    given = listed(str(fake.imported))
+    assert given["checkpoint/gpusnap/manifest.json"] == listed(archive)["checkpoint/gpusnap/manifest.json"]
+    assert not [name for name in given if "/blobs/" in name]
+    environment = fake.environment()
+    assert environment["GPUSNAP_STORE"] == store.path
+    assert environment["GPUSNAP_GPU_MAP"] == "0=1"
+    assert "GPUSNAP_PULL_FROM" not in environment
+    (call,) = fake.calls()
+    assert call.endswith("podman.tar --tcp-established --ignore-rootfs --name x")
+    assert os.listdir(store.path + "/staging") == []
+
+
+def test_from_a_file(fake: FakePodman, tmp_path: Path, store: Store) -> None:
+    """As it is; where its chunks are is for the settings to say."""
+    restored(InFile(an_archive(tmp_path)))
+    assert fake.calls() == [f"container restore --import {tmp_path}/in.tar"]
+    assert not {"GPUSNAP_STORE", "GPUSNAP_GPU_MAP"} & fake.environment().keys()
+    assert not os.path.exists(store.path)
+    with pytest.raises(UsageError, match="is a folder"):
+        restored(InFile(str(tmp_path)))
+
+
+def test_from_a_registry(fake: FakePodman, store: Store, registry: FakeRegistry, tmp_path: Path) -> None:
+    """The chunks are for the runtime to fetch: here it does, and then the store has all, under one name."""
+    other = Store(tmp_path / "other")
+    keep_pages(other)
+    digest = keep(other, an_archive(tmp_path, pages="store"), ["w"])
+    ref = f"{registry.host}/team/app:v1"
+    moving.push(InStore(other, "w"), where.registry(f"http://{ref}"), progress=QUIET)
+    other.remove("w")
+    fake.first(
+        f"ls {store.path}/staging/*/blobs/sha256 >{tmp_path}/staged\n"
+        f"cp {other.path}/blobs/sha256/* {store.path}/blobs/sha256/\n"
+        f"cp {other.path}/index.json {store.path}/\n"
+    )
+    done = restored(where.registry(f"http://{ref}"))
+    assert (done.digest, done.kept) == (digest, ref)
+    assert fake.environment()["GPUSNAP_PULL_FROM"] == f"http://{registry.host}/team/app"
+    assert fake.environment()["GPUSNAP_STORE"] == store.path
+    # Manifest, config, records, rootfs.
+    assert len((tmp_path / "staged").read_text().split()) == 4
+    assert [(each.name, each.descriptor.digest) for each in store.entries()] == [(ref, digest)]
+    assert os.listdir(store.path + "/staging") == []
+
+
+def test_much_comes_first(
+    fake: FakePodman, store: Store, registry: FakeRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Podman would not wait for is in the store, and named, before it is asked."""
+    monkeypatch.setattr(restoring, "_ON_THE_WAY", 100)
+    ref = f"{registry.host}/team/app:v1"
+    moving.push(InFile(an_archive(tmp_path)), where.registry(f"http://{ref}"), progress=QUIET)
+    fake.fails("gpusnap: no GPU fits\n")
+    with pytest.raises(GpusnapError, match="no GPU fits"):
+        restored(where.registry(f"http://{ref}"))
+    assert [each.name for each in store.entries()] == [ref]
+    registry.seen.clear()
+    (fake.folder / "error").unlink()
+    fake.has(status="exited")
+    assert restored(where.registry(f"http://{ref}")).kept == ref
+    assert registry.asked("GET", "blobs/") == []
+
+
+def test_all_or_no_name(fake: FakePodman, store: Store, registry: FakeRegistry, tmp_path: Path) -> None:
+    """Where the runtime did not keep the chunks, the container runs, and the store names nothing."""
+    ref = where.registry(f"http://{registry.host}/team/app:v1")
+    moving.push(InFile(an_archive(tmp_path)), ref, progress=QUIET)
+    assert restored(ref).kept == ""
+    assert store.entries() == ()
+
+
+def test_podman_refuses(fake: FakePodman, store: Store, tmp_path: Path) -> None:
+    """In its own words."""
+    keep(store, an_archive(tmp_path), ["w"])
+    fake.fails('Error: the container name "w" is already in use by abc\n')
+    with pytest.raises(GpusnapError, match='the container name "w" is already in use'):
+        restored(InStore(store, "w"))
+
+
+@pytest.mark.parametrize("what", ["store", "file"])
+@pytest.mark.parametrize("known", [False, True])
+def test_nothing_is_left(fake: FakePodman, store: Store, tmp_path: Path, what: str, known: bool) -> None:
+    """Podman leaves a container of an import that failed; it goes, but not one that was there before."""
+    archive = an_archive(tmp_path)
+    keep(store, archive, ["w"])
+    fake.has(status="created")
+    fake.lists(*[ID] if known else [])
+    fake.fails("gpusnap: no GPU fits\n")
+    with pytest.raises(GpusnapError, match="no GPU fits"):
+        restored(InStore(store, "w") if what == "store" else InFile(archive))
+    assert (fake.calls()[-1] == f"rm --force --time 0 {ID}") is not known
+
+
+def test_pages_only(fake: FakePodman, store: Store) -> None:
+    """It says what it is, and Podman is not asked."""
+    digest = keep_pages(store)
+    with pytest.raises(Refused, match="has only the memory"):
+        restored(InStore(store, digest))
+    assert not (fake.folder / "calls").exists()
+
+
+def test_not_there(fake: FakePodman, store: Store) -> None:
+    """No store, no name."""
+    with pytest.raises(NotFound, match="nothing was kept there yet"):
+        restored(InStore(store, "w"))
+    store.create()
+    with pytest.raises(NotFound):
+        restored(InStore(store, "w"))
+
+
+@pytest.mark.parametrize("part", ["config", "records"])
+def test_damaged(fake: FakePodman, store: Store, tmp_path: Path, part: str) -> None:
+    """Found before Podman is asked."""
+    keep(store, an_archive(tmp_path), ["w"])
+    with kept.held(InStore(store, "w")) as (_, found):
+        blob = getattr(found.artifact, part).digest
+    path = Path(store.path, "blobs/sha256", blob.removeprefix("sha256:"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Damaged, match=blob):
+        restored(InStore(store, "w"))
+    assert not (fake.folder / "calls").exists()

@@ -1,0 +1,125 @@
+"""Checking archives, and directories of images, against their digests; stores are in test_commands_store."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from checkpoints import CHUNK, START, damage, noise, tar_of, with_memory
+from fakes import a_manifest
+
+from gpusnap.verifying import verify_one
+from gpusnap.verifying_files import NO_DIGESTS
+from oci.layout import Layout
+from oci.store import Store
+from runtime_shim import manifest
+from runtime_shim.errors import ManifestError
+from runtime_shim.settings import Settings
+from runtime_shim.settings import Store as StoreSettings
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """An unpacked archive of a checkpoint with three chunks."""
+    inner = tmp_path / "images" / "checkpoint" / "gpusnap"
+    layout = Layout(inner).create()
+    record = replace(with_memory(layout, noise(2, 1), noise(1, 2)), pages="chunks")
+    (inner / "manifest.json").write_bytes(manifest.encode(record))
+    return tmp_path / "images"
+
+
+def chunks(folder: Path) -> list[Path]:
+    """The blobs there."""
+    return sorted(folder.glob("**/blobs/sha256/*"))
+
+
+def packed(folder: Path) -> Path:
+    """The archive of it."""
+    files = {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+    path = folder.with_suffix(".tar")
+    path.write_bytes(tar_of({"config.dump": b"{}", **files}))
+    return path
+
+
+@pytest.mark.parametrize("archive", [True, False])
+def test_all_right(images: Path, archive: bool) -> None:
+    """Every chunk is read; that the rest has no digests is said."""
+    found = verify_one(str(packed(images) if archive else images))
+    assert (found.blobs, found.size, found.damaged, found.read) == (3, 3 * CHUNK, (), True)
+    assert found.note == NO_DIGESTS
+
+
+@pytest.mark.parametrize("archive", [True, False])
+@pytest.mark.parametrize("kind", ["flipped", "cut short", "longer", "gone"])
+def test_damage(images: Path, archive: bool, kind: str) -> None:
+    """The chunk, what is wrong with it, and which region it is of."""
+    hit = chunks(images)[0]
+    if kind == "flipped":
+        damage(hit)
+    elif kind == "gone":
+        hit.unlink()
+    else:
+        hit.write_bytes(hit.read_bytes()[:-1] if kind == "cut short" else hit.read_bytes() + b"x")
+    (found,) = verify_one(str(packed(images) if archive else images)).damaged
+    assert found.digest == f"sha256:{hit.name}"
+    # noise(1, 2), the second region.
+    assert found.belongs_to == (f"the region {START + (1 << 24):x} of process 1 (sleep), at 0 B",)
+    words = {
+        "flipped": "something else",
+        "cut short": f"{CHUNK - 1}",
+        "longer": f"{CHUNK + 1}",
+        "gone": "missing",
+    }
+    assert words[kind] in found.what
+
+
+def test_an_archive_that_is_cut_short(images: Path) -> None:
+    """It is named itself, even where it ends between two entries."""
+    path = packed(images)
+    content = path.read_bytes()
+    end = -(-len(content.rstrip(b"\0")) // 512) * 512
+    for size in (end + 1023, end + 512, end, end - 1, len(content) // 2 - 7, 512):
+        path.write_bytes(content[:size])
+        (found,) = verify_one(str(path)).damaged
+        assert found.belongs_to == ("the archive itself",)
+        assert "cut short" in found.what
+
+
+def test_a_blob_that_no_table_names(images: Path) -> None:
+    """It is checked all the same: the layout in an archive has its own manifest."""
+    stray = images / "checkpoint/gpusnap/blobs/sha256" / ("0" * 64)
+    stray.write_bytes(b"{}")
+    (found,) = verify_one(str(packed(images))).damaged
+    assert found.digest == f"sha256:{'0' * 64}"
+
+
+def test_without_chunks(tmp_path: Path) -> None:
+    """What has no digests is no fault, as long as the archive is whole."""
+    path = tmp_path / "w.tar"
+    path.write_bytes(
+        tar_of({"config.dump": b"{}", "checkpoint/gpusnap/manifest.json": manifest.encode(a_manifest())})
+    )
+    assert verify_one(str(path)).damaged == ()
+    path.write_bytes(tar_of({"config.dump": b"{}", "checkpoint/gpusnap/manifest.json": b"{"}))
+    with pytest.raises(ManifestError, match="cut short or not JSON"):
+        verify_one(str(path))
+
+
+def test_chunks_in_the_store(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An archive whose chunks are in this host's store: they are looked for there."""
+    mine = Settings(store=StoreSettings(path=str(tmp_path / "store")))
+    monkeypatch.setattr("runtime_shim.settings.load", lambda: mine)
+    store = Store(tmp_path / "store").create()
+    inner = images / "checkpoint/gpusnap"
+    record = replace(manifest.read(str(images / "checkpoint")), pages="store")
+    (inner / "manifest.json").write_bytes(manifest.encode(record))
+    for each in chunks(images):
+        shutil.move(each, Path(store.path, "blobs/sha256"))
+    for path in (images, packed(images)):
+        assert verify_one(str(path)).damaged == ()
+    chunks(Path(store.path))[1].unlink()
+    for path in (images, packed(images)):
+        (found,) = verify_one(str(path)).damaged
+        assert found.what == "missing"
