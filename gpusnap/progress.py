@@ -57,13 +57,15 @@ class Progress:
         self._task = self._bars.add_task("", total=None, visible=False)
 
     def __enter__(self) -> Progress:
-        self._bars.start()
+        if self.shown:  # rich before 13.4 writes an empty line for bars that are not
+            self._bars.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bars.stop()
+        if self.shown:
+            self._bars.stop()
 
     def stage(self, what: str) -> None:
         """Something else begins; how long it will take is not known yet."""
