@@ -2,9 +2,9 @@
 
     tests/host/shards.py [pytest's options]
 
-Most of their time is waiting: for ticks, for CRIU, for a container to end. Each file runs in a test host of its
-own, so they do not meet; the output of a file is printed when it is done. Exit code 1 where a test failed. Names
-of files among the options choose these alone.
+Most of their time is waiting: for ticks, for CRIU, for a container to end. Each file runs in a test host of
+its own, so they do not meet; the output of a file is printed when it is done. Exit code 1 where a test
+failed. Names of files among the options choose these alone.
 """
 
 from __future__ import annotations
