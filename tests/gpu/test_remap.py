@@ -91,3 +91,20 @@ def test_keep_names(real: str, machine: Machine, driver: Nvidia, two: tuple[Gpu,
     params = Path("/proc/driver/nvidia/params").read_text().splitlines()
     kept = [first.minor] if "ModifyDeviceFiles: 0" in params else []
     assert in_dev(program) == sorted(f"nvidia{minor}" for minor in [*kept, second.minor])
+
+
+def test_from_a_store(
+    real: str, machine: Machine, driver: Nvidia, two: tuple[Gpu, Gpu], tmp_path: Path
+) -> None:
+    """`gpusnap checkpoint` on one GPU, `gpusnap restore --gpu-map` on the other."""
+    needs(TORCH)
+    first, second = two
+    program = Program.begin("w", TORCH, machine.options(minors=[first.minor]))
+    target = f"oci:{tmp_path / 'store'}:one"
+    good(run("/usr/local/bin/gpusnap", "checkpoint", "--to", target, "w"))
+    program.remove()
+    gpu_map = f"{first.uuid}={second.uuid}"
+    good(run("/usr/local/bin/gpusnap", "restore", "--gpu-map", gpu_map, target))
+    program.goes_on(more=5)
+    assert busy(driver) == {second.uuid}
+    same_as_uninterrupted(program, TORCH)
