@@ -9,8 +9,9 @@ the workers hold, no more.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import zstandard
 
@@ -55,6 +56,8 @@ def write(
     known: Known | None = None,
     trust: bool = True,
     sync: bool = False,
+    met: Mapping[str, Chunk] = MappingProxyType({}),
+    pieces: Iterable[tuple[int, int, int]] | None = None,
     written: Callable[[str], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
     cancelled: Signal | None = None,
@@ -64,9 +67,12 @@ def write(
     chunk_size: bytes, a multiple of 4096. level: zstd's, 1 to 19; 0 never compresses. ceiling: bytes that all
     workers together may hold; fewer than `threads` run where that is not enough for all. known: chunks found
     there are linked, not compressed and written. trust: whether a blob that the layout has is taken for what
-    its name and size say, rather than written again. sync: fsync each blob as it is written. written: called
-    with the digest of each new blob, by the worker that wrote it. progress: called after each chunk, by a
-    worker, one call at a time. The layout is not durable before `Layout.commit`.
+    its name and size say, rather than written again. sync: fsync each blob as it is written. met: chunks that
+    are in the layout by now, by the digest of their plain bytes; they are taken as they are. pieces: the
+    chunks to write, as (place of the source, offset, size), by default all of them; what is left out counts
+    as zeros in the table. written: called with the digest of each new blob, by the worker that wrote it.
+    progress: called after each chunk, by a worker, one call at a time. The layout is not durable before
+    `Layout.commit`.
 
     Raises ChunkError, CeilingError, DiskFull, DiskError, LayoutError, Cancelled, and whatever a source or
     `progress` raises: the first error ends all workers. Blobs that were whole by then stay.
@@ -83,10 +89,11 @@ def write(
             f"{binary_size(ceiling)} of memory do not hold one chunk of {binary_size(chunk_size)}, "
             f"which needs {binary_size(need)}"
         )
-    pieces = sum(-(-source.size // chunk_size) for source in sources)
+    count = sum(-(-source.size // chunk_size) for source in sources)
     crew = Crew(cancelled)
     writing = _Writing(sources, layout, chunk_size, level, known, trust, sync, written, progress, crew)
-    crew.start(max(1, min(threads, ceiling // need, pieces)), writing.work)
+    writing.begin(met, pieces)
+    crew.start(max(1, min(threads, ceiling // need, count)), writing.work)
     crew.join()
     return writing.tables()
 
@@ -162,11 +169,19 @@ class _Writing:
         self._report = progress
         self._crew = crew
         self._lock = threading.Lock()
-        self._pieces = Shared(self._cut())
+        self._pieces: Shared[tuple[int, int, int]]
+        self._given: frozenset[str] = frozenset()
         self._chunks: list[list[Chunk]] = [[] for _ in sources]
         # Content met before in this call, for regions that hold the same bytes twice.
         self._met: dict[str, _Stored] = {}
         self._progress = Progress(sum(source.size for source in sources))
+
+    def begin(self, met: Mapping[str, Chunk], pieces: Iterable[tuple[int, int, int]] | None) -> None:
+        """Say what there is to do, and what need not be done."""
+        self._pieces = Shared(self._cut() if pieces is None else pieces)
+        self._given = frozenset(met)
+        for plain, chunk in met.items():
+            self._met[plain] = _Stored(chunk.blob, chunk.stored, chunk.encoding)
 
     def tables(self) -> tuple[Table, ...]:
         """What was written."""
@@ -206,7 +221,9 @@ class _Writing:
             self._crew.check()
             stored, written = self._written(view, plain, tools)
             known = 0
-        self._met[plain] = stored
+        elif plain in self._given:
+            known = 0  # whoever wrote it has counted it
+        self._met.setdefault(plain, stored)
         chunk = Chunk(offset, size, plain, stored.blob, stored.stored, stored.encoding)
         self._chunks[at].append(chunk)
         self._done(size, known=known, written=written)

@@ -115,7 +115,7 @@ def _pages(call: CheckpointCall, settings: Settings, container: containers.Conta
     home = None
     if memory.pages == StoreHome.kind:
         home = StoreHome(settings.store.path, image_path, container.id, memory)
-    return Chunks(image_path, container.id, memory, container.bundle, home=home)
+    return Chunks(image_path, container.id, memory, container.bundle, home=home, ahead=not call.leave_running)
 
 
 def _inspect(job: _Job) -> None:

@@ -23,9 +23,11 @@ from functools import partial
 
 from oci import writing
 from oci.chunks import Progress, Table
+from oci.errors import OciError
 from oci.layout import Layout
 from runtime_shim import journal, mountns, proc, transfer
 from runtime_shim.chunk_home import Home, ImageHome
+from runtime_shim.early import Early
 from runtime_shim.errors import GpusnapError, ImageError, reason
 from runtime_shim.flushing import Flushing
 from runtime_shim.gpu.together import at_once
@@ -80,8 +82,12 @@ class Chunks:
         bundle: str = "",
         *,
         home: Home | None = None,
+        ahead: bool = False,
     ) -> None:
-        """`home`: where the chunks go, unless it is the image's folder."""
+        """`home`: where the chunks go, unless it is the image's folder.
+
+        `ahead`: begin to write while the driver still works, since the container waits for the disk.
+        """
         self._home = home or ImageHome(image_path, container, settings, bundle)
         self.name = self._home.kind
         self._image = image_path
@@ -92,6 +98,9 @@ class Chunks:
         self._staged = 0
         self._progress = Progress(0)
         self._flushing: Flushing | None = None
+        self._ahead = ahead and not settings.ceiling
+        self._early: Early | None = None
+        """What is written while the driver works."""
 
     @property
     def _layout(self) -> Layout:
@@ -114,13 +123,15 @@ class Chunks:
     def thread(self, pid: int, tid: int) -> Iterator[None]:
         """Let the driver's thread run for its checkpoint, its large mappings files if they can be."""
         lent = partial(journal.thread, self._container, pid)
-        backing = Backing(partial(self._area, pid), lent)
+        backing = Backing(partial(self._watched, pid), lent)
         with populated(pid, tid, threads=self._settings.threads, backing=backing) as done:
             self._processes[pid].populated = done
             yield
 
     def take(self, pids: Sequence[int]) -> None:
         """Have the regions of those that were not taken yet in files, note where, and free them."""
+        if self._early is not None:
+            self._early.end()
         fresh = {pid: self._processes[pid] for pid in pids if self._processes[pid].held is None}
         for pid, process in fresh.items():
             process.held = tuple(self._held(pid, process))
@@ -259,7 +270,35 @@ class Chunks:
 
     # Within
 
+    def _watched(self, pid: int, address: int, size: int) -> Area:
+        """A file for a region, of which something is written as the driver fills it."""
+        area = self._area(pid, address, size)
+        if self._ahead:
+            with self._lock:
+                if self._early is None:
+                    self._early = self._begun()
+            if self._early is not None:
+                self._early.begin(area)
+        return area
+
+    def _begun(self) -> Early | None:
+        """None where nothing can be written ahead; what is wrong then the writing itself will say."""
+        with contextlib.suppress(OciError), self._home.known() as known:
+            self._layout.create()
+            return Early(self._layout, self._settings, known, self._flush)
+        return None
+
+    def _flush(self, blob: str) -> None:
+        """Have the disk begin with a blob."""
+        with self._lock:
+            if self._flushing is None and self._settings.sync:
+                self._flushing = Flushing(self._layout)
+        if self._flushing is not None:
+            self._flushing.add(blob)
+
     def _flushed(self) -> None:
+        if self._early is not None:
+            self._early.end()
         if self._flushing is not None:
             self._flushing.close()
             self._flushing = None
@@ -322,8 +361,6 @@ class Chunks:
     def _write(self, sources: Sequence[transfer.Part | Area], into: Sequence[tuple[int, _Held]]) -> None:
         if not into:
             return
-        if self._flushing is None and self._settings.sync:
-            self._flushing = Flushing(self._layout)
         before = self._progress
         last = [Progress(0)]
         # A chunk that is only linked was not read: no process may depend on it alone.
@@ -339,17 +376,19 @@ class Chunks:
                 level=self._settings.level,
                 known=known if not live else None,
                 trust=False,  # an earlier checkpoint in the same place may have been damaged
-                written=self._flushing.add if self._flushing is not None else None,
+                met=self._early.end() if self._early is not None else {},
+                written=self._flush,
                 progress=lambda now: last.__setitem__(0, now),
             )
         for (_, each), table in zip(into, tables, strict=True):
             each.table = table
+        ahead = self._early.counted(tables) if self._early is not None else Written()
         self._progress = Progress(
             before.total + last[0].total,
             before.done + last[0].done,
             before.zero + last[0].zero,
-            before.known + last[0].known,
-            before.written + last[0].written,
+            before.known + last[0].known + ahead.known,
+            before.written + last[0].written + ahead.stored,
         )
 
     def _free(self, pid: int) -> None:
