@@ -293,8 +293,9 @@ def _runtime_checkpoint(job: _Job) -> GpusnapError | None:
 
 
 def _alive(job: _Job) -> bool:
-    """Whether the container's init is still the process that it was."""
-    return job.init is not None and proc.same(job.init.pid, job.init.start)
+    """Whether the container's init is still the process that it was; CRIU does not wait for its end."""
+    init = job.init
+    return init is not None and proc.same(init.pid, init.start) and not proc.dying(init.pid)
 
 
 def _dump_error(job: _Job, done: Invoked) -> RuntimeFailed:
@@ -325,8 +326,9 @@ def _complete(job: _Job, draft: Draft) -> None:
         record = replace(_finished(job, job.record), files=files)
         with job.transaction.step("name"):
             job.pages.named(record)
-        if draft.finish(record):
-            job.pages.whole(record)
+        better = draft.finish(record)
+        with job.transaction.step("let go"):
+            job.pages.whole(record if better else None)
     except GpusnapError as error:
         _not_written(job, error, failure)
         raise

@@ -30,7 +30,7 @@ from runtime_shim.manifest import FOLDER, FileRecord, Manifest, encode
 from runtime_shim.memory import copies
 from runtime_shim.settings import Memory
 
-__all__ = ["Home", "ImageHome", "StoreHome", "as_artifact", "described", "labelled", "left"]
+__all__ = ["Home", "ImageHome", "StoreHome", "as_artifact", "described", "in_image", "labelled", "left"]
 
 _PAGES = re.compile(r"pages-[0-9]{1,10}\.img", re.ASCII)
 # Smaller ones are no worse off in an archive.
@@ -67,8 +67,11 @@ class Home(Protocol):
     def name(self, record: Manifest) -> None:
         """Have it on file which chunks belong together, before the manifest says so. Raises ImageError."""
 
-    def close(self, record: Manifest) -> None:
-        """The manifest is on disk: what it says to be in chunks need not be anywhere else."""
+    def close(self, record: Manifest | None) -> None:
+        """The manifest is on disk: what it says to be in chunks need not be anywhere else.
+
+        None where it is another one, which says nothing of images.
+        """
 
     def discard(self, *, earlier: bool) -> None:
         """Remove what was written, for a checkpoint that came to nothing. Raises ImageError.
@@ -116,7 +119,7 @@ class ImageHome:
     def name(self, record: Manifest) -> None:
         """The layout has its index by now."""
 
-    def close(self, record: Manifest) -> None:
+    def close(self, record: Manifest | None) -> None:
         """Nothing is anywhere else."""
 
     def discard(self, *, earlier: bool) -> None:
@@ -177,7 +180,8 @@ class StoreHome:
         if not self._needed:
             with transfer.as_image_error(self.place):
                 self._staged().precious(
-                    f"the checkpoint of container {self._container}; gpusnap recover puts it right"
+                    f"the checkpoint of container {self._container}; gpusnap recover puts it right, and "
+                    "where that knows nothing of it and nobody wants that checkpoint, remove this folder"
                 )
             self._needed = True
 
@@ -222,10 +226,10 @@ class StoreHome:
             tables = [table for _, table in labelled(record)]
             self._staged().commit(as_artifact(self.layout, record), tables=tables)
 
-    def close(self, record: Manifest) -> None:
+    def close(self, record: Manifest | None) -> None:
         """Remove the images that are in chunks, and the layout of an earlier checkpoint in the same place."""
         transfer.remove_layout(self._image)
-        for each in record.files:
+        for each in record.files if record is not None else ():
             with contextlib.suppress(OSError):  # it only takes room
                 os.unlink(os.path.join(self._image, each.name))
         self._end()
@@ -279,6 +283,11 @@ def described(record: Manifest) -> dict[str, str]:
     return {name: "".join(c if c.isprintable() else "?" for c in text)[:256] for name, text in found.items()}
 
 
+def in_image(layout: str, image_path: str) -> bool:
+    """Whether a layout is that of the image's directory."""
+    return layout == os.path.join(image_path, FOLDER)
+
+
 def left(
     layout: str, image_path: str, container: str, settings: Memory, tables: Sequence[Table] = ()
 ) -> Home:
@@ -286,6 +295,6 @@ def left(
 
     `layout`: as the journal has it. Raises ImageError.
     """
-    if layout == os.path.join(image_path, FOLDER):
+    if in_image(layout, image_path):
         return ImageHome(image_path, container, settings)
     return StoreHome.again(layout, image_path, container, settings, tables)

@@ -22,7 +22,7 @@ from oci import reading
 from oci.blobs import Blobs, FirstOf
 from oci.buffers import File
 from oci.chunks import descriptors
-from oci.errors import DiskError, OciError
+from oci.errors import BlobError, DiskError, LayoutError, OciError
 from oci.layout import Layout
 from oci.manifest import Descriptor
 from oci.store import Staging, Store
@@ -133,7 +133,7 @@ class Fetching:
         if self._staging is not None and self.fetched and not self._there:
             with transfer.as_image_error(self._store.path):
                 tables = [table for _, table in labelled(self._record)]
-                self._staging.commit(as_artifact(self._staging.layout, self._record), tables=tables)
+                self._staging.commit(as_artifact(self._staging.layout, self._record), foreign=tables)
         self.close()
 
     def close(self) -> None:
@@ -156,7 +156,20 @@ class Fetching:
         except OciError as error:
             raise ImageError(f"the store {self._store.path} cannot be used: {error}") from error
         with transfer.as_image_error(self._store.path):
-            return [each for each in wanted if not staging.take(each.digest, each.size)]
+            missing = [each for each in wanted if not staging.take(each.digest, each.size)]
+            return [each for each in missing if not self._left_behind(each, staging)]
+
+    def _left_behind(self, wanted: Descriptor, staging: Staging) -> bool:
+        """Link a blob from a staging whose owner died before the store named it (the host crashed, say)."""
+        folder = os.path.dirname(staging.path)
+        for name in os.listdir(folder):
+            layout = Layout(os.path.join(folder, name))
+            with contextlib.suppress(BlobError, LayoutError):
+                if layout.has_blob(wanted.digest, wanted.size):
+                    layout.check_blob(wanted)  # it may not have come to disk whole
+                    staging.layout.link_blob(wanted.digest, wanted.size, layout)
+                    return True
+        return False
 
     def _found(self, missing: Sequence[Descriptor], pull_from: Sequence[str]) -> None:
         """Ask the registries for what the store lacks. Raises Refused."""
@@ -200,7 +213,8 @@ class Fetching:
         return Refused(
             f"the chunk {missing[0].digest}{others} of the checkpoint is not in the store "
             f"{self._store.path}{why}",
-            hint="pull the checkpoint there with gpusnap pull, or name its repository in store.pull-from",
+            hint="pull the checkpoint there with gpusnap pull, name its repository in store.pull-from, or "
+            f"set {STORE} to the store that it was made in",
         )
 
 

@@ -283,8 +283,8 @@ def _what_is_left(image_path: str) -> str:
         return "the checkpoint was cut off while it was written"
     # CRIU writes that file last: gpusnap was killed between the end of the dump and the renaming.
     return (
-        "the checkpoint was cut off while it was written, but CRIU had finished; to restore it all the same, "
-        f"rename {FOLDER}/{PENDING} to {NAME}"
+        "the checkpoint was cut off while it was written, but CRIU had finished: gpusnap recover completes "
+        f"it; where that knows nothing of it (after a reboot, say), rename {FOLDER}/{PENDING} to {NAME}"
     )
 
 

@@ -5,7 +5,9 @@ shall be otherwise than in the settings, for this one checkpoint, stands in a fi
 
     /run/gpusnap/orders/<container>.json    0600 in 0700; {"owner": [pid, start], "pages": …, "store": …}
 
-It counts while the process that wrote it lives, and for that container alone.
+It counts while the process that wrote it lives, for that container alone, and for processes below that one:
+a Podman that somebody else runs on the same container meanwhile is not meant. One process at a time orders
+for a container, which has the lock (flock) of the file beside it, <container>.lock.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from oci.locks import stands, try_exclusive, unlock
 from runtime_shim import proc
-from runtime_shim.errors import GpusnapError, reason
+from runtime_shim.errors import ContainerError, GpusnapError, reason
 from runtime_shim.settings import TABLE, Settings
 
 __all__ = ["applied", "ordered"]
@@ -27,38 +30,74 @@ __all__ = ["applied", "ordered"]
 FOLDER = "/run/gpusnap/orders"
 _ID = re.compile(r"[A-Za-z0-9][\w.+-]{0,250}", re.ASCII)
 _LARGEST = 16 << 10
+# Far more generations than there are between a command and the runtime that its Podman runs.
+_FARTHEST = 64
+_IN_CRIU = "criu"
 
 
 @contextmanager
 def ordered(container: str, *, pages: str, store: str = "") -> Iterator[None]:
-    """While the block runs, checkpoints of that container go there. Raises GpusnapError.
+    """While the block runs, checkpoints of that container by processes below this one go there.
 
     `container`: its full ID. `pages`: as memory.pages. `store`: as store.path; empty for the settings'.
+    Raises ContainerError where another process has ordered something for it, GpusnapError.
     """
     path = _path(container)
     own = proc.process(os.getpid())
     document = {"owner": [os.getpid(), own.start if own else 0], "pages": pages, "store": store}
-    try:
-        for folder in (os.path.dirname(FOLDER), FOLDER):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(folder, 0o700)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        with open(os.open(path + ".new", flags, 0o600), "w", encoding="utf-8") as file:
-            json.dump(document, file)
-        os.replace(path + ".new", path)
-    except OSError as error:
-        raise GpusnapError(
-            f"{path} cannot be written: {reason(error)}", hint="run gpusnap as root"
-        ) from error
+    with _alone(path, container):
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            with open(os.open(path + ".new", flags, 0o600), "w", encoding="utf-8") as file:
+                json.dump(document, file)
+            os.replace(path + ".new", path)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+@contextmanager
+def _alone(path: str, container: str) -> Iterator[None]:
+    """Have the lock of a container's orders, or fail at once."""
+    name = path.removesuffix(".json") + ".lock"
+    while True:
+        try:
+            for folder in (os.path.dirname(FOLDER), FOLDER):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(folder, 0o700)
+            lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        if not try_exclusive(lock):
+            os.close(lock)
+            raise ContainerError(
+                f"another gpusnap checkpoint of the container {container[:12]} is under way",
+                hint="wait until it is done",
+            )
+        if stands(lock, name):
+            break
+        unlock(lock)  # its owner has just removed it
     try:
         yield
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        unlock(lock)
+
+
+def _unwritable(path: str, error: OSError) -> GpusnapError:
+    return GpusnapError(f"{path} cannot be written: {reason(error)}", hint="run gpusnap as root")
 
 
 def applied(settings: Settings, container: str) -> Settings:
-    """The settings as ordered for a container; as they are where nobody who lives has ordered anything."""
+    """The settings as ordered for a container; as they are where nobody above this process ordered anything.
+
+    An order says where the chunks go: memory that the settings leave in CRIU's images stays there.
+    """
     if not _ID.fullmatch(container):
         return settings
     try:
@@ -67,14 +106,28 @@ def applied(settings: Settings, container: str) -> Settings:
             document = json.loads(file.read(_LARGEST))
         pid, start = document["owner"]
         pages, store = TABLE["memory.pages"].check(document["pages"]), str(document["store"])
-        if not proc.same(int(pid), int(start)):
+        if not (proc.same(int(pid), int(start)) and _is_below(int(pid))):
             return settings
     except (OSError, ValueError, KeyError, TypeError):
         return settings
-    memory = replace(settings.memory, pages=pages)
+    memory = settings.memory
+    if memory.pages != _IN_CRIU:
+        memory = replace(memory, pages=pages)
     if store:
         return replace(settings, memory=memory, store=replace(settings.store, path=store))
     return replace(settings, memory=memory)
+
+
+def _is_below(owner: int) -> bool:
+    """Whether this process is that one, or was started by it or by one that it started."""
+    pid = os.getpid()
+    for _ in range(_FARTHEST):
+        if pid == owner:
+            return True
+        pid = proc.parent(pid)
+        if pid <= 0:
+            break
+    return False
 
 
 def _path(container: str) -> str:

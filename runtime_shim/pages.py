@@ -245,8 +245,8 @@ class Chunks:
         """The chunks are durable, and this is what the manifest will say. Raises ImageError."""
         self._home.name(record)
 
-    def whole(self, record: Manifest) -> None:
-        """The manifest is on disk. Raises ImageError."""
+    def whole(self, record: Manifest | None) -> None:
+        """The manifest is on disk, or, for None, what it said before the dump. Raises ImageError."""
         self._home.close(record)
 
     def close(self) -> None:

@@ -165,14 +165,17 @@ def room_on_disk(
 ) -> None:
     """The image has to fit where it goes; what is resident is an upper bound of CRIU's part.
 
-    `make_room` may free so many bytes there, and is asked before this refuses. `place`: where the GPUs'
-    memory goes, if not there.
+    `make_room` may free so many bytes there, and is asked before this refuses. `place`: a store, if the GPUs'
+    memory goes there; then CRIU's images are cut into chunks there, too, before they leave the image.
     """
-    need = sum(proc.memory(process.pid) for process in processes)
-    if not place or os.stat(place).st_dev == os.stat(image_path).st_dev:
-        need += gpu_bytes
-    else:
-        _fits_there(place, gpu_bytes)
+    resident = sum(proc.memory(process.pid) for process in processes)
+    need = resident + gpu_bytes
+    if place not in ("", image_path):
+        if os.stat(place).st_dev == os.stat(image_path).st_dev:
+            need += resident
+        else:
+            _fits_there(place, need)
+            need = resident
     if need > _free(image_path):
         make_room(need)
     _fits_there(image_path, need)

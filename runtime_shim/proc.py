@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from signal import SIGKILL
 
 __all__ = [
     "Mount",
@@ -17,6 +18,7 @@ __all__ = [
     "cgroups",
     "comm",
     "command",
+    "dying",
     "environment",
     "host_path",
     "maps_library",
@@ -35,6 +37,8 @@ __all__ = [
 ]
 
 PROC = "/proc"
+# include/linux/sched.h, PF_EXITING; field 9 of proc_pid_stat(5)
+_EXITING = 0x4
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,16 @@ def running(pid: int) -> bool:
     """Whether the process is there and no zombie."""
     stat = _stat(pid)
     return stat is not None and stat[0] not in "ZX"
+
+
+def dying(pid: int) -> bool:
+    """Whether the process cannot go on: it has SIGKILL pending, or exits, which takes a large one seconds."""
+    stat = _stat(pid)
+    if stat is None or stat[0] in "ZX" or int(stat[6]) & _EXITING:
+        return True
+    text = _read(f"{PROC}/{pid}/status") or ""
+    pending = (line.split()[1] for line in text.splitlines() if line.startswith(("SigPnd:", "ShdPnd:")))
+    return any(int(mask, 16) & 1 << (SIGKILL - 1) for mask in pending)
 
 
 def stopped(pid: int) -> bool:

@@ -14,9 +14,10 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from oci.errors import BlobError
 from oci.layout import Layout
 from runtime_shim import image, journal, leavings, manifest, proc, transfer
-from runtime_shim.chunk_home import Home, left
+from runtime_shim.chunk_home import Home, StoreHome, in_image, labelled, left
 from runtime_shim.draft import Draft
 from runtime_shim.errors import GpusnapError, ImageError, ManifestError, reason
 from runtime_shim.gpu.driver import Driver, ProcessState
@@ -84,7 +85,7 @@ def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
         _discard(entry, settings)
     elif entry.processes:
         said = _finish(entry, settings)
-    elif os.path.exists(os.path.join(entry.image, manifest.FOLDER, manifest.NAME)):
+    elif _named(entry, settings):
         said = f"it runs on, and the checkpoint in {entry.image} is whole"
     else:
         _take_back(entry, settings)
@@ -178,9 +179,13 @@ def _finish(entry: Entry, settings: Memory) -> str:
     except ManifestError:
         record = None  # cut off while it was written, and so before the dump
     if record is not None and record.container != entry.container:
+        _drop(entry, settings)
         return "no process is left, and its image is another container's by now"
     dumped = os.path.exists(os.path.join(entry.image, image.INVENTORY))
+    if record is None and dumped and _named(entry, settings):
+        return f"the checkpoint in {entry.image} is whole"
     if record is None or not dumped:
+        _drop(entry, settings)
         return "no process is left"
     home: Home | None = None
     if record.pages != InCriu.name:
@@ -197,6 +202,37 @@ def _finish(entry: Entry, settings: Memory) -> str:
     return f"the checkpoint in {entry.image} is whole"
 
 
+def _named(entry: Entry, settings: Memory) -> bool:
+    """Whether the image had its manifest when gpusnap was killed; the store then names its chunks, too.
+
+    Also where somebody has given the manifest its name by hand. Raises ImageError.
+    """
+    try:
+        record = manifest.read(entry.image)
+    except ManifestError:
+        return False
+    if record.container != entry.container:
+        return False
+    if record.pages == StoreHome.kind and not in_image(entry.layout, entry.image):
+        tables = [table for _, table in labelled(record)]
+        home = left(entry.layout, entry.image, entry.container, settings, tables)
+        try:
+            home.name(record)
+        except ImageError as error:
+            if not isinstance(error.__cause__, BlobError):
+                raise
+            home.discard(earlier=True)  # an earlier checkpoint's, whose chunks somebody has removed
+            return False
+        home.close(record)
+    return True
+
+
+def _drop(entry: Entry, settings: Memory) -> None:
+    """Remove what was written to a store for a checkpoint that came to nothing."""
+    with suppress(ImageError):  # it takes room until gc is told to take it
+        left(entry.layout, entry.image, entry.container, settings).discard(earlier=True)
+
+
 def _take_back(entry: Entry, settings: Memory) -> None:
     """Remove all that was written of a checkpoint whose container was running again."""
     with suppress(ImageError):  # there is none, so nothing was dumped
@@ -208,6 +244,7 @@ def _discard(entry: Entry, settings: Memory) -> None:
     """Remove what the checkpoint came to, unless somebody else has begun one in the same folder."""
     others = (other for other in journal.entries() if other.container != entry.container)
     if any(other.image == entry.image for other in others):
+        _drop(entry, settings)
         return
     earlier = os.path.exists(os.path.join(entry.image, manifest.FOLDER, manifest.NAME))
     left(entry.layout, entry.image, entry.container, settings).discard(earlier=earlier)

@@ -109,8 +109,8 @@ class Pages(Protocol):
     def named(self, record: Manifest) -> None:
         """All is durable, and this is what the manifest will say."""
 
-    def whole(self, record: Manifest) -> None:
-        """That manifest is on disk."""
+    def whole(self, record: Manifest | None) -> None:
+        """That manifest is on disk; None where only the one from before the dump is."""
 
     def close(self) -> None:
         """The checkpoint is over, and whole."""
@@ -186,7 +186,7 @@ class InCriu:
     def named(self, record: Manifest) -> None:
         """There is no other name."""
 
-    def whole(self, record: Manifest) -> None:
+    def whole(self, record: Manifest | None) -> None:
         """Nothing is there twice."""
 
     def close(self) -> None:

@@ -181,3 +181,15 @@ def test_an_image_that_cannot_be_cut_stays(
     monkeypatch.setattr("oci.layout.Layout.add_blob", full)
     assert home.images() == ()
     assert (image / "pages-1.img").stat().st_size == 2 << 20
+
+
+def test_only_the_manifest_from_before_the_dump_is_there(
+    home: StoreHome, image: Path, tmp_path: Path
+) -> None:
+    """It says nothing of images, so they stay; nothing is left in the store but what it names."""
+    record = replace(written(home), files=home.images())
+    home.needed()
+    home.name(record)
+    home.close(None)
+    assert (image / "pages-1.img").exists()
+    assert stagings(tmp_path) == []

@@ -284,3 +284,25 @@ def test_images_are_rebuilt(tmp_path: Path, made: tuple[Manifest, Layout], conte
     (Path(layout.path) / "blobs" / "sha256" / blob.removeprefix("sha256:")).write_bytes(os.urandom(4 * KIB))
     with pytest.raises(ImageError, match=blob):
         rebuild(record.files, layout, str(folder), threads=2, ceiling=64 << 20)
+
+
+def test_chunks_that_a_crash_left_in_a_staging(
+    tmp_path: Path, made: tuple[Manifest, Layout], content: bytes
+) -> None:
+    """Those of a checkpoint that the store never came to name are found; a torn one is as good as none."""
+    record, layout = made
+    store = Store(tmp_path / "store").create()
+    staging = store.stage()
+    staging.precious("a checkpoint")
+    for _, table in labelled(record):
+        for chunk in table.chunks:
+            staging.layout.link_blob(chunk.blob, chunk.stored, layout)
+    staging.close()
+    with Fetching(record, NOWHERE, store.path, []) as fetching:
+        assert bytes_of(region_of(record), fetching) == content
+    torn = region_of(record).chunks[5]
+    path = Path(staging.path) / "blobs" / "sha256" / torn.blob.removeprefix("sha256:")
+    path.unlink()
+    path.write_bytes(bytes(torn.stored))
+    with pytest.raises(Refused, match=torn.blob):
+        Fetching(record, NOWHERE, store.path, [])

@@ -201,3 +201,21 @@ def test_stopped() -> None:
         process.kill()
         process.wait()
         assert not proc.stopped(process.pid)
+
+
+def test_dying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process with SIGKILL pending, or that exits, is dying though it is there; others are not."""
+    assert not proc.dying(os.getpid())
+    with subprocess.Popen(["sleep", "60"]) as child:
+        os.kill(child.pid, signal.SIGSTOP)
+        wait_for(lambda: proc.stopped(child.pid), "that it stops")
+        assert not proc.dying(child.pid), "another signal"
+        os.kill(child.pid, signal.SIGKILL)
+        assert proc.dying(child.pid), "at once"
+    assert proc.dying(child.pid), "it is gone"
+    monkeypatch.setattr(proc, "PROC", str(tmp_path))
+    (tmp_path / "7").mkdir()
+    for flags, pending, expected in ((0, 0, False), (4, 0, True), (0, 0x100, True), (0x400040, 0x200, False)):
+        (tmp_path / "7" / "stat").write_text(f"7 (a b) S 1 7 7 0 -1 {flags} 0 0 0 0 0 0 0 0 20 0 1 0 5\n")
+        (tmp_path / "7" / "status").write_text(f"SigPnd:\t{0:016x}\nShdPnd:\t{pending:016x}\n")
+        assert proc.dying(7) is expected
