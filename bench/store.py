@@ -27,7 +27,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -187,9 +187,15 @@ def _tidy() -> None:
     shutil.rmtree(STORE, ignore_errors=True)
 
 
-def ten(here: Place, case: Case, runtime: str) -> dict[str, Any]:
+def settled(case: Case, runtime: str, lines: Sequence[str]) -> None:
+    """Put the settings in place."""
+    small = ['memory.chunk-size = "1M"'] if case.gib < SMALL else []
+    shimhost.write_settings("\n".join([f'runtime = "{runtime}"', *small, *lines]) + "\n")
+
+
+def ten(here: Place, case: Case, runtime: str, lines: Sequence[str]) -> dict[str, Any]:
     """Ten checkpoints of a container that runs on, 5 % changed between them; and a push of each."""
-    shimhost.write_settings(f'runtime = "{runtime}"\n' + ('memory.chunk-size = "1M"\n' * (case.gib < SMALL)))
+    settled(case, runtime, lines)
     rows: list[dict[str, Any]] = []
     with emptied(), ExitStack() as stack:
         registry = stack.enter_context(running()) if shutil.which("docker-registry") else None
@@ -222,7 +228,7 @@ def cold(*paths: Path) -> None:
                 os.close(descriptor)
 
 
-def whole(here: Place, case: Case, runtime: str, folder: Path) -> dict[str, Any]:
+def whole(here: Place, case: Case, runtime: str, folder: Path, lines: Sequence[str]) -> dict[str, Any]:
     """One checkpoint and two restores each way; the workload checks every word in between."""
     rows: list[dict[str, Any]] = []
 
@@ -233,7 +239,6 @@ def whole(here: Place, case: Case, runtime: str, folder: Path) -> dict[str, Any]
         rows.append({"way": way, "what": "restore", "cache": cache, "seconds": seconds})
         work.remove()
 
-    small = 'memory.chunk-size = "1M"\n' * (case.gib < SMALL)
     with emptied():
         archive = folder / "checkpoint.tar.zst"
         shimhost.write_settings(_IN_CRIU.format(runtime))
@@ -249,7 +254,7 @@ def whole(here: Place, case: Case, runtime: str, folder: Path) -> dict[str, Any]
         restored("podman", "cold", work, *import_)
         restored("podman", "warm", work, *import_)
         archive.unlink()
-        shimhost.write_settings(f'runtime = "{runtime}"\n{small}')
+        settled(case, runtime, lines)
         work = start(here, case)
         target = f"oci:{STORE}:bench"
         seconds, said = command(GPUSNAP, "checkpoint", "--to", target, "--json", NAME)
@@ -309,6 +314,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mib", type=int, default=1024, help="of each kind of data, for stages (1024)")
     parser.add_argument("--data", default="random", choices=["random", "bf16"], help="on the GPU (random)")
     parser.add_argument("--runtime", default="crun", choices=["crun", "runc"])
+    parser.add_argument("--settings", action="append", default=[], help="a line of gpusnap.toml, for gpusnap")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="for files")
     parser.add_argument("--json", help="write the figures there too")
     options = parser.parse_args()
@@ -345,9 +351,9 @@ def main() -> int:
                     if part in options.only:
                         try:
                             if part == "ten":
-                                found[part] = ten(here, case, options.runtime)
+                                found[part] = ten(here, case, options.runtime, options.settings)
                             else:
-                                found[part] = whole(here, case, options.runtime, folder)
+                                found[part] = whole(here, case, options.runtime, folder, options.settings)
                         except (BenchError, GpusnapError, AssertionError, OSError) as error:
                             failed = True
                             print(f"store: {part}: {error}", file=sys.stderr)
