@@ -35,6 +35,8 @@ __all__ = ["Home", "ImageHome", "StoreHome", "as_artifact", "described", "in_ima
 _PAGES = re.compile(r"pages-[0-9]{1,10}\.img", re.ASCII)
 # Smaller ones are no worse off in an archive.
 _LEAST = 1 << 20
+# A process' pages change here and there, and in larger chunks few would be as they were.
+_IMAGE_CHUNK = 1 << 20
 
 
 class Home(Protocol):
@@ -207,7 +209,7 @@ class StoreHome:
                 self.layout,
                 threads=self._settings.threads or copies.cores(),
                 ceiling=transfer.ceiling(self._settings),
-                chunk_size=self._settings.chunk_size,
+                chunk_size=min(self._settings.chunk_size, _IMAGE_CHUNK),
                 level=self._settings.level,
                 known=self._store.known(),
             )
