@@ -2,7 +2,9 @@
 
 Podman does the checkpoint, and gpusnap-runtime puts all memory straight into the store, so that what Podman
 exports is small; that is taken apart into the records of the same artifact. An error after Podman ended the
-container loses nothing: the checkpoint is in Podman's storage, too.
+container loses nothing: the checkpoint is in Podman's storage, too, and where Podman removes that at the
+container's end (--rm), what it exported stays; see remains.py. Only if Podman's own export fails is such a
+container gone, which is why its room is looked for first; see fits.py.
 """
 
 from __future__ import annotations
@@ -10,26 +12,32 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shlex
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from gpusnap import convert, kept, moving, podman, where
-from gpusnap.failures import failure, told
+from gpusnap import convert, fits, kept, moving, podman, where
+from gpusnap.failures import told
+from gpusnap.members import CONFIG, FIRST
 from gpusnap.moving import Pushed
 from gpusnap.progress import Progress, Tick, grown
+from gpusnap.remains import Export, exported
 from oci import artifact
+from oci.archive import entries, read_member
 from oci.errors import OciError
 from oci.manifest import Descriptor
 from oci.store import Staging, Store, check_name
 from runtime_shim import manifest, orders
+from runtime_shim.chunk_home import StoreHome
 from runtime_shim.errors import GpusnapError, ImageError, Interrupted, UsageError, reason
 
 __all__ = ["Made", "Wish", "checkpoint"]
 
 _ARCHIVE = "podman.tar"
+_BLOBS = ("blobs", "sha256")
 _COMPRESSION = {".tar": "none", ".tar.gz": "gzip", ".tgz": "gzip", ".tar.zst": "zstd"}
 
 
@@ -117,20 +125,22 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
     with told():
         name = _name(wish, found)
         store.create()
-        with store.stage() as staging:
+        fits.check(found, store.path, rootfs=not wish.ignore_rootfs, twice=True, gpus=False)
+        with _staged(wish, found, store) as (staging, export), ExitStack() as order:
             before, blobs = kept.roots(store), _blobs(store)
-            archive = os.path.join(staging.path, _ARCHIVE)
             progress.stage(f"checkpoint of {found.name}")
             tick = progress.watching(grown(os.path.dirname(staging.path)))
-            with orders.ordered(found.id, pages="store", store=store.path):
-                _run(wish, found, archive, ["--compress", "none"], tick)
-            with _nothing_lost(wish, found, store, before):
+            order.enter_context(orders.ordered(found.id, pages=StoreHome.kind, store=store.path))
+            since = datetime.now(UTC)
+            with exported(export, lambda: kept.forget_pages_of(store, found.id, since, before)):
+                _run(wish, export, ["--compress", "none"], tick)
+                order.close()
                 progress.stage("records")
-                root = _taken_in(staging, archive, progress)
+                root = _taken_in(staging, export.archive, progress)
                 progress.stage("to disk")
                 staging.commit(root, names=[name])
-                whole = kept.load(root, store.layout)
-                kept.forget_pages(store, whole.artifact.config, before)
+        whole = kept.load(root, store.layout)
+        kept.forget_pages(store, whole.artifact.config, before)
     parts = {each.digest: each.size for each in (*whole.artifact.blobs(), *whole.artifact.documents)}
     return Made(
         container=found,
@@ -147,7 +157,6 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
 def _taken_in(staging: Staging, archive: str, progress: Progress) -> Descriptor:
     """The archive as an artifact in the staging; the chunks are in the store already."""
     taken = convert.take_in(archive, staging.layout, known=staging.take, progress=progress.chunks)
-    os.unlink(archive)
     moving.take_chunks(staging, taken.chunks)
     return artifact.write(
         staging.layout,
@@ -155,76 +164,125 @@ def _taken_in(staging: Staging, archive: str, progress: Progress) -> Descriptor:
     )
 
 
+@contextmanager
+def _staged(wish: Wish, found: podman.Container, store: Store) -> Iterator[tuple[Staging, Export]]:
+    """A staging with the archive in it; it stays where that is all that is left of the container."""
+    staging = store.stage()
+    archive = os.path.join(staging.path, _ARCHIVE)
+    environment = f"GPUSNAP_STORE={shlex.quote(store.path)} " if isinstance(wish.to, where.InStore) else ""
+    why = (
+        f"what Podman exported of the container {found.name}: {environment}podman container restore --import "
+        f"{archive} brings it back; remove this folder when nobody needs it"
+    )
+
+    def keep() -> str:
+        # Room for the mark first: what was made of the archive so far is of no use.
+        for name in _names(os.path.join(staging.path, *_BLOBS)):
+            with suppress(OSError):
+                os.unlink(os.path.join(staging.path, *_BLOBS, name))
+        with suppress(OciError):
+            staging.precious(why)
+        return archive
+
+    export = Export(found=found, archive=archive, keep=keep, environment=environment)
+    if isinstance(wish.to, where.InRegistry):
+        export.more = f"gpusnap push {{archive}} {wish.to.reference} pushes it"
+    try:
+        if found.auto_remove and not wish.leave_running:  # though we should be killed, too
+            staging.precious(why)
+        yield staging, export
+    finally:
+        if not export.kept:
+            with suppress(OciError):
+                staging.plain()
+        staging.close(leave=export.kept)
+
+
 def _to_file(wish: Wish, found: podman.Container, path: str, progress: Progress, began: float) -> Made:
     path = os.path.abspath(path)
     folder, name = os.path.split(path)
-    if not os.path.isdir(folder):
-        raise GpusnapError(f"{path} cannot be written: {folder} is no folder")
-    beside = os.path.join(folder, f".{name[:200]}.{secrets.token_hex(4)}")
+    _check_place(path, found)
+    fits.check(found, folder, rootfs=not wish.ignore_rootfs, twice=False, gpus=True)
+    token = secrets.token_hex(4)
+    beside = os.path.join(folder, f".{name[:200]}.{token}")
+    with _writing(path):  # now: once Podman has ended the container it would be too late to say
+        os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
+    def keep() -> str:
+        shown = os.path.join(folder, f"checkpoint-of-{found.name[:200]}-{token}{_ending(path)}")
+        with suppress(OSError):
+            os.rename(beside, shown)
+            return shown
+        return beside
+
+    export = Export(found=found, archive=beside, keep=keep)
     progress.stage(f"checkpoint of {found.name}")
     tick = progress.watching(lambda: _size(beside))
     try:
-        with orders.ordered(found.id, pages="chunks"):
-            _run(wish, found, beside, ["--compress", _compression(path)], tick)
-        with _nothing_lost(wish, found, None, set()), _writing(path):
-            _put(beside, path)
+        with orders.ordered(found.id, pages="chunks"), exported(export):
+            _run(wish, export, ["--compress", _COMPRESSION.get(_ending(path), "zstd")], tick)
+            memory = _memory_of(export)
+            with _writing(path):
+                _put(beside, path)
     finally:
-        with suppress(OSError):
-            os.unlink(beside)
-    return Made(
-        found, time.monotonic() - began, _gpu_memory(found), size=_size(path), new=_size(path), file=path
-    )
+        if not export.kept:
+            with suppress(OSError):
+                os.unlink(beside)
+    return Made(found, time.monotonic() - began, memory, size=_size(path), new=_size(path), file=path)
 
 
-def _run(wish: Wish, found: podman.Container, archive: str, options: list[str], tick: Tick) -> None:
-    """Have Podman do it; an error says where the container is."""
-    try:
-        podman.checkpoint(found.id, archive, [*options, *wish.options()], tick=tick)
-    except GpusnapError as error:
-        if _runs(found):
-            raise
-        raise _with_hint(error, found, wish) from error
+def _check_place(path: str, found: podman.Container) -> None:
+    """Raise GpusnapError where no archive can be put there."""
+    folder = os.path.dirname(path)
+    if os.path.isdir(path):
+        raise GpusnapError(
+            f"{path} cannot be written: it is a folder",
+            hint=f"name a file in it, such as {os.path.join(path, found.name)}.tar.zst, or a store in it as "
+            f"oci:{path}/store",
+        )
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise GpusnapError(f"{path} cannot be written: it is there, and no file")
+    if not os.path.isdir(folder):
+        raise GpusnapError(f"{path} cannot be written: {folder} is no folder")
+    if not os.access(folder, os.W_OK | os.X_OK):  # for root: on a file system that is read-only
+        raise GpusnapError(f"{path} cannot be written: {folder} is read-only")
 
 
-def _runs(found: podman.Container) -> bool:
-    """Whether it does still; also where Podman cannot say."""
+def _run(wish: Wish, export: Export, options: list[str], tick: Tick) -> None:
+    """Have Podman do it, and see that it is what it says."""
+    came = podman.checkpoint(export.found, export.archive, [*options, *wish.options()], tick=tick)
+    missing = set(FIRST)
+    with told(), closing(entries(export.archive)) as found:
+        while missing and (entry := next(found, None)) is not None:
+            missing.discard(entry.name)
+    if missing:
+        raise ImageError(f"what Podman exported of {export.found.name} has no {min(missing)}")
+    export.whole = True
+    if came:
+        raise Interrupted("the checkpoint was interrupted before it was kept")
+
+
+def _memory_of(export: Export) -> int:
+    """What the container used of its GPUs. Raises ImageError for an archive that lacks their memory."""
+    record = _record_of(export)
+    if record is not None and record.pages == StoreHome.kind:
+        raise ImageError(
+            f"what Podman exported of {export.found.name} has not its memory, which went to a store",
+            hint="gpusnap checkpoint without --to keeps both together",
+        )
+    return sum(gpu.memory_used for gpu in record.gpus) if record is not None else 0
+
+
+def _record_of(export: Export) -> manifest.Manifest | None:
+    """As Podman keeps it, or, where the container is gone, out of the archive; None without a GPU."""
     with suppress(GpusnapError):
-        return podman.container(found.id).status == "running"
-    return True
-
-
-@contextmanager
-def _nothing_lost(
-    wish: Wish, found: podman.Container, store: Store | None, before: set[str]
-) -> Iterator[None]:
-    """What goes wrong from here on costs no container: say how it comes back."""
-    try:
-        yield
-    except (GpusnapError, OciError, OSError, KeyboardInterrupt) as error:
-        if isinstance(error, OciError):
-            said = failure(error)
-        elif isinstance(error, GpusnapError):
-            said = error
-        elif isinstance(error, OSError):
-            said = ImageError(f"{error.filename or 'a file'} cannot be used: {reason(error)}")
-        else:
-            said = Interrupted("the checkpoint was interrupted before it was kept")
-        if wish.leave_running:
-            if store is not None:
-                with suppress(OciError):
-                    kept.forget_pages(store, None, before)
-            raise said from error
-        raise _with_hint(said, found, wish) from error
-
-
-def _with_hint(error: GpusnapError, found: podman.Container, wish: Wish) -> GpusnapError:
-    environment = ""
-    if isinstance(wish.to, where.InStore):
-        environment = f"GPUSNAP_STORE={wish.to.store.path} "
-    return type(error)(
-        f"{error}; nothing is lost: Podman has the checkpoint of {found.name} in its storage",
-        hint=f"{environment}podman container restore {found.name} brings it back",
-    )
+        now = podman.container(export.found.id)
+        path = now.checkpoint_path
+        if path and os.path.isdir(path):
+            return manifest.read(path) if manifest.belongs(path) else None
+    with told():
+        data = read_member(export.archive, CONFIG, limit=manifest.LARGEST)
+    return manifest.decode(data, f"{CONFIG} in what Podman exported") if data is not None else None
 
 
 def _name(wish: Wish, found: podman.Container) -> str:
@@ -241,9 +299,9 @@ def _name(wish: Wish, found: podman.Container) -> str:
     return check_name(f"{plain or found.id[:12]}:{now}")
 
 
-def _compression(path: str) -> str:
+def _ending(path: str) -> str:
     endings = sorted(_COMPRESSION, key=len, reverse=True)
-    return next((_COMPRESSION[each] for each in endings if path.endswith(each)), "zstd")
+    return next((each for each in endings if path.endswith(each)), "")
 
 
 def _put(beside: str, path: str) -> None:
@@ -267,10 +325,14 @@ def _writing(path: str) -> Iterator[None]:
 
 
 def _blobs(store: Store) -> set[str]:
+    return set(_names(os.path.join(store.path, *_BLOBS)))
+
+
+def _names(folder: str) -> list[str]:
     try:
-        return set(os.listdir(os.path.join(store.path, "blobs", "sha256")))
+        return os.listdir(folder)
     except OSError:
-        return set()
+        return []
 
 
 def _size(path: str) -> int:
@@ -278,12 +340,3 @@ def _size(path: str) -> int:
         return os.path.getsize(path)
     except OSError:
         return 0
-
-
-def _gpu_memory(found: podman.Container) -> int:
-    """By the manifest that Podman keeps; 0 where there is none."""
-    with suppress(GpusnapError):
-        path = podman.container(found.id).checkpoint_path
-        if path and manifest.belongs(path):
-            return sum(gpu.memory_used for gpu in manifest.read(path).gpus)
-    return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect as inspect_module
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from runtime_shim import halfway, journal, keep, restore, suspension
 from runtime_shim import recover as recovery
 from runtime_shim import settings as settings_file
 from runtime_shim._version import __version__
-from runtime_shim.errors import GpusnapError
+from runtime_shim.errors import GpusnapError, Interrupted, reason
 from runtime_shim.gpu import find_driver, holders
 from runtime_shim.gpu.driver import Driver
 from runtime_shim.room import reserved
@@ -41,7 +42,7 @@ def main() -> int:
         error.show()
         return error.exit_code
     except click.Abort:
-        return exits.INTERRUPTED
+        return _failed(Interrupted("it was interrupted", hint="the same command can be run again"))
     except GpusnapError as error:
         return _failed(error)
     except OciError as error:
@@ -50,6 +51,10 @@ def main() -> int:
         # `gpusnap inspect … | head`: nobody reads on, and Python must not complain about it at exit.
         sys.stderr.close()
         return exits.FAILED
+    except OSError as error:
+        # Nobody below made a sentence of it: no folder for temporary files, say, or stdout on a full disk.
+        what = error.filename or "a file, or the output,"
+        return _failed(GpusnapError(f"{what} cannot be used: {reason(error)}"))
     return exits.DONE
 
 
@@ -58,7 +63,19 @@ def _failed(error: GpusnapError) -> int:
     return exits.exit_code(error)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """Its help has the whole first sentence of each command's, where click's own has its beginning."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = []
+        for name in self.list_commands(ctx):
+            first, _, _ = inspect_module.cleandoc(self.commands[name].help or "").partition("\n\n")
+            rows.append((name, first))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="gpusnap")
 def command() -> None:
     """Checkpoint and restore containers that use GPUs.

@@ -52,7 +52,12 @@ def checkpoint(
 
     Its memory goes straight into a store, and what is there from earlier checkpoints is not written again. A
     checkpoint for a registry is kept in this host's store, too. Podman ends the container, unless
-    --leave-running is given.
+    --leave-running is given. Where another checkpoint had the name, that one stays, by its digest.
+
+    Whatever fails then, `podman container restore` has the container again. One that Podman removes at its
+    end (--rm, Quadlet) it has from what it exported, which is kept where the message says. If that export
+    itself fails, such a container is gone: therefore room for all of it is asked for first, and Ctrl-C waits
+    for its end.
 
     As JSON: container, containerId, name, digest, store, file, memory (bytes used of GPUs), size (bytes of
     all blobs), new (bytes of those that the store did not have), seconds, and pushed where it was, as
@@ -61,7 +66,7 @@ def checkpoint(
     wish = checkpointing.Wish(
         container=container,
         to=where.destination(to) if to is not None else None,
-        name=name,
+        name=where.named(name) if name else "",
         leave_running=leave_running,
         tcp_established=tcp_established,
         file_locks=file_locks,
@@ -110,8 +115,9 @@ def restore(
     """Have the container of the checkpoint WHAT run again.
 
     WHAT is a name or a digest in this host's store, oci:DIR[:NAME], an archive, or a REF in a registry, whose
-    memory is fetched while the container is being restored, from 8 GiB on before that, and kept in this
-    host's store.
+    memory is fetched while the container is being restored, from 8 GiB on or over a slow network before that,
+    and kept in this host's store. A container that still has its name, such as the one that the checkpoint
+    ended, has to be removed first (podman rm), or --name gives another.
 
     As JSON: container, containerId, digest (empty for an archive), kept (the name in the store of what came
     from a registry, empty where that did not keep it) and seconds.
@@ -159,7 +165,8 @@ def push(what: str, ref: str, form: moving.Format, plain_http: bool, as_json: bo
     """Bring the checkpoint WHAT into a registry as REF.
 
     WHAT is a name or a digest in this host's store, oci:DIR[:NAME], or an archive. Chunks that the registry
-    has are not sent again. REF without a tag has the tag latest.
+    has are not sent again. REF without a tag has the tag latest. CAs and client certificates of a registry
+    are taken from /etc/containers/certs.d or /etc/docker/certs.d, a proxy from HTTPS_PROXY and NO_PROXY.
 
     As JSON: reference, digest, blobs and bytes that were sent, skippedBlobs and skippedBytes that were there,
     and mounted, the blobs of those that the registry took from another of its repositories.
@@ -196,7 +203,8 @@ def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -
     """Bring the checkpoint REF out of a registry, into a store or an archive.
 
     In the store its name is REF, and chunks that the store has do not come again. One that was interrupted
-    goes on from where it was when it is run again.
+    goes on from where it was when it is run again. CAs and client certificates of a registry are taken from
+    /etc/containers/certs.d or /etc/docker/certs.d, a proxy from HTTPS_PROXY and NO_PROXY.
 
     As JSON: reference, digest, store, name, file, and blobs to mounted as `gpusnap push` has them.
     """

@@ -18,7 +18,7 @@ from gpusnap.progress import Progress
 from gpusnap.show_store import document
 from gpusnap.source import Checkpoint, Stored, needed, opened
 from gpusnap.verifying import verify_all, verify_one
-from gpusnap.where import InStore, default_store, in_store, open_store
+from gpusnap.where import InStore, default_store, in_store, named, open_store
 from oci.errors import DigestError, LayoutError
 from oci.store import Collected, Store
 from runtime_shim.errors import GpusnapError, UsageError
@@ -170,9 +170,11 @@ def verify(what: tuple[str, ...], everything: bool, deep: bool, plain_http: bool
 def rm(what: tuple[str, ...], at_once: bool, as_json: bool) -> None:
     """Take each WHAT out of its store: a name, or by its digest a checkpoint with all its names.
 
-    Its blobs stay until `gpusnap gc`, which frees those that nothing else needs.
+    Its blobs stay until `gpusnap gc`, which frees those that nothing else needs. After that Podman cannot
+    restore the container either that the checkpoint ended, though it may still be there.
 
-    As JSON: removed (what, store, digest, names), collected (null, or a list of what `gpusnap gc` says).
+    As JSON: removed (what, store, digest, names, and left, the names that it still has), collected (null, or
+    a list of what `gpusnap gc` says).
     """
     removed: list[_Removed] = []
     failures: list[GpusnapError] = []
@@ -223,7 +225,8 @@ def tag(what: str, name: str, as_json: bool) -> None:
     As JSON: store, digest, name, movedFrom (the digest that had the name before; empty for a new name).
     """
     place = _named(what)
-    store = open_store(place.store)
+    named(name)
+    store = open_store(place.store, write=True)
     entry = place.entry()
     with told():
         before = [each.descriptor.digest for each in store.entries() if each.name == name]
@@ -245,6 +248,8 @@ class _Removed:
     store: str
     digest: str
     names: tuple[str, ...]
+    left: tuple[str, ...]
+    """The names that the checkpoint still has."""
 
 
 def _store(word: str | None) -> Store:
@@ -321,12 +326,13 @@ def _title(checkpoint: Checkpoint) -> str:
 
 def _removed(word: str, stores: dict[str, Store]) -> _Removed:
     place = _named(word)
-    store = open_store(place.store)
+    store = open_store(place.store, write=True)
     digest = place.entry().descriptor.digest
     with told():
         names = store.remove(place.wanted)
+        left = tuple(each.name for each in store.entries() if each.descriptor.digest == digest)
     stores[store.path] = store
-    return _Removed(word, store.path, digest, names)
+    return _Removed(word, store.path, digest, names, left)
 
 
 def _say_removed(removed: Sequence[_Removed], collected: Sequence[tuple[Store, Collected]]) -> None:
@@ -336,14 +342,18 @@ def _say_removed(removed: Sequence[_Removed], collected: Sequence[tuple[Store, C
         show.say(console, f"removed {names}, {show_store.short(each.digest)}, from {each.store}")
     for store, found in collected:
         show_store.collected(console, store.path, found, dry_run=False)
-    if removed and not collected:
+    for each in removed:
+        if each.left:
+            left = ", ".join(name or "(no name)" for name in each.left)
+            show.say(console, f"{show_store.short(each.digest)} stays, as {left}")
+    if not collected and any(not each.left for each in removed):
         show.say(console, "gpusnap gc frees the room that it took")
 
 
 def _collect(store: Store, *, dry_run: bool) -> Collected:
     with told(), Progress() as progress:
         progress.stage("looking for what nothing needs")
-        return open_store(store).collect(dry_run=dry_run)
+        return open_store(store, write=True).collect(dry_run=dry_run)
 
 
 def _collected_document(store: Store, found: Collected, *, dry_run: bool) -> dict[str, object]:

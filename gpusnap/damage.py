@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from gpusnap.contents import parts
 from oci import artifact as artifacts
 from oci.artifact import Artifact
-from oci.chunks import MEDIA_TYPES
+from oci.chunks import MEDIA_TYPES, Table
 from oci.errors import DigestError, LayoutError
 from oci.graph import is_document
 from oci.layout import Layout
@@ -27,6 +27,7 @@ __all__ = [
     "Verified",
     "config_of",
     "damaged",
+    "tables_of",
     "within",
     "within_artifact",
     "within_manifest",
@@ -105,6 +106,15 @@ def config_of(artifact: Artifact, layout: Layout) -> Manifest | None:
         data = layout.read_blob(artifact.config, limit=manifest.LARGEST)
         return manifest.decode(data, artifact.config.digest)
     return None
+
+
+def tables_of(root: Descriptor, layout: Layout) -> tuple[Table, ...]:
+    """The tables of an artifact's config; () where manifests or config cannot be read."""
+    try:
+        record = config_of(artifacts.read(root, layout.read_blob), layout)
+    except (LayoutError, DigestError):
+        return ()
+    return tuple(part.table for part in parts(record))
 
 
 def within_artifact(artifact: Artifact, record: Manifest | None) -> dict[str, list[str]]:

@@ -9,6 +9,7 @@ The kinds have exit codes of their own. Whatever else the packages below raise i
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,7 +31,7 @@ class Damaged(GpusnapError):
 _KINDS: tuple[tuple[type[errors.OciError], type[GpusnapError], str], ...] = (
     (errors.NotThere, NotFound, "gpusnap ls shows what there is"),
     (errors.Ambiguous, GpusnapError, "give more of the digest"),
-    (errors.StoreBusy, GpusnapError, "try again when that process is done"),
+    (errors.StoreBusy, GpusnapError, ""),
     (errors.StoreError, GpusnapError, ""),
     (errors.NotInRegistry, NotFound, "check the name, the tag, and who may see it"),
     (errors.Unauthorized, GpusnapError, "log in with podman login, or look into the auth file"),
@@ -46,11 +47,26 @@ _KINDS: tuple[tuple[type[errors.OciError], type[GpusnapError], str], ...] = (
     (errors.Cancelled, Interrupted, ""),
 )
 
+# What could not be read for one of these may be right.
+_NO_DAMAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
+
+# Another attempt does not help there.
+_TLS = (
+    ("does not speak TLS", "--plain-http does, or http:// before the reference"),
+    ("is not trusted", ""),
+)
+
 
 def failure(error: errors.OciError) -> GpusnapError:
     """The same as an error for users: its sentence, and what to do about it."""
+    for words, hint in _TLS:
+        if isinstance(error, errors.Unreachable) and words in str(error):
+            return GpusnapError(str(error), hint=hint)
     for kind, ours, hint in _KINDS:
         if isinstance(error, kind):
+            cause = error.__cause__
+            if ours is Damaged and isinstance(cause, OSError) and cause.errno in _NO_DAMAGE:
+                break
             return ours(str(error), hint=hint)
     return GpusnapError(str(error))
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 
 from gpusnap import where
 from gpusnap.failures import Damaged
 from oci import artifact as artifacts
 from oci.artifact import Artifact
-from oci.chunks import Table
-from oci.errors import DiskError, NotThere, OciError
+from oci.chunks import Table, descriptors
+from oci.errors import DiskError, NotThere, OciError, StoreError
 from oci.layout import Layout
 from oci.manifest import EMPTY, Descriptor
 from oci.store import Store
@@ -19,7 +22,11 @@ from runtime_shim import manifest
 from runtime_shim.chunk_home import labelled
 from runtime_shim.errors import Refused
 
-__all__ = ["Kept", "forget_pages", "held", "load", "roots"]
+__all__ = ["Kept", "forget_pages", "forget_pages_of", "held", "hold", "load", "roots"]
+
+# As runtime_shim.chunk_home.described writes them.
+_CONTAINER = "io.gpusnap.container.id"
+_CREATED = "org.opencontainers.image.created"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,8 @@ class Kept:
 def load(root: Descriptor, layout: Layout, read: Callable[[Descriptor], bytes] | None = None) -> Kept:
     """Read an artifact and its config from a layout, manifests by `read` where that is given.
 
-    Raises OciError, ManifestError, Damaged.
+    Raises OciError, ManifestError, and Damaged, also for one whose config names chunks that are no layers of
+    it: no pull would bring those, and gc would take them.
     """
     whole = artifacts.read(root, read or layout.read_blob)
     config = whole.config
@@ -73,7 +81,16 @@ def load(root: Descriptor, layout: Layout, read: Callable[[Descriptor], bytes] |
             f"the manifest {config.digest} has {config.size} bytes, and {manifest.LARGEST} are allowed"
         )
     data = layout.read_blob(config, limit=manifest.LARGEST)
-    return Kept(root, whole, data, manifest.decode(data, f"the manifest {config.digest}"))
+    found = Kept(root, whole, data, manifest.decode(data, f"the manifest {config.digest}"))
+    layers = {(each.digest, each.size) for each in whole.chunks}
+    for chunk in descriptors(found.tables):
+        if (chunk.digest, chunk.size) not in layers:
+            raise Damaged(
+                f"{root.digest} names the chunk {chunk.digest} of {chunk.size} bytes in its manifest, and "
+                "not among its layers",
+                hint="take another copy of it, from where it was made",
+            )
+    return found
 
 
 @contextmanager
@@ -82,10 +99,39 @@ def held(place: where.InStore) -> Iterator[tuple[Store, Kept]]:
     store = where.open_store(place.store)
     root = place.entry().descriptor
     with ExitStack() as stack:
-        # Where a store is mounted read-only, there is no gc.
-        with suppress(DiskError):
-            root = stack.enter_context(store.hold(root.digest))
+        hold(store, root.digest, stack)
         yield store, load(root, store.layout)
+
+
+def hold(store: Store, digest: str, stack: ExitStack) -> None:
+    """Keep a manifest and all below it from gc while `stack` lasts. Raises NotThere, DiskError.
+
+    Where a store is mounted read-only, or is only another tool's layout, there is no gc, and no hold either.
+    """
+    try:
+        stack.enter_context(store.hold(digest))
+    except DiskError as error:
+        if _is_foreign(store) or _is_read_only(error, store):
+            return
+        raise
+
+
+def _is_foreign(store: Store) -> bool:
+    try:
+        store.check()
+    except StoreError:
+        return True
+    return False
+
+
+def _is_read_only(error: OciError, store: Store) -> bool:
+    """Whether an error is that of a store on a file system that is mounted read-only."""
+    cause = error.__cause__
+    if isinstance(cause, OSError) and cause.errno == errno.EROFS:
+        return True
+    with suppress(OSError):
+        return bool(os.statvfs(store.path).f_flag & os.ST_RDONLY)
+    return False
 
 
 def roots(store: Store) -> set[str]:
@@ -93,19 +139,39 @@ def roots(store: Store) -> set[str]:
     return {each.descriptor.digest for each in store.entries()}
 
 
-def forget_pages(store: Store, config: Descriptor | None, before: set[str]) -> None:
+def forget_pages(store: Store, config: Descriptor, before: set[str]) -> None:
     """Take out of the index what a runtime put there since `before`: memory without records.
 
-    `config`: its manifest; None for any. The blobs stay. What cannot be told or done is left, and shown by
-    `gpusnap ls`.
+    `config`: its manifest. The blobs stay. What cannot be told or done is left, and shown by `gpusnap ls`.
     """
+    _forget(store, before, lambda found: found.config.digest == config.digest)
+
+
+def forget_pages_of(store: Store, container: str, since: datetime, before: set[str]) -> None:
+    """The same for a checkpoint that came to nothing: that of a container (its full ID) and no other's.
+
+    since: when it began. Others make checkpoints into the same store meanwhile.
+    """
+
+    def ours(found: Artifact) -> bool:
+        notes = found.annotations
+        try:
+            created = datetime.fromisoformat(notes.get(_CREATED, ""))
+            # It is written in whole seconds.
+            return notes.get(_CONTAINER) == container and created >= since.replace(microsecond=0)
+        except (ValueError, TypeError):
+            return False
+
+    _forget(store, before, ours)
+
+
+def _forget(store: Store, before: set[str], ours: Callable[[Artifact], bool]) -> None:
     for entry in store.entries():
         digest = entry.descriptor.digest
         if entry.name or digest in before:
             continue
         with suppress(OciError):
             found = artifacts.read(entry.descriptor, store.read)
-            same = config is None or found.config.digest == config.digest
-            if found.records is None and same:
+            if found.records is None and ours(found):
                 with suppress(NotThere):
                     store.remove(digest)

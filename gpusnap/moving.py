@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +18,7 @@ from gpusnap.progress import Progress
 from gpusnap.source import load_manifest, open_repository
 from oci import artifact, image, reference, transfer
 from oci.archive import Compression, read_member
-from oci.errors import BlobError, RegistryError, StoreError
+from oci.errors import BlobError, RegistryError, StagingBusy, StoreError
 from oci.layout import Layout
 from oci.manifest import Descriptor
 from oci.reference import Reference
@@ -45,6 +46,13 @@ _LATEST = "latest"
 # Each may cost a request for each blob that is new.
 _MOST_SIBLINGS = 4
 _LARGEST_DUMP = 16 << 20
+# Seconds, between looks at a staging that another process has.
+_EVERY = 0.2
+_PATIENCE = 600.0
+# Bytes that any network brings in time.
+_NOTHING = 64 << 20
+# Bytes of chunks that show how fast they come; whoever fetches the rest fetches these again.
+_PROBE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +145,7 @@ def pull(
                 write_archive(found, staging.layout, file, compress=compress, progress=progress)
             if to is not None or not file:
                 progress.stage("to disk")
-                staging.commit(found.root, names=[name], tables=found.tables)
+                staging.commit(found.root, names=[name], foreign=found.tables)
                 return Pulled(str(what.reference), found.root.digest, moved, store.path, name, file)
     return Pulled(str(what.reference), found.root.digest, moved, file=file)
 
@@ -148,38 +156,98 @@ def fetched(
     what: where.InRegistry,
     *,
     leave: int = 0,
+    seconds: float = 0,
     plain_http: bool = False,
     progress: Progress,
 ) -> Iterator[tuple[Staging, Kept, Moved]]:
     """A checkpoint from a registry, in a staging of the store.
 
-    leave: chunks that the store lacks stay away, where they are at most so many bytes together. The staging
-    is removed at the end of the block, and stays for the next time where that fails. Raises OciError,
+    leave: chunks that the store lacks stay away, where they are at most so many bytes together, and would
+    come within `seconds`; those that it has are not read then, as they are when they are used. The staging is
+    removed at the end of the block, and stays for the next time where that fails. Raises OciError,
     ManifestError, Damaged, NotFound.
     """
     store.create()
     with open_repository(what, plain_http=plain_http) as repository:
         progress.stage(f"pull of {what.reference}")
         root = repository.resolve(_wanted(what.reference))
-        staging = store.stage(f"pull-{root.digest.partition(':')[2][:32]}")
+        staging = _staged(store, root, what.reference, progress)
         try:
             transfer.pull(repository, root.digest, staging.layout, have=_have(staging), wanted=_is_config)
             found = kept.load(root, staging.layout)
-            away = {each.digest for each in found.artifact.chunks if not staging.take(each.digest, each.size)}
-            missing = sum(each.size for each in found.artifact.chunks if each.digest in away)
-            root, moved = transfer.pull(
-                repository,
-                root.digest,
-                staging.layout,
-                have=_have(staging),
-                wanted=lambda one: missing > leave or one.digest not in away,
-                progress=progress.moved,
-            )
+            away = {each.digest: each.size for each in _away(found.artifact.chunks, staging, store)}
+
+            def come(wanted: Callable[[Descriptor], bool]) -> Moved:
+                have = _have(staging, read=not leave)
+                return transfer.pull(
+                    repository, root.digest, staging.layout, have=have, wanted=wanted, progress=progress.moved
+                )[1]
+
+            if not leave:
+                moved = come(lambda one: True)
+            else:
+                moved = come(lambda one: one.digest not in away)
+                if not _may_wait(away, leave, seconds, come):
+                    come(lambda one: one.digest in away)
             yield staging, found, moved
         except BaseException:
             staging.close(leave=True)
             raise
         staging.close()
+
+
+def _away(chunks: Iterable[Descriptor], staging: Staging, store: Store) -> Iterator[Descriptor]:
+    """Those that are neither in a staging nor in its store."""
+    for each in chunks:
+        if not any(layout.has_blob(each.digest, each.size) for layout in (staging.layout, store.layout)):
+            yield each
+
+
+def _may_wait(
+    away: Mapping[str, int], leave: int, seconds: float, come: Callable[[Callable[[Descriptor], bool]], Moved]
+) -> bool:
+    """Whether chunks (digest, bytes) can come later: they are few, and would then come in time.
+
+    Some of them come now, so that it is known how fast they do.
+    """
+    missing = sum(away.values())
+    if missing > leave:
+        return False
+    if missing <= _NOTHING:
+        return True
+    probe: set[str] = set()
+    size = 0
+    for digest, each in away.items():
+        if size >= min(missing // 32, _PROBE):
+            break
+        probe.add(digest)
+        size += each
+    began = time.monotonic()
+    moved = come(lambda one: one.digest in probe)
+    return missing * (time.monotonic() - began) <= moved.bytes * seconds
+
+
+def _staged(store: Store, root: Descriptor, of: Reference, progress: Progress) -> Staging:
+    """The staging for what is pulled of it; where another process pulls the same, when that is done.
+
+    What that brings, a second one need not. Raises OciError, such as StagingBusy where that takes too long.
+    """
+    name, waits = f"pull-{root.digest.partition(':')[2][:32]}", False
+    end = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            staging = store.stage(name)
+        except StagingBusy:
+            if time.monotonic() > end:
+                raise
+            if not waits:
+                progress.stage(f"waiting for another pull of {of}")
+            waits = True
+            time.sleep(_EVERY)
+            continue
+        if waits:
+            progress.stage(f"pull of {of}")
+        return staging
 
 
 def take_chunks(staging: Staging, chunks: Iterable[Descriptor]) -> None:
@@ -284,8 +352,23 @@ def _wanted(of: Reference) -> str:
     return of.digest or of.tag or _LATEST
 
 
-def _have(staging: Staging) -> Callable[[Descriptor], bool]:
-    return lambda one: staging.take(one.digest, one.size)
+def _have(staging: Staging, *, read: bool = True) -> Callable[[Descriptor], bool]:
+    """What the store has, and with `read` has right: a pull brings the rest, also in the place of what is
+    damaged.
+    """
+
+    def have(one: Descriptor) -> bool:
+        if not staging.take(one.digest, one.size):
+            return False
+        if not read:
+            return True
+        try:
+            staging.layout.check_blob(one)
+        except BlobError:
+            return False
+        return True
+
+    return have
 
 
 def _is_config(one: Descriptor) -> bool:

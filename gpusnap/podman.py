@@ -1,8 +1,10 @@
 """Podman as a child of ours: what it knows of a container, a checkpoint, a restore.
 
 It runs in a process group of its own, so that what a terminal sends comes to us alone. We hand a signal on to
-the runtime that works for Podman, which undoes what it did and has Podman say so; where none runs yet or any
-more, to Podman. What Podman prints is for us: of a failure, the sentence.
+the runtime that works for Podman, which undoes what it did and has Podman say so; where none runs yet, to
+Podman. Where a checkpoint has ended the container, and Podman exports it, nobody gets it: with --rm there is
+nothing else left of the container than what Podman then writes. What Podman prints is for us: of a failure,
+the sentence.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from gpusnap.failures import NotFound
 from runtime_shim import proc
@@ -32,6 +34,8 @@ _MARK = "GPUSNAP_CALLER"
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EVERY = 0.25
 _LONGEST = 64 << 10
+# How Podman names what its runtime did: by its command line, or by what it wrote into its log.
+_OF_THE_RUNTIME = re.compile(r"failed: (?:exit status|signal: )|OCI runtime|conmon|gpusnap: ")
 _LOG_LINE = re.compile(r'^time="[^"]*" level=\w+ msg="(.*)"$')
 
 
@@ -46,7 +50,13 @@ class Container:
     status: str
     """running, paused, exited, …"""
     checkpoint_path: str = ""
-    """Where its last checkpoint is in Podman's storage."""
+    """Where its last checkpoint is in Podman's storage, if there is one."""
+    init: int = 0
+    """The PID of its first process; 0 where it does not run."""
+    auto_remove: bool = False
+    """Podman removes it when it ends, as with --rm, and its checkpoint with it."""
+    upper: str = ""
+    """The folder of the files that it has changed (overlay); empty where the storage has no such folder."""
 
 
 def container(wanted: str) -> Container:
@@ -59,18 +69,28 @@ def container(wanted: str) -> Container:
         raise GpusnapError(f"Podman does not tell of the container {wanted}: {_sentence(done)}")
     try:
         (found,) = json.loads(done.out)
-        state = found["State"]
-        return Container(
-            str(found["Id"]),
-            str(found["Name"]),
-            str(found["OCIRuntime"]),
-            str(state["Status"]),
-            str(state.get("CheckpointPath") or ""),
-        )
-    except (ValueError, KeyError, TypeError) as error:
+        return _container(found)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise GpusnapError(
             f"what Podman says of the container {wanted} is not understood: {error!r}"
         ) from error
+
+
+def _container(found: Mapping[str, Any]) -> Container:
+    """Of what `podman container inspect` prints. Raises what a document of another form does."""
+    state, driver = found["State"], found.get("GraphDriver") or {}
+    own = found.get("StaticDir") or ""
+    return Container(
+        id=str(found["Id"]),
+        name=str(found["Name"]),
+        runtime=str(found["OCIRuntime"]),
+        status=str(state["Status"]),
+        # Podman keeps the path only of a checkpoint that it called done (libpod, ContainerState).
+        checkpoint_path=str(state.get("CheckpointPath") or (os.path.join(own, "checkpoint") if own else "")),
+        init=int(state.get("Pid") or 0),
+        auto_remove=bool((found.get("HostConfig") or {}).get("AutoRemove")),
+        upper=str((driver.get("Data") or {}).get("UpperDir") or ""),
+    )
 
 
 def ids() -> set[str]:
@@ -106,14 +126,20 @@ def check(found: Container) -> None:
 
 
 def checkpoint(
-    container_id: str, archive: str, options: Sequence[str], *, tick: Callable[[], None] = lambda: None
-) -> None:
+    of: Container, archive: str, options: Sequence[str], *, tick: Callable[[], None] = lambda: None
+) -> bool:
     """Have Podman checkpoint a container into an archive. `tick` is called several times a second.
 
-    Raises GpusnapError with the sentence of who failed; Interrupted where a signal came and it failed.
+    Whether a signal came that nobody heeded: it is the caller's to say. Raises GpusnapError with the sentence
+    of who failed; Interrupted where a signal came and it failed.
     """
-    words = ("container", "checkpoint", "--export", archive, *options, container_id)
-    _work(words, {}, tick)
+    words = ("container", "checkpoint", "--export", archive, *options, of.id)
+    first = proc.process(of.init) if of.init else None
+
+    def ended() -> bool:
+        return first is not None and (not proc.same(first.pid, first.start) or proc.dying(first.pid))
+
+    return _work(words, {}, tick, ended)[1]
 
 
 def restore(
@@ -124,7 +150,7 @@ def restore(
     tick: Callable[[], None] = lambda: None,
 ) -> str:
     """Have Podman make a container from an archive and run it on; its ID. Raises as `checkpoint` does."""
-    return _work(("container", "restore", "--import", archive, *options), environment, tick)
+    return _work(("container", "restore", "--import", archive, *options), environment, tick)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +166,16 @@ def _ask(*words: str) -> _Done:
         return _ended(child, out, err)
 
 
-def _work(words: Sequence[str], environment: Mapping[str, str], tick: Callable[[], None]) -> str:
+def _work(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    tick: Callable[[], None],
+    ended: Callable[[], bool] = lambda: False,
+) -> tuple[str, bool]:
+    """What Podman prints, and whether a signal came. `ended`: from then on Podman is left alone."""
     mark = secrets.token_hex(8)
     with (
-        _passing_on(mark) as relay,
+        _passing_on(mark, ended) as relay,
         _started(words, {**os.environ, **environment, _MARK: mark}) as (child, out, err),
     ):
         relay.to(child.pid)
@@ -153,10 +185,10 @@ def _work(words: Sequence[str], environment: Mapping[str, str], tick: Callable[[
             tick()
         done = _ended(child, out, err)
     if done.code:
-        if relay.came:
+        if relay.passed:
             raise Interrupted(_own(done) or f"podman {words[0]} {words[1]} was interrupted")
         raise GpusnapError(_sentence(done))
-    return done.out.strip()
+    return done.out.strip(), bool(relay.came)
 
 
 @contextmanager
@@ -193,9 +225,10 @@ def _text(file: IO[bytes]) -> str:
 class _Relay:
     """Signals on their way to who works for Podman; those that come before it runs are kept for it."""
 
-    def __init__(self, mark: str) -> None:
+    def __init__(self, mark: str, ended: Callable[[], bool]) -> None:
         self.came: list[int] = []
-        self._mark, self._podman = mark, 0
+        self.passed = False
+        self._mark, self._podman, self._ended = mark, 0, ended
 
     def to(self, podman: int) -> None:
         """It runs, as this PID."""
@@ -210,14 +243,19 @@ class _Relay:
             self._send(number)
 
     def _send(self, number: int) -> None:
+        ended = self._ended()  # before the runtime is looked for, which may end in between
+        worker = _worker(self._podman, self._mark)
+        if ended and not worker:
+            return
+        self.passed = True
         with suppress(ProcessLookupError):
-            os.kill(_worker(self._podman, self._mark) or self._podman, number)
+            os.kill(worker or self._podman, number)
 
 
 @contextmanager
-def _passing_on(mark: str) -> Iterator[_Relay]:
+def _passing_on(mark: str, ended: Callable[[], bool]) -> Iterator[_Relay]:
     """Hand signals on while the block runs."""
-    relay = _Relay(mark)
+    relay = _Relay(mark, ended)
     if threading.current_thread() is not threading.main_thread():
         yield relay  # nobody else gets a signal
         return
@@ -262,8 +300,12 @@ def _sentence(done: _Done) -> str:
 
 
 def _own(done: _Done) -> str:
-    """What gpusnap-runtime said; "" where it said nothing."""
-    for line in done.err.splitlines():
+    """What gpusnap-runtime said; "" where it said nothing, or Podman failed when it had done its work."""
+    lines = done.err.splitlines()
+    ends = [line for line in lines if line.startswith("Error: ")]
+    if ends and not _OF_THE_RUNTIME.search(ends[-1]):
+        return ""  # then what the runtime said is a note
+    for line in lines:
         before, ours, text = line.partition("gpusnap: ")
         if ours and "level=warning" not in before:
             return text.strip().removesuffix('"')

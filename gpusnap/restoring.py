@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,11 +16,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from gpusnap import kept, moving, podman, where
-from gpusnap.failures import told
+from gpusnap.damage import within_artifact
+from gpusnap.failures import Damaged, told
 from gpusnap.kept import Kept
 from gpusnap.progress import Progress, grown
 from oci.archive import read_member
-from oci.errors import DiskError, OciError
+from oci.errors import BlobError, DiskError, OciError, StoreError
 from oci.image import CRIU
 from oci.store import Staging, Store
 from runtime_shim import fetching
@@ -29,11 +31,15 @@ from runtime_shim.restore import GPU_MAP
 __all__ = ["Restored", "Wish", "restore"]
 
 _ARCHIVE = "podman.tar"
-# Podman gives a restore 240 s (libpod, define.ContainerCreateTimeout): what may not come in that time at
-# 35 MiB/s is fetched before it begins, and need not be fetched again when it fails.
+# Podman gives a restore 240 s (libpod, define.ContainerCreateTimeout): what may not come in that time is
+# fetched before it begins, and need not be fetched again when it fails.
 _ON_THE_WAY = 8 << 30
+_SECONDS = 120.0
 # Podman's are some tens of KiB.
 _LARGEST_DUMP = 16 << 20
+_DIGEST = re.compile("sha256:[0-9a-f]{64}")
+# Of a container (libpod, define.NameRegex).
+_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,30 +111,34 @@ def _from_store(wish: Wish, place: where.InStore, progress: Progress) -> tuple[s
             progress.stage("records")
             moving.write_archive(found, store.layout, archive, embed=False, progress=progress)
             environment = {fetching.STORE: store.path}
-            return _run(wish, archive, environment, progress, lambda: _name_of(found)), found.root.digest
+            try:
+                container = _run(wish, archive, environment, progress, lambda: _name_of(found))
+            except GpusnapError as error:
+                if (damaged := _of_damage(error, found, store)) is not None:
+                    raise damaged from error
+                raise
+            return container, found.root.digest
 
 
 def _from_registry(wish: Wish, place: where.InRegistry, progress: Progress) -> tuple[str, str, str]:
     store, name = where.default_store(), moving.store_name(place.reference)
     pull_from = where.InRegistry(place.reference, place.plain_http or wish.plain_http).repository
-    with moving.fetched(store, place, leave=_ON_THE_WAY, plain_http=wish.plain_http, progress=progress) as (
-        staging,
-        found,
-        _,
-    ):
+    coming = moving.fetched(
+        store, place, leave=_ON_THE_WAY, seconds=_SECONDS, plain_http=wish.plain_http, progress=progress
+    )
+    with coming as (staging, found, _), _room(store) as folder, ExitStack() as stack:
         found.check_whole()
         before = kept.roots(store)
-        archive = os.path.join(staging.path, _ARCHIVE)
-        try:
-            progress.stage("records")
-            moving.write_archive(found, staging.layout, archive, embed=False, progress=progress)
-            whole = _keep(store, staging, found, name, before)
-            environment = {fetching.STORE: store.path, fetching.PULL_FROM: pull_from}
-            fetched = grown(os.path.dirname(staging.path))
-            container = _run(wish, archive, environment, progress, lambda: _name_of(found), fetched)
-        finally:
-            with suppress(FileNotFoundError):
-                os.unlink(archive)
+        archive = os.path.join(folder, _ARCHIVE)
+        progress.stage("records")
+        moving.write_archive(found, staging.layout, archive, embed=False, progress=progress)
+        whole = _keep(store, staging, found, name, before)
+        if whole:
+            kept.hold(store, found.root.digest, stack)
+            staging.close()  # others who want the same need not wait
+        environment = {fetching.STORE: store.path, fetching.PULL_FROM: pull_from}
+        fetched = grown(os.path.dirname(staging.path))
+        container = _run(wish, archive, environment, progress, lambda: _name_of(found), fetched)
         whole = whole or _keep(store, staging, found, name, before)
     return container, found.root.digest, name if whole else ""
 
@@ -137,7 +147,7 @@ def _keep(store: Store, staging: Staging, found: Kept, name: str, before: set[st
     """Name in the store what is all there by now; whether it is. Nothing else depends on it."""
     with suppress(OciError):
         moving.take_chunks(staging, found.artifact.chunks)
-        staging.commit(found.root, names=[name], tables=found.tables)
+        staging.commit(found.root, names=[name], foreign=found.tables)
         kept.forget_pages(store, found.artifact.config, before)
         return True
     return False
@@ -159,10 +169,32 @@ def _run(
         return podman.restore(
             archive, wish.options(), {**environment, **chosen}, tick=progress.watching(measure)
         )
-    except GpusnapError:
+    except GpusnapError as error:
+        wanted = ""
         with suppress(GpusnapError, OciError):
-            _remove_new(wish.name or name(), before)
+            wanted = wish.name or name()
+            _remove_new(wanted, before)
+        if _NAME.fullmatch(wanted) and "already in use" in str(error):
+            raise GpusnapError(
+                f"Podman has a container {wanted} already",
+                hint=f"remove it with podman rm {wanted}, or give another name with --name",
+            ) from error
         raise
+
+
+def _of_damage(error: GpusnapError, found: Kept, store: Store) -> Damaged | None:
+    """The same error, where it names a chunk that the store lacks, or has wrong: who read it was a child."""
+    named = set(_DIGEST.findall(str(error)))
+    for each in found.artifact.chunks:
+        if each.digest in named:
+            try:
+                store.layout.check_blob(each)
+            except BlobError:
+                place = within_artifact(found.artifact, found.record)[each.digest][0]
+                return Damaged(
+                    f"{error}; that is of {place}", hint="gpusnap verify finds all that is damaged"
+                )
+    return None
 
 
 def _remove_new(name: str, before: set[str]) -> None:
@@ -191,6 +223,6 @@ def _room(store: Store) -> Iterator[str]:
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(store.stage()).path
-        except DiskError:
+        except (DiskError, StoreError):  # of another tool's, on a disk that is read-only, no lock can be had
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpusnap-", dir="/var/tmp"))
         yield folder

@@ -34,6 +34,8 @@ __all__ = [
 ]
 
 _WIDTH = 40
+# Of tables: below it, what is left for some columns are a few letters.
+_NARROWEST = 80
 # No row of a table comes near it.
 _WIDEST = 100_000
 _NUMBERS = {
@@ -43,9 +45,15 @@ _NUMBERS = {
 
 
 def output() -> Console:
-    """To print results on. Where nobody has said how wide it is and no terminal knows, a row is a line."""
-    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDEST
-    return Console(width=wide, highlight=False)
+    """To print results on. Where nobody has said how wide it is and no terminal knows, a row is a line.
+
+    A terminal that is narrower than tables can be folded breaks their lines itself.
+    """
+    if "COLUMNS" not in os.environ and not (sys.stdout is not None and sys.stdout.isatty()):
+        return Console(width=_WIDEST, highlight=False)
+    console = Console(highlight=False)
+    console.width = max(console.width, _NARROWEST)
+    return console
 
 
 def table(title: str, *columns: str, fixed: Collection[str] = ("UUID",)) -> Table:

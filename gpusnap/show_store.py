@@ -354,7 +354,8 @@ def collected(console: Console, path: str, found: Collected, *, dry_run: bool) -
     removed = "would remove" if dry_run else "removed"
     say(console, f"{removed} {found.blobs} blobs, {human(found.size)}, from {path}")
     if found.stagings:
-        say(console, f"{removed} what {len(found.stagings)} dead writers had left")
+        writers = "a dead writer" if len(found.stagings) == 1 else f"{len(found.stagings)} dead writers"
+        say(console, f"{removed} what {writers} had left")
     for each in found.spared:
         say(console, f"left {each.path}: {each.why}")
     say(console, f"{found.live_blobs} blobs, {human(found.live_size)}, are in use")

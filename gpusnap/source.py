@@ -10,18 +10,18 @@ import io
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from gpusnap import kept
 from gpusnap.failures import told
+from gpusnap.kept import hold
 from gpusnap.where import InFile, InRegistry, InStore, find
 from oci import artifact as artifacts
 from oci import credentials
 from oci.archive import ArchiveError, read_member
 from oci.artifact import Artifact
 from oci.blobs import Blobs
-from oci.errors import DiskError
 from oci.layout import Layout
 from oci.manifest import EMPTY, Descriptor
 from oci.registry import Repository
@@ -120,13 +120,6 @@ def load_manifest(path: str) -> manifest.Manifest:
     if data is None:
         raise _no_manifest(path)
     return manifest.decode(data, f"{path}: {_MEMBER}")
-
-
-def hold(store: Store, digest: str, stack: ExitStack) -> None:
-    """Keep a manifest and all below it from gc while `stack` lasts. Raises NotThere."""
-    # A store that is mounted read-only has no gc either.
-    with suppress(DiskError):
-        stack.enter_context(store.hold(digest))
 
 
 @contextmanager

@@ -7,17 +7,20 @@ import os
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-from gpusnap.damage import Progress, Verified, config_of, damaged, within, within_artifact
+from gpusnap.contents import parts
+from gpusnap.damage import Progress, Verified, config_of, damaged, tables_of, within, within_artifact
 from gpusnap.failures import told
 from gpusnap.listing import Kept, kept
 from gpusnap.source import hold, open_repository
 from gpusnap.verifying_files import in_archive, in_folder
 from gpusnap.where import InFile, InRegistry, InStore, find, open_store
 from oci import artifact as artifacts
+from oci.artifact import Artifact
+from oci.chunks import Table
 from oci.digests import digest_of, encoded
 from oci.errors import BlobError, DigestError, LayoutError, NotInRegistry, OciError
 from oci.graph import children, is_document
@@ -25,9 +28,10 @@ from oci.layout import Layout
 from oci.manifest import INDEX, Descriptor, Index, written_document
 from oci.registry import Repository
 from oci.store import Store
-from oci.verify import Checked, Fault, verify
+from oci.verify import Checked, Contents, Fault, verify
 from oci.workers import for_each
 from runtime_shim import manifest
+from runtime_shim.manifest import Manifest
 from runtime_shim.memory.copies import cores
 
 __all__ = ["verify_all", "verify_one"]
@@ -61,12 +65,11 @@ def verify_one(
 def verify_all(store: Store, progress: Progress = lambda done, whole: None) -> Verified:
     """Check everything that a store names, each blob once. Raises Damaged for a broken index."""
     places: dict[str, list[str]] = defaultdict(list)
-    with told(), ExitStack() as stack:
+    with told(), tempfile.TemporaryDirectory(prefix="gpusnap-") as folder:
         found = kept(open_store(store))
-        for each in found:
-            hold(store, each.root.digest, stack)
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpusnap-"))
-        checked, faults = _checked(*_all_of(store, found, folder), progress)
+        tables = (table for each in found for table in tables_of(each.root, store.layout))
+        checked, faults = _checked(*_all_of(store, found, folder), tables, progress)
+        faults = _still_named(store, found, faults)
         for each in found if faults else ():
             name = each.names[0] if each.names else each.root.digest[:19]
             for digest, where in within(each.root, store.layout).items():
@@ -74,6 +77,26 @@ def verify_all(store: Store, progress: Progress = lambda done, whole: None) -> V
     faulty = tuple(damaged(fault, places) for fault in faults)
     note = "" if found else f"nothing is kept in {store.path}"
     return Verified(f"oci:{store.path}", "", checked.blobs, checked.size, True, faulty, note)
+
+
+def _still_named(store: Store, found: Sequence[Kept], faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
+    """The faults of what the store names yet: what was removed meanwhile, gc may have taken.
+
+    A hold of each would need as many open files.
+    """
+    if not faults:
+        return ()
+    waiting = [each.root for each in kept(store)]
+    if {each.digest for each in waiting} >= {each.root.digest for each in found}:
+        return faults
+    met = {each.digest for each in waiting}
+    for at in waiting:
+        with suppress(LayoutError, DigestError):
+            for each in children(at, store.read(at)):
+                if each.digest not in met:
+                    met.add(each.digest)
+                    waiting.extend([each] if is_document(each) else [])
+    return tuple(fault for fault in faults if fault.descriptor.digest in met)
 
 
 class _Joined(Layout):
@@ -96,7 +119,9 @@ def _all_of(store: Store, found: Sequence[Kept], folder: str) -> tuple[Layout, D
     return _Joined(store.path, index, folder), Descriptor(INDEX, digest_of(index), len(index))
 
 
-def _checked(layout: Layout, root: Descriptor, progress: Progress) -> tuple[Checked, tuple[Fault, ...]]:
+def _checked(
+    layout: Layout, root: Descriptor, tables: Iterable[Table], progress: Progress
+) -> tuple[Checked, tuple[Fault, ...]]:
     last = Checked(0, 0, 0, 0)
 
     def tell(now: Checked) -> None:
@@ -104,12 +129,12 @@ def _checked(layout: Layout, root: Descriptor, progress: Progress) -> tuple[Chec
         last = now
         progress(now.size, now.total_size)
 
-    faults = verify(layout, root, threads=cores(), progress=tell)
+    faults = verify(layout, root, threads=cores(), tables=tables, progress=tell)
     return last, faults
 
 
 def _in_store(word: str, store: Store, root: Descriptor, progress: Progress) -> Verified:
-    checked, faults = _checked(store.layout, root, progress)
+    checked, faults = _checked(store.layout, root, tables_of(root, store.layout), progress)
     places = within(root, store.layout) if faults else {}
     faulty = tuple(damaged(fault, places) for fault in faults)
     return Verified(word, root.digest, checked.blobs, checked.size, True, faulty)
@@ -145,14 +170,19 @@ def _in_registry(
                 blobs |= {} if is_document(each) else {each.digest: each}
     with tempfile.TemporaryDirectory(prefix="gpusnap-", dir=os.environ.get("TMPDIR") or "/var/tmp") as folder:
         layout = Layout(folder).create()
-        faults += _asked(repository, tuple(blobs.values()), layout if deep else None, progress)
+        contents = Contents(_remote_tables(root, read, repository, layout) if deep else ())
+        faults += _asked(repository, tuple(blobs.values()), layout if deep else None, contents, progress)
         places = _within_remote(root, read, repository, layout) if faults else {}
     faulty = tuple(damaged(fault, places) for fault in faults)
     return Verified(word, root.digest, len(blobs), sum(b.size for b in blobs.values()), deep, faulty)
 
 
 def _asked(
-    repository: Repository, blobs: Sequence[Descriptor], layout: Layout | None, progress: Progress
+    repository: Repository,
+    blobs: Sequence[Descriptor],
+    layout: Layout | None,
+    contents: Contents,
+    progress: Progress,
 ) -> list[Fault]:
     """Ask for each blob, or read it where there is a layout to read it into. Raises RegistryError."""
     faults: list[Fault] = []
@@ -167,6 +197,7 @@ def _asked(
         elif layout is not None:
             try:
                 repository.fetch_blob(blob, layout)
+                fault = contents.fault(layout, blob)
                 os.unlink(os.path.join(layout.path, "blobs", "sha256", encoded(blob.digest)))
             except BlobError as error:
                 fault = str(error)
@@ -180,6 +211,15 @@ def _asked(
     return sorted(faults, key=lambda fault: fault.descriptor.digest)
 
 
+def _remote_tables(
+    root: Descriptor, read: Callable[[Descriptor], bytes], repository: Repository, layout: Layout
+) -> tuple[Table, ...]:
+    with suppress(OciError):
+        artifact = artifacts.read(root, read)
+        return tuple(part.table for part in parts(_remote_config(artifact, repository, layout)))
+    return ()
+
+
 def _within_remote(
     root: Descriptor, read: Callable[[Descriptor], bytes], repository: Repository, layout: Layout
 ) -> dict[str, list[str]]:
@@ -187,7 +227,11 @@ def _within_remote(
         artifact = artifacts.read(root, read)
     except OciError:
         return {}
+    return within_artifact(artifact, _remote_config(artifact, repository, layout))
+
+
+def _remote_config(artifact: Artifact, repository: Repository, layout: Layout) -> Manifest | None:
     if artifact.config.size <= manifest.LARGEST:
         with suppress(OciError):
             repository.fetch_blob(artifact.config, layout)
-    return within_artifact(artifact, config_of(artifact, layout))
+    return config_of(artifact, layout)

@@ -5,18 +5,22 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import IO, cast
+
+import zstandard
 
 from gpusnap.contents import parts
 from gpusnap.damage import Damage, Progress, Verified, damaged, within_manifest
 from gpusnap.where import default_store, open_store
 from oci.archive import Content, entries
-from oci.chunks import MEDIA_TYPES
+from oci.chunks import LARGEST_CHUNK, MEDIA_TYPES
 from oci.digests import PREFIX
 from oci.errors import ArchiveError, LayoutError
 from oci.layout import Layout
 from oci.manifest import Descriptor
-from oci.verify import Fault
+from oci.verify import Contents, Fault, not_held
 from oci.workers import for_each
 from runtime_shim import manifest
 from runtime_shim.manifest import Manifest
@@ -51,12 +55,13 @@ def _chunks(path: str, record: Manifest, layout: Layout, progress: Progress) -> 
         return Verified(path, "", 0, 0, True, (), NO_DIGESTS)
     done, whole, lock = 0, sum(each.size for each in named), threading.Lock()
     faults: list[Fault] = []
+    contents = Contents(part.table for part in parts(record))
 
     def check(blob: Descriptor) -> None:
         nonlocal done
-        fault = ""
         try:
             layout.check_blob(blob)
+            fault = contents.fault(layout, blob)
         except LayoutError as error:
             fault = "missing" if isinstance(error.__cause__, FileNotFoundError) else str(error)
         with lock:
@@ -77,6 +82,8 @@ NO_DIGESTS = "CRIU's images and the engine's files have no digests there; those 
 def in_archive(path: str, progress: Progress) -> Verified:
     """An archive, in one pass: that it is whole, and the chunks in it."""
     found: dict[str, tuple[int, bool]] = {}
+    # By blob, size and digest of what is compressed in it.
+    plain: dict[str, tuple[int, str]] = {}
     data: bytes | None = None
     done, whole = 0, os.path.getsize(path)
     try:
@@ -86,7 +93,8 @@ def in_archive(path: str, progress: Progress) -> Verified:
                     data = entry.content.read(manifest.LARGEST + 1)
                 elif entry.name.startswith(_BLOBS) and entry.content is not None:
                     name = entry.name.removeprefix(_BLOBS)
-                    found[PREFIX + name] = entry.info.size, _digest(entry.content) == name
+                    digest, plain[PREFIX + name] = _digests(entry.content)
+                    found[PREFIX + name] = entry.info.size, digest == PREFIX + name
                 done += 1
                 progress(min(file.tell(), whole), whole)
     except ArchiveError as error:
@@ -97,7 +105,12 @@ def in_archive(path: str, progress: Progress) -> Verified:
         return _chunks_in_store(path, record, progress)
     named = () if record is None else _named(record)
     places = within_manifest(record)
-    faults = [Fault(each, why) for each in named if (why := _why(each, found.pop(each.digest, None)))]
+    lies = {} if record is None else _lies(record, plain)
+    faults = [
+        Fault(each, why)
+        for each in named
+        if (why := _why(each, found.pop(each.digest, None)) or lies.get(each.digest, ""))
+    ]
     # What no table names (the layout's own manifest) is checked all the same.
     faults += [
         Fault(Descriptor(_OCTETS, digest, size), "holds something else")
@@ -134,8 +147,41 @@ def _why(wanted: Descriptor, found: tuple[int, bool] | None) -> str:
     return "" if right else "holds something else"
 
 
-def _digest(content: Content) -> str:
-    hashed = hashlib.sha256()
-    while piece := content.read(_PIECE):
-        hashed.update(piece)
-    return hashed.hexdigest()
+def _lies(record: Manifest, plain: Mapping[str, tuple[int, str]]) -> dict[str, str]:
+    """By blob, what compressed chunks do not hold though a manifest says so."""
+    return {
+        chunk.blob: not_held(chunk.plain, chunk.size)
+        for part in parts(record)
+        for chunk in part.table.chunks
+        if chunk.encoding == "zstd" and plain.get(chunk.blob) != (chunk.size, chunk.plain)
+    }
+
+
+class _Hashed:
+    """A member of an archive that is hashed as it is read."""
+
+    def __init__(self, content: Content) -> None:
+        self._content = content
+        self.hash = hashlib.sha256()
+
+    def read(self, size: int) -> bytes:
+        piece = self._content.read(size)
+        self.hash.update(piece)
+        return piece
+
+
+def _digests(content: Content) -> tuple[str, tuple[int, str]]:
+    """The digest of a member, and size and digest of what is compressed in it, (0, "") where that is nothing.
+
+    The manifest, which says how each one is stored, comes after them. No more than a chunk is decompressed.
+    """
+    source, hashed, size = _Hashed(content), hashlib.sha256(), 0
+    decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_CHUNK)
+    with suppress(zstandard.ZstdError):
+        reader = decompressor.stream_reader(cast("IO[bytes]", source))
+        while size <= LARGEST_CHUNK and (piece := reader.read(_PIECE)):
+            hashed.update(piece)
+            size += len(piece)
+    while source.read(_PIECE):
+        pass
+    return PREFIX + source.hash.hexdigest(), (size, PREFIX + hashed.hexdigest()) if size else (0, "")

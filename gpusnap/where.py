@@ -31,6 +31,7 @@ __all__ = [
     "destination",
     "find",
     "in_store",
+    "named",
     "open_store",
     "registry",
 ]
@@ -117,6 +118,14 @@ def in_store(word: str) -> InStore:
     return InStore(default_store(), word)
 
 
+def named(word: str) -> str:
+    """A word that shall be a name in a store. Raises UsageError."""
+    try:
+        return check_name(word)
+    except StoreError as error:
+        raise UsageError(str(error)) from error
+
+
 def destination(word: str) -> Place:
     """Where a new checkpoint shall go: a store, which need not be there yet, an archive, or a registry.
 
@@ -150,17 +159,22 @@ def default_store() -> Store:
     return Store(settings_file.load().store.path)
 
 
-def open_store(store: Store) -> Store:
-    """The same store, once it is known to be one that can be read. Raises NotFound, GpusnapError."""
+def open_store(store: Store, *, write: bool = False) -> Store:
+    """The same store, once it is known to be one that can be read.
+
+    With `write` a layout that another tool has made becomes a store; else it is left as it is. Raises
+    NotFound, GpusnapError.
+    """
     if not os.path.exists(os.path.join(store.path, "oci-layout")):
         raise NotFound(
             f"{store.path} is no store: nothing was kept there yet", hint="gpusnap checkpoint keeps something"
         )
     with told():
-        try:
-            store.check()
-        except StoreError:  # another tool's layout
+        if write:
             store.create()
+        else:
+            store.layout.check()
+            store.entries()
     return store
 
 
@@ -176,12 +190,11 @@ def _in_folder(word: str, *, new: bool = False) -> InStore:
     if not path:
         raise UsageError(f"{word[:120]!r} names no folder", hint="a store is named oci:DIR or oci:DIR:NAME")
     if new and wanted:
-        try:
-            check_name(wanted)
-        except StoreError as error:
-            raise UsageError(str(error)) from error
+        named(wanted)
     if not new and not os.path.isdir(path):
-        raise NotFound(f"there is no store {path}: it is no folder")
+        raise NotFound(
+            f"there is no store {path}: it is no folder", hint=f"gpusnap checkpoint --to oci:{path} makes one"
+        )
     return InStore(Store(path), wanted)
 
 

@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urljoin
 
 from oci.credentials import Credentials
 from oci.errors import RegistryError, Unreachable
 from oci.refusals import BODY_LIMIT, refusal, seconds_to_wait, worth_another
 from oci.tokens import Tokens
-from oci.wire import PIECE, Answer, Broken, exchange, host_of, make_pool
+from oci.wire import PIECE, Answer, Broken, address, clear, exchange, host_of, make_pool
 
 __all__ = ["Client", "Request"]
 
@@ -35,7 +35,6 @@ _MOST_REDIRECTS = 5
 _FIRST, _LONGEST, _PATIENCE = 0.5, 30.0, 300.0
 # A wait is cut into these, so that who wants an end does not have to sit it out.
 _STEP = 1.0
-_PORTS = {"http": 80, "https": 443}
 # Docker Hub's registry answers at another name than the one it has in references.
 _HOSTS = {"docker.io": "registry-1.docker.io", "index.docker.io": "registry-1.docker.io"}
 
@@ -69,7 +68,7 @@ class Client:
     ) -> None:
         self._schemes = ("https", "http") if plain_http else ("https",)
         self.base = f"{self._schemes[-1]}://{_HOSTS.get(registry, registry)}/v2/"
-        self._pool = make_pool(ca_file)
+        self._pool = make_pool(ca_file, registry)
         self._tokens = Tokens(registry, self._pool, credentials=credentials, plain_http=plain_http)
         self._attempts = attempts
         self._wait = wait
@@ -144,11 +143,10 @@ class Client:
         """The URL that a Location header names. Raises RegistryError where it is none to go to."""
         try:
             url = urljoin(base, location)
-            parts = urlsplit(url)
-            good = location and parts.scheme in self._schemes and parts.hostname and _port(url)
+            found = address(url) if location and clear(location) else None
         except ValueError:
-            good = False
-        if not good:
+            found = None
+        if found is None or found[0] not in self._schemes:
             raise RegistryError(f"{host_of(base)} sends us to where there is no TLS, or no address at all")
         return url
 
@@ -170,8 +168,7 @@ class Client:
 
     def _own(self, url: str) -> bool:
         """Whether a URL is the registry's own, and not one of another host."""
-        ours, theirs = urlsplit(self.base), urlsplit(url)
-        return (ours.scheme, ours.hostname, _port(self.base)) == (theirs.scheme, theirs.hostname, _port(url))
+        return address(url) == address(self.base) is not None
 
     def _backoff(self, broken: int) -> float:
         longest = min(_LONGEST, _FIRST * 2.0 ** (broken - 1))
@@ -183,8 +180,3 @@ class Client:
             check()
             self._wait(min(seconds, _STEP))
             seconds -= _STEP
-
-
-def _port(url: str) -> int | None:
-    parts = urlsplit(url)
-    return parts.port or _PORTS.get(parts.scheme)

@@ -14,7 +14,7 @@ from oci.catalog import Catalog
 from oci.digests import PREFIX, encoded
 from oci.errors import DigestError, LayoutError, OciError, StoreError
 from oci.files import open_folder
-from oci.graph import INDEXES, MANIFESTS, children, is_document, walk
+from oci.graph import INDEXES, MANIFESTS, check_known, is_document, walk
 from oci.layout import Layout
 from oci.locks import stands, try_exclusive, unlock
 from oci.manifest import DOCUMENT_LIMIT, Descriptor, parse_document
@@ -107,10 +107,8 @@ def _reached(layout: Layout, root: Descriptor) -> Iterator[str]:
     if not is_document(root):
         raise LayoutError(f"what a {root.media_type} names is not known")
     for found, content in walk(root, layout.read_blob):
-        if content is not None and found.media_type in INDEXES:
-            for child in children(found, content):
-                if not is_document(child):
-                    raise LayoutError(f"what {child.digest}, a {child.media_type}, names is not known")
+        if content is not None:
+            check_known(found, content)
         if found.digest.startswith(PREFIX):
             yield encoded(found.digest)
 

@@ -9,6 +9,7 @@
     │   ├── NotThere     nothing in it has that name or digest
     │   ├── Ambiguous    a name, or the beginning of a digest, stands for several
     │   └── StoreBusy    another process has what is needed, and did not let go of it in time
+    │       └── StagingBusy  … the staging of that name
     ├── ArchiveError     an archive cannot be read, is cut short, or does not hold what was asked for
     ├── CeilingError     the memory allowed is too little for one worker
     ├── DiskError        a file cannot be written, or its folder cannot be used
@@ -44,6 +45,7 @@ __all__ = [
     "OciError",
     "RegistryError",
     "Rejected",
+    "StagingBusy",
     "StoreBusy",
     "StoreError",
     "Unauthorized",
@@ -88,6 +90,10 @@ class Ambiguous(StoreError):
 
 class StoreBusy(StoreError):
     """Another process has what is needed, and did not let go of it in time."""
+
+
+class StagingBusy(StoreBusy):
+    """A staging whose owner lives."""
 
 
 class ArchiveError(OciError):

@@ -12,7 +12,7 @@ from oci.digests import check_digest
 from oci.errors import LayoutError
 from oci.manifest import INDEX, MANIFEST, Descriptor, parse_document
 
-__all__ = ["INDEXES", "MANIFESTS", "children", "is_document", "walk"]
+__all__ = ["INDEXES", "MANIFESTS", "check_known", "children", "is_document", "walk"]
 
 MANIFESTS = (MANIFEST, "application/vnd.docker.distribution.manifest.v2+json")
 INDEXES = (INDEX, "application/vnd.docker.distribution.manifest.list.v2+json")
@@ -40,22 +40,33 @@ def children(descriptor: Descriptor, content: bytes) -> tuple[Descriptor, ...]:
     return (Descriptor.from_json(value.get("config"), f"the config of {what}"), *found)
 
 
+def check_known(descriptor: Descriptor, content: bytes) -> None:
+    """Raise LayoutError for an index that names what is no manifest: what that consists of is not known."""
+    if descriptor.media_type in INDEXES:
+        for child in children(descriptor, content):
+            if not is_document(child):
+                raise LayoutError(f"what {child.digest}, a {child.media_type}, names is not known")
+
+
 def walk(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Iterator[tuple[Descriptor, bytes | None]]:
     """Every descriptor below `root`, each digest once, children before their parents.
 
-    With its content for manifests and indexes, None for other blobs. `read` gives the content of a manifest
-    or an index, its digest checked. Raises LayoutError, and whatever `read` raises.
+    One that is named by several media types, as a manifest and as a layer, say, comes once as each. With its
+    content for manifests and indexes, None for other blobs. `read` gives the content of a manifest or an
+    index, its digest checked. Raises LayoutError, and whatever `read` raises.
     """
     yield from _walk(root, read, set(), 0)
 
 
 def _walk(
-    at: Descriptor, read: Callable[[Descriptor], bytes], seen: set[str], depth: int
+    at: Descriptor, read: Callable[[Descriptor], bytes], seen: set[tuple[str, str]], depth: int
 ) -> Iterator[tuple[Descriptor, bytes | None]]:
     check_digest(at.digest)
-    if at.digest in seen:
+    # What is below it depends on the type that it is named by.
+    mark = at.digest, at.media_type if is_document(at) else ""
+    if mark in seen:
         return
-    seen.add(at.digest)
+    seen.add(mark)
     if not is_document(at):
         yield at, None
         return

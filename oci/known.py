@@ -1,14 +1,15 @@
 """Chunks known from earlier checkpoints: which plain content lies in which blob, and in which layout.
 
-One index file for a store or a container, {"version": 1, "layouts": [path, …], "chunks": {plain hex:
+One index file for a store or a container, {"version": 2, "layouts": [path, …], "chunks": {plain hex:
 [place of the layout in that list, stored, encoding, blob hex, inode, st_mtime_ns], …}}, the newest entries
-last. It only saves work: one that is missing or broken is an empty one, and what is read later is checked
-against its digests as ever. It is this host's own file, never one of an archive.
+last. It only saves work: one that is missing, broken or of another version is an empty one, and what is read
+later is checked against its digests as ever. It is this host's own file, never one of an archive.
 
 A blob is linked into a checkpoint without being read, so an entry says which file it was when its content was
 known to be right and durable: one of another inode, size or time of change is a miss. Nobody changes a blob;
 whoever does it by mistake changes its st_mtime (inode(7)). A link changes only the st_ctime, which is why
-that is not looked at.
+that is not looked at. Nor is a compressed blob read to see whether it holds what its entry says: so an entry
+for one is made only where it was compressed, never on the word of a checkpoint that came from elsewhere.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ __all__ = ["Known", "Place"]
 # 1 TiB in chunks of 16 MiB, and a file of about 14 MiB.
 MOST_ENTRIES = 1 << 16
 _LARGEST_FILE = 64 << 20
-_VERSION = 1
+# Version 1 had entries on the word of checkpoints from elsewhere.
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +96,16 @@ class Known:
         with self._lock:
             self._places.clear()
 
-    def learn(self, tables: Iterable[Table], layout: Layout) -> None:
-        """Add all chunks of a layout that is durable by now, and whose blobs are known to be right."""
+    def learn(self, tables: Iterable[Table], layout: Layout, *, foreign: bool = False) -> None:
+        """Add all chunks of a layout that is durable by now, and whose blobs are known to be right.
+
+        foreign: the tables are of somebody else, who may say of a compressed blob that it holds what it does
+        not. Only chunks that are their own blobs are added then.
+        """
         for table in tables:
             for chunk in table.chunks:
+                if foreign and (chunk.encoding != "plain" or chunk.blob != chunk.plain):
+                    continue
                 found = _file(layout.path, chunk.blob)
                 if found is not None and found.st_size == chunk.stored:
                     place = chunk.blob, chunk.stored, chunk.encoding, layout.path
@@ -154,7 +162,7 @@ def _read(path: str) -> dict[str, Place]:
 def _parsed(value: object) -> dict[str, Place]:
     """The entries of an index. Raises ValueError, DigestError for one that is broken."""
     match value:
-        case {"version": 1, "layouts": list(layouts), "chunks": dict(rows)} if len(rows) <= MOST_ENTRIES:
+        case {"version": 2, "layouts": list(layouts), "chunks": dict(rows)} if len(rows) <= MOST_ENTRIES:
             return {PREFIX + str(plain): _place(row, layouts) for plain, row in rows.items()}
         case _:
             raise ValueError("it is no index of known chunks")

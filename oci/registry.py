@@ -21,7 +21,7 @@ from oci.incoming import Incoming
 from oci.layout import Layout
 from oci.manifest import DOCUMENT_LIMIT, Descriptor, parse_document
 from oci.reference import Reference, check_tag
-from oci.uploads import Destination, Upload
+from oci.uploads import Destination, Upload, Ways
 from oci.wire import Answer, Broken
 
 __all__ = ["Repository"]
@@ -64,6 +64,7 @@ class Repository:
             reference.repository, f"{self._client.base}{reference.repository}/", reference.name
         )
         self._scopes = (f"repository:{reference.repository}:pull",)
+        self._ways = Ways()
 
     def __enter__(self) -> Repository:
         return self
@@ -79,9 +80,13 @@ class Repository:
 
     # Manifests
 
-    def resolve(self, wanted: str) -> Descriptor:
-        """What a tag or a digest stands for, without reading it where the registry can say so."""
-        request = self._manifest("HEAD", wanted)
+    def resolve(self, wanted: str, *, pushing: bool = False) -> Descriptor:
+        """What a tag or a digest stands for, without reading it where the registry can say so.
+
+        pushing: ask with the right to push, as all requests of a push have to: some registries give nobody
+        the right to pull out of a repository that is not there yet.
+        """
+        request = self._manifest("HEAD", wanted, pushing=pushing)
 
         def attempt() -> Descriptor | None:
             with self._client.ask(request) as answer:
@@ -93,11 +98,14 @@ class Repository:
             if error.status not in (400, 405, 501):
                 raise
             found = None
-        return found or self.read_manifest(wanted)[0]
+        return found or self.read_manifest(wanted, pushing=pushing)[0]
 
-    def read_manifest(self, wanted: str) -> tuple[Descriptor, bytes]:
-        """A manifest or an index of up to 4 MiB, its digest checked. Raises BlobError, LayoutError, too."""
-        request = self._manifest("GET", wanted)
+    def read_manifest(self, wanted: str, *, pushing: bool = False) -> tuple[Descriptor, bytes]:
+        """A manifest or an index of up to 4 MiB, its digest checked. Raises BlobError, LayoutError, too.
+
+        pushing: as for `resolve`.
+        """
+        request = self._manifest("GET", wanted, pushing=pushing)
 
         def attempt() -> tuple[str, str, bytes]:
             with self._client.ask(request) as answer:
@@ -151,9 +159,9 @@ class Repository:
 
     # Blobs
 
-    def has_blob(self, digest: str) -> bool:
-        """Whether the repository has that blob."""
-        request = self._blob("HEAD", digest, (200, 404))
+    def has_blob(self, digest: str, *, pushing: bool = False) -> bool:
+        """Whether the repository has that blob. pushing: as for `resolve`."""
+        request = self._blob("HEAD", digest, (200, 404), pushing=pushing)
 
         def attempt() -> bool:
             with self._client.ask(request) as answer:
@@ -192,7 +200,9 @@ class Repository:
         registry has all of one that is not what its digest says.
         """
         encoded(wanted.digest)
-        upload = Upload(self._client, self._to, wanted, source, mount_from=mount_from, step=step)
+        upload = Upload(
+            self._client, self._to, wanted, source, mount_from=mount_from, ways=self._ways, step=step
+        )
         return self._client.persist(
             upload.advance,
             f"{self._to.shown} does not take the blob {wanted.digest} of {wanted.size} bytes",
@@ -237,17 +247,25 @@ class Repository:
                 if new:
                     yield new
 
-    def _manifest(self, method: str, wanted: str) -> Request:
+    def _manifest(self, method: str, wanted: str, *, pushing: bool) -> Request:
         what = f"{_named(self._to.shown, wanted)} cannot be read"
         url = f"{self._to.url}manifests/{_checked(wanted)}"
-        return Request(method, url, what, self._scopes, headers={"Accept": _ACCEPT})
+        scopes = self._to.scopes if pushing else self._scopes
+        return Request(method, url, what, scopes, headers={"Accept": _ACCEPT})
 
     def _blob(
-        self, method: str, digest: str, accepted: tuple[int, ...], headers: dict[str, str] | None = None
+        self,
+        method: str,
+        digest: str,
+        accepted: tuple[int, ...],
+        headers: dict[str, str] | None = None,
+        *,
+        pushing: bool = False,
     ) -> Request:
         encoded(digest)
         what = f"{self._to.shown} does not give the blob {digest}"
-        return Request(method, f"{self._to.url}blobs/{digest}", what, self._scopes, accepted, headers or {})
+        scopes = self._to.scopes if pushing else self._scopes
+        return Request(method, f"{self._to.url}blobs/{digest}", what, scopes, accepted, headers or {})
 
 
 def _is_digest(wanted: str) -> bool:

@@ -17,13 +17,13 @@ from oci.errors import (
     DiskError,
     LayoutError,
     NotThere,
-    StoreBusy,
+    StagingBusy,
     StoreError,
     disk_error,
     reason,
 )
 from oci.files import UNFINISHED, open_folder, read_regular, replace
-from oci.graph import is_document, walk
+from oci.graph import check_known, is_document, walk
 from oci.known import Known
 from oci.layout import Layout
 from oci.locks import stands, try_exclusive, unlock
@@ -84,6 +84,7 @@ class Staging:
         *,
         names: Sequence[str] = (),
         tables: Iterable[Table] = (),
+        foreign: Iterable[Table] = (),
         annotations: Mapping[str, str] | None = None,
         threads: int = THREADS,
     ) -> None:
@@ -91,8 +92,12 @@ class Staging:
 
         Every blob of it is in this staging or in the store; one that only the store has, gc may remove until
         now. Then they are durable, `root` has these `names` (taken from others that had them) and, on its
-        entry, its own annotations and these, and the chunks of `tables` are known. What the staging has is
-        removed, but from a precious one.
+        entry, its own annotations and these. What the staging has is removed, but from a precious one.
+
+        The chunks of `tables` are known from then on: they were compressed here, out of what their plain
+        digests say. `foreign`: tables out of a document that somebody else wrote, whose compressed chunks
+        may hold anything; only those that are not compressed are known, as their own digests say what they
+        hold.
 
         Raises BlobError for one that is missing, StoreError, LayoutError, StoreBusy, DiskFull, DiskError: the
         store names then what it named before.
@@ -121,7 +126,7 @@ class Staging:
                 catalog = Catalog(layout.path)
                 catalog.add(root, names, annotations or {})
                 catalog.write()
-                self._learn(tables)
+                self._learn(tables, foreign)
         if why_precious(self.path) is None:
             self._empty(threads)
 
@@ -147,7 +152,10 @@ class Staging:
             return (self.layout if here else store).read_blob(document)
 
         sizes: dict[str, int] = {}
-        for found, _ in walk(root, read):
+        for found, content in walk(root, read):
+            if content is not None:
+                # gc could tell no more what is needed, of the whole store.
+                check_known(found, content)
             if sizes.setdefault(encoded(found.digest), found.size) != found.size:
                 raise LayoutError(f"{root.digest} names the blob {found.digest} with two sizes")
         return sizes
@@ -181,11 +189,12 @@ class Staging:
         for_each(new, sync, threads=min(threads, len(new)))
         return here
 
-    def _learn(self, tables: Iterable[Table]) -> None:
-        tables = tuple(tables)
-        if tables:
+    def _learn(self, tables: Iterable[Table], foreign: Iterable[Table]) -> None:
+        tables, foreign = tuple(tables), tuple(foreign)
+        if tables or foreign:
             known = Known(self._tree.known)
             known.learn(tables, self._tree.layout)
+            known.learn(foreign, self._tree.layout, foreign=True)
             # It saves work and is needed for nothing: what is committed by now stays so.
             with contextlib.suppress(DiskError):
                 known.save()
@@ -206,10 +215,11 @@ def stage(tree: Tree, name: str) -> Staging:
     """The staging of that name, new or left by somebody. Raises as oci.store.Store.stage does."""
     path = os.path.join(tree.staging, name)
     with tree.locked(f"the staging {name}"), tree.writing("a staging"):
-        lock = None
+        lock, new = None, False
         while lock is None:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o700)
+                new = True
             with contextlib.suppress(FileNotFoundError):
                 lock = _locked(path)
     try:
@@ -217,13 +227,15 @@ def stage(tree: Tree, name: str) -> Staging:
         staging.layout.create()
         _drop_torn(staging.layout, tree)
     except BaseException:
+        if new:  # such as on a full disk: there is nothing in it
+            discard(path)
         unlock(lock)
         raise
     return staging
 
 
 def adopt(tree: Tree, path: str) -> Staging:
-    """The staging at `path`, whose owner has died. Raises StoreBusy, NotThere, StoreError."""
+    """The staging at `path`, whose owner has died. Raises StagingBusy, StoreBusy, NotThere, StoreError."""
     folder, name = os.path.split(os.path.realpath(path))
     if folder != tree.staging or name.startswith("."):
         raise StoreError(f"{path} is no staging of the store {tree.path}")
@@ -249,14 +261,14 @@ def why_precious(path: str) -> str | None:
 
 
 def _locked(path: str) -> int | None:
-    """A staging's folder, locked; None where its owner removed it just then. Raises StoreBusy, OSError.
+    """A staging's folder, locked; None where its owner removed it just then. Raises StagingBusy, OSError.
 
     The caller has the store's lock: nobody else tries whether a staging has an owner.
     """
     lock = open_folder(path)
     if not try_exclusive(lock):
         os.close(lock)
-        raise StoreBusy(f"another process is at work on {path}; try again when it is done")
+        raise StagingBusy(f"another process is at work on {path}; try again when it is done")
     if stands(lock, path):
         return lock
     os.close(lock)

@@ -104,7 +104,7 @@ class Store:
         """A new staging, of that name or any; or the one that a dead process left under that name.
 
         Of what that left only whole blobs stay: each is read and compared with its digest, but for links of
-        the store's. Raises StoreBusy where somebody has it, StoreError, DiskFull, DiskError.
+        the store's. Raises StagingBusy where somebody has it, StoreBusy, StoreError, DiskFull, DiskError.
         """
         if name and not _STAGING.fullmatch(name):
             raise StoreError(f"{name[:80]!r} is no name for a staging: letters, digits and . _ - make one")
@@ -113,7 +113,7 @@ class Store:
     def adopt(self, path: str) -> Staging:
         """The staging at `path`, whose owner has died, as it is: at a `commit` its blobs are checked.
 
-        Raises StoreBusy where its owner lives, NotThere, StoreError.
+        Raises StagingBusy where its owner lives, StoreBusy, NotThere, StoreError.
         """
         return adopt(self._tree, path)
 

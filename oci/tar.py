@@ -51,6 +51,7 @@ def read_header(read: Callable[[int], bytes]) -> tarfile.TarInfo | None:
     and times that are no whole seconds. Raises HeaderFault, and what `read` raises.
     """
     records: dict[str, str] = {}
+    left = LARGEST_EXTENSION + 3 * BLOCK
     while True:
         block = read(BLOCK)
         if not any(block):
@@ -58,13 +59,19 @@ def read_header(read: Callable[[int], bytes]) -> tarfile.TarInfo | None:
                 raise HeaderFault("it has a block of zeros between its entries")
             return None
         info = _parsed(block)
-        if info.type == _PAX:
-            records |= _records(_extension(info, read))
-        elif info.type in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
-            key = "path" if info.type == tarfile.GNUTYPE_LONGNAME else "linkpath"
-            records[key] = _text(_extension(info, read).split(b"\0", 1)[0])
-        else:
+        if info.type not in (_PAX, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
             return _whole(info, records)
+        # Together: else a few bytes, compressed, could make any number of them for one entry. Each counts
+        # with its block, so that empty ones come to an end, too; an entry needs three at most.
+        left -= BLOCK + info.size
+        if left < 0:
+            raise HeaderFault(f"an entry has more than {LARGEST_EXTENSION} bytes of extended headers")
+        data = _extension(info, read)
+        if info.type == _PAX:
+            records |= _records(data)
+        else:
+            key = "path" if info.type == tarfile.GNUTYPE_LONGNAME else "linkpath"
+            records[key] = _text(data.split(b"\0", 1)[0])
 
 
 def header(info: tarfile.TarInfo) -> bytes:
@@ -132,8 +139,6 @@ def _parsed(block: bytes) -> tarfile.TarInfo:
 
 
 def _extension(info: tarfile.TarInfo, read: Callable[[int], bytes]) -> bytes:
-    if info.size > LARGEST_EXTENSION:
-        raise HeaderFault(f"one of its extended headers has {info.size} bytes")
     data = read(info.size)
     read(-info.size % BLOCK)
     return data
@@ -141,16 +146,17 @@ def _extension(info: tarfile.TarInfo, read: Callable[[int], bytes]) -> bytes:
 
 def _records(data: bytes) -> dict[str, str]:
     """The records of a pax header: "length key=value\\n" each."""
-    found = {}
-    while data:
-        length = data.split(b" ", 1)[0]
+    found, at = {}, 0
+    while at < len(data):
+        # Seven digits and the blank after them: LARGEST_EXTENSION has no more.
+        length = data[at : at + 8].partition(b" ")[0]
         size = int(length) if length.isdigit() and len(length) < 8 else 0
-        record = data[len(length) + 1 : size]
+        record = data[at + len(length) + 1 : at + size]
         key, equals, value = record[:-1].partition(b"=")
-        if not key or not equals or size > len(data) or not record.endswith(b"\n"):
+        if not key or not equals or at + size > len(data) or not record.endswith(b"\n"):
             raise HeaderFault("one of its extended headers is broken")
         found[_text(key)] = _text(value)
-        data = data[size:]
+        at += size
     return found
 
 

@@ -16,12 +16,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlencode, urlsplit
 
-import urllib3
-
 from oci.credentials import Credentials
 from oci.errors import RegistryError, Unauthorized
 from oci.refusals import BODY_LIMIT, refusal, seconds_to_wait, worth_another
-from oci.wire import Answer, Broken, exchange, host_of
+from oci.wire import Answer, Broken, Pool, address, exchange, host_of
 
 __all__ = ["Challenge", "Tokens", "challenges"]
 
@@ -29,6 +27,7 @@ _CLIENT = "gpusnap"
 # Seconds that a token serves where its service does not say (token.md: at least 60), and its share of them
 # after which another is fetched, rather than have one end in the middle of an upload.
 _SHORTEST, _SHARE = 60.0, 0.75
+_FOREVER = 1 << 30
 _LONGEST = 1 << 16
 # RFC 9110, 11.3: a scheme, then parameters, whose values are tokens or quoted.
 _PARAMETER = re.compile(
@@ -77,7 +76,7 @@ class Tokens:
     def __init__(
         self,
         registry: str,
-        pool: urllib3.PoolManager,
+        pool: Pool,
         *,
         credentials: Credentials | None = None,
         plain_http: bool = False,
@@ -138,14 +137,11 @@ class Tokens:
     def _fetched(self, challenge: Challenge, scopes: tuple[str, ...]) -> _Token:
         realm = challenge.parameters.get("realm", "")
         allowed = ("https", "http") if self._plain_http else ("https",)
-        try:
-            parts = urlsplit(realm)
-        except ValueError:
-            parts = urlsplit("")
-        if parts.scheme not in allowed or not parts.hostname:
+        found = address(realm)
+        if found is None or found[0] not in allowed:
             raise Unauthorized(
                 f"{self._registry} names a token service without TLS, which is sent no credentials: "
-                f"{host_of(realm) if parts.hostname else 'it has no address'}"
+                f"{host_of(realm) if found is not None else 'it has no address'}"
             )
         service = challenge.parameters.get("service", "")
         asked = [*scopes, *(challenge.parameters.get("scope", "").split())]
@@ -194,8 +190,9 @@ class Tokens:
             value, seconds = None, None
         if not isinstance(value, str) or not _TOKEN.fullmatch(value):
             raise RegistryError(f"the token service {where} of {self._registry} answered without a token")
-        given = isinstance(seconds, int | float) and seconds > 0
-        return value, max(float(seconds), _SHORTEST) if given else _SHORTEST
+        # NaN is not larger than anything, and an integer may be too large for a float.
+        given = isinstance(seconds, int | float) and seconds > _SHORTEST
+        return value, float(min(seconds, _FOREVER)) if given else _SHORTEST
 
 
 def _basic_header(found: Credentials) -> str:

@@ -130,7 +130,7 @@ def push(
             crew.check()
             tally.part(one, at)
 
-        if repository.has_blob(one.digest):
+        if repository.has_blob(one.digest, pushing=True):
             tally.skipped(one)
         elif repository.send_blob(one, layout, mount_from=mount_from, step=step):
             tally.skipped(one, mounted=True)
@@ -220,7 +220,7 @@ def _end_if(cancelled: Signal | None) -> None:
 def _stands(repository: Repository, name: str, digest: str) -> bool:
     """Whether the repository has that manifest under that name."""
     try:
-        return repository.resolve(name).digest == digest
+        return repository.resolve(name, pushing=True).digest == digest
     except NotInRegistry:
         return False
 

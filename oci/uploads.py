@@ -1,8 +1,13 @@
 """One blob on its way into a registry (distribution-spec v1.1, "Pushing blobs"), from wherever it stands.
 
     POST …/blobs/uploads/[?mount=DIGEST&from=REPOSITORY]    201: taken over; 202: an upload, at Location
-    up to 32 MiB      PUT Location?digest=DIGEST            all of it
-    more than that    PATCH Location, 32 MiB at a time      then PUT Location?digest=DIGEST with nothing
+    PUT Location?digest=DIGEST                              all of it
+    PATCH Location, 32 MiB at a time                        then PUT Location?digest=DIGEST with nothing
+
+One PUT is what all registries take: some have no PATCH, or one for 4 MiB, or say nothing true of how far they
+are. So parts are for blobs of more than 32 MiB alone, after a PUT of one was too much (413) or broke. Where
+a registry refuses a part, or answers with another Range than what it was sent, the blob begins anew in one
+PUT, as do all later ones: `Ways` is what was learnt of a registry.
 
 After a break the next attempt begins where the one before it came to: a small blob at the POST; a large one
 with a GET of the upload, whose Range says what the registry has got, or at the POST where the registry has
@@ -18,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import urlencode
 
@@ -28,11 +33,11 @@ from oci.errors import BlobError, NotInRegistry, RegistryError, Rejected, Unauth
 from oci.manifest import Descriptor
 from oci.wire import PIECE, Answer, Broken
 
-__all__ = ["Destination", "Upload"]
+__all__ = ["Destination", "Upload", "Ways"]
 
 T = TypeVar("T")
 
-# The largest blob that goes in one request, and the pieces of larger ones; bytes.
+# The largest blob that never goes in parts, and the parts of larger ones; bytes.
 MONOLITHIC = 32 << 20
 _LARGEST_CHUNK = 1 << 30
 _RANGE = re.compile(r"(?:bytes=)?0-([0-9]{1,18})", re.ASCII)
@@ -53,6 +58,18 @@ class Destination:
         return (f"repository:{self.repository}:pull,push",)
 
 
+@dataclass(slots=True)
+class Ways:
+    """What uploads to one repository found out, for those after them; threads may share it."""
+
+    in_parts: bool = False
+    """a large blob in one PUT was too much for it"""
+    whole: bool = False
+    """it does not take parts"""
+    no_mounts: set[str] = field(default_factory=set)
+    """repositories of which it refused to take over a blob"""
+
+
 class Upload:
     """The upload of one blob; `advance` until it no longer raises Broken."""
 
@@ -64,19 +81,25 @@ class Upload:
         source: Blobs,
         *,
         mount_from: Sequence[str] = (),
+        ways: Ways | None = None,
         step: Callable[[int], object],
     ) -> None:
         self._client = client
+        self._ways = ways or Ways()
         self._to = to
         self._blob = blob
         self._source = source
-        self._mounts = [each for each in mount_from if each != to.repository]
+        self._mounts = [each for each in mount_from if each not in (to.repository, *self._ways.no_mounts)]
         self._step = step
         self._what = f"the blob {blob.digest} of {blob.size} bytes is not taken by {to.shown}"
         self._begun = False
         self._location = ""
         self._chunk = MONOLITHIC
         self._known = True
+        # Whether one PUT of it broke.
+        self._cut = False
+        # Whether it goes on from what the registry says that it has, and no part has shown that to be right.
+        self._unsure = False
         self._hashed, self._hashed_to = hashlib.sha256(), 0
         self.position = 0
         """bytes that the registry is known to have"""
@@ -93,11 +116,14 @@ class Upload:
             return False
         if not self._location and self._begin():
             return True
-        if self._blob.size <= MONOLITHIC:
-            self._all_at_once()
-        else:
-            self._in_chunks()
+        while not (self._in_chunks() if self._divided() else self._all_at_once()):
+            self._begin()
         return False
+
+    def _divided(self) -> bool:
+        """Whether it goes in parts."""
+        wanted = self._cut or self._ways.in_parts
+        return self._blob.size > MONOLITHIC and wanted and not self._ways.whole
 
     def _there(self) -> bool:
         request = Request(
@@ -120,7 +146,7 @@ class Upload:
     def _begin(self) -> bool:
         """Begin an upload; True where a mount made it needless."""
         self._begun = True
-        self.position, self._known = 0, True
+        self.position, self._known, self._unsure = 0, True, False
         while self._mounts:
             mounted = self._opened(self._mounts[0])
             del self._mounts[0]
@@ -148,6 +174,7 @@ class Upload:
             # To be refused the other repository is no reason to give up on this one.
             if not mount:
                 raise
+            self._ways.no_mounts.add(mount)
             return False
 
     def _opening(self, answer: Answer) -> bool:
@@ -160,24 +187,45 @@ class Upload:
             self._chunk = max(MONOLITHIC, min(int(least), _LARGEST_CHUNK))
         return False
 
-    def _all_at_once(self) -> None:
+    def _all_at_once(self) -> bool:
+        """Send it in one PUT; False where it has to begin anew, in parts."""
         try:
             self._finish(0, self._blob.size)
         except Broken:
-            self._location = ""
+            self._cut, self._known = True, False
+            if not self._divided():
+                self._location = ""
             raise
+        except Rejected as error:
+            if error.status == 413 and self._blob.size > MONOLITHIC:
+                self._ways.in_parts = True
+            if not self._divided():
+                raise
+            self._location = ""
+            return False
+        return True
 
-    def _in_chunks(self) -> None:
+    def _in_chunks(self) -> bool:
+        """Send what is missing in parts; False where it has to begin anew, in one PUT."""
         try:
             while self.position < self._blob.size:
-                self._send_chunk()
+                if not self._send_chunk():
+                    self._location = ""
+                    if self._unsure:  # such as of its first byte: 0-0 means one, or none
+                        raise Broken(f"{self._to.shown} stands elsewhere in the upload")
+                    self._ways.whole = True
+                    return False
             self._finish(self._blob.size, self._blob.size)
         except Broken:
             self._known = False
             raise
+        return True
 
     def _ask_how_far(self) -> None:
         """Go on from what the registry says that it has got; forget the upload where it does not go on."""
+        if not self._divided():
+            self._location = ""
+            return
         request = Request("GET", self._location, self._what, self._to.scopes, (204, 202, 200))
         try:
             found = self._insist(request, self._moved_to)
@@ -188,10 +236,11 @@ class Upload:
             # More than was ever sent: it is another upload.
             self._location = ""
             return
-        self.position, self._known = found, True
+        self.position, self._known, self._unsure = found, True, True
         self._step(found)
 
-    def _send_chunk(self) -> None:
+    def _send_chunk(self) -> bool:
+        """Send a part; False where the registry does not take it, or says that it has got another one."""
         start = self.position
         end = min(start + self._chunk, self._blob.size)
         headers = {**_OCTETS, "Content-Length": str(end - start), "Content-Range": f"{start}-{end - 1}"}
@@ -209,15 +258,15 @@ class Upload:
                 self._move(answer, needed=False)
                 said = answer.header("Range")
                 found = self._range(answer) if said else end
-        except (NotInRegistry, Rejected) as error:
-            if isinstance(error, Rejected) and error.status != 416:
-                raise
-            if start == 0 or isinstance(error, NotInRegistry):
-                self._location = ""
-            raise Broken(f"{self._to.shown} stands elsewhere in the upload") from error
+        except Rejected:
+            return False
+        except NotInRegistry as error:
+            self._location = ""
+            raise Broken(f"{self._to.shown} does not know the upload any more") from error
         if found != end:
-            raise Broken(f"{self._to.shown} has {found} bytes of the upload, and {end} were sent")
-        self.position = end
+            return False
+        self.position, self._unsure = end, False
+        return True
 
     def _finish(self, start: int, end: int) -> None:
         """End the upload with the bytes from `start` on, and tell the digest."""

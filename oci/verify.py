@@ -1,20 +1,24 @@
-"""Whether all that a manifest or an index names is there, whole, and what its digests say."""
+"""Whether all that a manifest or an index names is there, whole, and what its digests and tables say."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import threading
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import zstandard
+
+from oci.chunks import Table
 from oci.errors import BlobError, DigestError, LayoutError, reason
-from oci.graph import children, is_document
+from oci.graph import INDEXES, MANIFESTS, children, is_document
 from oci.layout import Layout
 from oci.manifest import DOCUMENT_LIMIT, Descriptor
 from oci.workers import for_each
 
-__all__ = ["Checked", "Fault", "verify"]
+__all__ = ["Checked", "Contents", "Fault", "not_held", "verify"]
 
 _PIECE = 1 << 20
 # As oci.graph.walk has it.
@@ -42,27 +46,81 @@ class Checked:
     total_size: int
 
 
+class Contents:
+    """What compressed blobs hold, as tables of chunks say: a blob's own digest says nothing of that.
+
+    Whoever wrote a table may have been wrong, or lied.
+    """
+
+    def __init__(self, tables: Iterable[Table] = ()) -> None:
+        self._told: dict[str, set[tuple[int, str]]] = defaultdict(set)
+        self._largest = 1 << 10
+        for table in tables:
+            for chunk in table.chunks:
+                if chunk.encoding == "zstd":
+                    self._told[chunk.blob].add((chunk.size, chunk.plain))
+                    self._largest = max(self._largest, chunk.size)
+
+    def fault(self, layout: Layout, blob: Descriptor) -> str:
+        """What a blob, itself right, does not hold, or holds wrongly; "" where all tables are right.
+
+        It is decompressed piece by piece, as far as the largest chunk that a table sees in it.
+        """
+        told = sorted(self._told.get(blob.digest, ()))
+        if not told:
+            return ""
+        # As oci.reading: a window larger than any chunk is none of ours.
+        decompressor = zstandard.ZstdDecompressor(max_window_size=self._largest)
+        hashed, at = hashlib.sha256(), 0
+        try:
+            with (
+                layout.open_blob(blob.digest) as file,
+                decompressor.stream_reader(file, closefd=False) as plain,
+            ):
+                for size, digest in told:
+                    while at < size and (piece := plain.read(min(_PIECE, size - at))):
+                        hashed.update(piece)
+                        at += len(piece)
+                    if at < size or f"sha256:{hashed.hexdigest()}" != digest:
+                        return not_held(digest, size)
+        except zstandard.ZstdError as error:
+            return f"is no zstd: {error}"
+        except BlobError as error:
+            return f"cannot be read: {error}"
+        except OSError as error:
+            return f"cannot be read: {reason(error)}"
+        return ""
+
+
+def not_held(plain: str, size: int) -> str:
+    """What is wrong with a blob that does not hold a chunk, as a table says."""
+    return f"does not hold the chunk {plain} of {size} bytes that it is named for"
+
+
 def verify(
     layout: Layout,
     root: Descriptor,
     *,
     threads: int,
+    tables: Iterable[Table] = (),
     progress: Callable[[Checked], None] | None = None,
 ) -> tuple[Fault, ...]:
     """Read everything from `root` on, and compare it with its size and digest; () where all is right.
 
     Each fault is "missing", "cut short: has n of m bytes", "has n bytes instead of m", "holds something
-    else", or says why it cannot be read, or is no manifest: what that names is not known then. progress:
-    called after each blob that is no manifest, one call at a time. Raises LayoutError where `layout` is none.
+    else", or says why it cannot be read, or is no manifest: what that names is not known then. tables: what
+    compressed chunks are named for, which is looked at too. progress: called after each blob that is no
+    manifest, one call at a time. Raises LayoutError where `layout` is none.
     """
     layout.check()
     faults: list[Fault] = []
     blobs = _documents(layout, root, faults)
+    contents = Contents(tables)
     lock, done = threading.Lock(), Checked(0, 0, len(blobs), sum(each.size for each in blobs))
 
     def check(blob: Descriptor) -> None:
         nonlocal done
-        what = _fault(layout, blob)
+        what = _fault(layout, blob) or contents.fault(layout, blob)
         with lock:
             if what:
                 faults.append(Fault(blob, what))
@@ -76,18 +134,18 @@ def verify(
 
 def _documents(layout: Layout, root: Descriptor, faults: list[Fault]) -> list[Descriptor]:
     """Check the manifests and indexes from `root` on; what they name that is none, each once."""
-    met: set[tuple[str, int, bool]] = set()
+    met: set[tuple[str, int, str]] = set()
     blobs: list[Descriptor] = []
     level = [root]
     for depth in range(_DEEPEST + 2):
         below: list[Descriptor] = []
         for at in level:
-            mark = at.digest, at.size, is_document(at)
+            mark = at.digest, at.size, at.media_type if is_document(at) else ""
             if mark in met:
                 continue
             met.add(mark)
             if not is_document(at):
-                if (at.digest, at.size, True) not in met:
+                if not any((at.digest, at.size, kind) in met for kind in (*MANIFESTS, *INDEXES)):
                     blobs.append(at)
                 continue
             if depth > _DEEPEST:

@@ -9,26 +9,34 @@ from __future__ import annotations
 import errno
 import functools
 import http.client
+import re
 import socket
 import ssl
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import urllib3
 from urllib3.exceptions import HTTPError, LocationValueError, ProtocolError
+from urllib3.util import make_headers, parse_url
 from urllib3.util.ssl_ import create_urllib3_context
 
+from oci import certificates
 from oci.errors import RegistryError, Unreachable, reason
+from oci.proxies import proxy_for
 from oci.refusals import printable
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
 
-__all__ = ["Answer", "Broken", "exchange", "host_of", "make_pool"]
+__all__ = ["Answer", "Broken", "Pool", "address", "clear", "exchange", "host_of", "make_pool"]
 
 PIECE = 1 << 20
+_PORTS = {"http": 80, "https": 443}
+# What one parser of URLs takes for a part of the host, and another for its end.
+_AMBIGUOUS = re.compile(r"[^\x21-\x7e]|\\")
 # Seconds. A registry may take long to answer the end of an upload: it moves the blob, or hashes it again.
 _CONNECT, _READ = 30.0, 180.0
 # What is left of an answer is read, so that its connection can serve again, where it is no more than this.
@@ -46,21 +54,58 @@ class Broken(Exception):
         self.wait = wait
 
 
-def make_pool(ca_file: str = "") -> urllib3.PoolManager:
-    """Connections for any number of threads. TLS trusts the system's CAs, and those in the PEM `ca_file`.
+class Pool:
+    """Connections for any number of threads, straight or through the proxies that the environment names."""
 
-    Raises RegistryError where that cannot be read.
-    """
-    context = _system_tls()
-    if ca_file:
-        context = _new_tls()
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self._context = context
+        self._lock = threading.Lock()
+        # By the URL of the proxy, "" for none.
+        self._made: dict[str, urllib3.PoolManager] = {}
+
+    def clear(self) -> None:
+        """End all connections."""
+        with self._lock:
+            for each in self._made.values():
+                each.clear()
+
+    def at(self, proxy: str) -> urllib3.PoolManager:
+        """Those through a proxy, or straight ones for "". Raises RegistryError for what is no proxy."""
+        with self._lock:
+            if proxy not in self._made:
+                self._made[proxy] = self._new(proxy)
+            return self._made[proxy]
+
+    def _new(self, proxy: str) -> urllib3.PoolManager:
+        if not proxy:
+            return urllib3.PoolManager(maxsize=_CONNECTIONS, ssl_context=self._context)
         try:
-            context.load_verify_locations(ca_file)
-        except ssl.SSLError as error:
-            raise RegistryError(f"the CA file {ca_file} holds no certificate in PEM") from error
-        except OSError as error:
-            raise RegistryError(f"the CA file {ca_file} cannot be read: {reason(error)}") from error
-    return urllib3.PoolManager(maxsize=_CONNECTIONS, ssl_context=context)
+            auth = unquote(parse_url(proxy).auth or "")
+            return urllib3.ProxyManager(
+                proxy,
+                maxsize=_CONNECTIONS,
+                ssl_context=self._context,
+                proxy_headers=make_headers(proxy_basic_auth=auth) if auth else None,
+            )
+        except (HTTPError, ValueError) as error:
+            raise RegistryError(
+                f"the proxy {host_of(proxy)!r} of the environment cannot be used: {type(error).__name__}"
+            ) from error
+
+
+def make_pool(ca_file: str = "", registry: str = "") -> Pool:
+    """Connections whose TLS trusts the system's CAs, those in the PEM `ca_file`, and those for `registry`.
+
+    Raises RegistryError where these cannot be read.
+    """
+    context, folder = _system_tls(), certificates.folder_of(registry)
+    if ca_file or folder:
+        context = _new_tls()
+        if folder:
+            certificates.load(context, folder)
+        if ca_file:
+            certificates.load_ca(context, ca_file)
+    return Pool(context)
 
 
 @functools.cache
@@ -129,7 +174,7 @@ class Answer:
 
 
 def exchange(
-    pool: urllib3.PoolManager,
+    pool: Pool,
     method: str,
     url: str,
     headers: Mapping[str, str],
@@ -140,8 +185,10 @@ def exchange(
     A body in pieces needs its Content-Length among the headers. Raises Broken; Unreachable where another
     attempt would not help; whatever `body` raises, and then the other side never sees its end.
     """
+    proxy = proxy_for(url)
+    connections = pool.at(proxy)
     try:
-        response = pool.urlopen(
+        response = connections.urlopen(
             method,
             url,
             body=body,
@@ -156,7 +203,8 @@ def exchange(
         raise RegistryError(f"an address on {host_of(url)} is none: {type(error).__name__}") from error
     except (HTTPError, http.client.HTTPException, OSError) as error:
         _refuse_tls(error, url)
-        raise Broken(f"{host_of(url)}: {_why(error)}") from error
+        by = f" through the proxy {host_of(proxy)}" if proxy else ""
+        raise Broken(f"{host_of(url)}{by}: {_why(error)}") from error
     return Answer(response, url)
 
 
@@ -168,13 +216,41 @@ def _refuse_tls(error: BaseException, url: str) -> None:
             why = printable(getattr(each, "verify_message", "") or each)
             raise Unreachable(
                 f"the certificate of {host_of(url)} is not trusted ({why}): "
-                "have its CA among the system's, or name the file of its CA"
+                "have its CA among the system's, or as a .crt file in the registry's folder in "
+                f"{certificates.FOLDERS[0]}"
             ) from error
         if isinstance(each, ssl.SSLError) and each.reason in _NO_TLS:
             raise Unreachable(
                 f"{host_of(url)} does not speak TLS: plain HTTP, which shows everything to the network, "
                 "has to be asked for"
             ) from error
+
+
+def clear(text: str) -> bool:
+    """Whether a URL, or a part of one, is free of backslashes, blanks and control characters."""
+    return not _AMBIGUOUS.search(text)
+
+
+def address(url: str) -> tuple[str, str, int] | None:
+    """Scheme, host and port of a URL, as `exchange` connects to them; None where they are not clear.
+
+    A URL from a registry may be made so that who judges it sees another host than who connects: one with
+    a user is not clear, nor is one that urllib3 and the standard library understand in two ways.
+    """
+    if not clear(url):
+        return None
+    try:
+        found, other = parse_url(url), urlsplit(url)
+        port = other.port
+    except (LocationValueError, ValueError):
+        return None
+    if found.auth is not None or "@" in other.netloc or not found.host or not found.scheme:
+        return None
+    host = found.host.strip("[]").lower()
+    if (found.scheme, host, found.port) != (other.scheme, other.hostname, port):
+        return None
+    port = port or _PORTS.get(found.scheme, 0)
+    return (found.scheme, host, port) if port else None
 
 
 def host_of(url: str) -> str:

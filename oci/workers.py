@@ -48,7 +48,11 @@ class Crew:
         self._cancelled = cancelled
         self._error: BaseException | None = None
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._threads: list[threading.Thread] = []
+        # Counted by the threads themselves: where a signal's exception ends a Thread.join(), Python 3.11
+        # takes that thread for ended (bpo-45274), and the next join() returns while it is at work.
+        self._begun, self._ended = 0, 0
 
     def start(self, count: int, work: Callable[[], None]) -> None:
         """Run `work` in `count` more threads. Raises RuntimeError where the system gives none."""
@@ -75,14 +79,13 @@ class Crew:
     def stop(self) -> None:
         """End all workers at their next check, and wait for them."""
         self._fail(_Stopped())
-        for thread in self._threads:
-            thread.join()
+        # One that has not begun by now never does.
+        self._wait(lambda: self._ended == self._begun)
 
     def join(self) -> None:
         """Wait for all workers; raise the first error. A signal's exception ends them first."""
         try:
-            for thread in self._threads:
-                thread.join()
+            self._wait(lambda: self._ended >= len(self._threads))
         except BaseException:
             self.stop()
             raise
@@ -90,13 +93,28 @@ class Crew:
         if error is not None:
             raise error
 
+    def _wait(self, done: Callable[[], bool]) -> None:
+        with self._lock:
+            while not done():
+                self._changed.wait()
+        for thread in self._threads:
+            thread.join()
+
     def _run(self, work: Callable[[], None]) -> None:
+        with self._lock:
+            self._begun += 1
+            wanted = self._error is None
         try:
-            work()
+            if wanted:
+                work()
         except _Stopped:
             pass
         except BaseException as error:
             self._fail(error)
+        finally:
+            with self._lock:
+                self._ended += 1
+                self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

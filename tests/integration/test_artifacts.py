@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -273,3 +274,87 @@ def test_interrupted(store: Store, operation: str) -> None:
         good(gpusnap(*words))
         container.goes_on()
     assert idle(store)
+
+
+def removed(container: Container) -> None:
+    """Podman removes a container with --rm a moment after its end."""
+    until(lambda: run("podman", "container", "exists", container.name).code == 1, "the removal")
+
+
+@pytest.mark.parametrize("to", ["store", "file"])
+def test_a_failure_with_rm(store: Store, tmp_path: Path, to: str) -> None:
+    """Podman has removed the container with its checkpoint: what it exported stays, and brings it back."""
+    container = Container.start("w", *WORK, options=["--rm"])
+    broken = "gpusnap.convert.take_in" if to == "store" else "gpusnap.checkpointing._put"
+    module, _, name = broken.rpartition(".")
+    words = ["checkpoint", "w", *(["--to", str(tmp_path / "w.tar.zst")] if to == "file" else [])]
+    script = (
+        f"import sys, {module} as broken\n"
+        "def fails(*_, **__): raise OSError(28, 'full')\n"
+        f"broken.{name} = fails\n"
+        f"sys.argv = {['gpusnap', *words]!r}\n"
+        "from gpusnap.cli import main\n"
+        "sys.exit(main())\n"
+    )
+    said = sentence(run(sys.executable, "-B", "-c", script))
+    (archive,) = re.findall(r"podman container restore --import (\S+) brings it back", said)
+    removed(container)
+    if to == "store":
+        good(gpusnap("gc"))
+    good(podman("container", "restore", "--import", archive))
+    container.goes_on()
+
+
+def test_ctrl_c_while_podman_exports(store: Store) -> None:
+    """With --rm it waits for the end, and what Podman exported stays."""
+    container = Container.start("w", *WORK, options=["--rm", "--shm-size", "300m"])
+    good(podman("exec", "w", "dd", "if=/dev/urandom", "of=/dev/shm/x", "bs=1M", "count=250"))
+    child = subprocess.Popen([COMMAND, "checkpoint", "w"], stderr=subprocess.PIPE, text=True)
+
+    def exporting() -> bool:
+        archives = (STORE / "staging").glob("*/podman.tar")
+        return any(each.stat().st_size > 1 << 20 for each in archives) or child.poll() is not None
+
+    until(exporting, "the export")
+    child.send_signal(signal.SIGINT)
+    said = child.communicate(timeout=DEADLINE)[1]
+    assert child.returncode == 130, said
+    (archive,) = re.findall(r"podman container restore --import (\S+) brings it back", said)
+    removed(container)
+    good(podman("container", "restore", "--import", archive))
+    container.goes_on()
+
+
+def test_no_room(store: Store) -> None:
+    """Refused before anything is done: what is in /dev/shm goes into the archive, and into the records."""
+    container = Container.start("w", *WORK, options=["--rm", "--shm-size", "100m"])
+    good(podman("exec", "w", "dd", "if=/dev/zero", "of=/dev/shm/x", "bs=1M", "count=60"))
+    STORE.mkdir()
+    good(run("mount", "-t", "tmpfs", "-o", "size=110m,mode=700", "none", STORE))
+    try:
+        assert "needs up to" in sentence(gpusnap("checkpoint", "w"))
+    finally:
+        good(run("umount", STORE))
+    container.unharmed()
+
+
+def test_two_at_once(store: Store, tmp_path: Path) -> None:
+    """One of them does it as it was told, the other one is refused, or finds the container as it is after."""
+    container = Container.start("w", *WORK).id
+    archive = tmp_path / "a.tar"
+    places = [["--to", str(archive)], ["--name", "x"]]
+    words = [COMMAND, "checkpoint", "w", "--leave-running"]
+    children = [
+        subprocess.Popen([*words, *place], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for place in places
+    ]
+    errors = [child.communicate(timeout=2 * DEADLINE)[1] for child in children]
+    assert 0 in [child.returncode for child in children]
+    for child, said in zip(children, errors, strict=True):
+        assert child.returncode == 0 or "another gpusnap checkpoint of the container" in said, said
+    if children[0].returncode == 0:
+        good(podman("rm", "--force", "--time", "0", "w"))
+        shutil.rmtree(STORE, ignore_errors=True)
+        good(gpusnap("restore", archive))
+        Container("w").goes_on()
+    assert not list(Path("/run/gpusnap/orders").glob(f"{container}.*"))

@@ -32,7 +32,12 @@ env >$F/env
 case "$1 $2" in
 "container checkpoint")
     cp $F/archive "$4"
-    case "$*" in *--leave-running*) ;; *) sed -i s/running/exited/ $F/inspect.json;; esac;;
+    mkdir -p $F/checkpoint
+    : >$F/checkpoint/inventory.img
+    case "$*" in *--leave-running*) ;; *)
+        sed -i s/running/exited/ $F/inspect.json
+        ! grep -q '"AutoRemove": true' $F/inspect.json || rm $F/inspect.json;;
+    esac;;
 "container restore") cp "$4" $F/imported; sed -i s/exited/running/ $F/inspect.json;;
 esac
 echo {id}
@@ -51,10 +56,32 @@ class FakePodman:
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
-    def has(self, *, runtime: str = "gpusnap-runtime", status: str = "running", name: str = "w") -> None:
+    def has(
+        self,
+        *,
+        runtime: str = "gpusnap-runtime",
+        status: str = "running",
+        name: str = "w",
+        init: int = 0,
+        auto_remove: bool = False,
+        upper: str = "",
+    ) -> None:
         """There is such a container."""
-        found = [{"Id": ID, "Name": name, "OCIRuntime": runtime, "State": {"Status": status}}]
-        (self.folder / "inspect.json").write_text(json.dumps(found))
+        found = {
+            "Id": ID,
+            "Name": name,
+            "OCIRuntime": runtime,
+            "State": {"Status": status, "Pid": init},
+            "StaticDir": str(self.folder),
+            "HostConfig": {"AutoRemove": auto_remove},
+            "GraphDriver": {"Data": {"UpperDir": upper}},
+        }
+        (self.folder / "inspect.json").write_text(json.dumps([found]))
+
+    def ends(self, *images: str) -> str:
+        """A script in which the container ends, with these files in its last checkpoint."""
+        made = "".join(f"mkdir -p $(dirname $F/checkpoint/{n}); : >$F/checkpoint/{n}\n" for n in images)
+        return f"sed -i s/running/exited/ $F/inspect.json\n{made}"
 
     def exports(self, archive: str | os.PathLike[str]) -> None:
         """A checkpoint of it is that archive."""

@@ -47,6 +47,9 @@ class FakeRegistry:
         self.manifests: dict[tuple[str, str], tuple[str, bytes]] = {}
         self.uploads: dict[str, str] = {}
         self.chunk_min_length = 0
+        # Bytes of a body that is not too much for it; 0 for any. Whether it takes parts of a blob.
+        self.largest_put = 0
+        self.parts = True
         self.ranges = True
         self.absolute = False
         # Where blobs are to be had instead, such as "http://HOST/data/".
@@ -56,6 +59,8 @@ class FakeRegistry:
         self.users: dict[str, str] = {}
         self.identity_token = ""
         self.tokens: dict[str, str] = {}
+        # As Quay: a token to pull is good for repositories that are there; one to push makes them.
+        self.strict = False
         self.may_mount = True
         self.realm = ""
         self.lock = threading.Lock()
@@ -294,6 +299,11 @@ class _Handler(BaseHTTPRequestHandler):
         if not good or service != ["fake"]:
             self._refuse(401, "UNAUTHORIZED", "wrong words")
             return
+        if self.at.strict:
+            for _, name_of, actions in (each.split(":") for each in scopes):
+                if "push" in actions:
+                    self.at.members.setdefault(name_of, set())
+            scopes = [each for each in scopes if each.split(":")[1] in self.at.members]
         token = secrets.token_urlsafe(12)
         self.at.tokens[token] = " ".join(scopes)
         self._say(200, {"Content-Type": "application/json"}, json.dumps({name: token}).encode())
@@ -367,6 +377,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._finish(repository, name)
 
     def _patch(self, repository: str, name: str) -> None:
+        if not self.at.parts:
+            self._refuse(416, "RANGE_INVALID", "parts are not taken")
+            return
         path = self.at.folder / "uploads" / name
         size = path.stat().st_size
         match = re.fullmatch(r"([0-9]+)-([0-9]+)", self.headers.get("Content-Range", ""))
@@ -384,6 +397,9 @@ class _Handler(BaseHTTPRequestHandler):
                 file.write(piece)
 
     def _finish(self, repository: str, name: str) -> None:
+        if self.at.largest_put and self.left > self.at.largest_put:
+            self._refuse(413, "SIZE_INVALID", "too much")
+            return
         path = self.at.folder / "uploads" / name
         self._append(path)
         with path.open("rb") as file:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
+import tarfile
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from fake_podman import ID, FakePodman
 from kept_checkpoints import an_archive, keep_pages
 
-from gpusnap import checkpointing, convert, kept, where
+from gpusnap import checkpointing, convert, fits, kept, podman, where
 from gpusnap.checkpointing import Made, Wish
 from gpusnap.progress import Progress
 from oci.errors import DiskFull
@@ -143,6 +146,46 @@ def test_a_file_in_no_folder(fake: FakePodman, tmp_path: Path) -> None:
     assert fake.status() == "running"
 
 
+@pytest.mark.parametrize("kind", ["folder", "fifo"])
+def test_what_is_no_file(fake: FakePodman, tmp_path: Path, kind: str) -> None:
+    """It is there, and cannot be replaced by an archive: said before the container is ended."""
+    if kind == "folder":
+        (tmp_path / "backup").mkdir()
+    else:
+        os.mkfifo(tmp_path / "backup")
+    with pytest.raises(GpusnapError, match="backup cannot be written: it is"):
+        made(to=where.InFile(f"{tmp_path}/backup"))
+    assert fake.status() == "running"
+    assert [name for name in os.listdir(tmp_path) if "backup" in name] == ["backup"]
+
+
+def test_a_file_that_cannot_be_made(
+    fake: FakePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the reason is."""
+    real = os.open
+
+    def refuses(path: str, flags: int, *more: int) -> int:
+        if flags & os.O_EXCL and "w.tar" in path:
+            raise OSError(errno.EDQUOT, "")
+        return real(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", refuses)
+    with pytest.raises(GpusnapError, match=r"w\.tar cannot be written: Disk quota exceeded"):
+        made(to=where.InFile(f"{tmp_path}/w.tar"))
+    assert fake.status() == "running"
+
+
+def test_a_file_in_a_folder_that_is_read_only(
+    fake: FakePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said before the container is ended for it."""
+    monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path))
+    with pytest.raises(GpusnapError, match=f"w.tar cannot be written: {tmp_path} is read-only"):
+        made(to=where.InFile(f"{tmp_path}/w.tar"))
+    assert fake.status() == "running"
+
+
 def test_podman_fails_and_the_container_runs_on(fake: FakePodman, store: Store) -> None:
     """The runtime's sentence, and nothing else."""
     fake.fails("gpusnap: no room; make some\n")
@@ -153,13 +196,44 @@ def test_podman_fails_and_the_container_runs_on(fake: FakePodman, store: Store) 
 
 def test_podman_fails_after_the_end(fake: FakePodman) -> None:
     """Where the container is, and how it comes back."""
-    fake.first(f"sed -i s/running/exited/ {fake.folder}/inspect.json\n")
+    fake.first(fake.ends("inventory.img", "gpusnap/manifest.json"))
     fake.fails("Error: writing the archive: no space left\n")
     with pytest.raises(GpusnapError) as raised:
         made()
     assert raised.value.sentence() == (
         "Podman failed: writing the archive: no space left; nothing is lost: Podman has the checkpoint of w "
         "in its storage; podman container restore w brings it back"
+    )
+
+
+def test_the_runtime_fails_after_the_end(fake: FakePodman, tmp_path: Path) -> None:
+    """The checkpoint has no manifest yet: a restore would be refused before it is completed."""
+    fake.first(fake.ends("inventory.img", "gpusnap/manifest.pending"))
+    fake.fails(f"gpusnap: the store is busy; the container is dumped: gpusnap recover {ID} tries again\n")
+    with pytest.raises(GpusnapError) as raised:
+        made(to=where.destination(f"oci:{tmp_path}/there"))
+    assert raised.value.sentence() == (
+        f"the store is busy; the container is dumped: gpusnap recover {ID} tries again; nothing is lost: "
+        "Podman has the checkpoint of w in its storage, but for its end; "
+        f"gpusnap recover {ID} completes it, and then GPUSNAP_STORE={tmp_path}/there podman container "
+        "restore w brings it back"
+    )
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_it_ends_by_itself(fake: FakePodman, earlier: bool) -> None:
+    """There is no checkpoint then, or one of before, and nobody says that there is."""
+    if earlier:
+        (fake.folder / "checkpoint").mkdir()
+        (fake.folder / "checkpoint/inventory.img").touch()
+        os.utime(fake.folder / "checkpoint/inventory.img", (1e9, 1e9))
+    fake.first(fake.ends())
+    fake.fails("Error: the container is not running\n")
+    with pytest.raises(GpusnapError) as raised:
+        made()
+    assert raised.value.sentence() == (
+        "Podman failed: the container is not running; the container w has ended, and there is no checkpoint "
+        "of it"
     )
 
 
@@ -182,15 +256,192 @@ def test_we_fail_after_the_end(
 
 
 def test_we_fail_and_it_runs_on(pages: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing refers to the pages then."""
+    """Nothing refers to the pages then: what its runtime kept since the beginning is forgotten."""
+    forgotten: list[tuple[str, datetime, set[str]]] = []
+
+    def forget(_: Store, container: str, since: datetime, before: set[str]) -> None:
+        forgotten.append((container, since, before))
 
     def fails(*_: object, **__: object) -> None:
         raise DiskFull("the disk is full")
 
     monkeypatch.setattr(convert, "take_in", fails)
+    monkeypatch.setattr(kept, "forget_pages_of", forget)
     with pytest.raises(GpusnapError, match=r"^the disk is full$"):
         made(leave_running=True)
-    assert store.entries() == ()
+    ((container, since, before),) = forgotten
+    assert (container, before) == (ID, set())
+    assert since <= datetime.now(UTC)
+    assert os.listdir(store.path + "/staging") == []
+
+
+@pytest.mark.parametrize("to", ["", "oci", "registry.example/w:v1"])
+@pytest.mark.parametrize("error", [DiskFull("the disk is full"), KeyboardInterrupt()])
+def test_we_fail_and_podman_removes_it(
+    pages: FakePodman,
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    to: str,
+) -> None:
+    """With --rm the archive is all there is: it stays, also through gc, and so does what it refers to."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    pages.has(auto_remove=True)
+    monkeypatch.setattr(convert, "take_in", fails)
+    place = where.destination(f"oci:{store.path}" if to == "oci" else to) if to else None
+    with pytest.raises(GpusnapError) as raised:
+        made(to=place)
+    said = raised.value.sentence()
+    (kept_as,) = re.findall(r"what Podman exported of w is kept as (\S+);", said)
+    environment = f"GPUSNAP_STORE={store.path} " if to == "oci" else ""
+    assert f"; {environment}podman container restore --import {kept_as} brings it back" in said
+    assert (f"and gpusnap push {kept_as} {to} pushes it" in said) is (to not in ("", "oci"))
+    assert isinstance(raised.value, Interrupted) == isinstance(error, KeyboardInterrupt)
+    assert store.collect().spared
+    assert Path(kept_as).read_bytes() == (pages.folder / "archive").read_bytes()
+    (entry,) = store.entries()
+    assert entry.name == ""
+
+
+def test_podman_is_about_to_remove_it(fake: FakePodman, store: Store) -> None:
+    """That Podman still shows it is no reason to count on its checkpoint."""
+    fake.has(auto_remove=True)
+    fake.first(f'{fake.ends("inventory.img")}cp $F/archive "$4"\n')
+    fake.fails("Error: cleaning up: no space left\n")
+    with pytest.raises(GpusnapError, match="what Podman exported of w is kept as /"):
+        made()
+
+
+def test_podman_removes_it(pages: FakePodman, store: Store) -> None:
+    """Where nothing fails, nothing is left; if gpusnap were killed, gc would spare what Podman exports."""
+    pages.has(auto_remove=True)
+    script = (pages.folder / "first.sh").read_text()
+    pages.first(f'{script}[ -e "$(dirname "$4")/precious" ] || exit 9\n')
+    done = made()
+    assert [each.name for each in store.entries()] == [done.name]
+    assert os.listdir(store.path + "/staging") == []
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_podman_fails_and_removes_it(fake: FakePodman, store: Store, whole: bool) -> None:
+    """What it exported stays if there is all of it; else it is gone, and that is said."""
+    fake.has(auto_remove=True)
+    size = os.path.getsize(fake.folder / "archive") - (0 if whole else 2048)
+    fake.first(f'head -c {size} $F/archive >"$4"\nrm $F/inspect.json\n')
+    fake.fails("Error: cleaning up: no space left\n")
+    with pytest.raises(GpusnapError) as raised:
+        made()
+    if whole:
+        assert "podman container restore --import /" in raised.value.sentence()
+    else:
+        assert raised.value.sentence().endswith(
+            "no space left; the container w has ended, and Podman removes it (--rm) with its checkpoint"
+        )
+    assert len(os.listdir(store.path + "/staging")) == whole
+
+
+def test_a_removed_container_and_a_file(
+    fake: FakePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The archive stays, under a name that says what it is."""
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, "")
+
+    fake.has(auto_remove=True)
+    (tmp_path / "to").mkdir()
+    monkeypatch.setattr(checkpointing, "_put", fails)
+    with pytest.raises(GpusnapError) as raised:
+        made(to=where.InFile(f"{tmp_path}/to/w.tar.zst"))
+    (left,) = os.listdir(tmp_path / "to")
+    assert re.fullmatch(r"checkpoint-of-w-[0-9a-f]{8}\.tar\.zst", left)
+    assert f"podman container restore --import {tmp_path}/to/{left} brings it back" in raised.value.sentence()
+    assert (tmp_path / "to" / left).read_bytes() == (fake.folder / "archive").read_bytes()
+
+
+def test_a_signal_when_it_has_ended(
+    fake: FakePodman, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said when Podman is done."""
+    real = podman.checkpoint
+
+    def asked(*words: object, **more: object) -> bool:
+        real(*words, **more)  # type: ignore[arg-type]
+        return True
+
+    monkeypatch.setattr(podman, "checkpoint", asked)
+    for auto_remove, said in ((False, "podman container restore w"), (True, "restore --import /")):
+        fake.has(auto_remove=auto_remove)
+        with pytest.raises(Interrupted) as raised:
+            made()
+        assert said in raised.value.sentence()
+
+
+def test_an_archive_without_its_memory(fake: FakePodman, tmp_path: Path) -> None:
+    """Such as a runtime makes that was ordered something else: not taken for a checkpoint."""
+    (tmp_path / "with").mkdir()
+    fake.exports(an_archive(tmp_path / "with", pages="store"))
+    fake.has(auto_remove=True)
+    with pytest.raises(GpusnapError, match="has not its memory, which went to a store"):
+        made(to=where.InFile(f"{tmp_path}/w.tar"))
+    assert not (tmp_path / "w.tar").exists()
+
+
+def test_an_archive_without_records(fake: FakePodman, tmp_path: Path) -> None:
+    """Podman said that all is well."""
+    with tarfile.open(tmp_path / "bad.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("config.dump"))
+    fake.exports(tmp_path / "bad.tar")
+    for to in (None, where.InFile(f"{tmp_path}/w.tar")):
+        fake.has()
+        with pytest.raises(
+            GpusnapError, match=r"exported of w has no spec\.dump; nothing is lost: Podman has"
+        ):
+            made(to=to)
+    assert not (tmp_path / "w.tar").exists()
+
+
+def test_two_at_once(fake: FakePodman, tmp_path: Path) -> None:
+    """The second one is refused, and changes nothing."""
+    with orders.ordered(ID, pages="chunks"):
+        for to in (None, where.InFile(f"{tmp_path}/w.tar")):
+            with pytest.raises(
+                GpusnapError, match=r"another gpusnap checkpoint of the container abababababab is"
+            ):
+                made(to=to)
+    assert fake.status() == "running"
+    assert not [name for name in os.listdir(tmp_path) if "w.tar" in name]
+
+
+def test_no_room(fake: FakePodman, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before Podman is asked: what it may export, and the records beside it."""
+    (tmp_path / "upper/etc").mkdir(parents=True)
+    (tmp_path / "upper/etc/large").write_bytes(b"x" * (5 << 20))
+    fake.has(upper=str(tmp_path / "upper"))
+    real = os.statvfs
+    monkeypatch.setattr(fits, "_RECORDS", 1 << 20)
+
+    def room(free: int) -> None:
+        found = list(real(tmp_path))
+        found[0], found[1], found[4] = 4096, 4096, free // 4096
+        monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(found))
+
+    for to, need in ((None, 12 << 20), (where.InFile(f"{tmp_path}/w.tar"), 6 << 20)):
+        room(need - 4096)
+        with pytest.raises(
+            GpusnapError, match=r"the checkpoint of w needs up to .* in .*, where .* are free"
+        ):
+            made(to=to)
+        assert fake.status() == "running"
+        room(need)
+        made(to=to)
+        fake.has(upper=str(tmp_path / "upper"))
+    room(2 << 20)
+    made(ignore_rootfs=True)
 
 
 def test_pages_that_are_not_there(pages: FakePodman, store: Store, tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def test_a_push_that_fails(store: Store, registry: FakeRegistry) -> None:
     [
         (["checkpoint", "w", "--to", "name"], "is no place for a checkpoint"),
         (["checkpoint", "w", "--to", "./w.tar", "--name", "x"], "an archive has no name"),
+        (["checkpoint", "w", "--name", "a b"], "cannot be a name"),
         (["checkpoint", "w", "--to", "oci:there:x", "--name", "y"], "are the same thing"),
         (["pull", "registry.example/w:v1", "--to", "./w.tar"], "is no store"),
         (["checkpoint", "w", "--to", f"registry.example/w@sha256:{'0' * 64}"], "names a digest"),

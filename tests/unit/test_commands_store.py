@@ -172,7 +172,10 @@ def test_ls_of_nothing(gpusnap: Run, tmp_path: Path) -> None:
     assert json_of(gpusnap, "ls") == {"store": str(path), "checkpoints": [], "blobs": 0, "size": 0}
     code, out, err = gpusnap("ls", f"oci:{tmp_path}/none")
     assert (code, out) == (exits.NOT_FOUND, "")
-    assert err == f"gpusnap: there is no store {tmp_path}/none: it is no folder\n"
+    assert err == (
+        f"gpusnap: there is no store {tmp_path}/none: it is no folder; gpusnap checkpoint --to "
+        f"oci:{tmp_path}/none makes one\n"
+    )
     code, _, err = gpusnap("ls", f"oci:{tmp_path}")
     assert code == exits.NOT_FOUND
     assert f"{tmp_path} is no store" in err
@@ -457,6 +460,15 @@ def test_verify_of_an_empty_store(gpusnap: Run, tmp_path: Path) -> None:
     assert f"nothing is kept in {tmp_path}/store" in out
 
 
+@pytest.mark.parametrize("columns", ["20", "60"])
+def test_a_narrow_terminal(gpusnap: Run, kept: Kept, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    """It breaks lines itself: tables are never folded to less than 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    _, wide, _ = gpusnap("ls")
+    monkeypatch.setenv("COLUMNS", columns)
+    assert gpusnap("ls")[1] == wide
+
+
 # rm, gc, tag
 
 
@@ -467,7 +479,7 @@ def test_rm(gpusnap: Run, kept: Kept) -> None:
     assert (code, err) == (0, "")
     assert out.splitlines() == [
         f"removed w:2, {kept.second.digest[7:19]}, from {kept.store.path}",
-        "gpusnap gc frees the room that it took",
+        f"{kept.second.digest[7:19]} stays, as registry.example:5000/team/w:v2",
     ]
     assert len(list(Path(kept.store.path, "blobs/sha256").iterdir())) == before
     assert json_of(gpusnap, "inspect", kept.second.digest)["artifact"]["names"]
@@ -478,6 +490,7 @@ def test_rm(gpusnap: Run, kept: Kept) -> None:
             "store": kept.store.path,
             "digest": kept.second.digest,
             "names": ["registry.example:5000/team/w:v2"],
+            "left": [],
         }
     ]
     assert found["collected"] is None
@@ -489,6 +502,7 @@ def test_rm_goes_on(gpusnap: Run, kept: Kept) -> None:
     code, out, err = gpusnap("rm", "none", "w:1", "nothing")
     assert code == exits.NOT_FOUND
     assert "removed w:1" in out
+    assert "gpusnap gc frees the room that it took" in out
     assert [line.count("nothing in") for line in err.splitlines()] == [1, 1]
 
 
@@ -549,7 +563,7 @@ def test_tag(gpusnap: Run, kept: Kept) -> None:
     assert json_of(gpusnap, "tag", "w:2", "prod")["movedFrom"] == ""
     assert json_of(gpusnap, "inspect", "w:1")["artifact"]["names"] == ["w:1"]
     code, _, err = gpusnap("tag", "w:1", "sha256:ab")
-    assert code == exits.FAILED
+    assert code == exits.USAGE
     assert "cannot be a name" in err
 
 
@@ -614,3 +628,28 @@ def test_many_processes(gpusnap: Run, tmp_path: Path) -> None:
     keep(Store(tmp_path / "store"), *regions, names=("w",), records={}, record=record)
     _, out, _ = gpusnap("inspect", "w")
     assert "and 10 smaller ones of 40.0 KiB together (see --json)" in out
+
+
+@pytest.mark.parametrize("line", [("lies",), ("--all",), ("registry", "--deep")])
+def test_verify_of_a_lie(gpusnap: Run, kept: Kept, tmp_path: Path, line: tuple[str, ...]) -> None:
+    """A compressed chunk that does not hold what the config says is damage, though each blob is right."""
+    keep(kept.store, bytearray(b"text" * CHUNK), names=("true",), records={})
+    true = artifact.read(kept.store.find("true").descriptor, kept.store.read)
+    text = kept.store.layout.read_blob(true.config).decode()
+    record = manifest.decode(text.encode(), "a test")
+    chunk = next(
+        c for p in record.processes for r in p.regions for c in r.table.chunks if c.encoding == "zstd"
+    )
+    fake = "ab" * 32
+    with kept.store.stage() as staging:
+        lie = text.replace(f'"{chunk.plain[7:]}"', f'"{fake}"')
+        config = staging.layout.add_blob(lie.encode(), media_type=artifact.CONFIG)
+        root = artifact.write(staging.layout, replace(true, config=config))
+        staging.commit(root, names=["lies"])
+    assert gpusnap("verify", "true")[0] == 0
+    with FakeRegistry(tmp_path / "registry") as registry:
+        transfer.push(root, kept.store.layout, registry.repository(), tag="v1")
+        words = [f"http://{registry.host}/team/app:v1" if word == "registry" else word for word in line]
+        code, out, _ = gpusnap("verify", *words)
+    assert code == exits.DAMAGED
+    assert f"{chunk.blob}: does not hold the chunk sha256:{fake} of {chunk.size} bytes" in out

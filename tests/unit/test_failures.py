@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
 from gpusnap.failures import Damaged, NotFound, failure, told
@@ -44,7 +46,31 @@ def test_kinds(kind: type[errors.OciError], expected: type[GpusnapError]) -> Non
     assert type(failure(kind("x"))) is expected
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("r:1 does not speak TLS: plain HTTP has to be asked for", "--plain-http"),
+        ("the certificate of r:1 is not trusted (x): have its CA among the system's", ""),
+        ("r:1: 6 attempts broke", "run the same command again"),
+    ],
+)
+def test_unreachable(words: str, hint: str) -> None:
+    """To try again is no help where TLS is the matter."""
+    found = failure(errors.Unreachable(words))
+    assert found.hint.startswith(hint)
+    assert bool(found.hint) == bool(hint)
+
+
 def test_others_pass() -> None:
     """`told` is for errors of oci alone."""
     with pytest.raises(ValueError, match="x"), told():
         raise ValueError("x")
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
+def test_what_could_not_be_read(code: int) -> None:
+    """That is of this host, and nothing is said of what was to be read."""
+    for cause, expected in ((OSError(code, ""), GpusnapError), (OSError(errno.ENOENT, ""), Damaged)):
+        with pytest.raises(GpusnapError) as raised, told():
+            raise errors.LayoutError("the index cannot be read") from cause
+        assert type(raised.value) is expected

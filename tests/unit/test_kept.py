@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
+from archives import CREATED, record, regions
 from kept_checkpoints import an_archive, keep, keep_pages
 
 from gpusnap import kept
-from gpusnap.failures import NotFound
+from gpusnap.failures import Damaged, NotFound
 from gpusnap.where import InStore
+from oci import artifact
+from oci.errors import DiskError, disk_error
 from oci.store import Store
 from runtime_shim.errors import Refused
+from runtime_shim.manifest import encode
 
 
 @pytest.fixture
@@ -55,7 +61,67 @@ def test_forget_pages(store: Store, tmp_path: Path) -> None:
         assert kept.roots(store) == {whole, pages}
         kept.forget_pages(store, found.artifact.config, {whole})
         assert kept.roots(store) == {whole}
-    keep_pages(store)
+
+
+def test_forget_pages_of(store: Store, tmp_path: Path) -> None:
+    """Of that container and made since then: what others keep meanwhile in the same store is theirs."""
+    pages = keep_pages(store)
+    made, container = datetime.fromisoformat(CREATED), "ab" * 32
+    for of, since, before in (
+        ("cd" * 32, made, set()),
+        (container, made + timedelta(seconds=1), set()),
+        (container, made, {pages}),
+    ):
+        kept.forget_pages_of(store, of, since, before)
+        assert kept.roots(store) == {pages}
     store.tag(pages, "mine")
-    kept.forget_pages(store, None, {whole})
-    assert kept.roots(store) == {whole, pages}
+    kept.forget_pages_of(store, container, made, set())
+    assert kept.roots(store) == {pages}
+    store.remove("mine")
+    keep_pages(store)
+    kept.forget_pages_of(store, container, made + timedelta(microseconds=5), set())
+    assert kept.roots(store) == set()
+
+
+def test_a_chunk_that_is_no_layer(store: Store) -> None:
+    """A pull would not bring it, and gc would not spare it."""
+    with store.create().stage() as staging:
+        tables = regions(staging.layout)
+        config = staging.layout.add_blob(encode(record(tables)), media_type=artifact.CONFIG)
+        layers = artifact.chunk_layers([("1:0", table) for table in tables])
+        kept.load(artifact.write(staging.layout, artifact.Artifact(config, chunks=layers)), staging.layout)
+        root = artifact.write(staging.layout, artifact.Artifact(config, chunks=layers[1:]))
+        with pytest.raises(Damaged, match=f"names the chunk {layers[0].digest} of .*, and not among its"):
+            kept.load(root, staging.layout)
+
+
+def test_a_hold_that_cannot_be_had(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a read-only store it is not needed; on a full one gc could take what is being read."""
+    keep(store, an_archive(tmp_path), ["w"])
+
+    def hold(code: int) -> None:
+        def fails(*_: object) -> None:
+            error = OSError(code, "")
+            raise disk_error(error, store.path, "a hold", None) from error
+
+        monkeypatch.setattr(Store, "hold", fails)
+
+    hold(errno.EROFS)
+    with kept.held(InStore(store, "w")) as (_, found):
+        assert found.record is not None
+    for code in (errno.ENOSPC, errno.EMFILE):
+        hold(code)
+        with pytest.raises(DiskError), kept.held(InStore(store, "w")):
+            pass
+
+
+def test_another_tool_s_layout(store: Store, tmp_path: Path) -> None:
+    """It has no gc, and so no holds, and stays as it is."""
+    keep(store, an_archive(tmp_path), ["w"])
+    for name in ("staging", "holds", "lock", "known.json"):
+        path = Path(store.path, name)
+        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+    before = sorted(Path(store.path).iterdir())
+    with kept.held(InStore(store, "w")) as (_, found):
+        assert found.record is not None
+    assert sorted(Path(store.path).iterdir()) == before

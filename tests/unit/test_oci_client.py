@@ -256,3 +256,37 @@ def test_a_ca_file_that_is_none(tmp_path: Path, content: str | None) -> None:
         path.write_text(content)
     with pytest.raises(RegistryError, match=r"the CA file .*ca.pem (cannot be read: it does|holds no cert)"):
         Client("r.example", ca_file=str(path))
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "https://evil.example\\@r.example/x",
+        "https://evil.example\\.r.example/x",
+        "https://r.example@evil.example/x",
+        "https://someone:words@r.example/x",
+        "https://r.example /x",
+        "https://r.example\t/x",
+        "https://r.example/\x7f",
+        "https://r.ex\u00e4mple/x",
+        "//evil.example\\@r.example/x",
+    ],
+)
+def test_locations_of_two_meanings(location: str) -> None:
+    """Where one parser of URLs may see another host than the next one, nobody goes."""
+    client = Client("r.example")
+    with pytest.raises(RegistryError, match="where there is no TLS, or no address at all"):
+        client.resolved("https://r.example/v2/a/blobs/x", location)
+
+
+def test_a_password_for_another_host(registry: FakeRegistry, tmp_path: Path) -> None:
+    """A redirection that seems to lead to the registry itself takes no password elsewhere."""
+    registry.login, registry.users = "basic", {"someone": "words"}
+    digest = registry.add_blob(DATA)
+    with FakeRegistry(tmp_path / "other") as other:
+        there = {"Location": f"http://{other.host}\\@{registry.host}/steal"}
+        registry.rule("HEAD", "blobs", Say(307, there), skip=1)
+        repository = registry.repository(credentials=Credentials("someone", "words"))
+        with pytest.raises(RegistryError, match="no address at all"):
+            repository.has_blob(digest)
+        assert other.seen == []

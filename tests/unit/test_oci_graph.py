@@ -133,3 +133,14 @@ def test_any_content(content: bytes, kind: str) -> None:
     at = Descriptor(kind, digest_of(content), len(content))
     with pytest.raises(LayoutError):
         children(at, content)
+
+
+def test_named_as_two_things() -> None:
+    """A manifest that is named as a layer first is followed where it is named as one."""
+    documents = Documents()
+    inner = documents.manifest(LAYER)
+    outer = documents.manifest({**inner.to_json(), "mediaType": "a/layer"})
+    root = documents.index(outer, inner)
+    walked = documents.walked(root)
+    assert LAYER["digest"] in walked
+    assert walked.count(inner.digest) == 2

@@ -118,13 +118,14 @@ def test_the_oldest_go(layout: Layout, tmp_path: Path, monkeypatch: pytest.Monke
     assert [known.find(digest) is not None for digest in digests] == [True, False, False, True, True]
 
 
-GOOD = {"version": 1, "layouts": ["/x"], "chunks": {DIGEST[7:]: [0, 1, "plain", DIGEST[7:], 2, 3]}}
+GOOD = {"version": 2, "layouts": ["/x"], "chunks": {DIGEST[7:]: [0, 1, "plain", DIGEST[7:], 2, 3]}}
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 2},
+        {"version": 1},
+        {"version": 3},
         {"layouts": []},
         {"layouts": ["relative"]},
         {"layouts": ["/nul\0"]},
@@ -163,3 +164,14 @@ def test_no_folder(tmp_path: Path) -> None:
     """An index that cannot be written is an error that names its folder."""
     with pytest.raises(DiskError, match=r"index of known chunks .* cannot be written in .*none"):
         Known(tmp_path / "none/known.json").save()
+
+
+def test_what_somebody_else_says(tmp_path: Path) -> None:
+    """Of tables from elsewhere only chunks that are their own blobs are added."""
+    layout = Layout(tmp_path / "layout").create()
+    (table,) = save(layout, bytearray(fill(5 * 4096, "text") + fill(5 * 4096, "random")))
+    plain = {chunk.plain for chunk in table.chunks if chunk.encoding == "plain"}
+    assert 0 < len(plain) < len(table.chunks)
+    known = Known(tmp_path / "known.json")
+    known.learn([table], layout, foreign=True)
+    assert {chunk.plain for chunk in table.chunks if known.find(chunk.plain)} == plain

@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import stat
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from oci_checkpoints import blob_path, commit, names, put, save_to, stagings, whole
 from oci_regions import CEILING, PAGE, fill
 
+from oci import artifact
+from oci.artifact import Artifact, chunk_layers
 from oci.buffers import Buffer
+from oci.chunks import Table
 from oci.digests import digest_of
-from oci.errors import BlobError, DigestError, NotThere, StoreBusy, StoreError
+from oci.errors import BlobError, DigestError, LayoutError, NotThere, StoreBusy, StoreError
+from oci.manifest import INDEX, Index, written_document
+from oci.reading import read
 from oci.store import Spared, Store
 from oci.verify import verify
 from oci.writing import write
@@ -158,3 +164,37 @@ def test_known(store: Store) -> None:
         root, tables = save_to(staging, fill(50000, "random", 2))
         staging.commit(root, tables=tables)
     assert len(store.known()) == len(tables[0].chunks)
+
+
+def test_what_a_foreign_checkpoint_says(store: Store) -> None:
+    """What a checkpoint from elsewhere says of a compressed chunk is not believed for one made here."""
+    ours = bytearray(fill(PAGE, "text"))
+    with store.stage() as staging:
+        _, (honest,) = save_to(staging, fill(PAGE, "text", 2))
+        (chunk,) = honest.chunks
+        assert chunk.encoding == "zstd"
+        lie = Table(PAGE, (replace(chunk, plain=digest_of(ours)),))
+        root = artifact.write(staging.layout, Artifact(chunks=chunk_layers([("0", lie)])))
+        staging.commit(root, names=["evil"], foreign=[lie])
+    assert [fault.what for fault in verify(store.layout, root, threads=1, tables=[lie])] == [
+        f"does not hold the chunk {digest_of(ours)} of {PAGE} bytes that it is named for"
+    ]
+    with store.stage() as staging:
+        known = store.known()
+        source = [Buffer(ours)]
+        tables = write(source, staging.layout, threads=1, ceiling=CEILING, known=known, chunk_size=PAGE)
+        found = bytearray(PAGE)
+        read(tables, staging.layout, [Buffer(found)], threads=1, ceiling=CEILING)
+    assert found == ours
+
+
+def test_an_index_of_what_is_not_known(store: Store) -> None:
+    """An index that names what gc could not follow is not committed: no gc of the store could go on."""
+    with store.stage() as staging:
+        odd = staging.layout.add_blob(b"x", media_type="application/vnd.somebody.else")
+        written = written_document(Index((odd,)).to_json())
+        root = staging.layout.add_blob(written, media_type=INDEX)
+        with pytest.raises(LayoutError, match=f"what {odd.digest}, a .*else, names is not known"):
+            staging.commit(root, names=["odd"])
+    store.collect()
+    assert store.entries() == ()

@@ -201,3 +201,26 @@ def test_tokens_end(registry: FakeRegistry) -> None:
     now[0] = 46
     assert tokens.header(scopes) != first
     pool.clear()
+
+
+@pytest.mark.parametrize(
+    "realm", ["https://evil.example\\@t.example/", "https://a:b@t.example/", "https://t /"]
+)
+def test_a_realm_of_two_meanings(realm: str) -> None:
+    """A token service that one may take for another host gets no password."""
+    tokens = Tokens("r.example", make_pool(), credentials=SOMEONE)
+    # Within quotes a backslash stands for what follows it.
+    quoted = realm.replace("\\", "\\\\")
+    with pytest.raises(Unauthorized, match="sent no credentials: it has no address"):
+        tokens.after("", f'Bearer realm="{quoted}",service="s"', ("repository:a:pull",))
+
+
+@pytest.mark.parametrize("seconds", ["1" + "0" * 400, "1e999", "NaN", "Infinity", "-1", "true", '"60"'])
+def test_odd_times(registry: FakeRegistry, seconds: str) -> None:
+    """However long a token is said to serve, it serves now."""
+    answer = b'{"token":"words","expires_in":%s}' % seconds.encode()
+    registry.rule("GET", "^/token", Say(200, {}, answer))
+    registry.tokens["words"] = "repository:a:pull"
+    tokens = Tokens("r", make_pool(), plain_http=True)
+    challenge = f'Bearer realm="http://{registry.host}/token",service="fake"'
+    assert tokens.after("", challenge, ("repository:a:pull",)) == "Bearer words"

@@ -380,3 +380,13 @@ def test_two_pushes_of_the_same(registry: FakeRegistry, layout: Layout, other: L
     assert errors == []
     pull(registry.repository(), "v1", other)
     assert everything(other, root) == everything(layout, root)
+
+
+def test_into_a_new_repository(registry: FakeRegistry, layout: Layout) -> None:
+    """All requests of a push ask for the right to push: to pull out of what is not there yet, nobody has."""
+    registry.login, registry.users, registry.strict = "bearer", {"someone": "words"}, True
+    root = artifact(layout)
+    repository = registry.repository("team/new", credentials=Credentials("someone", "words"))
+    moved = push(root, layout, repository, tag="v1")
+    assert moved.bytes == sum(everything(layout, root).values())
+    assert push(root, layout, repository, tag="v1").blobs == 0

@@ -48,12 +48,65 @@ def test_small_ones_go_at_once(registry: FakeRegistry, layout: Layout) -> None:
 
 
 def test_large_ones_go_in_chunks(registry: FakeRegistry, layout: Layout) -> None:
-    """POST, a PATCH for each chunk, then PUT with nothing."""
+    """Where one PUT is too much: POST, a PATCH for each chunk, PUT with nothing; and so from then on."""
+    registry.largest_put = CHUNK
+    repository = registry.repository()
+    for data, puts in ((LARGE, [len(LARGE), 0]), (LARGE[1:], [0])):
+        registry.seen.clear()
+        blob = layout.add_blob(data)
+        repository.send_blob(blob, layout)
+        assert registry.blob(blob.digest) == data
+        assert sizes(registry, "PATCH") == [CHUNK, CHUNK, CHUNK, len(data) - 3 * CHUNK]
+        assert sizes(registry, "PUT") == puts
+    assert registry.waits == []
+
+
+def test_large_ones_go_at_once(registry: FakeRegistry, layout: Layout) -> None:
+    """A registry that takes no parts need not be asked for any."""
+    registry.parts = False
     blob = layout.add_blob(LARGE)
     registry.repository().send_blob(blob, layout)
     assert registry.blob(blob.digest) == LARGE
-    assert sizes(registry, "PATCH") == [CHUNK, CHUNK, CHUNK, 12_345]
-    assert sizes(registry, "PUT") == [0]
+    assert [each.method for each in registry.seen] == ["POST", "PUT"]
+
+
+@pytest.mark.parametrize("how", [Say(400), Say(405), Say(416), Say(501), Say(202, {"Range": "0-99"})])
+@pytest.mark.parametrize("skip", [0, 1])
+def test_parts_that_are_not_taken(registry: FakeRegistry, layout: Layout, how: Say, skip: int) -> None:
+    """Where a part is refused, or its Range stays behind, the blob goes at once, and so do all after it."""
+    registry.rule("PUT", "", CutBody(1))
+    registry.rule("PATCH", "", how, skip=skip, times=99)
+    repository = registry.repository()
+    blob = layout.add_blob(LARGE)
+    repository.send_blob(blob, layout)
+    assert registry.blob(blob.digest) == LARGE
+    assert sizes(registry, "PUT") == [len(LARGE), len(LARGE)]
+    assert len(registry.waits) <= 2
+    parts = len(registry.asked("PATCH"))
+    assert parts <= 2 + skip
+    registry.rule("PUT", "", CutBody(1))
+    blob = layout.add_blob(LARGE[1:])
+    repository.send_blob(blob, layout)
+    assert registry.blob(blob.digest) == LARGE[1:]
+    assert len(registry.asked("PATCH")) == parts
+
+
+def test_neither_at_once_nor_in_parts(registry: FakeRegistry, layout: Layout) -> None:
+    """A registry that takes a blob in no way is quoted."""
+    registry.largest_put, registry.parts = CHUNK, False
+    with pytest.raises(Rejected, match="SIZE_INVALID: too much"):
+        registry.repository().send_blob(layout.add_blob(LARGE), layout)
+    assert len(registry.asked("POST")) == 3
+
+
+def test_a_large_put_that_breaks(registry: FakeRegistry, layout: Layout) -> None:
+    """What the registry has of it does not go again."""
+    registry.rule("PUT", "", CutBody(131_072))
+    blob = layout.add_blob(LARGE)
+    registry.repository().send_blob(blob, layout)
+    assert registry.blob(blob.digest) == LARGE
+    assert registry.asked("PATCH")[0].headers["content-range"] == "131072-231071"
+    assert len(registry.asked("POST")) == 1
 
 
 @pytest.mark.parametrize("data", [b"", b"x"])
@@ -77,7 +130,7 @@ def test_the_registrys_smallest_chunk(
     registry: FakeRegistry, layout: Layout, least: int, wanted: int
 ) -> None:
     """A registry may ask for larger chunks than ours, not for smaller ones."""
-    registry.chunk_min_length = least
+    registry.chunk_min_length, registry.largest_put = least, CHUNK
     registry.repository().send_blob(layout.add_blob(LARGE), layout)
     assert sizes(registry, "PATCH")[0] == wanted
 
@@ -86,6 +139,7 @@ def test_the_registrys_smallest_chunk(
 @pytest.mark.parametrize("data", [SMALL, LARGE])
 @pytest.mark.parametrize("method", ["POST", "PATCH", "PUT"])
 @pytest.mark.parametrize("skip", [0, 1])
+@pytest.mark.parametrize("largest", [0, CHUNK])
 def test_every_break(
     registry: FakeRegistry,
     layout: Layout,
@@ -93,8 +147,10 @@ def test_every_break(
     data: bytes,
     what: Say | NoAnswer | CutBody,
     skip: int,
+    largest: int,
 ) -> None:
     """Wherever it breaks, before or after the registry did what it was asked, the blob arrives."""
+    registry.largest_put = largest
     registry.rule(method, "", what, skip=skip)
     registry.rule(method, "", what, skip=skip)
     blob = layout.add_blob(data)
@@ -105,6 +161,7 @@ def test_every_break(
 
 def test_a_large_one_goes_on_from_where_it_was(registry: FakeRegistry, layout: Layout) -> None:
     """After a break in the third chunk the registry is asked how far it is, and nothing is sent twice."""
+    registry.largest_put = CHUNK
     registry.rule("PATCH", "", CutBody(65_536), skip=2)
     blob = layout.add_blob(LARGE)
     registry.repository().send_blob(blob, layout)
@@ -112,7 +169,7 @@ def test_a_large_one_goes_on_from_where_it_was(registry: FakeRegistry, layout: L
     ranges = [each.headers["content-range"] for each in registry.asked("PATCH")]
     assert ranges[2:4] == ["200000-299999", "265536-312344"]
     assert len(registry.asked("GET", "uploads")) == 1
-    assert len(registry.asked("POST")) == 1
+    assert len(registry.asked("POST")) == 2
 
 
 def test_a_small_one_whose_answer_was_lost_is_not_sent_again(registry: FakeRegistry, layout: Layout) -> None:
@@ -125,19 +182,21 @@ def test_a_small_one_whose_answer_was_lost_is_not_sent_again(registry: FakeRegis
 @pytest.mark.parametrize("status", [404, 416, 400])
 def test_an_upload_that_is_given_up(registry: FakeRegistry, layout: Layout, status: int) -> None:
     """Where a registry knows nothing of an upload after a break, it begins anew."""
+    registry.largest_put = CHUNK
     registry.rule("PATCH", "", CutBody(65_536), skip=2)
     registry.rule("GET", "uploads", Say(status))
     blob = layout.add_blob(LARGE)
     registry.repository().send_blob(blob, layout)
     assert registry.blob(blob.digest) == LARGE
-    assert len(registry.asked("POST")) == 2
+    assert len(registry.asked("POST")) == 3
     assert sum(registry.waits) <= 0.5
 
 
 @pytest.mark.parametrize("status", [404, 416])
 @pytest.mark.parametrize("skip", [0, 2])
 def test_a_chunk_that_does_not_fit(registry: FakeRegistry, layout: Layout, status: int, skip: int) -> None:
-    """A registry that stands elsewhere is asked where; one that does not know the upload gets a new one."""
+    """A registry that stands elsewhere, or does not know the upload any more, gets a new one."""
+    registry.rule("PUT", "", Say(500))
     registry.rule("PATCH", "", Say(status), skip=skip)
     blob = layout.add_blob(LARGE)
     registry.repository().send_blob(blob, layout)
@@ -147,6 +206,7 @@ def test_a_chunk_that_does_not_fit(registry: FakeRegistry, layout: Layout, statu
 @pytest.mark.parametrize("said", ["0-9999999", "bytes=0-5", "nonsense", ""])
 def test_a_registry_that_says_odd_ranges(registry: FakeRegistry, layout: Layout, said: str) -> None:
     """A Range that cannot be is not believed: the blob arrives all the same."""
+    registry.largest_put = CHUNK
     registry.rule("PATCH", "", Say(500), skip=1)
     registry.rule("GET", "uploads", Say(204, {"Range": said}))
     blob = layout.add_blob(LARGE)
@@ -167,8 +227,6 @@ def test_a_flipped_bit(registry: FakeRegistry, layout: Layout, data: bytes, at: 
         registry.repository().send_blob(blob, layout)
     assert not registry.has(blob.digest)
     assert registry.waits == []
-    if len(data) > CHUNK:
-        assert registry.asked("PUT") == []
 
 
 def test_a_blob_cut_short(registry: FakeRegistry, layout: Layout) -> None:
@@ -235,6 +293,7 @@ def test_refused(registry: FakeRegistry, layout: Layout) -> None:
 
 def test_it_breaks_for_ever(registry: FakeRegistry, layout: Layout) -> None:
     """A registry that always gives up at the same place is left in the end."""
+    registry.largest_put = CHUNK
     registry.rule("PATCH", "", CutBody(65_536), skip=0, times=999)
     registry.rule("GET", "uploads", Say(404), times=999)
     with pytest.raises(Unreachable, match="12 attempts broke, the last one because"):
@@ -243,6 +302,7 @@ def test_it_breaks_for_ever(registry: FakeRegistry, layout: Layout) -> None:
 
 def test_steps(registry: FakeRegistry, layout: Layout) -> None:
     """`step` sees how far it is, and may end it."""
+    registry.largest_put = CHUNK
     blob = layout.add_blob(LARGE)
     seen: list[int] = []
     registry.repository().send_blob(blob, layout, step=seen.append)
@@ -256,3 +316,12 @@ def test_steps(registry: FakeRegistry, layout: Layout) -> None:
     with pytest.raises(KeyboardInterrupt):
         registry.repository("another").send_blob(blob, layout, step=stop)
     assert not registry.has(blob.digest, "another")
+
+
+def test_a_repository_that_refuses_mounts(registry: FakeRegistry, layout: Layout) -> None:
+    """It is asked for the first blob, not for those after it."""
+    registry.rule("POST", "mount", Say(403), times=99)
+    repository = registry.repository()
+    for data in (SMALL, SMALL[1:], SMALL[2:]):
+        assert not repository.send_blob(layout.add_blob(data), layout, mount_from=["other/app"])
+    assert len(registry.asked("POST", "mount")) == 1

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from oci_checkpoints import blob_path, put
+from oci_regions import PAGE, fill, save, text
 
+from oci import artifact
+from oci.artifact import Artifact, chunk_layers
+from oci.chunks import Chunk, Table
 from oci.digests import digest_of
 from oci.errors import LayoutError
 from oci.layout import Layout
@@ -128,3 +132,53 @@ def test_no_layout(tmp_path: Path) -> None:
     """Where no layout is, that is the error, and not a thousand missing blobs."""
     with pytest.raises(LayoutError, match="oci-layout cannot be read"):
         verify(Layout(tmp_path), empty_descriptor(), threads=1)
+
+
+def test_what_tables_say(layout: Layout) -> None:
+    """Compressed chunks hold what every table says that they hold, or it is a fault."""
+    (table,) = save(layout, bytearray(text(3 * PAGE) + fill(PAGE, "random")))
+    root = artifact.write(layout, Artifact(chunks=chunk_layers([("0", table)])))
+    assert verify(layout, root, threads=2, tables=[table, table]) == ()
+    first, second, *_ = table.chunks
+    for wrong in (
+        replace(first, plain=second.plain),
+        replace(first, size=first.size - 1),
+        replace(first, size=first.size + 1),
+    ):
+        assert {each.digest: each.what for each in told(layout, root, table, wrong)} == {
+            first.blob: f"does not hold the chunk {wrong.plain} of {wrong.size} bytes that it is named for"
+        }
+
+
+def test_what_is_no_zstd(layout: Layout) -> None:
+    """A blob that is right, and no zstd, is named."""
+    root = put(layout, b"no zstd" * 99)
+    digest = digest_of(b"no zstd" * 99)
+    chunk = Chunk(0, PAGE, digest_of(bytes(PAGE)), digest, 7 * 99, "zstd")
+    [fault] = told(layout, root, Table(PAGE, ()), chunk)
+    assert fault.digest == digest
+    assert fault.what.startswith("is no zstd: ")
+
+
+@dataclass(frozen=True)
+class Told:
+    digest: str
+    what: str
+
+
+def told(layout: Layout, root: Descriptor, *tables: Table | Chunk) -> list[Told]:
+    """Faults where there are these tables, and one of a single chunk."""
+    whole = [Table(each.size, (each,)) if isinstance(each, Chunk) else each for each in tables]
+    found = verify(layout, root, threads=2, tables=whole)
+    return [Told(each.descriptor.digest, each.what) for each in found]
+
+
+def test_named_as_two_things(layout: Layout) -> None:
+    """A manifest that is a layer, too, is followed all the same, in whichever order."""
+    inner = put(layout, CONTENTS[0])
+    layer = replace(inner, media_type="a/layer", artifact_type="")
+    outer = layout.add_manifest(Manifest(empty_descriptor(), (layer,)))
+    nested = layout.add_blob(written_document(Index((inner,)).to_json()), media_type=INDEX)
+    root = layout.add_blob(written_document(Index((outer, nested)).to_json()), media_type=INDEX)
+    blob_path(layout, digest_of(CONTENTS[0])).unlink()
+    assert faults(layout, root) == {digest_of(CONTENTS[0]): "missing"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 
 import pytest
@@ -37,8 +39,8 @@ def test_the_first_error_ends_it() -> None:
 
 def test_cancelled() -> None:
     """A worker that checks leaves once the caller's signal is set."""
-    signal = threading.Event()
-    crew = Crew(signal)
+    wish = threading.Event()
+    crew = Crew(wish)
     begun = threading.Barrier(3)
 
     def work() -> None:
@@ -48,7 +50,7 @@ def test_cancelled() -> None:
 
     crew.start(2, work)
     begun.wait(10)
-    signal.set()
+    wish.set()
     with pytest.raises(Cancelled):
         crew.join()
 
@@ -74,3 +76,38 @@ def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="new thread"):
         crew.start(4, work)
     assert not any(thread.is_alive() for thread in started)
+
+
+def test_a_signal_while_it_waits() -> None:
+    """Where a signal's exception ends the wait, the workers have ended too: what they use is freed then."""
+    crew = Crew()
+    waiting, interrupted, back = threading.Event(), threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    class Interrupted(Exception):
+        """By a signal."""
+
+    def interrupt(*_: object) -> None:
+        interrupted.set()
+        raise Interrupted
+
+    def work() -> None:
+        assert waiting.wait(10)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert interrupted.wait(10)
+        # A long step without a check: nobody may go on meanwhile.
+        seen.append(back.wait(0.2))
+
+    def wait() -> None:
+        waiting.set()
+        crew.join()
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        crew.start(1, work)
+        with pytest.raises(Interrupted):
+            wait()
+        back.set()
+        assert seen == [False]
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from runtime_shim import orders, proc
-from runtime_shim.errors import GpusnapError
-from runtime_shim.settings import Settings
+from runtime_shim.errors import ContainerError, GpusnapError
+from runtime_shim.settings import Memory, Settings
 
 ID = "c0ffee" * 10
 
@@ -30,7 +32,7 @@ def test_an_order_counts_while_it_stands(folder: Path) -> None:
         found = orders.applied(Settings(), ID)
         assert (found.memory.pages, found.store.path) == ("store", "/somewhere/else")
         assert orders.applied(Settings(), "another") == Settings()
-        (path,) = folder.iterdir()
+        (path,) = folder.glob("*.json")
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert orders.applied(Settings(), ID) == Settings()
@@ -101,3 +103,63 @@ def test_no_room(folder: Path) -> None:
     ):
         pass
     assert caught.value.hint
+
+
+def test_one_at_a_time(folder: Path) -> None:
+    """A second one for the same container is refused, and the first one's stays; not another container's."""
+    with orders.ordered(ID, pages="chunks"):
+        with (
+            pytest.raises(
+                ContainerError, match="another gpusnap checkpoint of the container c0ffeec0ffee is"
+            ),
+            orders.ordered(ID, pages="store"),
+        ):
+            pass
+        with orders.ordered("another", pages="store"):
+            assert orders.applied(Settings(), "another").memory.pages == "store"
+        assert (folder / f"{ID}.json").exists()
+        assert orders.applied(Settings(), ID).memory.pages == "chunks"
+    with orders.ordered(ID, pages="store"):
+        assert orders.applied(Settings(), ID).memory.pages == "store"
+    assert not list(folder.iterdir())
+
+
+_OTHER = """\
+import sys
+from runtime_shim import orders
+from runtime_shim.settings import Settings
+orders.FOLDER = sys.argv[1]
+print(orders.applied(Settings(), sys.argv[2]).memory.pages, flush=True)
+"""
+_ORDERING = """\
+import sys
+from runtime_shim import orders
+orders.FOLDER = sys.argv[1]
+with orders.ordered(sys.argv[2], pages="store"):
+    print("ordered", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_an_order_is_for_those_below(folder: Path) -> None:
+    """What the one who ordered starts follows it; a Podman that somebody else runs meanwhile does not."""
+    with orders.ordered(ID, pages="store"):
+        words = [sys.executable, "-B", "-c", _OTHER, str(folder), ID]
+        assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "store\n"
+    with subprocess.Popen(
+        [sys.executable, "-B", "-c", _ORDERING, str(folder), ID],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"ordered\n"
+        assert orders.applied(Settings(), ID) == Settings()
+        other.communicate(b"")
+
+
+def test_what_is_for_criu_stays_so() -> None:
+    """memory.pages = criu is a way out where chunks do not work: an order says only where they go."""
+    settings = Settings(memory=Memory(pages="criu"))
+    with orders.ordered(ID, pages="store", store="/somewhere/else"):
+        found = orders.applied(settings, ID)
+    assert (found.memory.pages, found.store.path) == ("criu", "/somewhere/else")

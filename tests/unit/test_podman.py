@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from gpusnap import podman
 from gpusnap.failures import NotFound
 from runtime_shim.errors import ContainerError, GpusnapError, Interrupted
 
+FOUND = podman.Container(ID, "w", "gpusnap-runtime", "running")
 # It notes each signal, and ends with the second.
 _RUNTIME = """\
 trap 'echo {name} >>{folder}/got; [ ! -e {folder}/second ] || exit 1; : >{folder}/second' {name}
@@ -34,7 +37,10 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
 def test_a_container(fake: FakePodman) -> None:
     """What is needed of it."""
     fake.has()
-    assert podman.container("w") == podman.Container(ID, "w", "gpusnap-runtime", "running")
+    found = podman.Container(ID, "w", "gpusnap-runtime", "running", f"{fake.folder}/checkpoint")
+    assert podman.container("w") == found
+    fake.has(init=7, auto_remove=True, upper="/upper")
+    assert podman.container("w") == replace(found, init=7, auto_remove=True, upper="/upper")
 
 
 def test_no_container(fake: FakePodman) -> None:
@@ -82,7 +88,10 @@ def test_a_checkpoint(fake: FakePodman, tmp_path: Path) -> None:
     """The archive is there, and `tick` was called."""
     fake.has()
     ticks: list[int] = []
-    podman.checkpoint(ID, str(tmp_path / "out"), ["--leave-running"], tick=lambda: ticks.append(1))
+    found = podman.container("w")
+    assert not podman.checkpoint(
+        found, str(tmp_path / "out"), ["--leave-running"], tick=lambda: ticks.append(1)
+    )
     assert (tmp_path / "out").read_bytes() == b"archive"
     assert ticks
     assert fake.calls() == [f"container checkpoint --export {tmp_path}/out --leave-running {ID}"]
@@ -104,6 +113,10 @@ def test_a_restore(fake: FakePodman, tmp_path: Path) -> None:
         (
             'time="2026" level=warning msg="gpusnap: x"\nError: the name "w" is in use\n',
             'the name "w" is in use',
+        ),
+        (
+            "gpusnap: this is not kept, a note\nError: open /x: read-only file system\n",
+            "open /x: read-only file system",
         ),
         ('time="2026" level=error msg="no room"\n', "Podman failed: no room"),
         ("", "Podman failed: exit code 125"),
@@ -136,7 +149,7 @@ def test_a_signal_is_for_the_runtime(fake: FakePodman, tmp_path: Path, number: s
     thread = threading.Thread(target=ask)
     thread.start()
     with pytest.raises(Interrupted, match=r"^stopped$"):
-        podman.checkpoint(ID, str(tmp_path / "out"), [])
+        podman.checkpoint(FOUND, str(tmp_path / "out"), [])
     thread.join()
     assert (tmp_path / "got").read_text() == f"{name}\n" * 2
     assert signal.getsignal(number) == before
@@ -153,5 +166,33 @@ def test_a_signal_with_no_runtime(fake: FakePodman, tmp_path: Path) -> None:
     thread = threading.Thread(target=ask)
     thread.start()
     with pytest.raises(Interrupted, match="podman container checkpoint was interrupted"):
-        podman.checkpoint(ID, str(tmp_path / "out"), [])
+        podman.checkpoint(FOUND, str(tmp_path / "out"), [])
     thread.join()
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_signal_while_podman_exports(fake: FakePodman, tmp_path: Path, failing: bool) -> None:
+    """The container has ended by then: Podman is left alone, and the caller hears of it at the end."""
+    fake.first(
+        f"trap 'exit 1' INT; : >{tmp_path}/ready\nwhile [ ! -e {tmp_path}/on ]; do sleep 0.02; done\n"
+        + ("echo 'Error: no room' >&2; exit 125\n" if failing else "")
+    )
+    with subprocess.Popen(["sleep", "100"]) as init:
+        found = replace(FOUND, init=init.pid)
+
+        def ask() -> None:
+            wait_for((tmp_path / "ready").exists, "Podman")
+            init.kill()
+            init.wait()
+            os.kill(os.getpid(), signal.SIGINT)
+            (tmp_path / "on").touch()
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        if failing:
+            with pytest.raises(GpusnapError, match="Podman failed: no room"):
+                podman.checkpoint(found, str(tmp_path / "out"), [])
+        else:
+            assert podman.checkpoint(found, str(tmp_path / "out"), [])
+            assert (tmp_path / "out").read_bytes() == b"archive"
+        thread.join()

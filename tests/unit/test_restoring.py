@@ -12,7 +12,7 @@ from fake_podman import ID, FakePodman
 from fake_registry import FakeRegistry
 from kept_checkpoints import an_archive, keep, keep_pages
 
-from gpusnap import kept, moving, restoring, where
+from gpusnap import kept, moving, podman, restoring, where
 from gpusnap.failures import Damaged, NotFound
 from gpusnap.progress import Progress
 from gpusnap.restoring import Restored, Wish
@@ -89,7 +89,7 @@ def test_from_a_registry(fake: FakePodman, store: Store, registry: FakeRegistry,
     moving.push(InStore(other, "w"), where.registry(f"http://{ref}"), progress=QUIET)
     other.remove("w")
     fake.first(
-        f"ls {store.path}/staging/*/blobs/sha256 >{tmp_path}/staged\n"
+        f"find {store.path}/staging -type f -path '*/blobs/*' >{tmp_path}/staged\n"
         f"cp {other.path}/blobs/sha256/* {store.path}/blobs/sha256/\n"
         f"cp {other.path}/index.json {store.path}/\n"
     )
@@ -121,6 +121,31 @@ def test_much_comes_first(
     assert registry.asked("GET", "blobs/") == []
 
 
+def test_what_the_store_has_stays_while_podman_works(
+    fake: FakePodman, store: Store, registry: FakeRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name may be removed and gc run meanwhile; and others who want the same need not wait."""
+    monkeypatch.setattr(restoring, "_ON_THE_WAY", 100)
+    ref = where.registry(f"http://{registry.host}/team/app:v1")
+    digest = moving.push(InFile(an_archive(tmp_path)), ref, progress=QUIET).digest
+    real, free = podman.restore, []
+
+    def restore(*words: object, **more: object) -> str:
+        store.remove(digest)
+        store.collect()
+        free.append(not list(Path(store.path, "staging").glob("pull-*")))
+        with kept.held(InStore(other, "w")) as (_, found):
+            for each in found.artifact.chunks:
+                store.layout.check_blob(each)
+        return real(*words, **more)  # type: ignore[arg-type]
+
+    other = Store(tmp_path / "other")
+    keep(other, str(tmp_path / "in.tar"), ["w"])
+    monkeypatch.setattr(podman, "restore", restore)
+    restored(ref)
+    assert free == [True]
+
+
 def test_all_or_no_name(fake: FakePodman, store: Store, registry: FakeRegistry, tmp_path: Path) -> None:
     """Where the runtime did not keep the chunks, the container runs, and the store names nothing."""
     ref = where.registry(f"http://{registry.host}/team/app:v1")
@@ -132,9 +157,33 @@ def test_all_or_no_name(fake: FakePodman, store: Store, registry: FakeRegistry, 
 def test_podman_refuses(fake: FakePodman, store: Store, tmp_path: Path) -> None:
     """In its own words."""
     keep(store, an_archive(tmp_path), ["w"])
-    fake.fails('Error: the container name "w" is already in use by abc\n')
-    with pytest.raises(GpusnapError, match='the container name "w" is already in use'):
+    fake.fails("Error: no image of that name\n")
+    with pytest.raises(GpusnapError, match="Podman failed: no image of that name"):
         restored(InStore(store, "w"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("", "creating container storage: that ID is already in use"),
+        ("x", 'creating container storage: the container name "x" is already in use by abc. You have to'),
+    ],
+)
+def test_the_container_is_there(
+    fake: FakePodman, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    """As after a checkpoint that ended it: the sentence says which one, and what to do."""
+    keep(store, an_archive(tmp_path), ["w"])
+    monkeypatch.setattr(restoring, "_name_of", lambda _: "w")
+    fake.lists(ID)
+    fake.fails(f"Error: {text}\n")
+    with pytest.raises(GpusnapError) as raised:
+        restored(InStore(store, "w"), name=name)
+    found = name or "w"
+    assert raised.value.sentence() == (
+        f"Podman has a container {found} already; remove it with podman rm {found}, or give another name "
+        "with --name"
+    )
 
 
 @pytest.mark.parametrize("what", ["store", "file"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,12 @@ from pathlib import Path
 import pytest
 from checkpoints import CHUNK, START, damage, noise, tar_of, with_memory
 from fakes import a_manifest
+from kept_checkpoints import an_archive, keep, keep_pages
 
+from gpusnap import kept, verifying
 from gpusnap.verifying import verify_one
 from gpusnap.verifying_files import NO_DIGESTS
+from gpusnap.where import InStore
 from oci.layout import Layout
 from oci.store import Store
 from runtime_shim import manifest
@@ -123,3 +127,49 @@ def test_chunks_in_the_store(images: Path, tmp_path: Path, monkeypatch: pytest.M
     for path in (images, packed(images)):
         (found,) = verify_one(str(path)).damaged
         assert found.what == "missing"
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_manifest_that_lies(images: Path, pack: bool) -> None:
+    """A compressed chunk that does not hold what the manifest says is damage, though its blob is right."""
+    inner = images / "checkpoint/gpusnap"
+    record = replace(with_memory(Layout(inner), bytearray(b"text" * CHUNK), noise(1, 2)), pages="chunks")
+    chunk = record.processes[0].regions[0].table.chunks[0]
+    assert chunk.encoding == "zstd"
+    (inner / "manifest.json").write_bytes(manifest.encode(record))
+    assert verify_one(str(packed(images) if pack else images)).damaged == ()
+    fake = "ab" * 32
+    (inner / "manifest.json").write_text(
+        manifest.encode(record).decode().replace(chunk.plain.removeprefix("sha256:"), fake)
+    )
+    (found,) = verify_one(str(packed(images) if pack else images)).damaged
+    assert found.digest == chunk.blob
+    assert found.what == f"does not hold the chunk sha256:{fake} of {chunk.size} bytes that it is named for"
+
+
+def test_all_of_a_store_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is removed meanwhile, gc may take; what stays and is damaged is found. No hold is had of each."""
+    store = Store(tmp_path / "store").create()
+    (tmp_path / "with").mkdir()
+    keep(store, an_archive(tmp_path), ["stays"])
+    keep_pages(store)
+    real, opened = verifying._checked, []
+
+    def check(*words: object) -> object:
+        opened.append(os.listdir(Path(store.path, "holds")))
+        monkeypatch.setattr(verifying, "_checked", real)
+        (pages,) = (each.descriptor.digest for each in store.entries() if not each.name)
+        store.remove(pages)
+        store.collect()
+        return real(*words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(verifying, "_checked", check)
+    assert verifying.verify_all(store).damaged == ()
+    assert opened == [[]]
+    keep_pages(store)
+    monkeypatch.setattr(verifying, "_checked", check)
+    with kept.held(InStore(store, "stays")) as (_, found):
+        assert found.artifact.records is not None
+        damage(Path(store.path, "blobs/sha256", found.artifact.records.digest.removeprefix("sha256:")))
+        (one,) = verifying.verify_all(store).damaged
+        assert one.digest == found.artifact.records.digest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -144,9 +145,13 @@ def test_an_entry(default: Store) -> None:
 
 
 def test_opening(default: Store) -> None:
-    """A store that is not there is one sentence; another tool's layout becomes a store."""
+    """A store that is not there is one sentence; another tool's layout becomes a store for who writes."""
     with pytest.raises(NotFound, match="nothing was kept there yet"):
         where.open_store(default)
     foreign = Layout("foreign").create()
     foreign.commit(Index())
+    before = sorted(os.listdir("foreign"))
     assert where.open_store(Store("foreign")).entries() == ()
+    assert sorted(os.listdir("foreign")) == before
+    assert where.open_store(Store("foreign"), write=True).entries() == ()
+    assert "staging" in os.listdir("foreign")
