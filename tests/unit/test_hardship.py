@@ -435,7 +435,7 @@ def test_gc_during_a_push(
 
 
 def test_gc_during_a_pull(gpusnap: Run, registry: FakeRegistry, place: Path, tmp_path: Path) -> None:
-    """What it found in the store stays, though nothing else names it by now."""
+    """What it has taken over stays, though nothing else names it; what gc was faster with is fetched."""
     store = Store(place)
     a_checkpoint(store, "w", chunks=40)
     gpusnap("push", "w", ref(registry))
@@ -447,5 +447,4 @@ def test_gc_during_a_pull(gpusnap: Run, registry: FakeRegistry, place: Path, tmp
     results = during(registry, "GET", gone.digest, store.collect)
     assert gpusnap("pull", ref(registry), "--to", f"oci:{place}:now")[0] == exits.DONE
     assert results
-    assert len(registry.asked("GET", "/blobs/")) == 1
     check_whole(store, "now")
