@@ -28,8 +28,8 @@ __all__ = ["Early"]
 # The driver copies in a thread of its own, and all cores' hashing would take its memory from it.
 _SHARE = 3
 _MOST = 8
-# Chunks of zeros that are looked over for one that is not.
-_AHEAD = 64
+# Bytes of zeros that are looked over for one that is not.
+_AHEAD = 1 << 30
 _LOOK = 0.005  # seconds
 _PAGE = 4096
 
@@ -121,7 +121,7 @@ class _Copied:
 
 def _reach(area: Area, at: int, size: int) -> int:
     """How far the driver seems to be: the offset of the last chunk in sight whose first page is not zero."""
-    last = min(area.size - _PAGE, at + _AHEAD * size)
+    last = min(area.size - _PAGE, at + _AHEAD)
     for offset in range(last - last % size, at, -size):
         if not is_zero(area.view(offset, _PAGE)):
             return offset

@@ -156,8 +156,8 @@ def make() -> Iterator[Make]:
         return os.getcwd(), threading.active_count(), len(os.listdir("/proc/self/fd"))
 
     ours = own()
-    # Not in tmp_path, which a user namespace's root may not enter.
-    with tempfile.TemporaryDirectory(prefix="gpusnap-inside-") as top:
+    # Neither in tmp_path nor in tox's folder, which a user namespace's root may not enter.
+    with tempfile.TemporaryDirectory(prefix="gpusnap-inside-", dir="/tmp") as top:
         os.chmod(top, 0o755)
         try:
             yield one

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from archives import listed
 from fake_registry import FakeRegistry, Say
+from fakes import wait_for
 from kept_checkpoints import an_archive, keep, keep_pages
 
 from gpusnap import kept, moving, where
@@ -104,14 +105,25 @@ def test_both(registry: FakeRegistry, store: Store, archive: str, tmp_path: Path
     assert os.path.exists(pulled.file)
 
 
-def test_a_pull_that_broke_goes_on(registry: FakeRegistry, store: Store, archive: str) -> None:
+def test_a_pull_that_broke_goes_on(
+    registry: FakeRegistry, store: Store, archive: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What had come is not asked for again, and nothing was named before all had."""
     moving.push(InFile(archive), at(registry), progress=QUIET)
     document = registry.manifests["team/app", "v1"][1]
     layers = [each["digest"] for each in json.loads(document)["layers"]]
     registry.rule("GET", layers[-1], Say(403), times=99)
-    with pytest.raises(GpusnapError):
-        moving.pull(at(registry), progress=QUIET)
+    act, first = registry.act, f"staging/*/blobs/sha256/{layers[0].removeprefix('sha256:')}"
+
+    def late(method: str, path: str) -> object:
+        if method == "GET" and layers[-1] in path:
+            wait_for(lambda: list(Path(store.path).glob(first)), "another blob")
+        return act(method, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(registry, "act", late)
+        with pytest.raises(GpusnapError):
+            moving.pull(at(registry), progress=QUIET)
     assert store.entries() == ()
     registry.rules.clear()
     registry.seen.clear()
