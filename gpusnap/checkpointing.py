@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from gpusnap import convert, fits, kept, moving, podman, where
+from gpusnap import convert, fits, kept, moving, podman, source, where
 from gpusnap.failures import told
 from gpusnap.members import CONFIG, FIRST
 from gpusnap.moving import Pushed
@@ -28,7 +28,7 @@ from gpusnap.remains import Export, exported
 from oci import artifact
 from oci.archive import entries, read_member
 from oci.errors import OciError
-from oci.manifest import Descriptor
+from oci.manifest import Descriptor, empty_descriptor
 from oci.store import Staging, Store, check_name
 from runtime_shim import manifest, orders
 from runtime_shim.chunk_home import StoreHome
@@ -93,6 +93,9 @@ def checkpoint(wish: Wish, progress: Progress) -> Made:
     podman.check(found)
     if isinstance(wish.to, where.InFile):
         return _to_file(wish, found, wish.to.path, progress, began)
+    if isinstance(wish.to, where.InRegistry):
+        progress.stage(f"asking {wish.to.reference.registry}")
+        _ask(wish.to, plain_http=wish.plain_http)
     made = _to_store(wish, found, progress, began)
     if not isinstance(wish.to, where.InRegistry):
         return made
@@ -118,6 +121,12 @@ def checkpoint(wish: Wish, progress: Progress) -> Made:
         made.store,
         pushed=pushed,
     )
+
+
+def _ask(to: where.InRegistry, *, plain_http: bool) -> None:
+    """See that the registry answers and lets us in, before a container ends for its sake."""
+    with told(), source.open_repository(to, plain_http=plain_http) as repository:
+        repository.has_blob(empty_descriptor().digest, pushing=True)
 
 
 def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: float) -> Made:

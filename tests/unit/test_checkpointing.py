@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 from fake_podman import ID, FakePodman
+from fake_registry import FakeRegistry, Say
 from kept_checkpoints import an_archive, keep_pages
 
 from gpusnap import checkpointing, convert, fits, kept, podman, where
 from gpusnap.checkpointing import Made, Wish
 from gpusnap.progress import Progress
 from oci.errors import DiskFull
+from oci.reference import parse
 from oci.store import Store
 from runtime_shim import orders
 from runtime_shim import settings as settings_file
@@ -291,6 +293,7 @@ def test_we_fail_and_podman_removes_it(
         raise error
 
     pages.has(auto_remove=True)
+    monkeypatch.setattr(checkpointing, "_ask", lambda *_, **__: None)
     monkeypatch.setattr(convert, "take_in", fails)
     place = where.destination(f"oci:{store.path}" if to == "oci" else to) if to else None
     with pytest.raises(GpusnapError) as raised:
@@ -450,3 +453,17 @@ def test_pages_that_are_not_there(pages: FakePodman, store: Store, tmp_path: Pat
     shutil.rmtree(tmp_path / "other")
     with pytest.raises(GpusnapError, match=r"the chunk sha256:[0-9a-f]{64} of .* is neither in"):
         made()
+
+
+def test_a_registry_is_asked_first(fake: FakePodman, store: Store, tmp_path: Path) -> None:
+    """One that does not let us in costs no container: it runs on, and nothing was made of it."""
+    with FakeRegistry(tmp_path / "registry") as registry:
+        registry.rule("HEAD", "/blobs/", Say(403), times=99)
+        to = where.InRegistry(parse(f"{registry.host}/team/app:v1"), plain_http=True)
+        with pytest.raises(GpusnapError, match="team/app"):
+            made(to=to)
+        assert fake.calls() == []
+        assert fake.status() == "running"
+        registry.rules.clear()
+        assert made(to=to).pushed is not None
+        assert ("team/app", "v1") in registry.manifests
