@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from fake_podman import ID, FakePodman
-from fake_registry import FakeRegistry
+from fake_registry import FakeRegistry, Say
 from kept_checkpoints import an_archive
 
 from gpusnap import cli
@@ -93,15 +93,14 @@ def test_lines(store: Store, registry: FakeRegistry, tmp_path: Path) -> None:
 
 def test_a_push_that_fails(store: Store, registry: FakeRegistry) -> None:
     """The checkpoint is in the store, and the sentence says how to go on."""
-    registry.login = "basic"
-    registry.users = {"someone": "else"}
+    registry.rule("POST", "/blobs/uploads/", Say(403), times=99)
     ref = f"{registry.host}/team/app:v1"
     with pytest.raises(GpusnapError) as raised:
         ran("checkpoint", "w", "--to", ref, "--plain-http")
     text = raised.value.sentence()
     assert f"the checkpoint is in {store.path} as {ref}, and was not pushed: " in text
     assert text.endswith(f"; gpusnap push {ref} {ref} --plain-http goes on")
-    registry.login = ""
+    registry.rules.clear()
     assert ran(*text.rpartition("; gpusnap ")[2].removesuffix(" goes on").split()).exit_code == 0
 
 
