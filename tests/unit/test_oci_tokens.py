@@ -221,6 +221,8 @@ def test_odd_times(registry: FakeRegistry, seconds: str) -> None:
     answer = b'{"token":"words","expires_in":%s}' % seconds.encode()
     registry.rule("GET", "^/token", Say(200, {}, answer))
     registry.tokens["words"] = "repository:a:pull"
-    tokens = Tokens("r", make_pool(), plain_http=True)
+    pool = make_pool()
+    tokens = Tokens("r", pool, plain_http=True)
     challenge = f'Bearer realm="http://{registry.host}/token",service="fake"'
     assert tokens.after("", challenge, ("repository:a:pull",)) == "Bearer words"
+    pool.clear()
