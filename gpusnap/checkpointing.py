@@ -19,16 +19,15 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from gpusnap import convert, fits, kept, moving, podman, source, where
+from gpusnap import fits, kept, moving, podman, source, where
 from gpusnap.failures import told
-from gpusnap.members import CONFIG, FIRST
+from gpusnap.members import ARCHIVE, CONFIG, FIRST
 from gpusnap.moving import Pushed
 from gpusnap.progress import Progress, Tick, grown
 from gpusnap.remains import Export, exported
-from oci import artifact
 from oci.archive import entries, read_member
 from oci.errors import OciError
-from oci.manifest import Descriptor, empty_descriptor
+from oci.manifest import empty_descriptor
 from oci.store import Staging, Store, check_name
 from runtime_shim import manifest, orders
 from runtime_shim.chunk_home import StoreHome
@@ -36,7 +35,6 @@ from runtime_shim.errors import GpusnapError, ImageError, Interrupted, UsageErro
 
 __all__ = ["Made", "Wish", "checkpoint"]
 
-_ARCHIVE = "podman.tar"
 _BLOBS = ("blobs", "sha256")
 _COMPRESSION = {".tar": "none", ".tar.gz": "gzip", ".tgz": "gzip", ".tar.zst": "zstd"}
 
@@ -145,7 +143,7 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
                 _run(wish, export, ["--compress", "none"], tick)
                 order.close()
                 progress.stage("records")
-                root = _taken_in(staging, export.archive, progress)
+                root = moving.taken_in(staging, export.archive, progress)
                 progress.stage("to disk")
                 staging.commit(root, names=[name])
         whole = kept.load(root, store.layout)
@@ -163,21 +161,11 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
     )
 
 
-def _taken_in(staging: Staging, archive: str, progress: Progress) -> Descriptor:
-    """The archive as an artifact in the staging; the chunks are in the store already."""
-    taken = convert.take_in(archive, staging.layout, known=staging.take, progress=progress.chunks)
-    moving.take_chunks(staging, taken.chunks)
-    return artifact.write(
-        staging.layout,
-        artifact.Artifact(taken.config, taken.records, taken.rootfs, taken.chunks, taken.annotations),
-    )
-
-
 @contextmanager
 def _staged(wish: Wish, found: podman.Container, store: Store) -> Iterator[tuple[Staging, Export]]:
     """A staging with the archive in it; it stays where that is all that is left of the container."""
     staging = store.stage()
-    archive = os.path.join(staging.path, _ARCHIVE)
+    archive = os.path.join(staging.path, ARCHIVE)
     environment = f"GPUSNAP_STORE={shlex.quote(store.path)} " if isinstance(wish.to, where.InStore) else ""
     why = (
         f"what Podman exported of the container {found.name}: {environment}podman container restore --import "

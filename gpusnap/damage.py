@@ -114,7 +114,7 @@ def tables_of(root: Descriptor, layout: Layout) -> tuple[Table, ...]:
         record = config_of(artifacts.read(root, layout.read_blob), layout)
     except (LayoutError, DigestError):
         return ()
-    return tuple(part.table for part in parts(record))
+    return tuple(record.tables) if record is not None else ()
 
 
 def within_artifact(artifact: Artifact, record: Manifest | None) -> dict[str, list[str]]:

@@ -19,7 +19,6 @@ from oci.layout import Layout
 from oci.manifest import EMPTY, Descriptor
 from oci.store import Store
 from runtime_shim import manifest
-from runtime_shim.chunk_home import labelled
 from runtime_shim.errors import Refused
 
 __all__ = ["Kept", "forget_pages", "forget_pages_of", "held", "hold", "load", "roots"]
@@ -43,7 +42,7 @@ class Kept:
     @property
     def tables(self) -> list[Table]:
         """Of all regions, and of images that are in chunks."""
-        return [table for _, table in labelled(self.record)] if self.record is not None else []
+        return self.record.tables if self.record is not None else []
 
     @property
     def gpu_memory(self) -> int:

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from runtime_shim import manifest
 
-__all__ = ["BLOBS", "CONFIG", "FIRST", "FOLDERS", "LAYOUT", "OURS", "PIECE", "ROOTFS", "SMALL"]
+__all__ = [
+    "ARCHIVE",
+    "BLOBS",
+    "CONFIG",
+    "FIRST",
+    "FOLDERS",
+    "LARGEST_DUMP",
+    "LAYOUT",
+    "OURS",
+    "PIECE",
+    "ROOTFS",
+    "SMALL",
+]
 
 OURS = f"checkpoint/{manifest.FOLDER}"
 CONFIG = f"{OURS}/{manifest.NAME}"
@@ -14,6 +26,10 @@ LAYOUT = (f"{OURS}/oci-layout", f"{OURS}/index.json", BLOBS)
 FOLDERS = ("checkpoint", OURS, BLOBS, f"{BLOBS}/sha256")
 ROOTFS = "rootfs-diff.tar"
 FIRST = ("config.dump", "spec.dump")
+# Of one of these; Podman's are some tens of KiB.
+LARGEST_DUMP = 16 << 20
+# One that is only made on the way, in a staging of a store.
+ARCHIVE = "podman.tar"
 
 PIECE = 1 << 20
 # A blob up to this size is in memory while it is checked and copied; a chunk has 16 MiB.

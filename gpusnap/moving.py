@@ -14,6 +14,7 @@ from gpusnap import convert, kept, where
 from gpusnap.failures import told
 from gpusnap.kept import Kept
 from gpusnap.labels import annotations_of
+from gpusnap.members import ARCHIVE, FIRST, LARGEST_DUMP
 from gpusnap.progress import Progress
 from gpusnap.source import load_manifest, open_repository
 from oci import artifact, image, reference, transfer
@@ -36,16 +37,15 @@ __all__ = [
     "push_kept",
     "store_name",
     "take_chunks",
+    "taken_in",
     "write_archive",
 ]
 
 Format = Literal["oci", "cri", "podman"]
 
-_ARCHIVE = "podman.tar"
 _LATEST = "latest"
 # Each may cost a request for each blob that is new.
 _MOST_SIBLINGS = 4
-_LARGEST_DUMP = 16 << 20
 # Seconds, between looks at a staging that another process has.
 _EVERY = 0.2
 _PATIENCE = 600.0
@@ -95,7 +95,7 @@ def push(
                 return _sent(found.root, store.layout, store, to, plain_http, progress)
             found.check_whole()
             staging = stack.enter_context(store.stage())
-            archive = os.path.join(staging.path, _ARCHIVE)
+            archive = os.path.join(staging.path, ARCHIVE)
             progress.stage("archive")
             write_archive(found, store.layout, archive, progress=progress)
             annotations = dict(found.artifact.annotations)
@@ -105,7 +105,7 @@ def push(
             archive = what.path
             if format == "oci":
                 progress.stage("archive")
-                root = _taken_in(staging, archive, progress)
+                root = taken_in(staging, archive, progress)
                 return _sent(root, staging.layout, store, to, plain_http, progress)
             annotations = _annotations(archive)
         progress.stage("image")
@@ -330,7 +330,8 @@ def _siblings(store: Store, to: Reference) -> tuple[str, ...]:
     return tuple(found)[:_MOST_SIBLINGS]
 
 
-def _taken_in(staging: Staging, archive: str, progress: Progress) -> Descriptor:
+def taken_in(staging: Staging, archive: str, progress: Progress) -> Descriptor:
+    """An archive as an artifact in a staging; the store may have its chunks. Raises OciError, ImageError."""
     taken = convert.take_in(archive, staging.layout, known=staging.take, progress=progress.chunks)
     take_chunks(staging, taken.chunks)
     parts = artifact.Artifact(taken.config, taken.records, taken.rootfs, taken.chunks, taken.annotations)
@@ -339,8 +340,7 @@ def _taken_in(staging: Staging, archive: str, progress: Progress) -> Descriptor:
 
 def _annotations(archive: str) -> dict[str, str]:
     """What an archive says of itself, from its first entries."""
-    config = read_member(archive, "config.dump", limit=_LARGEST_DUMP) or b""
-    spec = read_member(archive, "spec.dump", limit=_LARGEST_DUMP) or b""
+    config, spec = (read_member(archive, name, limit=LARGEST_DUMP) or b"" for name in FIRST)
     try:
         record = load_manifest(archive)
     except ManifestError:

@@ -19,6 +19,7 @@ from gpusnap import kept, moving, podman, where
 from gpusnap.damage import within_artifact
 from gpusnap.failures import Damaged, told
 from gpusnap.kept import Kept
+from gpusnap.members import ARCHIVE, FIRST, LARGEST_DUMP
 from gpusnap.progress import Progress, grown
 from oci.archive import read_member
 from oci.errors import BlobError, DiskError, OciError, StoreError
@@ -30,13 +31,10 @@ from runtime_shim.restore import GPU_MAP
 
 __all__ = ["Restored", "Wish", "restore"]
 
-_ARCHIVE = "podman.tar"
 # Podman gives a restore 240 s (libpod, define.ContainerCreateTimeout): what may not come in that time is
 # fetched before it begins, and need not be fetched again when it fails.
 _ON_THE_WAY = 8 << 30
 _SECONDS = 120.0
-# Podman's are some tens of KiB.
-_LARGEST_DUMP = 16 << 20
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
 # Of a container (libpod, define.NameRegex).
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
@@ -107,7 +105,7 @@ def _from_store(wish: Wish, place: where.InStore, progress: Progress) -> tuple[s
     with kept.held(place) as (store, found):
         found.check_whole()
         with _room(store) as folder:
-            archive = os.path.join(folder, _ARCHIVE)
+            archive = os.path.join(folder, ARCHIVE)
             progress.stage("records")
             moving.write_archive(found, store.layout, archive, embed=False, progress=progress)
             environment = {fetching.STORE: store.path}
@@ -129,7 +127,7 @@ def _from_registry(wish: Wish, place: where.InRegistry, progress: Progress) -> t
     with coming as (staging, found, _), _room(store) as folder, ExitStack() as stack:
         found.check_whole()
         before = kept.roots(store)
-        archive = os.path.join(folder, _ARCHIVE)
+        archive = os.path.join(folder, ARCHIVE)
         progress.stage("records")
         moving.write_archive(found, staging.layout, archive, embed=False, progress=progress)
         whole = _keep(store, staging, found, name, before)
@@ -211,7 +209,7 @@ def _name_of(found: Kept) -> str:
 def _name_in(path: str) -> str:
     """The name that an archive's container had; "" where it does not say."""
     try:
-        value = json.loads(read_member(path, "config.dump", limit=_LARGEST_DUMP) or b"{}")
+        value = json.loads(read_member(path, FIRST[0], limit=LARGEST_DUMP) or b"{}")
         return str(value["name"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return ""

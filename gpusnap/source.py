@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from gpusnap import kept
 from gpusnap.failures import told
 from gpusnap.kept import hold
+from gpusnap.members import CONFIG
 from gpusnap.where import InFile, InRegistry, InStore, find
 from oci import artifact as artifacts
-from oci import credentials
 from oci.archive import ArchiveError, read_member
 from oci.artifact import Artifact
 from oci.blobs import Blobs
@@ -114,24 +114,19 @@ def load_manifest(path: str) -> manifest.Manifest:
     if os.path.isdir(path):
         return manifest.read(_images(path))
     try:
-        data = read_member(path, _MEMBER, limit=manifest.LARGEST)
+        data = read_member(path, CONFIG, limit=manifest.LARGEST)
     except ArchiveError as error:
         raise ManifestError(str(error)) from error
     if data is None:
         raise _no_manifest(path)
-    return manifest.decode(data, f"{path}: {_MEMBER}")
+    return manifest.decode(data, f"{path}: {CONFIG}")
 
 
 @contextmanager
 def open_repository(place: InRegistry, *, plain_http: bool = False) -> Iterator[Repository]:
     """The repository of a reference, with the user's credentials for it. Raises RegistryError."""
-    found = credentials.find(place.reference.registry, place.reference.repository)
-    plain = plain_http or place.plain_http
-    with Repository(place.reference, credentials=found, plain_http=plain) as repository:
+    with Repository.of(place.reference, plain_http=plain_http or place.plain_http) as repository:
         yield repository
-
-
-_MEMBER = f"checkpoint/{manifest.FOLDER}/{manifest.NAME}"
 
 
 def _images(path: str) -> str:
@@ -151,7 +146,7 @@ def _in_file(path: str) -> manifest.Manifest | None:
 
 def _no_manifest(path: str) -> NoManifest:
     return NoManifest(
-        f"{path} holds no {_MEMBER}",
+        f"{path} holds no {CONFIG}",
         hint="it is the checkpoint of a container without a GPU, or not gpusnap's, or was cut short",
     )
 

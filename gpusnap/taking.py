@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from gpusnap.labels import annotations_of
-from gpusnap.members import BLOBS, CONFIG, FIRST, FOLDERS, LAYOUT, OURS, PIECE, ROOTFS, SMALL
+from gpusnap.members import BLOBS, CONFIG, FIRST, FOLDERS, LARGEST_DUMP, LAYOUT, OURS, PIECE, ROOTFS, SMALL
 from oci import artifact, tar
 from oci.archive import Content, Entry, entries
 from oci.chunks import Table, descriptors
@@ -27,8 +27,6 @@ from runtime_shim.errors import ImageError
 
 __all__ = ["Crew", "Taken", "Taking"]
 
-# Podman's are some tens of KiB.
-_LARGEST_DUMP = 16 << 20
 # Above that, what writes the blobs is not the processors; each thread may have a blob in memory.
 _MOST_THREADS = 16
 # Of CRIU's images and rootfs files: they are read as often as written, and disks are fast.
@@ -151,7 +149,7 @@ class Taking:
                 return tar.pieces(entry.info, io.BytesIO(data))
             self._record = manifest.decode(data, f"{self._path}: {name}")
             self._config = self._layout.add_blob(data, media_type=artifact.CONFIG)
-            named = descriptors([table for _, table in labelled(self._record)])
+            named = descriptors(self._record.tables)
             self._wanted = frozenset((each.digest, each.size) for each in named)
         elif name.startswith(f"{BLOBS}/"):
             self._blob(entry)
@@ -170,7 +168,7 @@ class Taking:
         return entry.content
 
     def _small(self, name: str, content: Content) -> bytes:
-        limit = manifest.LARGEST if name == CONFIG else _LARGEST_DUMP
+        limit = manifest.LARGEST if name == CONFIG else LARGEST_DUMP
         if content.left > limit:
             raise ImageError(f"{name} in {self._path} has {content.left} bytes, and {limit} are allowed")
         return content.read()

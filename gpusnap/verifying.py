@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-from gpusnap.contents import parts
 from gpusnap.damage import Progress, Verified, config_of, damaged, tables_of, within, within_artifact
 from gpusnap.failures import told
 from gpusnap.listing import Kept, kept
@@ -216,7 +215,8 @@ def _remote_tables(
 ) -> tuple[Table, ...]:
     with suppress(OciError):
         artifact = artifacts.read(root, read)
-        return tuple(part.table for part in parts(_remote_config(artifact, repository, layout)))
+        record = _remote_config(artifact, repository, layout)
+        return tuple(record.tables) if record is not None else ()
     return ()
 
 

@@ -55,7 +55,7 @@ def _chunks(path: str, record: Manifest, layout: Layout, progress: Progress) -> 
         return Verified(path, "", 0, 0, True, (), NO_DIGESTS)
     done, whole, lock = 0, sum(each.size for each in named), threading.Lock()
     faults: list[Fault] = []
-    contents = Contents(part.table for part in parts(record))
+    contents = Contents(record.tables)
 
     def check(blob: Descriptor) -> None:
         nonlocal done

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from gpusnap.failures import NotFound, told
 from oci import reference
 from oci.errors import RegistryError, StoreError
-from oci.reference import Reference
+from oci.reference import PLAIN_HTTP, Reference
 from oci.store import Entry, Store, check_name
 from runtime_shim import settings as settings_file
 from runtime_shim.errors import UsageError
@@ -37,7 +37,6 @@ __all__ = [
 ]
 
 _STORE = "oci:"
-_PLAIN_HTTP = "http://"
 _ENDINGS = (".tar", ".tar.zst", ".tar.gz", ".tgz")
 _BEGINNINGS = ("/", "./", "../")
 _DIGEST = re.compile(r"(?:sha256:)?[0-9a-f]{6,64}", re.ASCII)
@@ -83,7 +82,7 @@ class InRegistry:
     @property
     def repository(self) -> str:
         """As store.pull-from takes it."""
-        return (_PLAIN_HTTP if self.plain_http else "") + self.reference.name
+        return (PLAIN_HTTP if self.plain_http else "") + self.reference.name
 
 
 Place = InStore | InFile | InRegistry
@@ -147,9 +146,8 @@ def destination(word: str) -> Place:
 
 def registry(word: str) -> InRegistry:
     """A word that must stand for something in a registry. Raises UsageError."""
-    plain_http = word.startswith(_PLAIN_HTTP)
     try:
-        return InRegistry(reference.parse(word.removeprefix(_PLAIN_HTTP)), plain_http)
+        return InRegistry(*reference.parse_plain(word))
     except RegistryError as error:
         raise UsageError(str(error)) from error
 
@@ -203,8 +201,8 @@ def _in_registry(word: str) -> InRegistry | None:
     try:
         return registry(word)
     except UsageError:
-        host = word.removeprefix(_PLAIN_HTTP).partition("/")
-        if word.startswith(_PLAIN_HTTP) or (host[1] and ("." in host[0] or ":" in host[0])):
+        host = word.removeprefix(PLAIN_HTTP).partition("/")
+        if word.startswith(PLAIN_HTTP) or (host[1] and ("." in host[0] or ":" in host[0])):
             raise
         return None
 

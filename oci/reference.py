@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from oci.digests import check_digest
 from oci.errors import DigestError, RegistryError
 
-__all__ = ["Reference", "check_repository", "check_tag", "parse"]
+__all__ = ["PLAIN_HTTP", "Reference", "check_repository", "check_tag", "parse", "parse_plain"]
 
+PLAIN_HTTP = "http://"
+"""Before a reference: its registry is spoken to without TLS."""
 # distribution-spec: many clients allow 255 characters for host and name together.
 _LONGEST = 255
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
@@ -44,6 +46,11 @@ class Reference:
     def __str__(self) -> str:
         tag = f":{self.tag}" if self.tag else ""
         return self.name + tag + (f"@{self.digest}" if self.digest else "")
+
+
+def parse_plain(text: str) -> tuple[Reference, bool]:
+    """As `parse`, of one that may have http:// before it, and whether it has: then there is no TLS."""
+    return parse(text.removeprefix(PLAIN_HTTP)), text.startswith(PLAIN_HTTP)
 
 
 def parse(text: str) -> Reference:

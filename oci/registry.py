@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
+from oci import credentials as users
 from oci.blobs import Blobs
 from oci.client import Client, Request
 from oci.credentials import Credentials
@@ -65,6 +66,12 @@ class Repository:
         )
         self._scopes = (f"repository:{reference.repository}:pull",)
         self._ways = Ways()
+
+    @classmethod
+    def of(cls, reference: Reference, *, plain_http: bool = False) -> Repository:
+        """One with the credentials that its user has for it. Raises RegistryError."""
+        found = users.find(reference.registry, reference.repository)
+        return cls(reference, credentials=found, plain_http=plain_http)
 
     def __enter__(self) -> Repository:
         return self

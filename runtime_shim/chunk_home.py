@@ -225,8 +225,7 @@ class StoreHome:
     def name(self, record: Manifest) -> None:
         """As an artifact: the manifest is its config."""
         with transfer.as_image_error(self.place):
-            tables = [table for _, table in labelled(record)]
-            self._staged().commit(as_artifact(self.layout, record), tables=tables)
+            self._staged().commit(as_artifact(self.layout, record), tables=record.tables)
 
     def close(self, record: Manifest | None) -> None:
         """Remove the images that are in chunks, and the layout of an earlier checkpoint in the same place."""

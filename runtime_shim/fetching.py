@@ -29,7 +29,7 @@ from oci.store import Staging, Store
 from oci.workers import for_each
 from runtime_shim import settings as settings_file
 from runtime_shim import transfer
-from runtime_shim.chunk_home import as_artifact, labelled
+from runtime_shim.chunk_home import as_artifact
 from runtime_shim.errors import ImageError, Refused, reason
 from runtime_shim.manifest import FOLDER, FileRecord, Manifest
 from runtime_shim.memory import copies
@@ -61,11 +61,12 @@ class Fetching:
         self._store = Store(os.path.realpath(store))
         self._staging: Staging | None = None
         self._remote: dict[str, Repository] = {}
+        self._connected = contextlib.ExitStack()
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._guard = threading.Lock()
         self.fetched = 0
         """Bytes."""
-        wanted = descriptors([table for _, table in labelled(record)])
+        wanted = descriptors(record.tables)
         self._there = {each.digest for each in wanted if self._beside.has_blob(each.digest, each.size)}
         wanted = tuple(each for each in wanted if each.digest not in self._there)
         try:
@@ -132,12 +133,14 @@ class Fetching:
         """
         if self._staging is not None and self.fetched and not self._there:
             with transfer.as_image_error(self._store.path):
-                tables = [table for _, table in labelled(self._record)]
-                self._staging.commit(as_artifact(self._staging.layout, self._record), foreign=tables)
+                self._staging.commit(
+                    as_artifact(self._staging.layout, self._record), foreign=self._record.tables
+                )
         self.close()
 
     def close(self) -> None:
-        """Let go of the staging folder. May be called twice."""
+        """Let go of the staging folder, and of registries. May be called twice."""
+        self._connected.close()
         if self._staging is not None:
             staging, self._staging = self._staging, None
             with contextlib.suppress(OciError, OSError):  # a leftover is gc's
@@ -187,6 +190,7 @@ class Fetching:
     def _asked(self, text: str, missing: Sequence[Descriptor]) -> list[Descriptor]:
         """Ask one; what it lacks as well. Raises RegistryError."""
         repository = _repository(text)
+        self._connected.callback(repository.close)
         lacking: list[Descriptor] = []
 
         def ask(each: Descriptor) -> None:
@@ -220,14 +224,11 @@ class Fetching:
 
 def _repository(text: str) -> Repository:
     """That of a line of store.pull-from. Raises RegistryError."""
-    from oci.credentials import find
-    from oci.reference import parse
+    from oci.reference import parse_plain
     from oci.registry import Repository
 
-    plain = text.startswith("http://")
-    reference = parse(text.removeprefix("http://"))
-    credentials = find(reference.registry, reference.repository)
-    return Repository(reference, credentials=credentials, plain_http=plain)
+    reference, plain_http = parse_plain(text)
+    return Repository.of(reference, plain_http=plain_http)
 
 
 def rebuild(files: Sequence[FileRecord], blobs: Blobs, folder: str, *, threads: int, ceiling: int) -> None:

@@ -210,6 +210,12 @@ class Manifest:
     gpusnap: str = __version__
     version: str = VERSION
 
+    @property
+    def tables(self) -> list[Table]:
+        """Of all that is in chunks: regions of memory, and images."""
+        regions = [region.table for process in self.processes for region in process.regions]
+        return regions + [each.table for each in self.files]
+
 
 def encode(manifest: Manifest) -> bytes:
     """The manifest as JSON, checked against the schema; raises ManifestError."""

@@ -17,7 +17,7 @@ from functools import partial
 from oci.errors import BlobError
 from oci.layout import Layout
 from runtime_shim import image, journal, leavings, manifest, proc, transfer
-from runtime_shim.chunk_home import Home, StoreHome, in_image, labelled, left
+from runtime_shim.chunk_home import Home, StoreHome, in_image, left
 from runtime_shim.draft import Draft
 from runtime_shim.errors import GpusnapError, ImageError, ManifestError, reason
 from runtime_shim.gpu.driver import Driver, ProcessState
@@ -214,8 +214,7 @@ def _named(entry: Entry, settings: Memory) -> bool:
     if record.container != entry.container:
         return False
     if record.pages == StoreHome.kind and not in_image(entry.layout, entry.image):
-        tables = [table for _, table in labelled(record)]
-        home = left(entry.layout, entry.image, entry.container, settings, tables)
+        home = left(entry.layout, entry.image, entry.container, settings, record.tables)
         try:
             home.name(record)
         except ImageError as error:

@@ -221,12 +221,12 @@ def _lines(value: Any) -> tuple[str, ...]:
 def _repositories(value: Any) -> tuple[str, ...]:
     # Imported here, as few settings files have it.
     from oci.errors import RegistryError
-    from oci.reference import parse
+    from oci.reference import parse_plain
 
     wanted = 'a list of repositories such as "registry.example/team/app", or http:// and one without TLS'
     try:
         found = _lines(value)
-        references = [parse(text.removeprefix("http://")) for text in found]
+        references = [parse_plain(text)[0] for text in found]
     except (ValueError, RegistryError):
         raise ValueError(wanted) from None
     if any(each.tag or each.digest for each in references):

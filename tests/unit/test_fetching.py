@@ -55,6 +55,10 @@ class FakeRepository:
         self.layout, self.lacks = layout, lacks
         self.asked: list[str] = []
         self.fetched: list[str] = []
+        self.closes = 0
+
+    def close(self) -> None:
+        self.closes += 1
 
     def has_blob(self, digest: str) -> bool:
         self.asked.append(digest)
@@ -129,7 +133,9 @@ def test_what_the_store_lacks_is_fetched_and_kept(
         assert bytes_of(region_of(record), fetching) == content
         assert bytes_of(record.files[0].table, fetching) == content[::-1]
         assert len(registry.fetched) == len(set(registry.fetched)) == 2 * SIZE // (4 * KIB)
+        assert registry.closes == 0
         fetching.finish()
+    assert registry.closes == 1
     assert idle(path)
     registry.asked.clear()
     with Fetching(record, NOWHERE, str(path), ["r.example/a"]) as fetching:
