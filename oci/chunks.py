@@ -24,11 +24,12 @@ __all__ = ["Chunk", "Encoding", "Progress", "Table", "descriptors", "from_json",
 Encoding: TypeAlias = Literal["plain", "zstd"]
 
 MIB = 1 << 20
-# Measured with bench/chunks.py: larger ones gain nothing, smaller ones cost files.
-CHUNK_SIZE = 16 * MIB
+# Measured with bench/chunks.py and bench/store.py: larger ones gain no time, and of a change in many places
+# they store more again; smaller ones cost files.
+CHUNK_SIZE = 8 * MIB
 # A chunk is whole in memory, in every worker.
 LARGEST_CHUNK = 1 << 30
-# Of one region: 16 TiB in chunks of 16 MiB.
+# Of one region: 8 TiB in chunks of 8 MiB.
 MOST_CHUNKS = 1 << 20
 # x86-64's and aarch64's user address space.
 LARGEST_REGION = 1 << 47

@@ -29,8 +29,8 @@ from oci.layout import Layout
 
 __all__ = ["Known", "Place"]
 
-# 1 TiB in chunks of 16 MiB, and a file of about 14 MiB.
-MOST_ENTRIES = 1 << 16
+# 1 TiB in chunks of 8 MiB, and a file of about 28 MiB.
+MOST_ENTRIES = 1 << 17
 _LARGEST_FILE = 64 << 20
 # Version 1 had entries on the word of checkpoints from elsewhere.
 _VERSION = 2

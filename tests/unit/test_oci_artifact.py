@@ -121,7 +121,7 @@ def test_chunk_layers() -> None:
             {
                 "io.gpusnap.chunk.region": "1:7f00",
                 "io.gpusnap.chunk.offset": "0",
-                "io.gpusnap.chunk.size": "16777216",
+                "io.gpusnap.chunk.size": str(CHUNK_SIZE),
                 "io.gpusnap.chunk.digest": one,
             },
         ),
@@ -131,7 +131,7 @@ def test_chunk_layers() -> None:
             4096,
             {
                 "io.gpusnap.chunk.region": "1:7f00",
-                "io.gpusnap.chunk.offset": "16777216",
+                "io.gpusnap.chunk.offset": str(CHUNK_SIZE),
                 "io.gpusnap.chunk.size": "4096",
                 "io.gpusnap.chunk.digest": three,
             },
@@ -144,7 +144,7 @@ def test_640_gib(layout: Layout) -> None:
     regions = []
     for gpu in range(8):
         found = []
-        for at in range(80 * 64):
+        for at in range((80 << 30) // CHUNK_SIZE):
             digest = digest_of(b"%d %d" % (gpu, at))
             found.append(
                 Chunk(at * CHUNK_SIZE, CHUNK_SIZE, digest, digest_of(digest.encode()), 12345678, "zstd")
