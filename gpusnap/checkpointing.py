@@ -50,6 +50,7 @@ class Wish:
     tcp_established: bool = False
     file_locks: bool = False
     ignore_rootfs: bool = False
+    force: bool = False
     plain_http: bool = False
 
     def options(self) -> list[str]:
@@ -137,7 +138,8 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
             before, blobs = kept.roots(store), _blobs(store)
             progress.stage(f"checkpoint of {found.name}")
             tick = progress.watching(grown(os.path.dirname(staging.path)))
-            order.enter_context(orders.ordered(found.id, pages=StoreHome.kind, store=store.path))
+            ordered = orders.ordered(found.id, pages=StoreHome.kind, store=store.path, force=wish.force)
+            order.enter_context(ordered)
             since = datetime.now(UTC)
             with exported(export, lambda: kept.forget_pages_of(store, found.id, since, before)):
                 _run(wish, export, ["--compress", "none"], tick)
@@ -216,7 +218,7 @@ def _to_file(wish: Wish, found: podman.Container, path: str, progress: Progress,
     progress.stage(f"checkpoint of {found.name}")
     tick = progress.watching(lambda: _size(beside))
     try:
-        with orders.ordered(found.id, pages="chunks"), exported(export):
+        with orders.ordered(found.id, pages="chunks", force=wish.force), exported(export):
             _run(wish, export, ["--compress", _COMPRESSION.get(_ending(path), "zstd")], tick)
             memory = _memory_of(export)
             with _writing(path):

@@ -3,7 +3,8 @@
 Podman runs a runtime with an almost empty environment at checkpoint (libpod, CheckpointContainer), so what
 shall be otherwise than in the settings, for this one checkpoint, stands in a file:
 
-    /run/gpusnap/orders/<container>.json    0600 in 0700; {"owner": [pid, start], "pages": …, "store": …}
+    /run/gpusnap/orders/<container>.json    0600 in 0700; {"owner": [pid, start], "pages": …, "store": …,
+                                             "force": …}
 
 It counts while the process that wrote it lives, for that container alone, and for processes below that one:
 a Podman that somebody else runs on the same container meanwhile is not meant. One process at a time orders
@@ -36,15 +37,17 @@ _IN_CRIU = "criu"
 
 
 @contextmanager
-def ordered(container: str, *, pages: str, store: str = "") -> Iterator[None]:
+def ordered(container: str, *, pages: str, store: str = "", force: bool = False) -> Iterator[None]:
     """While the block runs, checkpoints of that container by processes below this one go there.
 
     `container`: its full ID. `pages`: as memory.pages. `store`: as store.path; empty for the settings'.
+    `force`: as nvidia.allow-nccl; False for the settings'.
     Raises ContainerError where another process has ordered something for it, GpusnapError.
     """
     path = _path(container)
     own = proc.process(os.getpid())
-    document = {"owner": [os.getpid(), own.start if own else 0], "pages": pages, "store": store}
+    document: dict[str, object] = {"owner": [os.getpid(), own.start if own else 0]}
+    document |= {"pages": pages, "store": store, "force": force}
     with _alone(path, container):
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -106,10 +109,13 @@ def applied(settings: Settings, container: str) -> Settings:
             document = json.loads(file.read(_LARGEST))
         pid, start = document["owner"]
         pages, store = TABLE["memory.pages"].check(document["pages"]), str(document["store"])
+        force = document.get("force") is True
         if not (proc.same(int(pid), int(start)) and _is_below(int(pid))):
             return settings
     except (OSError, ValueError, KeyError, TypeError):
         return settings
+    if force:
+        settings = replace(settings, nvidia=replace(settings.nvidia, allow_nccl=True))
     memory = settings.memory
     if memory.pages != _IN_CRIU:
         memory = replace(memory, pages=pages)

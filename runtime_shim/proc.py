@@ -5,10 +5,11 @@ A process may vanish at any moment; every function here then answers None or an 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from signal import SIGKILL
+from signal import SIGKILL, SIGSTOP
 
 __all__ = [
     "Mount",
@@ -20,10 +21,13 @@ __all__ = [
     "command",
     "dying",
     "environment",
+    "halted",
     "host_path",
+    "maps",
     "maps_library",
     "memory",
     "mounts",
+    "named_mappings",
     "namespace",
     "parent",
     "parents",
@@ -34,6 +38,8 @@ __all__ = [
     "same",
     "still",
     "stopped",
+    "thread_name",
+    "unix_sockets",
 ]
 
 PROC = "/proc"
@@ -63,6 +69,14 @@ def _read(path: str) -> str | None:
         return None
 
 
+def _lines(text: str) -> list[str]:
+    """The lines of a file of /proc. The kernel escapes a newline within names, but not what else ends lines.
+
+    str.splitlines knows form feeds and line separators (U+2028), too, which may be in any name.
+    """
+    return text.removesuffix("\n").split("\n") if text else []
+
+
 def pids() -> Iterator[int]:
     """Every process that our PID namespace sees."""
     yield from (int(name) for name in os.listdir(PROC) if name.isdigit())
@@ -85,9 +99,15 @@ def dying(pid: int) -> bool:
     stat = _stat(pid)
     if stat is None or stat[0] in "ZX" or int(stat[6]) & _EXITING:
         return True
+    return any(mask & 1 << (SIGKILL - 1) for mask in _pending(pid))
+
+
+def _pending(pid: int) -> Iterator[int]:
+    """The signals that the main thread, and that the process, has pending, each as a mask."""
     text = _read(f"{PROC}/{pid}/status") or ""
-    pending = (line.split()[1] for line in text.splitlines() if line.startswith(("SigPnd:", "ShdPnd:")))
-    return any(int(mask, 16) & 1 << (SIGKILL - 1) for mask in pending)
+    for line in _lines(text):
+        if line.startswith(("SigPnd:", "ShdPnd:")):
+            yield int(line.split()[1], 16)
 
 
 def stopped(pid: int) -> bool:
@@ -97,6 +117,17 @@ def stopped(pid: int) -> bool:
         return True
     wchan = _read(f"{PROC}/{pid}/wchan") or ""
     return wchan in ("do_freezer_trap", "__refrigerator")
+
+
+def halted(pid: int) -> bool:
+    """Whether a signal has stopped the process, or will as soon as its cgroup is thawed."""
+    try:
+        tasks = os.listdir(f"{PROC}/{pid}/task")
+    except OSError:
+        return False
+    if any((_stat(f"{pid}/task/{task}") or "X")[0] == "T" for task in tasks):
+        return True
+    return any(mask & 1 << (SIGSTOP - 1) for mask in _pending(pid))
 
 
 def still(pid: int) -> bool:
@@ -119,6 +150,11 @@ def comm(pid: int) -> str:
     return (_read(f"{PROC}/{pid}/comm") or "").rstrip("\n")
 
 
+def thread_name(pid: int, tid: int) -> str:
+    """The name of a thread (proc_pid_comm(5)); empty when it is gone."""
+    return (_read(f"{PROC}/{pid}/task/{tid}/comm") or "").rstrip("\n")
+
+
 def command(pid: int) -> tuple[str, ...]:
     """Its argument list; empty for a zombie or when it is gone."""
     text = _read(f"{PROC}/{pid}/cmdline") or ""
@@ -137,7 +173,7 @@ def process(pid: int) -> Process | None:
     stat, status = _stat(pid), _read(f"{PROC}/{pid}/status")
     if stat is None or status is None or stat[0] in "ZX":
         return None
-    spaces = next((line.split()[1:] for line in status.splitlines() if line.startswith("NSpid:")), [str(pid)])
+    spaces = next((line.split()[1:] for line in _lines(status) if line.startswith("NSpid:")), [str(pid)])
     return Process(pid, tuple(map(int, spaces)), comm(pid), command(pid), int(stat[19]))
 
 
@@ -169,7 +205,7 @@ def cgroups(pid: int | str) -> dict[str, str]:
     `pid` may be "self".
     """
     text = _read(f"{PROC}/{pid}/cgroup") or ""
-    lines = (line.split(":", 2) for line in text.splitlines())
+    lines = (line.split(":", 2) for line in _lines(text))
     return {line[1]: line[2] for line in lines if len(line) == 3}
 
 
@@ -185,7 +221,7 @@ def memory(pid: int) -> int:
     """Bytes that a dump of the process has to write at most: its resident anonymous and shared memory."""
     status = _read(f"{PROC}/{pid}/status") or ""
     wanted = ("RssAnon:", "RssShmem:", "VmSwap:")
-    return sum(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(wanted))
+    return sum(int(line.split()[1]) << 10 for line in _lines(status) if line.startswith(wanted))
 
 
 def peak_memory() -> int:
@@ -202,10 +238,42 @@ def available_memory() -> int:
     return 0
 
 
+def maps(pid: int) -> str:
+    """The process' mappings as text, one a line (proc_pid_maps(5)); empty when it is gone."""
+    return _read(f"{PROC}/{pid}/maps") or ""
+
+
+def named_mappings(pid: int) -> Iterator[tuple[str, ...]]:
+    """The six fields of each of its mappings that has a name (proc_pid_maps(5)), the name last."""
+    for line in _lines(maps(pid)):
+        fields = line.split(None, 5)
+        if len(fields) > 5:
+            yield tuple(fields)
+
+
 def maps_library(pid: int, prefix: str) -> bool:
     """Whether the process has a file mapped whose name begins with `prefix`, e.g. libnccl.so."""
-    text = _read(f"{PROC}/{pid}/maps") or ""
-    return f"/{prefix}" in text
+    return f"/{prefix}" in maps(pid)
+
+
+def unix_sockets(pid: int) -> tuple[str, ...]:
+    """The names of the Unix sockets that the process has open and that have one (proc_net_unix(5)).
+
+    An abstract one begins with "@"; the null bytes that fill up its name, which the kernel shows as "@", are
+    left out.
+    """
+    held: set[str] = set()
+    try:
+        for number in os.listdir(f"{PROC}/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"{PROC}/{pid}/fd/{number}")
+                if target.startswith("socket:["):
+                    held.add(target[8:-1])
+    except OSError:
+        return ()
+    lines = (line.split() for line in _lines(_read(f"{PROC}/{pid}/net/unix") or "")[1:])
+    named = (fields for fields in lines if len(fields) > 7 and fields[6] in held)
+    return tuple(fields[7][0] + fields[7][1:].rstrip("@") for fields in named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +297,7 @@ def mounts(pid: int | str) -> tuple[Mount, ...]:
     """The mounts that a process sees, in the order in which they were made; `pid` may be "self"."""
     text = _read(f"{PROC}/{pid}/mountinfo") or ""
     found = []
-    for line in text.splitlines():
+    for line in _lines(text):
         left, _, right = line.partition(" - ")
         words, rest = left.split(" "), right.split(" ")
         if len(words) < 6 or not rest[0]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 
 import pytest
 from realhost import Machine, Program, Workload, cdi_device, reference
-from support import Container, good, manifest, podman, sentence
+from support import RUNTIME, Container, good, manifest, podman, run, sentence
 
 TORCH = Workload.python("torch_train.py", "torch", 1024)
 JAX = Workload.python("jax_train.py", "jax", 1024)
@@ -149,3 +150,20 @@ def test_cdi(real: str, machine: Machine, archive: Path) -> None:
         exported(program, archive, load.mib)
         good(podman("container", "restore", "--import", archive))
         program.goes_on()
+
+
+def test_paused(real: str, machine: Machine, tmp_path: Path) -> None:
+    """As containerd has it: frozen before the checkpoint and after it, and not a tick in between."""
+    needs(TORCH)
+    program = Program.begin("w", TORCH, machine.options())
+    good(podman("pause", "w"))
+    before = program.log()
+    paths = ["--image-path", str(tmp_path / "image"), "--work-path", str(tmp_path)]
+    good(run(RUNTIME, "checkpoint", *paths, "--leave-running", program.id))
+    assert (tmp_path / "image/gpusnap/manifest.json").exists()
+    assert program.inspect()["State"]["Status"] == "paused"
+    assert program.log() == before
+    good(podman("unpause", "w"))
+    program.goes_on(more=5)
+    same_as_uninterrupted(program, TORCH)
+    shutil.rmtree(tmp_path / "image")

@@ -13,7 +13,7 @@ import pytest
 
 from runtime_shim import orders, proc
 from runtime_shim.errors import ContainerError, GpusnapError
-from runtime_shim.settings import Memory, Settings
+from runtime_shim.settings import Memory, Nvidia, Settings
 
 ID = "c0ffee" * 10
 
@@ -44,6 +44,18 @@ def test_the_store_of_the_settings_stays() -> None:
     with orders.ordered(ID, pages="chunks"):
         found = orders.applied(Settings(), ID)
     assert (found.memory.pages, found.store) == ("chunks", Settings().store)
+
+
+@pytest.mark.parametrize("pages", ["store", "criu"])
+def test_shared_gpu_memory_all_the_same(pages: str) -> None:
+    """--force goes beyond the settings; without it they count, wherever the pages go."""
+    settings = Settings(memory=Memory(pages=pages))
+    with orders.ordered(ID, pages="store", force=True):
+        assert orders.applied(settings, ID).nvidia == Nvidia(allow_nccl=True)
+    with orders.ordered(ID, pages="store"):
+        assert not orders.applied(settings, ID).nvidia.allow_nccl
+        allowed = Settings(nvidia=Nvidia(allow_nccl=True))
+        assert orders.applied(allowed, ID).nvidia.allow_nccl
 
 
 @pytest.mark.parametrize(

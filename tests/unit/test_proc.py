@@ -159,6 +159,18 @@ def test_mounts(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_names_that_end_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A form feed and a line separator within a name are part of it, for whatever they are followed."""
+    line = "36 35 98:0 / /a\x0c37\u2028b rw - tmpfs tmpfs rw\n"
+    monkeypatch.setattr(proc, "_read", lambda _: line)
+    assert [mount.destination for mount in proc.mounts(1)] == ["/a\x0c37\u2028b"]
+    texts = {"stat": "7 (a) S " + "0 " * 18 + "5 0", "status": "Name:\ta\x0cNSpid:\tx\nNSpid:\t7\t1\n"}
+    monkeypatch.setattr(proc, "_read", lambda path: texts.get(path.rpartition("/")[2], ""))
+    found = proc.process(7)
+    assert found is not None
+    assert found.ns_pids == (7, 1)
+
+
 def test_our_mounts() -> None:
     """The real file is read: something is mounted at the root and at /proc."""
     assert {"/", "/proc"} <= {mount.destination for mount in proc.mounts("self")}
