@@ -32,7 +32,7 @@ from runtime_shim.gpu.errors import PermissionRefused
 if TYPE_CHECKING:
     from runtime_shim.memory.populate import Backing, Populated
 
-__all__ = ["go_on", "only", "populated", "stop"]
+__all__ = ["go_on", "only", "populated", "several", "stand", "stop"]
 
 # linux/ptrace.h
 _CONT, _DETACH, _SEIZE, _INTERRUPT, _GETSIGMASK, _SETSIGMASK = 7, 17, 0x4206, 0x4207, 0x420A, 0x420B
@@ -57,6 +57,15 @@ def stop(pids: Iterable[int], *, timeout: float) -> None:
     for pid in [pid for pid in pids if not proc.still(pid)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)
+    stand(pids, timeout=timeout)
+
+
+def stand(pids: Iterable[int], *, timeout: float) -> None:
+    """Wait until every thread of processes that were sent a SIGSTOP stands still, as `stop` does.
+
+    Raises GpusnapError after `timeout` seconds.
+    """
+    pids = tuple(pids)
     deadline = time.monotonic() + timeout
     pause = 0.0005
     while moving := [pid for pid in pids if not proc.still(pid)]:
@@ -84,20 +93,31 @@ def only(pid: int, tid: int) -> Iterator[None]:
     the tracer inside a call of the driver nobody would take it on. Raises PermissionRefused where it cannot
     be traced.
     """
+    with several(pid, [tid]):
+        yield
+
+
+@contextmanager
+def several(pid: int, tids: Iterable[int]) -> Iterator[None]:
+    """As `only`, for more than one thread of a stopped process."""
+    masks: dict[int, ctypes.Array[ctypes.c_char]] = {}
     try:
-        mask = _seize(tid)
-    except OSError as error:
-        raise _refused(pid, tid, error) from error
-    try:
+        for tid in tids:
+            try:
+                masks[tid] = _seize(tid)
+            except OSError as error:
+                raise _refused(pid, tid, error) from error
         yield
     finally:
-        # Whatever ended meanwhile still has to be waited for: until then the whole process is a zombie.
-        with contextlib.suppress(ProcessLookupError):
-            _ptrace(_INTERRUPT, tid)
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.waitpid(tid, _WALL)
-            _ptrace(_SETSIGMASK, tid, _SIGSET, ctypes.addressof(mask))
-            _ptrace(_DETACH, tid)
+        for tid, mask in masks.items():
+            # Whatever ended meanwhile still has to be waited for: until then the whole process is a zombie.
+            with contextlib.suppress(ProcessLookupError):
+                _ptrace(_INTERRUPT, tid)
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.waitpid(tid, _WALL)
+                _ptrace(_SETSIGMASK, tid, _SIGSET, ctypes.addressof(mask))
+                _ptrace(_DETACH, tid)
+        if masks:
             _settle(pid)
 
 

@@ -1,6 +1,7 @@
 /* The target's side: the restore thread, the process state, and the mailbox. */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <semaphore.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -98,6 +99,33 @@ static CUresult unlock(void)
     return CUDA_SUCCESS;
 }
 
+/* As NVIDIA's driver, a lock needs a second thread of the driver's, and waits for it without a deadline: a
+ * process of which the restore thread alone may run is not locked. */
+static sem_t handler_asked, handler_answered;
+
+static void wait_for(sem_t *semaphore)
+{
+    while (sem_wait(semaphore) < 0 && errno == EINTR)
+        ;
+}
+
+static void *handler_thread(void *unused)
+{
+    (void)unused;
+    pthread_setname_np(pthread_self(), "cuda-EvtHandlr");
+    for (;;) {
+        wait_for(&handler_asked);
+        sem_post(&handler_answered);
+    }
+    return NULL;
+}
+
+static void ask_handler(void)
+{
+    sem_post(&handler_asked);
+    wait_for(&handler_answered);
+}
+
 static CUresult serve(const struct request *request)
 {
     static const CUprocessState NEEDED[] = {
@@ -114,7 +142,9 @@ static CUresult serve(const struct request *request)
     if (mailbox.state != NEEDED[request->operation])
         return CUDA_ERROR_ILLEGAL_STATE;
     switch (request->operation) {
-    case OP_LOCK: return lock(request->timeout_ms);
+    case OP_LOCK:
+        ask_handler();
+        return lock(request->timeout_ms);
     case OP_CHECKPOINT: return checkpoint();
     case OP_RESTORE: return restore(request);
     default: return unlock();
@@ -204,6 +234,8 @@ int target_start(void)
     sigset_t all, before;
     pthread_attr_t attributes;
     pthread_t thread;
+    sem_init(&handler_asked, 0, 0);
+    sem_init(&handler_answered, 0, 0);
     if (getrandom(&mailbox.session, sizeof(mailbox.session), 0) != sizeof(mailbox.session))
         return -EIO;
     pthread_attr_init(&attributes);
@@ -213,7 +245,9 @@ int target_start(void)
      * process. */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    int error = pthread_create(&thread, &attributes, restore_thread, NULL);
+    int error = pthread_create(&thread, &attributes, handler_thread, NULL);
+    if (!error)
+        error = pthread_create(&thread, &attributes, restore_thread, NULL);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&attributes);
     while (!error && !__atomic_load_n(&mailbox.pid, __ATOMIC_SEQ_CST))
