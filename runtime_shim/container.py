@@ -24,6 +24,7 @@ __all__ = [
     "bundle_annotations",
     "bundle_config",
     "find",
+    "frozen_group",
     "gather",
     "inner_pids",
     "own_v1_freezer",
@@ -130,6 +131,28 @@ def gather(init: int, container_id: str, members: Iterable[proc.Process]) -> Non
             raise ContainerError(
                 f"process {member.pid} ({member.comm}) cannot be moved into its container's cgroup: {said}"
             ) from error
+
+
+def frozen_group(pid: int, container_id: str) -> str | None:
+    """The folder of the cgroup (version 2) that froze the container of a process; None where none did.
+
+    The container's own or, as crun makes one within it, one between that and the process.
+    """
+    group = _own_cgroup(pid, container_id)
+    top = next((mount.destination for mount in proc.mounts("self") if mount.kind == "cgroup2"), None)
+    if group is None or group[0] or top is None:
+        return None
+    below = os.path.relpath(proc.cgroups(pid).get("", group[1]), group[1])
+    names = [] if below == "." else below.split("/")
+    for depth in range(len(names) + 1):
+        folder = "/".join([f"{top.rstrip('/')}{group[1]}", *names[:depth]])
+        try:
+            with open(f"{folder}/cgroup.freeze", encoding="ascii") as file:
+                if file.read().strip() == "1":
+                    return folder
+        except OSError:  # the process has ended
+            continue
+    return None
 
 
 def _own_cgroup(init: int, container_id: str) -> tuple[str, str] | None:

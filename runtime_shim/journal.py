@@ -7,6 +7,7 @@
         <container>.restore            a restore that is under way, see halfway.py
         <container>.<pid>.thread       a thread's own registers, while it makes system calls for us
         <container>.<pid>.idle         a process without GPU state, while it stands still for us (`leftover`)
+        <container>.paused             which processes of a paused container were stopped, see frozen.py
 
 An entry names processes by PID and start time, regions by address, and where their bytes are, all of them in
 files by then: the image's layout, or files of memory.stage. `recover.py` reads it.
@@ -34,7 +35,9 @@ from runtime_shim.manifest import RegionRecord
 from runtime_shim.memory.remote import Saved
 
 __all__ = [
+    "PAUSED",
     "Entry",
+    "Pause",
     "Staged",
     "Suspended",
     "containers",
@@ -44,6 +47,7 @@ __all__ = [
     "held",
     "idle",
     "load",
+    "owner",
     "read",
     "remove",
     "store",
@@ -55,6 +59,8 @@ FOLDER = "/run/gpusnap/journal"
 _ID = re.compile(r"[A-Za-z0-9][\w.+-]{0,250}", re.ASCII)
 _VERSION = 2
 _MOST = 64 << 20
+PAUSED = "paused"
+"""The kind of file that says what was stopped of a paused container."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +91,35 @@ class Suspended:
 
 
 @dataclass(frozen=True, slots=True)
+class Pause:
+    """A paused container, as frozen.py notes it."""
+
+    owner: tuple[int, int]
+    """As Entry.owner."""
+    group: str
+    """The folder of its cgroup."""
+    thawed: bool
+    """Whether it was gpusnap that thawed it."""
+    stopped: tuple[tuple[int, int], ...]
+    """PID and start time of what gpusnap stopped."""
+    runtime: str = ""
+    """The kind of the real runtime."""
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """What is known of one container."""
 
     container: str
     image: str
-    """The image directory."""
+    """The image directory; empty where only the pause is to be put right."""
     owner: tuple[int, int]
     """PID and start time of the gpusnap that wrote it."""
     processes: tuple[Suspended, ...]
     layout: str = ""
     """Where its chunks are."""
+    paused: Pause | None = None
+    """Where the container was paused."""
 
     @property
     def at_work(self) -> bool:
@@ -121,7 +145,7 @@ def write(
         "container": container,
         "image": image,
         "layout": layout or os.path.join(image, FOLDER_IN_IMAGE),
-        "owner": [os.getpid(), _start(os.getpid())],
+        "owner": list(owner()),
         "processes": [
             {
                 "pid": pid,
@@ -209,7 +233,7 @@ def held(container: str) -> Iterator[None]:
 
 def entries() -> tuple[Entry, ...]:
     """All that waits, by container. Raises GpusnapError for one that cannot be read."""
-    found = (read(container) for container in containers("json"))
+    found = (read(container) for container in sorted({*containers("json"), *containers(PAUSED)}))
     return tuple(entry for entry in found if entry is not None)
 
 
@@ -218,16 +242,17 @@ def read(container: str) -> Entry | None:
     if not _ID.fullmatch(container):
         return None
     path = _path(container, "json")
+    paused = _pause(container)
     document = _read(path)
     if document is None:
-        return None
+        return Entry(container, "", paused.owner, (), paused=paused) if paused is not None else None
     try:
-        owner = (int(document["owner"][0]), int(document["owner"][1]))
+        wrote = (int(document["owner"][0]), int(document["owner"][1]))
         processes = tuple(_suspended(container, each) for each in document["processes"])
         processes += tuple(_idle(container))
         image = str(document["image"])
         layout = str(document.get("layout") or os.path.join(image, FOLDER_IN_IMAGE))
-        return Entry(str(document["container"]), image, owner, processes, layout)
+        return Entry(str(document["container"]), image, wrote, processes, layout, paused)
     except (KeyError, TypeError, ValueError, IndexError, ChunkError) as error:
         raise GpusnapError(
             f"{path} is not as gpusnap writes it: {error}", hint="it was written by another version"
@@ -261,6 +286,22 @@ def containers(kind: str) -> tuple[str, ...]:
     return tuple(name.removesuffix(f".{kind}") for name in names if name.endswith(f".{kind}"))
 
 
+def _pause(container: str) -> Pause | None:
+    path = _path(container, PAUSED)
+    document = _read(path)
+    if document is None:
+        return None
+    try:
+        stopped = tuple((int(pid), int(start)) for pid, start in document["stopped"])
+        wrote = (int(document["owner"][0]), int(document["owner"][1]))
+        group, thawed = str(document["group"]), bool(document["thawed"])
+        return Pause(wrote, group, thawed, stopped, str(document.get("runtime", "")))
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise GpusnapError(
+            f"{path} is not as gpusnap writes it: {error}", hint="it was written by another version"
+        ) from error
+
+
 def _suspended(container: str, document: Any) -> Suspended:
     pid = int(document["pid"])
     regions = tuple(RegionRecord(int(each["start"]), from_json(each)) for each in document["regions"])
@@ -279,6 +320,11 @@ def _idle(container: str) -> Iterator[Suspended]:
         document = _read(_path(container, f"{pid}.idle"))
         if document is not None:  # else it goes on since
             yield Suspended(pid, int(document["start"]), (), _saved(container, pid), idle=True)
+
+
+def owner() -> tuple[int, int]:
+    """PID and start time of this process, as an entry names who wrote it."""
+    return os.getpid(), _start(os.getpid())
 
 
 def _start(pid: int) -> int:

@@ -56,16 +56,18 @@ class Cleared:
     done: Neutralised
 
 
-def strangers(driver: Driver, processes: Collection[proc.Process]) -> dict[proc.Process, tuple[str, ...]]:
+def strangers(
+    driver: Driver, processes: Collection[proc.Process], held: Collection[int] = ()
+) -> dict[proc.Process, tuple[str, ...]]:
     """Those that hold GPU files without GPU state, and not by inheritance alone; with the files of their own.
 
     `processes` are all of the container's. Of one that shares its memory or its descriptors with another of
-    them, every file counts as its own. Raises Refused for one that is stopped.
+    them, every file counts as its own. Raises Refused for one that is stopped, but not by us (`held`).
     """
-    idle = idle_holders(driver, processes)
+    idle = idle_holders(driver, processes, held)
     if not idle:
         return {}
-    gpu = users(driver, (process for process in processes if process not in idle))
+    gpu = users(driver, (process for process in processes if process not in idle), held)
     source = _Source(driver, [process.pid for process in gpu])
     everyone = [process.pid for process in processes]
     own = {process: source.own(process.pid, everyone) for process in idle}
@@ -79,13 +81,14 @@ def clear(
     processes: Callable[[], Collection[proc.Process]],
     *,
     timeout: float,
+    held: Collection[int] = (),
 ) -> tuple[Cleared, ...]:
     """Replace what processes inherited from those in `gpu`, which stand still and have their files open yet.
 
     `processes` gives the container's, each time anew: a child may have children of its own until it stands.
     What others hold is left alone. `timeout` in seconds is for standing still. The container's journal says
-    which processes are stopped, and keeps the registers of a thread that is lent to us. Raises GpusnapError;
-    what has been replaced by then stays so, and all go on.
+    which processes are stopped, and keeps the registers of a thread that is lent to us. Those in `held` stand
+    already, and stand on. Raises GpusnapError; what has been replaced by then stays so, and all others go on.
     """
     source = _Source(driver, gpu)
     found: dict[int, proc.Process] = {}
@@ -93,10 +96,12 @@ def clear(
         while True:
             there = tuple(processes())
             everyone = [process.pid for process in there]
-            fresh = source.heirs([p for p in there if p.pid not in gpu and p.pid not in found], everyone)
+            fresh = source.heirs(
+                [p for p in there if p.pid not in gpu and p.pid not in found], everyone, held
+            )
             if not fresh:
                 break
-            for pid in fresh:
+            for pid in (pid for pid in fresh if pid not in held):
                 stack.enter_context(journal.idle(container, pid))
                 stack.callback(go_on, [pid])
             stop(fresh, timeout=timeout)
@@ -159,9 +164,11 @@ class _Source:
         self._driver, self._gpu = driver, frozenset(gpu)
         self._held: dict[int, Held] = {}
 
-    def heirs(self, processes: Iterable[proc.Process], everyone: Collection[int]) -> dict[int, proc.Process]:
-        """Those that hold GPU files by inheritance alone, by PID. Raises Refused for one that is stopped."""
-        idle = idle_holders(self._driver, processes)
+    def heirs(
+        self, processes: Iterable[proc.Process], everyone: Collection[int], held: Collection[int]
+    ) -> dict[int, proc.Process]:
+        """Those that hold GPU files by inheritance alone, by PID. Raises Refused as `strangers`."""
+        idle = idle_holders(self._driver, processes, held)
         return {process.pid: process for process in idle if not self.own(process.pid, everyone)}
 
     def own(self, pid: int, everyone: Collection[int]) -> tuple[str, ...]:

@@ -6,7 +6,9 @@ it.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -17,28 +19,33 @@ from runtime_shim.container import Container
 from runtime_shim.errors import Refused, reason
 from runtime_shim.gpu.driver import ProcessState
 from runtime_shim.manifest import Manifest
+from runtime_shim.real import RealRuntime
 from runtime_shim.settings import Memory, Nvidia
+from runtime_shim.sharing import sharing
 from runtime_shim.units import human
 
-__all__ = ["call", "leftover", "nccl", "room_in_memory", "room_on_disk", "room_to_restore", "states"]
+__all__ = [
+    "call",
+    "criu_library",
+    "leftover",
+    "room_in_memory",
+    "room_on_disk",
+    "room_to_restore",
+    "shared",
+    "states",
+]
 
 # The heap of a process grows by about 150 MiB at its first checkpoint (seen with driver 580).
 _HEAP_GROWTH = 150 << 20
 # How long a process that is just starting CUDA may hold device files before the driver calls it a CUDA
 # process.
 _STARTING = 1.0
-# With all three, both ranks of a two-GPU job came back; without, each restore failed and the work was lost
-# (driver 580, NCCL with its defaults and with NCCL_P2P_DISABLE alone).
-_NCCL = {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"}
+# As crun names it to dlopen(3) (src/libcrun/criu.c, load_wrapper), or one that is linked with it.
+_CRIU_LIBRARY = re.compile(rb"libcriu\.so\.\d+\0")
 
 
 def call(wanted: CheckpointCall, container: Container) -> None:
     """Options and states that cannot work for a container that uses a GPU."""
-    if container.status == "paused":
-        raise Refused(
-            f"container {container.id} is paused, and a frozen process cannot let go of its GPU",
-            hint="unpause it first",
-        )
     if _own_users(container.pid):
         raise Refused(
             f"container {container.id} has a user namespace of its own, and no runtime brings it "
@@ -51,6 +58,12 @@ def call(wanted: CheckpointCall, container: Container) -> None:
             "a process that stands still",
             hint="use a host with cgroup v2 (systemd.unified_cgroup_hierarchy=1)",
         )
+    if container.status == "paused" and containers.frozen_group(container.pid, container.id) is None:
+        raise Refused(
+            f"container {container.id} is paused, and not by a cgroup of its own that could be thawed while "
+            "its GPU is asked",
+            hint="unpause it first",
+        )
     for name, given in (("--pre-dump", wanted.pre_dump), ("--lazy-pages", wanted.lazy_pages)):
         if given:
             raise Refused(
@@ -62,6 +75,30 @@ def call(wanted: CheckpointCall, container: Container) -> None:
             f"container {container.id} uses a GPU, and --page-server would leave pages outside of it",
             hint="make a whole checkpoint instead, without it",
         )
+
+
+def criu_library(real: RealRuntime) -> None:
+    """crun loads CRIU's library when it checkpoints, and no sooner; its packages do not all ask for it.
+
+    By the name that is in its program; one without has the library in itself. runc runs the program criu.
+    """
+    if real.kind != "crun":
+        return
+    try:
+        program = real.path.read_bytes()
+    except OSError:
+        return
+    found = _CRIU_LIBRARY.search(program)
+    if found is None:
+        return
+    name = os.fsdecode(program[program.rfind(b"\0", 0, found.start()) + 1 : found.end() - 1])
+    try:
+        ctypes.CDLL(name)
+    except OSError as error:
+        raise Refused(
+            f"{real.name} ({real.path}) needs {name} for a checkpoint, and this host does not have it",
+            hint="install libcriu2 (Debian, Ubuntu) or criu-libs (Fedora)",
+        ) from error
 
 
 def _own_users(init: int) -> bool:
@@ -102,21 +139,16 @@ def leftover(strangers: Callable[[], Mapping[proc.Process, Sequence[str]]]) -> N
         )
 
 
-def nccl(users: Sequence[proc.Process], settings: Nvidia) -> None:
-    """Ranks of a job whose NCCL has memory that the driver suspends but cannot restore: work lost."""
-    ranks = [process for process in users if proc.maps_library(process.pid, "libnccl.so")]
-    if settings.allow_nccl or not ranks:
+def shared(users: Sequence[proc.Process], settings: Nvidia, driver_version: str) -> None:
+    """Processes whose GPU memory is shared so that the driver could suspend but not restore it: work lost."""
+    if settings.allow_nccl:
         return
-    alone = len(ranks) == 1 and proc.environment(ranks[0].pid).get("WORLD_SIZE", "1") in ("", "0", "1")
-    for process in ranks:
-        environment = proc.environment(process.pid)
-        missing = [f"{name}={value}" for name, value in _NCCL.items() if environment.get(name) != value]
-        if missing and not alone:
-            raise Refused(
-                f"process {process.pid} ({process.comm}) is one of several that may share GPU memory through "
-                "NCCL, which the driver would suspend and then fail to restore",
-                hint=f"run it with {' '.join(missing)}, or set nvidia.allow-nccl if it does not use NCCL",
-            )
+    found = sharing(users, driver_version)
+    if found is not None:
+        raise Refused(
+            f"process {found.process.pid} ({found.process.comm}) {found.why}",
+            hint=f"{found.todo}; if you know better: gpusnap checkpoint --force, or set nvidia.allow-nccl",
+        )
 
 
 def room_in_memory(gpu_bytes: Mapping[int, int], init: int, settings: Memory | None = None) -> None:

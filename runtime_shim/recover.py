@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 from oci.errors import BlobError
 from oci.layout import Layout
-from runtime_shim import image, journal, leavings, manifest, proc, transfer
+from runtime_shim import frozen, image, journal, leavings, manifest, proc, transfer
 from runtime_shim.chunk_home import Home, StoreHome, in_image, left
 from runtime_shim.draft import Draft
 from runtime_shim.errors import GpusnapError, ImageError, ManifestError, reason
@@ -65,7 +65,25 @@ def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
             hint="wait for it",
         )
     leavings.let_end(entry.owner, entry.container)
-    _let_idle_go_on(entry)
+    pids = [process.pid for process in alive(entry)]
+    paused = frozen.left(entry, pids)
+    if paused is None:
+        said = _put_right(entry, driver, settings, None)
+        journal.drop(entry.container, journal.PAUSED)
+        return said
+    try:
+        paused.keep(pids)  # first: whatever fails, none of them goes on without its memory
+        paused.hold(pids, timeout=_SETTLING)
+        return _put_right(entry, driver, settings, paused.let_go)
+    finally:
+        paused.freeze()
+
+
+def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[[int], object] | None) -> str:
+    """Bring back what is there; `let_go` as in `resume`."""
+    if not entry.image:
+        return "nothing but its pause was to be put right"
+    _let_idle_go_on(entry, let_go)
     there = tuple(process for process in alive(entry) if not process.idle)
     if there:
         driver.open()
@@ -78,7 +96,8 @@ def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
         stopped += _astray(driver, [process for process in there if process not in stopped])
         lacking = _give_back(entry, [p for p in stopped if suspended(driver, p.pid)], settings)
         own = partial(transfer.own, entry.container)
-        resume(driver, [p.pid for p in there if p.pid not in lacking], InCriu(), right=own)
+        pids = [process.pid for process in there if process.pid not in lacking]
+        resume(driver, pids, InCriu(), right=own, let_go=let_go)
         for error in lacking.values():
             raise error
         said = "running: " + " ".join(str(process.pid) for process in there)
@@ -143,14 +162,18 @@ def _astray(driver: Driver, running: Sequence[Suspended]) -> list[Suspended]:
     return found
 
 
-def _let_idle_go_on(entry: Entry) -> None:
+def _let_idle_go_on(entry: Entry, let_go: Callable[[int], object] | None) -> None:
     """Those without GPU state were only stopped, a thread perhaps in the middle of a call for us."""
     idle = [process for process in alive(entry) if process.idle]
     _settle(idle)
     for process in idle:
         if proc.still(process.pid):
             _give_thread_back(entry, process)
-    go_on(process.pid for process in idle)
+    for process in idle:
+        if let_go is not None:
+            let_go(process.pid)
+        else:
+            go_on([process.pid])
 
 
 def _settle(there: Sequence[Suspended]) -> None:
@@ -193,6 +216,7 @@ def _finish(entry: Entry, settings: Memory) -> str:
         home = left(entry.layout, entry.image, entry.container, replace(settings, sync=True), tables)
         transfer.check(home.layout, tables, where=entry.image)  # nobody knows how much of it had come to disk
         home.commit(tables, kept=False)
+    frozen.thaw_image(entry.image)
     image.sync(entry.image)
     if home is not None:
         home.name(record)

@@ -18,10 +18,11 @@ from runtime_shim import journal, proc
 from runtime_shim.errors import GpusnapError, ImageError, Interrupted, Refused
 from runtime_shim.gpu import holders
 from runtime_shim.gpu.driver import Driver, Host, ProcessState
-from runtime_shim.gpu.errors import GpuError, ProcessGone
+from runtime_shim.gpu.errors import GpuError, NotInitialized, ProcessGone
 from runtime_shim.gpu.handles import ends
 from runtime_shim.gpu.together import Outcome, at_once
 from runtime_shim.manifest import FileRecord, Manifest, Written
+from runtime_shim.standing import asked
 from runtime_shim.stillness import go_on, only, populated, stop
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ __all__ = [
     "Record",
     "idle_holders",
     "let_finish",
+    "lock",
     "record",
     "resume",
     "suspend",
@@ -49,6 +51,8 @@ _PAUSE = 0.5
 _DYING = 0.2
 # Seconds for what the driver had begun when its caller was killed: a large process takes it up to a minute.
 _UNDER_WAY = 300.0
+# Seconds for the unlock of a process that stands.
+_UNLOCKING = 10.0
 
 
 Pairs = Sequence[tuple[str, str]]
@@ -212,33 +216,48 @@ class Record:
         return sum(used for _, used in self.gpus)
 
 
-def users(driver: Driver, processes: Iterable[proc.Process]) -> dict[proc.Process, ProcessState]:
-    """The processes that have GPU state, with it. Raises Refused for one that is stopped."""
+def users(
+    driver: Driver, processes: Iterable[proc.Process], held: Collection[int] = ()
+) -> dict[proc.Process, ProcessState]:
+    """The processes that have GPU state, with it.
+
+    Raises Refused for one that is stopped, unless it is among those PIDs that we ourselves have `held`.
+    """
     by_pid = {process.pid: process for process in processes}
     found = {}
     for pid in holders(driver, by_pid):
-        state = _state(driver, by_pid[pid])
+        state = _state(driver, by_pid[pid], held)
         if state is not None:
             found[by_pid[pid]] = state
     return found
 
 
-def idle_holders(driver: Driver, processes: Iterable[proc.Process]) -> dict[proc.Process, tuple[str, ...]]:
+def idle_holders(
+    driver: Driver, processes: Iterable[proc.Process], held: Collection[int] = ()
+) -> dict[proc.Process, tuple[str, ...]]:
     """The processes that have a GPU's device files open or mapped, but no GPU state; with those files.
 
-    Raises Refused for one that is stopped.
+    Raises Refused for one that is stopped, as `users`.
     """
     found = {}
     for process in processes:
         files = driver.handles(process.pid)
-        if files and _state(driver, process) is None and proc.running(process.pid):
+        if files and _state(driver, process, held) is None and proc.running(process.pid):
             found[process] = files
     return found
 
 
-def _state(driver: Driver, process: proc.Process) -> ProcessState | None:
+def _state(driver: Driver, process: proc.Process, held: Collection[int]) -> ProcessState | None:
     """Its GPU state. NVIDIA's driver waits for a stopped process without end, so that one is not asked."""
-    if proc.stopped(process.pid):
+    if process.pid in held:
+        try:
+            with _driver_thread(driver, process.pid):
+                return driver.state(process.pid)
+        except (NotInitialized, ProcessGone):
+            return None
+    # CRIU's plugin that needs no answer of the processes does not mind.
+    asks = driver.plugin is None or driver.plugin.running
+    if asks and proc.stopped(process.pid):
         raise Refused(
             f"process {process.pid} ({process.comm}) is stopped, and cannot answer the GPU's driver",
             hint="gpusnap recover if gpusnap was killed, else SIGCONT or unpause it first",
@@ -267,6 +286,28 @@ def record(
     return records
 
 
+def lock(
+    driver: Driver, pids: Iterable[int], *, timeout: float, held: Collection[int] = ()
+) -> tuple[int, ...]:
+    """Lock processes, all at once; those of them in `held` stand and are to stand afterwards, too.
+
+    Of these the driver's threads alone are let run. Where one was stopped within a call of CUDA, that call
+    has to end before the driver can lock it: then the whole process runs until it is locked. Returns the PIDs
+    of such. Raises GpusnapError after `timeout` seconds.
+    """
+    outcome = at_once(partial(_lock, driver, timeout, held), pids)
+    outcome.raise_first()
+    return tuple(sorted(pid for pid, ran in outcome.results.items() if ran))
+
+
+def _lock(driver: Driver, timeout: float, held: Collection[int], pid: int) -> bool:
+    """Lock one process; whether it had to run for that."""
+    if pid not in held:
+        driver.lock(pid, timeout=timeout)
+        return False
+    return asked(driver, pid, lambda: driver.lock(pid, timeout=timeout), timeout=timeout)
+
+
 def suspend(
     driver: Driver,
     pids: Collection[int],
@@ -274,22 +315,24 @@ def suspend(
     *,
     timeout: float,
     standing: Callable[[], object] = tuple,
+    held: Collection[int] = (),
 ) -> None:
     """Have locked processes stand still, and the driver take their GPU state, all at once.
 
-    `timeout` in seconds is for standing still; `standing` is called in between. Raises GpusnapError; `resume`
-    puts right whatever was done.
+    `timeout` in seconds is for standing still; `standing` is called in between. Those in `held` stood before,
+    and stand after a failure, too. Raises GpusnapError; `resume` puts right whatever was done.
     """
     try:
         stop(pids, timeout=timeout)
     except GpusnapError:
-        go_on(pids)  # half stopped they would keep the driver waiting, and nothing has been taken from them
+        # Half stopped they would keep the driver waiting, and nothing has been taken from them.
+        go_on(pid for pid in pids if pid not in held)
         raise
     standing()
-    at_once(partial(_suspend, driver, pages), pids).raise_first()
+    at_once(partial(_suspend, driver, pages, held), pids).raise_first()
 
 
-def _suspend(driver: Driver, pages: Pages, pid: int) -> None:
+def _suspend(driver: Driver, pages: Pages, held: Collection[int], pid: int) -> None:
     begun = False
     pages.watch(pid)
     try:
@@ -297,7 +340,7 @@ def _suspend(driver: Driver, pages: Pages, pid: int) -> None:
             begun = True
             driver.checkpoint(pid)
     except GpuError:
-        if not begun:
+        if not begun and pid not in held:
             go_on([pid])  # its driver's thread cannot be had, and an undo could not have it either
         raise
 
@@ -348,11 +391,13 @@ def resume(
     *,
     pairs: Mapping[int, Pairs] = MappingProxyType({}),
     right: Callable[[int], object] = int,
+    let_go: Callable[[int], object] | None = None,
 ) -> None:
     """Restore every suspended process, let it go on, and unlock it; all at once, those that died left out.
 
     `pairs` of (old UUID, new UUID), by PID, for those that come back on other GPUs. `right` is called with
-    the PID after the driver's restore of each, and what it raises keeps that one from going on. Raises a
+    the PID after the driver's restore of each, and what it raises keeps that one from going on. With `let_go`
+    those that stand are unlocked and stand on: it is called with the PID in place of a SIGCONT. Raises a
     GpusnapError after everything that could be resumed has been; a process that the driver could not restore
     stays stopped, since its threads would miss what the driver took from them.
     """
@@ -363,7 +408,7 @@ def resume(
             time.sleep(_PAUSE * attempt)
         lacking = pages.give_back(waiting)
         ready = [pid for pid in waiting if pid not in lacking]
-        outcome = at_once(partial(_bring_back, driver, pairs, right), ready)
+        outcome = at_once(partial(_bring_back, driver, pairs, right, let_go), ready)
         # One that ended meanwhile has nothing to get back.
         errors = {
             pid: error for pid, error in (*lacking.items(), *outcome.errors.items()) if proc.running(pid)
@@ -377,15 +422,27 @@ def resume(
         raise failure
 
 
-def _bring_back(driver: Driver, pairs: Mapping[int, Pairs], right: Callable[[int], object], pid: int) -> None:
+def _bring_back(
+    driver: Driver,
+    pairs: Mapping[int, Pairs],
+    right: Callable[[int], object],
+    let_go: Callable[[int], object] | None,
+    pid: int,
+) -> None:
     """Restore one process if it is suspended, and let it go on."""
     if not proc.still(pid):
         _restore(driver, pairs.get(pid, ()), pid)
         return
     with _driver_thread(driver, pid):
         _restore(driver, pairs.get(pid, ()), pid)
+        locked = let_go is not None and driver.state(pid) is ProcessState.LOCKED
     right(pid)
-    go_on([pid])
+    if let_go is not None:
+        if locked:
+            asked(driver, pid, lambda: driver.unlock(pid), timeout=_UNLOCKING)
+        let_go(pid)
+    else:
+        go_on([pid])
 
 
 def _restore(driver: Driver, pairs: Pairs, pid: int) -> None:

@@ -21,6 +21,7 @@ from runtime_shim.errors import ImageError
 from runtime_shim.gpu.driver import ProcessState
 from runtime_shim.gpu.errors import DriverFailed, DriverTooOld, LockTimeout, NotSupported
 from runtime_shim.invoke import invoke
+from runtime_shim.sharing import Sharing
 from runtime_shim.suspension import InCriu
 
 MANAGED = "the GPU driver could not checkpoint process 7: it uses managed memory"
@@ -106,7 +107,7 @@ def test_leave_running(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     sync = checkpoint._sync
     final = scene.image / "gpusnap" / "manifest.json"
 
-    def synced(job: checkpoint._Job, *, but: Sequence[str]) -> None:
+    def synced(job: checkpoint.Job, *, but: Sequence[str]) -> None:
         assert scene.all_running()
         assert not final.exists()
         seen.append("sync")
@@ -734,3 +735,20 @@ def test_the_fakes_leave_nothing() -> None:
         pids = [family.init, family.spawn()]
         assert all(proc.running(pid) for pid in pids)
     assert not any(proc.running(pid) for pid in pids)
+
+
+def test_memory_that_is_shared_since_it_was_looked_at(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked for again when all stand, in every process: none of it has been taken, and they run on."""
+    pids = scene.gpu_processes(2)
+    looked: list[tuple[list[int], bool]] = []
+
+    def sharing(users: Sequence[proc.Process], version: str) -> Sharing | None:
+        looked.append((sorted(user.pid for user in users), all(proc.still(user.pid) for user in users)))
+        return Sharing(users[1], "is a rank of a job", "run it alone") if len(looked) > 1 else None
+
+    monkeypatch.setattr(preflight, "sharing", sharing)
+    done = scene.checkpoint()
+    assert "is a rank of a job; run it alone" in done.sentence()
+    assert looked == [(sorted(pids), False), (sorted(pids), True)]
+    assert scene.driver.of("checkpoint") == []
+    assert scene.all_running()

@@ -18,7 +18,9 @@ from runtime_shim.container import Container
 from runtime_shim.errors import Refused
 from runtime_shim.gpu.driver import ProcessState
 from runtime_shim.manifest import RegionRecord
+from runtime_shim.real import Kind, RealRuntime
 from runtime_shim.settings import Memory, Nvidia
+from runtime_shim.sharing import Sharing
 
 GIB = 1 << 30
 CONTAINER = Container("c0ffee", 1, "running", "/b", {})
@@ -26,6 +28,32 @@ CONTAINER = Container("c0ffee", 1, "running", "/b", {})
 
 def process(pid: int) -> proc.Process:
     return proc.Process(pid, (pid,), "python3", ("python3",), 1)
+
+
+# The runtime.
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "missing"),
+    [
+        ("crun", b"\0libcriu.so.999\0", "libcriu.so.999"),
+        ("crun", b"could not load `libcriu.so.2`\0/nix/lib/libcriu.so.2\0", "/nix/lib/libcriu.so.2"),
+        ("crun", b"\0libcrun.so\0", ""),
+        ("crun", None, ""),
+        ("runc", b"\0libcriu.so.999\0", ""),
+    ],
+)
+def test_crius_library(tmp_path: Path, kind: Kind, content: bytes | None, missing: str) -> None:
+    """The one that crun's program names has to be there; a crun without, and runc, need none."""
+    path = tmp_path / "crun"
+    if content is not None:
+        path.write_bytes(content)
+    real = RealRuntime(path, kind, (1, 21))
+    if not missing:
+        preflight.criu_library(real)
+        return
+    with pytest.raises(Refused, match=f"needs {missing} for a checkpoint"):
+        preflight.criu_library(real)
 
 
 # Options and states.
@@ -113,47 +141,31 @@ def test_a_process_that_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(held) == {}
 
 
-# NCCL.
-
-SAFE = {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"}
+# Shared GPU memory; what counts as such is test_sharing's.
 
 
-def ranks(monkeypatch: pytest.MonkeyPatch, *environments: Mapping[str, str]) -> list[proc.Process]:
-    """Processes that have NCCL loaded, and one that has not."""
-    monkeypatch.setattr(proc, "maps_library", lambda pid, prefix: prefix == "libnccl.so" and pid < 100)
-    monkeypatch.setattr(proc, "environment", lambda pid: environments[pid])
-    return [*(process(at) for at in range(len(environments))), process(100)]
+def test_shared_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the driver could not restore is refused by name, with what to do and how to override it."""
+    said = Sharing(process(7), "has memory of another process open", "share it through host memory")
+    asked: list[str] = []
+
+    def found(users: Sequence[proc.Process], version: str) -> Sharing:
+        asked.append(version)
+        return said
+
+    monkeypatch.setattr(preflight, "sharing", found)
+    with pytest.raises(Refused, match=r"process 7 \(python3\) has memory of another") as caught:
+        preflight.shared([process(7)], Nvidia(), "580.1")
+    assert caught.value.hint.startswith(
+        "share it through host memory; if you know better: gpusnap checkpoint"
+    )
+    preflight.shared([process(7)], Nvidia(allow_nccl=True), "580.1")
+    assert asked == ["580.1"]
 
 
-def test_nccl_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several ranks without the variables: refused, because the driver would lose their work."""
-    with pytest.raises(Refused, match=r"process 1 \(python3\) .* NCCL") as caught:
-        preflight.nccl(ranks(monkeypatch, SAFE, {**SAFE, "NCCL_CUMEM_ENABLE": "1"}), Nvidia())
-    assert "run it with NCCL_CUMEM_ENABLE=0, or set nvidia.allow-nccl" in caught.value.hint
-
-
-@pytest.mark.parametrize("missing", SAFE)
-def test_nccl_needs_all_three(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    """Each variable counts."""
-    environment = {name: value for name, value in SAFE.items() if name != missing}
-    with pytest.raises(Refused) as caught:
-        preflight.nccl(ranks(monkeypatch, environment, environment), Nvidia())
-    assert f"run it with {missing}={SAFE[missing]}, or" in caught.value.hint
-
-
-def test_nccl_that_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks with all three variables, a program alone, none at all, and what the setting allows."""
-    preflight.nccl(ranks(monkeypatch, SAFE, SAFE), Nvidia())
-    preflight.nccl(ranks(monkeypatch, {}), Nvidia())
-    preflight.nccl(ranks(monkeypatch, {"WORLD_SIZE": "1"}), Nvidia())
-    preflight.nccl(ranks(monkeypatch), Nvidia())
-    preflight.nccl(ranks(monkeypatch, {}, {}), Nvidia(allow_nccl=True))
-
-
-def test_nccl_of_a_rank_whose_others_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank in this container, of a job that spans several."""
-    with pytest.raises(Refused):
-        preflight.nccl(ranks(monkeypatch, {"WORLD_SIZE": "2"}), Nvidia())
+def test_nothing_shared() -> None:
+    """An ordinary process is none of that."""
+    preflight.shared([process(os.getpid())], Nvidia(), "580.1")
 
 
 # Memory.

@@ -8,10 +8,11 @@ import pytest
 from fakes import FakeDriver, Family, gpu, uuid, wait_for
 
 from runtime_shim import container, proc, suspension
-from runtime_shim.errors import GpusnapError, ImageError
+from runtime_shim.errors import GpusnapError, ImageError, Refused
 from runtime_shim.gpu.driver import ProcessState
-from runtime_shim.gpu.errors import DriverFailed, GpuError, PermissionRefused
-from runtime_shim.suspension import InCriu, idle_holders, record, resume, suspend, users
+from runtime_shim.gpu.errors import DriverFailed, GpuError, LockTimeout, PermissionRefused
+from runtime_shim.stillness import stop
+from runtime_shim.suspension import InCriu, idle_holders, lock, record, resume, suspend, users
 
 RUNNING, LOCKED, CHECKPOINTED = ProcessState.RUNNING, ProcessState.LOCKED, ProcessState.CHECKPOINTED
 
@@ -236,3 +237,58 @@ def test_memory_that_is_not_right(family: Family, driver: FakeDriver) -> None:
     assert asked == [True]
     assert proc.still(pid)
     resume(driver, [pid], InCriu())
+
+
+def test_users_that_we_hold(family: Family, driver: FakeDriver) -> None:
+    """A process that we have stopped is asked by its driver's thread; one that another stopped is refused."""
+    pid = driver.use(family.spawn())
+    stop([pid], timeout=5)
+    members = container.processes(family.init, "none")
+    assert [process.pid for process in users(driver, members, held=[pid])] == [pid]
+    assert proc.still(pid)
+    with pytest.raises(Refused, match="is stopped"):
+        users(driver, members)
+
+
+def test_lock_of_one_that_we_hold(family: Family, driver: FakeDriver) -> None:
+    """It stands before and after; the thread that is let run is in the state that the driver finds."""
+    pid = driver.use(family.spawn())
+    stop([pid], timeout=5)
+    driver.when("lock", lambda _: seen.append(proc.still(pid)))
+    seen: list[bool] = []
+    assert lock(driver, [pid], timeout=5, held=[pid]) == ()
+    assert seen == [False]
+    assert proc.still(pid)
+    assert driver.states[pid] is LOCKED
+
+
+def test_lock_of_one_that_stands_within_a_call(family: Family, driver: FakeDriver) -> None:
+    """Where the driver cannot lock it as it stands, it runs until it is locked, and stands again."""
+    pid, other = driver.use(family.spawn()), driver.use(family.spawn())
+    stop([pid, other], timeout=5)
+    driver.fail("lock", pid, LockTimeout("a call is under way"), times=1)
+    assert lock(driver, [pid, other], timeout=5, held=[pid, other]) == (pid,)
+    assert driver.of("lock").count(pid) == 2
+    assert proc.still(pid)
+    assert driver.states[pid] is LOCKED
+
+
+def test_lock_that_does_not_come(family: Family, driver: FakeDriver) -> None:
+    """After the deadline it stands all the same, as it was found."""
+    pid = driver.use(family.spawn())
+    stop([pid], timeout=5)
+    driver.fail("lock", pid, LockTimeout("a call is under way"))
+    with pytest.raises(LockTimeout):
+        lock(driver, [pid], timeout=5, held=[pid])
+    assert proc.still(pid)
+
+
+def test_resume_without_going_on(family: Family, driver: FakeDriver) -> None:
+    """It is restored and unlocked, and stands until whoever asked lets it go."""
+    pid = driver.use(family.spawn(), state=LOCKED)
+    suspend(driver, [pid], InCriu("/image", "c0ffee"), timeout=5)
+    let_go: list[int] = []
+    resume(driver, [pid], InCriu("/image", "c0ffee"), let_go=let_go.append)
+    assert let_go == [pid]
+    assert proc.still(pid)
+    assert driver.states[pid] is RUNNING

@@ -1,0 +1,216 @@
+"""The GPU processes of one checkpoint: found, stopped, suspended, brought back; and the container's pause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from runtime_shim import container as containers
+from runtime_shim import frozen, keep, leftover, manifest, preflight, proc, transfer
+from runtime_shim.argv import CheckpointCall
+from runtime_shim.errors import GpusnapError, Refused
+from runtime_shim.gpu import holders
+from runtime_shim.gpu.driver import Driver, Host
+from runtime_shim.gpu.nodes import Node
+from runtime_shim.real import RealRuntime
+from runtime_shim.settings import Settings
+from runtime_shim.suspension import Pages, Record, lock, record, resume, suspend, users
+from runtime_shim.transaction import Transaction
+
+__all__ = ["Job", "all_suspended", "freeze", "newcomers", "resume_all", "resumed", "suspend_all", "thaw"]
+
+
+@dataclass(slots=True)
+class Job:
+    """One checkpoint under way."""
+
+    call: CheckpointCall
+    real: RealRuntime
+    settings: Settings
+    driver: Driver
+    container: containers.Container
+    transaction: Transaction
+    pages: Pages
+    records: dict[int, Record] = field(default_factory=dict)
+    """By PID, of every process that has been, or is being, suspended."""
+    cleared: tuple[leftover.Cleared, ...] = ()
+    """Processes that held GPU files which they had inherited."""
+    mounts: tuple[manifest.DriverMount, ...] = ()
+    masters: bool = False
+    nodes: tuple[Node, ...] = ()
+    """The GPUs' device nodes in its /dev."""
+    host: Host | None = None
+    init: proc.Process | None = None
+    """The container's init, as it was at first."""
+    record: manifest.Manifest | None = None
+    """As of the last dump: afterwards the container, and its PID namespace, may be gone."""
+    suspended: bool = False
+    """Whether processes may stand, or wait for their memory."""
+    paused: frozen.Paused | None = None
+    """Where somebody has paused the container."""
+    dumping: int | None = None
+    """When CRIU began to write (st_mtime_ns); an earlier checkpoint in the same place is no more since."""
+
+    @property
+    def image_path(self) -> str:
+        return str(self.call.images())
+
+    @property
+    def held(self) -> Collection[int]:
+        """The processes of a paused container that stand because we stopped them."""
+        return self.paused.held if self.paused is not None else ()
+
+    def processes(self) -> tuple[proc.Process, ...]:
+        return containers.processes(self.container.pid, self.container.id)
+
+
+def thaw(job: Job) -> None:
+    """Hold a paused container's processes still, and thaw it: a frozen one does not answer the driver."""
+    if job.driver.plugin is not None:
+        return  # it is CRIU's to thaw, if it has to be
+    if job.paused is None:
+        job.paused = frozen.find(job.container, job.real.kind)
+        if job.paused is None:
+            return
+        job.transaction.undo("pausing the container again", job.paused.freeze)
+    with job.transaction.step("hold"):
+        pids = holders(job.driver, [process.pid for process in job.processes()])
+        job.paused.hold(pids, timeout=job.settings.nvidia.lock_timeout)
+
+
+def freeze(job: Job) -> None:
+    """Pause again what `thaw` has thawed."""
+    if job.paused is not None:
+        with job.transaction.step("freeze"):
+            job.paused.freeze()
+
+
+def suspend_all(job: Job) -> None:
+    """Lock and checkpoint every GPU process; those that begin to use a GPU meanwhile in another round."""
+    if job.driver.plugin is not None:
+        _suspend_these(job, newcomers(job))  # CRIU asks its plugin for whatever comes after
+        return
+    if not job.suspended:
+        job.suspended = True
+        job.transaction.undo("resuming the GPU processes", lambda: _undo_suspend(job))
+    rounds = 0
+    done = set(job.records)
+    while fresh := newcomers(job):
+        if rounds > job.settings.retries:
+            raise Refused(
+                f"processes of container {job.container.id} keep starting to use a GPU",
+                hint="try again when it is quieter",
+            )
+        _suspend_these(job, fresh)
+        rounds += 1
+    if set(job.records) != done:
+        with job.transaction.step("pages"):
+            job.pages.take(list(job.records))
+
+
+def _undo_suspend(job: Job) -> None:
+    resume_all(job)
+    job.suspended = False
+
+
+def resume_all(job: Job) -> None:
+    """Have the GPU processes run again; a paused container is thawed for that, and to be frozen after it."""
+    own = partial(transfer.own, job.container.id)
+    if job.driver.plugin is None:
+        if job.paused is not None:
+            thaw(job)
+        let_go = job.paused.let_go if job.paused is not None else None
+        resume(job.driver, list(job.records), job.pages, right=own, let_go=let_go)
+
+
+def newcomers(job: Job) -> list[proc.Process]:
+    """The GPU processes that have not been suspended."""
+    others = [process for process in job.processes() if process.pid not in job.records]
+    return list(users(job.driver, others, job.held))
+
+
+def all_suspended(job: Job) -> None:
+    """A process that has ended, or was let go on by somebody else, must not get into the manifest."""
+    if job.driver.plugin is not None:  # they run, and may end, until CRIU stops them
+        job.records = {pid: item for pid, item in job.records.items() if proc.running(pid)}
+        return
+    for pid, item in job.records.items():
+        if not (proc.running(pid) and proc.still(pid)):
+            raise GpusnapError(
+                f"GPU process {pid} ({item.process.comm}) ended or was let go on before it could be dumped",
+                hint="checkpoint the container again",
+            )
+
+
+def _suspend_these(job: Job, fresh: Sequence[proc.Process]) -> None:
+    """Suspend these processes, all at once."""
+    assert job.host is not None
+    inner = containers.inner_pids(job.container.pid, fresh)
+    records = {r.process.pid: r for r in record(job.driver, job.host, fresh, inner)}
+    all_bytes = sum(r.used for r in records.values()) + sum(r.used for r in job.records.values())
+    used = {pid: r.used for pid, r in records.items()}
+    plugin = job.driver.plugin
+    if plugin is None or plugin.into_memory:
+        staged = job.settings.memory if plugin is None else None
+        preflight.room_in_memory(used, job.container.pid, staged)
+    preflight.room_on_disk(
+        job.image_path,
+        all_bytes,
+        job.processes(),
+        lambda need: _make_room(job, need),
+        place=job.pages.place,
+    )
+    job.records |= records
+    if plugin is not None:
+        return  # CRIU will have it done
+    job.pages.note(list(job.records))
+    timeout = job.settings.nvidia.lock_timeout
+    if job.paused is not None:
+        job.paused.keep(records)
+    with job.transaction.step("lock"):
+        for pid in lock(job.driver, records, timeout=timeout, held=job.held):
+            job.transaction.note(
+                f"process {pid} was paused within a call of CUDA, and ran until it had ended"
+            )
+    with job.transaction.step("driver checkpoint"):
+        standing = partial(_standing, job, timeout)
+        suspend(job.driver, records, job.pages, timeout=timeout, standing=standing, held=job.held)
+        for pid, why in job.pages.notes().items():
+            if pid in records:
+                job.transaction.note(f"process {pid}: {why}")
+
+
+def _make_room(job: Job, need: int) -> None:
+    keep.make_room(job.settings.memory, job.image_path, need, container=job.container.id)
+
+
+def _standing(job: Job, timeout: float) -> None:
+    """The GPU processes stand, and nothing has been taken from them yet.
+
+    They may have begun to share memory since they were looked at first. And what their children inherited is
+    taken from these while both can still be compared.
+    """
+    assert job.host is not None
+    members = [item.process for item in job.records.values()]
+    preflight.shared(members, job.settings.nvidia, job.host.driver_version)
+    job.cleared += leftover.clear(
+        job.driver, job.container.id, job.records, job.processes, timeout=timeout, held=job.held
+    )
+
+
+def resumed(job: Job) -> GpusnapError | None:
+    """What kept processes from running on; a container that was paused is so again."""
+    try:
+        failure = _failed(partial(resume_all, job))
+    finally:
+        frozen_again = _failed(partial(freeze, job))
+    return failure or frozen_again
+
+
+def _failed(action: Callable[[], object]) -> GpusnapError | None:
+    try:
+        action()
+    except GpusnapError as error:
+        return error
+    return None

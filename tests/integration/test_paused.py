@@ -1,0 +1,21 @@
+"""A container that its user has paused with Podman is checkpointed, and is paused afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support import RUNTIME, Container, good, podman, run
+
+
+def test_paused_by_its_user(real: str, tmp_path: Path) -> None:
+    """It ticks on only when it is unpaused, and leaves no tick out."""
+    container = Container.start("w", "--procs", "2", workers=2)
+    good(podman("pause", "w"))
+    before = container.log()
+    paths = ["--image-path", tmp_path / "image", "--work-path", tmp_path]
+    good(run(RUNTIME, "checkpoint", *paths, "--leave-running", container.id))
+    assert (tmp_path / "image/gpusnap/manifest.json").exists()
+    assert container.inspect()["State"]["Status"] == "paused"
+    assert container.log() == before
+    good(podman("unpause", "w"))
+    container.goes_on()

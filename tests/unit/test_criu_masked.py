@@ -1,0 +1,78 @@
+"""crun's empty folder: what a dump named otherwise than the restore is told to CRIU, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from runtime_shim.criu import masked
+from runtime_shim.criu.config import restore_text
+from runtime_shim.errors import ImageError
+from runtime_shim.settings import Criu
+
+DUMPED = "/run/crun/.empty-directory"
+OWN = "/run/containerd/runc/k8s.io/.empty-directory"
+ROOT = "/run/containerd/runc/k8s.io"
+
+
+def field(number: int, text: str) -> bytes:
+    """A string of protobuf."""
+    return (number << 3 | 2).to_bytes(1, "little") + bytes([len(text)]) + text.encode()
+
+
+def entry(key: str, source: str = "tmpfs") -> bytes:
+    """A mount as CRIU writes one (criu/images/mnt.proto): root, mountpoint, source, options; and its key."""
+    data = field(6, OWN) + field(7, "./proc/acpi") + field(8, source) + field(9, "mode=755")
+    length = (
+        len(key).to_bytes(1, "little") if len(key) < 128 else bytes([len(key) & 127 | 128, len(key) >> 7])
+    )
+    data += b"\x68\x01\x92\x01" + length + key.encode()
+    return len(data).to_bytes(4, "little") + data
+
+
+def written(folder: Path, *keys: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    content = b"\x54\x56\x43\x69" * 2 + b"".join(map(entry, keys))
+    (folder / "mountpoints-12.img").write_bytes(content)
+    return folder
+
+
+def test_another_root(tmp_path: Path) -> None:
+    """What was dumped by the default root's name is the folder in this root."""
+    images = written(tmp_path, "/dev/null", DUMPED, DUMPED, "gpusnap-0")
+    [mount] = masked.mounts(str(images), "crun", ROOT, {})
+    assert f"external mnt[{DUMPED}]:{OWN}" in restore_text(Criu(), [mount]).splitlines()
+
+
+@pytest.mark.parametrize("key", [f"/{'a' * 45}/.empty-directory", f"/{'b' * 150}/.empty-directory"])
+def test_lengths(tmp_path: Path, key: str) -> None:
+    """Where the length looks like a part of the name, and where it takes two bytes."""
+    assert [mount.key for mount in masked.mounts(str(written(tmp_path, key)), "crun", ROOT, {})] == [key]
+
+
+@pytest.mark.parametrize(
+    ("kind", "root", "environ", "key"),
+    [
+        ("crun", None, {}, DUMPED),
+        ("crun", ROOT, {"XDG_RUNTIME_DIR": "/run/user/0"}, OWN),
+        ("crun", None, {"XDG_RUNTIME_DIR": "/run/user/0"}, "/run/user/0/crun/.empty-directory"),
+        ("runc", ROOT, {}, DUMPED),
+        ("crun", ROOT, {}, "/run/crun/.empty-directory-of-another"),
+        ("crun", ROOT, {}, "/run/a b]:/ #/.empty-directory"),
+        ("crun", ROOT, {}, "/run/\n/.empty-directory"),
+    ],
+)
+def test_nothing_to_be_told(
+    tmp_path: Path, kind: str, root: str | None, environ: dict[str, str], key: str
+) -> None:
+    """The same name, another runtime, and names that no crun gives."""
+    assert masked.mounts(str(written(tmp_path, key)), kind, root, environ) == ()
+
+
+def test_not_readable(tmp_path: Path) -> None:
+    """An image that cannot be read is named."""
+    os.mkdir(tmp_path / "mountpoints-12.img")
+    with pytest.raises(ImageError, match=r"mountpoints-12\.img cannot be read"):
+        masked.mounts(str(tmp_path), "crun", ROOT, {})

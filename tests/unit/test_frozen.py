@@ -1,0 +1,300 @@
+"""A paused container is held still, thawed, and frozen again: real processes in a real cgroup."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from fakes import wait_for
+
+from runtime_shim import container as containers
+from runtime_shim import frozen, journal, proc
+from runtime_shim.errors import GpusnapError, ImageError
+from runtime_shim.journal import Entry, Pause
+
+ID = "c0ffee"
+# Counts in a file that it has mapped: so it needs no system call for that, at which it might be stopped.
+# A second thread sleeps, as the driver's does in a process.
+_COUNTER = """
+import mmap, sys, threading, time
+threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()
+with open(sys.argv[1], "r+b") as file:
+    memory, number = mmap.mmap(file.fileno(), 8), 0
+while True:
+    number += 1
+    memory[:] = number.to_bytes(8, "little")
+"""
+
+
+@dataclass
+class Cell:
+    """A frozen cgroup, with processes that count."""
+
+    group: Path
+    pids: list[int]
+    files: list[Path]
+
+    def counts(self) -> list[bytes]:
+        return [path.read_bytes() for path in self.files]
+
+    def frozen(self) -> bool:
+        return "frozen 1" in (self.group / "cgroup.events").read_text().splitlines()
+
+    def freeze(self, value: int) -> None:
+        (self.group / "cgroup.freeze").write_text(str(value))
+        if value:
+            wait_for(self.frozen, "the freeze")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "gpusnap" / "journal"
+    path.parent.mkdir()
+    monkeypatch.setattr(journal, "FOLDER", str(path))
+    return path
+
+
+@pytest.fixture
+def cell(tmp_path: Path) -> Iterator[Cell]:
+    top = next((mount.destination for mount in proc.mounts("self") if mount.kind == "cgroup2"), None)
+    own = Path(f"{top}{proc.cgroups('self').get('', '/')}/{ID}")
+    try:
+        own.mkdir()
+        (own / "cgroup.freeze").write_text("0")
+    except OSError:
+        pytest.skip("no cgroup of version 2 can be made here")
+    children, files = [], [tmp_path / f"count{number}" for number in range(2)]
+    try:
+        for path in files:
+            path.write_bytes(bytes(8))
+            child = subprocess.Popen([sys.executable, "-c", _COUNTER, path])
+            children.append(child)
+            (own / "cgroup.procs").write_text(str(child.pid))
+            wait_for(lambda path=path: any(path.read_bytes()), "a count")  # type: ignore[misc]
+        found = Cell(own, [child.pid for child in children], files)
+        found.freeze(1)
+        yield found
+    finally:
+        for child in children:
+            child.kill()
+        with suppress(OSError):
+            (own / "cgroup.freeze").write_text("0")
+        for child in children:
+            child.wait()
+        wait_for(lambda: _removed(own), "the end of the cgroup")
+
+
+def _removed(folder: Path) -> bool:
+    with suppress(OSError):
+        folder.rmdir()
+    return not folder.exists()
+
+
+def container(pid: int) -> containers.Container:
+    return containers.Container(ID, pid, "paused", "/b", {})
+
+
+def pause(cell: Cell) -> frozen.Paused:
+    found = frozen.find(container(cell.pids[0]))
+    assert found is not None
+    return found
+
+
+def test_hold_and_freeze(cell: Cell, folder: Path) -> None:
+    """Thawed they are stopped, frozen again they are not, and none has run an instruction."""
+    before, paused = cell.counts(), pause(cell)
+    paused.hold(cell.pids, timeout=5)
+    assert (cell.group / "cgroup.freeze").read_text().strip() == "0"
+    assert all(proc.still(pid) for pid in cell.pids)
+    assert sorted(paused.held) == sorted(cell.pids)
+    paused.freeze()
+    assert cell.frozen()
+    assert not any(proc.halted(pid) for pid in cell.pids)
+    assert cell.counts() == before
+    assert list(folder.iterdir()) == []
+    cell.freeze(0)
+    wait_for(lambda: all(a != b for a, b in zip(cell.counts(), before, strict=True)), "counts")
+
+
+def test_kept_and_let_go(cell: Cell) -> None:
+    """A process whose GPU state is away stays stopped when all is frozen, until it is let go."""
+    before, paused = cell.counts(), pause(cell)
+    paused.hold(timeout=5)
+    paused.keep(cell.pids[:1])
+    paused.freeze()
+    assert [proc.halted(pid) for pid in cell.pids] == [True, False]
+    paused.hold(timeout=5)
+    paused.let_go(cell.pids[0])
+    paused.freeze()
+    assert [proc.halted(pid) for pid in cell.pids] == [False, False]
+    assert cell.counts() == before
+
+
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_stopped_by_its_user(cell: Cell, when: str) -> None:
+    """A process that was stopped before the pause, or was sent SIGSTOP in it, stays so."""
+    if when == "before":
+        cell.freeze(0)
+    os.kill(cell.pids[0], signal.SIGSTOP)
+    if when == "before":
+        wait_for(lambda: proc.still(cell.pids[0]), "the stop")
+        cell.freeze(1)
+    paused = pause(cell)
+    paused.hold(timeout=5)
+    assert list(paused.held) == cell.pids[1:]
+    paused.freeze()
+    assert proc.halted(cell.pids[0])
+
+
+def test_not_frozen(cell: Cell) -> None:
+    """A container that runs has no pause; nor has one that has no cgroup of its own."""
+    cell.freeze(0)
+    assert frozen.find(container(cell.pids[0])) is None
+    assert frozen.find(container(os.getpid())) is None
+
+
+def test_a_frozen_cgroup_within(cell: Cell) -> None:
+    """A process that stays frozen, since it is so by a group of its own, is told of and not waited for."""
+    inner = cell.group / "inner"
+    inner.mkdir()
+    (inner / "cgroup.freeze").write_text("1")
+    (inner / "cgroup.procs").write_text(str(cell.pids[1]))
+    paused = pause(cell)
+    with pytest.raises(GpusnapError, match=r"did not stand still within 0\.2 s"):
+        paused.hold(cell.pids, timeout=0.2)
+    paused.freeze()
+    assert cell.frozen()
+    (inner / "cgroup.freeze").write_text("0")
+    (cell.group / "cgroup.procs").write_text(str(cell.pids[1]))
+    inner.rmdir()
+
+
+def killed(cell: Cell, *, thawed: bool) -> Entry:
+    """What a gpusnap leaves that was killed while it held the container, or had it frozen again."""
+    paused = pause(cell)
+    paused.hold(cell.pids, timeout=5)
+    paused.keep(cell.pids[:1])
+    if not thawed:
+        paused.freeze()
+    entry = journal.read(ID)
+    assert entry is not None
+    assert isinstance(entry.paused, Pause)
+    assert entry.paused.thawed is thawed
+    assert journal.entries() == (entry,)
+    return entry
+
+
+@pytest.mark.parametrize("thawed", [True, False])
+def test_left_by_a_killed_one(cell: Cell, *, thawed: bool) -> None:
+    """It is frozen again, with everything as it was."""
+    before, entry = cell.counts(), killed(cell, thawed=thawed)
+    paused = frozen.left(entry, cell.pids[:1])
+    assert paused is not None
+    paused.hold(timeout=5)
+    paused.let_go(cell.pids[0])
+    paused.freeze()
+    assert cell.frozen()
+    assert not any(proc.halted(pid) for pid in cell.pids)
+    assert cell.counts() == before
+    assert journal.read(ID) is None
+
+
+def test_left_and_resumed(cell: Cell) -> None:
+    """Where somebody has resumed the container since, it is not paused again."""
+    entry = killed(cell, thawed=False)
+    cell.freeze(0)
+    assert frozen.left(entry, cell.pids[:1]) is None
+    assert proc.halted(cell.pids[0])  # its GPU state comes first
+
+
+def test_left_under_crun(cell: Cell) -> None:
+    """crun resumes what is thawed already without a word, so that it may have: it is not frozen again."""
+    paused = frozen.find(container(cell.pids[0]), "crun")
+    assert paused is not None
+    paused.hold(timeout=5)
+    entry = journal.read(ID)
+    assert entry is not None
+    assert frozen.left(entry, cell.pids[:1]) is None
+    assert proc.halted(cell.pids[0])  # its GPU state comes first
+    assert not proc.halted(cell.pids[1])
+    paused.freeze()
+    entry = journal.read(ID)
+    assert entry is None or frozen.left(entry, cell.pids[:1]) is not None
+
+
+@pytest.mark.parametrize("at", ["_send", "_settle"])
+def test_noted_before_and_after(cell: Cell, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    """Killed just before the thaw, or just after the freeze: it was not we who thawed what is frozen."""
+    paused = pause(cell)
+    if at == "_settle":
+        paused.hold(timeout=5)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(frozen, at, killed)
+        with pytest.raises(KeyboardInterrupt):
+            paused.freeze() if at == "_settle" else paused.hold(timeout=5)
+    entry = journal.read(ID)
+    assert entry is not None
+    assert entry.paused is not None
+    assert not entry.paused.thawed
+    paused.freeze()
+
+
+def test_a_kept_one_that_ended(cell: Cell) -> None:
+    """Nothing of it is left in the journal."""
+    paused = pause(cell)
+    paused.hold(timeout=5)
+    paused.keep(cell.pids[:1])
+    os.kill(cell.pids[0], signal.SIGKILL)
+    wait_for(lambda: not proc.running(cell.pids[0]), "its end")
+    paused.freeze()
+    assert journal.read(ID) is None
+
+
+def test_left_without_a_note(cell: Cell) -> None:
+    """A container that somebody paused after gpusnap was killed is thawed for the driver, too."""
+    entry = Entry(ID, "/i", (1, 1), ())
+    paused = frozen.left(entry, cell.pids)
+    assert paused is not None
+    assert sorted(paused.held) == sorted(cell.pids)
+
+
+def test_not_as_we_write_it(folder: Path) -> None:
+    """A note of another shape is told of, and changes nothing."""
+    journal.store(ID, journal.PAUSED, {"owner": [1, 1], "group": "/g", "stopped": [[1]]})
+    with pytest.raises(GpusnapError, match="is not as gpusnap writes it"):
+        journal.read(ID)
+
+
+def prop(name: str, value: str) -> bytes:
+    """A property of a control group (criu/images/cgroup.proto)."""
+    return b"\x0a" + bytes([len(name)]) + name.encode() + b"\x12" + bytes([len(value)]) + value.encode()
+
+
+def test_an_image_thaws(tmp_path: Path) -> None:
+    """Version 1's freezer alone is said to be thawed, and every other byte stays."""
+    path = tmp_path / "cgroup.img"
+    others = prop("name", "FROZEN") + prop("xfreezer.state", "FROZEN") + prop("cgroup.freeze", "1")
+    path.write_bytes(b"head" + prop("freezer.state", "FROZEN") + others + prop("freezer.state", "FROZEN"))
+    for _ in range(2):
+        frozen.thaw_image(str(tmp_path))
+        thawed = prop("freezer.state", "THAWED")
+        assert path.read_bytes() == b"head" + thawed + others + thawed
+
+
+def test_no_image_to_thaw(tmp_path: Path) -> None:
+    """There is none where CRIU left control groups alone; one that cannot be changed is named."""
+    frozen.thaw_image(str(tmp_path))
+    (tmp_path / "cgroup.img").mkdir()
+    with pytest.raises(ImageError, match=r"cgroup\.img cannot be changed"):
+        frozen.thaw_image(str(tmp_path))

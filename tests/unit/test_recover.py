@@ -1,0 +1,128 @@
+"""recover, of a container that is paused: real processes in a frozen cgroup, put right as they were found."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes import FakeDriver, wait_for
+from test_frozen import ID, Cell, cell, pause
+
+from runtime_shim import frozen, journal, proc
+from runtime_shim.draft import Draft
+from runtime_shim.errors import GpusnapError
+from runtime_shim.gpu.driver import ProcessState
+from runtime_shim.gpu.errors import GpuError
+from runtime_shim.journal import Entry
+from runtime_shim.memory import stage
+from runtime_shim.recover import recover
+from runtime_shim.settings import Memory
+
+__all__ = ["cell"]
+
+
+@pytest.fixture(autouse=True)
+def _folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((journal, "journal"), (stage, "stage")):
+        monkeypatch.setattr(module, "FOLDER", str(tmp_path / "gpusnap" / name))
+    (tmp_path / "gpusnap").mkdir()
+    # What is written here is a killed gpusnap's: no process has its PID and that start time.
+    monkeypatch.setattr(journal, "owner", lambda: (1, 1))
+
+
+class Driver(FakeDriver):
+    """Its thread in a process is the one that sleeps."""
+
+    def restore_thread(self, pid: int) -> int:
+        """As the protocol says."""
+        return max(map(int, os.listdir(f"/proc/{pid}/task")))
+
+
+def killed(cell: Cell, image: str = "") -> tuple[frozen.Paused, Entry]:
+    """Held and thawed, as a gpusnap leaves it; with an image, when the first process' GPU state was away."""
+    paused = pause(cell)
+    paused.hold(cell.pids, timeout=5)
+    if image:
+        paused.keep(cell.pids[:1])
+        journal.write(ID, image, {cell.pids[0]: ()})
+    return paused, read()
+
+
+def read() -> Entry:
+    entry = journal.read(ID)
+    assert entry is not None
+    return entry
+
+
+def as_it_was(cell: Cell, before: list[bytes]) -> None:
+    """Frozen, none stopped, nothing has run; and all runs once it is thawed."""
+    assert cell.frozen()
+    assert not any(proc.halted(pid) for pid in cell.pids)
+    assert cell.counts() == before
+    cell.freeze(0)
+    wait_for(lambda: all(a != b for a, b in zip(cell.counts(), before, strict=True)), "counts")
+
+
+def test_only_the_pause(cell: Cell) -> None:
+    """Killed before any GPU was asked: it is frozen again, and nothing is noted of it."""
+    before = cell.counts()
+    _, entry = killed(cell)
+    assert "its pause" in recover(entry, Driver(), Memory())
+    assert journal.read(ID) is None
+    as_it_was(cell, before)
+
+
+@pytest.mark.parametrize("thawed", [True, False])
+def test_gpu_state_comes_back(cell: Cell, tmp_path: Path, *, thawed: bool) -> None:
+    """The driver is asked while the cgroup is thawed and all stand; then it is frozen as it was."""
+    before, driver, image = cell.counts(), Driver(), tmp_path / "image"
+    image.mkdir()
+    Draft(str(image)).prepare(None)
+    paused, entry = killed(cell, str(image))
+    if not thawed:
+        paused.freeze()
+        entry = read()
+    driver.use(cell.pids[0], state=ProcessState.CHECKPOINTED)
+    seen: list[bool] = []
+    driver.when("restore", lambda _: seen.append(not cell.frozen() and all(map(proc.halted, cell.pids))))
+    assert recover(entry, driver, Memory()) == f"running: {cell.pids[0]}"
+    assert seen == [True]
+    assert driver.states[cell.pids[0]] is ProcessState.RUNNING
+    assert journal.read(ID) is None
+    as_it_was(cell, before)
+
+
+def test_the_driver_fails(cell: Cell, tmp_path: Path) -> None:
+    """It is frozen again, and the process that lacks its GPU state stands even if it is resumed."""
+    before, driver, image = cell.counts(), Driver(), tmp_path / "image"
+    image.mkdir()
+    Draft(str(image)).prepare(None)
+    _, entry = killed(cell, str(image))
+    driver.use(cell.pids[0], state=ProcessState.CHECKPOINTED)
+    driver.fail("open", None, GpuError("the GPU driver is gone"))
+    with pytest.raises(GpusnapError, match="is gone"):
+        recover(entry, driver, Memory())
+    assert cell.frozen()
+    assert [proc.halted(pid) for pid in cell.pids] == [True, False]
+    assert cell.counts() == before
+    driver._faults.clear()
+    recover(replace(read(), owner=(1, 1)), driver, Memory())
+    as_it_was(cell, before)
+
+
+def test_resumed_meanwhile(cell: Cell, tmp_path: Path) -> None:
+    """Where somebody has resumed it since, it runs afterwards, and is not frozen again."""
+    driver, image = Driver(), tmp_path / "image"
+    image.mkdir()
+    Draft(str(image)).prepare(None)
+    paused, _ = killed(cell, str(image))
+    paused.freeze()
+    before = cell.counts()
+    cell.freeze(0)
+    driver.use(cell.pids[0], state=ProcessState.CHECKPOINTED)
+    recover(read(), driver, Memory())
+    assert not cell.frozen()
+    assert journal.read(ID) is None
+    wait_for(lambda: all(a != b for a, b in zip(cell.counts(), before, strict=True)), "counts")
