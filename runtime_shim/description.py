@@ -38,6 +38,7 @@ def describe(
     pages: str,
     neutralised: tuple[manifest.NeutralisedProcess, ...],
     timing: Sequence[Step],
+    plugin: str = "",
 ) -> manifest.Manifest:
     """The manifest of a container that still stands. `regions` by PID, the order of the processes in it."""
     records = sorted(records, key=lambda record: record.process.pid)
@@ -76,6 +77,7 @@ def describe(
         timing=tuple(timing),
         pages=pages,
         neutralised=neutralised,
+        plugin=plugin,
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import IO
 
 from runtime_shim import leavings
@@ -43,10 +44,12 @@ def invoke(
     *,
     capture: bool,
     started: Callable[[int], object] | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Invoked:
     """Run the real runtime with a CRIU configuration, and with a log of its own in place of the caller's.
 
     `capture` and `started` as in `child.run`; without capture, why the runtime failed is only in that log.
+    `environment` is added to the caller's own, and reaches CRIU, the runtime's child.
     """
     with _log_file() as own:
         own_log = replace(call.globals, log=own.name, log_format="json")
@@ -55,7 +58,12 @@ def invoke(
             status = call.status_fd if isinstance(call, CheckpointCall) else None
             keep = () if status is None else (status,)
             done: Finished = run(
-                argv, env=env, capture=capture, own_session=capture, keep=keep, started=started
+                argv,
+                env={**env, **environment},
+                capture=capture,
+                own_session=capture,
+                keep=keep,
+                started=started,
             )
         said = own.read()
     if done.code == 0:

@@ -207,6 +207,8 @@ class Manifest:
     """At this checkpoint, not at earlier ones."""
     files: tuple[FileRecord, ...] = ()
     """Where `pages` is store."""
+    plugin: str = ""
+    """CRIU's plugin that suspended the processes, and brings them back; empty where gpusnap does."""
     gpusnap: str = __version__
     version: str = VERSION
 
@@ -411,6 +413,8 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
             for step in manifest.timing
         ],
     }
+    if manifest.plugin:
+        document["plugin"] = manifest.plugin
     if manifest.files:
         document["files"] = [{"name": each.name, **to_json(each.table)} for each in manifest.files]
     if manifest.neutralised:
@@ -496,4 +500,5 @@ def _from_json(document: dict[str, Any]) -> Manifest:
             for process in document.get("neutralised", ())
         ),
         files=tuple(FileRecord(each["name"], from_json(each)) for each in document.get("files", ())),
+        plugin=document.get("plugin", ""),
     )

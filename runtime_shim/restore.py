@@ -16,35 +16,47 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from runtime_shim import bundle, halfway, journal, leavings, manifest, preflight, proc, remap, transfer
+from runtime_shim import (
+    bundle,
+    by_plugin,
+    halfway,
+    journal,
+    leavings,
+    manifest,
+    preflight,
+    proc,
+    remap,
+    transfer,
+)
 from runtime_shim import container as containers
 from runtime_shim.argv import RestoreCall
+from runtime_shim.choosing import choose, driver_for, given, gpu_request
 from runtime_shim.chunk_home import StoreHome
 from runtime_shim.criu import config as criu_config
+from runtime_shim.criu import masked, scratch
 from runtime_shim.criu import mounts as criu_mounts
-from runtime_shim.criu import scratch
+from runtime_shim.criu.plugins import find as find_plugin
+from runtime_shim.criu.plugins import injected
 from runtime_shim.criu.view import view
 from runtime_shim.errors import (
     ContainerError,
     GpusnapError,
     Refused,
     RuntimeFailed,
-    UsageError,
 )
 from runtime_shim.fetching import Fetching, rebuild
 from runtime_shim.filling import Filling
 from runtime_shim.foreground import Beside, pid_file
 from runtime_shim.gpu import cdi, find_driver
-from runtime_shim.gpu.driver import Driver, Host, ProcessState
-from runtime_shim.gpu.gpumap import GpuMap, parse_map
+from runtime_shim.gpu.driver import Driver, Host
 from runtime_shim.gpu.libraries import Found, found
-from runtime_shim.gpu.plan import Plan, plan
+from runtime_shim.gpu.plugin import Plugin
 from runtime_shim.halfway import Stage
 from runtime_shim.invoke import Invoked, invoke, quiet
 from runtime_shim.log import note
@@ -62,12 +74,10 @@ from runtime_shim.transaction import (
     stop_if_asked,
 )
 
-__all__ = ["GPU_MAP", "TIMING", "choose", "gpu_request", "restore"]
+__all__ = ["TIMING", "restore"]
 
 TIMING = "gpusnap-restore.json"
 """In the work directory; as the manifest's timing."""
-GPU_MAP = "GPUSNAP_GPU_MAP"
-"""The caller's environment reaches a restore (conmon hands Podman's down), though not a checkpoint."""
 
 
 @dataclass(slots=True)
@@ -98,6 +108,11 @@ class _Job:
     removed: bool = False
     """What was restored has been taken away again."""
 
+    @property
+    def plugin(self) -> Plugin | None:
+        """CRIU's plugin that brings the processes back, where that is not up to us."""
+        return self.driver.plugin if self.driver is not None and self.record.processes else None
+
 
 def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: dict[str, Any]) -> int:
     """Restore a container from an image that gpusnap made; returns the exit code of the real runtime.
@@ -110,7 +125,7 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
     found = find_driver()
     with _opened_meanwhile(found):
         record = manifest.read(images)
-    driver = _driver(record, found)
+    driver = driver_for(record, by_plugin.of_record(record, found))
     with (
         interruptible(),
         ExitStack() as held,
@@ -205,20 +220,6 @@ def _opened_meanwhile(driver: Driver | None) -> Iterator[None]:
         opening.join()
 
 
-def _driver(record: manifest.Manifest, driver: Driver | None) -> Driver | None:
-    """The driver for the checkpoint's GPUs; None where it has none, or had no use for them. May refuse."""
-    if not record.processes and (driver is None or driver.vendor != record.host.vendor):
-        return None
-    if driver is None or driver.vendor != record.host.vendor:
-        count, model = len(record.gpus), record.gpus[0].model if record.gpus else "unknown"
-        raise Refused(
-            f"the checkpoint holds the state of {count} GPU{'s' if count > 1 else ''} "
-            f"({model}), and this host has no {record.host.vendor.upper()} driver",
-            hint="restore it on a host with such GPUs",
-        )
-    return driver
-
-
 def _fetch(job: _Job) -> dict[str, str]:
     """Find the chunks in the store, or in a registry; the images that were among them, by name."""
     fetching = job.fetching = job.cleanup.enter_context(
@@ -239,6 +240,8 @@ def _plan(job: _Job, config: dict[str, Any]) -> None:
     replaced: dict[str, bytes] = {}
     if job.driver is not None:
         job.driver.open()
+        if job.plugin is not None:
+            find_plugin(job.plugin, job.settings)
         # What other restores hold is in their claims or in the inventory only if it is read under the lock.
         room = job.room.enter_context(claim())
         host = job.driver.host()
@@ -246,7 +249,7 @@ def _plan(job: _Job, config: dict[str, Any]) -> None:
             job.record,
             job.driver,
             host,
-            _choose(job, host, room),
+            _choose(job, host, room, given(job.driver, config)),
             config,
             known=lambda: _driver_files(host),
             keep_names=job.settings.keep_names,
@@ -266,9 +269,10 @@ def _plan(job: _Job, config: dict[str, Any]) -> None:
     job.transaction.undo("putting config.json back", undo)
 
 
-def _choose(job: _Job, host: Host, room: Room) -> tuple[tuple[str, str], ...]:
+def _choose(job: _Job, host: Host, room: Room, only: Collection[str] | None) -> tuple[tuple[str, str], ...]:
     """The pairs of the plan, with their room claimed until `job.room` is closed. Raises Refused."""
-    chosen = choose(job.record, host, gpu_request(job.call.gpu_map), job.settings.gpu_map, room.reserved)
+    request = gpu_request(job.call.gpu_map)
+    chosen = choose(job.record, host, request, job.settings.gpu_map, room.reserved, given=only)
     if chosen.refusal:
         raise chosen.refused()
     new = dict(chosen.pairs)
@@ -276,57 +280,23 @@ def _choose(job: _Job, host: Host, room: Room) -> tuple[tuple[str, str], ...]:
     return chosen.pairs
 
 
-def choose(
-    record: manifest.Manifest,
-    host: Host,
-    request: GpuMap,
-    otherwise: GpuMap,
-    reserved: Mapping[str, int],
-) -> Plan:
-    """The plan for a checkpoint on this host: by the caller's `request`, or by that of the settings.
-
-    What the settings or the container's annotation say of GPUs that the checkpoint does not have is passed
-    over: they speak for more than this one checkpoint.
-    """
-    return plan(
-        record.gpus,
-        record.host.driver_version,
-        host,
-        request=request or otherwise,
-        reserved=reserved,
-        lenient=not request,
-    )
-
-
-def gpu_request(option: str | None) -> GpuMap:
-    """The caller's own choice of GPUs: --gpu-map, or $GPUSNAP_GPU_MAP, which Podman hands through.
-
-    Raises UsageError.
-    """
-    for name, text in (("--gpu-map", option), (f"${GPU_MAP}", os.environ.get(GPU_MAP))):
-        if text:
-            try:
-                return parse_map(text)
-            except ValueError as error:
-                raise UsageError(f"{name} is {text[:200]!r}; it must be {error}") from None
-    return ()
-
-
 def _driver_files(host: Host) -> Found:
     return found(cdi.load(report=lambda error: note(str(error))), host.driver_version)
 
 
 def _invoke(job: _Job, pid_file: str | None, started: Callable[[int], object] | None = None) -> Invoked:
-    criu = job.settings.criu
     call = replace(job.call, pid_file=job.call.pid_file or pid_file)
     if job.images != str(call.images(job.real.kind)):
         # Both runtimes would put CRIU's log beside the images, and ours go away with the view.
         call = replace(
             call, work_path=call.work_path or str(call.images(job.real.kind)), image_path=job.images
         )
-    call = criu_config.with_flags(call, job.real, criu)
-    text = criu_config.restore_text(criu, job.remap.mounts if job.remap else job.record.mounts)
-    return invoke(call, job.real, text, capture=False, started=started)
+    call = criu_config.with_flags(call, job.real, job.settings.criu)
+    mounts = job.remap.mounts if job.remap else job.record.mounts
+    mounts = (*mounts, *masked.mounts(job.images, job.real.kind, call.globals.root))
+    with injected(job.plugin, job.settings) as extra:
+        text = criu_config.restore_text(extra.criu, mounts)
+        return invoke(call, job.real, text, capture=False, started=started, environment=extra.environment)
 
 
 def _error(job: _Job, done: Invoked) -> RuntimeFailed:
@@ -393,12 +363,26 @@ def _restore_gpus(
     inner = containers.inner_pids(container.pid, members)
     by_inner = {inner[process.pid]: process for process in members}
     for wanted in job.record.processes:
-        if wanted.pid not in by_inner:
+        # One that a plugin brought back has gone on by now, and may be done.
+        if wanted.pid not in by_inner and driver.plugin is None:
             raise GpusnapError(
                 f"process {wanted.pid} ({wanted.name}) ended before its GPU state could be restored",
                 hint="its own log may say why",
             )
-    suspended = [by_inner[wanted.pid] for wanted in job.record.processes]
+    suspended = [by_inner[each.pid] for each in job.record.processes if each.pid in by_inner]
+    if driver.plugin is None:
+        _fill(job, driver, container, suspended, by_inner)
+    by_plugin.came_back(driver, suspended)
+
+
+def _fill(
+    job: _Job,
+    driver: Driver,
+    container: containers.Container,
+    suspended: Sequence[proc.Process],
+    by_inner: Mapping[int, proc.Process],
+) -> None:
+    """Put the memory of processes that stand in place, and have the driver restore them."""
     pids = [process.pid for process in suspended]
     assert job.remap is not None
     pairs = {
@@ -413,12 +397,6 @@ def _restore_gpus(
     with job.transaction.step("driver restore"):
         right = partial(_right, job.call.container_id, job.filling)
         resume(driver, pids, InCriu(), pairs=pairs, right=right)
-    for process in suspended:
-        if not proc.running(process.pid) or driver.state(process.pid) is not ProcessState.RUNNING:
-            raise GpusnapError(
-                f"process {process.pid} ({process.comm}) did not come back with its GPU state",
-                hint="its own log may say why",
-            )
 
 
 def _right(container: str, filling: Filling | None, pid: int) -> None:

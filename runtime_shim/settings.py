@@ -21,6 +21,7 @@ __all__ = [
     "ANNOTATION_PREFIX",
     "SETTINGS_FILE",
     "TABLE",
+    "Amd",
     "Criu",
     "Key",
     "Memory",
@@ -36,6 +37,7 @@ ANNOTATION_PREFIX = "io.gpusnap."
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _CGROUP_MODES = ("", "ignore", "soft", "full", "strict")
+_AMD_CHECKS = ("firmware", "sdma-firmware", "caches", "gws", "vram", "numa", "capability")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,25 @@ class Nvidia:
     lock_timeout: float = 10.0
     """Seconds that a process may take to finish the GPU work it has under way."""
     allow_nccl: bool = False
-    """Checkpoint ranks whose NCCL keeps memory that the driver cannot restore; see preflight.py."""
+    """Checkpoint processes that may share GPU memory through NCCL, which the driver cannot restore."""
+    driver: str = "native"
+    """Who suspends the processes. native: gpusnap, by the driver's API. criu-plugin: CRIU's CUDA plugin."""
+    libdir: str = ""
+    """Folder that has cuda_plugin.so; empty: where packages put it."""
+    cuda_checkpoint: str = ""
+    """NVIDIA's program that CRIU's CUDA plugin runs; empty: the one on PATH."""
+
+
+@dataclass(frozen=True, slots=True)
+class Amd:
+    """[amd]: CRIU's plugin for AMD's GPUs, see criu-amdgpu-plugin(1)."""
+
+    libdir: str = ""
+    """Folder that has amdgpu_plugin.so; empty: where packages put it."""
+    skip_checks: tuple[str, ...] = ()
+    """What the plugin shall not compare before it restores onto another GPU."""
+    buffer: int = 0
+    """Bytes of RAM that the plugin may take for copying GPU memory; 0: as much as the largest buffer has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +73,7 @@ class Criu:
     """[criu]: options for CRIU, see criu(8)."""
 
     link_remap: bool = True
+    """CRIU's link-remap: deleted files that are still linked elsewhere, such as POSIX semaphores."""
     ghost_limit: int = 300 << 20
     """Bytes of a deleted but open file that CRIU will carry along; PyTorch keeps shared memory so."""
     timeout: int = 60
@@ -60,10 +81,13 @@ class Criu:
     manage_cgroups: str = ""
     """How CRIU treats cgroups: ignore, soft, full, strict; empty leaves the runtime's choice."""
     libdir: str = ""
+    """Folder of CRIU's plugins."""
     action_script: str = ""
+    """A script that CRIU runs at each of its stages."""
     external: tuple[str, ...] = ()
+    """Resources to declare to CRIU as external, such as "mnt[/data]:data"."""
     options: tuple[str, ...] = ()
-    """More lines for CRIU's configuration file, as they are."""
+    """More lines for CRIU's configuration file, as they are, such as "tcp-close"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +95,23 @@ class Memory:
     """[memory]: how the GPUs' memory travels."""
 
     pages: str = "chunks"
-    """chunks: beside CRIU's images, in many threads, as chunks of an OCI layout. store: in this host's store
-    instead, CRIU's pages as well. criu: in CRIU's own images."""
-    chunk_size: int = 16 << 20
-    """Bytes, a multiple of 4096."""
+    """Where the GPUs' memory goes. chunks: beside CRIU's images, in many threads, as chunks of an OCI layout.
+    store: in this host's store instead, CRIU's pages as well. criu: in CRIU's own images."""
+    chunk_size: int = 8 << 20
+    """Bytes of a chunk."""
     level: int = 1
-    """zstd's, 1 to 19; 0 does not compress."""
+    """zstd's level for chunks, 1 to 19; 0 does not compress."""
     ceiling: int = 0
     """Bytes of RAM that gpusnap may hold, what it stages included. 0: it stages what the driver would have
     put into the process, and holds at most a quarter of what is available for chunks under way."""
     threads: int = 0
-    """0: one for each core."""
+    """Threads that copy, compress and check; 0: one for each core."""
     sync: bool = True
     """Have the checkpoint on disk before it is called whole; a crash of the host may cost it otherwise."""
     keep: bool = True
-    """Keep the chunks of a container that runs on after its checkpoint, for its next one; see keep.py."""
+    """Keep the chunks of a container that runs on after its checkpoint, for its next one."""
     keep_folder: str = "/var/lib/gpusnap/kept"
-    """Where; on the images' file system, or nothing is kept."""
+    """Where they are kept; on the file system of the checkpoints' images, or nothing is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +119,7 @@ class Store:
     """[store]: where checkpoints are kept as OCI artifacts."""
 
     path: str = "/var/lib/gpusnap"
+    """Folder of this host's store."""
     pull_from: tuple[str, ...] = ()
     """Repositories that a restore may fetch missing chunks from, in this order: host[:port]/name, with
     http:// before it where TLS is not wanted."""
@@ -115,6 +140,7 @@ class Settings:
     hooks: tuple[str, ...] = ("update-ldcache", "create-symlinks")
     """NVIDIA's createContainer hooks to run again where a restore brings other driver libraries."""
     nvidia: Nvidia = field(default_factory=Nvidia)
+    amd: Amd = field(default_factory=Amd)
     memory: Memory = field(default_factory=Memory)
     criu: Criu = field(default_factory=Criu)
     store: Store = field(default_factory=Store)
@@ -206,6 +232,19 @@ def _folder(value: Any) -> str:
     return path
 
 
+def _cuda_checkpoint(value: Any) -> str:
+    path = _path(value)
+    if path and not path.endswith("/cuda-checkpoint"):  # the plugin knows it by that name alone
+        raise ValueError("an absolute path that ends in /cuda-checkpoint")
+    return path
+
+
+def _checks(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(name in _AMD_CHECKS for name in value):
+        raise ValueError("a list of " + ", ".join(repr(name) for name in _AMD_CHECKS))
+    return tuple(value)
+
+
 def _runtime(value: Any) -> str:
     if not isinstance(value, str) or "\n" in value or ("/" in value and not value.startswith("/")):
         raise ValueError("a runtime's name or absolute path")
@@ -255,6 +294,12 @@ TABLE: dict[str, Key] = {
     "hooks": Key(_lines),
     "nvidia.lock-timeout": Key(_seconds, annotation=True),
     "nvidia.allow-nccl": Key(_boolean, annotation=True),
+    "nvidia.driver": Key(_one_of("native", "criu-plugin")),
+    "nvidia.libdir": Key(_path),
+    "nvidia.cuda-checkpoint": Key(_cuda_checkpoint),
+    "amd.libdir": Key(_path),
+    "amd.skip-checks": Key(_checks),
+    "amd.buffer": Key(_size),
     "memory.pages": Key(_one_of("chunks", "store", "criu"), annotation=True),
     "memory.chunk-size": Key(_chunk_size),
     "memory.level": Key(_whole(0, 19), annotation=True),

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import NoReturn
 
 from runtime_shim import container as containers
-from runtime_shim import locate, log, manifest
+from runtime_shim import flat, locate, log, manifest
 from runtime_shim.argv import CheckpointCall, RestoreCall, parse, render
 from runtime_shim.criu.mounts import undeclared
 from runtime_shim.errors import ContainerError, GpusnapError, RuntimeFailed, reason
-from runtime_shim.gpu import find_driver, holders
+from runtime_shim.gpu import find_driver, find_drivers, holders
 from runtime_shim.gpu.driver import Driver
 from runtime_shim.gpu.errors import GpuError
 from runtime_shim.invoke import quiet
@@ -56,6 +57,7 @@ def _unforeseen(error: Exception) -> str:
 
 
 def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings) -> int:
+    _make_work(call, real)
     driver = find_driver()
     if driver is None:
         _hand_over(call, real)
@@ -64,30 +66,44 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings) -> 
         container = containers.find(quiet(call, real), call.container_id)
     except ContainerError:
         _hand_over(call, real)  # the runtime says it in its own words
-    _recover(driver, container, settings)
-    if not _concerns_us(driver, container):
+    if _recover(driver, container, settings):
+        container = containers.find(quiet(call, real), call.container_id)
+    others = (each for each in find_drivers() if each.vendor != driver.vendor)
+    if not any(_concerns_us(each, container) for each in (driver, *others)):
         _hand_over(call, real)
     # Imported late: a container without a GPU must not wait for it.
-    from runtime_shim import journal, orders
+    from runtime_shim import by_plugin, journal, orders
     from runtime_shim.checkpoint import checkpoint
 
     _announce(call)
     settings = orders.applied(annotated(settings, container.annotations), container.id)
+    driver = by_plugin.chosen(driver, container, settings)
     with journal.held(container.id):
         checkpoint(call, real, settings, driver, container)
+        if flat.wanted(str(call.images()), container.annotations):
+            flat.fold(str(call.images()))
     return 0
 
 
-def _recover(driver: Driver, container: containers.Container, settings: Settings) -> None:
-    """Put right first what a killed gpusnap left of this container."""
+def _make_work(call: CheckpointCall, real: RealRuntime) -> None:
+    """Make the work directory, as runc does and crun does not; containerd relies on it."""
+    if real.kind == "crun" and (work := call.work()) is not None:
+        with contextlib.suppress(OSError):  # the runtime says it in its own words
+            os.mkdir(work, 0o700)
+
+
+def _recover(driver: Driver, container: containers.Container, settings: Settings) -> bool:
+    """Put right first what a killed gpusnap left of this container; whether there was anything."""
     if not os.path.exists(JOURNAL):
-        return
+        return False
     from runtime_shim import journal
 
-    if (entry := journal.read(container.id)) is not None:
-        from runtime_shim.recover import recover
+    if (entry := journal.read(container.id)) is None:
+        return False
+    from runtime_shim.recover import recover
 
-        log.note(f"an earlier checkpoint was cut off; {recover(entry, driver, settings.memory)}")
+    log.note(f"an earlier checkpoint was cut off; {recover(entry, driver, settings.memory)}")
+    return True
 
 
 def _take_away(call: CheckpointCall | RestoreCall, driver: Driver | None) -> None:
@@ -113,7 +129,9 @@ def _announce(call: CheckpointCall | RestoreCall) -> None:
 
 def _restore(call: RestoreCall, real: RealRuntime, settings: Settings) -> int:
     _take_away(call, find_driver())
-    if not manifest.belongs(str(call.images(real.kind))):
+    images = str(call.images(real.kind))
+    flat.unfold(images)
+    if not manifest.belongs(images):
         _hand_over(call, real)
     from runtime_shim.restore import restore
 
@@ -133,6 +151,8 @@ def _concerns_us(driver: Driver, container: containers.Container) -> bool:
         return True
     if not holders(driver, [process.pid for process in members]):
         return False
+    if container.status == "paused":
+        return True  # and cannot be asked before it is thawed
     try:
         driver.open()  # one that only loaded the driver's library may be suspended: ask
     except GpuError:

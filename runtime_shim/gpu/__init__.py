@@ -1,4 +1,4 @@
-"""GPUs, one vendor's driver behind one protocol: find it, and find the processes that hold a GPU.
+"""GPUs, a vendor's driver behind one protocol: find it, and find the processes that hold a GPU.
 
 Importing this loads no driver library; `find_driver` looks at /proc and /dev alone.
 """
@@ -10,14 +10,43 @@ from collections.abc import Iterable
 from runtime_shim.gpu import handles
 from runtime_shim.gpu.driver import Driver
 
-__all__ = ["find_driver", "holders"]
+__all__ = ["driver_of", "find_driver", "find_drivers", "holders"]
 
 
 def find_driver() -> Driver | None:
-    """The driver of this host's GPUs, not yet opened; None on a host without any."""
-    from runtime_shim.gpu import nvidia
+    """The driver of this host's GPUs, not yet opened; None on a host without any.
 
-    return nvidia.Nvidia() if nvidia.present() else None
+    NVIDIA's where there is AMD's as well.
+    """
+    return next(iter(find_drivers()), None)
+
+
+def find_drivers() -> tuple[Driver, ...]:
+    """The drivers of all vendors that have GPUs here, not yet opened; NVIDIA's first."""
+    from runtime_shim.gpu import amd, nvidia
+
+    found: list[Driver] = []
+    if nvidia.present():
+        found.append(nvidia.Nvidia())
+    if amd.present():
+        found.append(amd.Amd())
+    return tuple(found)
+
+
+def driver_of(vendor: str, plugin: str = "") -> Driver | None:
+    """This host's driver of a vendor, that suspends through CRIU's plugin of that name, or by itself.
+
+    None where this host has none of that vendor's, or gpusnap no such way.
+    """
+    from runtime_shim.gpu.plugin_nvidia import NvidiaByPlugin
+
+    found = next((driver for driver in find_drivers() if driver.vendor == vendor), None)
+    ways: tuple[Driver | None, ...] = (found, NvidiaByPlugin() if found and vendor == "nvidia" else None)
+    return next((way for way in ways if way is not None and _name(way) == plugin), None)
+
+
+def _name(driver: Driver) -> str:
+    return driver.plugin.name if driver.plugin is not None else ""
 
 
 def holders(driver: Driver, pids: Iterable[int]) -> tuple[int, ...]:

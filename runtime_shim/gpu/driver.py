@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from runtime_shim.gpu.plugin import Plugin
+
 __all__ = ["Driver", "Gpu", "Held", "Host", "Node", "ProcessState"]
 
 
@@ -28,13 +30,13 @@ class Gpu:
     """One GPU of this host. Sizes are bytes."""
 
     uuid: str
-    """As NVML writes it: GPU-8-4-4-4-12 hex digits."""
+    """As NVML writes it, GPU-8-4-4-4-12 hex digits, or as ROCm does, GPU- and 16 of them."""
     minor: int
-    """Of its device node: /dev/nvidia<minor>."""
+    """Of its device node: /dev/nvidia<minor>, /dev/dri/renderD<minor>."""
     index: int
     model: str
     compute_capability: str
-    """Major and minor with a dot: 9.0."""
+    """Major and minor with a dot, 9.0, or what AMD calls its target: gfx942."""
     memory_total: int
     memory_used: int
     mig: bool
@@ -51,7 +53,7 @@ class Host:
     vendor: str
     driver_version: str
     cuda_version: str
-    """The newest CUDA that the driver speaks: 13.0."""
+    """The newest CUDA that the driver speaks: 13.0; another vendor's speaks none."""
     gpus: tuple[Gpu, ...]
 
 
@@ -80,10 +82,13 @@ class Held:
 class Driver(Protocol):
     """A vendor's way to suspend and resume the GPU state of other processes.
 
-    Every method raises a `runtime_shim.gpu.errors.GpuError` and nothing else.
+    Every method raises a `runtime_shim.gpu.errors.GpuError` and nothing else. Where a plugin of CRIU's does
+    the suspending, `lock`, `checkpoint`, `restore` and `unlock` are not to be called.
     """
 
     vendor: str
+    plugin: Plugin | None
+    """What suspends the processes within CRIU's dump; None where the methods below do so before it."""
 
     def open(self) -> None:
         """Load and initialise the driver's library (NVIDIA: up to 0.5 s). Calling it again does nothing.

@@ -1,7 +1,8 @@
 """A GPU map: which GPU of the checkpoint is to go to which GPU of this host, as a person writes it.
 
     0=3,1=2                 numbers as nvidia-smi shows them: on the left of the checkpoint's host
-    GPU-1f3a=GPU-77c0e2     UUIDs, whole or cut short as in CUDA_VISIBLE_DEVICES
+    GPU-1f3a=GPU-77c0e2     UUIDs, whole or cut short as in CUDA_VISIBLE_DEVICES; of AMD's GPUs as in
+                            ROCR_VISIBLE_DEVICES
 
 Blanks around a pair and around a GPU do not count. A text that is blank is a map that asks for nothing.
 """
@@ -19,6 +20,8 @@ _DIGITS = 7
 _PREFIX = "GPU-"
 # A UUID as NVML writes it, without its prefix (nvmlDeviceGetUUID): x stands for a hexadecimal digit.
 _SHAPE = "xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx"
+_PLAIN = 16
+"""The digits of AMD's, which have no dashes (rocminfo)."""
 _SHORTEST = 4
 _WANTED = (
     "pairs of GPUs such as 0=3,1=2, where a GPU is its number or its UUID "
@@ -56,10 +59,17 @@ def _word(text: str) -> str:
     if (
         not text.upper().startswith(_PREFIX)
         or not _SHORTEST <= len(digits) <= len(_SHAPE)
-        or not all(_fits(digit, place) for digit, place in zip(digits, _SHAPE, strict=False))
+        or not (_shaped(digits, _SHAPE) or _shaped(digits, "x" * _PLAIN))
     ):
         raise ValueError(_WANTED)
     return _PREFIX + digits
+
+
+def _shaped(digits: str, shape: str) -> bool:
+    """Whether the digits are the beginning of such a UUID."""
+    return len(digits) <= len(shape) and all(
+        _fits(digit, place) for digit, place in zip(digits, shape, strict=False)
+    )
 
 
 def _fits(digit: str, place: str) -> bool:

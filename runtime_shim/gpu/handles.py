@@ -235,7 +235,7 @@ def _dev_nodes(pid: int, majors: frozenset[int]) -> Iterator[Node]:
 def _mappings(pid: int) -> Iterator[tuple[str, str]]:
     """(address range, path) of each file mapping, as in /proc/PID/maps (proc_pid_maps(5))."""
     try:
-        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as lines:
+        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
             for line in lines:
                 fields = line.rstrip("\n").split(maxsplit=5)
                 if len(fields) == 6 and fields[5].startswith("/"):

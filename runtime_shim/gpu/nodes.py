@@ -22,6 +22,7 @@ from runtime_shim.gpu.handles import LAST_GPU_MINOR, character_drivers
 __all__ = ["Change", "Node", "changes", "in_container", "on_host"]
 
 _DRM_MAJOR = 226  # Documentation/admin-guide/devices.txt
+_FIRST_RENDER = 128  # drivers/gpu/drm/drm_drv.c: 64 minors for each kind of node, render nodes the third
 
 # Path below /dev, what /proc/devices calls its driver (the first that is listed counts), and its minor.
 _NVIDIA = ("nvidia", "nvidia-frontend", "nvidiactl")
@@ -158,11 +159,17 @@ def _known(path: str, major: int, minor: int, majors: Mapping[str, int], gpus: S
         gpu = next((gpu for gpu in gpus if gpu.minor == minor), None)
         return Node(where, major, minor, gpu.uuid) if gpu is not None else None
     if major == _DRM_MAJOR and _DRI.fullmatch(path):
-        owner = _pci(minor)
-        gpu = next((gpu for gpu in gpus if owner and gpu.pci == owner), None)
+        gpu = _drawn_by(minor, gpus)
         return Node(where, major, minor, gpu.uuid) if gpu is not None else None
     shared = any(path == name for name, _, _ in _SHARED) or _CAPS.fullmatch(path)
     return Node(where, major, minor) if shared else None
+
+
+def _drawn_by(minor: int, gpus: Sequence[Gpu]) -> Gpu | None:
+    """The GPU of a DRM node: by its own number, where that is a render node's, or else by PCI address."""
+    own = next((gpu for gpu in gpus if gpu.minor == minor >= _FIRST_RENDER), None)
+    owner = _pci(minor) if own is None else ""
+    return own or next((gpu for gpu in gpus if owner and gpu.pci == owner), None)
 
 
 def _majors(dev: str) -> dict[str, int]:

@@ -31,6 +31,7 @@ from runtime_shim.gpu.errors import (
     ProcessGone,
 )
 from runtime_shim.gpu.nodes import Node, in_container, on_host
+from runtime_shim.gpu.plugin import Plugin
 from runtime_shim.gpu.results import CUDA_SUCCESS, cuda_error
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Nvidia:
     """`runtime_shim.gpu.driver.Driver` for NVIDIA. May be used from several threads at once."""
 
     vendor = "nvidia"
+    plugin: Plugin | None = None
 
     def __init__(self) -> None:
         self._opening = threading.Lock()

@@ -1,7 +1,8 @@
 """The GPUs of this host and who uses their memory, from NVML (libnvidia-ml.so.1) through nvidia-ml-py.
 
-nvidia-ml-py is imported at the first call: it takes 40 ms, and most command lines never need it. NVML needs
-no GPU context and no cuInit. It is initialised once and stays so until this process ends.
+nvidia-ml-py is imported at the first call: it takes 40 ms, and most command lines never need it. Where it is
+not installed, nvml_binding makes the same calls. NVML needs no GPU context and no cuInit. It is initialised
+once and stays so until this process ends.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from runtime_shim.gpu.driver import Gpu, Host
-from runtime_shim.gpu.errors import DriverMissing, HardwareFault, PermissionRefused
+from runtime_shim.gpu.errors import HardwareFault, PermissionRefused
 from runtime_shim.gpu.results import NVML_RESULTS, nvml_error
 
-__all__ = ["driver_version", "inventory", "memory_used"]
+__all__ = ["binding", "driver_version", "inventory", "memory_used"]
 
 T = TypeVar("T")
 
@@ -82,31 +83,34 @@ def memory_used(pids: Iterable[int]) -> dict[int, dict[str, int]]:
 
 
 def _nvml() -> Any:
-    """The pynvml module, initialised."""
+    """The binding, initialised."""
     global _ready  # noqa: PLW0603 -- NVML itself is one per process, too
-    try:
-        import pynvml
-    except ImportError as error:
-        raise DriverMissing(
-            "the Python package nvidia-ml-py, which reads the GPUs of this host, is not installed",
-            hint="install it where gpusnap is installed (pip install nvidia-ml-py)",
-        ) from error
+    nvml = binding()
     with _lock:
         if not _ready:
             with _mapped("start"):
-                pynvml.nvmlInit()
+                nvml.nvmlInit()
             _ready = True
+    return nvml
+
+
+def binding() -> Any:
+    """nvidia-ml-py's module, or nvml_binding, which has what of it is called here."""
+    try:
+        import pynvml
+    except ImportError:
+        from runtime_shim.gpu import nvml_binding
+
+        return nvml_binding
     return pynvml
 
 
 @contextmanager
 def _mapped(task: str) -> Iterator[None]:
     """Turn NVML's exceptions into ours; `task` completes "NVML could not …"."""
-    import pynvml
-
     try:
         yield
-    except pynvml.NVMLError as error:
+    except binding().NVMLError as error:
         raise nvml_error(error.value, task) from error
 
 
@@ -150,11 +154,9 @@ def _pci(nvml: Any, handle: Any) -> str:
 
 def _optional(ask: Callable[[], T], otherwise: T) -> T:
     """What `ask` answers, or `otherwise` where this GPU or this driver does not know the question."""
-    import pynvml
-
     try:
         return ask()
-    except pynvml.NVMLError as error:
+    except binding().NVMLError as error:
         if error.value in (_NOT_SUPPORTED, _FUNCTION_NOT_FOUND):
             return otherwise
         raise

@@ -22,7 +22,7 @@ its words are cut short before they are shown.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -39,7 +39,8 @@ _WAIT = "wait for the other restore to end"
 _FREE = "stop what else runs on those GPUs"
 _MODE = "turn MIG off, or set the compute mode to default (nvidia-smi)"
 _ELSEWHERE = "restore on a host that has such GPUs"
-_HINTS = (_UPDATE, _MAP, _WAIT, _FREE, _MODE, _ELSEWHERE)
+_MORE = "give the new container as many GPUs as the checkpoint's had, of the same model"
+_HINTS = (_UPDATE, _MAP, _WAIT, _FREE, _MODE, _MORE, _ELSEWHERE)
 """What helps soonest comes first."""
 
 _NOTHING: Mapping[str, int] = MappingProxyType({})
@@ -120,16 +121,20 @@ def plan(
     request: GpuMap = (),
     reserved: Mapping[str, int] = _NOTHING,
     lenient: bool = False,
+    given: Collection[str] | None = None,
 ) -> Plan:
     """Pairs for the GPUs of a checkpoint that driver `made_with` made, or a refusal; raises nothing for it.
 
     `reserved` has bytes by UUID that other restores are about to use. `lenient`: what `request` asks for
-    GPUs that the checkpoint does not have is passed over, as a map for all containers demands.
+    GPUs that the checkpoint does not have is passed over, as a map for all containers demands. `given` are
+    the UUIDs of the only GPUs that the container may have; None where it may have any.
     """
     theirs = sorted(wanted, key=lambda gpu: (gpu.index, gpu.uuid))
     ours = sorted(host.gpus, key=lambda gpu: gpu.index)
     older = _older(host.driver_version, made_with)
-    misfits = [[older or _misfit(old, new, reserved) for new in ours] for old in theirs]
+    misfits = [
+        [older or _not_given(new, given) or _misfit(old, new, reserved) for new in ours] for old in theirs
+    ]
     verdicts = tuple(
         Verdict(old.uuid, new.uuid, misfit.reason if misfit else "")
         for old, row in zip(theirs, misfits, strict=True)
@@ -174,6 +179,12 @@ def _shown(text: str) -> str:
 def _free(gpu: Gpu, reserved: Mapping[str, int]) -> int:
     # Room that is reserved may be in use by now, and is then counted twice.
     return max(0, gpu.memory_total - gpu.memory_used - reserved.get(gpu.uuid, 0))
+
+
+def _not_given(new: Gpu, given: Collection[str] | None) -> _Misfit | None:
+    if given is None or new.uuid in given:
+        return None
+    return _Misfit("not among the GPUs of the new container", _MORE)
 
 
 def _misfit(old: Wanted, new: Gpu, reserved: Mapping[str, int]) -> _Misfit | None:

@@ -63,7 +63,9 @@ class Region:
 def mappings(pid: int) -> tuple[Mapping, ...]:
     """What the process has mapped, by address; none for a zombie. Raises OSError where it is gone."""
     with open(f"/proc/{pid}/maps", "rb") as file:
-        return tuple(map(_mapping, file.read().decode("utf-8", "surrogateescape").splitlines()))
+        lines = file.read().decode("utf-8", "surrogateescape").split("\n")
+    # Not splitlines: a name may have what that takes for the end of a line, but no newline.
+    return tuple(_mapping(line) for line in lines if line)
 
 
 def _mapping(line: str) -> Mapping:

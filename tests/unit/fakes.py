@@ -24,10 +24,11 @@ from typing import Any
 
 import pytest
 
-from runtime_shim import journal, locate, proc, remap, room, shim, suspension
+from runtime_shim import by_plugin, journal, locate, proc, remap, room, shim, suspension
 from runtime_shim.gpu.driver import Gpu, Held, Host, ProcessState
 from runtime_shim.gpu.errors import GpuError, IllegalState, ProcessGone
 from runtime_shim.gpu.nodes import Node
+from runtime_shim.gpu.plugin import Plugin
 from runtime_shim.manifest import DeviceNode, DriverLibrary, GpuProcess, GpuRecord, HostRecord, Manifest
 from runtime_shim.memory.regions import mappings
 from runtime_shim.real import RealRuntime, identify
@@ -174,6 +175,7 @@ class FakeDriver:
 
     gpus: tuple[Gpu, ...] = (gpu(0),)
     vendor: str = "nvidia"
+    plugin: Plugin | None = None
     version: str = "580.159.04"
     states: dict[int, ProcessState] = field(default_factory=dict)
     used: dict[int, int] = field(default_factory=dict)
@@ -435,6 +437,8 @@ class Scene:
         self.write_config({})
         self.family = Family(*before)
         monkeypatch.setattr(shim, "find_driver", lambda: self.driver)
+        monkeypatch.setattr(shim, "find_drivers", lambda: (self.driver,))
+        monkeypatch.setattr(by_plugin, "find_drivers", lambda: (self.driver,))
         monkeypatch.setattr(shim, "load", lambda: self.settings)
         monkeypatch.setattr(locate, "become", _never_become)
         monkeypatch.setattr(suspension, "_PAUSE", 0.0)

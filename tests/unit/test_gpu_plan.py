@@ -62,6 +62,15 @@ def message(found: Plan) -> str:
     return error.sentence()
 
 
+def test_only_what_is_given() -> None:
+    """Neither the same GPU nor the freest counts where the container may not have it; none given is none."""
+    host = a_host(new(0, "a"), new(1, "b"), new(2, "c", free=20 * GIB))
+    wanted = [old(0, "a")]
+    assert moves(plan(wanted, MADE_WITH, host)) == "aa"
+    assert moves(plan(wanted, MADE_WITH, host, given={uuid("c")})) == "ac"
+    assert "not among the GPUs" in message(plan(wanted, MADE_WITH, host, given=()))
+
+
 # One GPU and one GPU.
 
 

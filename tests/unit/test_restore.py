@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from fakes import Scene, a_manifest, gpu, uuid, wait_for
 
-from runtime_shim import proc, restore, room
+from runtime_shim import choosing, proc, restore, room
 from runtime_shim.draft import Draft
 from runtime_shim.gpu.driver import Node, ProcessState
 from runtime_shim.gpu.errors import DriverFailed
@@ -259,9 +259,9 @@ def test_the_caller_chooses(scene: Scene, monkeypatch: pytest.MonkeyPatch, how: 
     options: tuple[str, ...] = ()
     if how == "option":
         options = ("--gpu-map", f"0={uuid(1)}")
-        monkeypatch.setenv(restore.GPU_MAP, "0=0")  # the command line counts before it
+        monkeypatch.setenv(choosing.GPU_MAP, "0=0")  # the command line counts before it
     if how == "environment":
-        monkeypatch.setenv(restore.GPU_MAP, "0=1")
+        monkeypatch.setenv(choosing.GPU_MAP, "0=1")
         scene.set(gpu_map=(("0", "0"),))  # it counts before the settings
     if how == "annotation":
         scene.write_config({"io.gpusnap.gpu-map": "0=1,7=0"})
@@ -269,6 +269,55 @@ def test_the_caller_chooses(scene: Scene, monkeypatch: pytest.MonkeyPatch, how: 
         scene.set(gpu_map=(("0", "1"), ("5", "0")))
     assert set(moved(scene, *options).values()) == {((uuid(0), uuid(1)),)}
     assert "gpu-map" not in scene.runtime.calls("restore")[0]
+
+
+@pytest.mark.parametrize(
+    "annotation", ["io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"]
+)
+def test_a_pods_gpus(scene: Scene, annotation: str) -> None:
+    """A pod's container gets the GPUs of its new configuration, though the old one is there and free."""
+    pids = suspended(scene)
+    scene.driver.gpus = (gpu(0), gpu(1))
+    device = {"path": "/dev/nvidia1", "type": "c", "major": 195, "minor": 1}
+    config = {"annotations": {annotation: "container"}, "linux": {"devices": [device]}}
+    (scene.bundle / "config.json").write_text(json.dumps(config))
+    assert moved(scene) == dict.fromkeys(pids, ((uuid(0), uuid(1)),))
+    linux = json.loads((scene.bundle / "config.json").read_text())["linux"]
+    assert linux["devices"] == [device]
+
+
+def test_a_pod_with_another_gpu(scene: Scene) -> None:
+    """Where those that it is given do not fit, no other is taken."""
+    suspended(scene)
+    scene.driver.gpus = (gpu(0), replace(gpu(1), model="Another"))
+    device = {"path": "/dev/nvidia1", "type": "c", "major": 195, "minor": 1}
+    config = {
+        "annotations": {"io.kubernetes.cri.container-type": "container"},
+        "linux": {"devices": [device]},
+    }
+    (scene.bundle / "config.json").write_text(json.dumps(config))
+    said = refused(scene)
+    assert "not among the GPUs of the new container" in said
+    assert "another model: Another" in said
+    assert "give the new container as many GPUs" in said
+
+
+@pytest.mark.parametrize("hook", ["", "/usr/bin/nvidia-container-runtime-hook", "/usr/bin/nvidia-cdi-hook"])
+def test_a_pod_without_a_gpu(scene: Scene, hook: str) -> None:
+    """Refused, whatever is free, unless NVIDIA's runtime gives GPUs by its hook and not by the configuration.
+
+    And the host's own map does not speak for a pod.
+    """
+    pids = suspended(scene)
+    scene.driver.gpus = (gpu(0), gpu(1))
+    scene.set(gpu_map=(("0", "1"),))
+    hooks = {"prestart": [{"path": hook}]} if hook else {}
+    config = {"annotations": {"io.kubernetes.cri.container-type": "container"}, "hooks": hooks, "linux": {}}
+    (scene.bundle / "config.json").write_text(json.dumps(config))
+    if "runtime-hook" in hook:
+        assert moved(scene) == dict.fromkeys(pids, ((uuid(0), uuid(1)),))
+    else:
+        assert "not among the GPUs of the new container" in refused(scene)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,123 @@
+"""AMD's driver: inventory from sysfs, and the state of processes by CRIU's own plugin for AMD's GPUs.
+
+The kernel lets a process' GPU state be read and made only within a dump and a restore (kfd_ioctl.h,
+AMDKFD_IOC_CRIU_OP: of a traced process, and of the caller itself), so no other program can suspend one. What
+there is to do beside that is here: which GPUs there are, who uses them, and by which device files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
+
+from runtime_shim.gpu import amd_handles, amd_topology, handles
+from runtime_shim.gpu.amd_handles import DRM_MAJOR
+from runtime_shim.gpu.driver import Held, Host, ProcessState
+from runtime_shim.gpu.errors import DriverMissing, NoDevice, NotInitialized, NotSupported
+from runtime_shim.gpu.nodes import Node, in_container, on_host
+from runtime_shim.gpu.plugin import AMDGPU, Plugin
+
+__all__ = ["Amd", "present"]
+
+VENDOR = "amd"
+
+
+def present() -> bool:
+    """Whether this host has AMD's compute driver: its device node, or its topology."""
+    return os.path.exists(amd_handles.KFD) or os.path.isdir(f"{amd_topology.SYS}/class/kfd/kfd/topology")
+
+
+class Amd:
+    """`runtime_shim.gpu.driver.Driver` for AMD. Keeps nothing: each call looks anew."""
+
+    vendor = VENDOR
+    plugin: Plugin | None = AMDGPU
+
+    def open(self) -> None:
+        """See that the driver lists a GPU. Raises DriverMissing, NoDevice."""
+        if amd_handles.kfd_number() is None:
+            raise DriverMissing(
+                "AMD's compute driver is not loaded: there is no /dev/kfd",
+                hint="load it (modprobe amdgpu), on a kernel with CONFIG_HSA_AMD",
+            )
+        if not amd_topology.gpus():
+            raise NoDevice(
+                "AMD's compute driver lists no GPU in /sys/class/kfd/kfd/topology",
+                hint="see with rocminfo which GPUs it has, and that no device cgroup keeps gpusnap from them",
+            )
+
+    def host(self) -> Host:
+        """The inventory, read anew at each call."""
+        found = tuple(each.gpu for each in amd_topology.gpus())
+        return Host(VENDOR, amd_topology.driver_version(), "unknown", found)
+
+    def state(self, pid: int) -> ProcessState | None:
+        """Running for a process that holds /dev/kfd or a render node; there is no other state to see."""
+        if not handles.alive(pid):
+            return None
+        return ProcessState.RUNNING if self.handles(pid) else None
+
+    def restore_thread(self, pid: int) -> int:
+        """There is none; raises NotInitialized."""
+        raise NotInitialized(
+            f"process {pid} has no thread of AMD's driver: CRIU's plugin does the work", pid=pid
+        )
+
+    def memory_used(self, pids: Iterable[int]) -> Mapping[int, Mapping[str, int]]:
+        """Bytes by PID and GPU UUID, of those that have used /dev/kfd."""
+        return amd_topology.vram_used(pids, amd_topology.gpus())
+
+    def handles(self, pid: int) -> tuple[str, ...]:
+        """Paths of /dev/kfd and of render nodes that the process has open or mapped, sorted by path."""
+        found = self.held(pid)
+        return tuple(sorted({path for _, path in found.descriptors} | {path for *_, path in found.mappings}))
+
+    def held(self, pid: int) -> Held:
+        """The same files by number of the descriptor, and by address."""
+        return amd_handles.held(pid, _numbers())
+
+    def visible(self, pid: int) -> tuple[str, ...]:
+        """UUIDs of the GPUs whose render node the process holds, or has in its own /dev."""
+        ours = {(DRM_MAJOR, each.gpu.minor): each.gpu.uuid for each in amd_topology.gpus()}
+        there = amd_handles.numbers_held(pid) | amd_handles.numbers_in_dev(pid)
+        return tuple(uuid for number, uuid in ours.items() if number in there)
+
+    def nodes(self, pid: int | None = None) -> tuple[Node, ...]:
+        """AMD's device nodes in the /dev of a process, or this host's own; see module `nodes`."""
+        gpus = self.host().gpus
+        found = on_host(gpus) if pid is None else in_container(pid, gpus)
+        # Of a host that has NVIDIA's GPUs too, theirs are in the list.
+        ours = (node for node in found if not node.path.startswith("/dev/nvidia"))
+        return tuple(node for node in ours if node.gpu or node.path == amd_handles.KFD)
+
+    def lock(self, pid: int, *, timeout: float) -> None:
+        """Not from outside of CRIU; raises NotSupported, as those below do."""
+        _not_from_outside(pid)
+
+    def checkpoint(self, pid: int) -> None:
+        """See `lock`."""
+        _not_from_outside(pid)
+
+    def restore(self, pid: int, pairs: Sequence[tuple[str, str]] = ()) -> None:
+        """See `lock`."""
+        _not_from_outside(pid)
+
+    def unlock(self, pid: int) -> None:
+        """See `lock`."""
+        _not_from_outside(pid)
+
+
+def _numbers() -> frozenset[amd_handles.Number]:
+    """The device numbers of AMD's nodes."""
+    kfd = amd_handles.kfd_number()
+    renders = {(DRM_MAJOR, each.gpu.minor) for each in amd_topology.gpus()}
+    return frozenset(renders | ({kfd} if kfd is not None else set()))
+
+
+def _not_from_outside(pid: int) -> NoReturn:
+    raise NotSupported(
+        f"process {pid} ({handles.comm(pid)}) uses an AMD GPU, which only CRIU's plugin can suspend",
+        hint="checkpoint its container instead",
+        pid=pid,
+    )
