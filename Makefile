@@ -2,14 +2,18 @@
 #
 #   make demo    checkpoint and restore a GPU container with Podman; a real GPU if there is one, else one in software
 #   make test    lint, types, unit tests, and integration tests in a Debian 13 test host
+#   make test-sid   the integration tests with the next releases of everything, in a test host of Debian sid
+#   make wheel   a wheel and an sdist, in dist/
+#   make deb     a Debian package, in dist/
+#   make test-packages   install these in clean trees of Debian 12, Debian 13 and Ubuntu 24.04, and use them there
 #   make bench-passthrough   what the shim costs the commands that it only passes on
 #   make clean   remove what these made, the test host included
 
 PYTHON ?= python3
 
-.PHONY: help demo test unit integration lint type native testhost bench-passthrough clean
+.PHONY: help demo test test-sid unit integration lint type native wheel deb test-packages testhost bench-passthrough clean
 help:
-	@sed -n '2,8s/^# \{0,1\}//p' Makefile
+	@sed -n '2,12s/^# \{0,1\}//p' Makefile
 
 demo:
 	@$(PYTHON) demo/demo.py
@@ -20,10 +24,33 @@ test: .venv/ready testhost
 unit integration lint type: .venv/ready
 	@.venv/bin/tox run -e $@
 
-# The GPU in software, and the launcher in C.
+# podman, crun, runc, CRIU, containerd and Python as the next Debian will have them.
+test-sid: native
+	@tests/host/host --suite sid build >/dev/null
+	@$(PYTHON) -B tests/host/shards.py --suite sid
+
+# The GPU in software, the launcher in C, and stand-ins for plugins of CRIU's.
 native:
 	@$(MAKE) -s -C softgpu
 	@$(MAKE) -s -C runtime_shim/launcher
+	@$(MAKE) -s -C tests/plugin
+
+# From the sdist, so that it has what it takes; with the launcher where there is a C compiler (setup.py).
+wheel: build/packaging/ready
+	@build/packaging/bin/python -m build --outdir dist .
+	@rm -rf gpusnap.egg-info
+
+build/packaging/ready:
+	@$(PYTHON) -m venv build/packaging
+	@build/packaging/bin/pip install -q --disable-pip-version-check 'build>=1'
+	@touch $@
+
+deb:
+	@$(PYTHON) packaging/make_deb.py dist
+
+# They take some minutes, and download what each tree needs.
+test-packages: native testhost wheel deb .venv/ready
+	@.venv/bin/tox run -e packages
 
 testhost:
 	@tests/host/host build >/dev/null
@@ -43,7 +70,9 @@ bench-passthrough: native testhost
 
 clean:
 	@tests/host/host clean
+	rm -rf "$${GPUSNAP_CACHE:-/var/cache/gpusnap}/packages"
 	@$(MAKE) -s -C softgpu clean
+	@$(MAKE) -s -C tests/plugin clean
 	@$(MAKE) -s -C runtime_shim/launcher clean
 	rm -rf .venv .tox build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find bench demo gpusnap oci runtime_shim tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,8 +1,7 @@
 """Checkpoints in the forms that other tools take: archives put together again, images of one layer.
 
-Debian has neither CRI-O nor crictl, and its containerd (1.7) does not restore through CRI: what it would do
-with a "cri" image cannot be seen here. That image goes through skopeo and into Podman's storage, and
-checkpointctl reads the archives.
+What containerd's CRI plugin does with a "cri" image is in test_cri.py, for hosts that have one; Debian has no
+CRI-O. Here that image goes through skopeo and into Podman's storage, and checkpointctl reads the archives.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ class FakeBuilder:
 
     fails = False
 
-    def __init__(self, tree: Path, _cache: Cache) -> None:
+    def __init__(self, tree: Path, _cache: Cache, _suite: recipe.Suite) -> None:
         self.tree = tree
 
     def bootstrap(self) -> None:
@@ -69,11 +70,21 @@ def test_a_complete_tree_is_built_once_and_older_ones_go(
 ) -> None:
     cache.tree("older").mkdir()
     for _ in range(2):
-        tree, fd = build.ensure_tree(cache)
+        tree, fd = build.ensure_tree(cache, recipe.TRIXIE)
         os.close(fd)
     assert (tree / "etc").is_dir()
     assert not cache.tree("older").exists()
     assert capsys.readouterr().err.count("building") == 1
+
+
+def test_the_trees_of_two_suites_lie_side_by_side(cache: Cache, fake_builder: type[FakeBuilder]) -> None:
+    trees = []
+    for suite in (recipe.TRIXIE, recipe.SID, recipe.TRIXIE):
+        tree, fd = build.ensure_tree(cache, suite)
+        os.close(fd)
+        trees.append(tree)
+    assert trees[0] == trees[2] != trees[1]
+    assert all(tree.is_dir() for tree in trees)
 
 
 def test_an_interrupted_build_leaves_no_tree(
@@ -81,14 +92,14 @@ def test_an_interrupted_build_leaves_no_tree(
 ) -> None:
     monkeypatch.setattr(fake_builder, "fails", True)
     with pytest.raises(KeyboardInterrupt):
-        build.ensure_tree(cache)
+        build.ensure_tree(cache, recipe.TRIXIE)
     assert {path.name for path in cache.top.iterdir() if path.is_dir()} == {"mount", "runs"}
 
 
 def test_the_wreck_of_a_killed_build_is_cleared(cache: Cache, fake_builder: type[FakeBuilder]) -> None:
     wreck = cache.top / (STAGING + "1234")
     wreck.mkdir()
-    os.close(build.ensure_tree(cache)[1])
+    os.close(build.ensure_tree(cache, recipe.TRIXIE)[1])
     assert not wreck.exists()
 
 
@@ -112,12 +123,11 @@ def test_a_lock_on_a_removed_file_is_not_taken_for_one(cache: Cache) -> None:
         os.close(fd)
 
 
-def test_the_digest_follows_the_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = recipe.digest()
-    assert before == recipe.digest()
-    other = recipe.HERE / "README.md"
-    monkeypatch.setattr(recipe, "REQUIREMENTS", other)
-    assert recipe.digest() != before
+def test_the_digest_follows_the_recipe() -> None:
+    before = recipe.digest(recipe.TRIXIE)
+    assert before == recipe.digest(recipe.TRIXIE) != recipe.digest(recipe.SID)
+    other = replace(recipe.TRIXIE, requirements=(recipe.HERE / "README.md",))
+    assert recipe.digest(other) != before
 
 
 @pytest.mark.parametrize("text", ["/etc", "/etc:relative", "/etc:/x:rx", ":/x", "/no/such:/x"])

@@ -1,8 +1,8 @@
-"""The test host: a Debian 13 tree built once, and a throw-away machine made of namespaces around it.
+"""The test host: a tree of Debian 13 or of sid, built once, and a throw-away machine of namespaces around it.
 
     report      messages and the one exception that reaches the user
     kernel      system calls that Python 3.11's standard library lacks
-    recipe      what goes into the tree, and the digest that names it
+    recipe      what goes into the tree of each suite, and the digest that names it
     cache       where trees live, and the locks that guard them
     packages    what this machine must have installed, and where it gets packages from
     build       makes a tree

@@ -1,4 +1,4 @@
-"""Make the tree."""
+"""Make a tree."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from . import kernel, namespaces, packages, recipe
 from .cache import STAGING, Cache
 from .enter import Wish, enter
+from .recipe import Suite
 from .report import HostError, say
 from .rootfs import Bind
 
@@ -33,26 +34,26 @@ path-exclude=/usr/share/man/*
 POLICY = "#!/bin/sh\nexit 101\n"
 
 
-def ensure_tree(cache: Cache) -> tuple[Path, int]:
-    """The tree of this recipe, built if it is not there, and a descriptor that keeps it."""
+def ensure_tree(cache: Cache, suite: Suite) -> tuple[Path, int]:
+    """The tree of this recipe and suite, built if it is not there, and a descriptor that keeps it."""
     if os.uname().machine != recipe.ARCHITECTURE:
         raise HostError(f"the test host is for {recipe.ARCHITECTURE} only, not for {os.uname().machine}")
-    digest = recipe.digest()
+    digest = recipe.digest(suite)
     with cache.locked():
         if not cache.tree(digest).is_dir():
             cache.clear_wrecks()
-            _build(cache, digest)
-            cache.prune(keep=digest)
+            _build(cache, suite, digest)
+            cache.prune(keep=[recipe.digest(each) for each in recipe.SUITES.values()])
         return cache.tree(digest), cache.use(digest)
 
 
-def _build(cache: Cache, digest: str) -> None:
+def _build(cache: Cache, suite: Suite, digest: str) -> None:
     packages.ensure()
     start = time.monotonic()
     tree = cache.top / (STAGING + secrets.token_hex(4))
     tree.mkdir()
-    builder = Builder(tree, cache)
-    say(f"building the Debian {recipe.SUITE} tree {cache.tree(digest)} (a minute or two, once)")
+    builder = Builder(tree, cache, suite)
+    say(f"building the Debian {suite.name} tree {cache.tree(digest)} (a minute or two, once)")
     try:
         for step in (
             builder.bootstrap, builder.install_packages, builder.install_newer, builder.install_wheels,
@@ -69,8 +70,9 @@ def _build(cache: Cache, digest: str) -> None:
 class Builder:
     """The steps that fill the empty directory `tree`."""
 
-    def __init__(self, tree: Path, cache: Cache) -> None:
+    def __init__(self, tree: Path, cache: Cache, suite: Suite) -> None:
         self.tree = tree
+        self.suite = suite
         self.cache = cache
         self.log = cache.top / LOG
         self.log.write_bytes(b"")
@@ -78,24 +80,26 @@ class Builder:
         self.env |= {"DEBIAN_FRONTEND": "noninteractive", "HOME": "/root"} | packages.proxies()
 
     def bootstrap(self) -> None:
-        mirror = packages.mirror()
-        say(f"debootstrap {recipe.SUITE} from {mirror}")
+        mirror = packages.mirror(self.suite.name)
+        say(f"debootstrap {self.suite.name} from {mirror}")
         include = "--include=ca-certificates"
-        self._run(["debootstrap", "--variant=minbase", include, recipe.SUITE, str(self.tree), mirror])
+        self._run(["debootstrap", "--variant=minbase", include, self.suite.name, str(self.tree), mirror])
 
     def install_packages(self) -> None:
-        say(f"installing {len(recipe.PACKAGES)} packages and what they need")
+        say(f"installing {len(self.suite.packages)} packages and what they need")
         self._write("etc/apt/apt.conf.d/90gpusnap", APT_CONFIG)
         self._write("etc/dpkg/dpkg.cfg.d/90gpusnap", DPKG_CONFIG)
         self._write("usr/sbin/policy-rc.d", POLICY, mode=0o755)
         for name in ("resolv.conf", "hosts"):
             shutil.copy(f"/etc/{name}", self.tree / "etc" / name)
         self._chroot(["apt-get", "-q", "update"])
-        self._chroot(["apt-get", "-q", "install", "-y", *recipe.PACKAGES])
+        self._chroot(["apt-get", "-q", "install", "-y", *self.suite.packages])
         self._chroot(["apt-get", "clean"])
 
     def install_newer(self) -> None:
         """The next releases of what the product has to work with, beside those of the suite."""
+        if not self.suite.newer:
+            return
         say(f"adding {', '.join(recipe.NEWER_COMMANDS)} of {recipe.NEWER_SUITE} under {recipe.NEWER}")
         script = shutil.copy(recipe.FILES / "install-newer", self.tree / "tmp")
         words = [recipe.NEWER_SUITE, recipe.NEWER, *recipe.NEWER_PACKAGES, "--", *recipe.NEWER_COMMANDS]
@@ -107,22 +111,25 @@ class Builder:
             shutil.rmtree(self.tree / recipe.NEWER.lstrip("/"), ignore_errors=True)
 
     def install_wheels(self) -> None:
-        say(f"fetching wheels for the tree's Python {recipe.PYTHON_VERSION} with this machine's pip")
+        python = (self.tree / "usr/bin/python3").readlink().name.removeprefix("python")
+        say(f"fetching wheels for the tree's Python {python} with this machine's pip")
         with self._scratch("wheels") as wheels, self._scratch("venv") as venv:
             self._run([sys.executable, "-m", "venv", str(venv)])
             platforms = [word for platform in recipe.WHEEL_PLATFORMS for word in ("--platform", platform)]
             # pip's configuration may be in the environment.
             download = [f"{venv}/bin/pip", "download", "--only-binary=:all:", "--implementation", "cp"]
-            download += ["--python-version", recipe.PYTHON_VERSION, *platforms]
-            download += ["--dest", str(wheels), "--requirement", str(recipe.REQUIREMENTS)]
-            self._run(download, env=dict(os.environ))
-            shutil.copy(recipe.REQUIREMENTS, wheels)
+            download += ["--python-version", python, *platforms, "--dest", str(wheels)]
+            wanted = [word for path in self.suite.requirements for word in ("--requirement", str(path))]
+            self._run([*download, *wanted], env=dict(os.environ))
             # Debian's pycriu must be seen, hence the system's site packages.
             self._chroot(["python3", "-m", "venv", "--system-site-packages", recipe.VENV])
             install = [f"{recipe.VENV}/bin/pip", "install", "--no-index", "--find-links", f"/{wheels.name}"]
-            self._chroot([*install, "--requirement", f"/{wheels.name}/{recipe.REQUIREMENTS.name}"])
-        packages_dir = f"{recipe.VENV}/lib/python{recipe.PYTHON_VERSION}/site-packages"
-        self._write(f"{packages_dir}/gpusnap-source.pth".lstrip("/"), "/src\n")
+            for path in self.suite.requirements:
+                shutil.copy(path, wheels)
+                install += ["--requirement", f"/{wheels.name}/{path.name}"]
+            self._chroot(install)
+        site = f"{recipe.VENV}/lib/python{python}/site-packages"
+        self._write(f"{site}/gpusnap-source.pth".lstrip("/"), "/src\n")
 
     def configure(self) -> None:
         shutil.copytree(recipe.FILES / "etc", self.tree / "etc", dirs_exist_ok=True)

@@ -2,7 +2,7 @@
 
     $GPUSNAP_CACHE/testhost/        /var/cache/gpusnap without the variable
         .lock                       held while a tree is built, looked up or removed
-        <digest>/                   a complete tree
+        <digest>/                   a complete tree: of one recipe, and one suite
         building-<random>/          one that is being made, or the wreck of one
         mount/                      an empty directory; each run mounts its root there, in its own namespace
         runs/                       see runs.py
@@ -17,7 +17,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from .report import say
@@ -67,11 +67,11 @@ class Cache:
             say(f"removing the unfinished tree {wreck}")
             shutil.rmtree(wreck)
 
-    def prune(self, keep: str = "") -> list[Path]:
-        """Remove the trees of other recipes and return those in use. Call it with the cache locked."""
+    def prune(self, keep: Collection[str] = ()) -> list[Path]:
+        """Remove all trees but `keep`, and return those in use. Call it with the cache locked."""
         busy = []
         for tree in self.top.iterdir():
-            if tree.name in (keep, "mount", "runs") or not tree.is_dir():
+            if tree.name in ("mount", "runs", *keep) or not tree.is_dir():
                 continue
             if not _remove_unused(tree):
                 busy.append(tree)

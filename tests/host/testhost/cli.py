@@ -18,6 +18,10 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="host", description="A Debian host to run Podman, containerd and CRIU in, made for each run."
     )
+    top.add_argument(
+        "--suite", choices=recipe.SUITES, default=recipe.TRIXIE.name,
+        help="the release of Debian that the host is made of (default: %(default)s)",
+    )  # fmt: skip
     commands = top.add_subparsers(dest="command", required=True)
     commands.add_parser("build", help="make the tree, if it is not there, and print its path")
     commands.add_parser("clean", help="remove the cache and what killed runs left")
@@ -49,15 +53,15 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         if os.geteuid() != 0:
             raise HostError("namespaces, mounts and cgroups need root", "Run it with sudo")
-        cache = Cache.default()
+        cache, suite = Cache.default(), recipe.SUITES[options.suite]
         if options.command == "clean":
             return clean(cache)
         if options.command == "build":
             packages.ensure()  # a cached tree may be older than this machine
-            print(ensure_tree(cache)[0])
+            print(ensure_tree(cache, suite)[0])
             return 0
         wish = _wish(options)
-        tree, _keeps_it = ensure_tree(cache)
+        tree, _keeps_it = ensure_tree(cache, suite)
         return enter(cache, tree, recipe.CHECKOUT, wish)
     except (HostError, OSError) as error:
         say(f"failed: {error}")

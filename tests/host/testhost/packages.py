@@ -48,15 +48,15 @@ def ensure(needed: dict[str, Callable[[], bool]] = NEEDED) -> list[str]:
     return missing
 
 
-def mirror() -> str:
-    """The first archive among this machine's apt sources that has our suite, else Debian's own."""
+def mirror(suite: str) -> str:
+    """The first archive among this machine's apt sources that has the suite, else Debian's own."""
     # REPO_URI needs no fetched index; other fields would.
     listing = subprocess.run(
         ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages"],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
     ).stdout  # fmt: skip
     for candidate in candidates(listing.split()):
-        if _has_suite(candidate):
+        if _has_suite(candidate, suite):
             return candidate
     return recipe.DEFAULT_MIRROR
 
@@ -67,8 +67,8 @@ def candidates(addresses: Iterable[str]) -> list[str]:
     return [a for a in found if re.match(r"https?://.*/debian(/|$)", a) and "security" not in a]
 
 
-def _has_suite(address: str) -> bool:
-    request = urllib.request.Request(f"{address}/dists/{recipe.SUITE}/InRelease", method="HEAD")
+def _has_suite(address: str, suite: str) -> bool:
+    request = urllib.request.Request(f"{address}/dists/{suite}/InRelease", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=MIRROR_TIMEOUT_S) as answer:
             return bool(answer.status == 200)

@@ -1,8 +1,9 @@
-"""What goes into the tree."""
+"""What goes into a tree."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
@@ -10,10 +11,8 @@ CHECKOUT = HERE.parent.parent
 FILES = HERE / "files"
 REQUIREMENTS = HERE / "requirements.txt"
 
-SUITE = "trixie"
 DEFAULT_MIRROR = "http://deb.debian.org/debian"
 ARCHITECTURE = "x86_64"  # of the kernel; the only one that the product knows
-PYTHON_VERSION = "3.13"  # of the suite
 WHEEL_PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_17_x86_64", "manylinux_2_28_x86_64")
 PACKAGES = (
     # what the product talks to
@@ -26,6 +25,9 @@ PACKAGES = (
     "busybox-static",
     "python3", "python3-venv",
 )  # fmt: skip
+# What a client of CRI needs beside grpcio: messages are compiled for the suite's own python3-protobuf, which
+# pycriu uses too.
+CRI_PACKAGES = ("protobuf-compiler",)
 # The next releases of some of them, beside these: what works with one must work with both.
 NEWER_SUITE = "sid"
 NEWER_PACKAGES = (
@@ -39,15 +41,37 @@ VENV = "/opt/gpusnap"
 IMAGE_STORE = "/usr/share/gpusnap/containers.tar"
 IMAGE_ARCHIVE = "/usr/share/gpusnap/base.oci.tar"
 
-# The modules whose change changes the tree
+# The modules whose change changes the trees
 _CODE = ("recipe.py", "build.py")
 
 
-def digest() -> str:
-    """The name of the tree that this recipe makes."""
-    total = hashlib.sha256()
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """A release of Debian, and what its tree has."""
+
+    name: str
+    packages: tuple[str, ...] = PACKAGES
+    requirements: tuple[Path, ...] = (REQUIREMENTS,)
+    newer: bool = False
+    """Whether the packages of NEWER_SUITE are unpacked beside its own."""
+
+
+TRIXIE = Suite("trixie", newer=True)
+# Debian's next release as it grows. The tree stays as it was built until the recipe changes.
+SID = Suite(
+    "sid",
+    packages=PACKAGES + CRI_PACKAGES,
+    requirements=(REQUIREMENTS, HERE / "requirements-cri.txt"),
+)
+SUITES = {suite.name: suite for suite in (TRIXIE, SID)}
+
+
+def digest(suite: Suite) -> str:
+    """The name of the tree that this recipe makes of `suite`."""
+    total = hashlib.sha256(f"{suite.name}\0".encode())
     code = [HERE / "testhost" / name for name in _CODE]
-    for path in [*code, REQUIREMENTS, *sorted(p for p in FILES.rglob("*") if p.is_file())]:
+    files = sorted(path for path in FILES.rglob("*") if path.is_file())
+    for path in [*code, *suite.requirements, *files]:
         total.update(f"{path.relative_to(HERE)}\0{path.stat().st_mode & 0o111}\0".encode())
         total.update(hashlib.sha256(path.read_bytes()).digest())
     return total.hexdigest()[:16]

@@ -1,0 +1,245 @@
+"""kubelet's way: containerd's CRI plugin checkpoints a container, and restores it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import shimhost
+from containerdhost import Containerd, containerd, recorded, version
+from cri import RUNNING, Cri, CriError, Pod, PodContainer, connected
+from registryhost import Registry, running
+from support import GPUS_CONF, RUNTIME, faults, good, manifest, podman, run
+
+pytestmark = pytest.mark.skipif(
+    not shutil.which("containerd") or version() < (2,), reason="containerd's CRI checkpoints from 2.0 on"
+)
+
+HANDLER = "gpusnap"
+# For what does not depend on the runtime: the one that most nodes have.
+RUNC = pytest.mark.parametrize("real", ["runc"], indirect=True)
+RESTORES = pytest.mark.parametrize("real", ["runc", "crun"], indirect=True)
+UUIDS = re.findall(r"uuid=(\S+)", GPUS_CONF)
+WORK = ("/gpuwork", "--tick", "30", "--mib", "8")
+# As docs/kubernetes.md has it, but for the first two: a sandbox is a container of an image that waits; and a
+# machine in a machine may not lower a process' oom_score_adj below its own.
+_CONFIG = """\
+[plugins."io.containerd.grpc.v1.cri"]
+sandbox_image = "{registry}/pause:1"
+restrict_oom_score_adj = true
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.{handler}]
+runtime_type = "io.containerd.runc.v2"
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.{handler}.options]
+BinaryName = "{runtime}"
+"""
+# Where version 1 of the cgroups has the cpu controller, version 2 has none, and sandboxes get a CPU weight.
+_WITHOUT_CPU = """\
+#!{python} -I
+import json, os, sys
+if "create" in sys.argv:
+    path = os.path.join(sys.argv[sys.argv.index("--bundle") + 1], "config.json")
+    with open(path) as file:
+        spec = json.load(file)
+    spec["linux"]["resources"].pop("cpu", None)
+    with open(path, "w") as file:
+        json.dump(spec, file)
+os.execv("{runtime}", ["{runtime}", *sys.argv[1:]])
+"""
+
+
+@pytest.fixture(scope="module")
+def registry(host: None) -> Iterator[Registry]:
+    """A registry with the base image, and one to make sandboxes of."""
+    with running() as found:
+        command = 'CMD ["/bin/sleep", "1000000"]'
+        good(podman("create", "--name", "pause", "localhost/base", runtime="crun"))
+        good(podman("commit", "--quiet", "--change", command, "pause", "localhost/pause:1"))
+        good(podman("rm", "pause"))
+        for name in ("base", "pause"):
+            source = f"containers-storage:localhost/{name}:{'1' if name == 'pause' else 'latest'}"
+            to = f"docker://{found.host}/{name}:1"
+            good(run("skopeo", "copy", "--quiet", "--dest-tls-verify=false", source, to))
+        yield found
+        podman("rmi", "--force", "localhost/pause:1")
+
+
+@pytest.fixture(scope="module")
+def server(registry: Registry, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containerd]:
+    Path("/etc/resolv.conf").touch()  # a pod has the host's
+    folder = tmp_path_factory.mktemp("containerd")
+    config = _CONFIG.format(registry=registry.host, handler=HANDLER, runtime=_runtime(folder))
+    with containerd(folder, config=config) as found:
+        yield found
+
+
+def _runtime(folder: Path) -> str:
+    """The launcher, behind what this machine's cgroups make necessary."""
+    if "cpu" in Path("/sys/fs/cgroup/cgroup.controllers").read_text().split():
+        return RUNTIME
+    path = folder / "runtime"
+    path.write_text(_WITHOUT_CPU.format(python=sys.executable, runtime=RUNTIME))
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def cri(server: Containerd) -> Iterator[Cri]:
+    with connected(server.address) as found:
+        yield found
+
+
+@pytest.fixture
+def base(cri: Cri, registry: Registry) -> str:
+    """The image that containers are made of; it is pulled, as kubelet would have it."""
+    image = f"{registry.host}/base:1"
+    cri("PullImage", image={"image": image})
+    return image
+
+
+@pytest.fixture
+def pod(cri: Cri, real: str, tmp_path: Path) -> Iterator[Pod]:
+    found = Pod.run(cri, "pod", tmp_path / "logs", handler=HANDLER)
+    yield found
+    found.remove()
+
+
+@pytest.fixture
+def work(pod: Pod, base: str) -> PodContainer:
+    """gpuwork in a container of the pod, after its first ticks."""
+    container = pod.create("work", base, *WORK)
+    container.start()
+    container.goes_on()
+    return container
+
+
+def restored(pod: Pod, image: str | Path, *, gpus: str = "all", attempt: int = 1) -> PodContainer:
+    """A container made of a checkpoint, after some ticks of its own."""
+    if not (2, 1) <= version()[:2] <= (2, 3):
+        pytest.skip("this containerd restores no checkpoint in CreateContainer, as 2.1 to 2.3 do")
+    container = pod.create("work", str(image), gpus=gpus, attempt=attempt)
+    container.start()
+    container.goes_on()
+    return container
+
+
+def gpusnap(*words: str | Path) -> str:
+    return good(run("/usr/local/bin/gpusnap", *words))
+
+
+def pushed(cri: Cri, what: str | Path, image: str) -> str:
+    """What `gpusnap push --format cri` makes of a checkpoint, pulled as kubelet would."""
+    gpusnap("push", "--plain-http", "--format", "cri", what, image)
+    cri("PullImage", image={"image": image})
+    return image
+
+
+def test_checkpoint(work: PodContainer, tmp_path: Path) -> None:
+    """CheckpointContainer's archive is whole, and the container runs on; twice."""
+    for name in ("first.tar", "second.tar"):
+        archive = tmp_path / name
+        work.checkpoint(archive)
+        work.goes_on()
+        record = manifest(archive)
+        assert record["pages"] == "chunks"
+        assert len(record["gpus"]) == 2
+        gpusnap("verify", archive)
+
+
+@RESTORES
+def test_restore(pod: Pod, work: PodContainer, tmp_path: Path) -> None:
+    """The archive's path in the place of an image brings the container back, which is checkpointed again."""
+    for attempt in (1, 2):
+        archive = tmp_path / f"{attempt}.tar"
+        work.checkpoint(archive)
+        work.remove()
+        work = restored(pod, archive, attempt=attempt)
+        assert work.status().state == RUNNING
+
+
+@RESTORES
+def test_image(pod: Pod, work: PodContainer, tmp_path: Path, registry: Registry) -> None:
+    """`gpusnap push --format cri` of the archive is an image that CreateContainer takes for a checkpoint."""
+    work.checkpoint(tmp_path / "checkpoint.tar")
+    work.remove()
+    image = pushed(pod.cri, tmp_path / "checkpoint.tar", f"{registry.host}/checkpoint:1")
+    restored(pod, image)
+
+
+@RUNC
+def test_image_of_an_artifact(pod: Pod, work: PodContainer, tmp_path: Path, registry: Registry) -> None:
+    """An archive that went by chunks to a registry, and from there to a store, becomes such an image."""
+    work.checkpoint(tmp_path / "checkpoint.tar")
+    work.remove()
+    artifact, store = f"{registry.host}/artifact:1", f"oci:{tmp_path / 'store'}:work"
+    gpusnap("push", "--plain-http", tmp_path / "checkpoint.tar", artifact)
+    gpusnap("pull", "--plain-http", artifact, "--to", store)
+    restored(pod, pushed(pod.cri, store, f"{registry.host}/checkpoint:2"))
+
+
+@RUNC
+def test_another_gpu(pod: Pod, base: str, tmp_path: Path) -> None:
+    """The GPUs are those of the new container's request, whichever they were before."""
+    work = pod.create("work", base, *WORK, gpus="0")
+    work.start()
+    work.goes_on()
+    work.checkpoint(tmp_path / "checkpoint.tar")
+    work.remove()
+    again = restored(pod, tmp_path / "checkpoint.tar", gpus="1")
+    assert [*dict.fromkeys(re.findall(r"gpu=(GPU-\S+)", again.log()))] == UUIDS
+
+
+@RUNC
+def test_store(pod: Pod, work: PodContainer, settings: shimhost.Writer, tmp_path: Path) -> None:
+    """With memory.pages = "store" the GPU's bytes do not go through containerd, which copies them."""
+    settings(f'[memory]\npages = "store"\n[store]\npath = "{tmp_path / "store"}"\n')
+    archive = tmp_path / "checkpoint.tar"
+    work.checkpoint(archive)
+    work.remove()
+    assert (
+        archive.stat().st_size
+        < 8 << 20
+        < sum(path.stat().st_size for path in (tmp_path / "store").rglob("*") if path.is_file())
+    )
+    restored(pod, archive)
+
+
+@RUNC
+def test_refused(work: PodContainer, tmp_path: Path) -> None:
+    """kubelet gets our sentence, and the container runs on."""
+    faults("checkpoint result=CUDA_ERROR_UNKNOWN")
+    with pytest.raises(CriError, match="gpusnap: "):
+        work.checkpoint(tmp_path / "checkpoint.tar")
+    faults("")
+    work.goes_on()
+
+
+@RUNC
+def test_python_starts_for_a_checkpoint_alone(pod: Pod, base: str, tmp_path: Path) -> None:
+    """All else that containerd's CRI asks of the handler's BinaryName goes by the launcher."""
+    with recorded(tmp_path / "starts") as starts:
+        for attempt in (0, 1):
+            work = pod.create("work", base, *WORK, attempt=attempt)
+            work.start()
+            work.goes_on()
+            if not attempt:
+                work.remove()
+        assert starts() == []
+        work.checkpoint(tmp_path / "checkpoint.tar")
+        assert [" checkpoint " in line for line in starts()] == [True]
+
+
+@RUNC
+def test_without_gpu(pod: Pod, base: str, tmp_path: Path) -> None:
+    """A container without a GPU under the same handler is the real runtime's."""
+    script = "i=0; while :; do i=$((i+1)); echo pid=1 tick=$i ok; sleep 0.05; done"
+    work = pod.create("work", base, "sh", "-c", script, gpus="")
+    work.start()
+    work.goes_on()
+    work.checkpoint(tmp_path / "checkpoint.tar")
+    work.goes_on()
+    work.remove()
+    restored(pod, tmp_path / "checkpoint.tar", gpus="")
