@@ -35,6 +35,11 @@ _plain_http = click.option(
 @click.option("--tcp-established", is_flag=True, help="Take open TCP connections along.")
 @click.option("--file-locks", is_flag=True, help="Take file locks along.")
 @click.option("--ignore-rootfs", is_flag=True, help="Leave files that changed out of it.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Also where processes share GPU memory in a way that does not come back (NCCL, CUDA IPC).",
+)
 @_plain_http
 @_as_json
 def checkpoint(
@@ -45,6 +50,7 @@ def checkpoint(
     tcp_established: bool,
     file_locks: bool,
     ignore_rootfs: bool,
+    force: bool,
     plain_http: bool,
     as_json: bool,
 ) -> None:
@@ -71,6 +77,7 @@ def checkpoint(
         tcp_established=tcp_established,
         file_locks=file_locks,
         ignore_rootfs=ignore_rootfs,
+        force=force,
         plain_http=plain_http,
     )
     if name and isinstance(wish.to, where.InFile):
@@ -164,14 +171,16 @@ def restore(
 def push(what: str, ref: str, form: moving.Format, plain_http: bool, as_json: bool) -> None:
     """Bring the checkpoint WHAT into a registry as REF.
 
-    WHAT is a name or a digest in this host's store, oci:DIR[:NAME], or an archive. Chunks that the registry
-    has are not sent again. REF without a tag has the tag latest. CAs and client certificates of a registry
+    WHAT is a name or a digest in this host's store, oci:DIR[:NAME], an archive of Podman's or of ctr images
+    export, or containerd:[NAMESPACE/]IMAGE, a checkpoint that ctr container checkpoint --task has made;
+    containerd's socket is taken from CONTAINERD_ADDRESS, as ctr does. Chunks that the registry has are not
+    sent again. REF without a tag has the tag latest. CAs and client certificates of a registry
     are taken from /etc/containers/certs.d or /etc/docker/certs.d, a proxy from HTTPS_PROXY and NO_PROXY.
 
     As JSON: reference, digest, blobs and bytes that were sent, skippedBlobs and skippedBytes that were there,
     and mounted, the blobs of those that the registry took from another of its repositories.
     """
-    found = where.find(what, remote=False)
+    found = where.in_containerd(what) or where.find(what, remote=False)
     assert not isinstance(found, where.InRegistry)
     with Progress() as progress:
         done = moving.push(found, where.registry(ref), plain_http=plain_http, format=form, progress=progress)
@@ -189,35 +198,67 @@ def push(what: str, ref: str, form: moving.Format, plain_http: bool, as_json: bo
     "file",
     default="",
     metavar="FILE",
-    help="Write an archive for Podman, .tar or .tar.zst.",
+    help="Write an archive for Podman, .tar or .tar.zst; of a checkpoint of containerd's a .tar for ctr.",
 )
 @click.option(
     "--to",
-    metavar="oci:DIR[:NAME]",
+    metavar="PLACE",
     shell_complete=complete_store,
-    help="Into that store. [default: this host's, unless -o is given]",
+    help="Into the store oci:DIR[:NAME], or into containerd, as containerd:[NAMESPACE/]IMAGE. "
+    "[default: this host's store, unless -o is given]",
 )
 @_plain_http
 @_as_json
 def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -> None:
-    """Bring the checkpoint REF out of a registry, into a store or an archive.
+    """Bring the checkpoint REF out of a registry, into a store, an archive, or containerd.
 
     In the store its name is REF, and chunks that the store has do not come again. One that was interrupted
     goes on from where it was when it is run again. CAs and client certificates of a registry are taken from
     /etc/containers/certs.d or /etc/docker/certs.d, a proxy from HTTPS_PROXY and NO_PROXY.
 
-    As JSON: reference, digest, store, name, file, and blobs to mounted as `gpusnap push` has them.
+    containerd gets what its ctr has checkpointed, to be restored by ctr container restore --live NAME IMAGE,
+    and the base image as well where the checkpoint has it (--image), unless it has another one of that name,
+    or an image called IMAGE that is no checkpoint: then nothing is changed. The archive of one is taken by
+    ctr images import --no-unpack, which replaces images that have the names in it: REF, and that of the base
+    image, which the maker of the checkpoint has chosen. A base image in it is made ready by ctr snapshots
+    unpack DIGEST. Do so only with checkpoints that you trust: ctr lets them say what a container may do.
+
+    As JSON: reference, digest, store, name, file, image (its name in containerd, or in the file for ctr),
+    baseImage (which a restore needs there), and blobs to mounted as `gpusnap push` has them.
     """
-    store = where.destination(to) if to is not None else None
-    if store is not None and not isinstance(store, where.InStore):
-        raise UsageError(f"--to {to} is no store", hint="write it as oci:DIR or oci:DIR:NAME, or use -o")
+    place: where.Place | where.InContainerd | None = None
+    if to is not None:
+        place = where.in_containerd(to) or where.destination(to)
+    if place is not None and not isinstance(place, where.InStore | where.InContainerd):
+        raise UsageError(
+            f"--to {to} is no store",
+            hint="write it as oci:DIR, oci:DIR:NAME or containerd:IMAGE, or use -o",
+        )
     with Progress() as progress:
-        done = moving.pull(where.registry(ref), file=file, to=store, plain_http=plain_http, progress=progress)
+        done = moving.pull(where.registry(ref), file=file, to=place, plain_http=plain_http, progress=progress)
     if as_json:
         document = {"reference": done.reference, "digest": done.digest}
-        _print(document | {"store": done.store, "name": done.name, "file": done.file} | _moved(done.moved))
+        document |= {"store": done.store, "name": done.name, "file": done.file}
+        image = done.image or done.packed
+        document |= {
+            "image": image.name if image is not None else "",
+            "baseImage": image.base if image is not None else "",
+        }
+        _print(document | _moved(done.moved))
         return
-    click.echo(f"{done.name or done.file}  {done.digest}  {_figures(done.moved)}")
+    shown = done.image.name if done.image is not None else done.name or done.file
+    click.echo(f"{shown}  {done.digest}  {_figures(done.moved)}")
+    if done.image is not None and not done.image.base_there:
+        click.echo(
+            f"note: to restore it, containerd needs the image {done.image.base}, which is not in it", err=True
+        )
+    if done.packed is not None:
+        names = [done.packed.name, *([done.packed.base] if done.packed.base_there else [])]
+        click.echo(
+            f"note: ctr images import of {done.file} sets the image{'s' * (len(names) > 1)} "
+            f"{' and '.join(names)}, in the place of any that is called so",
+            err=True,
+        )
 
 
 def _print(document: Mapping[str, object]) -> None:

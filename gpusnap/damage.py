@@ -39,7 +39,9 @@ Progress = Callable[[int, int], object]
 _WHAT = {
     artifacts.CONFIG: "gpusnap's manifest",
     artifacts.RECORDS: "the records: CRIU's images, and the engine's files",
+    artifacts.IMAGE: "the records: CRIU's images, and what containerd keeps with them",
     artifacts.ROOTFS: "the rootfs diff",
+    artifacts.BLOB: "containerd's image: the files that changed, or the base image",
 }
 # Of one blob; a chunk that is used a thousand times need not be told a thousand times.
 _MOST_PLACES = 8
@@ -119,7 +121,7 @@ def tables_of(root: Descriptor, layout: Layout) -> tuple[Table, ...]:
 
 def within_artifact(artifact: Artifact, record: Manifest | None) -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
-    for each in (artifact.config, artifact.records, artifact.rootfs):
+    for each in (artifact.config, artifact.records, artifact.rootfs, *artifact.carried):
         if each is not None:
             found[each.digest].append(_by_type(each))
     for digest, places in within_manifest(record).items():

@@ -7,32 +7,40 @@ import io
 import tarfile
 import tempfile
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from gpusnap.labels import CREATED
 from gpusnap.members import BLOBS, CONFIG, FIRST, FOLDERS, LAYOUT, OURS, PIECE, ROOTFS, SMALL
 from oci import artifact
-from oci.archive import Entry, Writer, entries, unpacked
+from oci.archive import Entry, entries, unpacked
 from oci.blobs import Blobs
 from oci.chunks import Table
-from oci.compression import as_file
+from oci.compression import Readable, as_file
 from oci.digests import PREFIX, encoded
 from oci.errors import BlobError, reason
 from oci.layout import Layout
 from oci.manifest import Descriptor, Index
 from runtime_shim.errors import ImageError
 
-__all__ = ["Giving"]
+__all__ = ["Giving", "Sink"]
 
 _MOST_THREADS = 16
 
 T = TypeVar("T")
 U = TypeVar("U")
+
+
+class Sink(Protocol):
+    """What takes the entries of an archive, such as oci.archive.Writer."""
+
+    def add(self, info: tarfile.TarInfo, content: Readable | None = None) -> None:
+        """One more, with `info.size` bytes of content."""
+        ...
 
 
 class Giving:
@@ -42,7 +50,7 @@ class Giving:
         self,
         whole: artifact.Artifact,
         blobs: Blobs,
-        writer: Writer,
+        writer: Sink,
         threads: int,
         report: Callable[[int], None],
     ) -> None:
@@ -61,14 +69,18 @@ class Giving:
                 self._writer.add(entry.info, entry.content)
                 if len(dumps) == len(FIRST):
                     break
+        self.others(layer, dumps)
+        self._report(layer.size)
+
+    def others(self, layer: Descriptor, without: Container[str] = ()) -> None:
+        """The entries of the records, but for those of these names."""
         for entry in self._entries(layer):
-            if entry.name in dumps:
+            if entry.name in without:
                 continue
             ours = entry.name in (CONFIG, ROOTFS, *LAYOUT) or entry.name.startswith(f"{BLOBS}/")
             if ours or (entry.name in FOLDERS and not entry.info.isdir()):
                 raise ImageError(f"the records {layer.digest} hold {entry.name}, which is none of them")
             self._writer.add(entry.info, entry.content)
-        self._report(layer.size)
 
     def rootfs(self, layer: Descriptor) -> None:
         """The files that changed: their tar as it was."""

@@ -54,6 +54,26 @@ class Kept:
         """Bytes of all its blobs and manifests."""
         return sum(each.size for each in (*self.artifact.blobs(), *self.artifact.documents))
 
+    def check_podman(self) -> None:
+        """Raise Refused where Podman cannot restore it: it is not whole, or containerd's."""
+        self.check_whole()
+        if self.artifact.is_image:
+            raise Refused(
+                f"{self.root.digest} is a checkpoint of containerd's, which Podman cannot restore",
+                hint="on a host with containerd: gpusnap pull REF --to containerd:IMAGE, then ctr container "
+                "restore --live NAME IMAGE",
+            )
+
+    def check_containerd(self) -> None:
+        """Raise Refused where containerd cannot restore it: it is not whole, or Podman's."""
+        self.check_whole()
+        if not self.artifact.is_image:
+            raise Refused(
+                f"{self.root.digest} is no checkpoint of containerd's, but one of Podman's or Kubernetes', "
+                "which ctr cannot restore",
+                hint="gpusnap restore REF has Podman restore it",
+            )
+
     def check_whole(self) -> None:
         """Raise Refused where it is only the GPU side of a checkpoint that Podman has."""
         if self.artifact.records is None:

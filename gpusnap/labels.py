@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from runtime_shim import chunk_home
 from runtime_shim.manifest import Manifest
 
-__all__ = ["CREATED", "annotations_of"]
+__all__ = ["CREATED", "annotations_of", "bounded", "time_of"]
 
 CREATED = "org.opencontainers.image.created"
 _CRIU = "org.criu.checkpoint."
@@ -31,7 +31,7 @@ def annotations_of(config: bytes, spec: bytes, record: Manifest | None, *, writt
     values = _object(config)
     ours = chunk_home.described(record) if record is not None else {}
     found = {
-        CREATED: _time(written),
+        CREATED: time_of(written),
         "io.gpusnap.container.id": values.get("id"),
         **ours,
         f"{_CRIU}engine.name": _engine(_object(spec)),
@@ -43,6 +43,11 @@ def annotations_of(config: bytes, spec: bytes, record: Manifest | None, *, writt
     }
     if isinstance(values.get("runtime"), str) and values["runtime"]:
         found[f"{_CRIU}runtime.name"] = values["runtime"]
+    return bounded(found)
+
+
+def bounded(found: Mapping[str, object]) -> dict[str, str]:
+    """Those that are texts, printable and not too long; without such as are empty."""
     texts = {key: _printable(value) for key, value in found.items() if isinstance(value, str)}
     return {key: text for key, text in sorted(texts.items()) if text}
 
@@ -67,7 +72,8 @@ def _engine(spec: Mapping[str, object]) -> str:
     return "containerd" if "io.kubernetes.cri.container-type" in notes else "podman"
 
 
-def _time(seconds: float) -> str:
+def time_of(seconds: float) -> str:
+    """Seconds since 1970 as RFC 3339 has it, UTC."""
     moment = datetime.fromtimestamp(min(max(seconds, 0), _LAST), UTC)
     return moment.isoformat(timespec="seconds").replace("+00:00", "Z")
 

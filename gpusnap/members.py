@@ -10,6 +10,8 @@ __all__ = [
     "CONFIG",
     "FIRST",
     "FOLDERS",
+    "IMAGE_BLOBS",
+    "IMAGE_FOLDER",
     "LARGEST_DUMP",
     "LAYOUT",
     "OURS",
@@ -28,6 +30,9 @@ ROOTFS = "rootfs-diff.tar"
 FIRST = ("config.dump", "spec.dump")
 # Of one of these; Podman's are some tens of KiB.
 LARGEST_DUMP = 16 << 20
+# A layout, in the records of an image of containerd's.
+IMAGE_FOLDER = "containerd"
+IMAGE_BLOBS = f"{IMAGE_FOLDER}/blobs/sha256"
 # One that is only made on the way, in a staging of a store.
 ARCHIVE = "podman.tar"
 

@@ -4,34 +4,39 @@ from __future__ import annotations
 
 import os
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from gpusnap import convert, kept, where
+from gpusnap import containerd_images as images
+from gpusnap import containerd_taking, convert, kept, where
+from gpusnap.containerd import Source
+from gpusnap.containerd_archive import Archive, is_layout
+from gpusnap.containerd_ctr import InContainerd
 from gpusnap.failures import told
 from gpusnap.kept import Kept
 from gpusnap.labels import annotations_of
 from gpusnap.members import ARCHIVE, FIRST, LARGEST_DUMP
 from gpusnap.progress import Progress
+from gpusnap.pulling import LATEST, fetched
 from gpusnap.source import load_manifest, open_repository
 from oci import artifact, image, reference, transfer
 from oci.archive import Compression, read_member
-from oci.errors import BlobError, RegistryError, StagingBusy, StoreError
+from oci.errors import BlobError, RegistryError, StoreError
 from oci.layout import Layout
 from oci.manifest import Descriptor
 from oci.reference import Reference
 from oci.store import Staging, Store, check_name
 from oci.transfer import Moved
-from runtime_shim.errors import ManifestError, UsageError
+from runtime_shim.errors import ManifestError, Refused, UsageError
 
 __all__ = [
     "Format",
     "Pulled",
     "Pushed",
     "fetched",
+    "image_in",
     "pull",
     "push",
     "push_kept",
@@ -43,16 +48,8 @@ __all__ = [
 
 Format = Literal["oci", "cri", "podman"]
 
-_LATEST = "latest"
 # Each may cost a request for each blob that is new.
 _MOST_SIBLINGS = 4
-# Seconds, between looks at a staging that another process has.
-_EVERY = 0.2
-_PATIENCE = 600.0
-# Bytes that any network brings in time.
-_NOTHING = 64 << 20
-# Bytes of chunks that show how fast they come; whoever fetches the rest fetches these again.
-_PROBE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,7 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What came from a registry, and where it is: in a store under a name, in an archive, or both."""
+    """What came from a registry, and where it is: in a store under a name, an archive, or containerd."""
 
     reference: str
     digest: str
@@ -74,10 +71,14 @@ class Pulled:
     store: str = ""
     name: str = ""
     file: str = ""
+    image: images.Brought | None = None
+    """What containerd has of it now."""
+    packed: images.Brought | None = None
+    """What the file has for containerd: `ctr images import` sets these names."""
 
 
 def push(
-    what: where.InStore | where.InFile,
+    what: where.InStore | where.InFile | where.InContainerd,
     to: where.InRegistry,
     *,
     plain_http: bool = False,
@@ -88,12 +89,17 @@ def push(
 
     What is there already does not go again. Raises NotFound, Damaged, GpusnapError.
     """
+    if format != "oci" and (isinstance(what, where.InContainerd) or _is_image(what)):
+        raise Refused(
+            f"no image for {format} can be made of a checkpoint of containerd's",
+            hint="push it without --format, for containerd on another host",
+        )
     with told(), ExitStack() as stack:
         if isinstance(what, where.InStore):
             store, found = stack.enter_context(kept.held(what))
             if format == "oci":
                 return _sent(found.root, store.layout, store, to, plain_http, progress)
-            found.check_whole()
+            found.check_podman()
             staging = stack.enter_context(store.stage())
             archive = os.path.join(staging.path, ARCHIVE)
             progress.stage("archive")
@@ -102,6 +108,10 @@ def push(
         else:
             store = where.default_store().create()
             staging = stack.enter_context(store.stage())
+            if isinstance(what, where.InContainerd):
+                progress.stage("containerd's image")
+                root = image_in(staging, InContainerd(what.namespace, what.name), progress)
+                return _sent(root, staging.layout, store, to, plain_http, progress)
             archive = what.path
             if format == "oci":
                 progress.stage("archive")
@@ -124,130 +134,70 @@ def pull(
     what: where.InRegistry,
     *,
     file: str = "",
-    to: where.InStore | None = None,
+    to: where.InStore | where.InContainerd | None = None,
     plain_http: bool = False,
     progress: Progress,
 ) -> Pulled:
-    """Bring a checkpoint out of a registry, into a store, or into an archive, or both.
+    """Bring a checkpoint out of a registry, into a store, into an archive or containerd, or two of these.
 
     Into this host's store, unless one of them is given. What a killed pull has brought is not brought again.
     Raises NotFound, Damaged, GpusnapError.
     """
     compress = _compression(file)
-    store = to.store if to is not None else where.default_store()
-    name = to.wanted if to is not None and to.wanted else ""
+    store = to.store if isinstance(to, where.InStore) else where.default_store()
+    name = to.wanted if isinstance(to, where.InStore) else ""
     with told():
-        name = check_name(name) if name else store_name(what.reference)
-        with fetched(store, what, plain_http=plain_http, progress=progress) as (staging, found, moved):
+        call_it = store_name(what.reference)
+        name = check_name(name) if name else call_it
+        wish = _Wish(file, call_it, to)
+        look = wish.look if file or isinstance(to, where.InContainerd) else None
+        coming = fetched(store, what, check=wish.check, look=look, plain_http=plain_http, progress=progress)
+        with coming as (staging, found, moved):
+            done = Pulled(str(what.reference), found.root.digest, moved, file=file)
             if file:
-                found.check_whole()
                 progress.stage("archive")
-                write_archive(found, staging.layout, file, compress=compress, progress=progress)
-            if to is not None or not file:
+                if found.artifact.is_image:
+                    packed = images.write(found, staging.layout, file, call_it, progress)
+                    done = replace(done, packed=packed)
+                else:
+                    write_archive(found, staging.layout, file, compress=compress, progress=progress)
+            if isinstance(to, where.InContainerd):
+                progress.stage("into containerd")
+                done = replace(done, image=images.bring(found, staging.layout, to, progress))
+            elif to is not None or not file:
                 progress.stage("to disk")
                 staging.commit(found.root, names=[name], foreign=found.tables)
-                return Pulled(str(what.reference), found.root.digest, moved, store.path, name, file)
-    return Pulled(str(what.reference), found.root.digest, moved, file=file)
+                done = replace(done, store=store.path, name=name)
+    return done
 
 
-@contextmanager
-def fetched(
-    store: Store,
-    what: where.InRegistry,
-    *,
-    leave: int = 0,
-    seconds: float = 0,
-    plain_http: bool = False,
-    progress: Progress,
-) -> Iterator[tuple[Staging, Kept, Moved]]:
-    """A checkpoint from a registry, in a staging of the store.
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """Where a checkpoint shall go: whether it can, before all of it has come."""
 
-    leave: chunks that the store lacks stay away, where they are at most so many bytes together, and would
-    come within `seconds`; those that it has are not read then, as they are when they are used. The staging is
-    removed at the end of the block, and stays for the next time where that fails. Raises OciError,
-    ManifestError, Damaged, NotFound.
-    """
-    store.create()
-    with open_repository(what, plain_http=plain_http) as repository:
-        progress.stage(f"pull of {what.reference}")
-        root = repository.resolve(_wanted(what.reference))
-        staging = _staged(store, root, what.reference, progress)
-        try:
-            transfer.pull(repository, root.digest, staging.layout, have=_have(staging), wanted=_is_config)
-            found = kept.load(root, staging.layout)
-            away = {each.digest: each.size for each in _away(found.artifact.chunks, staging, store)}
+    file: str
+    name: str
+    """What a file calls it in containerd: never what its maker says, as an import replaces images."""
+    to: where.InStore | where.InContainerd | None
 
-            def come(wanted: Callable[[Descriptor], bool]) -> Moved:
-                have = _have(staging, read=not leave)
-                return transfer.pull(
-                    repository, root.digest, staging.layout, have=have, wanted=wanted, progress=progress.moved
-                )[1]
+    def check(self, found: Kept) -> None:
+        """By its manifest. Raises GpusnapError."""
+        if isinstance(self.to, where.InContainerd):
+            found.check_containerd()
+            images.check_target(self.to)
+        elif self.file:
+            found.check_whole()
+        if self.file and found.artifact.is_image:
+            images.check_file(self.file)
 
-            if not leave:
-                moved = come(lambda one: True)
-            else:
-                moved = come(lambda one: one.digest not in away)
-                if not _may_wait(away, leave, seconds, come):
-                    come(lambda one: one.digest in away)
-            yield staging, found, moved
-        except BaseException:
-            staging.close(leave=True)
-            raise
-        staging.close()
-
-
-def _away(chunks: Iterable[Descriptor], staging: Staging, store: Store) -> Iterator[Descriptor]:
-    """Those that are neither in a staging nor in its store."""
-    for each in chunks:
-        if not any(layout.has_blob(each.digest, each.size) for layout in (staging.layout, store.layout)):
-            yield each
-
-
-def _may_wait(
-    away: Mapping[str, int], leave: int, seconds: float, come: Callable[[Callable[[Descriptor], bool]], Moved]
-) -> bool:
-    """Whether chunks (digest, bytes) can come later: they are few, and would then come in time.
-
-    Some of them come now, so that it is known how fast they do.
-    """
-    missing = sum(away.values())
-    if missing > leave:
-        return False
-    if missing <= _NOTHING:
-        return True
-    probe: set[str] = set()
-    size = 0
-    for digest, each in away.items():
-        if size >= min(missing // 32, _PROBE):
-            break
-        probe.add(digest)
-        size += each
-    began = time.monotonic()
-    moved = come(lambda one: one.digest in probe)
-    return missing * (time.monotonic() - began) <= moved.bytes * seconds
-
-
-def _staged(store: Store, root: Descriptor, of: Reference, progress: Progress) -> Staging:
-    """The staging for what is pulled of it; where another process pulls the same, when that is done.
-
-    What that brings, a second one need not. Raises OciError, such as StagingBusy where that takes too long.
-    """
-    name, waits = f"pull-{root.digest.partition(':')[2][:32]}", False
-    end = time.monotonic() + _PATIENCE
-    while True:
-        try:
-            staging = store.stage(name)
-        except StagingBusy:
-            if time.monotonic() > end:
-                raise
-            if not waits:
-                progress.stage(f"waiting for another pull of {of}")
-            waits = True
-            time.sleep(_EVERY)
-            continue
-        if waits:
-            progress.stage(f"pull of {of}")
-        return staging
+    def look(self, found: Kept, layout: Layout) -> None:
+        """By the beginning of its records. Raises GpusnapError, OciError."""
+        # A large manifest of the base image is a blob of its own: where that has not come, it is seen later.
+        with suppress(BlobError):
+            if self.file:
+                images.check_names(found, layout, self.name)
+            if isinstance(self.to, where.InContainerd):
+                images.check_base(found, layout, self.to)
 
 
 def take_chunks(staging: Staging, chunks: Iterable[Descriptor]) -> None:
@@ -297,7 +247,7 @@ def _one(match: re.Match[str]) -> str:
 def _sent(
     root: Descriptor, layout: Layout, store: Store, to: where.InRegistry, plain_http: bool, progress: Progress
 ) -> Pushed:
-    tag = "" if to.reference.digest else to.reference.tag or _LATEST
+    tag = "" if to.reference.digest else to.reference.tag or LATEST
     if to.reference.digest not in ("", root.digest):
         raise UsageError(
             f"{to.reference} names another digest than that of the checkpoint, {root.digest}",
@@ -332,10 +282,24 @@ def _siblings(store: Store, to: Reference) -> tuple[str, ...]:
 
 def taken_in(staging: Staging, archive: str, progress: Progress) -> Descriptor:
     """An archive as an artifact in a staging; the store may have its chunks. Raises OciError, ImageError."""
+    if is_layout(archive):
+        with Archive(archive) as source:
+            return image_in(staging, source, progress)
     taken = convert.take_in(archive, staging.layout, known=staging.take, progress=progress.chunks)
     take_chunks(staging, taken.chunks)
     parts = artifact.Artifact(taken.config, taken.records, taken.rootfs, taken.chunks, taken.annotations)
     return artifact.write(staging.layout, parts)
+
+
+def image_in(staging: Staging, source: Source, progress: Progress) -> Descriptor:
+    """The same of an image of containerd's."""
+    parts = containerd_taking.take_in(source, staging.layout, known=staging.take, progress=progress.chunks)
+    take_chunks(staging, parts.chunks)
+    return artifact.write(staging.layout, parts)
+
+
+def _is_image(what: where.InStore | where.InFile) -> bool:
+    return isinstance(what, where.InFile) and is_layout(what.path)
 
 
 def _annotations(archive: str) -> dict[str, str]:
@@ -346,33 +310,6 @@ def _annotations(archive: str) -> dict[str, str]:
     except ManifestError:
         record = None
     return annotations_of(config, spec, record, written=os.path.getmtime(archive))
-
-
-def _wanted(of: Reference) -> str:
-    return of.digest or of.tag or _LATEST
-
-
-def _have(staging: Staging, *, read: bool = True) -> Callable[[Descriptor], bool]:
-    """What the store has, and with `read` has right: a pull brings the rest, also in the place of what is
-    damaged.
-    """
-
-    def have(one: Descriptor) -> bool:
-        if not staging.take(one.digest, one.size):
-            return False
-        if not read:
-            return True
-        try:
-            staging.layout.check_blob(one)
-        except BlobError:
-            return False
-        return True
-
-    return have
-
-
-def _is_config(one: Descriptor) -> bool:
-    return one.media_type == artifact.CONFIG
 
 
 def _compression(file: str) -> Compression:

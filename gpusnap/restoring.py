@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from gpusnap import kept, moving, podman, where
+from gpusnap.containerd_archive import is_layout
 from gpusnap.damage import within_artifact
 from gpusnap.failures import Damaged, told
 from gpusnap.kept import Kept
@@ -26,8 +27,8 @@ from oci.errors import BlobError, DiskError, OciError, StoreError
 from oci.image import CRIU
 from oci.store import Staging, Store
 from runtime_shim import fetching
-from runtime_shim.errors import GpusnapError, UsageError
-from runtime_shim.restore import GPU_MAP
+from runtime_shim.choosing import GPU_MAP
+from runtime_shim.errors import GpusnapError, Refused, UsageError
 
 __all__ = ["Restored", "Wish", "restore"]
 
@@ -98,12 +99,17 @@ def _from_file(wish: Wish, path: str, progress: Progress) -> str:
             f"{path} is a folder, and Podman restores archives",
             hint="a store is named oci:DIR:NAME; a folder of images is restored by gpusnap-runtime restore",
         )
+    if is_layout(path):
+        raise Refused(
+            f"{path} is an image layout, such as containerd exports, which Podman cannot restore",
+            hint="ctr images import --no-unpack takes it, and ctr container restore --live restores it",
+        )
     return _run(wish, path, {}, progress, lambda: _name_in(path))
 
 
 def _from_store(wish: Wish, place: where.InStore, progress: Progress) -> tuple[str, str]:
     with kept.held(place) as (store, found):
-        found.check_whole()
+        found.check_podman()
         with _room(store) as folder:
             archive = os.path.join(folder, ARCHIVE)
             progress.stage("records")
@@ -122,10 +128,15 @@ def _from_registry(wish: Wish, place: where.InRegistry, progress: Progress) -> t
     store, name = where.default_store(), moving.store_name(place.reference)
     pull_from = where.InRegistry(place.reference, place.plain_http or wish.plain_http).repository
     coming = moving.fetched(
-        store, place, leave=_ON_THE_WAY, seconds=_SECONDS, plain_http=wish.plain_http, progress=progress
+        store,
+        place,
+        leave=_ON_THE_WAY,
+        seconds=_SECONDS,
+        check=Kept.check_podman,
+        plain_http=wish.plain_http,
+        progress=progress,
     )
     with coming as (staging, found, _), _room(store) as folder, ExitStack() as stack:
-        found.check_whole()
         before = kept.roots(store)
         archive = os.path.join(folder, ARCHIVE)
         progress.stage("records")

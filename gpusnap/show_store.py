@@ -110,6 +110,9 @@ def heading(console: Console, stored: Stored) -> None:
     for what, part in (("records", artifact.records), ("rootfs diff", artifact.rootfs)):
         if part is not None:
             say(console, f"{what}: {human(part.size)}, {part.digest}")
+    if artifact.carried:
+        carried = sum(each.size for each in artifact.carried)
+        say(console, f"containerd's blobs: {human(carried)} in {len(artifact.carried)}")
     if artifact.records is None:
         say(console, "records: none, these are the pages of a checkpoint whose archive lies elsewhere")
     if artifact.chunks:

@@ -14,12 +14,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from gpusnap import kept
+from gpusnap.archives import read_member
+from gpusnap.containerd_archive import check_no_layout
 from gpusnap.failures import told
 from gpusnap.kept import hold
 from gpusnap.members import CONFIG
 from gpusnap.where import InFile, InRegistry, InStore, find
 from oci import artifact as artifacts
-from oci.archive import ArchiveError, read_member
+from oci.archive import ArchiveError
 from oci.artifact import Artifact
 from oci.blobs import Blobs
 from oci.layout import Layout
@@ -109,7 +111,8 @@ def needed(checkpoint: Checkpoint) -> manifest.Manifest:
 def load_manifest(path: str) -> manifest.Manifest:
     """The manifest of an archive or a directory.
 
-    Raises NoManifest where an archive has none, ManifestError where it is broken, or a directory has none.
+    Raises NoManifest where an archive has none, ManifestError where it is broken, or a directory has none,
+    and Refused for an image layout in an archive.
     """
     if os.path.isdir(path):
         return manifest.read(_images(path))
@@ -118,6 +121,7 @@ def load_manifest(path: str) -> manifest.Manifest:
     except ArchiveError as error:
         raise ManifestError(str(error)) from error
     if data is None:
+        check_no_layout(path)
         raise _no_manifest(path)
     return manifest.decode(data, f"{path}: {CONFIG}")
 

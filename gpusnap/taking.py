@@ -11,10 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO
 
+from gpusnap.archives import entries
 from gpusnap.labels import annotations_of
 from gpusnap.members import BLOBS, CONFIG, FIRST, FOLDERS, LARGEST_DUMP, LAYOUT, OURS, PIECE, ROOTFS, SMALL
 from oci import artifact, tar
-from oci.archive import Content, Entry, entries
+from oci.archive import Content, Entry
 from oci.chunks import Table, descriptors
 from oci.compression import Readable, as_file, squeezed
 from oci.digests import PREFIX, check_digest, digest_of, encoded
@@ -100,7 +101,11 @@ class Taking:
 
     def records(self, file: Readable) -> Iterator[bytes]:
         """The tar of what has no place of its own; on the way the rest goes to its place."""
-        for entry in entries(file, where=self._path):
+        return self.placed(entries(file, where=self._path))
+
+    def placed(self, found: Iterable[Entry]) -> Iterator[bytes]:
+        """The same of the entries of an archive."""
+        for entry in found:
             for piece in self._placed(entry):
                 yield piece
                 self._report()
@@ -112,6 +117,14 @@ class Taking:
         """All that the archive became; blobs that nobody names are removed."""
         if FIRST[0] not in self._dumps:
             raise ImageError(f"{self._path} is no checkpoint of a container: it has no {FIRST[0]}")
+        config, info = self._dumps[FIRST[0]]
+        spec = self._dumps[FIRST[1]][0] if FIRST[1] in self._dumps else b""
+        return self.settled(records, lambda record: annotations_of(config, spec, record, written=info.mtime))
+
+    def settled(
+        self, records: Descriptor, notes: Callable[[manifest.Manifest | None], Mapping[str, str]]
+    ) -> Taken:
+        """The same for images without an engine's configurations; `notes` are the annotations."""
         if self._ours and self._record is None:
             raise ImageError(
                 f"{self._path} is not complete: it has {OURS}, but no {CONFIG}",
@@ -124,10 +137,7 @@ class Taking:
         self._settle(chunks)
         own = (self._config, records, self._rootfs)
         self._drop(self._added - {each.digest for each in (*chunks, *own) if each is not None})
-        config, info = self._dumps[FIRST[0]]
-        spec = self._dumps[FIRST[1]][0] if FIRST[1] in self._dumps else b""
-        notes = annotations_of(config, spec, self._record, written=info.mtime)
-        return Taken(self._config, records, self._rootfs, chunks, tables, notes)
+        return Taken(self._config, records, self._rootfs, chunks, tables, notes(self._record))
 
     def _placed(self, entry: Entry) -> Iterable[bytes]:
         """Put an entry where it belongs; what of it goes into the records."""

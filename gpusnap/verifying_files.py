@@ -11,10 +11,12 @@ from typing import IO, cast
 
 import zstandard
 
+from gpusnap.archives import entries
+from gpusnap.containerd_archive import check_no_layout
 from gpusnap.contents import parts
 from gpusnap.damage import Damage, Progress, Verified, damaged, within_manifest
 from gpusnap.where import default_store, open_store
-from oci.archive import Content, entries
+from oci.archive import Content
 from oci.chunks import LARGEST_CHUNK, MEDIA_TYPES
 from oci.digests import PREFIX
 from oci.errors import ArchiveError, LayoutError
@@ -100,6 +102,8 @@ def in_archive(path: str, progress: Progress) -> Verified:
     except ArchiveError as error:
         damage = Damage("", "", whole, str(error), ("the archive itself",))
         return Verified(path, "", len(found), done, True, (damage,))
+    if data is None:
+        check_no_layout(path)
     record = None if data is None else manifest.decode(data, f"{path}: {_MANIFEST}")
     if record is not None and record.pages == "store":
         return _chunks_in_store(path, record, progress)

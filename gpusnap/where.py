@@ -5,7 +5,11 @@
     [http://]HOST/NAME[:TAG]    in a registry; HOST has a dot or a port or is localhost; http: without TLS
     NAME, DIGEST, ab12cd…       in this host's store (store.path): a name, a digest, or the beginning of one
 
-They are tried in this order.
+They are tried in this order. For push and pull there is one more, before the others:
+
+    containerd:[NAMESPACE/]IMAGE    an image in containerd. NAMESPACE has no dot and no colon and is not
+                                    localhost, or is k8s.io; without one it is CONTAINERD_NAMESPACE, or
+                                    default, as for ctr
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from runtime_shim import settings as settings_file
 from runtime_shim.errors import UsageError
 
 __all__ = [
+    "InContainerd",
     "InFile",
     "InRegistry",
     "InStore",
@@ -30,6 +35,7 @@ __all__ = [
     "default_store",
     "destination",
     "find",
+    "in_containerd",
     "in_store",
     "named",
     "open_store",
@@ -37,6 +43,11 @@ __all__ = [
 ]
 
 _STORE = "oci:"
+_CONTAINERD = "containerd:"
+# containerd's grammars: pkg/identifiers of its namespaces; names of images are free, these are what there is.
+_NAMESPACE = re.compile(r"[A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*", re.ASCII)
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,254}", re.ASCII)
+_KUBERNETES = "k8s.io"
 _ENDINGS = (".tar", ".tar.zst", ".tar.gz", ".tgz")
 _BEGINNINGS = ("/", "./", "../")
 _DIGEST = re.compile(r"(?:sha256:)?[0-9a-f]{6,64}", re.ASCII)
@@ -85,6 +96,14 @@ class InRegistry:
         return (PLAIN_HTTP if self.plain_http else "") + self.reference.name
 
 
+@dataclass(frozen=True, slots=True)
+class InContainerd:
+    """An image in containerd."""
+
+    namespace: str
+    name: str
+
+
 Place = InStore | InFile | InRegistry
 
 
@@ -94,6 +113,7 @@ def find(word: str, *, remote: bool = True) -> Place:
     Without `remote` no word stands for a registry: one that looks so may be a name in the store. A store
     must be there. Raises NotFound, UsageError, SettingsError.
     """
+    _check_not_containerd(word)
     if word.startswith(_STORE):
         return _in_folder(word)
     if _is_file(word):
@@ -103,6 +123,26 @@ def find(word: str, *, remote: bool = True) -> Place:
     if remote and (found := _in_registry(word)) is not None:
         return found
     return in_store(word)
+
+
+def in_containerd(word: str) -> InContainerd | None:
+    """An image in containerd; None for a word that stands for something else. Raises UsageError."""
+    if not word.startswith(_CONTAINERD):
+        return None
+    name = word.removeprefix(_CONTAINERD)
+    namespace, slash, rest = name.partition("/")
+    if slash and (
+        namespace == _KUBERNETES or not ("." in namespace or ":" in namespace or namespace == "localhost")
+    ):
+        name = rest
+    else:
+        namespace = os.environ.get("CONTAINERD_NAMESPACE") or "default"
+    if not _IMAGE.fullmatch(name) or not _NAMESPACE.fullmatch(namespace):
+        raise UsageError(
+            f"{word[:120]!r} names no image in containerd",
+            hint="write it as containerd:IMAGE or containerd:NAMESPACE/IMAGE",
+        )
+    return InContainerd(namespace, name)
 
 
 def in_store(word: str) -> InStore:
@@ -130,6 +170,7 @@ def destination(word: str) -> Place:
 
     Raises UsageError.
     """
+    _check_not_containerd(word)
     if word.startswith(_STORE):
         return _in_folder(word, new=True)
     if _is_file(word, endings_only=True):
@@ -181,6 +222,14 @@ _WHAT = "neither a file, nor a name in a store or a registry, nor a digest"
 
 def _hint() -> str:
     return "see gpusnap ls, or gpusnap --help for what a checkpoint is named by"
+
+
+def _check_not_containerd(word: str) -> None:
+    if word.startswith(_CONTAINERD):
+        raise UsageError(
+            f"{word[:120]!r} is an image in containerd, which only gpusnap push and gpusnap pull --to know",
+            hint="ctr container checkpoint and ctr container restore make and restore it",
+        )
 
 
 def _in_folder(word: str, *, new: bool = False) -> InStore:

@@ -160,6 +160,10 @@ class Writer:
         except tar.HeaderFault as fault:
             raise ArchiveError(f"{self.path} cannot be written: {fault}") from fault
 
+    def append(self, data: bytes) -> None:
+        """Write pieces of the tar as they are, for who makes whole entries of them."""
+        self._write(data)
+
     def _write(self, data: bytes) -> None:
         if self._packing is not None:
             data = self._packing.compress(data)

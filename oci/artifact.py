@@ -4,12 +4,17 @@ From image-spec v1.1, manifest.md ("Guidelines for Artifact Usage") and image-in
 
     manifest   artifactType application/vnd.gpusnap.checkpoint.v1+json, annotations
         config   application/vnd.gpusnap.checkpoint.config.v1+json: of no interest here; or the empty one
-        layers   records   application/vnd.gpusnap.checkpoint.records.v1.tar+zstd    none, or one
+        layers   records   application/vnd.gpusnap.checkpoint.records.v1.tar+zstd    none, or one, or one
+                           application/vnd.gpusnap.checkpoint.image.v1.tar+zstd      of these
                  rootfs    application/vnd.gpusnap.checkpoint.rootfs.v1.tar+zstd     none, or one
+                 carried   application/vnd.gpusnap.checkpoint.blob.v1                any number
                  chunks    application/vnd.gpusnap.chunk.v1, …+zstd                  each blob once
 
+Records are of an engine that writes its checkpoints as archives, or of one that keeps them as images; blobs
+that are carried are those of such an image, as they were.
+
 A registry takes a manifest of up to 4 MiB, and a chunk's place in one takes some 400 bytes. So from about
-9,000 chunks on (140 GiB), it is
+9,000 chunks on (70 GiB in chunks of 8 MiB), it is
 
     index      the same artifactType and annotations, and io.gpusnap.manifests: how many it has
         manifest   the same artifactType and io.gpusnap.manifests: config, records, rootfs, the first chunks
@@ -51,10 +56,15 @@ CHECKPOINT = "application/vnd.gpusnap.checkpoint.v1+json"
 CHUNKS = "application/vnd.gpusnap.chunks.v1+json"
 CONFIG = "application/vnd.gpusnap.checkpoint.config.v1+json"
 RECORDS = "application/vnd.gpusnap.checkpoint.records.v1.tar+zstd"
+IMAGE = "application/vnd.gpusnap.checkpoint.image.v1.tar+zstd"
+"""Records, of an engine that keeps its checkpoints as images."""
 ROOTFS = "application/vnd.gpusnap.checkpoint.rootfs.v1.tar+zstd"
+BLOB = "application/vnd.gpusnap.checkpoint.blob.v1"
+"""A blob of such an image, which that names."""
 
 TITLE = "org.opencontainers.image.title"
-TITLES = {RECORDS: "records.tar.zst", ROOTFS: "rootfs-diff.tar.zst"}
+TITLES = {RECORDS: "records.tar.zst", IMAGE: "image.tar.zst", ROOTFS: "rootfs-diff.tar.zst"}
+_OF_RECORDS = (RECORDS, IMAGE)
 CHUNK_REGION = "io.gpusnap.chunk.region"
 CHUNK_OFFSET = "io.gpusnap.chunk.offset"
 CHUNK_SIZE = "io.gpusnap.chunk.size"
@@ -63,7 +73,7 @@ PARTS = "io.gpusnap.manifests"
 
 # Below the 4 MiB that registries should take, as some count what is around it too.
 LARGEST_DOCUMENT = 7 << 19
-# 140 GiB of chunks fit in one; their number is bounded as somebody has to fetch them all.
+# 70 GiB in chunks of 8 MiB fit in one; their number is bounded as somebody has to fetch them all.
 MOST_MANIFESTS = 1024
 
 
@@ -81,11 +91,19 @@ class Artifact:
     annotations: Mapping[str, str] = field(default_factory=dict)
     documents: tuple[Descriptor, ...] = ()
     """The manifests and the index that it was read from, the top one first; not looked at by `write`."""
+    carried: tuple[Descriptor, ...] = ()
+    """Blobs that go along as they are, each once."""
+
+    @property
+    def is_image(self) -> bool:
+        """Whether its records are of an engine that keeps its checkpoints as images."""
+        return self.records is not None and self.records.media_type == IMAGE
 
     def blobs(self) -> Iterator[Descriptor]:
-        """Config, records, rootfs and chunks, as far as they are there."""
+        """Config, records, rootfs, what is carried, and chunks, as far as they are there."""
         yield self.config
         yield from (each for each in (self.records, self.rootfs) if each is not None)
+        yield from self.carried
         yield from self.chunks
 
 
@@ -119,6 +137,7 @@ def write(layout: Layout, artifact: Artifact) -> Descriptor:
     notes = {key: value for key, value in sorted(artifact.annotations.items()) if key != PARTS}
     chunks = _once(artifact.chunks)
     first = [_titled(each) for each in (artifact.records, artifact.rootfs) if each is not None]
+    first += _once(artifact.carried)
     # manifest.md: a manifest has at least one layer, and the empty one stands for none.
     whole = Manifest(artifact.config, (*first, *chunks) or (empty_descriptor(),), CHECKPOINT, None, notes)
     if EMPTY in (artifact.config.media_type, whole.layers[0].media_type):
@@ -199,20 +218,24 @@ def _assembled(
     documents: tuple[Descriptor, ...],
 ) -> Artifact:
     what = f"the checkpoint {root.digest}"
-    known = (*TITLES, *MEDIA_TYPES.values())
+    known = (*TITLES, BLOB, *MEDIA_TYPES.values())
     layers = _once(layer for part in (main, *more) for layer in part.layers if layer.media_type in known)
     if main.config.media_type not in (CONFIG, EMPTY):
         raise LayoutError(f"{what} has a config of an unknown kind, {main.config.media_type}")
-    if any(each.media_type in TITLES for part in more for each in part.layers):
+    if any(each.media_type in (*TITLES, BLOB) for part in more for each in part.layers):
         raise LayoutError(f"{what} has records or a rootfs in a manifest of chunks")
-    one: dict[str, Descriptor | None] = {}
-    for media_type in TITLES:
-        found = [each for each in layers if each.media_type == media_type]
+
+    def single(*media_types: str) -> Descriptor | None:
+        found = [each for each in layers if each.media_type in media_types]
         if len(found) > 1:
-            raise LayoutError(f"{what} has {len(found)} layers of the kind {media_type}, and one is allowed")
-        one[media_type] = found[0] if found else None
+            kind = found[-1].media_type
+            raise LayoutError(f"{what} has {len(found)} layers of the kind {kind}, and one is allowed")
+        return found[0] if found else None
+
+    records, rootfs = single(*_OF_RECORDS), single(ROOTFS)
     chunks = tuple(each for each in layers if each.media_type in MEDIA_TYPES.values())
-    return Artifact(main.config, one[RECORDS], one[ROOTFS], chunks, dict(annotations), documents)
+    carried = tuple(each for each in layers if each.media_type == BLOB)
+    return Artifact(main.config, records, rootfs, chunks, dict(annotations), documents, carried)
 
 
 def _manifest(at: Descriptor, read: Callable[[Descriptor], bytes]) -> Manifest:
@@ -250,8 +273,9 @@ def _once(named: Iterable[Descriptor]) -> tuple[Descriptor, ...]:
 def _check_types(artifact: Artifact) -> None:
     allowed = [
         (artifact.config, "config", (CONFIG, EMPTY)),
-        (artifact.records, "records", (RECORDS,)),
+        (artifact.records, "records", _OF_RECORDS),
         (artifact.rootfs, "rootfs", (ROOTFS,)),
+        *((each, "carried blob", (BLOB,)) for each in artifact.carried),
         *((each, "chunk", tuple(MEDIA_TYPES.values())) for each in artifact.chunks),
     ]
     for part, what, types in allowed:

@@ -11,7 +11,8 @@ importCheckpointImage). The other annotations (libpod/define/annotations.go) are
 checkpoint by io.kubernetes.cri-o.annotations.checkpoint.name on its manifest (server/container_restore.go,
 checkIfCheckpointOCIImage), containerd 2.1 to 2.3 by org.criu.checkpoint.container.name
 (internal/cri/server/container_checkpoint_linux.go, the same name). Then both read config.dump and spec.dump:
-CRI-O wants its own annotations in spec.dump, so it restores what CRI-O dumped, not what Podman did.
+CRI-O wants its own annotations in spec.dump and containerd a status.dump beside it, so each restores what it
+dumped, and neither what Podman did.
 
 Layers are tar+zstd, or tar+gzip where the archive is gzip (image-spec v1.1, layer.md); Podman, CRI-O,
 containerd and skopeo take both. One pass over the archive gives the layer and both of its digests.

@@ -72,7 +72,7 @@ def test_all_as_json(store: Store, registry: FakeRegistry, tmp_path: Path) -> No
     assert again.keys() == figures
     assert again["blobs"] == 0
     pulled = document("pull", f"http://{ref}", "-o", str(tmp_path / "out.tar"))
-    assert pulled.keys() == figures | {"store", "name", "file"}
+    assert pulled.keys() == figures | {"store", "name", "file", "image", "baseImage"}
     restored = document("restore", "mine")
     assert restored.keys() == {"container", "containerId", "digest", "kept", "seconds"}
     assert restored["digest"] == made["digest"]
