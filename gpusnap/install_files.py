@@ -1,0 +1,126 @@
+"""Files of a host, or of a tree, for `gpusnap install`: what is at a path, and each put in one step."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from contextlib import suppress
+
+from runtime_shim.errors import GpusnapError, reason
+
+__all__ = [
+    "check_inside",
+    "file_state",
+    "make_folder",
+    "pending",
+    "put_file",
+    "put_link",
+    "remove_folder",
+    "state",
+    "under",
+    "unlink",
+]
+
+# A file of ours is smaller; nothing larger needs a digest to be somebody else's.
+_LARGEST = 16 << 20
+
+
+def under(root: str, path: str) -> str:
+    """Where a path of the host lies."""
+    return path if root in ("", "/") else os.path.join(root, path.lstrip("/"))
+
+
+def check_inside(root: str, path: str) -> None:
+    """Raise GpusnapError where a link leads the folder of a path out of the tree, as an absolute one does."""
+    if root in ("", "/"):
+        return
+    place = under(root, path)
+    top, folder = os.path.realpath(root), os.path.realpath(os.path.dirname(place))
+    if os.path.commonpath((top, folder)) != top:
+        raise GpusnapError(
+            f"{place} is not in the tree {root}: a link above it leads to {folder}",
+            hint="make that link a relative one, or work in the tree itself, by chroot",
+        )
+
+
+def state(path: str) -> str | None:
+    """What lies at a path; None where nothing does, "other" for what is neither file nor link."""
+    try:
+        found = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise GpusnapError(f"{path} cannot be looked at: {reason(error)}", hint="run it as root") from error
+    if stat.S_ISLNK(found.st_mode):
+        return f"link:{os.readlink(path)}"
+    if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST:
+        return "other"
+    try:
+        with open(path, "rb") as file:
+            return file_state(file.read(), stat.S_IMODE(found.st_mode))
+    except OSError as error:
+        raise GpusnapError(f"{path} cannot be read: {reason(error)}", hint="run it as root") from error
+
+
+def file_state(data: bytes, mode: int) -> str:
+    """The state of a file."""
+    return f"sha256:{hashlib.sha256(data).hexdigest()} {mode:04o}"
+
+
+def pending(path: str) -> str:
+    """The name of a file that is being written: always the same, so that what a kill leaves is found."""
+    return os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.gpusnap-new")
+
+
+def make_folder(path: str) -> None:
+    """With what is missing above it; everybody may look into them, whatever the umask. Raises OSError."""
+    if os.path.isdir(path):
+        return
+    make_folder(os.path.dirname(path))
+    os.mkdir(path)
+    os.chmod(path, 0o755)
+
+
+def put_link(path: str, target: str) -> None:
+    """Raises OSError."""
+    new = pending(path)
+    with suppress(FileNotFoundError):
+        os.unlink(new)
+    os.symlink(target, new)
+    os.replace(new, path)
+
+
+def put_file(path: str, data: bytes, mode: int) -> None:
+    """Raises OSError."""
+    new = pending(path)
+    with suppress(FileNotFoundError):
+        os.unlink(new)
+    try:
+        with open(new, "xb") as file:
+            os.fchmod(file.fileno(), mode)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(new)
+        raise
+
+
+def unlink(path: str) -> None:
+    """Remove a file, if it is there. Raises GpusnapError."""
+    try:
+        os.unlink(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise GpusnapError(f"{path} cannot be removed: {reason(error)}", hint="run it as root") from error
+
+
+def remove_folder(path: str) -> None:
+    """Remove a folder, if it is empty."""
+    # Somebody put something into it, or has mounted something there: then it is his.
+    with suppress(OSError):
+        os.rmdir(path)
