@@ -111,7 +111,10 @@ def remove(container_id: str) -> None:
 def check(found: Container) -> None:
     """Raise ContainerError where gpusnap cannot checkpoint it as it is."""
     if found.status == "paused":
-        raise ContainerError(f"the container {found.name} is paused", hint=f"podman unpause {found.name}")
+        raise ContainerError(
+            f"the container {found.name} is paused, and Podman checkpoints none that is",
+            hint=f"podman unpause {found.name}",
+        )
     if found.status != "running":
         raise ContainerError(
             f"the container {found.name} does not run: it is {found.status}",

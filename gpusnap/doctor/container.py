@@ -1,0 +1,112 @@
+"""All checks of one container, in the order in which they are told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from gpusnap.doctor import duration, files, gpu_use, mounts, room, sockets
+from gpusnap.doctor.check import Ask, Check, asked, ok, refused, warning
+from gpusnap.doctor.criu import local_sockets_only
+from gpusnap.doctor.files import Opened
+from gpusnap.doctor.gpu_use import Use
+from gpusnap.doctor.subject import Subject
+from runtime_shim import by_plugin, proc
+from runtime_shim.criu import mounts as criu_mounts
+from runtime_shim.criu.version import criu_version
+from runtime_shim.errors import GpusnapError
+from runtime_shim.gpu.driver import Driver, ProcessState
+from runtime_shim.gpu.handles import nvidia_majors
+from runtime_shim.gpu.libraries import is_driver_file
+from runtime_shim.proc import Process
+
+__all__ = ["checks"]
+
+
+def checks(of: Subject, driver: Driver | None) -> tuple[Check, ...]:
+    """What would stop a checkpoint of the container, and how long one is likely to take."""
+    used: Use = {}
+    found: list[Check] = [*_container(of)]
+    if driver is None:
+        found.append(ok("GPU processes", "this host has no GPU driver, so no process has GPU state"))
+    elif of.container.status == "paused":
+        says = (
+            "the container is paused, and its processes do not answer the GPU's driver; a checkpoint thaws "
+            "it for that, doctor does not"
+        )
+        found.append(warning("GPU processes", says, "resume it, and run gpusnap doctor again"))
+    else:
+        try:
+            driver = by_plugin.chosen(driver, of.container, of.settings)
+            driver.open()
+            used, states = gpu_use.use(driver, of.processes)
+        except GpusnapError as error:
+            found.append(refused("GPU processes", error))
+        else:
+            found += asked(_of_gpus(of, driver, used, states))
+    opened = files.opened(of.processes)
+    return (*found, *asked(_of_criu(of, opened, used)))
+
+
+def _container(of: Subject) -> Iterator[Check]:
+    facts: dict[str, Any] = {
+        "id": of.container.id,
+        "engine": of.engine,
+        "status": of.container.status,
+        "processes": len(of.processes),
+    }
+    if of.objection is not None:
+        yield refused("container", of.objection, **facts)
+    elif not of.processes:
+        yield warning("container", f"{of.name} has no process", "start it", **facts)
+    else:
+        count = len(of.processes)
+        says = f"{of.name} ({of.engine}, {of.container.id[:12]}) is {of.container.status}, processes: {count}"
+        yield ok("container", says, **facts)
+
+
+def _of_gpus(of: Subject, driver: Driver, used: Use, states: dict[Process, ProcessState]) -> Iterator[Ask]:
+    yield "GPU processes", lambda: gpu_use.told(used)
+    yield (
+        "GPU state",
+        lambda: gpu_use.refusals(of, driver, used, states) if used or driver.nodes(of.container.pid) else (),
+    )
+
+
+def _of_criu(of: Subject, opened: tuple[Opened, ...], used: Use) -> Iterator[Ask]:
+    settings, container, processes = of.settings, of.container, of.processes
+    majors = nvidia_majors()[1]
+
+    def ours(path: str, major: int) -> bool:
+        return major in majors or path.startswith(("/dev/nvidia", "/dev/dri/", "/dev/kfd"))
+
+    spaces = {process.pid: proc.namespace(process.pid, "ipc") for process in processes}
+    own = proc.namespace(os.getpid(), "ipc")
+    yield "kernel files", lambda: files.anonymous(opened)
+    yield "open devices", lambda: files.character_devices(opened, ours)
+    yield "deleted files", lambda: files.deleted(processes, opened, settings.criu.ghost_limit)
+    yield "System V memory", lambda: files.shared_memory(processes, spaces, own)
+    yield "file locks", lambda: files.locks(opened)
+    yield "inotify", lambda: files.watches(opened)
+    yield "sockets", lambda: sockets.protocols(opened, local_only=local_sockets_only(criu_version()))
+    yield "TCP connections", lambda: sockets.connections(opened)
+    yield "mounts", lambda: mounts.check(proc.mounts(container.pid), of.config, _drivers(of))
+    yield "duration", lambda: _duration(of, used)
+
+
+def _drivers(of: Subject) -> set[str]:
+    """The driver's mounts that gpusnap declares, and the others of its files, which CRIU is told of too."""
+    declared, _ = criu_mounts.undeclared(of.container.pid, of.config)
+    every = {mount.destination for mount in proc.mounts(of.container.pid)}
+    return {mount.destination for mount in declared} | {path for path in every if is_driver_file(path)}
+
+
+def _duration(of: Subject, used: Use) -> Iterator[Check]:
+    settings, place = of.settings, gpu_use.place(of)
+    if settings.memory.pages == "store":
+        place = settings.store.path
+    resident = sum(proc.memory(process.pid) for process in of.processes)
+    before = duration.earlier(settings.store.path, of.container.id)
+    disk = None if room.in_memory(place) else room.speed(place)
+    return duration.check(of.container.id, sum(each.used for each in used.values()), resident, before, disk)

@@ -1,0 +1,201 @@
+"""Container engines: the real runtime, gpusnap-runtime, Podman, containerd, CRI-O; who knows of gpusnap."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from gpusnap.doctor.check import Check, failure, ok, refused, warning
+from gpusnap.doctor.sources import Answer, ask, below, program, toml, version
+from gpusnap.hooks_command import takes_annotation
+from runtime_shim import preflight
+from runtime_shim.errors import GpusnapError
+from runtime_shim.real import RealRuntime, find, identify
+
+__all__ = ["engines", "launcher", "real_runtime", "registered", "runtimes"]
+
+_OURS = "gpusnap-runtime"
+# containers.conf(5): later files win; the folders' files by name.
+_PODMAN = ("/usr/share/containers/containers.conf", "/etc/containers/containers.conf")
+_CONTAINERD = "/etc/containerd/config.toml"
+_CRIO = ("/etc/crio/crio.conf",)
+_FOLDERS = {
+    "Podman": ("/usr/share/containers/containers.conf.d", "/etc/containers/containers.conf.d"),
+    "CRI-O": ("/usr/share/crio/crio.conf.d", "/etc/crio/crio.conf.d"),
+}
+_FILES = {"Podman": _PODMAN, "CRI-O": _CRIO}
+_PROGRAMS = {"Podman": "podman", "containerd": "containerd", "CRI-O": "crio"}
+
+Find = Callable[[str], str | None]
+Run = Callable[[list[str]], Answer | None]
+
+
+def real_runtime(wanted: str) -> RealRuntime:
+    """The real runtime by the setting, or crun, or runc. Raises GpusnapError."""
+    return identify(find(wanted or None))
+
+
+def runtimes(wanted: str, criu: str) -> Iterator[Check]:
+    """The real runtime: which it is, whether it can checkpoint, and by what road CRIU is configured."""
+    try:
+        real = real_runtime(wanted)
+    except GpusnapError as error:
+        yield refused("runtime", error)
+        return
+    facts: dict[str, Any] = {
+        "path": str(real.path),
+        "kind": real.kind,
+        "version": real.version_text,
+        "criu": real.has_criu,
+        "takes_org_criu_config": takes_annotation(real, criu),
+    }
+    if not real.has_criu:
+        yield failure(
+            "runtime",
+            f"{real.name} ({real.path}) was built without CRIU",
+            "install a crun with +CRIU in crun --version, or runc, and set runtime in the settings to it",
+            **facts,
+        )
+    elif (lacking := _without_library(real)) is not None:
+        yield refused("runtime", lacking, **facts)
+    elif real.kind == "other":
+        yield warning(
+            "runtime",
+            f"{real.path} is neither crun nor runc, and gpusnap has not been used with it",
+            "set runtime in the settings to crun or runc",
+            **facts,
+        )
+    else:
+        road = "also by org.criu.config" if facts["takes_org_criu_config"] else "not by org.criu.config"
+        says = f"{real.name} ({real.path}); CRIU is configured by CRIU_CONFIG_FILE, {road}"
+        yield ok("runtime", says, **facts)
+
+
+def _without_library(real: RealRuntime) -> GpusnapError | None:
+    try:
+        preflight.criu_library(real)
+    except GpusnapError as error:
+        return error
+    return None
+
+
+def launcher(*, find: Find = program) -> Iterator[Check]:
+    """gpusnap-runtime, where an engine finds it by name."""
+    path = find(_OURS)
+    if path is None:
+        yield failure(
+            _OURS,
+            "gpusnap-runtime is neither in PATH nor in the system's folders",
+            "gpusnap install, or name its whole path to Podman and containerd",
+        )
+    else:
+        yield ok(_OURS, path, path=path)
+
+
+def engines(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
+    """Podman, containerd and CRI-O: those that are here, with their versions."""
+    here = False
+    for name, word in _PROGRAMS.items():
+        path = find(word)
+        if path is None:
+            continue
+        here = True
+        done = run([path, "--version"])
+        numbers = ".".join(map(str, version(done.out))) if done is not None and not done.code else ""
+        if numbers:
+            yield ok(name, f"{name} {numbers} ({path})", path=path, version=numbers)
+        else:
+            todo = f"see what {word} --version says"
+            yield warning(name, f"{path} is there and does not tell its version", todo, path=path)
+    if not here:
+        yield failure("engines", "there is no Podman, containerd or CRI-O", "install Podman or containerd")
+
+
+def registered(root: str = "/", *, find: Find = program) -> Iterator[Check]:
+    """Which engines have gpusnap-runtime in their configuration, under which names."""
+    here = [name for name, word in _PROGRAMS.items() if find(word) is not None]
+    known: dict[str, list[str]] = {}
+    for name in here:
+        documents = _containerds(root) if name == "containerd" else _documents(root, name)
+        for document in documents:
+            known.setdefault(name, []).extend(_names(document, root))
+    found = {name: sorted(set(names)) for name, names in known.items() if names}
+    without = [name for name in here if name not in found]
+    if not here:
+        return
+    if found:
+        each = "; ".join(f"{name} as {', '.join(names)}" for name, names in found.items())
+        but = f"; {' and '.join(without)}: not in the configuration" if without else ""
+        yield ok("registered", f"gpusnap is known to {each}{but}", runtimes=found, without=without)
+    else:
+        yield warning(
+            "registered",
+            f"gpusnap is not in the configuration of {' and '.join(here)}",
+            f"gpusnap install; or name it each time: podman --runtime PATH/{_OURS}, ctr run --runc-binary "
+            f"PATH/{_OURS}",
+            runtimes={},
+            without=without,
+        )
+
+
+def _configuration(root: str, engine: str) -> Iterator[str]:
+    yield from _FILES[engine]
+    for folder in _FOLDERS[engine]:
+        try:
+            names = sorted(os.listdir(below(root, folder)))
+        except OSError:
+            continue
+        yield from (
+            f"{folder}/{name}" for name in names if name.endswith((".conf", ".toml")) or "." not in name
+        )
+
+
+def _documents(root: str, engine: str) -> Iterator[Mapping[str, Any]]:
+    yield from (toml(root, path) for path in _configuration(root, engine))
+
+
+def _containerds(root: str) -> Iterator[Mapping[str, Any]]:
+    """containerd's file and what it imports, and these in turn (containerd-config.toml(5), imports)."""
+    paths, seen = [_CONTAINERD], {_CONTAINERD}
+    while paths:
+        path = paths.pop(0)
+        document = toml(root, path)
+        yield document
+        patterns = document.get("imports")
+        for pattern in patterns if isinstance(patterns, list) else ():
+            # Of a relative one it is the file's folder that counts.
+            name = os.path.join(os.path.dirname(path), pattern) if isinstance(pattern, str) else ""
+            found = sorted(glob.glob(name.lstrip("/"), root_dir=root)) if name else []
+            fresh = [each for each in (f"/{one}" for one in found) if each not in seen]
+            seen.update(fresh)
+            paths += fresh
+
+
+def _names(document: Mapping[str, Any], root: str, above: Sequence[str] = ()) -> Iterator[str]:
+    """The names under which a document has gpusnap-runtime.
+
+    Podman: engine.runtimes.NAME = [paths], engine.runtime. containerd: ….runtimes.NAME.options.BinaryName.
+    CRI-O: crio.runtime.runtimes.NAME.runtime_path.
+    """
+    for key, value in document.items():
+        if isinstance(value, dict):
+            yield from _names(value, root, (*above, key))
+        elif isinstance(value, str | list) and any(_is_ours(each, root) for each in _texts(value)):
+            path = (*above, key)
+            if path == ("engine", "runtime"):
+                yield "default"
+            elif "runtimes" in above:  # and not runtime_supports_json and the like
+                yield path[path.index("runtimes") + 1]
+
+
+def _texts(value: str | list[Any]) -> list[str]:
+    return [value] if isinstance(value, str) else [each for each in value if isinstance(each, str)]
+
+
+def _is_ours(path: str, root: str) -> bool:
+    """By its own name, or another's in whose place it is."""
+    if os.path.basename(path) == _OURS:
+        return True
+    return path.startswith("/") and os.path.basename(os.path.realpath(below(root, path))) == _OURS

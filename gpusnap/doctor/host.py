@@ -1,0 +1,87 @@
+"""All checks of a host, in the order in which they are told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+
+from gpusnap.doctor import cdi, criu, engines, gpus, kernel, room, site
+from gpusnap.doctor.check import Ask, Check, asked
+from gpusnap.doctor.sources import program
+from runtime_shim.criu.version import criu_version
+from runtime_shim.errors import GpusnapError
+from runtime_shim.gpu import find_drivers
+from runtime_shim.gpu.driver import Gpu
+from runtime_shim.gpu.plugin import AMDGPU, CUDA
+from runtime_shim.settings import SETTINGS_FILE, Settings
+
+__all__ = ["checks"]
+
+
+def checks(*, runtime: str = "", root: str = "/", settings: str = SETTINGS_FILE) -> tuple[Check, ...]:
+    """Everything that decides whether checkpointing works here; `runtime` instead of the settings' one."""
+    chosen, said = site.settings(settings)
+    wanted, version = runtime or chosen.runtime, criu_version()
+    asked_drivers = [gpus.driver(each) for each in find_drivers()] or [gpus.driver(None)]
+    hosts = {host.vendor: host for host, _ in asked_drivers if host is not None}
+    drivers = tuple(check for _, checks in asked_drivers for check in checks)
+    every = tuple(gpu for host in hosts.values() for gpu in host.gpus)
+    nvidia = hosts.get("nvidia")
+    kind = ""
+    with suppress(GpusnapError):  # its own check says so
+        kind = engines.real_runtime(wanted).kind
+    return asked(
+        (
+            ("kernel", lambda: kernel.kernel(root)),
+            ("privileges", lambda: kernel.capabilities(root)),
+            ("ptrace", lambda: kernel.ptrace_scope(root)),
+            ("userfaultfd", lambda: kernel.userfaultfd(root)),
+            ("cgroups", lambda: kernel.cgroups(root)),
+            ("criu", lambda: criu.criu(version)),
+            ("criu check", criu.own_check),
+            ("network lock", lambda: criu.network_lock(chosen.criu.options, kind, root=root)),
+            ("pycriu", criu.pycriu),
+            ("runtime", lambda: engines.runtimes(wanted, version)),
+            ("gpusnap-runtime", engines.launcher),
+            ("engines", engines.engines),
+            ("registered", lambda: engines.registered(root)),
+            ("GPU driver", lambda: drivers),
+            *_of_plugins(hosts, chosen),
+            *(_of_gpus(nvidia.gpus, root) if nvidia is not None and nvidia.gpus else ()),
+            ("CDI", lambda: cdi.check(nvidia.driver_version if nvidia is not None else "", root)),
+            ("huge pages", lambda: kernel.huge_pages(root)),
+            *_of_room(every, chosen, root),
+            ("settings", lambda: (said,)),
+            ("registries", lambda: site.registries(chosen.store.pull_from, site.auth_files(), root)),
+        )
+    )
+
+
+def _of_plugins(hosts: Collection[str], chosen: Settings) -> Iterator[Ask]:
+    if "amd" in hosts:
+        yield "CRIU plugin", lambda: gpus.plugin(AMDGPU, chosen)
+    if "nvidia" in hosts and chosen.nvidia.driver == "criu-plugin":
+        yield "CRIU plugin", lambda: gpus.plugin(CUDA, chosen)
+
+
+def _of_gpus(own: tuple[Gpu, ...], root: str) -> Iterator[Ask]:
+    yield "persistence", lambda: gpus.persistence(own)
+    yield "MIG", lambda: gpus.mig(own)
+    yield "MPS", lambda: gpus.mps(root)
+    yield "compute mode", lambda: gpus.compute_modes(own)
+    yield "ModifyDeviceFiles", lambda: gpus.nodes_made(root)
+
+
+def _of_room(own: tuple[Gpu, ...], chosen: Settings, root: str) -> Iterator[Ask]:
+    yield "disk", lambda: room.disks(own, chosen.store.path, room.graph_root(root), root)
+    if program("containerd") is not None:
+        folder = os.environ.get("TMPDIR") or "/tmp"
+        yield "disk, containerd", lambda: room.unpacking(own, root, folder)
+    yield "RAM", lambda: room.memory(own, root)
+    if own:
+        yield "Podman's limit", lambda: _limit(own, room.graph_root(root))
+
+
+def _limit(own: tuple[Gpu, ...], folder: str) -> Iterator[Check]:
+    return room.podmans_limit(own, room.speed(folder), folder)
