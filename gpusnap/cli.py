@@ -12,7 +12,7 @@ from functools import partial
 
 import click
 
-from gpusnap import commands_move, commands_store, exits, show, waiting
+from gpusnap import commands_doctor, commands_install, commands_move, commands_store, exits, show, waiting
 from gpusnap.commands_store import inspected
 from gpusnap.completing import complete_checkpoint, completion
 from gpusnap.failures import failure
@@ -20,12 +20,12 @@ from gpusnap.hooks_command import install_hooks
 from gpusnap.progress import Progress
 from gpusnap.source import needed, opened
 from oci.errors import OciError
-from runtime_shim import halfway, journal, keep, restore, suspension
+from runtime_shim import choosing, halfway, journal, keep, suspension
 from runtime_shim import recover as recovery
 from runtime_shim import settings as settings_file
 from runtime_shim._version import __version__
 from runtime_shim.errors import GpusnapError, Interrupted, reason
-from runtime_shim.gpu import find_driver, holders
+from runtime_shim.gpu import find_driver, find_drivers, holders
 from runtime_shim.gpu.driver import Driver
 from runtime_shim.room import reserved
 
@@ -126,12 +126,12 @@ def plan(what: str, gpu_map: str | None, as_json: bool) -> None:
         progress.stage(f"reading {what}")
         with opened(what) as checkpoint:
             record = needed(checkpoint)
-    host = _driver().host()
+    host = _driver(record.host.vendor).host()
     others: Mapping[str, int] = {}
     with suppress(GpusnapError):  # it takes root to know
         others = reserved()
-    request = restore.gpu_request(gpu_map)
-    chosen = restore.choose(record, host, request, settings_file.load().gpu_map, others)
+    request = choosing.gpu_request(gpu_map)
+    chosen = choosing.choose(record, host, request, settings_file.load().gpu_map, others)
     if as_json:
         click.echo(json.dumps(show.plan_document(chosen), indent=1))
     else:
@@ -242,6 +242,9 @@ def _recover_all(actions: Sequence[tuple[str, Callable[[], str]]]) -> None:
         raise failures[0]
 
 
+command.add_command(commands_doctor.doctor)
+command.add_command(commands_install.install)
+command.add_command(commands_install.uninstall)
 command.add_command(install_hooks)
 command.add_command(completion)
 command.add_command(commands_store.ls)
@@ -256,12 +259,16 @@ command.add_command(commands_move.push)
 command.add_command(commands_move.pull)
 
 
-def _driver() -> Driver:
+def _driver(vendor: str = "") -> Driver:
+    """This host's driver; where it has several, that of a vendor."""
     driver = find_driver()
+    if driver is not None and driver.vendor != vendor and vendor:
+        driver = next((each for each in find_drivers() if each.vendor == vendor), driver)
     if driver is None:
         raise GpusnapError(
-            "this host has no GPU driver that gpusnap knows: no /dev/nvidia*, no /proc/driver/nvidia",
-            hint="load the driver, and see that nvidia-smi lists the GPUs",
+            "this host has no GPU driver that gpusnap knows: no /dev/nvidia*, no /proc/driver/nvidia, no "
+            "/dev/kfd",
+            hint="load the driver, and see that nvidia-smi or rocminfo lists the GPUs",
         )
     return driver
 

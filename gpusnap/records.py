@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from gpusnap.archives import entries
 from gpusnap.source import Checkpoint
-from oci.archive import Content, Entry, entries
+from oci.archive import Content, Entry
 from oci.compression import Readable
 from oci.manifest import Descriptor
 from runtime_shim.errors import GpusnapError, reason

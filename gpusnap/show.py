@@ -103,6 +103,8 @@ def manifest(console: Console, record: Manifest) -> None:
     console.print(rows, "")
     if record.neutralised:
         neutralised(console, record.neutralised)
+    if record.plugin:
+        console.print(plain(f"GPU state: in CRIU's images, by its plugin {record.plugin}"), "", sep="\n")
     if record.pages == "chunks":
         written = record.written
         said = f"{human(written.stored)} written in chunks, {human(written.known)} known from before"

@@ -52,7 +52,7 @@ def test_maps(text: str, pairs: tuple[tuple[str, str], ...]) -> None:
         "GPU-1f3=0",
         "GPU-1g3a=0",
         "GPU-1f3a-=0",
-        "GPU-1f3a00000=0",
+        "GPU-1f3a0000000000000=0",
         "GPU--1f3a=0",
         UUID + "0=1",
         "MIG-1f3a=0",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -84,6 +85,15 @@ def majors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The majors of a host without the kernel driver, wherever the tests run."""
     fixed = (frozenset({195}), frozenset({195, 511}))
     monkeypatch.setattr(handles, "nvidia_majors", lambda: fixed)
+
+
+@pytest.mark.parametrize("name", ["a\rb", "a\x0cb", "a\u2028b"])
+def test_mappings_of_any_name(tmp_path: Path, name: str) -> None:
+    """What a program calls its files, it cannot make two lines of /proc/PID/maps of one."""
+    path = tmp_path / name
+    path.write_bytes(b"x")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        assert str(path) in [each for _, each in handles._mappings(os.getpid())]
 
 
 def test_all_names_exist() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -30,6 +32,15 @@ def test_what_proc_says() -> None:
     assert library.inode == os.stat(library.name).st_ino
     assert library.size > 0
     assert not library.plain
+
+
+@pytest.mark.parametrize("name", ["a\x0cb", "a\u2028b", "a\rb"])
+def test_names_that_end_lines(tmp_path: Path, name: str) -> None:
+    """A mapped file may be called anything; only a newline, which the kernel escapes, ends a line."""
+    path = tmp_path / name
+    path.write_bytes(b"x")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        assert str(path) in [each.name for each in mappings(os.getpid())]
 
 
 def test_a_process_that_is_gone() -> None:

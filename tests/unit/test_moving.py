@@ -14,7 +14,7 @@ from fake_registry import FakeRegistry, Say
 from fakes import wait_for
 from kept_checkpoints import an_archive, keep, keep_pages
 
-from gpusnap import kept, moving, where
+from gpusnap import kept, moving, pulling, where
 from gpusnap.failures import Damaged, NotFound
 from gpusnap.progress import Progress
 from gpusnap.where import InFile, InRegistry, InStore
@@ -232,7 +232,7 @@ def test_a_slow_network(
 ) -> None:
     """What would not come in time comes first, by how fast some of it does."""
     moving.push(InFile(archive), at(registry), progress=QUIET)
-    monkeypatch.setattr(moving, "_NOTHING", 0)
+    monkeypatch.setattr(pulling, "_NOTHING", 0)
     now = 0.0
     real = transfer.pull
 
@@ -282,7 +282,7 @@ def test_another_pull_of_the_same_that_does_not_end(
 ) -> None:
     """It is not waited for without end."""
     moving.push(InFile(archive), at(registry), progress=QUIET)
-    monkeypatch.setattr(moving, "_PATIENCE", 0)
+    monkeypatch.setattr(pulling, "_PATIENCE", 0)
     with (
         moving.fetched(store, at(registry), progress=QUIET),
         pytest.raises(GpusnapError, match="another process is at work"),
