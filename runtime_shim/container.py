@@ -24,6 +24,7 @@ __all__ = [
     "bundle_annotations",
     "bundle_config",
     "find",
+    "frozen_by",
     "frozen_group",
     "gather",
     "inner_pids",
@@ -131,6 +132,23 @@ def gather(init: int, container_id: str, members: Iterable[proc.Process]) -> Non
             raise ContainerError(
                 f"process {member.pid} ({member.comm}) cannot be moved into its container's cgroup: {said}"
             ) from error
+
+
+def frozen_by(container: Container) -> str | None:
+    """The folder of the cgroup (version 2) that froze a container, as `frozen_group`.
+
+    Also where that has the name in its configuration and not its ID: containerd restores under another name
+    with the old one's cgroupsPath.
+    """
+    try:
+        linux = bundle_config(container.bundle).get("linux")
+        path = linux.get("cgroupsPath") if isinstance(linux, dict) else ""
+    except ContainerError:
+        path = ""
+    # A path, or slice:prefix:name as systemd's driver has it.
+    name = re.split("[/:]", path)[-1] if isinstance(path, str) else ""
+    found = frozen_group(container.pid, container.id)
+    return found if found is not None or not name else frozen_group(container.pid, name)
 
 
 def frozen_group(pid: int, container_id: str) -> str | None:

@@ -13,7 +13,7 @@ import sys
 
 from runtime_shim import locate
 from runtime_shim._version import __version__
-from runtime_shim.errors import GpusnapError, RuntimeFailed, reason
+from runtime_shim.errors import GpusnapError, RuntimeFailed, reason, unforeseen
 from runtime_shim.words import FALSE, HELP
 
 __all__ = ["GLOBAL_FLAGS", "GLOBAL_VALUES", "OURS", "PASS", "VERSION", "classify", "main"]
@@ -141,6 +141,12 @@ def main() -> int:
 
         report(error, **_log_options(args))
         return getattr(error, "exit_code", 1)
+    except Exception as error:
+        # Such as a package that is missing: engines show what is in --log, and no traceback.
+        from runtime_shim.log import report
+
+        report(unforeseen(error), **_log_options(args))
+        return 1
 
 
 if __name__ == "__main__":

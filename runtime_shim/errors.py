@@ -36,6 +36,7 @@ __all__ = [
     "SettingsError",
     "UsageError",
     "reason",
+    "unforeseen",
 ]
 
 
@@ -117,3 +118,17 @@ def reason(error: OSError) -> str:
     """The errno of `error` in words that Podman shows as they are."""
     number = error.errno or 0
     return _REWORDED.get(number) or os.strerror(number)
+
+
+def unforeseen(error: Exception) -> GpusnapError:
+    """An exception that nobody foresaw, as a sentence for the user, with the line of code that it is from."""
+    if isinstance(error, OSError):
+        said = (f"{error.filename}: " if error.filename else "") + reason(error)
+    else:
+        said = f"{type(error).__name__}: {error}"
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is not None:
+        said += f" ({os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno})"
+    return GpusnapError(said, hint="this should have been said better: tell us")

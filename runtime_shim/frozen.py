@@ -140,7 +140,7 @@ def find(container: containers.Container, runtime: str = "") -> Paused | None:
 
     `runtime`: the kind of the real one.
     """
-    group = containers.frozen_group(container.pid, container.id)
+    group = containers.frozen_by(container)
     return Paused(container.id, group, runtime=runtime) if group is not None else None
 
 

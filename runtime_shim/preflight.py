@@ -58,11 +58,11 @@ def call(wanted: CheckpointCall, container: Container) -> None:
             "a process that stands still",
             hint="use a host with cgroup v2 (systemd.unified_cgroup_hierarchy=1)",
         )
-    if container.status == "paused" and containers.frozen_group(container.pid, container.id) is None:
+    if container.status == "paused" and containers.frozen_by(container) is None:
         raise Refused(
             f"container {container.id} is paused, and not by a cgroup of its own that could be thawed while "
             "its GPU is asked",
-            hint="unpause it first",
+            hint="unpause it first; containerd pauses by itself: run it in a cgroup (version 2) of its own",
         )
     for name, given in (("--pre-dump", wanted.pre_dump), ("--lazy-pages", wanted.lazy_pages)):
         if given:

@@ -11,7 +11,7 @@ from runtime_shim import container as containers
 from runtime_shim import flat, locate, log, manifest
 from runtime_shim.argv import CheckpointCall, RestoreCall, parse, render
 from runtime_shim.criu.mounts import undeclared
-from runtime_shim.errors import ContainerError, GpusnapError, RuntimeFailed, reason
+from runtime_shim.errors import ContainerError, GpusnapError, RuntimeFailed, unforeseen
 from runtime_shim.gpu import find_driver, find_drivers, holders
 from runtime_shim.gpu.driver import Driver
 from runtime_shim.gpu.errors import GpuError
@@ -41,19 +41,12 @@ def main(argv: list[str]) -> int:
             raise  # the entry point reads --log from a line that could not be parsed
         log.report(error, log=call.globals.log, log_format=call.globals.log_format)
         return error.exit_code if isinstance(error, RuntimeFailed) else 1
-    except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+    except Exception as error:
         if call is None:
             raise
         # Of a kind or a configuration of a shape that nobody foresaw; whatever was begun has been undone.
-        failure = GpusnapError(_unforeseen(error), hint="this should have been said better: tell us")
-        log.report(failure, log=call.globals.log, log_format=call.globals.log_format)
+        log.report(unforeseen(error), log=call.globals.log, log_format=call.globals.log_format)
         return 1
-
-
-def _unforeseen(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return (f"{error.filename}: " if error.filename else "") + reason(error)
-    return f"{type(error).__name__}: {error}"
 
 
 def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from fakes import wait_for
+from fakes import Scene, wait_for
 
 from runtime_shim import container as containers
 from runtime_shim import frozen, journal, proc
@@ -153,6 +154,15 @@ def test_stopped_by_its_user(cell: Cell, when: str) -> None:
     assert proc.halted(cell.pids[0])
 
 
+@pytest.mark.parametrize("path", [f"/default/{ID}", f"system.slice:cri:{ID}", "/default/other", 7])
+def test_in_the_cgroup_of_its_configuration(cell: Cell, tmp_path: Path, path: object) -> None:
+    """Restored under another name it has the old one's, which its configuration names."""
+    (tmp_path / "config.json").write_text(json.dumps({"linux": {"cgroupsPath": path}}))
+    restored = containers.Container("renamed", cell.pids[0], "paused", str(tmp_path), {})
+    found = frozen.find(restored)
+    assert (found is not None) == (isinstance(path, str) and path.endswith(ID))
+
+
 def test_not_frozen(cell: Cell) -> None:
     """A container that runs has no pause; nor has one that has no cgroup of its own."""
     cell.freeze(0)
@@ -290,6 +300,18 @@ def test_an_image_thaws(tmp_path: Path) -> None:
         frozen.thaw_image(str(tmp_path))
         thawed = prop("freezer.state", "THAWED")
         assert path.read_bytes() == b"head" + thawed + others + thawed
+
+
+def test_a_checkpoint_thaws_its_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever has been dumped, before it is called a checkpoint."""
+    with Scene(tmp_path, monkeypatch, capfd) as scene:
+        scene.gpu_processes(1)
+        text = prop("freezer.state", "FROZEN").decode()
+        scene.runtime.script("checkpoint", f"""printf '%s' '{text}' >"$image/cgroup.img"; """, default=True)
+        assert scene.checkpoint("--leave-running").code == 0
+        assert (scene.image / "cgroup.img").read_bytes() == prop("freezer.state", "THAWED")
 
 
 def test_no_image_to_thaw(tmp_path: Path) -> None:
