@@ -65,13 +65,14 @@ class FakePodman:
         init: int = 0,
         auto_remove: bool = False,
         upper: str = "",
+        checkpointed: bool = False,
     ) -> None:
         """There is such a container."""
         found = {
             "Id": ID,
             "Name": name,
             "OCIRuntime": runtime,
-            "State": {"Status": status, "Pid": init},
+            "State": {"Status": status, "Pid": init, "Checkpointed": checkpointed},
             "StaticDir": str(self.folder),
             "HostConfig": {"AutoRemove": auto_remove},
             "GraphDriver": {"Data": {"UpperDir": upper}},

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fakes import FakeDriver, Scene, a_manifest, gpu, uuid, wait_for
 
-from runtime_shim import by_plugin, manifest, proc, restore
+from runtime_shim import by_plugin, choosing, manifest, proc
 from runtime_shim import container as containers
 from runtime_shim.container import Container
 from runtime_shim.criu import plugins
@@ -219,7 +219,7 @@ def test_gpus_stay(scene: Scene) -> None:
     assert by_plugin.same_gpus(replace(record, plugin="amdgpu_plugin"), elsewhere, (("0", "1"),)) == ()
     assert by_plugin.same_gpus(a_manifest(), elsewhere, ()) == ()
     # What the settings say for all containers does not move it, and is no reason to refuse.
-    assert restore.choose(record, here, (), (("0", "1"),), {}).pairs == ((uuid(0), uuid(0)),)
+    assert choosing.choose(record, here, (), (("0", "1"),), {}).pairs == ((uuid(0), uuid(0)),)
 
 
 # Which driver.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import DEADLINE, Family, Scene, a_manifest, unshare_works, uuid, wait_for
+from fakes import DEADLINE, Family, HandedOver, Scene, a_manifest, unshare_works, uuid, wait_for
 
 from runtime_shim import checkpoint, manifest, preflight, proc
 from runtime_shim import draft as drafts
@@ -22,6 +22,7 @@ from runtime_shim.gpu.driver import ProcessState
 from runtime_shim.gpu.errors import DriverFailed, DriverTooOld, LockTimeout, NotSupported
 from runtime_shim.invoke import invoke
 from runtime_shim.sharing import Sharing
+from runtime_shim.suspending import Job
 from runtime_shim.suspension import InCriu
 
 MANAGED = "the GPU driver could not checkpoint process 7: it uses managed memory"
@@ -107,7 +108,7 @@ def test_leave_running(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     sync = checkpoint._sync
     final = scene.image / "gpusnap" / "manifest.json"
 
-    def synced(job: checkpoint.Job, *, but: Sequence[str]) -> None:
+    def synced(job: Job, *, but: Sequence[str]) -> None:
         assert scene.all_running()
         assert not final.exists()
         seen.append("sync")
@@ -658,7 +659,7 @@ def test_a_signal_when_there_is_no_way_back(
 
 
 def handed_over(scene: Scene) -> None:
-    with pytest.raises(AssertionError, match="handed over"):
+    with pytest.raises(HandedOver, match="handed over"):
         scene.checkpoint()
     assert not scene.image.exists()
     assert scene.driver.of("lock") == []
@@ -680,7 +681,7 @@ def test_without_a_gpu_process(scene: Scene) -> None:
 
 def test_an_unknown_container(scene: Scene) -> None:
     """A container that nobody knows is the real runtime's to complain of, in the caller's log, once."""
-    with pytest.raises(AssertionError, match="handed over"):
+    with pytest.raises(HandedOver, match="handed over"):
         scene._run("checkpoint", "none")
     assert not scene.log.exists()
 

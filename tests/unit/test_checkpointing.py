@@ -169,6 +169,15 @@ def test_what_is_no_file(fake: FakePodman, tmp_path: Path, kind: str) -> None:
     assert [name for name in os.listdir(tmp_path) if "backup" in name] == ["backup"]
 
 
+def test_a_file_that_is_there(fake: FakePodman, tmp_path: Path) -> None:
+    """It may be an earlier checkpoint, and is not replaced."""
+    (tmp_path / "w.tar").write_text("earlier")
+    with pytest.raises(GpusnapError, match=r"w\.tar is there already"):
+        made(to=where.InFile(f"{tmp_path}/w.tar"))
+    assert fake.status() == "running"
+    assert (tmp_path / "w.tar").read_text() == "earlier"
+
+
 def test_a_file_that_cannot_be_made(
     fake: FakePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fakes import Scene, a_manifest
 
+from runtime_shim import restore
 from runtime_shim.criu import masked
 from runtime_shim.criu.config import restore_text
+from runtime_shim.draft import Draft
 from runtime_shim.errors import ImageError
 from runtime_shim.settings import Criu
 
@@ -44,6 +48,24 @@ def test_another_root(tmp_path: Path) -> None:
     images = written(tmp_path, "/dev/null", DUMPED, DUMPED, "gpusnap-0")
     [mount] = masked.mounts(str(images), "crun", ROOT, {})
     assert f"external mnt[{DUMPED}]:{OWN}" in restore_text(Criu(), [mount]).splitlines()
+
+
+def test_a_restore_tells_criu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In the configuration file that the runtime hands to CRIU."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    with Scene(tmp_path, monkeypatch, capfd) as scene:
+        scene.image.mkdir()
+        draft, record = Draft(str(scene.image)), replace(a_manifest(), processes=(), gpus=(), nodes=())
+        draft.begin()
+        draft.prepare(record)
+        draft.finish(record)
+        (scene.image / "inventory.img").touch()
+        written(scene.image, OWN)
+        monkeypatch.setattr(restore, "find_driver", lambda: None)
+        assert scene.restore("--detach").code == 0
+        assert f"external mnt[{OWN}]:{DUMPED}\n" in scene.runtime.criu_config()
 
 
 @pytest.mark.parametrize("key", [f"/{'a' * 45}/.empty-directory", f"/{'b' * 150}/.empty-directory"])

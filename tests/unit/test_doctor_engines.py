@@ -58,10 +58,32 @@ def test_no_runtime() -> None:
     assert "/nowhere/crun" in only(engines.runtimes("/nowhere/crun", "4.1.1"))[1].says
 
 
-def test_launcher() -> None:
-    """gpusnap-runtime where engines look."""
-    assert only(engines.launcher(find=Programs(gpusnap_runtime="").find))[0] == "ok"
-    assert only(engines.launcher(find=Programs().find))[0] == "failure"
+def test_launcher(tmp_path: Path) -> None:
+    """gpusnap-runtime as the engines' configuration names it; else where a shell finds it."""
+    root = tree(tmp_path, {"/etc/containers/containers.conf.d/50.conf": PODMAN})
+    programs = Programs(podman="", gpusnap_runtime="")
+    found = only(engines.launcher(root, find=programs.find))
+    assert (found[0], found[1].facts["path"]) == ("failure", OURS)
+    (tmp_path / "usr/bin").mkdir(parents=True)
+    (tmp_path / OURS[1:]).touch()
+    found = only(engines.launcher(root, find=programs.find))
+    assert (found[0], found[1].says) == ("ok", f"{OURS} in the engines' configuration")
+    empty = str(tmp_path / "usr")
+    assert "PATH" in only(engines.launcher(empty, find=programs.find))[1].says
+    assert only(engines.launcher(empty, find=Programs().find))[0] == "failure"
+
+
+def test_what_is_left_to_do_for_containerd(tmp_path: Path) -> None:
+    """gpusnap install left a file to be appended: the line that does it, though Podman knows gpusnap."""
+    files: dict[str, str | bytes] = {
+        "/etc/containers/containers.conf.d/50.conf": PODMAN,
+        "/etc/gpusnap/containerd.toml": CONTAINERD,
+    }
+    root = tree(tmp_path, files)
+    verdict, found = only(engines.registered(root, find=Programs(podman="", containerd="").find))
+    assert verdict == "warning"
+    assert found.todo.startswith("cat /etc/gpusnap/containerd.toml >>/etc/containerd/config.toml")
+    assert only(engines.registered(root, find=Programs(podman="").find))[0] == "ok"
 
 
 def test_engines() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from fake_registry import FakeRegistry, NoAnswer, Say
 
+from oci import client as client_module
 from oci.client import Client
 from oci.credentials import Credentials
 from oci.errors import Cancelled, RegistryError, Unreachable
@@ -78,6 +79,22 @@ def test_nobody_there() -> None:
             ),
         ):
             repository.has_blob("sha256:" + "0" * 64)
+
+
+def test_nobody_there_and_never_was(registry: FakeRegistry) -> None:
+    """A typo costs a second; a registry that has answered before, and is away, has all attempts."""
+    waits: list[float] = []
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        host = f"127.0.0.1:{taken.getsockname()[1]}"
+        for words, attempts in (("2 attempts", 1), ("6 attempts", 5)):
+            with (
+                Repository(Reference(host, "a"), plain_http=True, wait=waits.append) as repository,
+                pytest.raises(Unreachable, match=f"does not say whether it has the blob .*{words} broke"),
+            ):
+                repository.has_blob("sha256:" + "0" * 64, pushing=True)
+            assert sum(waits) <= 0.5 * 2**attempts
+            client_module._MET.add(f"http://{host}/v2/")
 
 
 def test_a_name_that_nobody_has() -> None:

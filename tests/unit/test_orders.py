@@ -175,3 +175,14 @@ def test_what_is_for_criu_stays_so() -> None:
     with orders.ordered(ID, pages="store", store="/somewhere/else"):
         found = orders.applied(settings, ID)
     assert (found.memory.pages, found.store.path) == ("criu", "/somewhere/else")
+
+
+def test_what_killed_ones_leave_is_swept(folder: Path) -> None:
+    """Orders and locks of those that are gone are removed; those of one that lives stay."""
+    for name in ("dead.json", "dead.json.new", "dead.lock", "alone.lock"):
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text('{"owner": [1, 1]}')
+    with orders.ordered(ID, pages="store"):
+        orders.sweep()
+        assert sorted(path.name for path in folder.iterdir()) == [f"{ID}.json", f"{ID}.lock"]
+    assert not list(folder.iterdir())

@@ -74,6 +74,14 @@ def test_what_cannot_be_checkpointed(fake: FakePodman, runtime: str, status: str
     assert said in raised.value.sentence()
 
 
+def test_one_that_a_checkpoint_ended(fake: FakePodman) -> None:
+    """podman start would begin it from nothing, so that is not what is said to do."""
+    fake.has(status="exited", checkpointed=True)
+    with pytest.raises(ContainerError) as raised:
+        podman.check(podman.container("w"))
+    assert "a checkpoint has ended it; podman container restore w has it go on" in raised.value.sentence()
+
+
 def test_in_the_place_of_another(fake: FakePodman, tmp_path: Path) -> None:
     """gpusnap-runtime may go by another runtime's name, or by a path."""
     (tmp_path / "gpusnap-runtime").touch()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import FakeDriver, wait_for
+from fakes import FakeDriver, a_manifest, wait_for
 from test_frozen import ID, Cell, cell, pause
 
 from runtime_shim import frozen, journal, proc
@@ -15,7 +15,7 @@ from runtime_shim.draft import Draft
 from runtime_shim.errors import GpusnapError
 from runtime_shim.gpu.driver import ProcessState
 from runtime_shim.gpu.errors import GpuError
-from runtime_shim.journal import Entry
+from runtime_shim.journal import Entry, Suspended
 from runtime_shim.memory import stage
 from runtime_shim.recover import recover
 from runtime_shim.settings import Memory
@@ -110,6 +110,24 @@ def test_the_driver_fails(cell: Cell, tmp_path: Path) -> None:
     driver._faults.clear()
     recover(replace(read(), owner=(1, 1)), driver, Memory())
     as_it_was(cell, before)
+
+
+def test_dumped(tmp_path: Path) -> None:
+    """Killed after the dump that ended a paused container: its image is whole, and thawed when restored."""
+    image = tmp_path / "image"
+    image.mkdir()
+    Draft(str(image)).prepare(replace(a_manifest(pids=()), container=ID, pages="criu"))
+    state = b"\x0a\x0dfreezer.state\x12\x06"
+    (image / "cgroup.img").write_bytes(state + b"FROZEN")
+    (image / "inventory.img").touch()
+    gone = proc.process(os.getpid())
+    assert gone is not None
+    entry = Entry(ID, str(image), (1, 1), (Suspended(gone.pid, gone.start + 1, ()),))
+    journal.write(ID, str(image), {gone.pid: ()})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "read", lambda _: entry)
+        assert "is whole" in recover(entry, Driver(), Memory())
+    assert (image / "cgroup.img").read_bytes() == state + b"THAWED"
 
 
 def test_resumed_meanwhile(cell: Cell, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import Scene, a_manifest, gpu, uuid, wait_for
+from fakes import HandedOver, Scene, a_manifest, gpu, uuid, wait_for
 
 from runtime_shim import choosing, proc, restore, room
 from runtime_shim.draft import Draft
@@ -135,7 +135,7 @@ def test_the_mounts_are_declared(scene: Scene, monkeypatch: pytest.MonkeyPatch) 
 def test_not_ours(scene: Scene) -> None:
     """An image that gpusnap did not make is the real runtime's."""
     scene.image.mkdir()
-    with pytest.raises(AssertionError, match="handed over"):
+    with pytest.raises(HandedOver, match="handed over"):
         scene.restore("--detach")
 
 

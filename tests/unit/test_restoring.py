@@ -230,3 +230,33 @@ def test_damaged(fake: FakePodman, store: Store, tmp_path: Path, part: str) -> N
     with pytest.raises(Damaged, match=blob):
         restored(InStore(store, "w"))
     assert not (fake.folder / "calls").exists()
+
+
+NOWHERE = "127.0.0.1:1/team/app:v1"
+
+
+def test_a_registry_that_is_away(
+    fake: FakePodman, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The store's copy of that name is taken, and a note says so; without one the error is the registry's."""
+    place = where.registry(f"http://{NOWHERE}")
+    with pytest.raises(GpusnapError, match="Connection refused"):
+        restored(place)
+    digest = keep(store, an_archive(tmp_path), [NOWHERE])
+    assert restored(place).digest == digest
+    note = capsys.readouterr().err
+    assert f"taken instead: {NOWHERE} of this host's store {store.path}" in note
+    assert "may have a newer one" in note
+
+
+def test_a_registry_that_has_it_not(
+    fake: FakePodman, store: Store, registry: FakeRegistry, tmp_path: Path
+) -> None:
+    """It answers, so the store's copy is not taken, but named."""
+    ref = f"{registry.host}/team/app:v1"
+    keep(store, an_archive(tmp_path), [ref])
+    for act in (restored, lambda place: moving.pull(place, progress=QUIET)):
+        with pytest.raises(NotFound) as raised:
+            act(where.registry(f"http://{ref}"))
+        assert f"one of that name: oci:{store.path}:{ref}" in raised.value.sentence()
+    assert fake.calls() == []
