@@ -241,6 +241,10 @@ def _check_place(path: str, found: podman.Container) -> None:
         )
     if os.path.exists(path) and not os.path.isfile(path):
         raise GpusnapError(f"{path} cannot be written: it is there, and no file")
+    if os.path.exists(path):
+        raise GpusnapError(
+            f"{path} is there already", hint="a checkpoint replaces no file: remove it first, or name another"
+        )
     if not os.path.isdir(folder):
         raise GpusnapError(f"{path} cannot be written: {folder} is no folder")
     if not os.access(folder, os.W_OK | os.X_OK):  # for root: on a file system that is read-only

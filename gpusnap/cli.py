@@ -20,7 +20,7 @@ from gpusnap.hooks_command import install_hooks
 from gpusnap.progress import Progress
 from gpusnap.source import needed, opened
 from oci.errors import OciError
-from runtime_shim import choosing, halfway, journal, keep, suspension
+from runtime_shim import choosing, halfway, journal, keep, orders, suspension
 from runtime_shim import recover as recovery
 from runtime_shim import settings as settings_file
 from runtime_shim._version import __version__
@@ -30,6 +30,8 @@ from runtime_shim.gpu.driver import Driver
 from runtime_shim.room import reserved
 
 __all__ = ["main"]
+
+_NOTHING = "nothing to recover"
 
 
 def main() -> int:
@@ -114,8 +116,11 @@ def inspect(what: str, plain_http: bool, as_json: bool) -> None:
 @command.command()
 @click.argument("what", metavar="WHAT", shell_complete=complete_checkpoint)
 @click.option("--gpu-map", metavar="MAP", help="Which GPU takes which one's place: 0=3,1=2; UUIDs too.")
+@click.option(
+    "--plain-http", is_flag=True, help="Speak to the registry without TLS, as http:// before REF does."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-def plan(what: str, gpu_map: str | None, as_json: bool) -> None:
+def plan(what: str, gpu_map: str | None, plain_http: bool, as_json: bool) -> None:
     """Show on which of this host's GPUs the checkpoint WHAT would be restored now, and why not on others.
 
     Nothing is restored and nothing is kept free. A number in MAP is nvidia-smi's: on the left as it was on
@@ -124,7 +129,7 @@ def plan(what: str, gpu_map: str | None, as_json: bool) -> None:
     """
     with Progress() as progress:
         progress.stage(f"reading {what}")
-        with opened(what) as checkpoint:
+        with opened(what, plain_http=plain_http) as checkpoint:
             record = needed(checkpoint)
     host = _driver(record.host.vendor).host()
     others: Mapping[str, int] = {}
@@ -199,7 +204,9 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
 
     Of a checkpoint: the processes stand still, their GPU memory is in RAM or in files, and they are brought
     back. Of a restore: the incomplete container is removed, so that it can be restored again. A container
-    that runs is left alone.
+    that runs is left alone. Where the command `gpusnap checkpoint` alone was killed, Podman and its runtime
+    go on and complete the checkpoint: then nothing is to be put right, and podman container restore NAME
+    brings the container back.
     """
     if as_json and not only_list:
         raise click.UsageError("--json goes with --list")
@@ -214,6 +221,8 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
             return
         for each in waits:
             click.echo(waiting.line(each))
+        if not waits:
+            click.echo(_NOTHING, err=True)
         return
     _recover_all(
         [(each.container, partial(halfway.recover, each.container, find_driver())) for each in cut_off]
@@ -222,6 +231,9 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     if container is None:
         recovery.sweep()
         keep.tidy(settings_file.load().memory)
+        orders.sweep()
+        if not found and not cut_off:
+            click.echo(_NOTHING, err=True)
 
 
 def _recover_checkpoint(entry: journal.Entry) -> str:

@@ -123,7 +123,8 @@ def restore(
 
     WHAT is a name or a digest in this host's store, oci:DIR[:NAME], an archive, or a REF in a registry, whose
     memory is fetched while the container is being restored, from 8 GiB on or over a slow network before that,
-    and kept in this host's store. A container that still has its name, such as the one that the checkpoint
+    and kept in this host's store. Where the registry does not answer, what that store has under the same name
+    is taken, and a note says so. A container that still has its name, such as the one that the checkpoint
     ended, has to be removed first (podman rm), or --name gives another.
 
     As JSON: container, containerId, digest (empty for an archive), kept (the name in the store of what came
@@ -172,8 +173,10 @@ def push(what: str, ref: str, form: moving.Format, plain_http: bool, as_json: bo
     """Bring the checkpoint WHAT into a registry as REF.
 
     WHAT is a name or a digest in this host's store, oci:DIR[:NAME], an archive of Podman's or of ctr images
-    export, or containerd:[NAMESPACE/]IMAGE, a checkpoint that ctr container checkpoint --task has made;
-    containerd's socket is taken from CONTAINERD_ADDRESS, as ctr does. Chunks that the registry has are not
+    export, or containerd:[NAMESPACE/]IMAGE, a checkpoint that ctr container checkpoint --task has made; with
+    the namespace, such as containerd:default/team/w:v1, it is always clear what is meant, as the first part
+    of a name without a dot or a colon is taken for one. containerd's socket is taken from CONTAINERD_ADDRESS,
+    as ctr does. Chunks that the registry has are not
     sent again. REF without a tag has the tag latest. CAs and client certificates of a registry
     are taken from /etc/containers/certs.d or /etc/docker/certs.d, a proxy from HTTPS_PROXY and NO_PROXY.
 

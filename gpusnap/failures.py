@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from oci import errors
 from runtime_shim.errors import GpusnapError, Interrupted
 
-__all__ = ["Damaged", "NotFound", "failure", "told"]
+__all__ = ["Damaged", "NotFound", "failure", "is_tls", "told"]
 
 
 class NotFound(GpusnapError):
@@ -55,6 +55,11 @@ _TLS = (
     ("does not speak TLS", "--plain-http does, or http:// before the reference"),
     ("is not trusted", ""),
 )
+
+
+def is_tls(error: errors.OciError) -> bool:
+    """Whether a registry is there, and its TLS, or that it has none, is what is wrong."""
+    return isinstance(error, errors.Unreachable) and any(words in str(error) for words, _ in _TLS)
 
 
 def failure(error: errors.OciError) -> GpusnapError:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,9 +20,11 @@ from gpusnap.members import ARCHIVE, FIRST, LARGEST_DUMP
 from gpusnap.progress import Progress
 from gpusnap.pulling import LATEST, fetched
 from gpusnap.source import load_manifest, open_repository
+from gpusnap.stand_in import named
+from gpusnap.where import store_name
 from oci import artifact, image, reference, transfer
 from oci.archive import Compression, read_member
-from oci.errors import BlobError, RegistryError, StoreError
+from oci.errors import BlobError, RegistryError
 from oci.layout import Layout
 from oci.manifest import Descriptor
 from oci.reference import Reference
@@ -152,7 +153,7 @@ def pull(
         wish = _Wish(file, call_it, to)
         look = wish.look if file or isinstance(to, where.InContainerd) else None
         coming = fetched(store, what, check=wish.check, look=look, plain_http=plain_http, progress=progress)
-        with coming as (staging, found, moved):
+        with _naming(what), coming as (staging, found, moved):
             done = Pulled(str(what.reference), found.root.digest, moved, file=file)
             if file:
                 progress.stage("archive")
@@ -169,6 +170,16 @@ def pull(
                 staging.commit(found.root, names=[name], foreign=found.tables)
                 done = replace(done, store=store.path, name=name)
     return done
+
+
+@contextmanager
+def _naming(what: where.InRegistry) -> Iterator[None]:
+    """Have an error of the registry's name what this host's store has of that name."""
+    try:
+        yield
+    except RegistryError as error:
+        named(what, error)
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,19 +240,6 @@ def write_archive(
         embed=embed,
         progress=progress.chunks,
     )
-
-
-def store_name(of: Reference) -> str:
-    """What a store calls something that is pushed to a reference, or comes from there."""
-    try:
-        return check_name(str(of))
-    except StoreError:  # names of stores are narrower: no brackets, no __
-        plain = re.sub(r"[^A-Za-z0-9]*([^A-Za-z0-9])[^A-Za-z0-9]*", _one, str(of)).strip("-._:@/+")
-        return check_name(plain)
-
-
-def _one(match: re.Match[str]) -> str:
-    return match[1] if match[1] in "-._:@/+" else "-"
 
 
 def _sent(

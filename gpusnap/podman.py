@@ -26,7 +26,7 @@ from gpusnap.failures import NotFound
 from runtime_shim import proc
 from runtime_shim.errors import ContainerError, GpusnapError, Interrupted, reason
 
-__all__ = ["Container", "check", "checkpoint", "container", "ids", "remove", "restore"]
+__all__ = ["Container", "check", "checkpoint", "container", "ids", "not_running", "remove", "restore"]
 
 _RUNTIME = "gpusnap-runtime"
 # In the environment of Podman, which a restore's runtime has from conmon.
@@ -57,6 +57,8 @@ class Container:
     """Podman removes it when it ends, as with --rm, and its checkpoint with it."""
     upper: str = ""
     """The folder of the files that it has changed (overlay); empty where the storage has no such folder."""
+    checkpointed: bool = False
+    """A checkpoint ended it, and Podman can restore it from there."""
 
 
 def container(wanted: str) -> Container:
@@ -90,6 +92,7 @@ def _container(found: Mapping[str, Any]) -> Container:
         init=int(state.get("Pid") or 0),
         auto_remove=bool((found.get("HostConfig") or {}).get("AutoRemove")),
         upper=str((driver.get("Data") or {}).get("UpperDir") or ""),
+        checkpointed=bool(state.get("Checkpointed")),
     )
 
 
@@ -116,16 +119,25 @@ def check(found: Container) -> None:
             hint=f"podman unpause {found.name}",
         )
     if found.status != "running":
-        raise ContainerError(
-            f"the container {found.name} does not run: it is {found.status}",
-            hint=f"podman start {found.name}",
-        )
+        raise not_running(found)
     if not _is_ours(found.runtime):
         raise ContainerError(
             f"the container {found.name} runs under {found.runtime}, which knows no GPUs",
             hint=f"create it with podman --runtime {_RUNTIME} run …, or make that the runtime in "
             "containers.conf",
         )
+
+
+def not_running(found: Container) -> ContainerError:
+    """The error for one that does not run: of one that a checkpoint ended, podman start loses the memory."""
+    if found.checkpointed:
+        return ContainerError(
+            f"the container {found.name} does not run: a checkpoint has ended it",
+            hint=f"podman container restore {found.name} has it go on, and podman start begins it anew",
+        )
+    return ContainerError(
+        f"the container {found.name} does not run: it is {found.status}", hint=f"podman start {found.name}"
+    )
 
 
 def checkpoint(

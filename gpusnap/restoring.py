@@ -22,13 +22,15 @@ from gpusnap.failures import Damaged, told
 from gpusnap.kept import Kept
 from gpusnap.members import ARCHIVE, FIRST, LARGEST_DUMP
 from gpusnap.progress import Progress, grown
+from gpusnap.stand_in import stand_in
+from gpusnap.verifying_files import in_archive
 from oci.archive import read_member
-from oci.errors import BlobError, DiskError, OciError, StoreError
+from oci.errors import BlobError, DiskError, OciError, RegistryError, StoreError
 from oci.image import CRIU
 from oci.store import Staging, Store
 from runtime_shim import fetching
 from runtime_shim.choosing import GPU_MAP
-from runtime_shim.errors import GpusnapError, Refused, UsageError
+from runtime_shim.errors import GpusnapError, Interrupted, Refused, UsageError
 
 __all__ = ["Restored", "Wish", "restore"]
 
@@ -37,6 +39,8 @@ __all__ = ["Restored", "Wish", "restore"]
 _ON_THE_WAY = 8 << 30
 _SECONDS = 120.0
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
+# What went wrong with something that came out of an archive: Podman's unpacking, a blob, an image.
+_OF_ITS_CONTENT = re.compile(r"^Podman failed: |sha256:|/checkpoint/|\.img\b")
 # Of a container (libpod, define.NameRegex).
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
 
@@ -89,7 +93,13 @@ def restore(wish: Wish, progress: Progress) -> Restored:
             case where.InStore():
                 found, digest = _from_store(wish, wish.what, progress)
             case where.InRegistry():
-                found, digest, name = _from_registry(wish, wish.what, progress)
+                try:
+                    found, digest, name = _from_registry(wish, wish.what, progress)
+                except RegistryError as error:  # before Podman was asked: what its runtime says is another
+                    copy = stand_in(wish.what, error)
+                    if copy is None:
+                        raise
+                    found, digest = _from_store(wish, copy, progress)
     return Restored(podman.container(found), time.monotonic() - began, digest, name)
 
 
@@ -104,7 +114,28 @@ def _from_file(wish: Wish, path: str, progress: Progress) -> str:
             f"{path} is an image layout, such as containerd exports, which Podman cannot restore",
             hint="ctr images import --no-unpack takes it, and ctr container restore --live restores it",
         )
-    return _run(wish, path, {}, progress, lambda: _name_in(path))
+    try:
+        return _run(wish, path, {}, progress, lambda: _name_in(path))
+    except GpusnapError as error:
+        if not isinstance(error, Interrupted) and _OF_ITS_CONTENT.search(str(error)):
+            _check_archive(path, error, progress)
+        raise
+
+
+def _check_archive(path: str, error: GpusnapError, progress: Progress) -> None:
+    """Raise Damaged where the archive is wrong: Podman, and what it runs, name their copies of its parts."""
+    progress.stage(f"looking for damage in {path}")
+    try:
+        found = in_archive(path, lambda done, whole: None).damaged
+    except (GpusnapError, OciError, OSError):
+        return
+    if found:
+        first = found[0]
+        what = f"the blob {first.digest}: {first.what}" if first.digest else first.what
+        raise Damaged(
+            f"the archive {path} is damaged: {what}",
+            hint="take another copy of it; gpusnap verify names all that is damaged",
+        ) from error
 
 
 def _from_store(wish: Wish, place: where.InStore, progress: Progress) -> tuple[str, str]:

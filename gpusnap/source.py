@@ -19,11 +19,13 @@ from gpusnap.containerd_archive import check_no_layout
 from gpusnap.failures import told
 from gpusnap.kept import hold
 from gpusnap.members import CONFIG
+from gpusnap.stand_in import stand_in
 from gpusnap.where import InFile, InRegistry, InStore, find
 from oci import artifact as artifacts
 from oci.archive import ArchiveError
 from oci.artifact import Artifact
 from oci.blobs import Blobs
+from oci.errors import RegistryError
 from oci.layout import Layout
 from oci.manifest import EMPTY, Descriptor
 from oci.registry import Repository
@@ -78,6 +80,8 @@ class Checkpoint:
 def opened(word: str, *, plain_http: bool = False) -> Iterator[Checkpoint]:
     """The checkpoint that a word stands for; in a store, gc spares it for the while of the block.
 
+    Of a registry that does not answer, the copy in this host's store, with a note on stderr.
+
     Raises NotFound, UsageError, Damaged, ManifestError, GpusnapError.
     """
     place = find(word)
@@ -88,7 +92,13 @@ def opened(word: str, *, plain_http: bool = False) -> Iterator[Checkpoint]:
                 stored, record = _in_store(place, stack)
                 yield Checkpoint(word, record, stored)
             case InRegistry():
-                stored, record = _in_registry(place, stack, plain_http=plain_http)
+                try:
+                    stored, record = _in_registry(place, stack, plain_http=plain_http)
+                except RegistryError as error:
+                    copy = stand_in(place, error)
+                    if copy is None:
+                        raise
+                    stored, record = _in_store(copy, stack)
                 yield Checkpoint(word, record, stored)
             case InFile(path):
                 yield Checkpoint(word, _in_file(path), path=path)

@@ -15,13 +15,14 @@ from gpusnap.damage import Progress, Verified, config_of, damaged, tables_of, wi
 from gpusnap.failures import told
 from gpusnap.listing import Kept, kept
 from gpusnap.source import hold, open_repository
+from gpusnap.stand_in import stand_in
 from gpusnap.verifying_files import in_archive, in_folder
 from gpusnap.where import InFile, InRegistry, InStore, find, open_store
 from oci import artifact as artifacts
 from oci.artifact import Artifact
 from oci.chunks import Table
 from oci.digests import digest_of, encoded
-from oci.errors import BlobError, DigestError, LayoutError, NotInRegistry, OciError
+from oci.errors import BlobError, DigestError, LayoutError, NotInRegistry, OciError, RegistryError
 from oci.graph import children, is_document
 from oci.layout import Layout
 from oci.manifest import INDEX, Descriptor, Index, written_document
@@ -49,16 +50,26 @@ def verify_one(
     with told():
         match place:
             case InStore():
-                store = open_store(place.store)
-                found = place.entry().descriptor
-                with ExitStack() as stack:
-                    hold(store, found.digest, stack)
-                    return _in_store(word, store, found, progress)
+                return _kept(word, place, progress)
             case InRegistry():
-                with open_repository(place, plain_http=plain_http) as repository:
-                    return _in_registry(word, repository, place, deep, progress)
+                try:
+                    with open_repository(place, plain_http=plain_http) as repository:
+                        return _in_registry(word, repository, place, deep, progress)
+                except RegistryError as error:
+                    copy = stand_in(place, error)
+                    if copy is None:
+                        raise
+                    return _kept(f"oci:{copy.store.path}:{copy.wanted}", copy, progress)
             case InFile(path):
                 return (in_folder if os.path.isdir(path) else in_archive)(path, progress)
+
+
+def _kept(word: str, place: InStore, progress: Progress) -> Verified:
+    store = open_store(place.store)
+    found = place.entry().descriptor
+    with ExitStack() as stack:
+        hold(store, found.digest, stack)
+        return _in_store(word, store, found, progress)
 
 
 def verify_all(store: Store, progress: Progress = lambda done, whole: None) -> Verified:

@@ -9,7 +9,8 @@ They are tried in this order. For push and pull there is one more, before the ot
 
     containerd:[NAMESPACE/]IMAGE    an image in containerd. NAMESPACE has no dot and no colon and is not
                                     localhost, or is k8s.io; without one it is CONTAINERD_NAMESPACE, or
-                                    default, as for ctr
+                                    default, as for ctr. So a/b:1 is b:1 in the namespace a, and
+                                    default/a/b:1 the image a/b:1
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ __all__ = [
     "named",
     "open_store",
     "registry",
+    "store_name",
 ]
 
 _STORE = "oci:"
@@ -119,6 +121,10 @@ def find(word: str, *, remote: bool = True) -> Place:
     if _is_file(word):
         if not os.path.exists(word):
             raise NotFound(f"there is no file {word}", hint=_hint())
+        if os.path.isdir(word) and not _has_images(word):
+            raise NotFound(
+                f"{word} is a folder that holds no checkpoint", hint="one in a store is named oci:DIR:NAME"
+            )
         return InFile(word)
     if remote and (found := _in_registry(word)) is not None:
         return found
@@ -140,7 +146,7 @@ def in_containerd(word: str) -> InContainerd | None:
     if not _IMAGE.fullmatch(name) or not _NAMESPACE.fullmatch(namespace):
         raise UsageError(
             f"{word[:120]!r} names no image in containerd",
-            hint="write it as containerd:IMAGE or containerd:NAMESPACE/IMAGE",
+            hint="write it as containerd:NAMESPACE/IMAGE, such as containerd:default/w:v1",
         )
     return InContainerd(namespace, name)
 
@@ -217,6 +223,19 @@ def open_store(store: Store, *, write: bool = False) -> Store:
     return store
 
 
+def store_name(of: Reference) -> str:
+    """What a store calls something that is pushed to a reference, or comes from there."""
+    try:
+        return check_name(str(of))
+    except StoreError:  # names of stores are narrower: no brackets, no __
+        plain = re.sub(r"[^A-Za-z0-9]*([^A-Za-z0-9])[^A-Za-z0-9]*", _one, str(of)).strip("-._:@/+")
+        return check_name(plain)
+
+
+def _one(match: re.Match[str]) -> str:
+    return match[1] if match[1] in "-._:@/+" else "-"
+
+
 _WHAT = "neither a file, nor a name in a store or a registry, nor a digest"
 
 
@@ -262,5 +281,9 @@ def _is_file(word: str, *, endings_only: bool = False) -> bool:
     if endings_only:
         return False
     if os.path.isdir(word):
-        return any(os.path.exists(os.path.join(word, name)) for name in _IMAGES)
+        return _has_images(word)
     return os.path.exists(word)
+
+
+def _has_images(folder: str) -> bool:
+    return any(os.path.exists(os.path.join(folder, name)) for name in _IMAGES)

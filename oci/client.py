@@ -7,6 +7,8 @@
   the registry asks for. Attempts that brought something (a MiB more than ever before) count as none. Where
   other requests go well meanwhile, there are twice as many: among the tens of thousands of a large artifact
   some have bad luck many times in a row.
+- Where nobody has the name or the port of a registry that has never answered this process, it may well be
+  misspelt: then there are two attempts.
 """
 
 from __future__ import annotations
@@ -33,6 +35,10 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_REDIRECTS = 5
 # Seconds: the first wait, the longest of ours, and the longest that a registry may ask for.
 _FIRST, _LONGEST, _PATIENCE = 0.5, 30.0, 300.0
+# Where there is nobody, and never was.
+_STRANGE = 2
+# The addresses of registries that have answered this process; to add to it takes no lock.
+_MET: set[str] = set()
 # A wait is cut into these, so that who wants an end does not have to sit it out.
 _STEP = 1.0
 # Docker Hub's registry answers at another name than the one it has in references.
@@ -130,7 +136,10 @@ class Client:
                     raise Unreachable(
                         f"{what}: {error}, and asks to be left alone for {error.wait:.0f} s: try again then"
                     ) from error
-                if broken >= self._attempts * (1 if self._served == served else 2):
+                most = self._attempts * (1 if self._served == served else 2)
+                if error.nobody and self.base not in _MET:
+                    most = min(most, _STRANGE)
+                if broken >= most:
                     raise Unreachable(
                         f"{what}: {broken} attempts broke, the last one because {error}: try again later"
                     ) from error
@@ -159,6 +168,7 @@ class Client:
                 headers["Authorization"] = shown
             body = None if request.body is None else request.body()
             answer = exchange(self._pool, request.method, url, headers, body)
+            _MET.add(self.base)
             if request.method not in ("GET", "HEAD") or answer.status not in _REDIRECTS:
                 return answer
             with answer:

@@ -270,7 +270,8 @@ class Repository:
         pushing: bool = False,
     ) -> Request:
         encoded(digest)
-        what = f"{self._to.shown} does not give the blob {digest}"
+        does_not = "say whether it has" if method == "HEAD" else "give"
+        what = f"{self._to.shown} does not {does_not} the blob {digest}"
         scopes = self._to.scopes if pushing else self._scopes
         return Request(method, f"{self._to.url}blobs/{digest}", what, scopes, accepted, headers or {})
 

@@ -47,11 +47,15 @@ _NO_TLS = {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACK
 
 
 class Broken(Exception):
-    """An attempt that may go better the next time; `wait` is how many seconds the other side asks for."""
+    """An attempt that may go better the next time; `wait` is how many seconds the other side asks for.
 
-    def __init__(self, why: str, wait: float = 0.0) -> None:
+    nobody: the connection was refused, or the host's name is not known.
+    """
+
+    def __init__(self, why: str, wait: float = 0.0, *, nobody: bool = False) -> None:
         super().__init__(why)
         self.wait = wait
+        self.nobody = nobody
 
 
 class Pool:
@@ -204,7 +208,8 @@ def exchange(
     except (HTTPError, http.client.HTTPException, OSError) as error:
         _refuse_tls(error, url)
         by = f" through the proxy {host_of(proxy)}" if proxy else ""
-        raise Broken(f"{host_of(url)}{by}: {_why(error)}") from error
+        nobody = any(isinstance(each, socket.gaierror | ConnectionRefusedError) for each in _chain(error))
+        raise Broken(f"{host_of(url)}{by}: {_why(error)}", nobody=nobody) from error
     return Answer(response, url)
 
 

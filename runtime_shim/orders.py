@@ -26,7 +26,7 @@ from runtime_shim import proc
 from runtime_shim.errors import ContainerError, GpusnapError, reason
 from runtime_shim.settings import TABLE, Settings
 
-__all__ = ["applied", "ordered"]
+__all__ = ["applied", "ordered", "sweep"]
 
 FOLDER = "/run/gpusnap/orders"
 _ID = re.compile(r"[A-Za-z0-9][\w.+-]{0,250}", re.ASCII)
@@ -122,6 +122,20 @@ def applied(settings: Settings, container: str) -> Settings:
     if store:
         return replace(settings, memory=memory, store=replace(settings.store, path=store))
     return replace(settings, memory=memory)
+
+
+def sweep() -> None:
+    """Remove the orders of processes that were killed. What cannot be removed stays, and counts no more."""
+    try:
+        names = [name for name in os.listdir(FOLDER) if name.endswith((".json", ".json.new", ".lock"))]
+    except OSError:
+        return
+    for container in {name.removesuffix(".new").rpartition(".")[0] for name in names}:
+        # Who has the lock lives; one who comes meanwhile waits for nothing and says that another is at work.
+        with contextlib.suppress(GpusnapError), _alone(_path(container), container):
+            for ending in ("", ".new"):
+                with contextlib.suppress(OSError):
+                    os.unlink(_path(container) + ending)
 
 
 def _is_below(owner: int) -> bool:

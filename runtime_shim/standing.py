@@ -1,6 +1,6 @@
 """A call of the driver's on a process that stands, and is to stand afterwards.
 
-Measured on an H100 with driver 580.159.04 and PyTorch, the process stopped by SIGSTOP:
+Seen by hand on an H100 with driver 580.159.04 and PyTorch, the process stopped by SIGSTOP, ten tries:
 
 - The thread that does the driver's work answers for the state, alone. Asked of a process of which no thread
   may run, the driver waits for ever; its thread's number it tells at once.

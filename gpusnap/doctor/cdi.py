@@ -10,7 +10,7 @@ from gpusnap.doctor.check import Check, failure, ok, plural, refused, warning
 from gpusnap.doctor.sources import below
 from runtime_shim.gpu.cdi import FOLDERS, CdiError, Spec, load
 
-__all__ = ["check", "driver_versions"]
+__all__ = ["check", "driver_versions", "mounted"]
 
 _VERSION = re.compile(r"\.so\.(\d{3,4}(?:\.\d{1,3}){1,2})$")
 _MAKE = "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
@@ -21,6 +21,15 @@ def driver_versions(spec: Spec) -> frozenset[str]:
     edits = (spec.edits, *(device.edits for device in spec.devices))
     paths = (mount.host_path for each in edits for mount in each.mounts)
     return frozenset(match[1] for path in paths if (match := _VERSION.search(path)))
+
+
+def mounted(folders: Iterable[str] = FOLDERS) -> frozenset[str]:
+    """Where containers have the files and folders that come with NVIDIA's GPUs and AMD's."""
+    specs = load(folders, report=lambda error: None)
+    ours = [spec for spec in specs if spec.kind.startswith(("nvidia.com/", "amd.com/"))]
+    edits = (each for spec in ours for each in (spec.edits, *(device.edits for device in spec.devices)))
+    paths = (os.path.normpath(mount.container_path) for each in edits for mount in each.mounts)
+    return frozenset(path for path in paths if path != "/")
 
 
 def check(driver: str, root: str = "/", folders: Iterable[str] = FOLDERS) -> Iterator[Check]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from gpusnap.doctor import duration, files, gpu_use, mounts, room, sockets
+from gpusnap.doctor import cdi, duration, files, gpu_use, mounts, room, sockets
 from gpusnap.doctor.check import Ask, Check, asked, ok, refused, warning
 from gpusnap.doctor.criu import local_sockets_only
 from gpusnap.doctor.files import Opened
@@ -87,7 +87,7 @@ def _of_criu(of: Subject, opened: tuple[Opened, ...], used: Use) -> Iterator[Ask
     yield "open devices", lambda: files.character_devices(opened, ours)
     yield "deleted files", lambda: files.deleted(processes, opened, settings.criu.ghost_limit)
     yield "System V memory", lambda: files.shared_memory(processes, spaces, own)
-    yield "file locks", lambda: files.locks(opened)
+    yield "file locks", lambda: files.locks(opened, driver=cdi.mounted())
     yield "inotify", lambda: files.watches(opened)
     yield "sockets", lambda: sockets.protocols(opened, local_only=local_sockets_only(criu_version()))
     yield "TCP connections", lambda: sockets.connections(opened)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from gpusnap.doctor.check import Check, failure, ok, refused, warning
 from gpusnap.doctor.sources import Answer, ask, below, program, toml, version
 from gpusnap.hooks_command import takes_annotation
+from gpusnap.install_containerd import FRAGMENT
 from runtime_shim import preflight
 from runtime_shim.errors import GpusnapError
 from runtime_shim.real import RealRuntime, find, identify
@@ -81,17 +83,39 @@ def _without_library(real: RealRuntime) -> GpusnapError | None:
     return None
 
 
-def launcher(*, find: Find = program) -> Iterator[Check]:
-    """gpusnap-runtime, where an engine finds it by name."""
-    path = find(_OURS)
-    if path is None:
+def launcher(root: str = "/", *, find: Find = program) -> Iterator[Check]:
+    """gpusnap-runtime: the files that the engines' configuration names, or else where it is found by name."""
+    path, named = find(_OURS), _configured(root, find)
+    gone = [each for each in named if each.startswith("/") and not os.path.lexists(below(root, each))]
+    if gone:
+        yield failure(
+            _OURS,
+            f"an engine's configuration names {gone[0]}, which is not there",
+            "gpusnap install puts it there, or name the whole path of gpusnap-runtime",
+            path=gone[0],
+        )
+    elif named:
+        yield ok(_OURS, f"{', '.join(named)} in the engines' configuration", path=named[0])
+    elif path is None:
         yield failure(
             _OURS,
             "gpusnap-runtime is neither in PATH nor in the system's folders",
             "gpusnap install, or name its whole path to Podman and containerd",
         )
     else:
-        yield ok(_OURS, path, path=path)
+        yield ok(_OURS, f"{path}, by this command's PATH: no engine's configuration names one", path=path)
+
+
+def _configured(root: str, find: Find) -> list[str]:
+    """The paths of gpusnap-runtime in the configuration of the engines that are here."""
+    found = set()
+    for name, word in _PROGRAMS.items():
+        if find(word) is not None:
+            # A file that is no TOML is told of by `registered`.
+            with suppress(ValueError):
+                documents = _containerds(root) if name == "containerd" else _documents(root, name)
+                found |= {path for each in documents for _, path in _entries(each, root)}
+    return sorted(found)
 
 
 def engines(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
@@ -120,12 +144,21 @@ def registered(root: str = "/", *, find: Find = program) -> Iterator[Check]:
     for name in here:
         documents = _containerds(root) if name == "containerd" else _documents(root, name)
         for document in documents:
-            known.setdefault(name, []).extend(_names(document, root))
+            known.setdefault(name, []).extend(key for key, _ in _entries(document, root))
     found = {name: sorted(set(names)) for name, names in known.items() if names}
     without = [name for name in here if name not in found]
     if not here:
         return
-    if found:
+    if "containerd" in without and os.path.exists(below(root, FRAGMENT)):
+        yield warning(
+            "registered",
+            f"gpusnap is not in the configuration of containerd: {_CONTAINERD} is yours, and gpusnap install "
+            f"left what it needs in {FRAGMENT}",
+            f"cat {FRAGMENT} >>{_CONTAINERD}, and restart containerd",
+            runtimes=found,
+            without=without,
+        )
+    elif found:
         each = "; ".join(f"{name} as {', '.join(names)}" for name, names in found.items())
         but = f"; {' and '.join(without)}: not in the configuration" if without else ""
         yield ok("registered", f"gpusnap is known to {each}{but}", runtimes=found, without=without)
@@ -173,21 +206,22 @@ def _containerds(root: str) -> Iterator[Mapping[str, Any]]:
             paths += fresh
 
 
-def _names(document: Mapping[str, Any], root: str, above: Sequence[str] = ()) -> Iterator[str]:
-    """The names under which a document has gpusnap-runtime.
+def _entries(document: Mapping[str, Any], root: str, above: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
+    """The names under which a document has gpusnap-runtime, with its paths.
 
     Podman: engine.runtimes.NAME = [paths], engine.runtime. containerd: ….runtimes.NAME.options.BinaryName.
     CRI-O: crio.runtime.runtimes.NAME.runtime_path.
     """
     for key, value in document.items():
         if isinstance(value, dict):
-            yield from _names(value, root, (*above, key))
-        elif isinstance(value, str | list) and any(_is_ours(each, root) for each in _texts(value)):
-            path = (*above, key)
-            if path == ("engine", "runtime"):
-                yield "default"
-            elif "runtimes" in above:  # and not runtime_supports_json and the like
-                yield path[path.index("runtimes") + 1]
+            yield from _entries(value, root, (*above, key))
+        elif isinstance(value, str | list):
+            ours = [each for each in _texts(value) if _is_ours(each, root)]
+            place = (*above, key)
+            if ours and place == ("engine", "runtime"):
+                yield "default", ours[0]
+            elif ours and "runtimes" in above:  # and not runtime_supports_json and the like
+                yield place[place.index("runtimes") + 1], ours[0]
 
 
 def _texts(value: str | list[Any]) -> list[str]:

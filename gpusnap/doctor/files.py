@@ -254,13 +254,17 @@ def shared_memory(
             return
 
 
-def locks(files: Sequence[Opened], root: str = "/") -> Iterator[Check]:
-    """File locks, with which CRIU dumps only if it is told (proc_locks(5))."""
+def locks(files: Sequence[Opened], root: str = "/", driver: Iterable[str] = ()) -> Iterator[Check]:
+    """File locks, with which CRIU dumps only if it is told (proc_locks(5)).
+
+    `driver`: files and folders of the GPU's driver. Locks on those are its own, and it gives them up when it
+    is suspended, before CRIU looks.
+    """
     found = {}
     by_inode = {
         (each.process.pid, each.info.st_dev, each.info.st_ino): each
         for each in files
-        if each.info is not None
+        if each.info is not None and not any(f"{each.target}/".startswith(f"{own}/") for own in driver)
     }
     for line in (text(root, "/proc/locks") or "").splitlines():
         match = _LOCK.match(line)

@@ -43,7 +43,7 @@ def checks(*, runtime: str = "", root: str = "/", settings: str = SETTINGS_FILE)
             ("network lock", lambda: criu.network_lock(chosen.criu.options, kind, root=root)),
             ("pycriu", criu.pycriu),
             ("runtime", lambda: engines.runtimes(wanted, version)),
-            ("gpusnap-runtime", engines.launcher),
+            ("gpusnap-runtime", lambda: engines.launcher(root)),
             ("engines", engines.engines),
             ("registered", lambda: engines.registered(root)),
             ("GPU driver", lambda: drivers),

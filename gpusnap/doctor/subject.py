@@ -73,10 +73,7 @@ def in_containerd(wanted: str, state: str = CONTAINERD, namespace: str = "") -> 
 def _podmans(wanted: str) -> Subject:
     found = podman.container(wanted)
     if not found.init or found.status not in ("running", "paused"):
-        raise ContainerError(
-            f"the container {found.name} does not run: it is {found.status}",
-            hint=f"podman start {found.name}",
-        )
+        raise podman.not_running(found)
     objection: GpusnapError | None = None
     try:
         podman.check(found)

@@ -351,7 +351,7 @@ def test_killed_and_tried_again(server: Containerd, work: Work, tmp_path: Path) 
 
 @each_runtime
 def test_killed_and_resumed(server: Containerd, real: str, work: Work, tmp_path: Path) -> None:
-    """Whoever resumes the task before `gpusnap recover` has it run after that: crun even while it is thawed."""
+    """Whoever resumes the task before `gpusnap recover` has it run after that; crun one that is thawed."""
     paused(server, work)
     kill_at("lock" if real == "crun" else "dump", checkpoint(tmp_path))
     until(lambda: not criu_runs(), "the end of CRIU")

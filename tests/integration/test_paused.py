@@ -12,7 +12,7 @@ def test_paused_by_its_user(real: str, tmp_path: Path) -> None:
     container = Container.start("w", "--procs", "2", workers=2)
     good(podman("pause", "w"))
     before = container.log()
-    paths = ["--image-path", tmp_path / "image", "--work-path", tmp_path]
+    paths: list[str | Path] = ["--image-path", tmp_path / "image", "--work-path", tmp_path]
     good(run(RUNTIME, "checkpoint", *paths, "--leave-running", container.id))
     assert (tmp_path / "image/gpusnap/manifest.json").exists()
     assert container.inspect()["State"]["Status"] == "paused"

@@ -22,7 +22,8 @@ from rich.console import Console
 from gpusnap import cli, exits, show
 from gpusnap.source import load_manifest
 from oci.errors import ArchiveError, BlobError, DiskFull, NotInRegistry, NotThere, Unreachable
-from runtime_shim import manifest
+from runtime_shim import halfway, journal, keep, manifest, orders
+from runtime_shim import recover as recovery
 from runtime_shim._version import __version__
 from runtime_shim.draft import Draft
 from runtime_shim.errors import GpusnapError, Interrupted, ManifestError, Refused, UsageError
@@ -194,6 +195,9 @@ def test_inspect_of_a_checkpoint_without_gpu(tmp_path: Path, gpusnap: Run) -> No
     assert "plain.tar holds no checkpoint/gpusnap/manifest.json" in err
     (tmp_path / "images").mkdir()
     code, _, err = gpusnap("inspect", str(tmp_path / "images"))
+    assert (code, "is a folder that holds no checkpoint" in err) == (exits.NOT_FOUND, True)
+    (tmp_path / "images/inventory.img").touch()
+    code, _, err = gpusnap("inspect", str(tmp_path / "images"))
     assert code == exits.DAMAGED
     assert "is not complete" in err
 
@@ -336,6 +340,35 @@ def test_plan(tmp_path: Path, gpusnap: Run, two_gpus: FakeDriver) -> None:
     assert rows[uuid(2)].rstrip().endswith("in MIG mode")
     assert f"GPU 0 of the checkpoint, {uuid(0)}" in out
     assert not set(two_gpus.of("restore") + two_gpus.of("lock"))
+
+
+def test_plan_of_a_registry_without_tls(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--plain-http, which an error about TLS names, is an option here, too."""
+    said: list[bool] = []
+
+    def opened(what: str, *, plain_http: bool) -> None:
+        said.append(plain_http)
+        raise GpusnapError("enough")
+
+    monkeypatch.setattr(cli, "opened", opened)
+    assert gpusnap("plan", "registry.example/w:v1", "--plain-http")[0] == exits.FAILED
+    assert said == [True]
+
+
+@pytest.mark.parametrize("words", [[], ["--list"]])
+def test_nothing_to_recover(
+    gpusnap: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str]
+) -> None:
+    """That is said; programs get an empty list. What a killed command ordered is removed."""
+    for module in (journal, halfway):
+        monkeypatch.setattr(module, "entries", tuple)
+    for module, name in ((recovery, "sweep"), (keep, "tidy")):
+        monkeypatch.setattr(module, name, lambda *_: None)
+    monkeypatch.setattr(orders, "FOLDER", str(tmp_path))
+    (tmp_path / "w.json").write_text('{"owner": [1, 1]}')
+    assert gpusnap("recover", *words) == (0, "", "nothing to recover\n")
+    assert [path.name for path in tmp_path.iterdir()] == (["w.json"] if words else [])
+    assert gpusnap("recover", "--list", "--json")[1] == "[]\n"
 
 
 def test_plan_by_map(tmp_path: Path, gpusnap: Run, two_gpus: FakeDriver) -> None:

@@ -51,3 +51,16 @@ def test_none(tmp_path: Path) -> None:
     """A warning where NVIDIA's driver runs, else nothing to say."""
     assert only(cdi.check("580.159.04", str(tmp_path)))[0] == "warning"
     assert [*cdi.check("", str(tmp_path))] == []
+
+
+def test_mounted(tmp_path: Path) -> None:
+    """What comes into containers with GPUs, of the GPUs' vendors alone; a broken file has none."""
+    root = tree(
+        tmp_path,
+        {
+            "/nvidia.json": spec(LIBRARY, "/run/state"),
+            "/other.json": spec("/other", kind="vendor.example/net"),
+            "/broken.json": "{",
+        },
+    )
+    assert cdi.mounted([root]) == {LIBRARY, "/run/state"}

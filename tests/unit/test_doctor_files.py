@@ -156,6 +156,15 @@ def test_locks(stack: ExitStack, tmp_path: Path) -> None:
     assert "--file-locks" in found.todo
 
 
+def test_locks_of_the_driver(stack: ExitStack, tmp_path: Path) -> None:
+    """Those on files that came with the GPU are the driver's to give up."""
+    file = stack.enter_context((tmp_path / "x").open("w"))
+    fcntl.flock(file, fcntl.LOCK_EX)
+    ours = [each for each in files.opened([here()]) if each.number == file.fileno()]
+    assert only(files.locks(ours, driver=[str(tmp_path)]))[0] == "ok"
+    assert only(files.locks(ours, driver=[str(tmp_path)[:-1]]))[0] == "warning"
+
+
 def test_recorded_locks(tmp_path: Path) -> None:
     """Leases and waiting ones are passed over."""
     info = os.stat_result((0o100644, 9, os.makedev(8, 1), 1, 0, 0, 0, 0, 0, 0))

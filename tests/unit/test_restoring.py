@@ -13,6 +13,7 @@ from fake_registry import FakeRegistry
 from kept_checkpoints import an_archive, keep, keep_pages
 
 from gpusnap import kept, moving, podman, restoring, where
+from gpusnap.exits import exit_code
 from gpusnap.failures import Damaged, NotFound
 from gpusnap.progress import Progress
 from gpusnap.restoring import Restored, Wish
@@ -259,4 +260,24 @@ def test_a_registry_that_has_it_not(
         with pytest.raises(NotFound) as raised:
             act(where.registry(f"http://{ref}"))
         assert f"one of that name: oci:{store.path}:{ref}" in raised.value.sentence()
-    assert fake.calls() == []
+    assert not (fake.folder / "calls").exists()
+
+
+@pytest.mark.parametrize("how", ["cut short", "a byte"])
+def test_an_archive_that_is_damaged(fake: FakePodman, tmp_path: Path, how: str) -> None:
+    """It is named, and not Podman's copy of what is in it; one that is whole is not blamed."""
+    path = Path(an_archive(tmp_path))
+    fake.fails("Error: unexpected EOF\n")
+    with pytest.raises(GpusnapError, match="Podman failed: unexpected EOF") as raised:
+        restored(InFile(str(path)))
+    assert not isinstance(raised.value, Damaged)
+    data = bytearray(path.read_bytes())
+    if how == "cut short":
+        del data[len(data) // 2 :]
+    else:
+        (blob,) = [name for name in listed(str(path)) if "/blobs/sha256/" in name][:1]
+        data[data.index(blob.encode()) + 512] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Damaged, match=f"the archive {path} is ") as raised:
+        restored(InFile(str(path)))
+    assert exit_code(raised.value) == 4

@@ -78,6 +78,7 @@ def test_a_name_that_looks_like_a_reference() -> None:
         ("oci:", UsageError, "names no folder"),
         ("oci:gone:w", NotFound, "there is no store gone"),
         ("./gone.tar", NotFound, "there is no file ./gone.tar"),
+        ("./empty", NotFound, "./empty is a folder that holds no checkpoint"),
         ("two words", UsageError, "'two words' is no checkpoint"),
         ("http://nohost/x", UsageError, "names no registry"),
         ("registry.example/W:v1", UsageError, "is no name of a repository"),
@@ -85,6 +86,7 @@ def test_a_name_that_looks_like_a_reference() -> None:
 )
 def test_what_stands_for_nothing(word: str, kind: type[Exception], said: str) -> None:
     """One sentence each."""
+    Path("empty").mkdir()
     with pytest.raises(kind, match=said.replace("(", r"\(")):
         where.find(word)
 
