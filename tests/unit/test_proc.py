@@ -95,14 +95,15 @@ def test_command_and_environment() -> None:
         env={"A": "b=c", "EMPTY": "", odd: odd, "PATH": os.environ["PATH"]},
     ) as child:
         try:
-            wait_for(lambda: proc.comm(child.pid) == "sleep", "the start of sleep")
+            # The kernel gives it its name before its arguments and its environment.
+            wait_for(lambda: odd in proc.environment(child.pid), "the start of sleep")
             environment = proc.environment(child.pid)
             assert (environment["A"], environment["EMPTY"], environment[odd]) == ("b=c", "", odd)
         finally:
             child.kill()
     with subprocess.Popen(["sh", "-c", "read -r line", "", "a b", odd], stdin=subprocess.PIPE) as child:
         try:
-            wait_for(lambda: proc.comm(child.pid) == "sh", "the start of sh")
+            wait_for(lambda: proc.command(child.pid)[:1] == ("sh",), "the start of sh")
             assert proc.command(child.pid) == ("sh", "-c", "read -r line", "", "a b", odd)
         finally:
             child.kill()
