@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -11,7 +10,8 @@ from typing import Any
 from gpusnap.doctor.check import Check, failure, ok, refused, warning
 from gpusnap.doctor.sources import Answer, ask, below, program, toml, version
 from gpusnap.hooks_command import takes_annotation
-from gpusnap.install_containerd import FRAGMENT
+from gpusnap.install_containerd import CONFIG, FRAGMENT
+from gpusnap.install_containerd import files as containerd_files
 from runtime_shim import preflight
 from runtime_shim.errors import GpusnapError
 from runtime_shim.real import RealRuntime, find, identify
@@ -21,7 +21,6 @@ __all__ = ["engines", "launcher", "real_runtime", "registered", "runtimes"]
 _OURS = "gpusnap-runtime"
 # containers.conf(5): later files win; the folders' files by name.
 _PODMAN = ("/usr/share/containers/containers.conf", "/etc/containers/containers.conf")
-_CONTAINERD = "/etc/containerd/config.toml"
 _CRIO = ("/etc/crio/crio.conf",)
 _FOLDERS = {
     "Podman": ("/usr/share/containers/containers.conf.d", "/etc/containers/containers.conf.d"),
@@ -152,9 +151,9 @@ def registered(root: str = "/", *, find: Find = program) -> Iterator[Check]:
     if "containerd" in without and os.path.exists(below(root, FRAGMENT)):
         yield warning(
             "registered",
-            f"gpusnap is not in the configuration of containerd: {_CONTAINERD} is yours, and gpusnap install "
+            f"gpusnap is not in the configuration of containerd: {CONFIG} is yours, and gpusnap install "
             f"left what it needs in {FRAGMENT}",
-            f"cat {FRAGMENT} >>{_CONTAINERD}, and restart containerd",
+            f"cat {FRAGMENT} >>{CONFIG}, and restart containerd",
             runtimes=found,
             without=without,
         )
@@ -190,20 +189,8 @@ def _documents(root: str, engine: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _containerds(root: str) -> Iterator[Mapping[str, Any]]:
-    """containerd's file and what it imports, and these in turn (containerd-config.toml(5), imports)."""
-    paths, seen = [_CONTAINERD], {_CONTAINERD}
-    while paths:
-        path = paths.pop(0)
-        document = toml(root, path)
-        yield document
-        patterns = document.get("imports")
-        for pattern in patterns if isinstance(patterns, list) else ():
-            # Of a relative one it is the file's folder that counts.
-            name = os.path.join(os.path.dirname(path), pattern) if isinstance(pattern, str) else ""
-            found = sorted(glob.glob(name.lstrip("/"), root_dir=root)) if name else []
-            fresh = [each for each in (f"/{one}" for one in found) if each not in seen]
-            seen.update(fresh)
-            paths += fresh
+    """containerd's file and what it imports, and these in turn."""
+    yield from (toml(root, path) for path in containerd_files(root))
 
 
 def _entries(document: Mapping[str, Any], root: str, above: Sequence[str] = ()) -> Iterator[tuple[str, str]]:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from gpusnap import cli
+from oci.store import Store
+from runtime_shim import settings as settings_file
+from runtime_shim.settings import Settings
 
 
 @pytest.fixture
@@ -20,3 +26,30 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("needs to mount a tmpfs")
     yield path
     subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.fixture
+def host_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """This host's store, by its settings, and no login to any registry."""
+    found = Settings(store=settings_file.Store(path=str(tmp_path / "store")))
+    monkeypatch.setattr(settings_file, "load", lambda: found)
+    monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "auth.json"))
+    (tmp_path / "auth.json").write_text("{}")
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def gpusnap(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Run a command line; exit code, stdout, stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["gpusnap", *arguments])
+        code = cli.main()
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "dumb")
+    return run

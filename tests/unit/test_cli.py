@@ -35,21 +35,6 @@ ROOT = Path(__file__).parents[2]
 Run = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def gpusnap(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command line; exit code, stdout, stderr."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["gpusnap", *arguments])
-        code = cli.main()
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("TERM", "dumb")
-    return run
-
-
 def directory(folder: Path, record: Manifest) -> Path:
     draft = Draft(str(folder))
     draft.begin()

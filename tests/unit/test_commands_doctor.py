@@ -6,14 +6,13 @@ import ast
 import io
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from gpusnap import cli, commands_doctor, exits
+from gpusnap import commands_doctor, exits
 from gpusnap.doctor import host, subject
 from gpusnap.doctor.check import Check, failure, ok, warning
 from gpusnap.failures import NotFound
@@ -24,21 +23,6 @@ FINE, WELL, BAD = (
     warning("second", "well", "do it"),
     failure("third", "no", "do that"),
 )
-
-
-@pytest.fixture
-def gpusnap(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command line; exit code, stdout, stderr."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["gpusnap", *arguments])
-        code = cli.main()
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("TERM", "dumb")
-    return run
 
 
 @pytest.fixture

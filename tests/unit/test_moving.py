@@ -24,9 +24,7 @@ from oci.manifest import Descriptor
 from oci.reference import Reference, parse
 from oci.store import Store
 from oci.transfer import Moved
-from runtime_shim import settings as settings_file
 from runtime_shim.errors import GpusnapError, Refused, UsageError
-from runtime_shim.settings import Settings
 
 
 @pytest.fixture
@@ -37,13 +35,9 @@ def registry(tmp_path: Path) -> Iterator[FakeRegistry]:
 
 
 @pytest.fixture(autouse=True)
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+def store(host_store: Store) -> Store:
     """This host's."""
-    found = Settings(store=settings_file.Store(path=str(tmp_path / "store")))
-    monkeypatch.setattr(settings_file, "load", lambda: found)
-    monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "auth.json"))
-    (tmp_path / "auth.json").write_text("{}")
-    return Store(tmp_path / "store")
+    return host_store
 
 
 @pytest.fixture
