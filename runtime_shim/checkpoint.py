@@ -8,7 +8,7 @@ memory back and run on, and what was written is taken away. After the dump there
 renamed.
 
 A container that is paused, as containerd has it, is held still and thawed for the driver's work, and paused
-for the dump and afterwards; see frozen.py.
+for the dump and afterwards; see frozen.py. One that runs is paused for the dump, if need be; see lull.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,15 @@ from runtime_shim.log import note
 from runtime_shim.pages import Chunks
 from runtime_shim.real import RealRuntime
 from runtime_shim.settings import Settings
-from runtime_shim.suspending import Job, all_suspended, freeze, newcomers, resumed, suspend_all, thaw
+from runtime_shim.suspending import (
+    Job,
+    all_suspended,
+    for_the_dump,
+    newcomers,
+    resumed,
+    suspend_all,
+    thaw,
+)
 from runtime_shim.suspension import InCriu, Pages, users
 from runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
 
@@ -162,8 +170,7 @@ def _dump(job: Job, draft: Draft) -> None:
             # An earlier checkpoint's would tell of a dump that was none.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(job.image_path, image.INVENTORY))
-        freeze(job)
-        with job.transaction.step("dump"):
+        with for_the_dump(job), job.transaction.step("dump"):
             failure = _runtime_checkpoint(job)
         if failure is None:
             return

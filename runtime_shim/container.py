@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = [
     "frozen_by",
     "frozen_group",
     "gather",
+    "has_freezer",
     "inner_pids",
     "own_v1_freezer",
     "processes",
@@ -135,20 +136,32 @@ def gather(init: int, container_id: str, members: Iterable[proc.Process]) -> Non
 
 
 def frozen_by(container: Container) -> str | None:
-    """The folder of the cgroup (version 2) that froze a container, as `frozen_group`.
+    """The folder of the cgroup (version 2) that froze a container, as `frozen_group`."""
+    found = (frozen_group(container.pid, name) for name in _names(container))
+    return next((group for group in found if group is not None), None)
 
-    Also where that has the name in its configuration and not its ID: containerd restores under another name
-    with the old one's cgroupsPath.
+
+def has_freezer(container: Container) -> bool:
+    """Whether a container has a cgroup (version 2) of its own, which would freeze it alone."""
+    found = (_own_cgroup(container.pid, name) for name in _names(container))
+    return any(group is not None and not group[0] for group in found)
+
+
+def _names(container: Container) -> Iterator[str]:
+    """Its ID, and what its cgroup is called in its configuration.
+
+    containerd restores under another name with the old one's cgroupsPath.
     """
+    yield container.id
     try:
         linux = bundle_config(container.bundle).get("linux")
-        path = linux.get("cgroupsPath") if isinstance(linux, dict) else ""
     except ContainerError:
-        path = ""
+        return
+    path = linux.get("cgroupsPath") if isinstance(linux, dict) else ""
     # A path, or slice:prefix:name as systemd's driver has it.
     name = re.split("[/:]", path)[-1] if isinstance(path, str) else ""
-    found = frozen_group(container.pid, container.id)
-    return found if found is not None or not name else frozen_group(container.pid, name)
+    if name:
+        yield name
 
 
 def frozen_group(pid: int, container_id: str) -> str | None:

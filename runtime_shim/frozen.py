@@ -11,7 +11,9 @@ and neither way a process runs a single instruction of its own. A SIGSTOP that w
 taken when it is thawed, before it returns to user space, and by one thread for all; a SIGCONT leads a stopped
 process of a frozen cgroup into the freezer (Linux, kernel/signal.c: get_signal looks for a stop and for the
 freezer before anything else, and do_freezer_trap sleeps with signals pending). A process that was stopped
-before stays so. What a killed gpusnap leaves is in the journal, as <container>.paused: the cgroup, which
+before stays so. The one exception are children between vfork(2) and their program: before anything else is
+done they run up to its first instruction, since their parents cannot be stopped until then (vforks.py). What
+a killed gpusnap leaves is in the journal, as <container>.paused: the cgroup, which
 processes were stopped by us, and whether it was we who thawed.
 
 Only for version 2 of cgroups: see container.own_v1_freezer.
@@ -23,22 +25,17 @@ import contextlib
 import os
 import re
 import signal
-import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
 from runtime_shim import container as containers
-from runtime_shim import journal, proc
-from runtime_shim.errors import GpusnapError, ImageError, reason
+from runtime_shim import freezer, journal, proc, vforks
+from runtime_shim.errors import ImageError, reason
 from runtime_shim.journal import Entry
 from runtime_shim.stillness import go_on, stand
 
 __all__ = ["Paused", "find", "left", "thaw_image"]
 
-_VERSION = 1
-# Seconds until all are frozen. None runs on from the moment that the kernel was told, so that the wait is
-# only for whoever looks whether the container is paused.
-_FREEZING = 2.0
 # A property of a control group and its value (criu/images/cgroup.proto, cgroup_prop_entry), which CRIU notes
 # for version 1 alone.
 _FROZEN = re.compile(rb"\x0a\x0dfreezer\.state\x12\x06(?=FROZEN)")
@@ -77,7 +74,7 @@ class Paused:
         """
         if not self._thawed:
             seen: set[int] = set()
-            while fresh := [pid for pid in _members(self._group) if pid not in seen]:
+            while fresh := [pid for pid in freezer.members(self._group) if pid not in seen]:
                 seen.update(fresh)
                 running = [pid for pid in fresh if not proc.halted(pid)]
                 self._stopped |= {each.pid: each.start for each in map(proc.process, running) if each}
@@ -85,7 +82,9 @@ class Paused:
                 _send(running, signal.SIGSTOP)
             self._note(thawed=True)
             self._thawed = True
-            _write(self._group, "0")
+            freezer.thaw(self._group)
+            # These would not stand, and CRIU not come by them.
+            vforks.finish(self._stopped, timeout=timeout)
         stand([pid for pid in holders if pid in self._stopped], timeout=timeout)
 
     def keep(self, pids: Iterable[int]) -> None:
@@ -103,10 +102,10 @@ class Paused:
         if not os.path.isdir(self._group):
             self.forget()  # it has ended
             return
-        _write(self._group, "1")
+        freezer.freeze(self._group)
         # From now on whoever paused it may resume it, and shall not find it frozen by us later.
         self._note(thawed=False)
-        _settle(self._group)
+        freezer.settle(self._group)
         self._thawed = False
         there = {pid: start for pid, start in self._stopped.items() if proc.same(pid, start)}
         _send((pid for pid in there if pid not in self._away), signal.SIGCONT)
@@ -121,18 +120,9 @@ class Paused:
         journal.drop(self._container, journal.PAUSED)
 
     def _note(self, *, thawed: bool) -> None:
-        journal.store(
-            self._container,
-            journal.PAUSED,
-            {
-                "version": _VERSION,
-                "owner": list(journal.owner()),
-                "group": self._group,
-                "runtime": self._runtime,
-                "thawed": thawed,
-                "stopped": [list(each) for each in self._stopped.items()],
-            },
-        )
+        stopped = tuple(self._stopped.items())
+        pause = journal.Pause(journal.owner(), self._group, thawed, stopped, self._runtime)
+        journal.note_pause(self._container, pause)
 
 
 def find(container: containers.Container, runtime: str = "") -> Paused | None:
@@ -160,7 +150,7 @@ def left(entry: Entry, pids: Iterable[int]) -> Paused | None:
         return Paused(entry.container, group, alive) if group is not None else None
     stopped = {pid: start for pid, start in pause.stopped if proc.same(pid, start)}
     ours = pause.thawed and pause.runtime != "crun"
-    if os.path.isdir(pause.group) and (ours or _frozen(pause.group)):
+    if os.path.isdir(pause.group) and (ours or freezer.frozen(pause.group)):
         return Paused(entry.container, pause.group, stopped | alive, runtime=pause.runtime)
     go_on(pid for pid in stopped if pid not in alive)
     return None
@@ -185,46 +175,7 @@ def thaw_image(image_path: str) -> None:
         raise ImageError(f"{path} cannot be changed: {reason(error)}") from error
 
 
-def _members(group: str) -> Iterator[int]:
-    """PIDs in a cgroup and those below it; one that our PID namespace does not see has 0."""
-    for folder, _, _ in os.walk(group):
-        with contextlib.suppress(OSError), open(f"{folder}/cgroup.procs", encoding="ascii") as file:
-            yield from (int(line) for line in file if int(line))
-
-
 def _send(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def _write(group: str, text: str) -> None:
-    try:
-        with open(f"{group}/cgroup.freeze", "w", encoding="ascii") as file:
-            file.write(text)
-    except OSError as error:
-        if not os.path.isdir(group):
-            return
-        how = "frozen" if text == "1" else "thawed"
-        raise GpusnapError(
-            f"the cgroup {group} cannot be {how}: {reason(error)}", hint="see that gpusnap may write there"
-        ) from error
-
-
-def _frozen(group: str) -> bool:
-    """Whether somebody has it frozen (cgroup.freeze; Documentation/admin-guide/cgroup-v2.rst)."""
-    return _read(group, "cgroup.freeze").strip() == "1"
-
-
-def _settle(group: str) -> None:
-    deadline = time.monotonic() + _FREEZING
-    while "frozen 0" in _read(group, "cgroup.events").splitlines() and time.monotonic() < deadline:
-        time.sleep(0.001)
-
-
-def _read(group: str, name: str) -> str:
-    try:
-        with open(f"{group}/{name}", encoding="ascii") as file:
-            return file.read()
-    except OSError:
-        return ""

@@ -7,7 +7,8 @@
         <container>.restore            a restore that is under way, see halfway.py
         <container>.<pid>.thread       a thread's own registers, while it makes system calls for us
         <container>.<pid>.idle         a process without GPU state, while it stands still for us (`leftover`)
-        <container>.paused             which processes of a paused container were stopped, see frozen.py
+        <container>.paused             which processes of a paused container were stopped, see frozen.py; or
+                                       that it was gpusnap who paused it, see lull.py
 
 An entry names processes by PID and start time, regions by address, and where their bytes are, all of them in
 files by then: the image's layout, or files of memory.stage. `recover.py` reads it.
@@ -22,7 +23,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -47,6 +48,7 @@ __all__ = [
     "held",
     "idle",
     "load",
+    "note_pause",
     "owner",
     "read",
     "remove",
@@ -58,6 +60,7 @@ __all__ = [
 FOLDER = "/run/gpusnap/journal"
 _ID = re.compile(r"[A-Za-z0-9][\w.+-]{0,250}", re.ASCII)
 _VERSION = 2
+_PAUSE_VERSION = 1
 _MOST = 64 << 20
 PAUSED = "paused"
 """The kind of file that says what was stopped of a paused container."""
@@ -92,18 +95,20 @@ class Suspended:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A paused container, as frozen.py notes it."""
+    """A paused container, as frozen.py and lull.py note it."""
 
     owner: tuple[int, int]
     """As Entry.owner."""
     group: str
-    """The folder of its cgroup."""
+    """The folder of its cgroup; empty where that is not known yet."""
     thawed: bool
     """Whether it was gpusnap that thawed it."""
     stopped: tuple[tuple[int, int], ...]
     """PID and start time of what gpusnap stopped."""
     runtime: str = ""
     """The kind of the real runtime."""
+    lull: tuple[int, int] | None = None
+    """PID and start time of the container's init, where it was gpusnap that paused it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +269,11 @@ def store(container: str, kind: str, document: Any) -> None:
     _write(_path(container, kind), json.dumps(document).encode())
 
 
+def note_pause(container: str, pause: Pause) -> None:
+    """Write what is to be known of a container's pause, in place of what was. Raises GpusnapError."""
+    store(container, PAUSED, {"version": _PAUSE_VERSION, **asdict(pause)})
+
+
 def load(container: str, kind: str) -> Any:
     """What `store` wrote; None where it wrote nothing. Raises GpusnapError where it cannot be read."""
     return _read(_path(container, kind)) if _ID.fullmatch(container) else None
@@ -295,7 +305,9 @@ def _pause(container: str) -> Pause | None:
         stopped = tuple((int(pid), int(start)) for pid, start in document["stopped"])
         wrote = (int(document["owner"][0]), int(document["owner"][1]))
         group, thawed = str(document["group"]), bool(document["thawed"])
-        return Pause(wrote, group, thawed, stopped, str(document.get("runtime", "")))
+        init = document.get("lull")
+        lull = (int(init[0]), int(init[1])) if init is not None else None
+        return Pause(wrote, group, thawed, stopped, str(document.get("runtime", "")), lull)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise GpusnapError(
             f"{path} is not as gpusnap writes it: {error}", hint="it was written by another version"

@@ -20,7 +20,6 @@ memory and its streams.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -31,21 +30,14 @@ from runtime_shim import journal, proc
 from runtime_shim.errors import GpusnapError, reason
 from runtime_shim.gpu.driver import Driver, Held
 from runtime_shim.gpu.together import at_once
+from runtime_shim.kcmp import EQUAL, FILE, FILES, VM, compared
 from runtime_shim.log import note
 from runtime_shim.manifest import NeutralisedProcess
 from runtime_shim.memory.handles import Neutralised, neutralise
-from runtime_shim.memory.machine import this_machine
 from runtime_shim.stillness import go_on, stop
 from runtime_shim.suspension import idle_holders, users
 
 __all__ = ["Cleared", "clear", "records", "say", "strangers"]
-
-_FILE, _VM, _FILES = 0, 1, 2  # linux/kcmp.h, KCMP_*: an open file, all memory, all descriptors
-_EQUAL = 0  # kcmp(2): 1 to 3 say that the two are not the same
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_int, *(ctypes.c_ulong,) * 3]
-_libc.syscall.restype = ctypes.c_long
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +202,7 @@ def _ancestors(pid: int) -> list[int]:
 
 def _same_file(pid: int, number: int, other: int, other_number: int) -> bool:
     """Whether two descriptors share an open file description; not so where the kernel does not tell."""
-    return _compared(pid, other, _FILE, number, other_number) == _EQUAL
+    return compared(pid, other, FILE, number, other_number) == EQUAL
 
 
 def _shares(pid: int, other: int) -> bool:
@@ -218,18 +210,8 @@ def _shares(pid: int, other: int) -> bool:
 
     One that has ended has neither.
     """
-    for kind in (_VM, _FILES):
-        found = _compared(pid, other, kind)
-        if found == _EQUAL or (found < 0 and found != -errno.ESRCH):
+    for kind in (VM, FILES):
+        found = compared(pid, other, kind)
+        if found == EQUAL or (found < 0 and found != -errno.ESRCH):
             return True
     return False
-
-
-def _compared(pid: int, other: int, kind: int, number: int = 0, other_number: int = 0) -> int:
-    """kcmp(2): 0 where both have the same, else 1 to 3; minus its errno where the kernel does not tell."""
-    try:
-        call = this_machine().calls["kcmp"]
-    except GpusnapError:
-        return -errno.ENOSYS  # nor could its files be replaced on such a machine
-    found: int = _libc.syscall(call, pid, other, kind, number, other_number)
-    return found if found >= 0 else -ctypes.get_errno()

@@ -16,7 +16,7 @@ from functools import partial
 
 from oci.errors import BlobError
 from oci.layout import Layout
-from runtime_shim import frozen, image, journal, leavings, manifest, proc, transfer
+from runtime_shim import frozen, image, journal, leavings, lull, manifest, proc, transfer
 from runtime_shim.chunk_home import Home, StoreHome, in_image, left
 from runtime_shim.draft import Draft
 from runtime_shim.errors import GpusnapError, ImageError, ManifestError, reason
@@ -65,6 +65,7 @@ def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
             hint="wait for it",
         )
     leavings.let_end(entry.owner, entry.container)
+    lull.put_right(entry)
     pids = [process.pid for process in alive(entry)]
     paused = frozen.left(entry, pids)
     if paused is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,12 +14,25 @@ from runtime_shim.errors import GpusnapError, Refused
 from runtime_shim.gpu import holders
 from runtime_shim.gpu.driver import Driver, Host
 from runtime_shim.gpu.nodes import Node
+from runtime_shim.invoke import quiet
+from runtime_shim.log import note
+from runtime_shim.lull import Lull
 from runtime_shim.real import RealRuntime
 from runtime_shim.settings import Settings
 from runtime_shim.suspension import Pages, Record, lock, record, resume, suspend, users
 from runtime_shim.transaction import Transaction
 
-__all__ = ["Job", "all_suspended", "freeze", "newcomers", "resume_all", "resumed", "suspend_all", "thaw"]
+__all__ = [
+    "Job",
+    "all_suspended",
+    "for_the_dump",
+    "freeze",
+    "newcomers",
+    "resume_all",
+    "resumed",
+    "suspend_all",
+    "thaw",
+]
 
 
 @dataclass(slots=True)
@@ -84,6 +98,32 @@ def freeze(job: Job) -> None:
     if job.paused is not None:
         with job.transaction.step("freeze"):
             job.paused.freeze()
+
+
+@contextmanager
+def for_the_dump(job: Job) -> Iterator[None]:
+    """Pause the container while the block dumps it, at a moment at which CRIU can; one that is paused again.
+
+    Not where CRIU has a plugin's work done: that asks processes which run.
+    """
+    freeze(job)
+    if job.paused is not None or job.driver.plugin is not None:
+        yield
+        return
+    lull = Lull(job.container, quiet(job.call, job.real), lambda: [p.pid for p in job.processes()])
+    try:
+        if lull.wanted():
+            with job.transaction.step("lull"):
+                lull.begin(timeout=job.settings.nvidia.lock_timeout)
+        yield
+    finally:
+        # Nothing is raised: the dump may be done, and there is no way back. `recover` tries again.
+        failure = _failed(lull.end)
+        if failure is not None:
+            note(
+                f"container {job.container.id} is still paused, and gpusnap recover lets it go on: "
+                f"{failure.sentence()}"
+            )
 
 
 def suspend_all(job: Job) -> None:

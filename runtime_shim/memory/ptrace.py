@@ -36,7 +36,7 @@ __all__ = [
 _CONT, _DETACH, _SYSCALL = 7, 17, 24
 _SETOPTIONS, _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT = 0x4200, 0x4204, 0x4205, 0x4206, 0x4207
 _GETSIGMASK, _SETSIGMASK = 0x420A, 0x420B
-_EVENT_STOP = 128
+_EVENT_EXEC, _EVENT_STOP = 4, 128
 _NAMES = {
     _CONT: "CONT",
     _DETACH: "DETACH",
@@ -51,6 +51,8 @@ _NAMES = {
 }
 TRACESYSGOOD = 1
 """Stops at system calls are told from SIGTRAP."""
+TRACEEXEC = 1 << 4
+"""A thread stops when it has begun another program, before that program's first instruction."""
 SUSPEND_SECCOMP = 1 << 21
 """The thread's seccomp filters do not hold while this is set; needs CAP_SYS_ADMIN."""
 _NT_PRSTATUS = 1  # linux/elf.h
@@ -81,6 +83,11 @@ class Stop:
         return self.signal == signal.SIGTRAP | 0x80
 
     @property
+    def at_exec(self) -> bool:
+        """It has begun another program, see TRACEEXEC."""
+        return self.event == _EVENT_EXEC
+
+    @property
     def by_tracer(self) -> bool:
         """Because we asked for it, or with its process: no signal waits to be delivered."""
         return self.event == _EVENT_STOP
@@ -101,9 +108,9 @@ def interrupt(tid: int) -> None:
     _ptrace(_INTERRUPT, tid)
 
 
-def go(tid: int) -> None:
-    """Let a thread run on; a signal that it stopped for is not delivered."""
-    _ptrace(_CONT, tid)
+def go(tid: int, which: int = 0) -> None:
+    """Let a thread run on; a signal that it stopped for is delivered if it is given as `which`."""
+    _ptrace(_CONT, tid, 0, which)
 
 
 def go_to_call(tid: int) -> None:
@@ -117,7 +124,7 @@ def let_go(tid: int) -> None:
 
 
 def set_options(tid: int, options: int) -> None:
-    """Set TRACESYSGOOD, SUSPEND_SECCOMP; those left out are taken back."""
+    """Set TRACESYSGOOD, TRACEEXEC, SUSPEND_SECCOMP; those left out are taken back."""
     _ptrace(_SETOPTIONS, tid, 0, options)
 
 

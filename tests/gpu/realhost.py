@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,7 +146,9 @@ def machine(minor: int) -> Iterator[Machine]:
         shimhost.install(CHECKOUT, path=tuple(others))
         _make_image()
         nodes = (f"/dev/nvidia{minor}", "/dev/nvidiactl", "/dev/nvidia-uvm")
-        yield Machine(tuple(node for node in nodes if os.path.exists(node)), tuple(_mounts()))
+        mounts = _mounts()
+        with _places(mounts):
+            yield Machine(tuple(node for node in nodes if os.path.exists(node)), tuple(mounts))
     finally:
         podman("rmi", "--force", IMAGE)
         for path in targets:
@@ -190,6 +192,30 @@ def _mounts() -> list[str]:
         if not any(Path(path).is_relative_to(other) and _mounted(path) == _mounted(other) for other in found):
             found.append(path)
     return found
+
+
+@contextmanager
+def _places(paths: Sequence[str]) -> Iterator[None]:
+    """Have a folder beneath each that is a file system inside another, for as long as the block runs.
+
+    The other is mounted without it and read-only, so runc could not make it, where the machine has none.
+    """
+    made: list[Path] = []
+    with ExitStack() as stack:
+        for path in paths:
+            for other in (other for other in paths if path != other and Path(path).is_relative_to(other)):
+                view = Path(tempfile.mkdtemp(prefix="gpusnap-places-"))
+                stack.callback(view.rmdir)  # never by a walk: the machine's own files are in it
+                good(run("mount", "--bind", _mounted(other), view))
+                stack.callback(run, "umount", view)
+                inside = view / Path(path).relative_to(_mounted(other))
+                made += [each for each in (inside, *inside.parents) if not each.exists()]
+                inside.mkdir(parents=True, exist_ok=True)
+        try:
+            yield
+        finally:
+            for each in sorted(set(made), reverse=True):
+                each.rmdir()
 
 
 def _mounted(path: str) -> str:

@@ -15,6 +15,7 @@ JAX = Workload.python("jax_train.py", "jax", 1024)
 CUPY = Workload.python("cupy_words.py", "cupy", 1024)
 MANAGED = Workload.python("cupy_words.py", "cupy", 64, "--managed")
 PINNED = Workload.python("pinned_reader.py", "", 64)
+PROGRAMS = Workload.python("torch_train.py", "torch", 256, "--programs")
 FED = Workload.python("torch_workers.py", "torch", 256)
 FRAMEWORKS = [TORCH, JAX, CUPY]
 NAMES = ["torch", "jax", "cupy"]
@@ -167,3 +168,22 @@ def test_paused(real: str, machine: Machine, tmp_path: Path) -> None:
     program.goes_on(more=5)
     same_as_uninterrupted(program, TORCH)
     shutil.rmtree(tmp_path / "image")
+
+
+def test_programs_are_started(real: str, machine: Machine, archive: Path, tmp_path: Path) -> None:
+    """A CUDA process that runs programs all the time, and so waits within vfork, running and paused."""
+    needs(PROGRAMS)
+    program = Program.begin("w", PROGRAMS, machine.options())
+    paths = ["--image-path", str(tmp_path / "image"), "--work-path", str(tmp_path)]
+    for paused in (False, True, False, True):
+        if paused:
+            good(podman("pause", "w"))
+        good(run(RUNTIME, "checkpoint", *paths, "--leave-running", program.id))
+        if paused:
+            good(podman("unpause", "w"))
+        program.goes_on(more=5)
+    shutil.rmtree(tmp_path / "image")
+    exported(program, archive, PROGRAMS.mib)
+    good(podman("container", "restore", "--import", archive))
+    program.goes_on(more=5)
+    same_as_uninterrupted(program, PROGRAMS)

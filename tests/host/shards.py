@@ -23,7 +23,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[2]
 TESTS = Path("tests/integration")
 # Unit tests with control groups of version 2, which a machine with version 1 beside it does not let us make.
-UNIT = {"test_frozen.py": Path("tests/unit")}
+UNIT = dict.fromkeys(("test_frozen.py", "test_lull.py"), Path("tests/unit"))
 HOST = "tests/host/host"
 ENTER = ["enter", "--env", "GPUSNAP_TESTHOST=1", "--"]
 PYTEST = ["/opt/gpusnap/bin/python", "-B", "-m", "pytest", "-p", "no:cacheprovider", "-q", "--color=no"]

@@ -5,53 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from cells import ID, Cell, cell, container, pause
 from fakes import Scene, wait_for
 
 from runtime_shim import container as containers
-from runtime_shim import frozen, journal, proc
+from runtime_shim import freezer, frozen, journal, proc
 from runtime_shim.errors import GpusnapError, ImageError
 from runtime_shim.journal import Entry, Pause
 
-ID = "c0ffee"
-# Counts in a file that it has mapped: so it needs no system call for that, at which it might be stopped.
-# A second thread sleeps, as the driver's does in a process.
-_COUNTER = """
-import mmap, sys, threading, time
-threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()
-with open(sys.argv[1], "r+b") as file:
-    memory, number = mmap.mmap(file.fileno(), 8), 0
-while True:
-    number += 1
-    memory[:] = number.to_bytes(8, "little")
-"""
-
-
-@dataclass
-class Cell:
-    """A frozen cgroup, with processes that count."""
-
-    group: Path
-    pids: list[int]
-    files: list[Path]
-
-    def counts(self) -> list[bytes]:
-        return [path.read_bytes() for path in self.files]
-
-    def frozen(self) -> bool:
-        return "frozen 1" in (self.group / "cgroup.events").read_text().splitlines()
-
-    def freeze(self, value: int) -> None:
-        (self.group / "cgroup.freeze").write_text(str(value))
-        if value:
-            wait_for(self.frozen, "the freeze")
+__all__ = ["cell"]
 
 
 @pytest.fixture(autouse=True)
@@ -60,52 +25,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.parent.mkdir()
     monkeypatch.setattr(journal, "FOLDER", str(path))
     return path
-
-
-@pytest.fixture
-def cell(tmp_path: Path) -> Iterator[Cell]:
-    top = next((mount.destination for mount in proc.mounts("self") if mount.kind == "cgroup2"), None)
-    own = Path(f"{top}{proc.cgroups('self').get('', '/')}/{ID}")
-    try:
-        own.mkdir()
-        (own / "cgroup.freeze").write_text("0")
-    except OSError:
-        pytest.skip("no cgroup of version 2 can be made here")
-    children, files = [], [tmp_path / f"count{number}" for number in range(2)]
-    try:
-        for path in files:
-            path.write_bytes(bytes(8))
-            child = subprocess.Popen([sys.executable, "-c", _COUNTER, path])
-            children.append(child)
-            (own / "cgroup.procs").write_text(str(child.pid))
-            wait_for(lambda path=path: any(path.read_bytes()), "a count")  # type: ignore[misc]
-        found = Cell(own, [child.pid for child in children], files)
-        found.freeze(1)
-        yield found
-    finally:
-        for child in children:
-            child.kill()
-        with suppress(OSError):
-            (own / "cgroup.freeze").write_text("0")
-        for child in children:
-            child.wait()
-        wait_for(lambda: _removed(own), "the end of the cgroup")
-
-
-def _removed(folder: Path) -> bool:
-    with suppress(OSError):
-        folder.rmdir()
-    return not folder.exists()
-
-
-def container(pid: int) -> containers.Container:
-    return containers.Container(ID, pid, "paused", "/b", {})
-
-
-def pause(cell: Cell) -> frozen.Paused:
-    found = frozen.find(container(cell.pids[0]))
-    assert found is not None
-    return found
 
 
 def test_hold_and_freeze(cell: Cell, folder: Path) -> None:
@@ -239,20 +158,20 @@ def test_left_under_crun(cell: Cell) -> None:
     assert entry is None or frozen.left(entry, cell.pids[:1]) is not None
 
 
-@pytest.mark.parametrize("at", ["_send", "_settle"])
+@pytest.mark.parametrize("at", ["_send", "settle"])
 def test_noted_before_and_after(cell: Cell, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     """Killed just before the thaw, or just after the freeze: it was not we who thawed what is frozen."""
     paused = pause(cell)
-    if at == "_settle":
+    if at == "settle":
         paused.hold(timeout=5)
 
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(frozen, at, killed)
+        patch.setattr(freezer if at == "settle" else frozen, at, killed)
         with pytest.raises(KeyboardInterrupt):
-            paused.freeze() if at == "_settle" else paused.hold(timeout=5)
+            paused.freeze() if at == "settle" else paused.hold(timeout=5)
     entry = journal.read(ID)
     assert entry is not None
     assert entry.paused is not None

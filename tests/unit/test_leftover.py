@@ -12,7 +12,7 @@ import pytest
 from fakes import DEADLINE, ID, FakeDriver, Scene, wait_for
 from leftover_tree import CLONE_FILES, CLONE_VM, MAPPED, OPENED, Tree
 
-from runtime_shim import journal, leftover, proc
+from runtime_shim import journal, kcmp, leftover, proc
 from runtime_shim.errors import GpusnapError, Refused
 from runtime_shim.gpu.driver import ProcessState
 from runtime_shim.gpu.errors import DriverFailed
@@ -170,13 +170,13 @@ def test_what_the_kernel_does_not_tell(
     tree: Tree, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, number: int, shared: bool
 ) -> None:
     """Where it cannot be known, tables count as shared; those of a process that has ended do not."""
-    compared = leftover._compared
+    compared = kcmp.compared
 
     def silent(pid: int, other: int, kind: int, *numbers: int) -> int:
         return compared(pid, other, kind, *numbers) if numbers else -number
 
     pid = tree.child()
-    monkeypatch.setattr(leftover, "_compared", silent)
+    monkeypatch.setattr(leftover, "compared", silent)
     assert [each.pid for each in leftover.strangers(driver, tree.processes())] == ([pid] if shared else [])
 
 
@@ -259,7 +259,7 @@ def test_a_machine_without_kcmp(tree: Tree, driver: FakeDriver, monkeypatch: pyt
         raise GpusnapError("another architecture")
 
     pid = tree.child()
-    monkeypatch.setattr(leftover, "this_machine", unknown)
+    monkeypatch.setattr(kcmp, "this_machine", unknown)
     assert [each.pid for each in leftover.strangers(driver, tree.processes())] == [pid]
 
 

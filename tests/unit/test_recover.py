@@ -7,18 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cells import ID, Cell, cell, pause
 from fakes import FakeDriver, a_manifest, wait_for
-from test_frozen import ID, Cell, cell, pause
 
 from runtime_shim import frozen, journal, proc
 from runtime_shim.draft import Draft
 from runtime_shim.errors import GpusnapError
 from runtime_shim.gpu.driver import ProcessState
 from runtime_shim.gpu.errors import GpuError
-from runtime_shim.journal import Entry, Suspended
+from runtime_shim.journal import Entry, Pause, Suspended
 from runtime_shim.memory import stage
 from runtime_shim.recover import recover
 from runtime_shim.settings import Memory
+from runtime_shim.stillness import stop
 
 __all__ = ["cell"]
 
@@ -72,6 +73,27 @@ def test_only_the_pause(cell: Cell) -> None:
     assert "its pause" in recover(entry, Driver(), Memory())
     assert journal.read(ID) is None
     as_it_was(cell, before)
+
+
+def test_paused_for_its_dump(cell: Cell, tmp_path: Path) -> None:
+    """It was gpusnap that paused it: it runs again, GPU process and all."""
+    cell.freeze(0)
+    stop(cell.pids[:1], timeout=5)
+    cell.freeze(1)
+    image = tmp_path / "image"
+    image.mkdir()
+    Draft(str(image)).prepare(None)
+    journal.write(ID, str(image), {cell.pids[0]: ()})
+    init = proc.process(cell.pids[0])
+    assert init is not None
+    lull = (init.pid, init.start)
+    journal.note_pause(ID, Pause((1, 1), str(cell.group), False, (), lull=lull))
+    driver = Driver()
+    driver.use(cell.pids[0], state=ProcessState.CHECKPOINTED)
+    before = cell.counts()
+    assert recover(read(), driver, Memory()) == f"running: {cell.pids[0]}"
+    assert journal.read(ID) is None
+    wait_for(lambda: all(a != b for a, b in zip(cell.counts(), before, strict=True)), "counts")
 
 
 @pytest.mark.parametrize("thawed", [True, False])

@@ -33,6 +33,7 @@ static const char USAGE[] =
     "  --inherit          after cuInit fork a child without exec, which never uses CUDA\n"
     "  --counters K       the same, K children that count, a line each tick\n"
     "  --watch            the counters also open a device node of their own, and keep it open\n"
+    "  --vforks MS        start a child that starts programs all the time, each MS ms after its vfork\n"
     "  --procs P          be a launcher without CUDA, and start P workers with the other options\n"
     "  --sleep            do nothing at all until SIGTERM\n"
     "SIGUSR1 changes about 5 % of the memory, at the next tick.\n";
@@ -100,6 +101,7 @@ enum {
     INHERIT,
     COUNTERS,
     WATCH,
+    VFORKS,
     PROCS,
     SLICES,
     TOUCH,
@@ -125,6 +127,7 @@ static const struct option LONG[] = {
     {"inherit", 0, NULL, INHERIT},
     {"counters", 1, NULL, COUNTERS},
     {"watch", 0, NULL, WATCH},
+    {"vforks", 1, NULL, VFORKS},
     {"procs", 1, NULL, PROCS},
     {"slices", 1, NULL, SLICES},
     {"touch", 1, NULL, TOUCH},
@@ -162,6 +165,7 @@ static void take(struct options *options, int which, const char *value)
     case INHERIT: options->inherit = true; break;
     case COUNTERS: options->counters = (unsigned)number(value); break;
     case WATCH: options->watch = true; break;
+    case VFORKS: options->vforks = (unsigned)number(value); break;
     case PROCS: options->procs = (unsigned)number(value); break;
     case SLICES: options->slices = (unsigned)number(value); break;
     case TOUCH: options->touch = (unsigned)number(value); break;

@@ -13,6 +13,7 @@
 
 struct options {
     unsigned mib, children, counters, procs, late, delay, busy_ms, tick_ms, verify_every, touch, slices;
+    unsigned vforks; /* ms, 0: none */
     uint64_t ticks, seed;
     bool managed, tcp, inherit, watch, sleep_only, clock;
     enum data { RANDOM, ZERO, BF16 } data;

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
+import threading
 import time
 from collections.abc import Callable
 
@@ -17,7 +19,13 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     options.add_argument("--mib", type=int, default=256, help="device memory that is checked word by word")
     options.add_argument("--ticks", type=int, default=0, help="end after so many (0: never)")
     options.add_argument("--pause", type=float, default=0.03, help="seconds between ticks")
+    options.add_argument("--programs", action="store_true", help="run programs all the time, by vfork")
     return options
+
+
+def _programs() -> None:
+    while True:
+        subprocess.run(["/bin/true"], check=True)
 
 
 def run(step: Step, options: argparse.Namespace) -> None:
@@ -25,6 +33,8 @@ def run(step: Step, options: argparse.Namespace) -> None:
 
     When is the time of day: after a restore CLOCK_MONOTONIC goes on from where it was (time_namespaces(7)).
     """
+    if options.programs:
+        threading.Thread(target=_programs, daemon=True).start()
     tick = 0
     while not options.ticks or tick < options.ticks:
         tick += 1

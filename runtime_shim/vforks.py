@@ -1,0 +1,129 @@
+"""Processes that wait for a child to begin its program: vfork(2), as sh, posix_spawn and subprocess have it.
+
+The child has the parent's memory until then, and the parent sleeps in the kernel, where nothing but SIGKILL
+reaches it: no SIGSTOP, no tracer. Where the child stands in the meantime, be it by a signal, in a freezer or
+for CRIU, the parent never stands, and CRIU gives up after its timeout ("Timeout reached", "Unseizable
+non-zombie …, state D"; https://github.com/checkpoint-restore/criu/issues/423 has it in 4 % of all dumps and
+knows no cause). So a container has to be stopped at a moment when none waits (lull.py), or such children be
+let run that far.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from runtime_shim import proc
+from runtime_shim.errors import GpusnapError, reason
+from runtime_shim.gpu.errors import PermissionRefused
+from runtime_shim.kcmp import EQUAL, VM, compared
+from runtime_shim.memory import ptrace
+from runtime_shim.stillness import stand
+
+__all__ = ["Waiting", "finish", "too_long", "waiting"]
+
+_LOOK = 0.0005
+# Seconds until a child stops that was asked to; beyond that it waits in the kernel itself.
+_INTERRUPTED = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A parent that waits, and the child that it waits for."""
+
+    parent: int
+    child: int
+
+
+def waiting(pids: Iterable[int]) -> Iterator[Waiting]:
+    """Those of these processes that wait for another of them."""
+    among = set(pids)
+    for child in sorted(among):
+        parent = proc.parent(child)
+        if parent in among and compared(parent, child, VM) == EQUAL and _sleeps(parent):
+            yield Waiting(parent, child)
+
+
+def finish(pids: Iterable[int], *, timeout: float) -> None:
+    """Have the children among stopped processes begin their programs, or end; none runs any further.
+
+    `timeout` seconds for all. Raises GpusnapError; the child then stands where it was.
+    """
+    pids = tuple(pids)
+    deadline = time.monotonic() + timeout
+    # A child may itself have such a child.
+    while found := {each.child: each for each in waiting(pids)}:
+        parents = {each.parent for each in found.values()}
+        for each in (each for child, each in found.items() if child not in parents):
+            _begin(each, deadline, timeout)
+
+
+def too_long(each: Waiting, timeout: float) -> GpusnapError:
+    """What to say where a child does not come to its program."""
+    return GpusnapError(
+        f"process {each.parent} ({proc.comm(each.parent)}) waits for its child {each.child} to begin a "
+        f"program (vfork), which took longer than {timeout:g} s",
+        hint="CRIU could not stop it meanwhile; try again when it is quieter",
+    )
+
+
+def _sleeps(pid: int) -> bool:
+    """Whether a thread of the process waits in the kernel, and no signal wakes it."""
+    with suppress(OSError):
+        return any(proc.activity(pid, int(task))[0] == "D" for task in os.listdir(f"{proc.PROC}/{pid}/task"))
+    return False
+
+
+def _begin(each: Waiting, deadline: float, timeout: float) -> None:
+    """Trace one child until it has begun its program; no instruction of that is run."""
+    child = each.child
+    stand([child], timeout=timeout)
+    try:
+        ptrace.seize(child)
+        try:
+            _run(each, deadline, timeout)
+        finally:
+            with suppress(ProcessLookupError):
+                ptrace.let_go(child)
+    except ProcessLookupError:
+        pass  # it has ended instead
+    except OSError as error:
+        raise PermissionRefused(
+            f"process {child} ({proc.comm(child)}) cannot be traced: {reason(error)}",
+            hint="end the debugger that has it, or see that gpusnap may use ptrace",
+            pid=child,
+        ) from error
+    _until(lambda: not _still_waits(each), deadline)
+    stand([child], timeout=timeout)
+
+
+def _run(each: Waiting, deadline: float, timeout: float) -> None:
+    child = each.child
+    ptrace.wait(child)  # a stopped thread reports itself at once
+    ptrace.set_options(child, ptrace.TRACEEXEC)
+    ptrace.go(child)
+    while True:
+        stop = None
+        while stop is None:
+            stop = ptrace.stopped(child)
+            if stop is None and time.monotonic() > deadline:
+                ptrace.interrupt(child)
+                _until(lambda: ptrace.stopped(child) is not None, time.monotonic() + _INTERRUPTED)
+                raise too_long(each, timeout)
+            if stop is None:
+                time.sleep(_LOOK)
+        if stop.at_exec:
+            return
+        ptrace.go(child, 0 if stop.by_tracer else stop.signal)
+
+
+def _still_waits(each: Waiting) -> bool:
+    return any(each == other for other in waiting((each.parent, each.child)))
+
+
+def _until(done: Callable[[], bool], deadline: float) -> None:
+    while not done() and time.monotonic() < deadline:
+        time.sleep(_LOOK)

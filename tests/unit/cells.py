@@ -1,0 +1,104 @@
+"""Processes in a frozen cgroup of version 2, for tests of what is done with a paused container."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from fakes import wait_for
+
+from runtime_shim import container as containers
+from runtime_shim import frozen, proc
+
+ID = "c0ffee"
+# Counts in a file that it has mapped: so it needs no system call for that, at which it might be stopped.
+# A second thread sleeps, as the driver's does in a process.
+_COUNTER = """
+import mmap, sys, threading, time
+threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()
+with open(sys.argv[1], "r+b") as file:
+    memory, number = mmap.mmap(file.fileno(), 8), 0
+while True:
+    number += 1
+    memory[:] = number.to_bytes(8, "little")
+"""
+
+
+@dataclass
+class Cell:
+    """A frozen cgroup, with processes that count."""
+
+    group: Path
+    pids: list[int]
+    files: list[Path]
+
+    def counts(self) -> list[bytes]:
+        return [path.read_bytes() for path in self.files]
+
+    def frozen(self) -> bool:
+        return "frozen 1" in (self.group / "cgroup.events").read_text().splitlines()
+
+    def freeze(self, value: int) -> None:
+        (self.group / "cgroup.freeze").write_text(str(value))
+        if value:
+            wait_for(self.frozen, "the freeze")
+
+
+@contextmanager
+def a_cell(folder: Path) -> Iterator[Cell]:
+    """Two that count, frozen; skips where no such cgroup can be made."""
+    top = next((mount.destination for mount in proc.mounts("self") if mount.kind == "cgroup2"), None)
+    own = Path(f"{top}{proc.cgroups('self').get('', '/')}/{ID}")
+    try:
+        own.mkdir()
+        (own / "cgroup.freeze").write_text("0")
+    except OSError:
+        pytest.skip("no cgroup of version 2 can be made here")
+    children, files = [], [folder / f"count{number}" for number in range(2)]
+    try:
+        for path in files:
+            path.write_bytes(bytes(8))
+            child = subprocess.Popen([sys.executable, "-c", _COUNTER, path])
+            children.append(child)
+            (own / "cgroup.procs").write_text(str(child.pid))
+            wait_for(lambda path=path: any(path.read_bytes()), "a count")  # type: ignore[misc]
+        found = Cell(own, [child.pid for child in children], files)
+        found.freeze(1)
+        yield found
+    finally:
+        for child in children:
+            child.kill()
+        with suppress(OSError):
+            (own / "cgroup.freeze").write_text("0")
+        for child in children:
+            child.wait()
+        wait_for(lambda: _removed(own), "the end of the cgroup")
+
+
+def _removed(group: Path) -> bool:
+    with suppress(OSError):
+        group.rmdir()
+    return not group.exists()
+
+
+@pytest.fixture
+def cell(tmp_path: Path) -> Iterator[Cell]:
+    with a_cell(tmp_path) as found:
+        yield found
+
+
+def container(pid: int) -> containers.Container:
+    """The one whose init that is."""
+    return containers.Container(ID, pid, "paused", "/b", {})
+
+
+def pause(cell: Cell) -> frozen.Paused:
+    """The pause that it is in."""
+    found = frozen.find(container(cell.pids[0]))
+    assert found is not None
+    return found

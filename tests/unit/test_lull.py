@@ -1,0 +1,174 @@
+"""A container that runs is paused for a dump, and never while a process of it waits within vfork(2)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cells import ID, Cell, cell
+from fakes import wait_for
+
+from runtime_shim import container as containers
+from runtime_shim import journal, lull, proc, vforks
+from runtime_shim.errors import GpusnapError
+from runtime_shim.journal import Entry, Pause
+from runtime_shim.lull import Lull
+from runtime_shim.stillness import stop
+from runtime_shim.vforks import Waiting
+
+__all__ = ["cell"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "gpusnap" / "journal"
+    path.parent.mkdir()
+    monkeypatch.setattr(journal, "FOLDER", str(path))
+    return path
+
+
+@pytest.fixture
+def command(cell: Cell, tmp_path: Path) -> list[str]:
+    """A real runtime that notes what it is told, and pauses as they do; the container runs."""
+    cell.freeze(0)
+    path = tmp_path / "runtime"
+    path.write_text(
+        f'#!/bin/sh\necho "$*" >>{tmp_path}/calls\n'
+        f"case $2 in pause) echo 1 >{cell.group}/cgroup.freeze;; resume) touch {tmp_path}/resumed;; esac\n"
+    )
+    path.chmod(0o755)
+    return [str(path), "--global"]
+
+
+def made(cell: Cell, command: list[str]) -> Lull:
+    container = containers.Container(ID, cell.pids[0], "running", "/b", {})
+    return Lull(container, command, lambda: cell.pids)
+
+
+def runs(cell: Cell) -> None:
+    before = cell.counts()
+    wait_for(lambda: all(a != b for a, b in zip(cell.counts(), before, strict=True)), "counts")
+
+
+def waits(monkeypatch: pytest.MonkeyPatch, times: float, look: Callable[[], None] = lambda: None) -> None:
+    """The first so many looks find one that waits."""
+    looks = iter(range(1_000_000))
+
+    def waiting(pids: list[int]) -> Iterator[Waiting]:
+        look()
+        if next(looks) < times:
+            yield Waiting(pids[0], pids[1])
+
+    monkeypatch.setattr(vforks, "waiting", waiting)
+
+
+def test_paused_and_let_go(cell: Cell, command: list[str], folder: Path, tmp_path: Path) -> None:
+    """By the runtime's own command; no process runs until the end."""
+    pause = made(cell, command)
+    pause.begin(timeout=5)
+    assert cell.frozen()
+    assert (tmp_path / "calls").read_text() == f"--global pause {ID}\n"
+    entry = journal.read(ID)
+    assert entry is not None
+    assert entry.paused is not None
+    assert entry.paused.group == str(cell.group)
+    for _ in range(2):
+        pause.end()
+        runs(cell)
+    assert list(folder.iterdir()) == []
+
+
+def test_one_waits(cell: Cell, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on for a moment, as often as one waits, and is frozen whenever that is looked at."""
+    seen = []
+    waits(monkeypatch, 3, lambda: seen.append((cell.frozen(), *cell.counts())))
+    pause = made(cell, command)
+    pause.begin(timeout=5)
+    assert cell.frozen()
+    assert len(seen) == 4
+    assert all(frozen for frozen, *_ in seen)
+    assert len({tuple(counts) for _, *counts in seen}) > 1
+    pause.end()
+    runs(cell)
+
+
+def test_one_waits_for_good(
+    cell: Cell, command: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named, and the container goes on."""
+    waits(monkeypatch, float("inf"))
+    with pytest.raises(GpusnapError, match=rf"process {cell.pids[0]} .* longer than 0\.1 s"):
+        made(cell, command).begin(timeout=0.1)
+    runs(cell)
+    assert list(folder.iterdir()) == []
+
+
+def test_all_stand(cell: Cell, command: list[str], folder: Path) -> None:
+    """Then nobody starts anything, and there is nothing to do."""
+    assert made(cell, command).wanted()
+    stop(cell.pids, timeout=5)
+    assert not made(cell, command).wanted()
+    assert not folder.exists()
+
+
+def test_somebody_elses_pause(cell: Cell, command: list[str]) -> None:
+    """It is not ours to end."""
+    cell.freeze(1)
+    pause = made(cell, command)
+    assert not pause.wanted()
+    pause.end()
+    assert cell.frozen()
+
+
+def test_no_cgroup_of_its_own(cell: Cell, command: list[str]) -> None:
+    """What would be frozen is not the container alone."""
+    container = containers.Container("other", cell.pids[0], "running", "/b", {})
+    assert not Lull(container, command, lambda: cell.pids).wanted()
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_runtime_does_not_pause_it(
+    cell: Cell, command: list[str], folder: Path, tmp_path: Path, code: int
+) -> None:
+    """The dump is left to try; whatever else the runtime froze goes on."""
+    Path(command[0]).write_text(f"#!/bin/sh\necho $2 >>{tmp_path}/calls; exit {code}\n")
+    pause = made(cell, command)
+    pause.begin(timeout=5)
+    assert (tmp_path / "calls").read_text().split() == ["pause", "resume"][: 2 - code]
+    pause.end()
+    runs(cell)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_left_by_a_killed_one(cell: Cell, command: list[str], *, known: bool) -> None:
+    """It goes on, also where gpusnap was killed before it knew by which group it is paused."""
+    made(cell, command).begin(timeout=5)
+    entry = journal.read(ID)
+    assert entry is not None
+    assert isinstance(entry.paused, Pause)
+    if not known:
+        assert entry.paused.lull is not None
+        journal.note_pause(ID, Pause((1, 1), "", False, (), lull=entry.paused.lull))
+        entry = journal.read(ID)
+        assert entry is not None
+    lull.put_right(entry)
+    runs(cell)
+
+
+def test_nothing_to_put_right(cell: Cell) -> None:
+    """Somebody else's pause stays, and so does a group whose container has ended."""
+    cell.freeze(1)
+    own = proc.process(os.getpid())
+    assert own is not None
+    for pause in (
+        None,
+        Pause((1, 1), str(cell.group), False, ()),
+        Pause((1, 1), "", False, (), lull=(own.pid, own.start + 1)),
+        Pause((1, 1), "", False, (), lull=(own.pid, own.start)),
+        Pause((1, 1), "/none", False, (), lull=(own.pid, own.start)),
+    ):
+        lull.put_right(Entry(ID, "", (1, 1), (), paused=pause))
+        assert cell.frozen()

@@ -1,0 +1,224 @@
+"""Processes that wait within vfork(2): found, and their children let run up to their programs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from fakes import wait_for
+
+from runtime_shim import proc, vforks
+from runtime_shim.errors import GpusnapError
+from runtime_shim.gpu.errors import PermissionRefused
+from runtime_shim.memory import ptrace
+from runtime_shim.stillness import go_on, stand, stop
+from runtime_shim.vforks import Waiting, finish, waiting
+
+# glibc's posix_spawn is a vfork; the child opens the FIFO before its program begins, and waits for a writer.
+_PARENT = """
+import os, sys
+action = (os.POSIX_SPAWN_OPEN, 0, sys.argv[1], os.O_RDONLY, 0)
+pid = os.posix_spawn(sys.argv[2], ["program"], {}, file_actions=[action])
+print("begun", os.waitpid(pid, 0)[1], flush=True)
+"""
+
+
+@dataclass
+class Pair:
+    """A parent that waits until somebody opens the FIFO for writing."""
+
+    process: subprocess.Popen[str]
+    child: int
+    fifo: Path
+
+    @property
+    def parent(self) -> int:
+        return self.process.pid
+
+    @property
+    def pids(self) -> tuple[int, int]:
+        return self.parent, self.child
+
+    def open(self) -> int:
+        return os.open(self.fifo, os.O_RDWR)
+
+    def said(self) -> str:
+        """What the parent printed; it has ended by then."""
+        assert self.process.stdout is not None
+        return self.process.stdout.read()
+
+
+def a_pair(folder: Path, program: str) -> Pair:
+    fifo = folder / "fifo"
+    os.mkfifo(fifo)
+    words = [sys.executable, "-c", _PARENT, str(fifo), program]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    wait_for(lambda: process.pid in proc.parents().values(), "the child")
+    child = next(pid for pid, parent in proc.parents().items() if parent == process.pid)
+    wait_for(lambda: proc.activity(process.pid, process.pid)[0] == "D", "the wait")
+    return Pair(process, child, fifo)
+
+
+@pytest.fixture(params=["/bin/cat"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
+    found = a_pair(tmp_path, request.param)
+    yield found
+    for pid in (found.child, found.parent):
+        if proc.parent(pid) in (os.getpid(), found.parent):
+            os.kill(pid, signal.SIGKILL)
+    found.process.communicate()
+
+
+def halt(pair: Pair) -> None:
+    for pid in pair.pids:
+        os.kill(pid, signal.SIGSTOP)
+
+
+def test_waiting(pair: Pair) -> None:
+    """The two are found where both are among those asked about, until the program has begun."""
+    assert list(waiting(pair.pids)) == [Waiting(pair.parent, pair.child)]
+    assert list(waiting([pair.parent])) == list(waiting([pair.child])) == []
+    writer = pair.open()
+    wait_for(lambda: proc.comm(pair.child) == "cat", "the program")
+    assert list(waiting(pair.pids)) == []
+    os.close(writer)
+
+
+def test_nobody_waits() -> None:
+    """A child by fork has a memory of its own, and its parent does not sleep."""
+    with subprocess.Popen(["sh", "-c", "sleep 60 & wait"]) as shell:
+        wait_for(lambda: shell.pid in proc.parents().values(), "the child")
+        child = next(pid for pid, parent in proc.parents().items() if parent == shell.pid)
+        assert list(waiting([shell.pid, child, os.getpid(), 2**22 + 1])) == []
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_stop_does_not_reach_the_parent(pair: Pair) -> None:
+    """That is why all this is needed."""
+    with pytest.raises(GpusnapError, match="did not stand still"):
+        stop(pair.pids, timeout=0.3)
+
+
+def test_up_to_the_program(pair: Pair) -> None:
+    """Both stand then, and the program has not run an instruction."""
+    halt(pair)
+    writer = pair.open()
+    os.write(writer, b"read by the program\n")
+    finish(pair.pids, timeout=5)
+    assert list(waiting(pair.pids)) == []
+    stand(pair.pids, timeout=5)
+    assert os.readlink(f"/proc/{pair.child}/exe") == os.path.realpath("/bin/cat")
+    assert "libc" not in proc.maps(pair.child)  # its loader has not begun
+    go_on(pair.pids)
+    os.close(writer)
+    said = pair.said()
+    assert "read by the program\n" in said
+    assert "begun 0\n" in said
+
+
+@pytest.mark.parametrize("pair", ["/bin/none"], indirect=True)
+def test_the_child_ends(pair: Pair) -> None:
+    """There is no such program: the child ends, and the parent stands."""
+    halt(pair)
+    writer = pair.open()
+    finish(pair.pids, timeout=5)
+    stand([pair.parent], timeout=5)
+    go_on([pair.parent])
+    os.close(writer)
+    assert pair.process.wait(10) != 0
+
+
+def test_its_mask_is_its_own(pair: Pair) -> None:
+    """posix_spawn has the child block all signals, and the program begin with the parent's mask."""
+    halt(pair)
+    writer = pair.open()
+    finish(pair.pids, timeout=5)
+    status = Path(f"/proc/{pair.child}/status").read_text()
+    assert "SigBlk:\t0000000000000000\n" in status
+    go_on(pair.pids)
+    os.close(writer)
+    pair.process.wait(10)
+
+
+def test_a_signal_reaches_the_program(pair: Pair) -> None:
+    """What was sent to it meanwhile is not lost."""
+    halt(pair)
+    os.kill(pair.child, signal.SIGTERM)
+    writer = pair.open()
+    finish(pair.pids, timeout=5)
+    go_on(pair.pids)
+    assert f"begun {int(signal.SIGTERM)}\n" in pair.said()
+    os.close(writer)
+
+
+def test_too_long(pair: Pair) -> None:
+    """The child stands where it was, and goes on from there."""
+    halt(pair)
+    wanted = rf"process {pair.parent} \(\S+\) waits for its child {pair.child} .* longer than 0\.3 s"
+    with pytest.raises(GpusnapError, match=wanted):
+        finish(pair.pids, timeout=0.3)
+    stand([pair.child], timeout=5)
+    go_on(pair.pids)
+    writer = pair.open()
+    wait_for(lambda: proc.comm(pair.child) == "cat", "the program")
+    os.close(writer)
+    assert "begun 0\n" in pair.said()
+
+
+def test_a_debugger_has_it(pair: Pair) -> None:
+    """It cannot be traced by two."""
+    halt(pair)
+    tracer = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys, time\nfrom runtime_shim.memory import ptrace\nptrace.seize(int(sys.argv[1]))\n"
+            "print(flush=True)\ntime.sleep(60)",
+            str(pair.child),
+        ],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert tracer.stdout is not None
+        tracer.stdout.readline()
+        with pytest.raises(PermissionRefused, match="cannot be traced"):
+            finish(pair.pids, timeout=5)
+    finally:
+        tracer.kill()
+        tracer.communicate()
+
+
+def test_killed_meanwhile(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that is killed in our hands is none to wait for."""
+    halt(pair)
+    go = ptrace.go
+
+    def killed(tid: int, which: int = 0) -> None:
+        os.kill(pair.child, signal.SIGKILL)
+        wait_for(lambda: not proc.running(pair.child), "its end")
+        go(tid, which)
+
+    monkeypatch.setattr(ptrace, "go", killed)
+    finish(pair.pids, timeout=5)
+    assert list(waiting(pair.pids)) == []
+
+
+def test_a_child_that_waits_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one of a chain comes first."""
+    left = [Waiting(1, 2), Waiting(2, 3)]
+    begun = []
+
+    def begin(each: Waiting, *_: float) -> None:
+        begun.append(each)
+        left.remove(each)
+
+    monkeypatch.setattr(vforks, "_begin", begin)
+    monkeypatch.setattr(vforks, "waiting", lambda _: iter(left))
+    finish([1, 2, 3], timeout=1)
+    assert begun == [Waiting(2, 3), Waiting(1, 2)]
