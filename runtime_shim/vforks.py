@@ -26,6 +26,7 @@ from runtime_shim.stillness import stand
 __all__ = ["Waiting", "finish", "too_long", "waiting"]
 
 _LOOK = 0.0005
+_FALLING_ASLEEP = 1.0
 # Seconds until a child stops that was asked to; beyond that it waits in the kernel itself.
 _INTERRUPTED = 1.0
 
@@ -39,7 +40,7 @@ class Waiting:
 
 
 def waiting(pids: Iterable[int]) -> Iterator[Waiting]:
-    """Those of these processes that wait for another of them."""
+    """Those of these processes, which stand or are frozen, that wait for another of them."""
     among = set(pids)
     for child in sorted(among):
         parent = proc.parent(child)
@@ -71,10 +72,23 @@ def too_long(each: Waiting, timeout: float) -> GpusnapError:
 
 
 def _sleeps(pid: int) -> bool:
-    """Whether a thread of the process waits in the kernel, and no signal wakes it."""
+    """Whether a thread of the process waits in the kernel, and no signal wakes it.
+
+    A thaw wakes it for nothing, and it is a while until it sleeps again; what stands or is frozen has no
+    other thread that runs.
+    """
+    deadline = time.monotonic() + _FALLING_ASLEEP
+    while True:
+        states = _states(pid)
+        if "D" in states or "R" not in states or time.monotonic() > deadline:
+            return "D" in states
+        time.sleep(_LOOK)
+
+
+def _states(pid: int) -> set[str]:
     with suppress(OSError):
-        return any(proc.activity(pid, int(task))[0] == "D" for task in os.listdir(f"{proc.PROC}/{pid}/task"))
-    return False
+        return {proc.activity(pid, int(task))[0] for task in os.listdir(f"{proc.PROC}/{pid}/task")}
+    return set()
 
 
 def _begin(each: Waiting, deadline: float, timeout: float) -> None:

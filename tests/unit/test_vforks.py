@@ -90,6 +90,15 @@ def test_waiting(pair: Pair) -> None:
     os.close(writer)
 
 
+@pytest.mark.parametrize("then", ["D", "S"])
+def test_woken_for_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    """A thaw wakes the parent, which sleeps again as soon as it gets to it."""
+    states = iter("RRR")
+    monkeypatch.setattr(proc, "activity", lambda *_: (next(states, then), 0))
+    assert [each.child for each in waiting(pair.pids)] == [pair.child] * (then == "D")
+    assert next(states, None) is None
+
+
 def test_nobody_waits() -> None:
     """A child by fork has a memory of its own, and its parent does not sleep."""
     with subprocess.Popen(["sh", "-c", "sleep 60 & wait"]) as shell:
