@@ -14,24 +14,29 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime_shim import proc
+from runtime_shim import freezer, proc
 from runtime_shim.child import run
 from runtime_shim.errors import ContainerError, RuntimeFailed, SettingsError, reason
 from runtime_shim.log import runtime_message
 
 __all__ = [
+    "UNIFIED",
     "Container",
     "bundle_annotations",
     "bundle_config",
     "find",
+    "freezable",
     "frozen_by",
     "frozen_group",
     "gather",
-    "has_freezer",
     "inner_pids",
     "own_v1_freezer",
     "processes",
 ]
+
+
+UNIFIED = "/sys/fs/cgroup"
+"""Where crun and runc look for version 2 of the cgroups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +146,14 @@ def frozen_by(container: Container) -> str | None:
     return next((group for group in found if group is not None), None)
 
 
-def has_freezer(container: Container) -> bool:
-    """Whether a container has a cgroup (version 2) of its own, which would freeze it alone."""
-    found = (_own_cgroup(container.pid, name) for name in _names(container))
-    return any(group is not None and not group[0] for group in found)
+def freezable(container: Container) -> tuple[str, ...]:
+    """The folders of the cgroups by which a runtime would freeze this container alone: one of them.
+
+    As in `frozen_group`. None where the runtimes use version 1, with version 2 beside it for its name alone:
+    they look for version 2 in one place.
+    """
+    found = (_groups(container.pid, name) for name in _names(container))
+    return next((groups for groups in found if groups and groups[0].startswith(UNIFIED + "/")), ())
 
 
 def _names(container: Container) -> Iterator[str]:
@@ -169,21 +178,19 @@ def frozen_group(pid: int, container_id: str) -> str | None:
 
     The container's own or, as crun makes one within it, one between that and the process.
     """
-    group = _own_cgroup(pid, container_id)
+    return next(filter(freezer.frozen, _groups(pid, container_id)), None)
+
+
+def _groups(pid: int, name: str) -> tuple[str, ...]:
+    """The folders of the cgroup (version 2) of that name, and of those from there down to the process."""
+    group = _own_cgroup(pid, name)
     top = next((mount.destination for mount in proc.mounts("self") if mount.kind == "cgroup2"), None)
     if group is None or group[0] or top is None:
-        return None
+        return ()
     below = os.path.relpath(proc.cgroups(pid).get("", group[1]), group[1])
     names = [] if below == "." else below.split("/")
-    for depth in range(len(names) + 1):
-        folder = "/".join([f"{top.rstrip('/')}{group[1]}", *names[:depth]])
-        try:
-            with open(f"{folder}/cgroup.freeze", encoding="ascii") as file:
-                if file.read().strip() == "1":
-                    return folder
-        except OSError:  # the process has ended
-            continue
-    return None
+    own = f"{top.rstrip('/')}{group[1]}"
+    return tuple("/".join([own, *names[:depth]]) for depth in range(len(names) + 1))
 
 
 def _own_cgroup(init: int, container_id: str) -> tuple[str, str] | None:

@@ -30,7 +30,7 @@ from types import MappingProxyType
 
 from runtime_shim import container as containers
 from runtime_shim import freezer, journal, proc, vforks
-from runtime_shim.errors import ImageError, reason
+from runtime_shim.errors import GpusnapError, ImageError, reason
 from runtime_shim.journal import Entry
 from runtime_shim.stillness import go_on, stand
 
@@ -84,7 +84,11 @@ class Paused:
             self._thawed = True
             freezer.thaw(self._group)
             # These would not stand, and CRIU not come by them.
-            vforks.finish(self._stopped, timeout=timeout)
+            try:
+                vforks.finish(self._stopped, timeout=timeout)
+            except GpusnapError:
+                if not self._away:  # else what matters is that GPU state comes back
+                    raise
         stand([pid for pid in holders if pid in self._stopped], timeout=timeout)
 
     def keep(self, pids: Iterable[int]) -> None:
@@ -114,6 +118,11 @@ class Paused:
             self._note(thawed=False)
         else:
             self.forget()
+
+    def nobody_waits(self) -> None:
+        """See that CRIU comes by all processes, for once that they are frozen. Raises GpusnapError."""
+        for each in vforks.waiting(freezer.members(self._group)):
+            raise vforks.for_good(each)
 
     def forget(self) -> None:
         """Nothing is left to be put right."""

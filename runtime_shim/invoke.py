@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import IO
 
-from runtime_shim import leavings
+from runtime_shim import leavings, locate
 from runtime_shim.argv import CheckpointCall, RestoreCall, render, render_globals
 from runtime_shim.child import Finished, run
 from runtime_shim.criu import scratch
@@ -90,5 +90,8 @@ def quiet(call: CheckpointCall | RestoreCall, real: RealRuntime) -> list[str]:
 
 
 def control(argv: Sequence[str]) -> Finished:
-    """A short command of the real runtime, such as kill or delete; its exit code is the caller's to judge."""
-    return run(argv)
+    """A short command of the real runtime, such as kill or delete; its exit code is the caller's to judge.
+
+    With our mark, so that who puts right what a killed gpusnap left waits for it.
+    """
+    return run(argv, env={**locate.environment(), leavings.CONFIG: leavings.prefix("criu") + "none"})

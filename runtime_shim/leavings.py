@@ -17,11 +17,12 @@ from runtime_shim import proc
 from runtime_shim.criu import scratch
 from runtime_shim.errors import GpusnapError
 
-__all__ = ["children", "let_end", "prefix", "sweep"]
+__all__ = ["CONFIG", "children", "let_end", "prefix", "sweep"]
 
 # Seconds for what the real runtime is at: CRIU writes or reads the images at the disk's speed.
 _PATIENCE = 300.0
-_CONFIG = "CRIU_CONFIG_FILE"  # criu(8), CONFIGURATION FILES; as criu.config has it
+CONFIG = "CRIU_CONFIG_FILE"
+"""criu(8), CONFIGURATION FILES; as criu.config has it."""
 
 
 def prefix(kind: str) -> str:
@@ -39,7 +40,7 @@ def children(owner: tuple[int, int]) -> tuple[int, ...]:
     return tuple(
         pid
         for pid in proc.pids()
-        if pid != owner[0] and os.path.basename(proc.environment(pid).get(_CONFIG, "")).startswith(config)
+        if pid != owner[0] and os.path.basename(proc.environment(pid).get(CONFIG, "")).startswith(config)
     )
 
 

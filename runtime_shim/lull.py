@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 from runtime_shim import container as containers
 from runtime_shim import freezer, journal, proc, vforks
 from runtime_shim.invoke import control
+from runtime_shim.transaction import stop_if_asked
 
 __all__ = ["Lull", "put_right"]
 
@@ -29,54 +30,62 @@ _FIRST, _LONGEST = 0.001, 0.05
 class Lull:
     """The pause of one container; nothing where it cannot be paused by a cgroup (version 2) of its own."""
 
-    def __init__(
-        self, container: containers.Container, command: Sequence[str], members: Callable[[], Iterable[int]]
-    ) -> None:
-        """`command` is the real runtime with its global options; `members` gives the container's PIDs."""
-        self._container, self._command, self._members = container, command, members
+    def __init__(self, container: containers.Container, command: Sequence[str]) -> None:
+        """`command` is the real runtime with its global options."""
+        self._container, self._command = container, command
+        self._groups = containers.freezable(container)
         self._group: str | None = None
         self._noted = False
 
     def wanted(self) -> bool:
         """Whether it is of use: some process may run, and nobody else has paused the container."""
-        if all(map(proc.still, self._members())):
+        if not self._groups or any(map(freezer.frozen, self._groups)):
             return False
-        return containers.has_freezer(self._container) and containers.frozen_by(self._container) is None
+        return not all(map(proc.still, freezer.members(self._groups[0])))
 
     def begin(self, *, timeout: float) -> None:
-        """Pause it, within so many seconds. May be called again after `end`.
+        """Pause it; within so many seconds no process waits. May be called again after `end`.
 
-        Raises GpusnapError where some process waits all the time; the container goes on.
+        Raises GpusnapError where some process waits all the time, Interrupted where a signal came; the
+        container goes on.
         """
         self._note("")
-        done = control([*self._command, "pause", self._container.id])
-        self._group = containers.frozen_by(self._container)
-        if self._group is None:
-            # As CRIU finds it, then; a freezer of version 1 may be what it has been paused by.
-            if done.code == 0:
-                control([*self._command, "resume", self._container.id])
-            self.end()
-            return
-        self._note(self._group)
         try:
-            self._wait(self._group, timeout)
+            if self._paused():
+                self._wait(timeout)
+            else:
+                self.end()  # as CRIU finds it, then
+            stop_if_asked()
         except BaseException:
             self.end()
             raise
 
-    def _wait(self, group: str, timeout: float) -> None:
+    def _paused(self) -> bool:
+        """Have the runtime pause it: whether that has been done, by a group that is known."""
+        if control([*self._command, "pause", self._container.id]).code != 0:
+            return False  # somebody else's pause, perhaps
+        self._group = next(filter(freezer.frozen, self._groups), None)
+        if self._group is None:
+            control([*self._command, "resume", self._container.id])
+            return False
+        self._note(self._group)
+        return True
+
+    def _wait(self, timeout: float) -> None:
+        assert self._group is not None
         deadline, longest = time.monotonic() + timeout, _FIRST
         while True:
-            freezer.settle(group)
-            found = next(vforks.waiting(self._members()), None)
+            freezer.settle(self._group)
+            found = next(vforks.waiting(freezer.members(self._group)), None)
             if found is None:
                 return
             if time.monotonic() > deadline:
                 raise vforks.too_long(found, timeout)
-            freezer.thaw(group)
+            stop_if_asked()
+            freezer.thaw(self._group)
             time.sleep(random.uniform(_FIRST / 2, longest))
             longest = min(longest * 2, _LONGEST)
-            freezer.freeze(group)
+            freezer.freeze(self._group)
 
     def end(self) -> None:
         """Let it go on. May be called again, and without `begin`."""
@@ -96,12 +105,13 @@ class Lull:
 
 
 def put_right(entry: journal.Entry) -> None:
-    """Let a container go on that a killed gpusnap had paused for its dump. Raises GpusnapError."""
+    """Let a container go on that a killed gpusnap had paused for its dump, once. Raises GpusnapError."""
     pause = entry.paused
     if pause is None or pause.lull is None:
         return
-    group = pause.group or None
-    if group is None and proc.same(*pause.lull):
-        group = containers.frozen_group(pause.lull[0], entry.container)
-    if group is not None:
-        freezer.thaw(group)
+    if proc.same(*pause.lull):  # else it has ended, and what has its name and its cgroup now is another
+        group = pause.group or containers.frozen_group(pause.lull[0], entry.container)
+        if group is not None:
+            freezer.thaw(group)
+    # From now on a pause is somebody else's.
+    journal.drop(entry.container, journal.PAUSED)

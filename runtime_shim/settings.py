@@ -45,7 +45,7 @@ class Nvidia:
     """[nvidia]: how processes are suspended."""
 
     lock_timeout: float = 10.0
-    """Seconds that a process may take to finish the GPU work it has under way."""
+    """Seconds that a process may take to finish the GPU work it has under way, or within vfork."""
     allow_nccl: bool = False
     """Checkpoint processes that may share GPU memory through NCCL, which the driver cannot restore."""
     driver: str = "native"

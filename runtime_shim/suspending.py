@@ -63,6 +63,8 @@ class Job:
     """Whether processes may stand, or wait for their memory."""
     paused: frozen.Paused | None = None
     """Where somebody has paused the container."""
+    stuck: GpusnapError | None = None
+    """What kept us from ending our own pause."""
     dumping: int | None = None
     """When CRIU began to write (st_mtime_ns); an earlier checkpoint in the same place is no more since."""
 
@@ -107,23 +109,27 @@ def for_the_dump(job: Job) -> Iterator[None]:
     Not where CRIU has a plugin's work done: that asks processes which run.
     """
     freeze(job)
+    if job.paused is not None:
+        job.paused.nobody_waits()
     if job.paused is not None or job.driver.plugin is not None:
         yield
         return
-    lull = Lull(job.container, quiet(job.call, job.real), lambda: [p.pid for p in job.processes()])
+    lull = Lull(job.container, quiet(job.call, job.real))
     try:
         if lull.wanted():
             with job.transaction.step("lull"):
                 lull.begin(timeout=job.settings.nvidia.lock_timeout)
         yield
     finally:
-        # Nothing is raised: the dump may be done, and there is no way back. `recover` tries again.
-        failure = _failed(lull.end)
-        if failure is not None:
-            note(
-                f"container {job.container.id} is still paused, and gpusnap recover lets it go on: "
-                f"{failure.sentence()}"
+        try:
+            lull.end()
+        except (GpusnapError, OSError) as error:
+            # Not raised: the dump may be done, and then there is no way back.
+            job.stuck = GpusnapError(
+                f"container {job.container.id} is still paused: {error}",
+                hint=f"gpusnap recover {job.container.id}",
             )
+            note(job.stuck.sentence())
 
 
 def suspend_all(job: Job) -> None:
@@ -241,6 +247,8 @@ def _standing(job: Job, timeout: float) -> None:
 
 def resumed(job: Job) -> GpusnapError | None:
     """What kept processes from running on; a container that was paused is so again."""
+    if job.stuck is not None:
+        return job.stuck  # no driver is asked of a frozen process
     try:
         failure = _failed(partial(resume_all, job))
     finally:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ from runtime_shim.kcmp import EQUAL, VM, compared
 from runtime_shim.memory import ptrace
 from runtime_shim.stillness import stand
 
-__all__ = ["Waiting", "finish", "too_long", "waiting"]
+__all__ = ["Waiting", "finish", "for_good", "too_long", "waiting"]
 
 _LOOK = 0.0005
 _FALLING_ASLEEP = 1.0
@@ -40,7 +40,11 @@ class Waiting:
 
 
 def waiting(pids: Iterable[int]) -> Iterator[Waiting]:
-    """Those of these processes, which stand or are frozen, that wait for another of them."""
+    """Those of these processes, which stand or are frozen, that wait for another of them.
+
+    Not found are parents whose child has a memory of its own, or another parent (clone(2), CLONE_VFORK
+    without CLONE_VM or with CLONE_PARENT), as nothing known to us makes them.
+    """
     among = set(pids)
     for child in sorted(among):
         parent = proc.parent(child)
@@ -71,6 +75,15 @@ def too_long(each: Waiting, timeout: float) -> GpusnapError:
     )
 
 
+def for_good(each: Waiting) -> GpusnapError:
+    """What to say where a parent would wait for as long as the container is paused."""
+    return GpusnapError(
+        f"process {each.parent} ({proc.comm(each.parent)}) waits for its child {each.child} to begin a "
+        "program (vfork), and that child is stopped",
+        hint=f"let it go on (kill -CONT {each.child}), or end it",
+    )
+
+
 def _sleeps(pid: int) -> bool:
     """Whether a thread of the process waits in the kernel, and no signal wakes it.
 
@@ -94,50 +107,73 @@ def _states(pid: int) -> set[str]:
 def _begin(each: Waiting, deadline: float, timeout: float) -> None:
     """Trace one child until it has begun its program; no instruction of that is run."""
     child = each.child
-    stand([child], timeout=timeout)
+    stand([child], timeout=max(deadline - time.monotonic(), _INTERRUPTED))
     try:
         ptrace.seize(child)
-        try:
-            _run(each, deadline, timeout)
-        finally:
-            with suppress(ProcessLookupError):
-                ptrace.let_go(child)
+        begun = _run(child, deadline)
     except ProcessLookupError:
-        pass  # it has ended instead
+        begun = True  # it has ended instead
     except OSError as error:
         raise PermissionRefused(
             f"process {child} ({proc.comm(child)}) cannot be traced: {reason(error)}",
             hint="end the debugger that has it, or see that gpusnap may use ptrace",
             pid=child,
         ) from error
-    _until(lambda: not _still_waits(each), deadline)
-    stand([child], timeout=timeout)
-
-
-def _run(each: Waiting, deadline: float, timeout: float) -> None:
-    child = each.child
-    ptrace.wait(child)  # a stopped thread reports itself at once
-    ptrace.set_options(child, ptrace.TRACEEXEC)
-    ptrace.go(child)
-    while True:
-        stop = None
-        while stop is None:
-            stop = ptrace.stopped(child)
-            if stop is None and time.monotonic() > deadline:
-                ptrace.interrupt(child)
-                _until(lambda: ptrace.stopped(child) is not None, time.monotonic() + _INTERRUPTED)
-                raise too_long(each, timeout)
-            if stop is None:
-                time.sleep(_LOOK)
-        if stop.at_exec:
-            return
-        ptrace.go(child, 0 if stop.by_tracer else stop.signal)
-
-
-def _still_waits(each: Waiting) -> bool:
-    return any(each == other for other in waiting((each.parent, each.child)))
-
-
-def _until(done: Callable[[], bool], deadline: float) -> None:
-    while not done() and time.monotonic() < deadline:
+    if not begun:
+        raise too_long(each, timeout)
+    while each in waiting((each.parent, each.child)) and time.monotonic() < deadline:
         time.sleep(_LOOK)
+    stand([child], timeout=_INTERRUPTED)
+
+
+def _run(child: int, deadline: float) -> bool:
+    """Let a child that was seized run, and let it go: whether it came to its program.
+
+    Its signals are its own: posix_spawn has it block them, and unblock them before the program. Those that
+    it gets meanwhile are delivered, the last one, where it came too late for that, anew.
+    """
+    stop = None
+    try:
+        stop = _stop(child, deadline)  # as a part of its process: a stopped thread reports itself at once
+        if stop is not None:
+            ptrace.set_options(child, ptrace.TRACEEXEC)
+        while stop is not None and not stop.at_exec:
+            ptrace.go(child, _delivered(stop))
+            stop = None
+            stop = _stop(child, deadline)
+        return stop is not None
+    finally:
+        _let_go(child, stop)
+
+
+def _let_go(child: int, stop: ptrace.Stop | None) -> None:
+    """Be its tracer no longer. `stop` is the last one that was seen; it may run, or be killed, since."""
+    # One that has ended has to be waited for, or its parent would never hear of it.
+    with suppress(ProcessLookupError, ChildProcessError):
+        stop = ptrace.stopped(child) or stop
+        if stop is None or not _detached(child, stop):
+            ptrace.interrupt(child)
+            stop = _stop(child, time.monotonic() + _INTERRUPTED)
+            if stop is not None:
+                _detached(child, stop)
+
+
+def _detached(child: int, stop: ptrace.Stop) -> bool:
+    with suppress(ProcessLookupError):
+        ptrace.let_go(child)
+        if _delivered(stop):
+            ptrace.send(child, child, _delivered(stop))
+        return True
+    return False
+
+
+def _delivered(stop: ptrace.Stop) -> int:
+    """The signal that a thread has stopped for; 0 where it was for another reason."""
+    return 0 if stop.by_tracer or stop.at_exec else stop.signal
+
+
+def _stop(child: int, deadline: float) -> ptrace.Stop | None:
+    """Its next stop; None where there is none in time. Raises ProcessLookupError when it has ended."""
+    while (stop := ptrace.stopped(child)) is None and time.monotonic() < deadline:
+        time.sleep(_LOOK)
+    return stop

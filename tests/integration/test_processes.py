@@ -69,11 +69,11 @@ def test_process_that_starts_cuda_during_the_dump(crun: None, archive: Path, tmp
     container = Container.start("w", "--mib", "4", "--late", "2")
     pids = members(container)
     flag, ready = tmp_path / "flag", tmp_path / "ready"
-    # Stands in for crun: before its first dump a second process of the container has started CUDA.
+    # Stands in for crun: before it pauses for the first dump, a second process has started CUDA.
     wrapper = tmp_path / "crun"
     wrapper.write_text(
         "#!/bin/sh\n"
-        f'case " $* " in *" checkpoint --image-path"*) if [ ! -e {flag} ]; then touch {flag}; '
+        f'case " $* " in *" pause "*) if [ ! -e {flag} ]; then touch {flag}; '
         f"while [ ! -e {ready} ]; do sleep 0.02; done; fi;; esac\n"
         'exec /usr/bin/crun "$@"\n'
     )

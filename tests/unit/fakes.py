@@ -314,7 +314,7 @@ def void(_: object) -> None:
 _RUNTIME = r"""#!/bin/sh
 here=@HERE@
 printf '%s\n' "$*" >>"$here/calls"
-[ -z "$CRIU_CONFIG_FILE" ] || cat "$CRIU_CONFIG_FILE" >"$here/criu.conf"
+[ ! -e "$CRIU_CONFIG_FILE" ] || cat "$CRIU_CONFIG_FILE" >"$here/criu.conf"
 # An error as crun says it: to its log, or else to stderr.
 say() {
     if [ -n "$log" ]; then

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from cells import ID, Cell, cell, container, pause
 from fakes import Scene, wait_for
+from test_vforks import Pair, a_pair
 
 from runtime_shim import container as containers
 from runtime_shim import freezer, frozen, journal, proc
@@ -80,6 +83,54 @@ def test_in_the_cgroup_of_its_configuration(cell: Cell, tmp_path: Path, path: ob
     restored = containers.Container("renamed", cell.pids[0], "paused", str(tmp_path), {})
     found = frozen.find(restored)
     assert (found is not None) == (isinstance(path, str) and path.endswith(ID))
+
+
+@contextmanager
+def within_vfork(cell: Cell, tmp_path: Path) -> Iterator[Pair]:
+    """Two more in the cell, of which one waits within vfork for the other."""
+    pair = a_pair(tmp_path, "/bin/cat")
+    try:
+        for pid in pair.pids:
+            (cell.group / "cgroup.procs").write_text(str(pid))
+        wait_for(cell.frozen, "the freeze")
+        yield pair
+    finally:
+        cell.freeze(0)
+        for pid in reversed(pair.pids):
+            os.kill(pid, signal.SIGKILL)
+        pair.process.communicate()
+
+
+def test_one_waits_within_vfork(cell: Cell, tmp_path: Path) -> None:
+    """Its child begins the program, and no more; both stand, and afterwards none waits."""
+    before = cell.counts()
+    with within_vfork(cell, tmp_path) as pair:
+        writer = pair.open()
+        paused = pause(cell)
+        paused.hold([*cell.pids, pair.parent], timeout=5)
+        assert all(proc.still(pid) for pid in (*cell.pids, *pair.pids))
+        paused.freeze()
+        assert cell.frozen()
+        paused.nobody_waits()
+        assert cell.counts() == before
+        os.close(writer)
+
+
+def test_one_waits_for_good(cell: Cell, tmp_path: Path) -> None:
+    """Nothing is done to the container, unless GPU state has to come back, which is worth more."""
+    before = cell.counts()
+    with within_vfork(cell, tmp_path) as pair:
+        paused = pause(cell)
+        with pytest.raises(GpusnapError, match=f"waits for its child {pair.child}"):
+            paused.hold(timeout=0.2)
+        paused.freeze()
+        with pytest.raises(GpusnapError, match=f"child {pair.child} .* is stopped"):
+            paused.nobody_waits()
+        paused.keep(cell.pids[:1])
+        paused.hold(cell.pids[:1], timeout=0.2)
+        paused.let_go(cell.pids[0])
+        paused.freeze()
+        assert cell.counts() == before
 
 
 def test_not_frozen(cell: Cell) -> None:

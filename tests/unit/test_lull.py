@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from cells import ID, Cell, cell
-from fakes import wait_for
+from fakes import Scene, wait_for
 
 from runtime_shim import container as containers
-from runtime_shim import journal, lull, proc, vforks
-from runtime_shim.errors import GpusnapError
+from runtime_shim import journal, leavings, lull, proc, vforks
+from runtime_shim.errors import GpusnapError, Interrupted
+from runtime_shim.gpu.driver import ProcessState
 from runtime_shim.journal import Entry, Pause
 from runtime_shim.lull import Lull
 from runtime_shim.stillness import stop
@@ -30,8 +31,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def command(cell: Cell, tmp_path: Path) -> list[str]:
+def command(cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A real runtime that notes what it is told, and pauses as they do; the container runs."""
+    # Where version 2 is, here, for whoever has version 1 beside it.
+    top = next(mount.destination for mount in proc.mounts("self") if mount.kind == "cgroup2")
+    monkeypatch.setattr(containers, "UNIFIED", top)
     cell.freeze(0)
     path = tmp_path / "runtime"
     path.write_text(
@@ -44,7 +48,7 @@ def command(cell: Cell, tmp_path: Path) -> list[str]:
 
 def made(cell: Cell, command: list[str]) -> Lull:
     container = containers.Container(ID, cell.pids[0], "running", "/b", {})
-    return Lull(container, command, lambda: cell.pids)
+    return Lull(container, command)
 
 
 def runs(cell: Cell) -> None:
@@ -56,10 +60,10 @@ def waits(monkeypatch: pytest.MonkeyPatch, times: float, look: Callable[[], None
     """The first so many looks find one that waits."""
     looks = iter(range(1_000_000))
 
-    def waiting(pids: list[int]) -> Iterator[Waiting]:
+    def waiting(pids: Iterable[int]) -> Iterator[Waiting]:
         look()
         if next(looks) < times:
-            yield Waiting(pids[0], pids[1])
+            yield Waiting(*sorted(pids))
 
     monkeypatch.setattr(vforks, "waiting", waiting)
 
@@ -99,7 +103,7 @@ def test_one_waits_for_good(
 ) -> None:
     """It is named, and the container goes on."""
     waits(monkeypatch, float("inf"))
-    with pytest.raises(GpusnapError, match=rf"process {cell.pids[0]} .* longer than 0\.1 s"):
+    with pytest.raises(GpusnapError, match=rf"process {min(cell.pids)} .* longer than 0\.1 s"):
         made(cell, command).begin(timeout=0.1)
     runs(cell)
     assert list(folder.iterdir()) == []
@@ -125,7 +129,7 @@ def test_somebody_elses_pause(cell: Cell, command: list[str]) -> None:
 def test_no_cgroup_of_its_own(cell: Cell, command: list[str]) -> None:
     """What would be frozen is not the container alone."""
     container = containers.Container("other", cell.pids[0], "running", "/b", {})
-    assert not Lull(container, command, lambda: cell.pids).wanted()
+    assert not Lull(container, command).wanted()
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -133,10 +137,13 @@ def test_the_runtime_does_not_pause_it(
     cell: Cell, command: list[str], folder: Path, tmp_path: Path, code: int
 ) -> None:
     """The dump is left to try; whatever else the runtime froze goes on."""
-    Path(command[0]).write_text(f"#!/bin/sh\necho $2 >>{tmp_path}/calls; exit {code}\n")
+    Path(command[0]).write_text(
+        f"#!/bin/sh\necho $2 >>{tmp_path}/calls; echo $CRIU_CONFIG_FILE >>{tmp_path}/marks; exit {code}\n"
+    )
     pause = made(cell, command)
     pause.begin(timeout=5)
     assert (tmp_path / "calls").read_text().split() == ["pause", "resume"][: 2 - code]
+    assert (tmp_path / "marks").read_text() == (leavings.prefix("criu") + "none\n") * (2 - code)
     pause.end()
     runs(cell)
     assert list(folder.iterdir()) == []
@@ -156,19 +163,64 @@ def test_left_by_a_killed_one(cell: Cell, command: list[str], *, known: bool) ->
         assert entry is not None
     lull.put_right(entry)
     runs(cell)
+    assert journal.read(ID) is None
 
 
 def test_nothing_to_put_right(cell: Cell) -> None:
-    """Somebody else's pause stays, and so does a group whose container has ended."""
+    """Somebody else's pause stays: of the same container, of another since, or where ours is over."""
     cell.freeze(1)
     own = proc.process(os.getpid())
+    init = proc.process(cell.pids[0])
     assert own is not None
+    assert init is not None
     for pause in (
         None,
         Pause((1, 1), str(cell.group), False, ()),
-        Pause((1, 1), "", False, (), lull=(own.pid, own.start + 1)),
+        Pause((1, 1), str(cell.group), False, (), lull=(init.pid, init.start + 1)),
+        Pause((1, 1), "", False, (), lull=(init.pid, init.start + 1)),
         Pause((1, 1), "", False, (), lull=(own.pid, own.start)),
-        Pause((1, 1), "/none", False, (), lull=(own.pid, own.start)),
+        Pause((1, 1), "/none", False, (), lull=(init.pid, init.start)),
     ):
         lull.put_right(Entry(ID, "", (1, 1), (), paused=pause))
         assert cell.frozen()
+
+
+def test_a_signal_in_the_pause(
+    cell: Cell, command: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C before the dump has begun: the container goes on, and nothing is dumped."""
+    asked = iter([False, True])
+
+    def stop_if_asked() -> None:
+        if next(asked):
+            raise Interrupted("interrupted by SIGINT")
+
+    monkeypatch.setattr(lull, "stop_if_asked", stop_if_asked)
+    waits(monkeypatch, 1)
+    with pytest.raises(Interrupted):
+        made(cell, command).begin(timeout=5)
+    runs(cell)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [(), ("--leave-running",)])
+def test_it_stays_paused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    options: tuple[str, ...],
+) -> None:
+    """Once all is dumped the checkpoint is whole, whatever becomes of the pause; no driver is asked then."""
+
+    def end(_: Lull) -> None:
+        raise GpusnapError("the cgroup /g cannot be thawed: the device is busy")
+
+    with Scene(tmp_path, monkeypatch, capfd) as scene:
+        (pid,) = scene.gpu_processes(1)
+        monkeypatch.setattr(Lull, "end", end)
+        done = scene.checkpoint(*options)
+        assert (scene.image / "gpusnap/manifest.json").exists()
+        assert "is still paused: the cgroup /g cannot be thawed" in done.stderr
+        assert "gpusnap recover" in done.stderr
+        assert done.code == (1 if options else 0)
+        assert scene.driver.states[pid] is ProcessState.CHECKPOINTED

@@ -50,8 +50,7 @@ class Pair:
 
     def said(self) -> str:
         """What the parent printed; it has ended by then."""
-        assert self.process.stdout is not None
-        return self.process.stdout.read()
+        return self.process.communicate(timeout=10)[0]
 
 
 def a_pair(folder: Path, program: str) -> Pair:
@@ -180,6 +179,31 @@ def test_too_long(pair: Pair) -> None:
     assert "begun 0\n" in pair.said()
 
 
+@pytest.mark.parametrize("at", ["before", "in a signal"])
+def test_cut_short(pair: Pair, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    """A signal to us while the child runs, or has stopped for one of its own: it is free, and gets that."""
+    halt(pair)
+    os.kill(pair.child, signal.SIGTERM)
+    writer = pair.open()
+    go = ptrace.go
+
+    def cut(tid: int, which: int = 0) -> None:
+        if at == "before":
+            go(tid, which)
+            raise KeyboardInterrupt
+        if which == signal.SIGTERM:
+            raise KeyboardInterrupt
+        go(tid, which)
+
+    monkeypatch.setattr(ptrace, "go", cut)
+    with pytest.raises(KeyboardInterrupt):
+        finish(pair.pids, timeout=5)
+    assert "TracerPid:\t0\n" in Path(f"/proc/{pair.child}/status").read_text()
+    go_on(pair.pids)
+    assert f"begun {int(signal.SIGTERM)}\n" in pair.said()
+    os.close(writer)
+
+
 def test_a_debugger_has_it(pair: Pair) -> None:
     """It cannot be traced by two."""
     halt(pair)
@@ -216,6 +240,8 @@ def test_killed_meanwhile(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ptrace, "go", killed)
     finish(pair.pids, timeout=5)
     assert list(waiting(pair.pids)) == []
+    go_on([pair.parent])
+    assert f"begun {int(signal.SIGKILL)}\n" in pair.said()  # its parent gets to know
 
 
 def test_a_child_that_waits_itself(monkeypatch: pytest.MonkeyPatch) -> None:
