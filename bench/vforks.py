@@ -75,7 +75,9 @@ def _middle(values: list[float]) -> float | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Dumps of a container that starts programs all the time.")
     parser.add_argument("--dumps", type=int, default=12, help="of each container")
-    parser.add_argument("--wait", type=int, nargs="*", default=[60, 1, 0], help="ms within vfork, each time")
+    parser.add_argument(
+        "--wait", type=int, nargs="*", default=[60, 1, 0], help="ms within vfork each time, 0: no programs"
+    )
     parser.add_argument("--json", help="write the figures there too")
     options = parser.parse_args()
     if not os.environ.get("GPUSNAP_TESTHOST"):

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -97,7 +97,8 @@ def within_vfork(cell: Cell, tmp_path: Path) -> Iterator[Pair]:
     finally:
         cell.freeze(0)
         for pid in reversed(pair.pids):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         pair.process.communicate()
 
 
