@@ -183,8 +183,7 @@ CURES: Mapping[str, str] = {
         "annotation, or checkpoint when the program does less"
     ),
     "the GPU driver could not …: the driver does not support it": (
-        "it uses managed memory (`cudaMallocManaged`), memory shared by CUDA IPC or between GPUs, or MPS. "
-        "Start it without them"
+        "it uses managed memory (`cudaMallocManaged`) or MPS. Start it without them"
     ),
     "the GPU driver could not …: the process is not in the state that this step needs": (
         "cuda-checkpoint or CRIU's CUDA plugin may suspend it at the same time: end them. Or a killed "

@@ -44,8 +44,7 @@ FIRST_DRIVER = 570
 
 # What the driver refuses to suspend (measured, and NVIDIA's notes on cuda-checkpoint).
 _UNSUSPENDABLE = (
-    "likely causes are managed memory (cudaMallocManaged), memory shared by CUDA IPC, and MPS: "
-    "start the program without them"
+    "likely causes are managed memory (cudaMallocManaged) and MPS: start the program without them"
 )
 _UNRESTORABLE = (
     "likely causes are a GPU of another model, and memory shared between GPUs (NCCL peer access, CUDA IPC) "

@@ -13,7 +13,7 @@ import pytest
 from fakes import wait_for
 
 from runtime_shim import container as containers
-from runtime_shim import frozen, proc
+from runtime_shim import frozen, journal, proc
 
 ID = "c0ffee"
 # Counts in a file that it has mapped: so it needs no system call for that, at which it might be stopped.
@@ -84,6 +84,15 @@ def _removed(group: Path) -> bool:
     with suppress(OSError):
         group.rmdir()
     return not group.exists()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The journal's, which is the test's own."""
+    path = tmp_path / "gpusnap" / "journal"
+    path.parent.mkdir()
+    monkeypatch.setattr(journal, "FOLDER", str(path))
+    return path
 
 
 @pytest.fixture

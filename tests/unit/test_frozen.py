@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from cells import ID, Cell, cell, container, pause
+from cells import ID, Cell, cell, container, folder, pause
 from fakes import Scene, wait_for
 from test_vforks import Pair, a_pair
 
@@ -19,15 +19,7 @@ from runtime_shim import freezer, frozen, journal, proc
 from runtime_shim.errors import GpusnapError, ImageError
 from runtime_shim.journal import Entry, Pause
 
-__all__ = ["cell"]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "gpusnap" / "journal"
-    path.parent.mkdir()
-    monkeypatch.setattr(journal, "FOLDER", str(path))
-    return path
+__all__ = ["cell", "folder"]
 
 
 def test_hold_and_freeze(cell: Cell, folder: Path) -> None:

@@ -244,7 +244,7 @@ STEPS: dict[str, Callable[[Nvidia, int], object]] = {
             "checkpoint",
             801,
             NotSupported,
-            "managed memory (cudaMallocManaged), memory shared by CUDA IPC, and MPS",
+            "managed memory (cudaMallocManaged) and MPS",
         ),
         ("checkpoint", 2, GpuOutOfMemory, "not enough host memory"),
         ("restore", 2, GpuOutOfMemory, "choose another GPU"),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from cells import ID, Cell, cell
+from cells import ID, Cell, cell, folder
 from fakes import Scene, wait_for
 
 from runtime_shim import container as containers
@@ -19,15 +19,7 @@ from runtime_shim.lull import Lull
 from runtime_shim.stillness import stop
 from runtime_shim.vforks import Waiting
 
-__all__ = ["cell"]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "gpusnap" / "journal"
-    path.parent.mkdir()
-    monkeypatch.setattr(journal, "FOLDER", str(path))
-    return path
+__all__ = ["cell", "folder"]
 
 
 @pytest.fixture
