@@ -174,6 +174,8 @@ def _dump(job: Job, draft: Draft) -> None:
             failure = _runtime_checkpoint(job)
         if failure is None:
             return
+        if job.stuck is not None:
+            raise job.stuck from failure
         stop_if_asked()
         _clean(job)
         attempt += 1

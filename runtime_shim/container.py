@@ -152,8 +152,9 @@ def freezable(container: Container) -> tuple[str, ...]:
     As in `frozen_group`. None where the runtimes use version 1, with version 2 beside it for its name alone:
     they look for version 2 in one place.
     """
-    found = (_groups(container.pid, name) for name in _names(container))
-    return next((groups for groups in found if groups and groups[0].startswith(UNIFIED + "/")), ())
+    if not any(each.kind == "cgroup2" and each.destination == UNIFIED for each in proc.mounts("self")):
+        return ()
+    return next(filter(None, (_groups(container.pid, name) for name in _names(container))), ())
 
 
 def _names(container: Container) -> Iterator[str]:

@@ -92,6 +92,7 @@ def quiet(call: CheckpointCall | RestoreCall, real: RealRuntime) -> list[str]:
 def control(argv: Sequence[str]) -> Finished:
     """A short command of the real runtime, such as kill or delete; its exit code is the caller's to judge.
 
-    With our mark, so that who puts right what a killed gpusnap left waits for it.
+    With our mark, so that who puts right what a killed gpusnap left waits for it; Ctrl-C does not reach it.
     """
-    return run(argv, env={**locate.environment(), leavings.CONFIG: leavings.prefix("criu") + "none"})
+    env = {**locate.environment(), leavings.CONFIG: leavings.prefix("criu") + "none"}
+    return run(argv, env=env, own_session=True)

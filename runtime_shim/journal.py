@@ -100,7 +100,7 @@ class Pause:
     owner: tuple[int, int]
     """As Entry.owner."""
     group: str
-    """The folder of its cgroup; empty where that is not known yet."""
+    """The folder of its cgroup; empty where it was gpusnap that paused it."""
     thawed: bool
     """Whether it was gpusnap that thawed it."""
     stopped: tuple[tuple[int, int], ...]
@@ -109,6 +109,8 @@ class Pause:
     """The kind of the real runtime."""
     lull: tuple[int, int] | None = None
     """PID and start time of the container's init, where it was gpusnap that paused it."""
+    groups: tuple[str, ...] = ()
+    """The folders of the cgroups of which one is frozen then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +309,8 @@ def _pause(container: str) -> Pause | None:
         group, thawed = str(document["group"]), bool(document["thawed"])
         init = document.get("lull")
         lull = (int(init[0]), int(init[1])) if init is not None else None
-        return Pause(wrote, group, thawed, stopped, str(document.get("runtime", "")), lull)
+        groups = tuple(str(folder) for folder in document.get("groups", ()))
+        return Pause(wrote, group, thawed, stopped, str(document.get("runtime", "")), lull, groups)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise GpusnapError(
             f"{path} is not as gpusnap writes it: {error}", hint="it was written by another version"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from runtime_shim import container as containers
 from runtime_shim import freezer, journal, proc, vforks
@@ -49,7 +50,7 @@ class Lull:
         Raises GpusnapError where some process waits all the time, Interrupted where a signal came; the
         container goes on.
         """
-        self._note("")
+        self._note()
         try:
             if self._paused():
                 self._wait(timeout)
@@ -62,14 +63,12 @@ class Lull:
 
     def _paused(self) -> bool:
         """Have the runtime pause it: whether that has been done, by a group that is known."""
-        if control([*self._command, "pause", self._container.id]).code != 0:
-            return False  # somebody else's pause, perhaps
+        done = control([*self._command, "pause", self._container.id])
+        # Also where it failed: runc leaves a group frozen of which a process does not freeze in time.
         self._group = next(filter(freezer.frozen, self._groups), None)
-        if self._group is None:
+        if done.code == 0 and self._group is None:
             control([*self._command, "resume", self._container.id])
-            return False
-        self._note(self._group)
-        return True
+        return done.code == 0 and self._group is not None
 
     def _wait(self, timeout: float) -> None:
         assert self._group is not None
@@ -96,22 +95,25 @@ class Lull:
             journal.drop(self._container.id, journal.PAUSED)
             self._noted = False
 
-    def _note(self, group: str) -> None:
+    def _note(self) -> None:
         init = proc.process(self._container.pid)
         lull = (init.pid, init.start) if init is not None else (0, 0)
-        pause = journal.Pause(journal.owner(), group, False, (), lull=lull)
+        pause = journal.Pause(journal.owner(), "", False, (), lull=lull, groups=self._groups)
         journal.note_pause(self._container.id, pause)
         self._noted = True
 
 
-def put_right(entry: journal.Entry) -> None:
-    """Let a container go on that a killed gpusnap had paused for its dump, once. Raises GpusnapError."""
+def put_right(entry: journal.Entry) -> journal.Entry:
+    """Let a container go on that a killed gpusnap had paused for its dump; the entry without that pause.
+
+    Raises GpusnapError.
+    """
     pause = entry.paused
     if pause is None or pause.lull is None:
-        return
+        return entry
     if proc.same(*pause.lull):  # else it has ended, and what has its name and its cgroup now is another
-        group = pause.group or containers.frozen_group(pause.lull[0], entry.container)
-        if group is not None:
+        for group in filter(freezer.frozen, pause.groups):
             freezer.thaw(group)
     # From now on a pause is somebody else's.
     journal.drop(entry.container, journal.PAUSED)
+    return replace(entry, paused=None)

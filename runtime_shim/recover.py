@@ -65,7 +65,7 @@ def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
             hint="wait for it",
         )
     leavings.let_end(entry.owner, entry.container)
-    lull.put_right(entry)
+    entry = lull.put_right(entry)
     pids = [process.pid for process in alive(entry)]
     paused = frozen.left(entry, pids)
     if paused is None:

@@ -162,6 +162,8 @@ def _undo_suspend(job: Job) -> None:
 
 def resume_all(job: Job) -> None:
     """Have the GPU processes run again; a paused container is thawed for that, and to be frozen after it."""
+    if job.stuck is not None:
+        raise job.stuck  # no driver is asked of a frozen process
     own = partial(transfer.own, job.container.id)
     if job.driver.plugin is None:
         if job.paused is not None:
@@ -247,8 +249,6 @@ def _standing(job: Job, timeout: float) -> None:
 
 def resumed(job: Job) -> GpusnapError | None:
     """What kept processes from running on; a container that was paused is so again."""
-    if job.stuck is not None:
-        return job.stuck  # no driver is asked of a frozen process
     try:
         failure = _failed(partial(resume_all, job))
     finally:

@@ -130,7 +130,7 @@ def _run(child: int, deadline: float) -> bool:
     """Let a child that was seized run, and let it go: whether it came to its program.
 
     Its signals are its own: posix_spawn has it block them, and unblock them before the program. Those that
-    it gets meanwhile are delivered, the last one, where it came too late for that, anew.
+    it gets meanwhile are delivered.
     """
     stop = None
     try:
@@ -160,9 +160,7 @@ def _let_go(child: int, stop: ptrace.Stop | None) -> None:
 
 def _detached(child: int, stop: ptrace.Stop) -> bool:
     with suppress(ProcessLookupError):
-        ptrace.let_go(child)
-        if _delivered(stop):
-            ptrace.send(child, child, _delivered(stop))
+        ptrace.let_go(child, _delivered(stop))
         return True
     return False
 

@@ -118,9 +118,9 @@ def go_to_call(tid: int) -> None:
     _ptrace(_SYSCALL, tid)
 
 
-def let_go(tid: int) -> None:
-    """Be its tracer no longer: it runs on, or stops if its process stands."""
-    _ptrace(_DETACH, tid)
+def let_go(tid: int, which: int = 0) -> None:
+    """Be its tracer no longer: it runs on, or stops if its process stands. `which` as for `go`."""
+    _ptrace(_DETACH, tid, 0, which)
 
 
 def set_options(tid: int, options: int) -> None:

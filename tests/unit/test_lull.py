@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -69,7 +71,7 @@ def test_paused_and_let_go(cell: Cell, command: list[str], folder: Path, tmp_pat
     entry = journal.read(ID)
     assert entry is not None
     assert entry.paused is not None
-    assert entry.paused.group == str(cell.group)
+    assert entry.paused.groups == (str(cell.group),)
     for _ in range(2):
         pause.end()
         runs(cell)
@@ -124,6 +126,22 @@ def test_no_cgroup_of_its_own(cell: Cell, command: list[str]) -> None:
     assert not Lull(container, command).wanted()
 
 
+def test_the_runtime_pauses_it_half(cell: Cell, command: list[str], folder: Path) -> None:
+    """runc freezes the group, and gives up where a process takes too long: it goes on."""
+    Path(command[0]).write_text(f"#!/bin/sh\necho 1 >{cell.group}/cgroup.freeze; exit 1\n")
+    pause = made(cell, command)
+    pause.begin(timeout=5)
+    runs(cell)
+    assert list(folder.iterdir()) == []
+
+
+def test_version_1_beside_version_2(cell: Cell, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the runtimes use version 1, and what would be frozen is not what we look at."""
+    assert made(cell, command).wanted()
+    monkeypatch.setattr(containers, "UNIFIED", os.path.dirname(containers.UNIFIED))
+    assert not made(cell, command).wanted()
+
+
 @pytest.mark.parametrize("code", [0, 1])
 def test_the_runtime_does_not_pause_it(
     cell: Cell, command: list[str], folder: Path, tmp_path: Path, code: int
@@ -141,21 +159,32 @@ def test_the_runtime_does_not_pause_it(
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_left_by_a_killed_one(cell: Cell, command: list[str], *, known: bool) -> None:
-    """It goes on, also where gpusnap was killed before it knew by which group it is paused."""
+def test_left_by_a_killed_one(cell: Cell, command: list[str]) -> None:
+    """It goes on, and nobody takes a pause for ours afterwards."""
     made(cell, command).begin(timeout=5)
     entry = journal.read(ID)
     assert entry is not None
-    assert isinstance(entry.paused, Pause)
-    if not known:
-        assert entry.paused.lull is not None
-        journal.note_pause(ID, Pause((1, 1), "", False, (), lull=entry.paused.lull))
-        entry = journal.read(ID)
-        assert entry is not None
-    lull.put_right(entry)
+    assert lull.put_right(entry).paused is None
     runs(cell)
     assert journal.read(ID) is None
+
+
+def test_noted_before_the_pause(cell: Cell, command: list[str]) -> None:
+    """Killed as the runtime freezes it: by then the note has the groups that it may freeze."""
+    Path(command[0]).write_text(f"#!/bin/sh\necho 1 >{cell.group}/cgroup.freeze\nkill -9 $PPID\n")
+    program = (
+        "import sys\nfrom runtime_shim import container, journal\nfrom runtime_shim.lull import Lull\n"
+        "journal.FOLDER, container.UNIFIED = sys.argv[1:3]\n"
+        "one = container.Container(sys.argv[3], int(sys.argv[4]), 'running', '/b', {})\n"
+        "Lull(one, sys.argv[5:]).begin(timeout=5)\n"
+    )
+    words = [journal.FOLDER, containers.UNIFIED, ID, str(cell.pids[0]), *command]
+    assert subprocess.run([sys.executable, "-c", program, *words], check=False).returncode == -9
+    wait_for(cell.frozen, "the pause")
+    entry = journal.read(ID)
+    assert entry is not None
+    lull.put_right(entry)
+    runs(cell)
 
 
 def test_nothing_to_put_right(cell: Cell) -> None:
@@ -165,13 +194,13 @@ def test_nothing_to_put_right(cell: Cell) -> None:
     init = proc.process(cell.pids[0])
     assert own is not None
     assert init is not None
+    here = (str(cell.group),)
     for pause in (
         None,
         Pause((1, 1), str(cell.group), False, ()),
-        Pause((1, 1), str(cell.group), False, (), lull=(init.pid, init.start + 1)),
-        Pause((1, 1), "", False, (), lull=(init.pid, init.start + 1)),
-        Pause((1, 1), "", False, (), lull=(own.pid, own.start)),
-        Pause((1, 1), "/none", False, (), lull=(init.pid, init.start)),
+        Pause((1, 1), "", False, (), lull=(init.pid, init.start + 1), groups=here),
+        Pause((1, 1), "", False, (), lull=(own.pid, own.start), groups=()),
+        Pause((1, 1), "", False, (), lull=(init.pid, init.start), groups=("/none",)),
     ):
         lull.put_right(Entry(ID, "", (1, 1), (), paused=pause))
         assert cell.frozen()

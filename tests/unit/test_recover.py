@@ -87,7 +87,7 @@ def test_paused_for_its_dump(cell: Cell, tmp_path: Path) -> None:
     init = proc.process(cell.pids[0])
     assert init is not None
     lull = (init.pid, init.start)
-    journal.note_pause(ID, Pause((1, 1), str(cell.group), False, (), lull=lull))
+    journal.note_pause(ID, Pause((1, 1), "", False, (), lull=lull, groups=(str(cell.group),)))
     driver = Driver()
     driver.use(cell.pids[0], state=ProcessState.CHECKPOINTED)
     before = cell.counts()
