@@ -152,9 +152,9 @@ def freezable(container: Container) -> tuple[str, ...]:
     As in `frozen_group`. None where the runtimes use version 1, with version 2 beside it for its name alone:
     they look for version 2 in one place.
     """
-    if not any(each.kind == "cgroup2" and each.destination == UNIFIED for each in proc.mounts("self")):
+    if UNIFIED not in _mounted():
         return ()
-    return next(filter(None, (_groups(container.pid, name) for name in _names(container))), ())
+    return next(filter(None, (_groups(container.pid, name, UNIFIED) for name in _names(container))), ())
 
 
 def _names(container: Container) -> Iterator[str]:
@@ -179,14 +179,22 @@ def frozen_group(pid: int, container_id: str) -> str | None:
 
     The container's own or, as crun makes one within it, one between that and the process.
     """
-    return next(filter(freezer.frozen, _groups(pid, container_id)), None)
+    tops = _mounted()
+    return next(filter(freezer.frozen, _groups(pid, container_id, tops[0])), None) if tops else None
 
 
-def _groups(pid: int, name: str) -> tuple[str, ...]:
-    """The folders of the cgroup (version 2) of that name, and of those from there down to the process."""
+def _mounted() -> list[str]:
+    """Where version 2 of the cgroups is mounted."""
+    return [mount.destination for mount in proc.mounts("self") if mount.kind == "cgroup2"]
+
+
+def _groups(pid: int, name: str, top: str) -> tuple[str, ...]:
+    """The folders of the cgroup (version 2) of that name, and of those from there down to the process.
+
+    `top` is where version 2 is mounted.
+    """
     group = _own_cgroup(pid, name)
-    top = next((mount.destination for mount in proc.mounts("self") if mount.kind == "cgroup2"), None)
-    if group is None or group[0] or top is None:
+    if group is None or group[0]:
         return ()
     below = os.path.relpath(proc.cgroups(pid).get("", group[1]), group[1])
     names = [] if below == "." else below.split("/")

@@ -22,7 +22,7 @@ __all__ = ["CONFIG", "children", "let_end", "prefix", "sweep"]
 # Seconds for what the real runtime is at: CRIU writes or reads the images at the disk's speed.
 _PATIENCE = 300.0
 CONFIG = "CRIU_CONFIG_FILE"
-"""criu(8), CONFIGURATION FILES; as criu.config has it."""
+"""criu(8), CONFIGURATION FILES: the environment variable that names one."""
 
 
 def prefix(kind: str) -> str:

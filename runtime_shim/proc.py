@@ -36,6 +36,7 @@ __all__ = [
     "process",
     "running",
     "same",
+    "states",
     "still",
     "stopped",
     "thread_name",
@@ -121,22 +122,21 @@ def stopped(pid: int) -> bool:
 
 def halted(pid: int) -> bool:
     """Whether a signal has stopped the process, or will as soon as its cgroup is thawed."""
-    try:
-        tasks = os.listdir(f"{PROC}/{pid}/task")
-    except OSError:
-        return False
-    if any((_stat(f"{pid}/task/{task}") or "X")[0] == "T" for task in tasks):
-        return True
-    return any(mask & 1 << (SIGSTOP - 1) for mask in _pending(pid))
+    return any(state == "T" for state in states(pid)) or any(
+        mask & 1 << (SIGSTOP - 1) for mask in _pending(pid)
+    )
 
 
 def still(pid: int) -> bool:
     """Whether no thread of the process can run: each is stopped, or has ended."""
-    try:
-        tasks = os.listdir(f"{PROC}/{pid}/task")
-    except OSError:
-        return True
-    return all((_stat(f"{pid}/task/{task}") or "X")[0] in "TtZX" for task in tasks)
+    return all(state in "TtZX" for state in states(pid))
+
+
+def states(pid: int) -> Iterator[str]:
+    """The state of each of its threads (R, S, D, T, …), X of one that is gone; none where the process is."""
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"{PROC}/{pid}/task"):
+            yield (_stat(f"{pid}/task/{task}") or "X")[0]
 
 
 def activity(pid: int, tid: int) -> tuple[str, int]:

@@ -32,7 +32,7 @@ from runtime_shim.gpu.errors import PermissionRefused
 if TYPE_CHECKING:
     from runtime_shim.memory.populate import Backing, Populated
 
-__all__ = ["go_on", "only", "populated", "several", "stand", "stop"]
+__all__ = ["go_on", "only", "populated", "several", "stand", "stop", "untraceable"]
 
 # linux/ptrace.h
 _CONT, _DETACH, _SEIZE, _INTERRUPT, _GETSIGMASK, _SETSIGMASK = 7, 17, 0x4206, 0x4207, 0x420A, 0x420B
@@ -106,7 +106,7 @@ def several(pid: int, tids: Iterable[int]) -> Iterator[None]:
             try:
                 masks[tid] = _seize(tid)
             except OSError as error:
-                raise _refused(pid, tid, error) from error
+                raise untraceable(pid, tid, error) from error
         yield
     finally:
         for tid, mask in masks.items():
@@ -137,11 +137,12 @@ def populated(pid: int, tid: int, *, threads: int = 0, backing: Backing | None =
         try:
             done = stack.enter_context(populate.populated(pid, tid, threads=threads, backing=backing))
         except OSError as error:
-            raise _refused(pid, tid, error) from error
+            raise untraceable(pid, tid, error) from error
         yield done
 
 
-def _refused(pid: int, tid: int, error: OSError) -> PermissionRefused:
+def untraceable(pid: int, tid: int, error: OSError) -> PermissionRefused:
+    """What to say where a thread cannot be traced."""
     return PermissionRefused(
         f"thread {tid} of process {pid} ({proc.comm(pid)}) cannot be traced: {reason(error)}",
         hint="end the debugger that has it, or see that gpusnap may use ptrace",

@@ -26,7 +26,6 @@ __all__ = [
     "Job",
     "all_suspended",
     "for_the_dump",
-    "freeze",
     "newcomers",
     "resume_all",
     "resumed",
@@ -95,7 +94,7 @@ def thaw(job: Job) -> None:
         job.paused.hold(pids, timeout=job.settings.nvidia.lock_timeout)
 
 
-def freeze(job: Job) -> None:
+def _freeze(job: Job) -> None:
     """Pause again what `thaw` has thawed."""
     if job.paused is not None:
         with job.transaction.step("freeze"):
@@ -108,8 +107,8 @@ def for_the_dump(job: Job) -> Iterator[None]:
 
     Not where CRIU has a plugin's work done: that asks processes which run.
     """
-    freeze(job)
     if job.paused is not None:
+        _freeze(job)
         job.paused.nobody_waits()
     if job.paused is not None or job.driver.plugin is not None:
         yield
@@ -252,7 +251,7 @@ def resumed(job: Job) -> GpusnapError | None:
     try:
         failure = _failed(partial(resume_all, job))
     finally:
-        frozen_again = _failed(partial(freeze, job))
+        frozen_again = _failed(partial(_freeze, job))
     return failure or frozen_again
 
 

@@ -10,18 +10,16 @@ let run that far.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
 from runtime_shim import proc
-from runtime_shim.errors import GpusnapError, reason
-from runtime_shim.gpu.errors import PermissionRefused
+from runtime_shim.errors import GpusnapError
 from runtime_shim.kcmp import EQUAL, VM, compared
 from runtime_shim.memory import ptrace
-from runtime_shim.stillness import stand
+from runtime_shim.stillness import stand, untraceable
 
 __all__ = ["Waiting", "finish", "for_good", "too_long", "waiting"]
 
@@ -92,16 +90,10 @@ def _sleeps(pid: int) -> bool:
     """
     deadline = time.monotonic() + _FALLING_ASLEEP
     while True:
-        states = _states(pid)
+        states = set(proc.states(pid))
         if "D" in states or "R" not in states or time.monotonic() > deadline:
             return "D" in states
         time.sleep(_LOOK)
-
-
-def _states(pid: int) -> set[str]:
-    with suppress(OSError):
-        return {proc.activity(pid, int(task))[0] for task in os.listdir(f"{proc.PROC}/{pid}/task")}
-    return set()
 
 
 def _begin(each: Waiting, deadline: float, timeout: float) -> None:
@@ -114,15 +106,9 @@ def _begin(each: Waiting, deadline: float, timeout: float) -> None:
     except ProcessLookupError:
         begun = True  # it has ended instead
     except OSError as error:
-        raise PermissionRefused(
-            f"process {child} ({proc.comm(child)}) cannot be traced: {reason(error)}",
-            hint="end the debugger that has it, or see that gpusnap may use ptrace",
-            pid=child,
-        ) from error
+        raise untraceable(child, child, error) from error
     if not begun:
         raise too_long(each, timeout)
-    while each in waiting((each.parent, each.child)) and time.monotonic() < deadline:
-        time.sleep(_LOOK)
     stand([child], timeout=_INTERRUPTED)
 
 

@@ -32,7 +32,7 @@ __all__ = ["VARIABLE", "config_file", "dump_text", "restore_text", "with_flags"]
 
 Call = TypeVar("Call", CheckpointCall, RestoreCall)
 
-VARIABLE = "CRIU_CONFIG_FILE"
+VARIABLE = leavings.CONFIG
 
 _RUNC_FILE = "/etc/criu/runc.conf"
 """Read by every runc for a container without the annotation org.criu.config (libcontainer/criu_linux.go)."""

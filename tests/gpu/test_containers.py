@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from realhost import Machine, Program, Workload, cdi_device, reference
-from support import RUNTIME, Container, good, manifest, podman, run, sentence
+from support import Container, good, manifest, podman, run, sentence
 
 TORCH = Workload.python("torch_train.py", "torch", 1024)
 JAX = Workload.python("jax_train.py", "jax", 1024)
@@ -159,8 +159,7 @@ def test_paused(real: str, machine: Machine, tmp_path: Path) -> None:
     program = Program.begin("w", TORCH, machine.options())
     good(podman("pause", "w"))
     before = program.log()
-    paths = ["--image-path", str(tmp_path / "image"), "--work-path", str(tmp_path)]
-    good(run(RUNTIME, "checkpoint", *paths, "--leave-running", program.id))
+    good(run(*program.line(tmp_path, "--leave-running")))
     assert (tmp_path / "image/gpusnap/manifest.json").exists()
     assert program.inspect()["State"]["Status"] == "paused"
     assert program.log() == before
@@ -174,11 +173,10 @@ def test_programs_are_started(real: str, machine: Machine, archive: Path, tmp_pa
     """A CUDA process that runs programs all the time, and so waits within vfork, running and paused."""
     needs(PROGRAMS)
     program = Program.begin("w", PROGRAMS, machine.options())
-    paths = ["--image-path", str(tmp_path / "image"), "--work-path", str(tmp_path)]
     for paused in (False, True, False, True):
         if paused:
             good(podman("pause", "w"))
-        good(run(RUNTIME, "checkpoint", *paths, "--leave-running", program.id))
+        good(run(*program.line(tmp_path, "--leave-running")))
         if paused:
             good(podman("unpause", "w"))
         program.goes_on(more=5)

@@ -69,6 +69,19 @@ def run(*argv: str | os.PathLike[str], env: dict[str, str] | None = None) -> Don
     return Done(done.returncode, done.stdout, done.stderr)
 
 
+def kill_at(step: str, line: Sequence[str | os.PathLike[str]]) -> None:
+    """Kill gpusnap as it begins a step; `line` has --debug."""
+    with subprocess.Popen(
+        line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as shim:
+        assert shim.stderr is not None
+        for said in shim.stderr:
+            if said == f"gpusnap: step {step}\n":
+                shim.kill()
+                return
+    raise AssertionError(f"no step {step}")
+
+
 def podman(*argv: str | os.PathLike[str], runtime: str = "gpusnap-runtime") -> Done:
     """Run Podman with gpusnap-runtime as its runtime."""
     return run("podman", "--runtime", runtime, *argv)
@@ -179,6 +192,11 @@ class Container:
 
     def checkpoint(self, archive: Path, *words: str) -> Done:
         return podman("container", "checkpoint", "--export", archive, *words, self.name)
+
+    def line(self, folder: Path, *words: str, debug: bool = False) -> list[str]:
+        """The runtime's own command for a checkpoint, to `image` in a folder; `debug`: it says its steps."""
+        paths = ["--image-path", str(folder / "image"), "--work-path", str(folder)]
+        return [RUNTIME, *["--debug"] * debug, "checkpoint", *paths, *words, self.id]
 
     def unharmed(self) -> None:
         """What must hold after a failed checkpoint: it runs on, GPU state right, nothing looks whole."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import shimhost
 from containerdhost import Containerd, Work, containerd, recorded
 from registryhost import Registry, running
-from support import GPUS_CONF, RUNTIME, faults, good, run, until
+from support import GPUS_CONF, RUNTIME, faults, good, kill_at, run, until
 
 from runtime_shim.flat import OF_CRI
 
@@ -359,19 +358,6 @@ def test_killed_and_resumed(server: Containerd, real: str, work: Work, tmp_path:
     good(run("/usr/local/bin/gpusnap", "recover"))
     work.goes_on()
     nothing_left()
-
-
-def kill_at(step: str, line: Sequence[str | os.PathLike[str]]) -> None:
-    """Kill gpusnap as it begins a step."""
-    with subprocess.Popen(
-        line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as shim:
-        assert shim.stderr is not None
-        for said in shim.stderr:
-            if said == f"gpusnap: step {step}\n":
-                shim.kill()
-                return
-    raise AssertionError(f"no step {step}")
 
 
 def criu_runs() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support import RUNTIME, Container, good, podman, run
+from support import Container, good, podman, run
 
 
 def test_paused_by_its_user(real: str, tmp_path: Path) -> None:
@@ -12,8 +12,7 @@ def test_paused_by_its_user(real: str, tmp_path: Path) -> None:
     container = Container.start("w", "--procs", "2", workers=2)
     good(podman("pause", "w"))
     before = container.log()
-    paths: list[str | Path] = ["--image-path", tmp_path / "image", "--work-path", tmp_path]
-    good(run(RUNTIME, "checkpoint", *paths, "--leave-running", container.id))
+    good(run(*container.line(tmp_path, "--leave-running")))
     assert (tmp_path / "image/gpusnap/manifest.json").exists()
     assert container.inspect()["State"]["Status"] == "paused"
     assert container.log() == before

@@ -62,11 +62,6 @@ def store() -> Iterator[None]:
     shutil.rmtree(STORE, ignore_errors=True)
 
 
-def words(container: Container, folder: Path, *options: str) -> list[str]:
-    paths = ["--image-path", str(folder / "image"), "--work-path", str(folder)]
-    return [RUNTIME, "--debug", "checkpoint", *paths, *options, container.id]
-
-
 def recover(*options: str) -> str:
     return good(run(COMMAND, "recover", *options))
 
@@ -180,11 +175,11 @@ def test_checkpoint_killed_at_each_step(
     """Wherever it says that it is, and at moments that it does not choose, on a busy machine."""
     first, out = Container.start("first", "--mib", "20", "--busy", "5"), tmp_path / "out"
     with load():
-        run_through = announced(words(first, tmp_path, *options), out)
+        run_through = announced(first.line(tmp_path, *options, debug=True), out)
     assert {"inspect", "lock", "driver checkpoint", "pages", "dump", "sync"} <= {*run_through.steps}
     first.remove()
     container = Container.start("w0", "--mib", "20", "--busy", "5")
-    init, line, number = container.pid, words(container, tmp_path, *options), 0
+    init, line, number = container.pid, container.line(tmp_path, *options, debug=True), 0
 
     def recovered(when: str) -> None:
         nonlocal container, init, line, number
@@ -193,7 +188,7 @@ def test_checkpoint_killed_at_each_step(
             container.remove()
             number += 1
             container = Container.start(f"w{number}", "--mib", "20", "--busy", "5")
-            init, line = container.pid, words(container, tmp_path, *options)
+            init, line = container.pid, container.line(tmp_path, *options, debug=True)
 
     for step in run_through.steps:
         assert killed_at(line, step, out), f"no step {step}"
@@ -211,7 +206,7 @@ def test_killed_after_any_time(pages: str, real: str, tmp_path: Path) -> None:
     """With more to write, and the other runtime, whose children are others: it ends what it is at."""
     container = Container.start("w", "--mib", "60")
     init = container.pid
-    line, out = words(container, tmp_path, "--leave-running"), tmp_path / "out"
+    line, out = container.line(tmp_path, "--leave-running", debug=True), tmp_path / "out"
     seconds, at_work = announced(line, out).seconds, []
     for after in moments(seconds):
         at_work.append(killed_after(line, after, out))
@@ -233,7 +228,7 @@ def at_the_dump(container: Container, folder: Path, pages: str) -> Iterator[subp
     wrapper.chmod(0o755)
     memory = f'[memory]\npages = "{pages}"\nchunk-size = "1M"\n[store]\npath = "{STORE}"\n'
     shimhost.write_settings(f'runtime = "{wrapper}"\n{memory}')
-    line = words(container, folder, "--leave-running")
+    line = container.line(folder, "--leave-running", debug=True)
     with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as shim:
         until(flag.exists, "the dump")
         yield shim
@@ -248,7 +243,7 @@ def test_the_next_checkpoint_puts_it_right(pages: str, real: str, tmp_path: Path
     container = Container.start("w", "--mib", "20", "--busy", "5")
     with at_the_dump(container, tmp_path, pages):
         pass
-    done = run(*words(container, tmp_path, "--leave-running"))
+    done = run(*container.line(tmp_path, "--leave-running", debug=True))
     assert done.code == 0, done.err
     assert "an earlier checkpoint was cut off; running: " in done.err
     container.goes_on()
@@ -262,7 +257,7 @@ def test_somebody_is_at_work(pages: str, real: str, tmp_path: Path) -> None:
     init = container.pid
     with at_the_dump(container, tmp_path, pages):
         assert "gpusnap is at work on it" in recover("--list")
-        for line in ([COMMAND, "recover"], words(container, tmp_path)):
+        for line in ([COMMAND, "recover"], container.line(tmp_path, debug=True)):
             done = run(*line)
             assert done.code == 1
             assert "still at work on container" in done.err
@@ -293,7 +288,8 @@ def harmless(dones: Sequence[Done]) -> None:
 def test_two_put_it_right_at_once(pages: str, real: str, tmp_path: Path, other: str) -> None:
     """Two recover, or one does and one checkpoints: one of them has it, and no byte is lost by the other."""
     container = Container.start("w", "--mib", "20", "--busy", "5")
-    line, recovers = words(container, tmp_path, "--leave-running"), [COMMAND, "recover", container.id]
+    line = container.line(tmp_path, "--leave-running", debug=True)
+    recovers = [COMMAND, "recover", container.id]
     assert killed_at(line, "dump", tmp_path / "out")
     harmless(at_once(recovers, recovers if other == "recover" else line))
     nothing_left()

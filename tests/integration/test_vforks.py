@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 import shimhost
-from support import RUNTIME, Container, good, manifest, podman, run, sentence
+from support import Container, good, kill_at, manifest, podman, run, sentence
 
 # A child waits for most of the time: with CRIU alone nearly every dump ends with its timeout.
 BUSY = ("--vforks", "60")
-
-
-def image(container: Container, folder: Path, *words: str, before: tuple[str, ...] = ()) -> list[str | Path]:
-    paths: list[str | Path] = ["--image-path", folder / "image", "--work-path", folder]
-    return [RUNTIME, *before, "checkpoint", *paths, *words, container.id]
 
 
 def left() -> list[str]:
@@ -45,7 +39,7 @@ def test_paused_by_its_user(real: str, tmp_path: Path) -> None:
     for _ in range(3):
         good(podman("pause", "w"))
         before = container.log()
-        good(run(*image(container, tmp_path, "--leave-running")))
+        good(run(*container.line(tmp_path, "--leave-running")))
         assert container.inspect()["State"]["Status"] == "paused"
         assert container.log() == before
         good(podman("unpause", "w"))
@@ -60,7 +54,7 @@ def test_for_good(real: str, settings: shimhost.Writer, tmp_path: Path, *, pause
     container = Container.start("w", "--vforks", "600000")
     if paused:
         good(podman("pause", "w"))
-    said = sentence(run(*image(container, tmp_path, "--leave-running")))
+    said = sentence(run(*container.line(tmp_path, "--leave-running")))
     assert "waits for its child" in said
     assert "longer than 1 s" in said
     assert container.inspect()["State"]["Status"] == ("paused" if paused else "running")
@@ -75,19 +69,15 @@ def test_killed_in_the_pause(real: str, tmp_path: Path, then: str) -> None:
     """The container was paused for the dump alone: `recover`, or the next checkpoint, has it run again."""
     container = Container.start("w", "--children", "1", *BUSY)
     init = container.pid
-    line = image(container, tmp_path, "--leave-running", before=("--debug",))
-    with subprocess.Popen(line, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as shim:
-        assert shim.stderr is not None
-        assert any(said == "gpusnap: step dump\n" for said in shim.stderr)
-        shim.kill()
+    kill_at("dump", container.line(tmp_path, "--leave-running", debug=True))
     assert left() != []
     if then == "recover":
         good(run("/usr/local/bin/gpusnap", "recover"))
     else:
-        good(run(*image(container, tmp_path, "--leave-running")))
+        good(run(*container.line(tmp_path, "--leave-running")))
     assert left() == []
     assert container.pid == init
     assert container.inspect()["State"]["Status"] == "running"
     container.goes_on()
-    good(run(*image(container, tmp_path, "--leave-running")))
+    good(run(*container.line(tmp_path, "--leave-running")))
     container.goes_on()

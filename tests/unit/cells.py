@@ -48,6 +48,11 @@ class Cell:
         if value:
             wait_for(self.frozen, "the freeze")
 
+    def run(self, since: list[bytes] | None = None) -> None:
+        """Wait until both have counted on, from those counts or from now."""
+        before = self.counts() if since is None else since
+        wait_for(lambda: all(a != b for a, b in zip(self.counts(), before, strict=True)), "counts")
+
 
 @contextmanager
 def a_cell(folder: Path) -> Iterator[Cell]:

@@ -45,11 +45,6 @@ def made(cell: Cell, command: list[str]) -> Lull:
     return Lull(container, command)
 
 
-def runs(cell: Cell) -> None:
-    before = cell.counts()
-    wait_for(lambda: all(a != b for a, b in zip(cell.counts(), before, strict=True)), "counts")
-
-
 def waits(monkeypatch: pytest.MonkeyPatch, times: float, look: Callable[[], None] = lambda: None) -> None:
     """The first so many looks find one that waits."""
     looks = iter(range(1_000_000))
@@ -74,7 +69,7 @@ def test_paused_and_let_go(cell: Cell, command: list[str], folder: Path, tmp_pat
     assert entry.paused.groups == (str(cell.group),)
     for _ in range(2):
         pause.end()
-        runs(cell)
+        cell.run()
     assert list(folder.iterdir()) == []
 
 
@@ -89,7 +84,7 @@ def test_one_waits(cell: Cell, command: list[str], monkeypatch: pytest.MonkeyPat
     assert all(frozen for frozen, *_ in seen)
     assert len({tuple(counts) for _, *counts in seen}) > 1
     pause.end()
-    runs(cell)
+    cell.run()
 
 
 def test_one_waits_for_good(
@@ -99,7 +94,7 @@ def test_one_waits_for_good(
     waits(monkeypatch, float("inf"))
     with pytest.raises(GpusnapError, match=rf"process {min(cell.pids)} .* longer than 0\.1 s"):
         made(cell, command).begin(timeout=0.1)
-    runs(cell)
+    cell.run()
     assert list(folder.iterdir()) == []
 
 
@@ -131,7 +126,7 @@ def test_the_runtime_pauses_it_half(cell: Cell, command: list[str], folder: Path
     Path(command[0]).write_text(f"#!/bin/sh\necho 1 >{cell.group}/cgroup.freeze; exit 1\n")
     pause = made(cell, command)
     pause.begin(timeout=5)
-    runs(cell)
+    cell.run()
     assert list(folder.iterdir()) == []
 
 
@@ -155,7 +150,7 @@ def test_the_runtime_does_not_pause_it(
     assert (tmp_path / "calls").read_text().split() == ["pause", "resume"][: 2 - code]
     assert (tmp_path / "marks").read_text() == (leavings.prefix("criu") + "none\n") * (2 - code)
     pause.end()
-    runs(cell)
+    cell.run()
     assert list(folder.iterdir()) == []
 
 
@@ -165,7 +160,7 @@ def test_left_by_a_killed_one(cell: Cell, command: list[str]) -> None:
     entry = journal.read(ID)
     assert entry is not None
     assert lull.put_right(entry).paused is None
-    runs(cell)
+    cell.run()
     assert journal.read(ID) is None
 
 
@@ -184,7 +179,7 @@ def test_noted_before_the_pause(cell: Cell, command: list[str]) -> None:
     entry = journal.read(ID)
     assert entry is not None
     lull.put_right(entry)
-    runs(cell)
+    cell.run()
 
 
 def test_nothing_to_put_right(cell: Cell) -> None:
@@ -220,7 +215,7 @@ def test_a_signal_in_the_pause(
     waits(monkeypatch, 1)
     with pytest.raises(Interrupted):
         made(cell, command).begin(timeout=5)
-    runs(cell)
+    cell.run()
     assert list(folder.iterdir()) == []
 
 

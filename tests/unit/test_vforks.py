@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from fakes import wait_for
+from pairs import Pair, a_pair
 
 from runtime_shim import proc, vforks
 from runtime_shim.errors import GpusnapError
@@ -19,49 +19,6 @@ from runtime_shim.gpu.errors import PermissionRefused
 from runtime_shim.memory import ptrace
 from runtime_shim.stillness import go_on, stand, stop
 from runtime_shim.vforks import Waiting, finish, waiting
-
-# glibc's posix_spawn is a vfork; the child opens the FIFO before its program begins, and waits for a writer.
-_PARENT = """
-import os, sys
-action = (os.POSIX_SPAWN_OPEN, 0, sys.argv[1], os.O_RDONLY, 0)
-pid = os.posix_spawn(sys.argv[2], ["program"], {}, file_actions=[action])
-print("begun", os.waitpid(pid, 0)[1], flush=True)
-"""
-
-
-@dataclass
-class Pair:
-    """A parent that waits until somebody opens the FIFO for writing."""
-
-    process: subprocess.Popen[str]
-    child: int
-    fifo: Path
-
-    @property
-    def parent(self) -> int:
-        return self.process.pid
-
-    @property
-    def pids(self) -> tuple[int, int]:
-        return self.parent, self.child
-
-    def open(self) -> int:
-        return os.open(self.fifo, os.O_RDWR)
-
-    def said(self) -> str:
-        """What the parent printed; it has ended by then."""
-        return self.process.communicate(timeout=10)[0]
-
-
-def a_pair(folder: Path, program: str) -> Pair:
-    fifo = folder / "fifo"
-    os.mkfifo(fifo)
-    words = [sys.executable, "-c", _PARENT, str(fifo), program]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    wait_for(lambda: process.pid in proc.parents().values(), "the child")
-    child = next(pid for pid, parent in proc.parents().items() if parent == process.pid)
-    wait_for(lambda: proc.activity(process.pid, process.pid)[0] == "D", "the wait")
-    return Pair(process, child, fifo)
 
 
 @pytest.fixture(params=["/bin/cat"])
@@ -93,7 +50,7 @@ def test_waiting(pair: Pair) -> None:
 def test_woken_for_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
     """A thaw wakes the parent, which sleeps again as soon as it gets to it."""
     states = iter("RRR")
-    monkeypatch.setattr(proc, "activity", lambda *_: (next(states, then), 0))
+    monkeypatch.setattr(proc, "states", lambda _: iter([next(states, then)]))
     assert [each.child for each in waiting(pair.pids)] == [pair.child] * (then == "D")
     assert next(states, None) is None
 
