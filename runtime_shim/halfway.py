@@ -27,18 +27,16 @@ from oci.blobs import FirstOf
 from oci.errors import OciError
 from oci.layout import Layout
 from oci.store import Store
-from runtime_shim import bundle, journal, leavings, manifest, proc, transfer
+from runtime_shim import bundle, driver_calls, journal, leavings, manifest, proc, transfer
 from runtime_shim import container as containers
 from runtime_shim.argv import RestoreCall
 from runtime_shim.errors import ContainerError, GpusnapError, Refused, RuntimeFailed, reason
 from runtime_shim.gpu.driver import Driver, ProcessState
-from runtime_shim.gpu.errors import NotInitialized, ProcessGone
 from runtime_shim.gpu.together import at_once
 from runtime_shim.invoke import control, quiet
 from runtime_shim.manifest import Manifest
 from runtime_shim.memory import stage
 from runtime_shim.real import RealRuntime
-from runtime_shim.stillness import only
 from runtime_shim.suspension import InCriu, let_finish, resume
 
 __all__ = ["Restore", "Stage", "begun", "changed", "delete", "entries", "forget", "read", "recover", "write"]
@@ -275,17 +273,7 @@ def _states(entry: Restore, driver: Driver | None, pids: Sequence[int]) -> Mappi
             hint=f"load the driver, then gpusnap recover {entry.container}",
         )
     driver.open()
-    return {pid: _state(driver, pid) for pid in pids}
-
-
-def _state(driver: Driver, pid: int) -> ProcessState | None:
-    if not proc.stopped(pid):
-        return driver.state(pid)
-    try:
-        with only(pid, driver.restore_thread(pid)):  # else nobody would answer
-            return driver.state(pid)
-    except (NotInitialized, ProcessGone):
-        return None
+    return {pid: driver_calls.state(driver, pid) for pid in pids}
 
 
 def _removed(entry: Restore) -> str:

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from oci import writing
 from oci.chunks import Progress, Table
@@ -39,6 +40,9 @@ from runtime_shim.memory.remote import Remote, inside
 from runtime_shim.memory.stage import Area, Stage
 from runtime_shim.settings import Memory
 from runtime_shim.stillness import populated
+
+if TYPE_CHECKING:
+    from runtime_shim.memory.tracer import Tracer
 
 __all__ = ["Chunks"]
 
@@ -120,13 +124,14 @@ class Chunks:
         self._processes[pid] = _Process(_mappings(pid))
 
     @contextlib.contextmanager
-    def thread(self, pid: int, tid: int) -> Iterator[None]:
+    def thread(self, pid: int, tid: int) -> Iterator[Tracer]:
         """Let the driver's thread run for its checkpoint, its large mappings files if they can be."""
         lent = partial(journal.thread, self._container, pid)
         backing = Backing(partial(self._watched, pid), lent)
         with populated(pid, tid, threads=self._settings.threads, backing=backing) as done:
             self._processes[pid].populated = done
-            yield
+            assert done.tracer is not None
+            yield done.tracer
 
     def take(self, pids: Sequence[int]) -> None:
         """Have the regions of those that were not taken yet in files, note where, and free them."""

@@ -1,15 +1,20 @@
 """What /proc says of processes: proc(5) and its pages proc_pid_stat(5), proc_pid_status(5), cgroups(7).
 
 A process may vanish at any moment; every function here then answers None or an empty value, never an error.
+A kernel that cannot answer is no process that is gone: GpusnapError.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from signal import SIGKILL, SIGSTOP
+
+from runtime_shim.errors import GpusnapError, reason
 
 __all__ = [
     "Mount",
@@ -21,6 +26,7 @@ __all__ = [
     "command",
     "dying",
     "environment",
+    "goes_on",
     "halted",
     "host_path",
     "maps",
@@ -34,16 +40,23 @@ __all__ = [
     "peak_memory",
     "pids",
     "process",
+    "progress",
     "running",
     "same",
     "states",
     "still",
     "stopped",
+    "stopped_thread",
+    "thread_by_inner_number",
     "thread_name",
+    "threads",
     "unix_sockets",
 ]
 
 PROC = "/proc"
+# What the kernel says for a moment, and not of the process. Seconds to ask again, and between two times.
+_PASSING = frozenset((errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.EIO))
+_PATIENCE, _PAUSE = 2.0, 0.01
 # include/linux/sched.h, PF_EXITING; field 9 of proc_pid_stat(5)
 _EXITING = 0x4
 
@@ -63,11 +76,25 @@ class Process:
 
 
 def _read(path: str) -> str | None:
-    try:
-        with open(path, "rb") as file:
-            return file.read().decode("utf-8", "surrogateescape")
-    except OSError:
-        return None
+    """The text of a file of /proc; None where there is none, or it is not for us.
+
+    Nothing else counts as gone: a kernel that is short of memory or descriptors for a moment is asked again.
+    Raises GpusnapError where it still says no.
+    """
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            with open(path, "rb") as file:
+                return file.read().decode("utf-8", "surrogateescape")
+        except OSError as error:
+            if error.errno not in _PASSING:
+                return None
+            if time.monotonic() > deadline:
+                raise GpusnapError(
+                    f"{path} cannot be read: {reason(error)}",
+                    hint="free memory or files, and try again",
+                ) from error
+        time.sleep(_PAUSE)
 
 
 def _lines(text: str) -> list[str]:
@@ -134,9 +161,54 @@ def still(pid: int) -> bool:
 
 def states(pid: int) -> Iterator[str]:
     """The state of each of its threads (R, S, D, T, …), X of one that is gone; none where the process is."""
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"{PROC}/{pid}/task"):
-            yield (_stat(f"{pid}/task/{task}") or "X")[0]
+    for task in threads(pid):
+        yield (_stat(f"{pid}/task/{task}") or "X")[0]
+
+
+def threads(pid: int) -> list[int]:
+    """The TIDs of a process; none where it is gone."""
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return [int(name) for name in os.listdir(f"{PROC}/{pid}/task")]
+        except OSError as error:
+            if error.errno not in _PASSING:
+                return []
+            if time.monotonic() > deadline:
+                raise GpusnapError(
+                    f"the threads of process {pid} cannot be read: {reason(error)}",
+                    hint="free memory or files, and try again",
+                ) from error
+        time.sleep(_PAUSE)
+
+
+def stopped_thread(pid: int, tid: int) -> bool:
+    """Whether a thread is stopped by a signal, and nobody traces it."""
+    stat = _stat(f"{pid}/task/{tid}")
+    return stat is not None and stat[0] == "T"
+
+
+def goes_on(pid: int) -> bool:
+    """Whether a process that was stopped runs; told by its main thread, and as cheaply as can be."""
+    stat = _stat(pid)
+    return stat is not None and stat[0] in "RSD"
+
+
+def progress(pid: int, tid: int) -> int:
+    """Milliseconds that a thread has run (proc_pid_schedstat(5)); 0 where it is gone."""
+    text = _read(f"{PROC}/{pid}/task/{tid}/schedstat")
+    return int(text.split()[0]) // 1_000_000 if text else 0
+
+
+def thread_by_inner_number(pid: int, number: int) -> int:
+    """The TID here of the thread that its own PID namespace knows by this number; 0 where there is none."""
+    if number <= 0:
+        return 0
+    for tid in threads(pid):
+        for line in _lines(_read(f"{PROC}/{pid}/task/{tid}/status") or ""):
+            if line.startswith("NSpid:") and int(line.split()[-1]) == number:
+                return tid
+    return 0
 
 
 def activity(pid: int, tid: int) -> tuple[str, int]:

@@ -16,7 +16,7 @@ from functools import partial
 
 from oci.errors import BlobError
 from oci.layout import Layout
-from runtime_shim import frozen, image, journal, leavings, lull, manifest, proc, transfer
+from runtime_shim import driver_calls, frozen, image, journal, leavings, lull, manifest, proc, transfer
 from runtime_shim.chunk_home import Home, StoreHome, in_image, left
 from runtime_shim.draft import Draft
 from runtime_shim.errors import GpusnapError, ImageError, ManifestError, reason
@@ -158,7 +158,7 @@ def _not_there(process: Suspended) -> GpusnapError:
 def _astray(driver: Driver, running: Sequence[Suspended]) -> list[Suspended]:
     """Those that somebody let go on though the driver has their GPU state: they stand again."""
     away = [p for p in running if p.regions or p.staged]
-    found = [p for p in away if driver.state(p.pid) is ProcessState.CHECKPOINTED]
+    found = [p for p in away if driver_calls.state(driver, p.pid) is ProcessState.CHECKPOINTED]
     stop([process.pid for process in found], timeout=_SETTLING)
     return found
 

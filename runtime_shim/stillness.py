@@ -1,4 +1,4 @@
-"""Processes that stand still while their GPU state is away, all but the thread that does the driver's work.
+"""Stopped processes: stopped at a safe instant, and threads of them that run while the others stand.
 
 The driver's checkpoint takes away host memory that it had mapped into the process (pinned memory). A thread
 that runs on and reads it dies of SIGSEGV: on an H100, three of three JAX processes did within 3 s, and twelve
@@ -10,16 +10,18 @@ by ptrace(2): CRIU's own CUDA plugin does the same.
 A process that is stopped as a whole answers no call of NVIDIA's driver but
 cuCheckpointProcessGetRestoreThreadId.
 
-`only` has ptrace calls of its own, beside those of memory/tracee.py: NVIDIA's driver has been seen to restore
-under these, and to checkpoint under either.
+The driver's thread uses the C library of the process, and waits for a lock that a stopped thread holds. So
+`settle` looks where the threads stand, and lets those within fork, malloc, stdio or the loader run a little
+further, while the driver has taken nothing yet (memory/positions.py). What that does not see is found when it
+happens: driver_calls.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -31,33 +33,30 @@ from runtime_shim.gpu.errors import PermissionRefused
 
 if TYPE_CHECKING:
     from runtime_shim.memory.populate import Backing, Populated
+    from runtime_shim.memory.tracer import Tracer
 
-__all__ = ["go_on", "only", "populated", "several", "stand", "stop", "untraceable"]
+__all__ = ["Guard", "go_on", "only", "populated", "settle", "several", "stand", "stop", "untraceable"]
 
-# linux/ptrace.h
-_CONT, _DETACH, _SEIZE, _INTERRUPT, _GETSIGMASK, _SETSIGMASK = 7, 17, 0x4206, 0x4207, 0x420A, 0x420B
-_WALL = 0x40000000  # linux/wait.h: also for threads
-_LOOKS, _LOOK = 4, 0.001
-# Seconds; reached only where somebody else sent a SIGCONT, and then there is nothing to wait for.
-_SETTLING = 1.0
-_SIGSET = 8  # bytes of the kernel's sigset_t
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
-_libc.ptrace.restype = ctypes.c_long
+# Seconds after which a process that does not stand is sent another SIGSTOP: a SIGCONT has undone the first.
+_AGAIN = 0.05
+# Seconds between two looks of a guard.
+_GUARD = 0.002
+# Seconds that threads within the C library may take to leave it. Those that hold no lock there (one that
+# prints into a string all day looks the same) only cost this time.
+_LEAVING = 1.0
+# Seconds that a thread is let run at first, and at most: a fork of a large process takes a while.
+_MOMENT, _LONGEST = 0.0005, 0.05
 
 
 def stop(pids: Iterable[int], *, timeout: float) -> None:
     """Stop processes, and wait until every thread of each stands still; one that ended is left out.
 
-    Raises GpusnapError after `timeout` seconds; they are stopped all the same, until `go_on`.
+    Where somebody lets one go on, it is stopped again. Raises GpusnapError after `timeout` seconds; they are
+    stopped all the same, until `go_on`.
     """
     pids = tuple(pids)
-    # Not to those that stand already: a second SIGSTOP would wait for the first thread that `only` lets run.
-    for pid in [pid for pid in pids if not proc.still(pid)]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP)
-    stand(pids, timeout=timeout)
+    _stop_moving(pids)
+    _await_still(pids, timeout, again=True)
 
 
 def stand(pids: Iterable[int], *, timeout: float) -> None:
@@ -65,15 +64,28 @@ def stand(pids: Iterable[int], *, timeout: float) -> None:
 
     Raises GpusnapError after `timeout` seconds.
     """
-    pids = tuple(pids)
-    deadline = time.monotonic() + timeout
-    pause = 0.0005
+    _await_still(tuple(pids), timeout, again=False)
+
+
+def _stop_moving(pids: Iterable[int]) -> None:
+    for pid in [pid for pid in pids if not proc.still(pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+
+
+def _await_still(pids: tuple[int, ...], timeout: float, *, again: bool) -> None:
+    begin = time.monotonic()
+    deadline, sent, pause = begin + timeout, begin, 0.0005
     while moving := [pid for pid in pids if not proc.still(pid)]:
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             raise GpusnapError(
                 f"process {moving[0]} ({proc.comm(moving[0])}) did not stand still within {timeout:g} s",
                 hint="one of its threads waits in the kernel, e.g. for a file system; try again after that",
             )
+        if again and now - sent > _AGAIN:
+            _stop_moving(moving)
+            sent = now
         time.sleep(pause)
         pause = min(pause * 2, 0.02)
 
@@ -85,40 +97,80 @@ def go_on(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
+def settle(pids: Iterable[int], *, within: float = _LEAVING) -> None:
+    """Have no thread of stopped processes stand where it may hold a lock of the C library.
+
+    Each that does is let run for a moment, alone, and again if need be; seconds of `within` for all. What is
+    left then stays where it is. Raises PermissionRefused where a process cannot be traced.
+    """
+    from runtime_shim.memory import positions
+
+    deadline, moment = time.monotonic() + within, _MOMENT
+    waiting = list(pids)
+    while waiting := [pid for pid in waiting if proc.running(pid) and positions.unsafe(pid)]:
+        if time.monotonic() > deadline:
+            return
+        for pid in waiting:
+            with several(pid, ()) as tracer:
+                for tid in positions.unsafe(pid):
+                    if time.monotonic() < deadline:
+                        tracer.run_briefly(tid, moment)
+        moment = min(moment * 2, _LONGEST)
+
+
+class Guard:
+    """Keeps processes stopped that miss their GPU state, while nobody is at work on them.
+
+    A program in the container may send them a SIGCONT at any moment (cpulimit, a shell), and their threads
+    would run without memory that the driver has taken away. A thread of ours looks every 2 ms.
+    """
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._pids = tuple(pids)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gpusnap-guard", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Look no more. May be called again."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(_GUARD):
+            for pid in self._pids:
+                with contextlib.suppress(GpusnapError):
+                    if proc.goes_on(pid):
+                        _stop_moving([pid])
+
+
 @contextmanager
-def only(pid: int, tid: int) -> Iterator[None]:
+def only(pid: int, tid: int) -> Iterator[Tracer]:
     """Let one thread of a stopped process run while the block does, and stop it again.
 
-    All of it in the calling thread, which is the tracer. The thread gets no signal meanwhile, because with
-    the tracer inside a call of the driver nobody would take it on. Raises PermissionRefused where it cannot
-    be traced.
+    The tracer is a thread of our own. The thread gets no signal meanwhile but for what itself does. Raises
+    PermissionRefused where it cannot be traced.
     """
-    with several(pid, [tid]):
-        yield
+    with several(pid, [tid]) as tracer:
+        yield tracer
 
 
 @contextmanager
-def several(pid: int, tids: Iterable[int]) -> Iterator[None]:
-    """As `only`, for more than one thread of a stopped process."""
-    masks: dict[int, ctypes.Array[ctypes.c_char]] = {}
+def several(pid: int, tids: Iterable[int], *, guard: bool = True) -> Iterator[Tracer]:
+    """As `only`, for any number of threads; `guard` as for Tracer."""
+    # Imported here: a container without a GPU must not pay for it.
+    from runtime_shim.memory.tracer import Tracer
+
+    tids = tuple(tids)
+    tracer = Tracer(pid, tids, guard=guard)
     try:
-        for tid in tids:
-            try:
-                masks[tid] = _seize(tid)
-            except OSError as error:
-                raise untraceable(pid, tid, error) from error
-        yield
+        tracer.start()
+    except OSError as error:
+        raise untraceable(pid, tids[0] if tids else pid, error) from error
+    try:
+        yield tracer
     finally:
-        for tid, mask in masks.items():
-            # Whatever ended meanwhile still has to be waited for: until then the whole process is a zombie.
-            with contextlib.suppress(ProcessLookupError):
-                _ptrace(_INTERRUPT, tid)
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                os.waitpid(tid, _WALL)
-                _ptrace(_SETSIGMASK, tid, _SIGSET, ctypes.addressof(mask))
-                _ptrace(_DETACH, tid)
-        if masks:
-            _settle(pid)
+        _end(tracer)
 
 
 @contextmanager
@@ -141,6 +193,16 @@ def populated(pid: int, tid: int, *, threads: int = 0, backing: Backing | None =
         yield done
 
 
+def _end(tracer: Tracer) -> None:
+    try:
+        tracer.end()
+    except OSError as error:
+        raise GpusnapError(
+            f"a thread of process {tracer.pid} ({proc.comm(tracer.pid)}) does not stop: {reason(error)}",
+            hint="it waits in the kernel; see the kernel log, and run gpusnap recover when it has come out",
+        ) from error
+
+
 def untraceable(pid: int, tid: int, error: OSError) -> PermissionRefused:
     """What to say where a thread cannot be traced."""
     return PermissionRefused(
@@ -148,41 +210,3 @@ def untraceable(pid: int, tid: int, error: OSError) -> PermissionRefused:
         hint="end the debugger that has it, or see that gpusnap may use ptrace",
         pid=pid,
     )
-
-
-def _settle(pid: int) -> None:
-    """Wait until the thread that was let go stands again.
-
-    The kernel only wakes it to stop by itself (ptrace(2), PTRACE_DETACH; kernel/ptrace.c, __ptrace_unlink),
-    which a busy machine may take a while to do; who looks before that sees a process that runs.
-    """
-    deadline = time.monotonic() + _SETTLING
-    while not proc.still(pid) and time.monotonic() < deadline:
-        time.sleep(0.0005)
-
-
-def _seize(tid: int) -> ctypes.Array[ctypes.c_char]:
-    """Take the thread, block its signals and let it run; its signal mask."""
-    mask = ctypes.create_string_buffer(_SIGSET)
-    # All but SIGTRAP, which ptrace itself may need.
-    every = ctypes.create_string_buffer((~(1 << signal.SIGTRAP - 1) & (1 << 64) - 1).to_bytes(8, "little"), 8)
-    _ptrace(_SEIZE, tid)
-    # A stopped thread reports itself at once; an interrupt on top of it would stop it a second time.
-    os.waitpid(tid, _WALL)
-    _ptrace(_GETSIGMASK, tid, _SIGSET, ctypes.addressof(mask))
-    _ptrace(_SETSIGMASK, tid, _SIGSET, ctypes.addressof(every))
-    _ptrace(_CONT, tid)
-    # A SIGSTOP that was still on its way cannot be blocked, and would stop the thread in the middle of its
-    # work.
-    for _ in range(_LOOKS):
-        time.sleep(_LOOK)
-        ended, status = os.waitpid(tid, _WALL | os.WNOHANG)
-        if ended and os.WIFSTOPPED(status):
-            _ptrace(_CONT, tid)
-    return mask
-
-
-def _ptrace(request: int, tid: int, address: int = 0, data: int = 0) -> None:
-    if _libc.ptrace(request, tid, address, data) < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))

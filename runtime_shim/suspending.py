@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from runtime_shim.log import note
 from runtime_shim.lull import Lull
 from runtime_shim.real import RealRuntime
 from runtime_shim.settings import Settings
+from runtime_shim.stillness import Guard, stop
 from runtime_shim.suspension import Pages, Record, lock, record, resume, suspend, users
 from runtime_shim.transaction import Transaction
 
@@ -64,6 +66,8 @@ class Job:
     """Where somebody has paused the container."""
     stuck: GpusnapError | None = None
     """What kept us from ending our own pause."""
+    guard: Guard | None = None
+    """Who keeps the suspended processes stopped."""
     dumping: int | None = None
     """When CRIU began to write (st_mtime_ns); an earlier checkpoint in the same place is no more since."""
 
@@ -117,7 +121,8 @@ def for_the_dump(job: Job) -> Iterator[None]:
     try:
         if lull.wanted():
             with job.transaction.step("lull"):
-                lull.begin(timeout=job.settings.nvidia.lock_timeout)
+                _begin_lull(job, lull)
+        _leave_alone(job)  # nobody in the container can let one go on any more
         yield
     finally:
         try:
@@ -129,6 +134,23 @@ def for_the_dump(job: Job) -> Iterator[None]:
                 hint=f"gpusnap recover {job.container.id}",
             )
             note(job.stuck.sentence())
+
+
+def _begin_lull(job: Job, lull: Lull) -> None:
+    """Pause the container at a moment at which every suspended process stands."""
+    timeout = job.settings.nvidia.lock_timeout
+    deadline = time.monotonic() + timeout
+    lull.begin(timeout=timeout)
+    while not all(proc.still(pid) for pid in job.records if proc.running(pid)):
+        # One was let go on at the last moment, and is frozen as it runs.
+        lull.end()
+        all_suspended(job)
+        if time.monotonic() > deadline:
+            raise GpusnapError(
+                "processes in the container keep letting its GPU processes go on while these are suspended",
+                hint="end what sends them SIGCONT (cpulimit, say), and try again",
+            )
+        lull.begin(timeout=timeout)
 
 
 def suspend_all(job: Job) -> None:
@@ -154,6 +176,18 @@ def suspend_all(job: Job) -> None:
             job.pages.take(list(job.records))
 
 
+def _watch_over(job: Job) -> None:
+    """Have the suspended processes kept stopped, whoever sends them a SIGCONT."""
+    _leave_alone(job)
+    job.guard = Guard(job.records)
+
+
+def _leave_alone(job: Job) -> None:
+    if job.guard is not None:
+        job.guard.end()
+        job.guard = None
+
+
 def _undo_suspend(job: Job) -> None:
     resume_all(job)
     job.suspended = False
@@ -161,6 +195,7 @@ def _undo_suspend(job: Job) -> None:
 
 def resume_all(job: Job) -> None:
     """Have the GPU processes run again; a paused container is thawed for that, and to be frozen after it."""
+    _leave_alone(job)
     if job.stuck is not None:
         raise job.stuck  # no driver is asked of a frozen process
     own = partial(transfer.own, job.container.id)
@@ -178,16 +213,21 @@ def newcomers(job: Job) -> list[proc.Process]:
 
 
 def all_suspended(job: Job) -> None:
-    """A process that has ended, or was let go on by somebody else, must not get into the manifest."""
+    """Have every GPU process stand, and none be gone: it must not get into the manifest.
+
+    Whom somebody else has let go on is stopped again. Raises GpusnapError.
+    """
     if job.driver.plugin is not None:  # they run, and may end, until CRIU stops them
         job.records = {pid: item for pid, item in job.records.items() if proc.running(pid)}
         return
     for pid, item in job.records.items():
-        if not (proc.running(pid) and proc.still(pid)):
+        if not proc.same(pid, item.process.start):
             raise GpusnapError(
-                f"GPU process {pid} ({item.process.comm}) ended or was let go on before it could be dumped",
+                f"GPU process {pid} ({item.process.comm}) ended before it could be dumped",
                 hint="checkpoint the container again",
             )
+    stop(job.records, timeout=job.settings.nvidia.lock_timeout)
+    _watch_over(job)
 
 
 def _suspend_these(job: Job, fresh: Sequence[proc.Process]) -> None:
@@ -223,6 +263,7 @@ def _suspend_these(job: Job, fresh: Sequence[proc.Process]) -> None:
     with job.transaction.step("driver checkpoint"):
         standing = partial(_standing, job, timeout)
         suspend(job.driver, records, job.pages, timeout=timeout, standing=standing, held=job.held)
+        _watch_over(job)
         for pid, why in job.pages.notes().items():
             if pid in records:
                 job.transaction.note(f"process {pid}: {why}")

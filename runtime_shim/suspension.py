@@ -14,20 +14,19 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
-from runtime_shim import journal, proc
+from runtime_shim import driver_calls, journal, proc
 from runtime_shim.errors import GpusnapError, ImageError, Interrupted, Refused
 from runtime_shim.gpu import holders
 from runtime_shim.gpu.driver import Driver, Host, ProcessState
-from runtime_shim.gpu.errors import GpuError, NotInitialized, ProcessGone
-from runtime_shim.gpu.handles import ends
+from runtime_shim.gpu.errors import GpuError, PermissionRefused
 from runtime_shim.gpu.together import Outcome, at_once
 from runtime_shim.manifest import FileRecord, Manifest, Written
-from runtime_shim.standing import asked
-from runtime_shim.stillness import go_on, only, populated, stop
+from runtime_shim.stillness import go_on, populated, settle, stop
 
 if TYPE_CHECKING:
     from runtime_shim.manifest import RegionRecord
     from runtime_shim.memory.populate import Populated
+    from runtime_shim.memory.tracer import Tracer
 
 __all__ = [
     "InCriu",
@@ -47,12 +46,12 @@ __all__ = [
 # leave the work suspended, so it is tried a few times.
 _ATTEMPTS = 4
 _PAUSE = 0.5
-# Seconds that a killed process may take to be gone.
-_DYING = 0.2
+# Seconds until a process that is stopped counts as one that stays so.
+_STOPPED = 1.0
+# Seconds for a process to stand that somebody has let go on without its GPU state.
+_STOPPING = 10.0
 # Seconds for what the driver had begun when its caller was killed: a large process takes it up to a minute.
 _UNDER_WAY = 300.0
-# Seconds for the unlock of a process that stands.
-_UNLOCKING = 10.0
 
 
 Pairs = Sequence[tuple[str, str]]
@@ -74,7 +73,7 @@ class Pages(Protocol):
     def watch(self, pid: int) -> None:
         """A process stands still, and the driver's checkpoint comes next."""
 
-    def thread(self, pid: int, tid: int) -> AbstractContextManager[None]:
+    def thread(self, pid: int, tid: int) -> AbstractContextManager[Tracer]:
         """Let the driver's thread run while the block has the driver checkpoint the process."""
 
     def take(self, pids: Sequence[int]) -> None:
@@ -145,11 +144,12 @@ class InCriu:
         """Nothing to remember."""
 
     @contextmanager
-    def thread(self, pid: int, tid: int) -> Iterator[None]:
+    def thread(self, pid: int, tid: int) -> Iterator[Tracer]:
         """The thread alone, its large mapping populated for it."""
         with populated(pid, tid, threads=self._threads) as done:
             self._populated[pid] = done
-            yield
+            assert done.tracer is not None
+            yield done.tracer
 
     def take(self, pids: Sequence[int]) -> None:
         """Nothing to carry."""
@@ -248,21 +248,27 @@ def idle_holders(
 
 
 def _state(driver: Driver, process: proc.Process, held: Collection[int]) -> ProcessState | None:
-    """Its GPU state. NVIDIA's driver waits for a stopped process without end, so that one is not asked."""
-    if process.pid in held:
-        try:
-            with _driver_thread(driver, process.pid):
-                return driver.state(process.pid)
-        except (NotInitialized, ProcessGone):
-            return None
+    """Its GPU state. One that somebody else has stopped for good cannot be checkpointed as it is."""
     # CRIU's plugin that needs no answer of the processes does not mind.
     asks = driver.plugin is None or driver.plugin.running
-    if asks and proc.stopped(process.pid):
+    if asks and process.pid not in held and not _runs(process.pid):
         raise Refused(
             f"process {process.pid} ({process.comm}) is stopped, and cannot answer the GPU's driver",
             hint="gpusnap recover if gpusnap was killed, else SIGCONT or unpause it first",
         )
-    return driver.state(process.pid)
+    if driver.plugin is not None:
+        return driver.state(process.pid)
+    return driver_calls.state(driver, process.pid)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process runs, at least now and then: cpulimit stops and continues one all the time."""
+    deadline = time.monotonic() + _STOPPED
+    while proc.stopped(pid):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
 
 
 def record(
@@ -295,17 +301,14 @@ def lock(
     has to end before the driver can lock it: then the whole process runs until it is locked. Returns the PIDs
     of such. Raises GpusnapError after `timeout` seconds.
     """
-    outcome = at_once(partial(_lock, driver, timeout, held), pids)
+    outcome = at_once(partial(_lock, driver, timeout), pids)
     outcome.raise_first()
     return tuple(sorted(pid for pid, ran in outcome.results.items() if ran))
 
 
-def _lock(driver: Driver, timeout: float, held: Collection[int], pid: int) -> bool:
-    """Lock one process; whether it had to run for that."""
-    if pid not in held:
-        driver.lock(pid, timeout=timeout)
-        return False
-    return asked(driver, pid, lambda: driver.lock(pid, timeout=timeout), timeout=timeout)
+def _lock(driver: Driver, timeout: float, pid: int) -> bool:
+    """Lock one process; whether it stood, and had to run for that."""
+    return driver_calls.lock(driver, pid, timeout=timeout)
 
 
 def suspend(
@@ -324,6 +327,7 @@ def suspend(
     """
     try:
         stop(pids, timeout=timeout)
+        settle(pids)
     except GpusnapError:
         # Half stopped they would keep the driver waiting, and nothing has been taken from them.
         go_on(pid for pid in pids if pid not in held)
@@ -333,30 +337,12 @@ def suspend(
 
 
 def _suspend(driver: Driver, pages: Pages, held: Collection[int], pid: int) -> None:
-    begun = False
     pages.watch(pid)
     try:
-        with _driver_thread(driver, pid, pages.thread):
-            begun = True
-            driver.checkpoint(pid)
-    except GpuError:
-        if not begun and pid not in held:
+        driver_calls.checkpoint(driver, pid, pages.thread)
+    except PermissionRefused:
+        if pid not in held:
             go_on([pid])  # its driver's thread cannot be had, and an undo could not have it either
-        raise
-
-
-@contextmanager
-def _driver_thread(
-    driver: Driver, pid: int, thread: Callable[[int, int], AbstractContextManager[None]] = only
-) -> Iterator[None]:
-    """Let the driver's thread of a stopped process run. Raises ProcessGone where the process ends."""
-    try:
-        with thread(pid, driver.restore_thread(pid)):
-            yield
-    except GpuError as error:
-        # While the thread was traced the process could not go, and the driver's answer was not clear.
-        if not isinstance(error, ProcessGone) and ends(pid, within=_DYING):
-            raise ProcessGone(f"process {pid} ended in the GPU driver's hands: {error}", pid=pid) from error
         raise
 
 
@@ -364,24 +350,15 @@ def let_finish(driver: Driver, pid: int, *, within: float = _UNDER_WAY, quiet: f
     """Let the driver's thread of a process that stands end what it was at when its caller was killed.
 
     The driver says nothing of a call that is under way, so the thread counts as done when it has slept for
-    `quiet` seconds without running at all; seconds, as `within`, after which it is left as it is.
+    `quiet` seconds without running at all; seconds, as `within`, after which it is left as it is. It may wait
+    for a lock that another thread was stopped with.
     """
-    deadline = time.monotonic() + within
-    tid = driver.restore_thread(pid)
-    with _driver_thread(driver, pid):
-        since, seen = time.monotonic(), proc.activity(pid, tid)
-        while time.monotonic() < min(deadline, since + quiet):
-            time.sleep(0.02)
-            now = proc.activity(pid, tid)
-            if now != seen or now[0] not in "SX":
-                since, seen = time.monotonic(), now
+    driver_calls.let_finish(driver, pid, within=within, quiet=quiet)
 
 
 def suspended(driver: Driver, pid: int) -> bool:
     """Whether the driver has taken the GPU state of a process that stands."""
-    with _driver_thread(driver, pid):
-        state = driver.state(pid)
-    return state is ProcessState.CHECKPOINTED
+    return driver_calls.state(driver, pid) is ProcessState.CHECKPOINTED
 
 
 def resume(
@@ -417,7 +394,7 @@ def resume(
         if not lacking and all(isinstance(error, ImageError) for error in errors.values()):
             break  # memory that was found wrong stays so
     locked = _those(driver, [pid for pid in alive if not proc.still(pid)], ProcessState.LOCKED)
-    failure = _failed(lambda: at_once(driver.unlock, locked).raise_first()) or failure
+    failure = _failed(lambda: at_once(partial(driver_calls.unlock, driver), locked).raise_first()) or failure
     if failure is not None:
         raise failure
 
@@ -431,23 +408,19 @@ def _bring_back(
 ) -> None:
     """Restore one process if it is suspended, and let it go on."""
     if not proc.still(pid):
-        _restore(driver, pairs.get(pid, ()), pid)
-        return
-    with _driver_thread(driver, pid):
-        _restore(driver, pairs.get(pid, ()), pid)
-        locked = let_go is not None and driver.state(pid) is ProcessState.LOCKED
+        # Somebody has let it go on, or the kernel has not stopped it again yet since CRIU let it go.
+        if driver_calls.state(driver, pid) is not ProcessState.CHECKPOINTED:
+            return
+        stop([pid], timeout=_STOPPING)
+    if driver_calls.state(driver, pid) is ProcessState.CHECKPOINTED:
+        driver_calls.restore(driver, pid, pairs.get(pid, ()))
     right(pid)
     if let_go is not None:
-        if locked:
-            asked(driver, pid, lambda: driver.unlock(pid), timeout=_UNLOCKING)
+        if driver_calls.state(driver, pid) is ProcessState.LOCKED:
+            driver_calls.unlock(driver, pid)
         let_go(pid)
     else:
         go_on([pid])
-
-
-def _restore(driver: Driver, pairs: Pairs, pid: int) -> None:
-    if driver.state(pid) is ProcessState.CHECKPOINTED:
-        driver.restore(pid, pairs)
 
 
 def _those(driver: Driver, pids: Iterable[int], wanted: ProcessState) -> list[int]:
@@ -455,7 +428,7 @@ def _those(driver: Driver, pids: Iterable[int], wanted: ProcessState) -> list[in
 
     def there(pid: int) -> bool:
         try:
-            return driver.state(pid) is wanted
+            return driver_calls.state(driver, pid) is wanted
         except GpuError:
             return True
 

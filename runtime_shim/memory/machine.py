@@ -40,7 +40,7 @@ class Machine:
     instruction: bytes
     """The instruction that makes a system call."""
     calls: Mapping[str, int]
-    """Numbers of the system calls that we make."""
+    """Numbers of the system calls that we make, or look for."""
 
     @property
     def size(self) -> int:
@@ -101,15 +101,22 @@ X86_64 = Machine(
         {
             "close": 3,
             "mmap": 9,
+            "mprotect": 10,
             "munmap": 11,
+            "brk": 12,
             "mremap": 25,
             "madvise": 28,
             "recvmsg": 47,
             "socketpair": 53,
+            "clone": 56,
+            "fork": 57,
+            "vfork": 58,
+            "futex": 202,
             "tgkill": 234,
             "openat": 257,
             "dup3": 292,
             "kcmp": 312,
+            "clone3": 435,
             "pidfd_getfd": 438,
         }
     ),

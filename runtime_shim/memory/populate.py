@@ -16,19 +16,18 @@ thread then runs on untouched, without stops.
 from __future__ import annotations
 
 import mmap
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from signal import SIGSTOP
 
 from runtime_shim.errors import GpusnapError
 from runtime_shim.memory import copies, ptrace
-from runtime_shim.memory.machine import Machine, this_machine
+from runtime_shim.memory.machine import this_machine
 from runtime_shim.memory.remote import Remote, Saved
 from runtime_shim.memory.stage import Area
 from runtime_shim.memory.tracee import Tracee
+from runtime_shim.memory.tracer import Tracer
 
 __all__ = ["Backing", "Populated", "populated"]
 
@@ -45,6 +44,8 @@ class Populated:
     """What was done for a thread; complete once the block has ended."""
 
     def __init__(self) -> None:
+        self.tracer: Tracer | None = None
+        """Who lets the thread run, while the block does."""
         self.mappings = 0
         """How many were populated."""
         self.size = 0
@@ -73,24 +74,36 @@ def populated(
 ) -> Iterator[Populated]:
     """Let one thread of a stopped process run while the block does, its large mappings populated for it.
 
-    The tracer is a thread of our own, because the caller is in the driver's call meanwhile. The pages are
-    touched in so many threads, all cores' for 0. Raises OSError where the thread cannot be traced.
+    The pages are touched in so many threads, all cores' for 0. Raises OSError where the thread cannot be
+    traced, or does not stop at the end.
     """
-    work = _Work(pid, tid, threads, large, backing)
-    work.start()
-    try:
-        yield work.done
-    finally:
-        work.end()
+    done = Populated()
+    with Tracer(pid, [tid], watch=_Watch(done, threads, large, backing)) as tracer:
+        done.tracer = tracer
+        yield done
+    if not done.mappings and not done.why_not:
+        ended = tid not in tracer.traced
+        done.why_not = "the process ended" if ended else "the driver made no large mapping that it populates"
 
 
 class _Watch:
-    """The stops of a thread at its system calls, which are an entry and an exit in turn."""
+    """`tracer.CallWatch`: the thread's system calls, whose stops are an entry and an exit in turn."""
 
-    def __init__(self, machine: Machine, tracee: Tracee, work: _Work) -> None:
-        self.machine, self.tracee, self.work = machine, tracee, work
+    def __init__(self, done: Populated, threads: int, large: int, backing: Backing | None) -> None:
+        self.done, self.threads, self.large, self.backing = done, threads, large, backing
         self._inside = False
         self._flags: int | None = None  # of the large mmap that it is in
+
+    def begin(self, tracee: Tracee) -> None:
+        """Have the thread stop at its system calls. Raises OSError, GpusnapError."""
+        self.tracee, self.machine = tracee, this_machine()
+        ptrace.set_options(tracee.tid, ptrace.TRACESYSGOOD)
+
+    def failed(self, error: Exception) -> None:
+        """Say why no more is done."""
+        self.done.why_not = (
+            str(error) if isinstance(error, OSError | GpusnapError) else (f"{type(error).__name__}: {error}")
+        )
 
     def at_call(self) -> None:
         """The thread stands at an entry or an exit."""
@@ -101,7 +114,7 @@ class _Watch:
             return
         _, size, _, flags, *_ = arguments
         if self._inside:
-            if size >= self.work.large and flags & _WANTED == _WANTED:
+            if size >= self.large and flags & _WANTED == _WANTED:
                 self.tracee.set_registers(self._with_flags(registers, flags & ~mmap.MAP_POPULATE))
                 self._flags = flags
         elif self._flags is not None:
@@ -114,32 +127,32 @@ class _Watch:
         return self.machine.changed(registers, {self.machine.arguments[3]: flags})
 
     def _populate(self, address: int, size: int) -> None:
-        begin, done = time.monotonic(), self.work.done
+        begin = time.monotonic()
         remote = Remote(self.tracee, self.machine)
-        if self.work.backing is None or not self._backed(remote, self.work.backing, address, size):
+        if self.backing is None or not self._backed(remote, self.backing, address, size):
             self._touch(remote, address, size)
-        done.mappings += 1
-        done.size += size
-        done.seconds += time.monotonic() - begin
+        self.done.mappings += 1
+        self.done.size += size
+        self.done.seconds += time.monotonic() - begin
 
     def _backed(self, remote: Remote, backing: Backing, address: int, size: int) -> bool:
         """Put a file in the mapping's place; whether that could be done."""
         try:
             area = backing.area(address, size)
         except OSError as error:
-            self.work.done.why_not = f"no file for it: {error.strerror or error}"
+            self.done.why_not = f"no file for it: {error.strerror or error}"
             return False
         try:
-            area.populate(threads=self.work.threads)
+            area.populate(threads=self.threads)
             with backing.lent(remote.saved):
                 remote.map_file(area.descriptor, address, size, area.lead, shared=True)
         except ProcessLookupError:
             raise
         except (OSError, GpusnapError) as error:
             area.discard()
-            self.work.done.why_not = f"no file in its place: {error}"
+            self.done.why_not = f"no file in its place: {error}"
             return False
-        self.work.done.areas.append(area)
+        self.done.areas.append(area)
         return True
 
     def _touch(self, remote: Remote, address: int, size: int) -> None:
@@ -152,99 +165,12 @@ class _Watch:
         except OSError:  # a kernel without huge pages, a filter that forbids the call
             huge = False
         if huge:
-            copies.touch(pid, address, size, threads=self.work.threads)
+            copies.touch(pid, address, size, threads=self.threads)
         if _resident(pid) - before < _ENOUGH * size:
-            copies.touch(pid, address, size, threads=self.work.threads, step=mmap.PAGESIZE)
+            copies.touch(pid, address, size, threads=self.threads, step=mmap.PAGESIZE)
 
 
 def _resident(pid: int) -> int:
     """Bytes of memory that the process has (proc_pid_statm(5))."""
     with open(f"/proc/{pid}/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * mmap.PAGESIZE
-
-
-class _Work:
-    """The tracer. It waits in waitpid(2) for the traced thread alone, so that is what wakes it at the end."""
-
-    def __init__(self, pid: int, tid: int, threads: int, large: int, backing: Backing | None) -> None:
-        self.pid, self.tid, self.threads, self.large = pid, tid, threads, large
-        self.backing = backing
-        self.done = Populated()
-        self._thread = threading.Thread(target=self._run, name=f"populate-{pid}", daemon=True)
-        self._seized = threading.Event()
-        self._refusal: OSError | None = None
-        self._ending = threading.Lock()
-        self._over = False
-        self._gone = False
-
-    def start(self) -> None:
-        """Return when the thread runs. Raises OSError where it cannot be traced."""
-        self._thread.start()
-        self._seized.wait()
-        if self._refusal is not None:
-            raise self._refusal
-
-    def end(self) -> None:
-        """Have the thread stand, and return when it does."""
-        with self._ending:
-            self._over = True
-            if not self._gone:
-                # It reports this to its tracer, who drops it.
-                with suppress(ProcessLookupError):
-                    ptrace.send(self.pid, self.tid, SIGSTOP)
-        try:
-            self._thread.join()
-        except BaseException:  # a signal's; the thread must stand all the same
-            self._thread.join()
-            raise
-        if not self.done.mappings and not self.done.why_not:
-            self.done.why_not = "the driver made no large mapping that it populates"
-
-    def _run(self) -> None:
-        try:
-            tracee = Tracee(self.pid, self.tid)
-        except OSError as error:
-            self._refusal, self._gone = error, True
-            self._seized.set()
-            return
-        try:
-            try:
-                self._follow(tracee)
-            finally:
-                with self._ending:
-                    self._gone = True
-                tracee.let_go()
-        except ProcessLookupError:
-            self.done.why_not = "the process ended"
-        except OSError as error:
-            self.done.why_not = str(error)
-        finally:
-            self._seized.set()
-
-    def _follow(self, tracee: Tracee) -> None:
-        """Let the thread run from stop to stop, until the work is over."""
-        try:
-            machine = this_machine()
-            ptrace.set_options(self.tid, ptrace.TRACESYSGOOD)
-            watch: _Watch | None = _Watch(machine, tracee, self)
-        except (OSError, GpusnapError) as error:
-            watch, self.done.why_not = None, str(error)
-        while not self._is_over():
-            (ptrace.go_to_call if watch else ptrace.go)(self.tid)
-            self._seized.set()
-            stop = ptrace.wait(self.tid)
-            tracee.keep(stop)
-            if stop.at_call and watch:
-                try:
-                    watch.at_call()
-                except ProcessLookupError:
-                    raise
-                except Exception as error:  # whatever it is, the driver's work goes on
-                    watch, self.done.why_not = None, f"{type(error).__name__}: {error}"
-        # No SIGSTOP of ours may stay behind: it would stop the thread in the middle of something else.
-        tracee.to_signal(SIGSTOP)
-        tracee.to_rest()
-
-    def _is_over(self) -> bool:
-        with self._ending:
-            return self._over

@@ -2,7 +2,7 @@
 
 A tracer is one thread: the one that seized. The kernel answers any other thread of ours ESRCH. Every function
 raises OSError with the errno, the name of the request and the thread; ESRCH (ProcessLookupError) also says
-that the thread has ended or was killed.
+that the thread has ended or was killed. No function waits without a deadline.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import ctypes
 import errno
 import os
 import signal
+import time
 from dataclasses import dataclass
 
 from runtime_shim.memory.machine import this_machine
 
 __all__ = [
+    "PATIENCE",
     "Stop",
+    "critical_section",
     "go",
     "go_to_call",
     "interrupt",
@@ -35,7 +38,7 @@ __all__ = [
 # linux/ptrace.h
 _CONT, _DETACH, _SYSCALL = 7, 17, 24
 _SETOPTIONS, _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT = 0x4200, 0x4204, 0x4205, 0x4206, 0x4207
-_GETSIGMASK, _SETSIGMASK = 0x420A, 0x420B
+_GETSIGMASK, _SETSIGMASK, _GET_RSEQ_CONFIGURATION = 0x420A, 0x420B, 0x420F
 _EVENT_EXEC, _EVENT_STOP = 4, 128
 _NAMES = {
     _CONT: "CONT",
@@ -48,7 +51,12 @@ _NAMES = {
     _INTERRUPT: "INTERRUPT",
     _GETSIGMASK: "GETSIGMASK",
     _SETSIGMASK: "SETSIGMASK",
+    _GET_RSEQ_CONFIGURATION: "GET_RSEQ_CONFIGURATION",
 }
+PATIENCE = 10.0
+"""Seconds until a thread stops that was asked to; beyond that it waits in the kernel itself."""
+# A thread that runs to its next system call is there within microseconds; sleeping would cost more.
+_SPINS, _FIRST, _LONGEST = 40, 0.00005, 0.002
 TRACESYSGOOD = 1
 """Stops at system calls are told from SIGTRAP."""
 TRACEEXEC = 1 << 4
@@ -68,6 +76,18 @@ _libc.syscall.restype = ctypes.c_long
 
 class _Iovec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class _RseqConfiguration(ctypes.Structure):
+    """struct ptrace_rseq_configuration of linux/ptrace.h (Linux 5.13)."""
+
+    _fields_ = (
+        ("pointer", ctypes.c_uint64),
+        ("size", ctypes.c_uint32),
+        ("signature", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +133,9 @@ def go(tid: int, which: int = 0) -> None:
     _ptrace(_CONT, tid, 0, which)
 
 
-def go_to_call(tid: int) -> None:
+def go_to_call(tid: int, which: int = 0) -> None:
     """As `go`, to the next entry or exit of a system call."""
-    _ptrace(_SYSCALL, tid)
+    _ptrace(_SYSCALL, tid, 0, which)
 
 
 def let_go(tid: int, which: int = 0) -> None:
@@ -156,13 +176,36 @@ def set_signal_mask(tid: int, mask: int) -> None:
     _ptrace(_SETSIGMASK, tid, _SIGSET, ctypes.addressof(room))
 
 
-def wait(tid: int) -> Stop:
-    """Wait until a traced thread stops. Raises ProcessLookupError when it ends instead, and reaps it."""
-    return _stop(tid, *os.waitpid(tid, _WALL))
+def critical_section(tid: int) -> int:
+    """The address at which a thread that stands keeps its restartable sequence (rseq(2)), 0 for none.
+
+    There, eight bytes on, is the address of a struct rseq_cs (linux/rseq.h). A kernel before 5.13 does not
+    tell, and answers EIO.
+    """
+    found = _RseqConfiguration()
+    _ptrace(_GET_RSEQ_CONFIGURATION, tid, ctypes.sizeof(found), ctypes.addressof(found))
+    return int(found.pointer)
+
+
+def wait(tid: int, *, within: float = PATIENCE) -> Stop:
+    """Wait until a traced thread stops. Raises ProcessLookupError when it ends instead, and reaps it.
+
+    TimeoutError after `within` seconds: the thread waits in the kernel, and is still traced.
+    """
+    for _ in range(_SPINS):
+        if (stop := stopped(tid)) is not None:
+            return stop
+    deadline, pause = time.monotonic() + within, _FIRST
+    while (stop := stopped(tid)) is None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(errno.ETIMEDOUT, f"thread {tid} did not stop within {within:g} s")
+        time.sleep(pause)
+        pause = min(pause * 1.5, _LONGEST)
+    return stop
 
 
 def stopped(tid: int) -> Stop | None:
-    """As `wait`, or None at once where the thread runs."""
+    """Why a traced thread has stopped, None where it runs. Raises ProcessLookupError as `wait`."""
     ended, status = os.waitpid(tid, _WALL | os.WNOHANG)
     return _stop(tid, ended, status) if ended else None
 

@@ -1,9 +1,9 @@
 """A thread of another process in our hands, by ptrace(2): how it is taken, watched, and let go as it was.
 
-While a thread is held it gets no signal, because nobody would take it on: all are blocked, and its own mask
-is put back at the end. SIGSTOP cannot be blocked, so one that was still on its way makes the thread report
-itself; where the process stands anyway, it is dropped. A thread that is let go stands again if its process
-does (kernel/ptrace.c, __ptrace_unlink).
+While a thread is held it gets no signal, because nobody would take it on: all are blocked but those that the
+kernel raises for what the thread itself does, and its own mask is put back at the end. SIGSTOP cannot be
+blocked, so one that was still on its way makes the thread report itself; where the process stands anyway, it
+is dropped. A thread that is let go stands again if its process does (kernel/ptrace.c, __ptrace_unlink).
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from contextlib import contextmanager, suppress
 from runtime_shim.memory import ptrace
 from runtime_shim.memory.ptrace import Stop
 
-__all__ = ["Tracee", "held"]
+__all__ = ["FAULTS", "Tracee", "held", "state"]
 
-# The kernel itself raises these in a thread: SIGTRAP for its tracer, SIGSYS for a seccomp filter. Where one
-# is blocked it takes the thread's handler away (kernel/signal.c, force_sig_info_to_task).
-_UNBLOCKED = (signal.SIGTRAP, signal.SIGSYS)
+FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+"""What the kernel raises for an instruction that cannot be run."""
+# The kernel itself raises these in a thread: SIGTRAP for its tracer, SIGSYS for a seccomp filter, and faults.
+# Where one is blocked it takes the process' handler away (kernel/signal.c, force_sig_info_to_task).
+_UNBLOCKED = (signal.SIGTRAP, signal.SIGSYS, *FAULTS)
 _EVERY = (1 << 64) - 1 & ~sum(1 << number - 1 for number in _UNBLOCKED)
 # Seconds for a thread to stand again; reached only where somebody else sent a SIGCONT, and then there is
 # nothing to wait for.
@@ -87,7 +89,7 @@ class Tracee:
         """
 
         def go(tid: int) -> None:
-            stands = _state(self.pid, tid) == "t"
+            stands = state(self.pid, tid) == "t"
             ptrace.interrupt(tid)  # each time: any other stop uses it up (kernel/signal.c, ptrace_stop)
             if stands:
                 ptrace.go(tid)
@@ -188,17 +190,19 @@ def held(pid: int, tid: int) -> Iterator[Tracee]:
 def _settle(pid: int, tid: int) -> None:
     """Wait until the thread stands again: the kernel only wakes it to stop by itself."""
     deadline = time.monotonic() + _SETTLING
-    while _state(pid, tid) not in "TtZX" and time.monotonic() < deadline:
+    while state(pid, tid) not in "TtZX" and time.monotonic() < deadline:
         time.sleep(0.0002)
 
 
-def _state(pid: int, tid: int) -> str:
-    """The thread's state (proc_pid_stat(5), field 3); X where it is gone."""
+def state(pid: int, tid: int) -> str:
+    """The thread's state (proc_pid_stat(5), field 3); X where it is gone, ? where nobody can tell."""
     try:
         with open(f"/proc/{pid}/task/{tid}/stat", "rb") as file:
             return file.read().rpartition(b") ")[2][:1].decode()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return "X"
+    except OSError:
+        return "?"
 
 
 def _pending(pid: int, tid: int) -> int:

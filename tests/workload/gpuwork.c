@@ -34,6 +34,8 @@ static const char USAGE[] =
     "  --counters K       the same, K children that count, a line each tick\n"
     "  --watch            the counters also open a device node of their own, and keep it open\n"
     "  --vforks MS        start a child that starts programs all the time, each MS ms after its vfork\n"
+    "  --locks KIND       threads that take libc's locks all the time: fork, malloc, stdio, dlopen, all\n"
+    "  --lock-threads N   so many for each kind (1)\n"
     "  --procs P          be a launcher without CUDA, and start P workers with the other options\n"
     "  --sleep            do nothing at all until SIGTERM\n"
     "SIGUSR1 changes about 5 % of the memory, at the next tick.\n";
@@ -107,6 +109,8 @@ enum {
     TOUCH,
     DATA,
     CLOCK,
+    LOCKS,
+    LOCK_THREADS,
     SLEEP,
     HELP
 };
@@ -133,6 +137,8 @@ static const struct option LONG[] = {
     {"touch", 1, NULL, TOUCH},
     {"data", 1, NULL, DATA},
     {"clock", 0, NULL, CLOCK},
+    {"locks", 1, NULL, LOCKS},
+    {"lock-threads", 1, NULL, LOCK_THREADS},
     {"sleep", 0, NULL, SLEEP},
     {"help", 0, NULL, HELP},
     {NULL, 0, NULL, 0},
@@ -171,6 +177,8 @@ static void take(struct options *options, int which, const char *value)
     case TOUCH: options->touch = (unsigned)number(value); break;
     case DATA: options->data = kind(value); break;
     case CLOCK: options->clock = true; break;
+    case LOCKS: options->locks = value; break;
+    case LOCK_THREADS: options->lock_threads = (unsigned)number(value); break;
     case SLEEP: options->sleep_only = true; break;
     case HELP: fputs(USAGE, stdout); exit(0);
     default: exit(2);
@@ -180,7 +188,7 @@ static void take(struct options *options, int which, const char *value)
 static struct options parse(int argc, char **argv)
 {
     struct options options = {
-        .mib = 16, .tick_ms = 100, .verify_every = 1, .slices = 1, .seed = 1, .gpus = "all"};
+        .mib = 16, .tick_ms = 100, .verify_every = 1, .slices = 1, .seed = 1, .gpus = "all", .lock_threads = 1};
     for (int which; (which = getopt_long(argc, argv, "", LONG, NULL)) != -1;)
         take(&options, which, optarg);
     if (optind < argc)
@@ -229,6 +237,7 @@ static int work(const struct options *options)
     family_count(options);
     if (options->tcp)
         tcp_start();
+    locks_start(options);
     for (uint64_t tick = 1; !stopping; tick++) {
         for (; done < (unsigned)changes; done++)
             for (int i = 0; i < count; i++)

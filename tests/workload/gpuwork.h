@@ -17,6 +17,8 @@ struct options {
     uint64_t ticks, seed;
     bool managed, tcp, inherit, watch, sleep_only, clock;
     enum data { RANDOM, ZERO, BF16 } data;
+    const char *locks; /* which locks are taken all the time; NULL: none */
+    unsigned lock_threads;
     const char *gpus; /* "all", or ordinals with commas */
 };
 
@@ -47,6 +49,9 @@ int family_run_workers(int argc, char **argv,
 void family_inherit(void);
 void family_count(const struct options *options); /* the children of --counters */
 void family_end(void);
+
+/* part_locks.c */
+void locks_start(const struct options *options);
 
 /* part_tcp.c */
 void tcp_start(void);

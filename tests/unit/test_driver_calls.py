@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import pytest
 from fakes import FakeDriver, Family
 
-from runtime_shim import proc, standing
+from runtime_shim import driver_calls, proc
 from runtime_shim.errors import GpusnapError
 from runtime_shim.gpu.errors import DriverNotReady, LockTimeout, NotSupported
-from runtime_shim.standing import asked
+from runtime_shim.driver_calls import call_or_run
 from runtime_shim.stillness import stop
 
 
@@ -32,7 +32,7 @@ def driver() -> FakeDriver:
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standing, "_BRIEFLY", 0.05)
+    monkeypatch.setattr(driver_calls, "_BRIEFLY", 0.05)
 
 
 def _runs(pid: int) -> bool:
@@ -51,7 +51,7 @@ def a_process(family: Family, driver: FakeDriver) -> Iterator[int]:
 def test_an_answer_at_once(family: Family, driver: FakeDriver) -> None:
     """The driver's threads alone ran."""
     with a_process(family, driver) as pid:
-        assert asked(driver, pid, lambda: None, timeout=5) is False
+        assert call_or_run(driver, pid, lambda: None, timeout=5) is False
 
 
 def test_an_answer_only_when_all_runs(family: Family, driver: FakeDriver) -> None:
@@ -65,7 +65,7 @@ def test_an_answer_only_when_all_runs(family: Family, driver: FakeDriver) -> Non
                 runs.set() if _let_go(pid) else time.sleep(0.001)
 
         runs = threading.Event()
-        assert asked(driver, pid, waits, timeout=5) is True
+        assert call_or_run(driver, pid, waits, timeout=5) is True
     assert calls == [pid]
 
 
@@ -86,7 +86,7 @@ def test_something_under_way(family: Family, driver: FakeDriver) -> None:
             if answer is not None:
                 raise answer
 
-        assert asked(driver, pid, call, timeout=5) is True
+        assert call_or_run(driver, pid, call, timeout=5) is True
     assert next(answers, "none") == "none"
 
 
@@ -101,16 +101,16 @@ def test_errors(family: Family, driver: FakeDriver, late: bool) -> None:
             raise NotSupported("managed memory")
 
         with pytest.raises(NotSupported, match="managed memory"):
-            asked(driver, pid, call, timeout=5)
+            call_or_run(driver, pid, call, timeout=5)
 
 
 def test_no_answer(family: Family, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline is ours where the driver does not keep its own."""
-    monkeypatch.setattr(standing, "_MARGIN", 0.05)
+    monkeypatch.setattr(driver_calls, "_MARGIN", 0.05)
     end = threading.Event()
     with a_process(family, driver) as pid:
         with pytest.raises(DriverNotReady, match=f"does not answer for process {pid} "):
-            asked(driver, pid, end.wait, timeout=0.05)
+            call_or_run(driver, pid, end.wait, timeout=0.05)
         end.set()
 
 
@@ -124,4 +124,4 @@ def test_one_that_is_killed(family: Family, driver: FakeDriver) -> None:
         raise NotSupported("no such process")
 
     with pytest.raises(GpusnapError, match="ended in the GPU driver's hands"):
-        asked(driver, pid, call, timeout=5)
+        call_or_run(driver, pid, call, timeout=5)
