@@ -15,10 +15,11 @@ the driver has taken away. What was measured on an H100 (driver 580.159.04, PyTo
 The restore thread uses the C library of the process. A thread that was stopped while it held one of that
 library's locks (fork takes those of malloc and stdio) blocks it. So it is watched: while it waits in a futex
 and gets nowhere, the other threads are let run, one at a time and for a moment each, until it gets on: the
-one that the lock names as its owner first, then those within the C library, then all others. One at a time,
-because each may come upon memory that the driver has taken away; it then stands at that instruction, and runs
-it again when the memory is back. Where that does not help before the deadline, the whole process is let run,
-so that the driver's call ends, and the call fails: the caller undoes it. No call waits for ever.
+one that the lock names as its owner first, then those within the C library, then all others; and where that
+does not help, several at once. A thread that comes upon memory that the driver has taken away stands at that
+instruction, and runs it again when the memory is back. Where nothing helps before the deadline, the whole
+process is let run, so that the driver's call ends, and the call fails: the caller undoes it. No call waits
+for ever.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ _STUCK, _ASLEEP = 10.0, 600.0
 _LONGEST = 3600.0
 # Seconds for the state of a process.
 _SHORT = 30.0
-# Seconds between two looks at the thread; until one that waits for a lock is helped; until one that somebody
-# has stopped is let run.
-_LOOK, _WAITING, _STANDING = 0.01, 0.1, 0.02
+# Seconds between two looks at the thread; until one that waits for a lock is helped, and again; until one
+# that somebody has stopped is let run.
+_LOOK, _WAITING, _WAITING_AGAIN, _STANDING = 0.005, 0.1, 0.002, 0.02
 # Seconds that another thread is let run, and at most.
 _MOMENT, _LONGEST_MOMENT = 0.002, 0.1
 
@@ -119,21 +120,21 @@ class _Watch:
         self._since = time.monotonic()
         self._seen: object = None
         self._moment = _MOMENT
-        self._waiting: list[int] = []
-        self._helped = 0
+        self._waiting: list[list[int]] = []
+        self._round = self._helped = 0
 
     def look(self) -> str:
         """Look once, and help if need be; what it waits for where all has been in vain, else empty."""
         now = time.monotonic()
         seen = (self._tracer.stops, *(proc.progress(self._pid, tid) for tid in self._threads))
         if seen != self._seen:
-            self._seen, self._since, self._moment, self._waiting = seen, now, _MOMENT, []
+            self._seen, self._since, self._waiting, self._round = seen, now, [], 0
             return ""
         quiet = now - self._since
         blocked = self._blocked()
         if quiet > (_STUCK if blocked else _ASLEEP):
             return self._describe()
-        if blocked and quiet > _WAITING:
+        if blocked and quiet > (_WAITING_AGAIN if self._helped else _WAITING):
             self._help(blocked)
         return ""
 
@@ -142,7 +143,7 @@ class _Watch:
         if self._helped:
             note(
                 f"process {self._pid} ({proc.comm(self._pid)}) was stopped while a thread of it held a lock "
-                f"that the GPU driver needs; {self._helped} times a thread was let run for a moment"
+                f"that the GPU driver needs; {self._helped} times threads were let run for a moment"
             )
 
     def _blocked(self) -> int:
@@ -157,22 +158,23 @@ class _Watch:
         return 0
 
     def _help(self, futex: int) -> None:
-        """Let one more thread run for a moment."""
+        """Let one more thread run for a moment, or after a round of that all that may be of help, at once."""
         if not self._waiting:
             self._waiting = self._candidates(futex)
-            if self._seen is not None and len(self._waiting) > 1:
-                self._moment = min(self._moment * 2, _LONGEST_MOMENT)
         if self._waiting:
             self._tracer.run_briefly(self._waiting.pop(0), self._moment)
             self._helped += 1
 
-    def _candidates(self, futex: int) -> list[int]:
-        """All other threads, the likeliest first."""
+    def _candidates(self, futex: int) -> list[list[int]]:
+        """The threads of the next moments: each alone, the likeliest first; then together.
+
+        Who waits for a lock gets it only if it runs when that is let go of.
+        """
         from runtime_shim.memory import positions
 
         text = positions.read_text(self._pid)
-        found = list(positions.positions(self._pid))
-        unsafe = set(positions.unsafe(self._pid))
+        found = [each for each in positions.positions(self._pid) if each.tid not in self._threads]
+        unsafe, waiting = set(positions.unsafe(self._pid)), set(positions.waiting(self._pid))
         owner = proc.thread_by_inner_number(self._pid, _owner(self._pid, futex))
 
         def rank(each: positions.Position) -> int:
@@ -184,8 +186,14 @@ class _Watch:
                 return 2
             return 3 if each.call < 0 else 4
 
-        ranked = sorted((rank(each), each.tid) for each in found if each.tid not in self._threads)
-        return [tid for _, tid in ranked]
+        ranked = [each.tid for each in sorted(found, key=rank)]
+        likely = [each.tid for each in found if each.tid in unsafe | waiting | {owner}]
+        self._round += 1
+        self._moment = min(_MOMENT * 2**self._round, _LONGEST_MOMENT)
+        together = [each for each in (likely, ranked) if len(each) > 1]
+        return (
+            [[tid] for tid in ranked] + together if self._round == 1 else [*together, *([t] for t in ranked)]
+        )
 
     def _describe(self) -> str:
         """Where the driver's thread and those that may block it stand."""

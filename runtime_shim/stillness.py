@@ -19,6 +19,7 @@ happens: driver_calls.py.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -44,8 +45,9 @@ _GUARD = 0.002
 # Seconds that threads within the C library may take to leave it. Those that hold no lock there (one that
 # prints into a string all day looks the same) only cost this time.
 _LEAVING = 1.0
-# Seconds that a thread is let run at first, and at most: a fork of a large process takes a while.
-_MOMENT, _LONGEST = 0.0005, 0.05
+# Seconds that a thread is let run at first, doubled so many times before it is that short again: one that takes
+# such locks all the time is best met at many instants, but on a busy machine it takes a while to run.
+_MOMENT, _TRIES = 0.0005, 5
 
 
 def stop(pids: Iterable[int], *, timeout: float) -> None:
@@ -100,22 +102,28 @@ def go_on(pids: Iterable[int]) -> None:
 def settle(pids: Iterable[int], *, within: float = _LEAVING) -> None:
     """Have no thread of stopped processes stand where it may hold a lock of the C library.
 
-    Each that does is let run for a moment, alone, and again if need be; seconds of `within` for all. What is
+    Each that does is let run for a moment, alone, and again if need be; at times all of them together with
+    those that wait for a lock, since these may wait for one another. Seconds of `within` for all; what is
     left then stays where it is. Raises PermissionRefused where a process cannot be traced.
     """
     from runtime_shim.memory import positions
 
-    deadline, moment = time.monotonic() + within, _MOMENT
+    deadline = time.monotonic() + within
     waiting = list(pids)
-    while waiting := [pid for pid in waiting if proc.running(pid) and positions.unsafe(pid)]:
-        if time.monotonic() > deadline:
+    for attempt in itertools.count():
+        moment = _MOMENT * 2 ** (attempt % _TRIES)
+        waiting = [pid for pid in waiting if proc.running(pid) and positions.unsafe(pid)]
+        if not waiting or time.monotonic() > deadline:
             return
         for pid in waiting:
             with several(pid, ()) as tracer:
-                for tid in positions.unsafe(pid):
+                found = positions.unsafe(pid)
+                if attempt % 3 == 2:
+                    tracer.run_briefly({*found, *positions.waiting(pid)}, moment)
+                    continue
+                for tid in found:
                     if time.monotonic() < deadline:
-                        tracer.run_briefly(tid, moment)
-        moment = min(moment * 2, _LONGEST)
+                        tracer.run_briefly([tid], moment)
 
 
 class Guard:

@@ -112,6 +112,7 @@ def for_the_dump(job: Job) -> Iterator[None]:
     Not where CRIU has a plugin's work done: that asks processes which run.
     """
     if job.paused is not None:
+        _leave_alone(job)
         _freeze(job)
         job.paused.nobody_waits()
     if job.paused is not None or job.driver.plugin is not None:

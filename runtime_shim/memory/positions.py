@@ -27,7 +27,17 @@ from runtime_shim.errors import GpusnapError
 from runtime_shim.memory import regions
 from runtime_shim.memory.machine import Machine, this_machine
 
-__all__ = ["Position", "Text", "is_unsafe", "position", "positions", "read_text", "unsafe", "within_libc"]
+__all__ = [
+    "Position",
+    "Text",
+    "is_unsafe",
+    "position",
+    "positions",
+    "read_text",
+    "unsafe",
+    "waiting",
+    "within_libc",
+]
 
 _LIBC = re.compile(r"/libc(\.so\.6|-2\.\d+\.so)$")
 _LOADER = re.compile(r"/ld(-linux[^/]*\.so\.\d+|-2\.\d+\.so|64\.so\.\d+)$")
@@ -47,6 +57,7 @@ _STDIO = re.compile(
 )
 _CREATING = ("clone", "clone3", "fork", "vfork")
 _OF_MALLOC = ("brk", "mmap", "munmap", "mprotect", "mremap", "madvise")
+_FUTEX_FLAGS = 128 | 256  # linux/futex.h, FUTEX_PRIVATE_FLAG and FUTEX_CLOCK_REALTIME; FUTEX_WAIT is 0
 _SYMBOLS = 1 << 16  # more than any libc exports
 # elf(5)
 _PT_DYNAMIC, _DT_STRTAB, _DT_SYMTAB, _DT_STRSZ, _STT_FUNC = 2, 5, 6, 10, 2
@@ -115,6 +126,22 @@ def is_unsafe(each: Position, text: Text, machine: Machine) -> bool:
     if name in _CREATING:
         return True
     return _within(each.counter, text.locking) or (name in _OF_MALLOC and _within(each.counter, text.libc))
+
+
+def waiting(pid: int) -> list[int]:
+    """The threads that wait for a lock or a mutex, by TID: each may hold another one.
+
+    glibc's locks are words of 0, 1 and 2, and who waits does so while it is 2 (sysdeps/nptl/lowlevellock.h).
+    """
+    try:
+        number = this_machine().calls["futex"]
+    except GpusnapError:
+        return []
+    return [
+        each.tid
+        for each in positions(pid)
+        if each.call == number and each.arguments[1] & ~_FUTEX_FLAGS == 0 and each.arguments[2] == 2
+    ]
 
 
 def within_libc(each: Position, text: Text) -> bool:

@@ -19,7 +19,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -53,9 +53,9 @@ class CallWatch(Protocol):
 
 @dataclass
 class _Errand:
-    """A thread that is to run for a moment."""
+    """Threads that are to run for a moment."""
 
-    tid: int
+    tids: tuple[int, ...]
     seconds: float
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -124,12 +124,12 @@ class Tracer:
         if self._failure is not None:
             raise self._failure
 
-    def run_briefly(self, tid: int, seconds: float) -> None:
-        """Let another thread of the process run for so long, and return when it stands again.
+    def run_briefly(self, tids: Iterable[int], seconds: float) -> None:
+        """Let other threads of the process run for so long, and return when they stand again.
 
-        Nothing where it has ended, or cannot be traced.
+        One that has ended, or cannot be traced, is left out.
         """
-        errand = _Errand(tid, seconds)
+        errand = _Errand(tuple(tids), seconds)
         self._errands.put(errand)
         self._wake.set()
         deadline = time.monotonic() + seconds + _ENDING
@@ -240,37 +240,49 @@ class Tracer:
         return ()
 
     def _run_errand(self, errand: _Errand) -> None:
-        """Take one more thread, let it run, and let it stand where it is."""
+        """Take more threads, let them run, and let them stand where they are."""
+        lent: dict[int, Tracee] = {}
         try:
-            if errand.tid not in self._tracees:
-                self._lend(Tracee(self.pid, errand.tid), errand.seconds)
-        except OSError:
-            pass  # it has ended, or another tracer has it
+            for tid in errand.tids:
+                if tid not in self._tracees:
+                    with suppress(OSError):  # it has ended, or another tracer has it
+                        lent[tid] = Tracee(self.pid, tid)
+            self._lend(lent, errand.seconds)
         finally:
+            for tracee in lent.values():
+                with suppress(OSError):
+                    tracee.let_go()
             errand.done.set()
 
-    def _lend(self, tracee: Tracee, seconds: float) -> None:
+    def _lend(self, lent: Mapping[int, Tracee], seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        stands = False
-        try:
-            tracee.go()
-            while time.monotonic() < deadline and not self._over and not stands:
-                self._answer_stops()
-                stop = ptrace.stopped(tracee.tid)
-                if stop is None:
-                    self._wake.wait(_SOON)
-                    continue
-                if not stop.by_tracer and stop.signal in FAULTS:
-                    stands = True  # as it is; the instruction is run again when the process goes on
-                elif not stop.by_tracer and stop.signal == signal.SIGSTOP:
-                    ptrace.go(tracee.tid, signal.SIGSTOP)
-                else:
-                    tracee.keep(stop)
-                    tracee.go()
-            if not stands:
+        runs = dict(lent)
+        for tracee in lent.values():
+            with suppress(OSError):
+                tracee.go()
+        while runs and time.monotonic() < deadline and not self._over:
+            self._answer_stops()
+            for tid, tracee in tuple(runs.items()):
+                try:
+                    if (stop := ptrace.stopped(tid)) is not None and self._faulted(tracee, stop):
+                        del runs[tid]  # it stands at the instruction, which it runs again when it goes on
+                except OSError:
+                    del runs[tid]
+            self._wake.wait(_SOON)
+        for tracee in runs.values():
+            with suppress(OSError):
                 tracee.to_rest()
-        finally:
-            tracee.let_go()
+
+    def _faulted(self, tracee: Tracee, stop: ptrace.Stop) -> bool:
+        """Let a thread that was lent go on after a stop, unless that was for a fault."""
+        if not stop.by_tracer and stop.signal in FAULTS:
+            return True
+        if not stop.by_tracer and stop.signal == signal.SIGSTOP:
+            ptrace.go(tracee.tid, signal.SIGSTOP)
+        else:
+            tracee.keep(stop)
+            tracee.go()
+        return False
 
     def _release(self) -> None:
         """Bring each to rest and be its tracer no longer. Raises what the last of them raised."""

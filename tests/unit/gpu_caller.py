@@ -13,10 +13,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from runtime_shim import driver_calls
 from runtime_shim.gpu import find_driver, holders
 from runtime_shim.gpu.errors import GpuError
 from runtime_shim.gpu.nvidia import Nvidia
 from runtime_shim.gpu.together import at_once
+from runtime_shim.memory import positions
+from runtime_shim.stillness import settle, stop
 
 driver = Nvidia()
 
@@ -27,6 +30,21 @@ def lock(pid: int, timeout: float = 20.0) -> None:
 
 def restore(pid: int, pairs: list[tuple[str, str]] | None = None) -> None:
     driver.restore(pid, [(old, new) for old, new in pairs or []])
+
+
+def settled(pid: int) -> list[int]:
+    """Stop a process at a safe instant; the threads that stand within the C library all the same."""
+    stop([pid], timeout=10)
+    settle([pid])
+    return positions.unsafe(pid)
+
+
+def safe_restore(pid: int) -> None:
+    driver_calls.restore(driver, pid)
+
+
+def safe_state(pid: int) -> int | None:
+    return driver_calls.state(driver, pid)
 
 
 def in_all(method: str, pids: list[int]) -> list[dict[str, Any]]:
@@ -50,6 +68,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "restore": restore,
     "unlock": driver.unlock,
     "all": in_all,
+    "settled": settled,
+    "safe_lock": lambda pid: driver_calls.lock(driver, pid, timeout=20.0),
+    "safe_checkpoint": lambda pid: driver_calls.checkpoint(driver, pid),
+    "safe_restore": safe_restore,
+    "safe_unlock": lambda pid: driver_calls.unlock(driver, pid),
+    "safe_state": safe_state,
 }
 
 

@@ -321,7 +321,7 @@ BEFORE_THE_DUMP: dict[str, tuple[Prepare, str]] = {
     "lock of one": (no_lock, "its GPU work did not stop within 10 s"),
     "driver checkpoint of one": (no_checkpoint, MANAGED),
     "a process dies in the driver": (dies, "has ended"),
-    "a process dies after it": (dies_after, "ended or was let go on before it could be dumped"),
+    "a process dies after it": (dies_after, "ended before it could be dumped"),
     "lock of a late starter": (late_and_no_lock, "the late one's work did not stop"),
     "always another late starter": (late_again_and_again, "keep starting to use a GPU"),
     "no room for the manifest": (no_room_for_manifest, "manifest.pending cannot be written: No space left"),

@@ -13,9 +13,9 @@ import pytest
 from fakes import FakeDriver, Family
 
 from runtime_shim import driver_calls, proc
+from runtime_shim.driver_calls import call_or_run
 from runtime_shim.errors import GpusnapError
 from runtime_shim.gpu.errors import DriverNotReady, LockTimeout, NotSupported
-from runtime_shim.driver_calls import call_or_run
 from runtime_shim.stillness import stop
 
 

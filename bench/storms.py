@@ -1,0 +1,182 @@
+"""Checkpoints of programs that hold the C library's locks all the time: how many end as they should.
+
+    make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 --
+        /opt/gpusnap/bin/python -B bench/storms.py [--rounds 30] [--kinds fork,malloc,stdio,dlopen,all]
+        [--runtimes crun,runc] [--ways running,paused,ended] [--threads 2] [--signals] [--json F]
+
+Threads of the workload fork, take malloc's, stdio's and the loader's locks without a pause (gpuwork --locks).
+A round is one checkpoint: of a running container that runs on, of a paused one, or of one that ends and is
+restored from the archive. After each the workload must go on with every word of its memory right. A command
+that takes longer than two minutes counts as hung, and the storm ends there. With --signals the workload gets
+SIGSTOP and SIGCONT all the time, as cpulimit sends them. Runs in the test host, as it puts gpusnap and
+softgpu in place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+for folder in (".", "tests/host", "tests/integration"):
+    sys.path.insert(0, str(CHECKOUT / folder))
+
+import gpuhost  # noqa: E402
+import shimhost  # noqa: E402
+from support import GPUS_CONF, GPUWORK, Container, Done, good, members, podman, run  # noqa: E402
+
+NAME = "gpusnap-storm"
+LIMIT = 120.0  # seconds for a command
+
+
+class Hung(Exception):
+    """A command did not end."""
+
+
+def limited(*line: str | os.PathLike[str]) -> Done:
+    """Run a command; Hung where it does not end in time, with where everybody stands."""
+    try:
+        return run(*line)
+    except subprocess.TimeoutExpired as error:
+        raise Hung(f"{line[:4]}: {error}\n{_stands()}") from error
+
+
+def _stands() -> str:
+    """Where the threads of the workload and of gpusnap stand."""
+    lines = []
+    for each in Path("/proc").iterdir():
+        if not each.name.isdigit():
+            continue
+        for task in Path(each, "task").glob("*"):
+            with suppress(OSError):
+                name = Path(task, "comm").read_text().strip()
+                state = Path(task, "stat").read_text().rpartition(") ")[2][0]
+                call = Path(task, "syscall").read_text().strip()
+                lines.append(f"{each.name}/{task.name} {name} {state} {call}")
+    return "\n".join(lines)
+
+
+@contextmanager
+def signals(container: Container, wanted: bool) -> Iterator[None]:
+    """Stop and continue the container's processes at random while the block runs."""
+    over = threading.Event()
+
+    def send() -> None:
+        while not over.wait(random.uniform(0.001, 0.03)):
+            with suppress(OSError, StopIteration, AssertionError):
+                pids = members(container)
+                for number in (signal.SIGSTOP, signal.SIGCONT):
+                    for pid in pids:
+                        os.kill(pid, number)
+                    over.wait(random.uniform(0.0, 0.01))
+
+    sender = threading.Thread(target=send)
+    if wanted:
+        sender.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if wanted:
+            sender.join()
+            with suppress(OSError, StopIteration, AssertionError):
+                for pid in members(container):
+                    os.kill(pid, signal.SIGCONT)
+
+
+def one_round(container: Container, way: str, folder: Path, disturbed: bool) -> Done:
+    """One checkpoint, and what belongs to it; the container runs afterwards."""
+    time.sleep(random.uniform(0, 0.05))
+    shutil.rmtree(folder / "image", ignore_errors=True)
+    if way == "ended":
+        archive = folder / "archive.tar"
+        line = ("podman", "--runtime", "gpusnap-runtime", "container")
+        with signals(container, disturbed):
+            done = limited(*line, "checkpoint", "--compress", "none", "--export", archive, NAME)
+        if done.code == 0:
+            good(podman("rm", "--force", "--time", "0", NAME))
+            done = limited(*line, "restore", "--import", archive)
+        return done
+    if way == "paused":
+        good(podman("pause", NAME))
+        done = limited(*container.line(folder, "--leave-running"))
+        good(podman("unpause", NAME))
+        return done
+    with signals(container, disturbed):
+        return limited(*container.line(folder, "--leave-running"))
+
+
+def storm(
+    runtime: str, kind: str, way: str, rounds: int, threads: int, disturbed: bool
+) -> tuple[Counter[str], Counter[str]]:
+    """So many rounds of one container: how they ended, and what was said by those that failed."""
+    shimhost.write_settings(f'runtime = "{runtime}"\n[nvidia]\nlock-timeout = 20.0\n')
+    counts: Counter[str] = Counter()
+    said: Counter[str] = Counter()
+    words = ["--mib", "8", "--locks", kind, "--lock-threads", str(threads)]
+    container = Container.start(NAME, *words)
+    try:
+        with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
+            for _ in range(rounds):
+                done = one_round(container, way, Path(name), disturbed)
+                counts["good" if done.code == 0 else "failed"] += 1
+                helped = done.err.count("times threads were let run")
+                counts["helped"] += bool(helped)
+                if done.code:
+                    said[(done.err.strip().splitlines() or ["nothing"])[-1][:300]] += 1
+                container.goes_on(more=2)
+    finally:
+        podman("rm", "--force", "--time", "0", NAME)
+    return counts, said
+
+
+def main() -> int:
+    """Run the storms, print a line for each; 1 where a round failed or hung."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--kinds", default="fork,malloc,stdio,dlopen,all")
+    parser.add_argument("--runtimes", default="crun,runc")
+    parser.add_argument("--ways", default="running,paused,ended")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--signals", action="store_true")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    if os.environ.get("GPUSNAP_TESTHOST") != "1":
+        parser.error("it changes this machine: run it in the test host, as its --help says")
+    shimhost.install(CHECKOUT)
+    gpuhost.install(str(CHECKOUT / "softgpu/build"), GPUS_CONF)
+    shutil.copy(CHECKOUT / "softgpu/build/bin/gpuwork", GPUWORK)
+    rows, bad = [], 0
+    for runtime in options.runtimes.split(","):
+        for way in options.ways.split(","):
+            for kind in options.kinds.split(","):
+                begun = time.monotonic()
+                counts, said = storm(runtime, kind, way, options.rounds, options.threads, options.signals)
+                seconds = (time.monotonic() - begun) / options.rounds
+                row = {"runtime": runtime, "way": way, "kind": kind, **counts, "seconds": round(seconds, 2)}
+                rows.append(row)
+                bad += counts["failed"]
+                print(row, *said.items(), sep="\n  ", flush=True)
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows, indent=1))
+    print(f"{sum(row.get('good', 0) for row in rows)} good, {bad} failed")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
