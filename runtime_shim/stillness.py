@@ -45,8 +45,8 @@ _GUARD = 0.002
 # Seconds that threads within the C library may take to leave it. Those that hold no lock there (one that
 # prints into a string all day looks the same) only cost this time.
 _LEAVING = 1.0
-# Seconds that a thread is let run at first, doubled so many times before it is that short again: one that takes
-# such locks all the time is best met at many instants, but on a busy machine it takes a while to run.
+# Seconds that a thread is let run at first, doubled so many times before it is that short again: one that
+# takes such locks all the time is best met at many instants, but on a busy machine it takes a while to run.
 _MOMENT, _TRIES = 0.0005, 5
 
 
