@@ -35,6 +35,8 @@ static const char USAGE[] =
     "  --watch            the counters also open a device node of their own, and keep it open\n"
     "  --vforks MS        start a child that starts programs all the time, each MS ms after its vfork\n"
     "  --procs P          be a launcher without CUDA, and start P workers with the other options\n"
+    "  --collective       these meet in a collective each tick, and check its sum (softgpu only)\n"
+    "  --rank R/P/GROUP   what each of them gets from the launcher\n"
     "  --sleep            do nothing at all until SIGTERM\n"
     "SIGUSR1 changes about 5 % of the memory, at the next tick.\n";
 
@@ -103,6 +105,8 @@ enum {
     WATCH,
     VFORKS,
     PROCS,
+    COLLECTIVE,
+    RANK,
     SLICES,
     TOUCH,
     DATA,
@@ -129,6 +133,8 @@ static const struct option LONG[] = {
     {"watch", 0, NULL, WATCH},
     {"vforks", 1, NULL, VFORKS},
     {"procs", 1, NULL, PROCS},
+    {"collective", 0, NULL, COLLECTIVE},
+    {"rank", 1, NULL, RANK},
     {"slices", 1, NULL, SLICES},
     {"touch", 1, NULL, TOUCH},
     {"data", 1, NULL, DATA},
@@ -145,6 +151,18 @@ static enum data kind(const char *text)
         if (strcmp(text, NAMES[data]) == 0)
             return data;
     die("--data takes random, zero or bf16, and not `%s`", text);
+}
+
+static struct rank rank_of(const char *text)
+{
+    struct rank rank;
+    unsigned long long group;
+    int end = 0;
+    if (sscanf(text, "%9u/%9u/%llx%n", &rank.number, &rank.count, &group, &end) != 3 || text[end] ||
+        rank.number >= rank.count)
+        die("--rank takes R/P/GROUP, and not `%s`", text);
+    rank.group = group;
+    return rank;
 }
 
 static void take(struct options *options, int which, const char *value)
@@ -167,6 +185,8 @@ static void take(struct options *options, int which, const char *value)
     case WATCH: options->watch = true; break;
     case VFORKS: options->vforks = (unsigned)number(value); break;
     case PROCS: options->procs = (unsigned)number(value); break;
+    case COLLECTIVE: options->collective = true; break;
+    case RANK: options->rank = rank_of(value); break;
     case SLICES: options->slices = (unsigned)number(value); break;
     case TOUCH: options->touch = (unsigned)number(value); break;
     case DATA: options->data = kind(value); break;
@@ -187,6 +207,8 @@ static struct options parse(int argc, char **argv)
         die("`%s` is not an option; see gpuwork --help", argv[optind]);
     if (!options.mib || options.mib > 16383 || !options.verify_every || !options.slices)
         die("--mib takes 1 to 16383, --verify-every and --slices at least 1");
+    if (options.collective && !options.procs && !options.rank.count)
+        die("--collective is for the workers of --procs");
     return options;
 }
 
@@ -229,10 +251,15 @@ static int work(const struct options *options)
     family_count(options);
     if (options->tcp)
         tcp_start();
-    for (uint64_t tick = 1; !stopping; tick++) {
+    for (uint64_t tick = 1; !stopping || options->rank.count; tick++) { /* ranks end together */
         for (; done < (unsigned)changes; done++)
             for (int i = 0; i < count; i++)
                 gpu_change(gpu_at(gpus, i), done + 1);
+        bool last = stopping;
+        if (options->rank.count && !gpu_meet(gpu_at(gpus, 0), &options->rank, tick, &last)) {
+            printf("pid=%d tick=%llu BAD collective\n", getpid(), (unsigned long long)tick);
+            return 1;
+        }
         for (int i = 0; i < count; i++)
             gpu_tick(gpu_at(gpus, i), options->busy_ms);
         if (options->tcp && !tcp_exchange(tick)) {
@@ -241,7 +268,7 @@ static int work(const struct options *options)
         }
         if (tick % options->verify_every == 0 && !report(options, gpus, count, tick, done))
             return 1;
-        if (tick == options->ticks)
+        if (tick == options->ticks || last)
             break;
         sleep_ms(options->tick_ms);
     }
