@@ -35,7 +35,8 @@ static const char USAGE[] =
     "  --watch            the counters also open a device node of their own, and keep it open\n"
     "  --vforks MS        start a child that starts programs all the time, each MS ms after its vfork\n"
     "  --procs P          be a launcher without CUDA, and start P workers with the other options\n"
-    "  --collective       these meet in a collective each tick, and check its sum (softgpu only)\n"
+    "  --collective       these meet in a collective each tick, and check its sum (softgpu only);\n"
+    "                     each takes a random part of --tick and --busy each time\n"
     "  --rank R/P/GROUP   what each of them gets from the launcher\n"
     "  --sleep            do nothing at all until SIGTERM\n"
     "SIGUSR1 changes about 5 % of the memory, at the next tick.\n";
@@ -241,6 +242,14 @@ static bool report(const struct options *options, struct gpu *gpus, int count, u
     return good;
 }
 
+/* Ranks are never quite level: each takes another part of the time at each tick, as it is told. */
+static unsigned part_of(unsigned ms, const struct options *options, uint64_t tick)
+{
+    uint64_t z = (options->seed << 32 ^ tick) * 0x9e3779b97f4a7c15ull;
+    z = (z ^ z >> 29) * 0xbf58476d1ce4e5b9ull;
+    return options->rank.count ? (unsigned)((z >> 32) % (ms + 1ull)) : ms;
+}
+
 static int work(const struct options *options)
 {
     struct gpu *gpus;
@@ -261,7 +270,7 @@ static int work(const struct options *options)
             return 1;
         }
         for (int i = 0; i < count; i++)
-            gpu_tick(gpu_at(gpus, i), options->busy_ms);
+            gpu_tick(gpu_at(gpus, i), part_of(options->busy_ms, options, tick));
         if (options->tcp && !tcp_exchange(tick)) {
             printf("pid=%d tick=%llu BAD tcp\n", getpid(), (unsigned long long)tick);
             return 1;
@@ -270,7 +279,7 @@ static int work(const struct options *options)
             return 1;
         if (tick == options->ticks || last)
             break;
-        sleep_ms(options->tick_ms);
+        sleep_ms(part_of(options->tick_ms, options, tick));
     }
     return 0;
 }

@@ -39,7 +39,7 @@ int gpu_open(const struct options *options,
              struct gpu **gpus); /* cuInit, contexts, modules, memory with its pattern; number of GPUs */
 void gpu_tick(struct gpu *gpu, unsigned busy_ms); /* adds one to every word, or to those of --touch */
 bool gpu_meet(struct gpu *gpu, const struct rank *rank, uint64_t tick,
-              bool *stop); /* a collective of all ranks: false if its sum is wrong; `stop` if any rank stops */
+              bool *stop); /* a collective: false if its sum is wrong; `stop` if any rank stops */
 void gpu_change(struct gpu *gpu, unsigned change); /* gives about 5 % of the words another pattern */
 bool gpu_check(struct gpu *gpu, uint64_t tick,
                uint64_t *sum); /* compares every word, or those of one slice, with pattern + tick */
