@@ -16,8 +16,8 @@ more than one process:
 - A locked process cannot tell whether another waits for it or has a long kernel, for which it has to wait
   longer. So both times grow: a locked process waits for a third of the time since the start (0.1 s at least:
   13 tries in 10 s), a call takes as long as the time since the start (0.5 s at least), and what would reach
-  beyond the last 40 % of the time gets all that is left. So with 10 s several processes are locked that all
-  have kernels of up to 4 s, one after another; or that do in one process, up to 5 s, beside short ones.
+  into the last 40 % of the time gets all that is left. So with 10 s processes are locked, one or more of
+  which have kernels of up to 3.8 s, one after another.
 
 One process has nobody to wait for, and gets one call with all the time.
 """
@@ -237,9 +237,11 @@ class _Together:
 
     def _too_late(self, tries: int) -> LockTimeout:
         pid = self._pids[0] if self._late is None else self._late
+        others = len(self._pids) - 1
         return LockTimeout(
-            f"the GPU driver could not lock {len(self._pids)} processes together within {self._timeout:g} s,"
-            f" in {tries} tries: the GPU work of process {pid} ({proc.comm(pid)}) did not stop",
+            f"the GPU driver could not lock process {pid} ({proc.comm(pid)}) at the same time as {others} "
+            "more: "
+            f"its GPU work did not stop within {self._timeout:g} s, in {tries} tries",
             hint="give it longer (nvidia.lock-timeout), or checkpoint when the program does less GPU work",
             code_name="CUDA_ERROR_NOT_READY",
             pid=pid,
