@@ -239,9 +239,8 @@ class _Together:
         pid = self._pids[0] if self._late is None else self._late
         others = len(self._pids) - 1
         return LockTimeout(
-            f"the GPU driver could not lock process {pid} ({proc.comm(pid)}) at the same time as {others} "
-            "more: "
-            f"its GPU work did not stop within {self._timeout:g} s, in {tries} tries",
+            f"the GPU driver could not lock process {pid} ({proc.comm(pid)}) at the same time as "
+            f"{others} more: its GPU work did not stop within {self._timeout:g} s, in {tries} tries",
             hint="give it longer (nvidia.lock-timeout), or checkpoint when the program does less GPU work",
             code_name="CUDA_ERROR_NOT_READY",
             pid=pid,
