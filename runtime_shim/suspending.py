@@ -16,12 +16,13 @@ from runtime_shim.gpu import holders
 from runtime_shim.gpu.driver import Driver, Host
 from runtime_shim.gpu.nodes import Node
 from runtime_shim.invoke import quiet
+from runtime_shim.locking import lock
 from runtime_shim.log import note
 from runtime_shim.lull import Lull
 from runtime_shim.real import RealRuntime
 from runtime_shim.settings import Settings
 from runtime_shim.stillness import Guard, stop
-from runtime_shim.suspension import Pages, Record, lock, record, resume, suspend, users
+from runtime_shim.suspension import Pages, Record, record, resume, suspend, users
 from runtime_shim.transaction import Transaction
 
 __all__ = [
@@ -257,10 +258,9 @@ def _suspend_these(job: Job, fresh: Sequence[proc.Process]) -> None:
     if job.paused is not None:
         job.paused.keep(records)
     with job.transaction.step("lock"):
-        for pid in lock(job.driver, records, timeout=timeout, held=job.held):
-            job.transaction.note(
-                f"process {pid} was paused within a call of CUDA, and ran until it had ended"
-            )
+        told = job.transaction.note
+        for pid in lock(job.driver, records, timeout=timeout, held=job.held, tell=told):
+            told(f"process {pid} was paused within a call of CUDA, and ran until it had ended")
     with job.transaction.step("driver checkpoint"):
         standing = partial(_standing, job, timeout)
         suspend(job.driver, records, job.pages, timeout=timeout, standing=standing, held=job.held)

@@ -34,7 +34,6 @@ __all__ = [
     "Record",
     "idle_holders",
     "let_finish",
-    "lock",
     "record",
     "resume",
     "suspend",
@@ -290,25 +289,6 @@ def record(
         }
         records.append(Record(process, inner[process.pid], tuple(gpus.items())))
     return records
-
-
-def lock(
-    driver: Driver, pids: Iterable[int], *, timeout: float, held: Collection[int] = ()
-) -> tuple[int, ...]:
-    """Lock processes, all at once; those of them in `held` stand and are to stand afterwards, too.
-
-    Of these the driver's threads alone are let run. Where one was stopped within a call of CUDA, that call
-    has to end before the driver can lock it: then the whole process runs until it is locked. Returns the PIDs
-    of such. Raises GpusnapError after `timeout` seconds.
-    """
-    outcome = at_once(partial(_lock, driver, timeout), pids)
-    outcome.raise_first()
-    return tuple(sorted(pid for pid, ran in outcome.results.items() if ran))
-
-
-def _lock(driver: Driver, timeout: float, pid: int) -> bool:
-    """Lock one process; whether it stood, and had to run for that."""
-    return driver_calls.lock(driver, pid, timeout=timeout)
 
 
 def suspend(

@@ -8,9 +8,11 @@
 #include <string.h>
 #include <time.h>
 
+#include "collective.h"
 #include "process.h"
 
 struct launch {
+    const struct device *device;
     uint64_t threads;
     void **params;
 };
@@ -61,10 +63,29 @@ static CUresult busy(const struct launch *launch)
     return CUDA_SUCCESS;
 }
 
+/* barrier(u64 group, u32 ranks, u32 rank, u64 word): ends when all ranks of the group have launched it, each a
+ * process of its own; the u64 at `word` becomes the sum of all ranks'. */
+static CUresult barrier(const struct launch *launch)
+{
+    uint64_t group, value;
+    uint32_t ranks, rank;
+    CUdeviceptr word;
+    memcpy(&group, launch->params[0], sizeof(group));
+    memcpy(&ranks, launch->params[1], sizeof(ranks));
+    memcpy(&rank, launch->params[2], sizeof(rank));
+    memcpy(&word, launch->params[3], sizeof(word));
+    CUresult result = memory_read(word, &value, sizeof(value));
+    if (result == CUDA_SUCCESS)
+        result = collective_sum(launch->device, group, ranks, rank, &value);
+    else if (result == CUDA_ERROR_INVALID_VALUE)
+        return CUDA_ERROR_ILLEGAL_ADDRESS;
+    return result == CUDA_SUCCESS ? memory_write(word, &value, sizeof(value)) : result;
+}
+
 static struct {
     const char *name;
     struct function function;
-} KNOWN[] = {{"add_one", {add_one}}, {"busy", {busy}}};
+} KNOWN[] = {{"add_one", {add_one}}, {"busy", {busy}}, {"barrier", {barrier}}};
 
 #define KNOWN_COUNT (sizeof(KNOWN) / sizeof(KNOWN[0]))
 
@@ -145,7 +166,8 @@ static CUresult launch(const struct function *function, uint64_t blocks, uint64_
         return CUDA_ERROR_NOT_SUPPORTED;
     if (!params || !blocks || !block_threads || block_threads > 1024)
         return CUDA_ERROR_INVALID_VALUE;
-    return function->run(&(struct launch){blocks * block_threads, params});
+    const struct device *device = &process.visible[context->visible];
+    return function->run(&(struct launch){device, blocks * block_threads, params});
 }
 
 EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image) { GUARDED(load(module, image)); }

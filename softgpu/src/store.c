@@ -143,6 +143,23 @@ int64_t store_used(const struct gpu *gpu, store_visit *visit, void *arg)
     return total;
 }
 
+bool store_alive(const char *file)
+{
+    char path[4096];
+    struct stat st;
+    pid_t pid;
+    uint64_t used;
+    snprintf(path, sizeof(path), "%s/mem/%s", state_dir(), file);
+    if (stat(path, &st) < 0 || own_descriptor(&st) >= 0)
+        return false;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    if (fd < 0)
+        return false;
+    bool alive = client_alive(fd, false, &pid, &used);
+    close(fd);
+    return alive;
+}
+
 static void count_client(void *arg, pid_t pid, uint64_t used)
 {
     (void)pid;

@@ -47,6 +47,9 @@ void store_detach(struct client *client);
  * caller's PID namespace. -errno on error. */
 int64_t store_used(const struct gpu *gpu, store_visit *visit, void *arg);
 
+/* Whether the process lives that has this file, <GPU UUID>/<file>; false for this process' own. */
+bool store_alive(const char *file);
+
 /* Whole reads and writes at an offset of the memory. 0 or -errno. */
 int store_read(const struct client *client, uint64_t offset, void *to, uint64_t size);
 int store_write(const struct client *client, uint64_t offset, const void *from, uint64_t size);

@@ -17,6 +17,7 @@ import realhost  # noqa: E402
 import shimhost  # noqa: E402
 from support import containers_left, podman  # noqa: E402
 
+from runtime_shim.gpu.driver import Gpu  # noqa: E402
 from runtime_shim.gpu.errors import GpuError  # noqa: E402
 from runtime_shim.gpu.nvidia import Nvidia  # noqa: E402
 
@@ -44,6 +45,15 @@ def driver() -> Nvidia:
     if not gpus:
         pytest.skip("the driver lists no GPU")
     return driver
+
+
+@pytest.fixture
+def two(driver: Nvidia) -> tuple[Gpu, Gpu]:
+    """Two GPUs of a kind."""
+    gpus = driver.host().gpus
+    if len(gpus) < 2 or gpus[0].model != gpus[1].model:
+        pytest.skip("needs two GPUs of a kind")
+    return gpus[0], gpus[1]
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from runtime_shim import proc
 from runtime_shim.gpu.errors import ProcessGone
 from runtime_shim.gpu.nvidia import Nvidia
 from runtime_shim.gpu.together import at_once
+from runtime_shim.locking import lock
 from runtime_shim.sharing import IPC_DRIVER, VARIABLES, sharing
 
 PROGRAM = Path(__file__).with_name("programs") / "nccl_rank.py"
@@ -127,7 +128,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 def comes_back(driver: Nvidia, job: Job) -> bool:
     """Have the driver suspend and restore all of the job; whether it then ticks on."""
     pids = [process.pid for process in job.gpu_processes(driver)]
-    at_once(lambda pid: driver.lock(pid, timeout=15), pids).raise_first()
+    lock(driver, pids, timeout=15)
     at_once(driver.checkpoint, pids).raise_first()  # which never fails: that is the trap
     if at_once(lambda pid: driver.restore(pid, ()), pids).errors:
         return False

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 from realhost import Machine, Program, Workload
 from support import good, manifest, podman, run
 from test_containers import needs, same_as_uninterrupted
@@ -15,14 +14,6 @@ from runtime_shim.gpu.driver import Gpu
 from runtime_shim.gpu.nvidia import Nvidia
 
 TORCH = Workload.python("torch_train.py", "torch", 1024)
-
-
-@pytest.fixture
-def two(driver: Nvidia) -> tuple[Gpu, Gpu]:
-    gpus = driver.host().gpus
-    if len(gpus) < 2 or gpus[0].model != gpus[1].model:
-        pytest.skip("needs two GPUs of a kind")
-    return gpus[0], gpus[1]
 
 
 def moved(program: Program, archive: Path, pairs: Sequence[tuple[Gpu, Gpu]]) -> None:

@@ -97,7 +97,7 @@ def test_lock_deadline(real: str, archive: Path) -> None:
 def test_lock_fails_for_one_of_several(real: str, archive: Path) -> None:
     """Those that were locked are unlocked again."""
     container = Container.start("w", "--mib", "4", "--procs", "3", workers=3)
-    faults("lock result=CUDA_ERROR_NOT_READY count=1")
+    faults("lock result=CUDA_ERROR_OPERATING_SYSTEM count=1")
     sentence(container.checkpoint(archive))
     container.unharmed()
 

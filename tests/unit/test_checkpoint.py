@@ -21,6 +21,7 @@ from runtime_shim.errors import ImageError
 from runtime_shim.gpu.driver import ProcessState
 from runtime_shim.gpu.errors import DriverFailed, DriverTooOld, LockTimeout, NotSupported
 from runtime_shim.invoke import invoke
+from runtime_shim.settings import Nvidia
 from runtime_shim.sharing import Sharing
 from runtime_shim.suspending import Job
 from runtime_shim.suspension import InCriu
@@ -269,7 +270,8 @@ def no_memory(_scene: Scene, _pids: list[int], patch: pytest.MonkeyPatch) -> Non
 
 
 def no_lock(scene: Scene, pids: list[int], _patch: pytest.MonkeyPatch) -> None:
-    scene.driver.fail("lock", pids[1], LockTimeout("its GPU work did not stop within 10 s"))
+    scene.set(nvidia=Nvidia(lock_timeout=0.3))
+    scene.driver.fail("lock", pids[1], LockTimeout("it is busy"))
 
 
 def no_checkpoint(scene: Scene, pids: list[int], _patch: pytest.MonkeyPatch) -> None:
@@ -318,7 +320,7 @@ BEFORE_THE_DUMP: dict[str, tuple[Prepare, str]] = {
     "a leftover handle": (suspended, "has no CUDA state of its own"),
     "folder not writable": (no_folder, "gpusnap cannot be written: access is refused"),
     "no memory": (no_memory, "of GPU memory have to move to RAM"),
-    "lock of one": (no_lock, "its GPU work did not stop within 10 s"),
+    "lock of one": (no_lock, "its GPU work did not stop within 0.3 s"),
     "driver checkpoint of one": (no_checkpoint, MANAGED),
     "a process dies in the driver": (dies, "has ended"),
     "a process dies after it": (dies_after, "ended before it could be dumped"),

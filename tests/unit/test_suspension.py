@@ -10,9 +10,9 @@ from fakes import FakeDriver, Family, gpu, uuid, wait_for
 from runtime_shim import container, proc, suspension
 from runtime_shim.errors import GpusnapError, ImageError, Refused
 from runtime_shim.gpu.driver import ProcessState
-from runtime_shim.gpu.errors import DriverFailed, GpuError, LockTimeout, PermissionRefused
+from runtime_shim.gpu.errors import DriverFailed, GpuError, PermissionRefused
 from runtime_shim.stillness import stop
-from runtime_shim.suspension import InCriu, idle_holders, lock, record, resume, suspend, users
+from runtime_shim.suspension import InCriu, idle_holders, record, resume, suspend, users
 
 RUNNING, LOCKED, CHECKPOINTED = ProcessState.RUNNING, ProcessState.LOCKED, ProcessState.CHECKPOINTED
 
@@ -248,39 +248,6 @@ def test_users_that_we_hold(family: Family, driver: FakeDriver) -> None:
     assert proc.still(pid)
     with pytest.raises(Refused, match="is stopped"):
         users(driver, members)
-
-
-def test_lock_of_one_that_we_hold(family: Family, driver: FakeDriver) -> None:
-    """It stands before and after; the thread that is let run is in the state that the driver finds."""
-    pid = driver.use(family.spawn())
-    stop([pid], timeout=5)
-    driver.when("lock", lambda _: seen.append(proc.still(pid)))
-    seen: list[bool] = []
-    assert lock(driver, [pid], timeout=5, held=[pid]) == ()
-    assert seen == [False]
-    assert proc.still(pid)
-    assert driver.states[pid] is LOCKED
-
-
-def test_lock_of_one_that_stands_within_a_call(family: Family, driver: FakeDriver) -> None:
-    """Where the driver cannot lock it as it stands, it runs until it is locked, and stands again."""
-    pid, other = driver.use(family.spawn()), driver.use(family.spawn())
-    stop([pid, other], timeout=5)
-    driver.fail("lock", pid, LockTimeout("a call is under way"), times=1)
-    assert lock(driver, [pid, other], timeout=5, held=[pid, other]) == (pid,)
-    assert driver.of("lock").count(pid) == 2
-    assert proc.still(pid)
-    assert driver.states[pid] is LOCKED
-
-
-def test_lock_that_does_not_come(family: Family, driver: FakeDriver) -> None:
-    """After the deadline it stands all the same, as it was found."""
-    pid = driver.use(family.spawn())
-    stop([pid], timeout=5)
-    driver.fail("lock", pid, LockTimeout("a call is under way"))
-    with pytest.raises(LockTimeout):
-        lock(driver, [pid], timeout=5, held=[pid])
-    assert proc.still(pid)
 
 
 def test_resume_without_going_on(family: Family, driver: FakeDriver) -> None:

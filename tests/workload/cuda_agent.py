@@ -24,6 +24,7 @@ PTX = b"""
 .address_size 64
 .visible .entry add_one(.param .u64 words, .param .u32 count) { ret; }
 .visible .entry busy(.param .u32 milliseconds) { ret; }
+.visible .entry barrier(.param .u64 group, .param .u32 ranks, .param .u32 rank, .param .u64 word) { ret; }
 """
 
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -159,7 +160,7 @@ def kernel(entry: str) -> str:
 
 
 def launch(entry: str, threads_wanted: int, *parameters: int) -> str:
-    """The first parameter of add_one is an address, everything else is 32 bits."""
+    """Parameters of more than 32 bits are taken for such of 64: addresses, and groups that are so large."""
     cells: list[Any] = [ctypes.c_uint64(p) if p > 0xFFFFFFFF else ctypes.c_uint32(p) for p in parameters]
     pointers = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(c) for c in cells))
     grid = (threads_wanted + 255) // 256

@@ -37,6 +37,9 @@ static const char USAGE[] =
     "  --locks KIND       threads that take libc's locks all the time: fork, malloc, stdio, dlopen, all\n"
     "  --lock-threads N   so many for each kind (1)\n"
     "  --procs P          be a launcher without CUDA, and start P workers with the other options\n"
+    "  --collective       these meet in a collective each tick, and check its sum (softgpu only);\n"
+    "                     each takes a random part of --tick and --busy each time\n"
+    "  --rank R/P/GROUP   what each of them gets from the launcher\n"
     "  --sleep            do nothing at all until SIGTERM\n"
     "SIGUSR1 changes about 5 % of the memory, at the next tick.\n";
 
@@ -105,6 +108,8 @@ enum {
     WATCH,
     VFORKS,
     PROCS,
+    COLLECTIVE,
+    RANK,
     SLICES,
     TOUCH,
     DATA,
@@ -133,6 +138,8 @@ static const struct option LONG[] = {
     {"watch", 0, NULL, WATCH},
     {"vforks", 1, NULL, VFORKS},
     {"procs", 1, NULL, PROCS},
+    {"collective", 0, NULL, COLLECTIVE},
+    {"rank", 1, NULL, RANK},
     {"slices", 1, NULL, SLICES},
     {"touch", 1, NULL, TOUCH},
     {"data", 1, NULL, DATA},
@@ -151,6 +158,18 @@ static enum data kind(const char *text)
         if (strcmp(text, NAMES[data]) == 0)
             return data;
     die("--data takes random, zero or bf16, and not `%s`", text);
+}
+
+static struct rank rank_of(const char *text)
+{
+    struct rank rank;
+    unsigned long long group;
+    int end = 0;
+    if (sscanf(text, "%9u/%9u/%llx%n", &rank.number, &rank.count, &group, &end) != 3 || text[end] ||
+        rank.number >= rank.count)
+        die("--rank takes R/P/GROUP, and not `%s`", text);
+    rank.group = group;
+    return rank;
 }
 
 static void take(struct options *options, int which, const char *value)
@@ -173,6 +192,8 @@ static void take(struct options *options, int which, const char *value)
     case WATCH: options->watch = true; break;
     case VFORKS: options->vforks = (unsigned)number(value); break;
     case PROCS: options->procs = (unsigned)number(value); break;
+    case COLLECTIVE: options->collective = true; break;
+    case RANK: options->rank = rank_of(value); break;
     case SLICES: options->slices = (unsigned)number(value); break;
     case TOUCH: options->touch = (unsigned)number(value); break;
     case DATA: options->data = kind(value); break;
@@ -195,6 +216,8 @@ static struct options parse(int argc, char **argv)
         die("`%s` is not an option; see gpuwork --help", argv[optind]);
     if (!options.mib || options.mib > 16383 || !options.verify_every || !options.slices)
         die("--mib takes 1 to 16383, --verify-every and --slices at least 1");
+    if (options.collective && !options.procs && !options.rank.count)
+        die("--collective is for the workers of --procs");
     return options;
 }
 
@@ -227,6 +250,14 @@ static bool report(const struct options *options, struct gpu *gpus, int count, u
     return good;
 }
 
+/* Ranks are never quite level: each takes another part of the time at each tick, as it is told. */
+static unsigned part_of(unsigned ms, const struct options *options, uint64_t tick)
+{
+    uint64_t z = (options->seed << 32 ^ tick) * 0x9e3779b97f4a7c15ull;
+    z = (z ^ z >> 29) * 0xbf58476d1ce4e5b9ull;
+    return options->rank.count ? (unsigned)((z >> 32) % (ms + 1ull)) : ms;
+}
+
 static int work(const struct options *options)
 {
     struct gpu *gpus;
@@ -238,21 +269,26 @@ static int work(const struct options *options)
     if (options->tcp)
         tcp_start();
     locks_start(options);
-    for (uint64_t tick = 1; !stopping; tick++) {
+    for (uint64_t tick = 1; !stopping || options->rank.count; tick++) { /* ranks end together */
         for (; done < (unsigned)changes; done++)
             for (int i = 0; i < count; i++)
                 gpu_change(gpu_at(gpus, i), done + 1);
+        bool last = stopping;
+        if (options->rank.count && !gpu_meet(gpu_at(gpus, 0), &options->rank, tick, &last)) {
+            printf("pid=%d tick=%llu BAD collective\n", getpid(), (unsigned long long)tick);
+            return 1;
+        }
         for (int i = 0; i < count; i++)
-            gpu_tick(gpu_at(gpus, i), options->busy_ms);
+            gpu_tick(gpu_at(gpus, i), part_of(options->busy_ms, options, tick));
         if (options->tcp && !tcp_exchange(tick)) {
             printf("pid=%d tick=%llu BAD tcp\n", getpid(), (unsigned long long)tick);
             return 1;
         }
         if (tick % options->verify_every == 0 && !report(options, gpus, count, tick, done))
             return 1;
-        if (tick == options->ticks)
+        if (tick == options->ticks || last)
             break;
-        sleep_ms(options->tick_ms);
+        sleep_ms(part_of(options->tick_ms, options, tick));
     }
     return 0;
 }

@@ -14,8 +14,12 @@
 struct options {
     unsigned mib, children, counters, procs, late, delay, busy_ms, tick_ms, verify_every, touch, slices;
     unsigned vforks; /* ms, 0: none */
+    struct rank {
+        unsigned number, count; /* of a collective; count 0: none */
+        uint64_t group;
+    } rank;
     uint64_t ticks, seed;
-    bool managed, tcp, inherit, watch, sleep_only, clock;
+    bool managed, tcp, inherit, watch, sleep_only, clock, collective;
     enum data { RANDOM, ZERO, BF16 } data;
     const char *locks; /* which locks are taken all the time; NULL: none */
     unsigned lock_threads;
@@ -36,6 +40,8 @@ struct gpu;
 int gpu_open(const struct options *options,
              struct gpu **gpus); /* cuInit, contexts, modules, memory with its pattern; number of GPUs */
 void gpu_tick(struct gpu *gpu, unsigned busy_ms); /* adds one to every word, or to those of --touch */
+bool gpu_meet(struct gpu *gpu, const struct rank *rank, uint64_t tick,
+              bool *stop); /* a collective: false if its sum is wrong; `stop` if any rank stops */
 void gpu_change(struct gpu *gpu, unsigned change); /* gives about 5 % of the words another pattern */
 bool gpu_check(struct gpu *gpu, uint64_t tick,
                uint64_t *sum); /* compares every word, or those of one slice, with pattern + tick */

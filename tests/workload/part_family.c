@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/random.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -113,12 +114,12 @@ void family_end(void)
             ;
 }
 
-/* The launcher's own command line, with --procs 0 and a seed of its own for each worker at the end, where
- * they win. */
-static void spawn_worker(int argc, char **argv, uint64_t seed)
+/* The launcher's own command line, with --procs 0, a seed of its own for each worker, and its rank at the end,
+ * where they win. */
+static void spawn_worker(int argc, char **argv, uint64_t seed, const struct rank *rank)
 {
-    char text[24];
-    char **line = calloc((size_t)argc + 5, sizeof(*line));
+    char text[24], whose[64];
+    char **line = calloc((size_t)argc + 7, sizeof(*line));
     if (!line)
         die("out of memory");
     memcpy(line, argv, (size_t)argc * sizeof(*line));
@@ -127,6 +128,12 @@ static void spawn_worker(int argc, char **argv, uint64_t seed)
     line[argc + 1] = "0";
     line[argc + 2] = "--seed";
     line[argc + 3] = text;
+    if (rank->count) {
+        snprintf(whose, sizeof(whose), "%u/%u/%llx", rank->number, rank->count,
+                 (unsigned long long)rank->group);
+        line[argc + 4] = "--rank";
+        line[argc + 5] = whose;
+    }
     spawn(line);
     free(line);
 }
@@ -146,8 +153,11 @@ int family_run_workers(int argc, char **argv, const struct options *options)
     sigaddset(&set, SIGCHLD);
     sigaddset(&set, SIGTERM);
     sigaddset(&set, SIGINT);
-    for (unsigned i = 0; i < options->procs; i++)
-        spawn_worker(argc, argv, options->seed + i);
+    struct rank rank = {.count = options->collective ? options->procs : 0};
+    if (getrandom(&rank.group, sizeof(rank.group), 0) != sizeof(rank.group))
+        die("no random number: %s", strerror(errno));
+    for (; rank.number < options->procs; rank.number++)
+        spawn_worker(argc, argv, options->seed + rank.number, &rank);
     sigprocmask(SIG_BLOCK, &set, &before);
     while (!stopping && !status && member_count) {
         int one;

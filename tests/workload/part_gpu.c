@@ -53,6 +53,13 @@ static const char PTX[] = ".version 6.0\n"
                           "    setp.lt.u64 %p1, %rd3, %rd1;\n"
                           "    @%p1 bra AGAIN;\n"
                           "    ret;\n"
+                          "}\n"
+                          /* *word = the sum of all ranks' words, when all have launched it; a real GPU has
+                             nothing of the kind, so there this does nothing, and the sum is wrong */
+                          ".visible .entry barrier(.param .u64 group, .param .u32 ranks, .param .u32 rank,\n"
+                          "                        .param .u64 word)\n"
+                          "{\n"
+                          "    ret;\n"
                           "}\n";
 
 static struct {
@@ -76,8 +83,8 @@ static struct {
 
 struct gpu {
     int device;
-    void *context, *add_one, *busy;
-    unsigned long long words;
+    void *context, *add_one, *busy, *barrier;
+    unsigned long long words, meeting;
     uint32_t count, touched; /* words, and of these the first ones that a tick changes */
     unsigned slices, change;
     uint64_t seed;
@@ -190,6 +197,10 @@ static void open_one(struct gpu *gpu, int ordinal, const struct options *options
     CALL(cuModuleLoadData, &module, PTX);
     CALL(cuModuleGetFunction, &gpu->add_one, module, "add_one");
     CALL(cuModuleGetFunction, &gpu->busy, module, "busy");
+    if (options->rank.count) {
+        CALL(cuModuleGetFunction, &gpu->barrier, module, "barrier");
+        CALL(cuMemAlloc_v2, &gpu->meeting, sizeof(uint64_t));
+    }
     gpu->count = options->mib << 18;
     gpu->touched = options->touch && options->touch < options->mib ? options->touch << 18 : gpu->count;
     gpu->slices = options->slices;
@@ -240,6 +251,23 @@ void gpu_tick(struct gpu *gpu, unsigned busy_ms)
     if (busy_ms)
         CALL(cuLaunchKernel, gpu->busy, 1, 1, 1, 1, 1, 1, 0, NULL, (void *[]){&busy_ms}, NULL);
     CALL(cuCtxSynchronize);
+}
+
+/* The upper bits of the word are the number of ranks that are to stop: so all stop after the same tick. */
+#define STOP_BIT 40
+
+bool gpu_meet(struct gpu *gpu, const struct rank *rank, uint64_t tick, bool *stop)
+{
+    uint64_t word = tick * (rank->number + 1) + ((uint64_t)*stop << STOP_BIT);
+    uint64_t right = tick * rank->count * (rank->count + 1) / 2;
+    CALL(cuCtxSetCurrent, gpu->context);
+    CALL(cuMemcpyHtoD_v2, gpu->meeting, &word, sizeof(word));
+    CALL(cuLaunchKernel, gpu->barrier, 1, 1, 1, 1, 1, 1, 0, NULL,
+         (void *[]){(void *)&rank->group, (void *)&rank->count, (void *)&rank->number, &gpu->meeting}, NULL);
+    CALL(cuCtxSynchronize);
+    CALL(cuMemcpyDtoH_v2, &word, gpu->meeting, sizeof(word));
+    *stop = word >> STOP_BIT;
+    return (word & ((1ull << STOP_BIT) - 1)) == right;
 }
 
 void gpu_change(struct gpu *gpu, unsigned change)
