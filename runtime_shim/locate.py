@@ -199,7 +199,7 @@ def found(named: str = "", made_by: str = "") -> Iterator[tuple[str, bool]]:
         yield from ((path, False) for path in _paths(made_by))
     if named:
         yield from ((path, False) for path in _paths(named))
-    for name in NAMES:
+    for name in (made_by, *NAMES) if made_by else NAMES:
         yield from ((path, bool(named)) for path in _paths(name))
 
 
@@ -271,20 +271,20 @@ def find(name_or_path: str | None = None) -> str:
             return path
     if name_or_path:
         raise SettingsError(
-            f"the real runtime {name_or_path} is neither {_searched()}",
+            f"the real runtime {name_or_path} is neither on PATH nor in {_searched()}",
             hint=f"install it, or set runtime in {SETTINGS_FILE}",
         )
     raise missing()
 
 
 def _searched() -> str:
-    return "on PATH and in " + ", ".join(SYSTEM_DIRECTORIES)
+    return ", ".join(SYSTEM_DIRECTORIES)
 
 
 def missing() -> RuntimeFailed:
     """That neither crun nor runc is there."""
     return RuntimeFailed(
-        f"there is no real runtime: neither crun nor runc is {_searched()}",
+        f"there is no real runtime: neither crun nor runc is on PATH or in {_searched()}",
         hint=f"install one of them, or set runtime in {SETTINGS_FILE}",
         exit_code=127,
     )

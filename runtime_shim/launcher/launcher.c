@@ -114,6 +114,8 @@ static void become_real(const char *made_by, struct launch *launch)
     } else if (setting == SETTING_BAD) {
         launch->warning = bad;
     }
+    if (made_by != NULL)
+        become_named(made_by, launch);
     for (const char *const *each = runtime_names; *each != NULL; each++)
         become_named(*each, launch);
 }
