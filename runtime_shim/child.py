@@ -64,7 +64,8 @@ def run(
         except subprocess.TimeoutExpired:
             process.kill()
             raise RuntimeFailed(
-                f"{argv[0]} did not end within {seconds:g} s", hint="run it by hand, and see what it waits for"
+                f"{argv[0]} did not end within {seconds:g} s",
+                hint="run it by hand, and see what it waits for",
             ) from None
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     return Finished(code, _text(out), _text(err))
