@@ -1,5 +1,5 @@
-"""What gpusnap-runtime costs the commands that are none of its own: state, kill and delete, beside the bare
-runtime.
+"""What gpusnap-runtime costs the commands that are none of its own: state, kill, delete and the question
+`checkpoint --help`, beside the bare runtime.
 
     python3 bench/passthrough.py --runtime crun --shim gpusnap-runtime -n 200 --json passthrough.json
 
@@ -166,10 +166,18 @@ def measure(programs: Programs, bundle: str, pairs: int, deletes: int) -> list[R
         for command, words in (("state", ["state", name]), ("kill", ["kill", name, "CONT"])):
             _warm(programs, words)
             results.append(_result(command, [programs.pair(i, words) for i in range(pairs)]))
+        results.append(measure_probe(programs, pairs))
         made = [programs.pair(i, lambda: ["delete", "--force", containers.make()]) for i in range(deletes)]
         return [*results, _result("delete", made)]
     finally:
         containers.remove()
+
+
+def measure_probe(programs: Programs, pairs: int) -> Result:
+    """`checkpoint --help`, by which Podman asks whether a runtime can checkpoint."""
+    words = ["checkpoint", "--help"]
+    _warm(programs, words)
+    return _result("checkpoint -h", [programs.pair(i, words) for i in range(pairs)])
 
 
 def measure_missing(programs: Programs, pairs: int) -> list[Result]:

@@ -30,6 +30,7 @@ from oci.errors import OciError
 from oci.manifest import empty_descriptor
 from oci.store import Staging, Store, check_name
 from runtime_shim import manifest, orders
+from runtime_shim import settings as settings_file
 from runtime_shim.chunk_home import StoreHome
 from runtime_shim.errors import GpusnapError, ImageError, Interrupted, UsageError, reason
 
@@ -88,6 +89,7 @@ def checkpoint(wish: Wish, progress: Progress) -> Made:
     began = time.monotonic()
     if isinstance(wish.to, where.InRegistry) and wish.to.reference.digest:
         raise UsageError(f"{wish.to.reference} names a digest, which no checkpoint has before it is made")
+    settings_file.usable()  # gpusnap-runtime would refuse, and Podman not always show why
     found = podman.container(wish.container)
     podman.check(found)
     if isinstance(wish.to, where.InFile):

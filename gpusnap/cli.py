@@ -20,7 +20,7 @@ from gpusnap.hooks_command import install_hooks
 from gpusnap.progress import Progress
 from gpusnap.source import needed, opened
 from oci.errors import OciError
-from runtime_shim import choosing, halfway, journal, keep, orders, suspension
+from runtime_shim import choosing, halfway, journal, keep, orders, real, suspension
 from runtime_shim import recover as recovery
 from runtime_shim import settings as settings_file
 from runtime_shim._version import __version__
@@ -166,8 +166,10 @@ def gpus(as_json: bool) -> None:
     help="The settings file to read.",
 )
 def settings(path: str) -> None:
-    """Check the settings file and print every setting with its value."""
-    show.settings(show.output(), settings_file.load(path))
+    """Check the settings file, and that the real runtime runs, and print every setting with its value."""
+    found = settings_file.load(path)
+    show.settings(show.output(), found)
+    real.identify(real.find(found.runtime or None))
 
 
 @command.command()

@@ -139,11 +139,12 @@ def settings_text() -> str:
     lines += ["# `gpusnap settings` checks this file and shows what holds.", ""]
     section = ""
     for name in sorted(settings.TABLE, key=lambda name: "." in name):
-        table, _, key = name.rpartition(".")
+        table = name.rpartition(".")[0]
         if table != section:
             section = table
-            lines += ["", f"[{table}]"]
-        lines.append(f"# {key} = {_toml(_default(name))}")
+            lines.append("")
+        # Whole names and no [table], so that a line can be appended, too.
+        lines.append(f"# {name} = {_toml(_default(name))}")
     return "\n".join(lines) + "\n"
 
 

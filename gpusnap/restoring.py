@@ -29,6 +29,7 @@ from oci.errors import BlobError, DiskError, OciError, RegistryError, StoreError
 from oci.image import CRIU
 from oci.store import Staging, Store
 from runtime_shim import fetching
+from runtime_shim import settings as settings_file
 from runtime_shim.choosing import GPU_MAP
 from runtime_shim.errors import GpusnapError, Interrupted, Refused, UsageError
 
@@ -86,6 +87,7 @@ def restore(wish: Wish, progress: Progress) -> Restored:
     """Have it run again. Raises NotFound, Damaged, Interrupted, GpusnapError."""
     began = time.monotonic()
     digest = name = ""
+    settings_file.usable()  # gpusnap-runtime would refuse, and Podman not always show why
     with told():
         match wish.what:
             case where.InFile(path):

@@ -30,13 +30,15 @@ def run(
     own_session: bool = False,
     keep: Sequence[int] = (),
     started: Callable[[int], object] | None = None,
+    seconds: float | None = None,
 ) -> Finished:
     """Run a program to its end.
 
     With `capture` it reads /dev/null and its output is collected; without, descriptors 0 to 2 pass through
     untouched, as CRIU gives them to the restored container. `own_session` keeps a terminal's Ctrl-C from it.
     `keep` are descriptors that it shall have too, and `started` is told its PID.
-    Raises RuntimeFailed where it cannot be started; an exit code is the caller's to judge.
+    Raises RuntimeFailed where it cannot be started, or is not done within `seconds` and is killed; an exit
+    code is the caller's to judge.
     """
     stream = subprocess.PIPE if capture else None
     try:
@@ -57,7 +59,14 @@ def run(
     with process:
         if started is not None:
             started(process.pid)
-        out, err = process.communicate()
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise RuntimeFailed(
+                f"{argv[0]} did not end within {seconds:g} s",
+                hint="run it by hand, and see what it waits for",
+            ) from None
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     return Finished(code, _text(out), _text(err))
 

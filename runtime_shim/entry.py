@@ -2,8 +2,8 @@
 
 Podman, containerd and CRI-O run it for every command of a container's life. checkpoint and restore are ours,
 and --version is answered by both; all else goes to the real runtime by exec, before anything heavy is
-imported. The launcher (launcher/launcher.c) does the same in C, by the same rules, and starts this where it
-is not certain.
+imported. The launcher (launcher/launcher.c) does the same in C, by the same rules, and starts this for
+checkpoint and restore, or where no real runtime can be started, for this to say why.
 """
 
 from __future__ import annotations
@@ -16,41 +16,56 @@ from runtime_shim._version import __version__
 from runtime_shim.errors import GpusnapError, RuntimeFailed, reason, unforeseen
 from runtime_shim.words import FALSE, HELP
 
-__all__ = ["GLOBAL_FLAGS", "GLOBAL_VALUES", "OURS", "PASS", "VERSION", "classify", "main"]
+__all__ = [
+    "CHECK",
+    "COMMANDS",
+    "GLOBAL_FLAGS",
+    "GLOBAL_VALUES",
+    "OURS",
+    "OUR_COMMANDS",
+    "PASS",
+    "VERSION",
+    "VERSION_OPTIONS",
+    "classify",
+    "main",
+    "read",
+]
 
-# The same lists as in launcher.c, and as options.GLOBAL, which imports more than a pass-through may cost.
+# The same lists as in launcher/line.h, and as options.GLOBAL, which imports more than a pass-through may
+# cost.
 GLOBAL_VALUES = ("root", "log", "log-format", "log-level", "cgroup-manager", "rootless", "criu")
 GLOBAL_FLAGS = ("debug", "systemd-cgroup")
 
-_VERSION_OPTIONS = ("version", "v", "V")
-_OUR_COMMANDS = ("checkpoint", "restore")
+VERSION_OPTIONS = ("version", "v", "V")
+OUR_COMMANDS = ("checkpoint", "restore")
 # What may follow an option that we do not know, to tell its value from the command: all commands of crun and
 # runc.
-_COMMANDS = frozenset(
-    (
-        "checkpoint",
-        "create",
-        "delete",
-        "events",
-        "exec",
-        "features",
-        "h",
-        "help",
-        "init",
-        "kill",
-        "list",
-        "mounts",
-        "pause",
-        "ps",
-        "restore",
-        "resume",
-        "run",
-        "spec",
-        "start",
-        "state",
-        "update",
-    )
+COMMANDS = (
+    "checkpoint",
+    "create",
+    "delete",
+    "events",
+    "exec",
+    "features",
+    "h",
+    "help",
+    "init",
+    "kill",
+    "list",
+    "mounts",
+    "pause",
+    "ps",
+    "restore",
+    "resume",
+    "run",
+    "spec",
+    "start",
+    "state",
+    "update",
 )
+
+CHECK = ("checkpoint", "--gpusnap-check")
+"""What `gpusnap doctor` asks: whether all of gpusnap is there. No runtime has such an option."""
 
 PASS, VERSION, OURS = "pass", "version", "ours"
 
@@ -61,7 +76,14 @@ def classify(args: list[str]) -> tuple[str, int]:
     `args` is the line without the program's name. Global options come first; one or two dashes; `--opt value`
     and `--opt=value`. A line that ends too early is the real runtime's to complain of.
     """
+    whose, at, _ = read(args)
+    return whose, at
+
+
+def read(args: list[str]) -> tuple[str, int, dict[str, str]]:
+    """As `classify`, with the values of the global options by name; the last of each counts."""
     version, at = False, 0
+    values: dict[str, str] = {}
     while at < len(args):
         word = args[at]
         at += 1
@@ -71,42 +93,66 @@ def classify(args: list[str]) -> tuple[str, int]:
         name, equals, value = word.removeprefix("-").removeprefix("-").partition("=")
         off = bool(equals) and value in FALSE
         if name in HELP and not off:
-            return PASS, len(args)
-        version = version or (name in _VERSION_OPTIONS and not off)
+            return PASS, len(args), values
+        version = version or (name in VERSION_OPTIONS and not off)
         if not equals and _takes_next(name, args[at : at + 1]):
+            equals, value = "=", "".join(args[at : at + 1])
             at += 1
+        if equals:
+            values[name] = value
     if version:
-        return VERSION, min(at, len(args))
+        return VERSION, min(at, len(args)), values
     if at >= len(args):
-        return PASS, len(args)
-    return (OURS if args[at] in _OUR_COMMANDS else PASS), at
+        return PASS, len(args), values
+    return (OURS if args[at] in OUR_COMMANDS else PASS), at, values
 
 
 def _takes_next(name: str, following: list[str]) -> bool:
     if name in GLOBAL_VALUES:
         return True
-    if name in GLOBAL_FLAGS or name in _VERSION_OPTIONS or name in HELP or not following:
+    if name in GLOBAL_FLAGS or name in VERSION_OPTIONS or name in HELP or not following:
         return False
-    return not following[0].startswith("-") and following[0] not in _COMMANDS
+    return not following[0].startswith("-") and following[0] not in COMMANDS
 
 
-def _version(real: str, args: list[str]) -> int:
+def _version(args: list[str]) -> int:
     """The real runtime's version, whose lines Podman and containerd read, then ours."""
-    try:
-        pid = os.posix_spawn(real, [real, *args], locate.environment())
-    except OSError as error:
-        raise RuntimeFailed(
-            f"the real runtime {real} cannot be started: {reason(error)}", exit_code=127
-        ) from error
+    real, pid = _started(args)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code:
         return code if code > 0 else 128 - code
-    print(f"gpusnap-runtime version {__version__}", flush=True)
+    try:
+        os.write(1, f"gpusnap-runtime version {__version__}\n".encode())
+    except OSError as error:
+        raise RuntimeFailed(f"the version of {real} cannot be followed by ours: {reason(error)}") from error
     return 0
 
 
+def _started(args: list[str]) -> tuple[str, int]:
+    """The first real runtime that can be started, and the PID of it with this line."""
+    try:
+        named = locate.setting()
+    except GpusnapError:
+        named = ""
+    failed: RuntimeFailed | None = None
+    for path, _ in locate.found(named):
+        try:
+            return path, os.posix_spawn(path, [path, *args], locate.environment())
+        except OSError as error:
+            failed = RuntimeFailed(
+                f"the real runtime {path} cannot be started: {reason(error)}", exit_code=127
+            )
+    raise failed or locate.missing()
+
+
 def _answer(args: list[str]) -> int:
-    whose, at = classify(args)
+    if args == list(CHECK):
+        from runtime_shim.parts import tell
+
+        return tell()
+    whose, at, values = read(args)
+    if whose == VERSION:
+        return _version(args)
     if whose == OURS:
         from runtime_shim.argv import probe
 
@@ -115,19 +161,14 @@ def _answer(args: list[str]) -> int:
             from runtime_shim.shim import main as checkpoint_or_restore
 
             return checkpoint_or_restore(args)
-        args = line
-    real = locate.find(locate.setting())
-    return _version(real, args) if whose == VERSION else locate.become(real, args)
+        args, at = line, len(line)
+    return locate.pass_on(args, at, values.get("root"))
 
 
 def _log_options(args: list[str]) -> dict[str, str]:
     """--log and --log-format of a line that may be wrong otherwise, for log.report()."""
-    found: dict[str, str] = {}
-    for at, word in enumerate(args[: classify(args)[1]]):
-        name, equals, value = word.removeprefix("-").removeprefix("-").partition("=")
-        if word.startswith("-") and name in ("log", "log-format"):
-            found[name.replace("-", "_")] = value if equals else "".join(args[at + 1 : at + 2])
-    return found
+    values = read(args)[2]
+    return {name.replace("-", "_"): values[name] for name in ("log", "log-format") if name in values}
 
 
 def main() -> int:

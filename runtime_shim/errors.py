@@ -122,6 +122,12 @@ def reason(error: OSError) -> str:
 
 def unforeseen(error: Exception) -> GpusnapError:
     """An exception that nobody foresaw, as a sentence for the user, with the line of code that it is from."""
+    if isinstance(error, ImportError):
+        # Nobody can tell then whether a container has GPU state, which a plain checkpoint would lose.
+        return GpusnapError(
+            f"a part of gpusnap is missing, so nothing is checkpointed or restored: {error}",
+            hint="install gpusnap anew; gpusnap doctor tells whether all of it is there",
+        )
     if isinstance(error, OSError):
         said = (f"{error.filename}: " if error.filename else "") + reason(error)
     else:

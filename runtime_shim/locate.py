@@ -1,7 +1,11 @@
 """Where the real runtime is, and how to become it; for the paths on which every millisecond counts.
 
-Only os and sys are imported at the top. The launcher (launcher/lookup.h) follows the same rules, and a test
-runs both on the same trees.
+Only os and sys are imported at the top. The launcher (settings.h, creator.h and lookup.h in launcher/)
+follows the same rules, and a test runs both on the same trees.
+
+Which one a command goes to: the runtime that made its container, unless the settings name another than crun
+and runc; else the settings' one; else the first of NAMES that there is. Nothing that is wrong with the
+settings keeps a command from a real runtime: `pass_on` says what is wrong, and goes on.
 """
 
 from __future__ import annotations
@@ -14,24 +18,31 @@ from runtime_shim.errors import RuntimeFailed, SettingsError, reason
 
 TYPE_CHECKING = False  # not typing's, whose import takes longer than all of this module
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import NoReturn
 
 __all__ = [
     "LAUNCHER_VARIABLE",
+    "NAMES",
+    "SETTINGS_FILE",
     "SYSTEM_DIRECTORIES",
     "become",
+    "content",
+    "creator",
     "environment",
     "find",
+    "found",
+    "missing",
+    "pass_on",
     "setting",
     "take_launcher",
+    "written",
 ]
 
 LAUNCHER_VARIABLE = "GPUSNAP_LAUNCHER"
 """Set by the launcher for us alone: the path of the launcher's file."""
 
 SETTINGS_FILE = "/etc/gpusnap/gpusnap.toml"
-"""The same file as settings.SETTINGS_FILE, which imports more than a pass-through may cost."""
-
 SYSTEM_DIRECTORIES = (
     "/usr/bin",
     "/usr/sbin",
@@ -46,7 +57,27 @@ SYSTEM_DIRECTORIES = (
 """Searched after PATH, of which Podman and containerd may give little: Podman's own places for crun and runc
 (containers-common, pkg/config/default.go) and libexec."""
 
-_NAMES = ("crun", "runc")
+NAMES = ("crun", "runc")
+"""The real runtimes, the one that is preferred first."""
+
+STATE_FILES = ("status", "state.json")
+"""What each of them has in a container's directory of its state, in their order: crun, src/libcrun/status.c;
+runc, libcontainer/factory_linux.go."""
+
+BEGINNINGS = ("create", "run")
+"""The commands that begin a container, which has no runtime yet."""
+
+SETTINGS_SIZE = 65536
+"""How much of the settings file a pass-through reads."""
+
+MOST_WORDS = 64
+"""How many words of a command are looked at for a container's ID."""
+
+RUN = "/run"
+SYSTEM_LOG = "/dev/log"
+
+_HINT = "correct it, and see with gpusnap settings that it is right"
+_PATH_MAX = 4096  # linux/limits.h, with the final NUL
 _own_files = [os.path.abspath(sys.argv[0])] if sys.argv and sys.argv[0] else []
 
 
@@ -63,21 +94,166 @@ def setting(path: str | None = None) -> str:
     Read from SETTINGS_FILE unless another is given. Raises SettingsError.
     """
     path = path or SETTINGS_FILE
-    try:
-        with open(path, "rb") as file:
-            import tomllib
+    data = content(path, SETTINGS_SIZE)
+    return "" if data is None else written(data, path)
 
-            document = tomllib.load(file)
+
+def content(path: str, most: int) -> bytes | None:
+    """The first bytes of the settings file; None where there is none. Raises SettingsError."""
+    try:
+        # Without waiting for somebody to open the other end, should it be a FIFO.
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise SettingsError(f"the settings file {path} is no regular file", hint=_HINT)
+            return file.read(most)
     except FileNotFoundError:
-        return ""
+        return None
     except OSError as error:
-        raise SettingsError(f"the settings file {path} cannot be read: {reason(error)}") from error
-    except ValueError as error:
-        raise SettingsError(f"the settings file {path} is not TOML: {error}") from error
-    value = document.get("runtime", "")
-    if not isinstance(value, str) or "\0" in value or ("/" in value and not value.startswith("/")):
-        raise SettingsError(f"runtime in {path} is {value!r}; it must be a runtime's name or absolute path")
+        said = f"the settings file {path} cannot be read: {reason(error)}"
+        raise SettingsError(said, hint=_HINT) from error
+
+
+def written(data: bytes, path: str) -> str:
+    """The setting `runtime` in a settings file's bytes, as the launcher reads it; "" without one.
+
+    It is the value of the first line `runtime = NAME` before the first [table], quoted or not, so that no
+    mistake elsewhere in the file can keep a command from the real runtime. Raises SettingsError.
+    """
+    for whole in data[:SETTINGS_SIZE].partition(b"\0")[0].split(b"\n"):
+        line = whole.lstrip(b" \t")
+        if line.startswith(b"["):
+            break
+        value = _value_in(line)
+        if value is not None:
+            return _checked_name(value, path)
+    return ""
+
+
+def _value_in(line: bytes) -> bytes | None:
+    """The value of a line `runtime = VALUE`; None for another line."""
+    quote = line[:1] if line[:1] in (b'"', b"'") else b""
+    word = quote + b"runtime" + quote
+    if not line.startswith(word):
+        return None
+    rest = line[len(word) :].lstrip(b" \t")
+    if not rest.startswith(b"="):
+        return None
+    value = rest[1:].lstrip(b" \t")
+    quote = value[:1] if value[:1] in (b'"', b"'") else b""
+    if quote:
+        return value.lstrip(quote).partition(quote)[0]
+    for end in (b" ", b"\t", b"#", b"\r"):
+        value = value.partition(end)[0]
     return value
+
+
+def _checked_name(value: bytes, path: str) -> str:
+    bad = any(byte < 0x20 or byte in b"\\\x7f" for byte in value) or len(value) >= _PATH_MAX
+    if bad or (b"/" in value and not value.startswith(b"/")):
+        raise SettingsError(
+            f"runtime in {path} is {os.fsdecode(value)[:80]!r}; it must be a runtime's name or absolute path",
+            hint=_HINT,
+        )
+    return os.fsdecode(value)
+
+
+def creator(words: list[str], root: str | None = None) -> str:
+    """The name of the runtime that made the container whose ID is among the words; "" where nobody can tell.
+
+    `root` is the value of --root. crun and runc do not know each other's containers, so that whatever the
+    settings say by now, a container's own runtime has to stop and remove it.
+    """
+    for word in words[:MOST_WORDS]:
+        if not word or word[0] in "-." or "/" in word:
+            continue
+        states = zip(NAMES, STATE_FILES, strict=True)
+        known = [name for name, file in states if _knows(name, file, word, root)]
+        if known:
+            return known[0] if len(known) == 1 else ""
+    return ""
+
+
+def _knows(name: str, file: str, word: str, root: str | None) -> bool:
+    """Whether a runtime knows the container, in --root or where it keeps its containers without one."""
+    if root is None:
+        private = os.environ.get("XDG_RUNTIME_DIR", "")
+        roots = [f"{RUN}/{name}", *([f"{private}/{name}"] if private.startswith("/") else [])]
+    else:
+        roots = [root]
+    for each in roots:
+        try:
+            if stat.S_ISREG(os.stat(f"{each}/{word}/{file}").st_mode):
+                return True
+        except (OSError, ValueError):
+            continue
+    return False
+
+
+def found(named: str = "", made_by: str = "") -> Iterator[tuple[str, bool]]:
+    """The real runtimes to try, in order, and whether each is in the place of the one that is `named`.
+
+    `made_by` is the container's, as `creator` gives it.
+    """
+    kind = os.path.basename(named)
+    if made_by and kind != made_by and (not named or kind in NAMES):
+        yield from ((path, False) for path in _paths(made_by))
+    if named:
+        yield from ((path, False) for path in _paths(named))
+    for name in (made_by, *NAMES) if made_by else NAMES:
+        yield from ((path, bool(named)) for path in _paths(name))
+
+
+def _paths(name_or_path: str) -> Iterator[str]:
+    if name_or_path.startswith("/"):
+        places = [name_or_path]
+    else:
+        on_path = (place for place in os.environ.get("PATH", "").split(":") if place.startswith("/"))
+        places = [f"{place}/{name_or_path}" for place in (*on_path, *SYSTEM_DIRECTORIES)]
+    return (path for path in places if _is_program(path) and not _is_own(path))
+
+
+def pass_on(args: list[str], at: int, root: str | None) -> NoReturn:
+    """Become the real runtime for a line whose command stands at `at`, whatever is wrong with gpusnap.
+
+    Raises RuntimeFailed where none can be started.
+    """
+    named = made_by = wrong = ""
+    command, words = "".join(args[at : at + 1]), args[at + 1 :]
+    try:
+        made_by = "" if command in BEGINNINGS else creator(words, root)
+        named = setting()
+    except SettingsError as error:
+        wrong = str(error)
+    except Exception as error:  # whatever it is, the container is not to suffer for it
+        wrong = f"{type(error).__name__}: {error}"
+    failed: RuntimeFailed | None = None
+    for path, instead in found(named, made_by):
+        if instead and not wrong:
+            wrong = f"the real runtime that {SETTINGS_FILE} names ({named}) cannot be started"
+        if wrong:
+            _warn(f"{wrong}; {path} runs in its place: see gpusnap settings", command)
+            wrong = ""
+        try:
+            become(path, args)
+        except RuntimeFailed as error:
+            failed = failed or error
+    raise failed or missing()
+
+
+def _warn(text: str, command: str) -> None:
+    """Say it on stderr where that is a terminal, else in the system log, as the launcher does; see tell.h."""
+    line = "gpusnap-runtime: " + " ".join(text.split())
+    try:
+        if os.isatty(2):
+            os.write(2, os.fsencode(line + "\n"))
+        elif command in BEGINNINGS:
+            import socket
+
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
+                flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+                log.sendto(b"<28>" + os.fsencode(line), flags, SYSTEM_LOG)  # LOG_DAEMON | LOG_WARNING
+    except OSError:
+        return  # nobody reads it
 
 
 def find(name_or_path: str | None = None) -> str:
@@ -89,22 +265,26 @@ def find(name_or_path: str | None = None) -> str:
     """
     if name_or_path and name_or_path.startswith("/"):
         return _checked(name_or_path)
-    names = (name_or_path,) if name_or_path else _NAMES
-    on_path = (place for place in os.environ.get("PATH", "").split(":") if place.startswith("/"))
-    places = (*on_path, *SYSTEM_DIRECTORIES)
+    names = (name_or_path,) if name_or_path else NAMES
     for name in names:
-        for place in places:
-            path = f"{place}/{name}"
-            if _is_program(path) and not _is_own(path):
-                return path
-    searched = "on PATH and in " + ", ".join(SYSTEM_DIRECTORIES)
+        for path in _paths(name):
+            return path
     if name_or_path:
         raise SettingsError(
-            f"the real runtime {name_or_path} is neither {searched}",
+            f"the real runtime {name_or_path} is neither on PATH nor in {_searched()}",
             hint=f"install it, or set runtime in {SETTINGS_FILE}",
         )
-    raise RuntimeFailed(
-        f"there is no real runtime: neither crun nor runc is {searched}",
+    raise missing()
+
+
+def _searched() -> str:
+    return ", ".join(SYSTEM_DIRECTORIES)
+
+
+def missing() -> RuntimeFailed:
+    """That neither crun nor runc is there."""
+    return RuntimeFailed(
+        f"there is no real runtime: neither crun nor runc is on PATH or in {_searched()}",
         hint=f"install one of them, or set runtime in {SETTINGS_FILE}",
         exit_code=127,
     )
@@ -140,14 +320,12 @@ def _is_own(path: str) -> bool:
             ours = os.stat(own)
         except OSError:
             continue
-        if os.path.samestat(found, ours) or (
-            found.st_size == ours.st_size and _content(path) == _content(own)
-        ):
+        if os.path.samestat(found, ours) or (found.st_size == ours.st_size and _bytes(path) == _bytes(own)):
             return True
     return False
 
 
-def _content(path: str) -> bytes | None:
+def _bytes(path: str) -> bytes | None:
     try:
         with open(path, "rb") as file:
             return file.read()

@@ -14,6 +14,7 @@ __all__ = ["Kind", "RealRuntime", "find", "identify", "parse_version"]
 
 Kind = Literal["crun", "runc", "other"]
 
+_DEADLINE = 30.0
 _VERSION_LINE = re.compile(r"(?P<name>\S+) version (?P<version>\S+)")
 
 
@@ -54,7 +55,7 @@ def find(name_or_path: str | None = None) -> Path:
 
 def identify(path: Path) -> RealRuntime:
     """Ask a runtime what it is (2 ms for crun, 20 ms for runc). Raises RuntimeFailed."""
-    done = child.run([str(path), "--version"], env=locate.environment())
+    done = child.run([str(path), "--version"], env=locate.environment(), seconds=_DEADLINE)
     if done.code:
         said = (done.err.strip().splitlines() or ["nothing"])[-1]
         raise RuntimeFailed(

@@ -10,12 +10,14 @@ somebody's archive, so it can set only what grants nothing on this host: no prog
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from runtime_shim.errors import SettingsError, reason
+from runtime_shim import locate
+from runtime_shim.errors import SettingsError
 from runtime_shim.gpu.gpumap import GpuMap, parse_map
+from runtime_shim.locate import SETTINGS_FILE
 
 __all__ = [
     "ANNOTATION_PREFIX",
@@ -30,11 +32,13 @@ __all__ = [
     "Store",
     "annotated",
     "load",
+    "usable",
 ]
 
-SETTINGS_FILE = "/etc/gpusnap/gpusnap.toml"
 ANNOTATION_PREFIX = "io.gpusnap."
 
+_LARGEST = 1 << 20
+_HINT = "correct it, and see with gpusnap settings that it is right"
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _CGROUP_MODES = ("", "ignore", "soft", "full", "strict")
 _AMD_CHECKS = ("firmware", "sdma-firmware", "caches", "gws", "vram", "numa", "capability")
@@ -323,24 +327,49 @@ TABLE: dict[str, Key] = {
 
 def load(path: str = SETTINGS_FILE) -> Settings:
     """Read the settings file; without one, the defaults. Raises SettingsError that names key and file."""
-    try:
-        with open(path, "rb") as file:
-            document = tomllib.load(file)
-    except FileNotFoundError:
+    data = locate.content(path, _LARGEST + 1)
+    if data is None:
         return Settings()
-    except OSError as error:
-        raise SettingsError(f"the settings file {path} cannot be read: {reason(error)}") from error
+    if len(data) > _LARGEST:
+        raise SettingsError(f"the settings file {path} is larger than {_LARGEST >> 20} MiB", hint=_HINT)
+    try:
+        document = tomllib.loads(data.decode())
     except (ValueError, RecursionError) as error:
-        raise SettingsError(f"the settings file {path} is not TOML: {error}") from error
+        raise SettingsError(f"the settings file {path} is not TOML: {error}", hint=_HINT) from error
     values: dict[str, Any] = {}
     for name, value in document.items():
         if isinstance(value, dict):
-            values |= {f"{name}.{key}": inner for key, inner in value.items()}
+            values |= dict(_dotted(name, value))
             if not any(known.startswith(f"{name}.") for known in TABLE):
                 raise _unknown(f"[{name}]", path)
         else:
             values[name] = value
-    return _apply(Settings(), values, path)
+    settings = _apply(Settings(), values, path)
+    if locate.written(data, path) != settings.runtime:
+        # What stops and removes containers reads no TOML; see locate.written.
+        raise SettingsError(
+            f"runtime in {path} is written in a way that only checkpoint and restore would understand",
+            hint='write it on one line, before all others: runtime = "NAME"',
+        )
+    return settings
+
+
+def usable() -> Settings:
+    """This host's settings, whose real runtime is there. Raises SettingsError."""
+    settings = load()
+    if settings.runtime:
+        locate.find(settings.runtime)
+    return settings
+
+
+def _dotted(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The keys of a table and those below it, such as [store] with memory.level, each with its whole name."""
+    for key, value in table.items():
+        name = f"{prefix}.{key}"
+        if isinstance(value, dict) and name not in TABLE:
+            yield from _dotted(name, value)
+        else:
+            yield name, value
 
 
 def annotated(settings: Settings, annotations: Mapping[str, str]) -> Settings:
@@ -363,8 +392,12 @@ def annotated(settings: Settings, annotations: Mapping[str, str]) -> Settings:
 
 
 def _unknown(name: str, where: str) -> SettingsError:
-    known = ", ".join(sorted(TABLE))
-    return SettingsError(f"unknown setting {name} in {where}", hint=f"the settings are {known}")
+    table, _, rest = name.partition(".")
+    if rest in TABLE and any(key.startswith(f"{table}.") for key in TABLE):
+        hint = f"it stands below [{table}], and so belongs to that: write {rest} above the first [...]"
+    else:
+        hint = f"the settings are {', '.join(sorted(TABLE))}"
+    return SettingsError(f"unknown setting {name} in {where}", hint=hint)
 
 
 def _apply(settings: Settings, values: Mapping[str, Any], where: str, prefix: str = "") -> Settings:
@@ -375,7 +408,8 @@ def _apply(settings: Settings, values: Mapping[str, Any], where: str, prefix: st
         try:
             checked = TABLE[name].check(value)
         except ValueError as error:
-            raise SettingsError(f"{prefix}{name} in {where} is {value!r}; it must be {error}") from None
+            said = f"{prefix}{name} in {where} is {value!r}; it must be {error}"
+            raise SettingsError(said, hint="" if prefix else _HINT) from None
         section, _, key = name.rpartition(".")
         attribute = key.replace("-", "_")
         if section:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from runtime_shim import container as containers
 from runtime_shim import flat, locate, log, manifest
 from runtime_shim.argv import CheckpointCall, RestoreCall, parse, render
 from runtime_shim.criu.mounts import undeclared
-from runtime_shim.errors import ContainerError, GpusnapError, RuntimeFailed, unforeseen
+from runtime_shim.errors import ContainerError, GpusnapError, RuntimeFailed, SettingsError, unforeseen
 from runtime_shim.gpu import find_driver, find_drivers, holders
 from runtime_shim.gpu.driver import Driver
 from runtime_shim.gpu.errors import GpuError
 from runtime_shim.invoke import quiet
-from runtime_shim.real import RealRuntime, find, identify
-from runtime_shim.settings import Settings, annotated, load
+from runtime_shim.real import RealRuntime, identify
+from runtime_shim.settings import Settings, annotated, usable
 from runtime_shim.suspension import users
 
 __all__ = ["main"]
@@ -31,8 +32,8 @@ def main(argv: list[str]) -> int:
     call: CheckpointCall | RestoreCall | None = None
     try:
         call = parse(argv)
-        settings = load()
-        real = identify(find(settings.runtime or None))
+        settings = _settings()
+        real = _real(call, settings)
         if isinstance(call, CheckpointCall):
             return _checkpoint(call, real, settings)
         return _restore(call, real, settings)
@@ -49,7 +50,32 @@ def main(argv: list[str]) -> int:
         return 1
 
 
-def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings) -> int:
+def _settings() -> Settings | SettingsError:
+    """The settings, or what is wrong with them, which a container without a GPU need not suffer for."""
+    try:
+        return usable()
+    except SettingsError as error:
+        return error
+
+
+def _valid(settings: Settings | SettingsError) -> Settings:
+    """For a container that may have GPU state: a plain checkpoint would lose it, so there is none."""
+    if isinstance(settings, SettingsError):
+        raise settings
+    return settings
+
+
+def _real(call: CheckpointCall | RestoreCall, settings: Settings | SettingsError) -> RealRuntime:
+    """The runtime that made the container, else the settings' one, else crun or runc."""
+    named = "" if isinstance(settings, SettingsError) else settings.runtime
+    made_by = locate.creator([call.container_id], call.globals.root)
+    path = next((path for path, _ in locate.found(named, made_by)), None)
+    if path is None:
+        raise locate.missing()
+    return identify(Path(path))
+
+
+def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | SettingsError) -> int:
     _make_work(call, real)
     driver = find_driver()
     if driver is None:
@@ -69,7 +95,7 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings) -> 
     from runtime_shim.checkpoint import checkpoint
 
     _announce(call)
-    settings = orders.applied(annotated(settings, container.annotations), container.id)
+    settings = orders.applied(annotated(_valid(settings), container.annotations), container.id)
     driver = by_plugin.chosen(driver, container, settings)
     with journal.held(container.id):
         checkpoint(call, real, settings, driver, container)
@@ -85,7 +111,7 @@ def _make_work(call: CheckpointCall, real: RealRuntime) -> None:
             os.mkdir(work, 0o700)
 
 
-def _recover(driver: Driver, container: containers.Container, settings: Settings) -> bool:
+def _recover(driver: Driver, container: containers.Container, settings: Settings | SettingsError) -> bool:
     """Put right first what a killed gpusnap left of this container; whether there was anything."""
     if not os.path.exists(JOURNAL):
         return False
@@ -95,7 +121,7 @@ def _recover(driver: Driver, container: containers.Container, settings: Settings
         return False
     from runtime_shim.recover import recover
 
-    log.note(f"an earlier checkpoint was cut off; {recover(entry, driver, settings.memory)}")
+    log.note(f"an earlier checkpoint was cut off; {recover(entry, driver, _valid(settings).memory)}")
     return True
 
 
@@ -120,17 +146,18 @@ def _announce(call: CheckpointCall | RestoreCall) -> None:
     announce((lambda name: log.note(f"step {name}")) if call.globals.debug else None)
 
 
-def _restore(call: RestoreCall, real: RealRuntime, settings: Settings) -> int:
+def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | SettingsError) -> int:
     _take_away(call, find_driver())
     images = str(call.images(real.kind))
     flat.unfold(images)
     if not manifest.belongs(images):
         _hand_over(call, real)
+    valid = _valid(settings)
     from runtime_shim.restore import restore
 
     _announce(call)
     config = containers.bundle_config(str(call.bundle_dir()))
-    return restore(call, real, annotated(settings, containers.bundle_annotations(config)), config)
+    return restore(call, real, annotated(valid, containers.bundle_annotations(config)), config)
 
 
 def _concerns_us(driver: Driver, container: containers.Container) -> bool:

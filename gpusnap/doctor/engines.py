@@ -13,10 +13,12 @@ from gpusnap.hooks_command import takes_annotation
 from gpusnap.install_containerd import CONFIG, FRAGMENT
 from gpusnap.install_containerd import files as containerd_files
 from runtime_shim import preflight
+from runtime_shim._version import __version__
+from runtime_shim.entry import CHECK
 from runtime_shim.errors import GpusnapError
 from runtime_shim.real import RealRuntime, find, identify
 
-__all__ = ["engines", "launcher", "real_runtime", "registered", "runtimes"]
+__all__ = ["complete", "engines", "launcher", "real_runtime", "registered", "runtimes"]
 
 _OURS = "gpusnap-runtime"
 # containers.conf(5): later files win; the folders' files by name.
@@ -103,6 +105,39 @@ def launcher(root: str = "/", *, find: Find = program) -> Iterator[Check]:
         )
     else:
         yield ok(_OURS, f"{path}, by this command's PATH: no engine's configuration names one", path=path)
+
+
+def complete(root: str = "/", *, find: Find = program, run: Run = ask) -> Iterator[Check]:
+    """Whether gpusnap-runtime finds all of gpusnap when an engine starts it: by its own interpreter, and with
+    no more of an environment than Podman gives it (libpod, CheckpointContainer)."""
+    path = find(_OURS)
+    for each in _configured(root, find) or ([path] if path else []):
+        if not os.path.lexists(below(root, each)):
+            continue  # `launcher` says so
+        alone = ["env", "-i", f"PATH={os.environ.get('PATH', os.defpath)}"]
+        done, said = run([*alone, each, *CHECK]), run([*alone, each, "--version"])
+        yield _whole(each, done, said.out if said is not None else "")
+
+
+def _whole(path: str, done: Answer | None, versions: str) -> Check:
+    again = "install gpusnap anew where the engines have it from, then run gpusnap install"
+    if done is None:
+        return failure("gpusnap's parts", f"{path} does not answer", again, path=path)
+    told = (done.err.strip().splitlines() or ["nothing"])[-1]
+    if done.code and CHECK[1] in told:
+        says = f"{path} is of another version of gpusnap than this one, {__version__}"
+        return failure("gpusnap's parts", says, again, path=path)
+    if done.code:
+        says = f"{path} cannot checkpoint or restore anything: {told.removeprefix('gpusnap: ')}"
+        return failure("gpusnap's parts", says, again, path=path)
+    number, _, interpreter = done.out.strip().partition(" ")
+    facts = {"path": path, "version": number, "interpreter": interpreter}
+    launcher = (versions.strip().splitlines() or [""])[-1].removeprefix(f"{_OURS} version ")
+    others = sorted({each for each in (number, launcher) if each and each != __version__})
+    if others:
+        says = f"{path} is gpusnap {' and '.join(others)}, this command {__version__}"
+        return warning("gpusnap's parts", says, "run gpusnap install once more", **facts)
+    return ok("gpusnap's parts", f"{path}, by {interpreter}, has all that it imports", **facts)
 
 
 def _configured(root: str, find: Find) -> list[str]:

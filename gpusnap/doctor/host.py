@@ -44,6 +44,7 @@ def checks(*, runtime: str = "", root: str = "/", settings: str = SETTINGS_FILE)
             ("pycriu", criu.pycriu),
             ("runtime", lambda: engines.runtimes(wanted, version)),
             ("gpusnap-runtime", lambda: engines.launcher(root)),
+            ("gpusnap's parts", lambda: engines.complete(root)),
             ("engines", engines.engines),
             ("registered", lambda: engines.registered(root)),
             ("GPU driver", lambda: drivers),

@@ -86,7 +86,8 @@ __asm__(".globl _start\n"
 
 static long open_file(const char *path)
 {
-    return kernel(__NR_openat, AT_FDCWD, (long)path, O_RDONLY | O_CLOEXEC, 0, 0, 0);
+    /* Without waiting for somebody to open the other end, should it be a FIFO. */
+    return kernel(__NR_openat, AT_FDCWD, (long)path, O_RDONLY | O_CLOEXEC | O_NONBLOCK, 0, 0, 0);
 }
 
 static long read_file(long fd, char *into, size_t size)
@@ -120,9 +121,59 @@ static long execute(const char *path, char **argv, char **envp)
     return kernel(__NR_execve, (long)path, (long)argv, (long)envp, 0, 0, 0);
 }
 
-static void write_error(const char *text, size_t length)
+static void write_to(long fd, const char *text, size_t length)
 {
-    kernel(__NR_write, 2, (long)text, (long)length, 0, 0, 0);
+    kernel(__NR_write, fd, (long)text, (long)length, 0, 0, 0);
+}
+
+static int is_terminal(long fd)
+{
+    const long get_attributes = 0x5401; /* TCGETS of asm-generic/ioctls.h */
+    char attributes[256];
+
+    return kernel(__NR_ioctl, fd, get_attributes, (long)attributes, 0, 0, 0) == 0;
+}
+
+/* Sends one datagram to a Unix socket, if it can be sent at once. */
+static void send_to(const char *path, const char *text, size_t length)
+{
+    const long unix_domain = 1, datagram = 2 | O_CLOEXEC, at_once = 0x40 | 0x4000; /* MSG_DONTWAIT, MSG_NOSIGNAL */
+    struct {
+        unsigned short family;
+        char path[108];
+    } address = {1, ""};
+    long fd = kernel(__NR_socket, unix_domain, datagram, 0, 0, 0, 0);
+
+    for (size_t i = 0; path[i] != '\0' && i < sizeof(address.path) - 1; i++)
+        address.path[i] = path[i];
+    if (fd < 0)
+        return;
+    kernel(__NR_sendto, fd, (long)text, (long)length, at_once, (long)&address, sizeof(address));
+    kernel(__NR_close, fd, 0, 0, 0, 0, 0);
+}
+
+/* As fork(2): 0 in the child. */
+static long fork_process(void)
+{
+#ifdef __NR_fork
+    return kernel(__NR_fork, 0, 0, 0, 0, 0, 0);
+#else
+    return kernel(__NR_clone, 17 /* SIGCHLD */, 0, 0, 0, 0, 0);
+#endif
+}
+
+/* The exit code of a child that ends; 128 + the signal's number where a signal ended it. */
+static int wait_for_end(long pid)
+{
+    int ended = 0;
+    long got;
+
+    do
+        got = kernel(__NR_wait4, pid, (long)&ended, 0, 0, 0, 0);
+    while (got == -EINTR);
+    if (got != pid)
+        return 1;
+    return (ended & 0x7f) == 0 ? (ended >> 8) & 0xff : 128 + (ended & 0x7f);
 }
 
 /* Zeroed memory that lives until exec; NULL without any. */

@@ -2,17 +2,22 @@
  * gpusnap-runtime: what Podman, containerd and CRI-O run in place of crun or runc.
  *
  * They run it for every state, kill and delete, where crun itself takes 2 ms and Python's start alone more than 10.
- * So this program takes the commands that are surely none of gpusnap's and becomes the real runtime by exec. For
- * checkpoint, restore and --version, and for whatever it is not certain of, it becomes the Python entry
- * (runtime_shim/entry.py), which decides by the same rules, knows more forms of them and reports errors;
+ * So this program becomes the real runtime by exec for every command but checkpoint and restore. For those it
+ * becomes the Python entry (runtime_shim/entry.py), which decides by the same rules;
  * tests/unit/test_launcher.py runs both on the same command lines.
+ *
+ * Nothing that is wrong with gpusnap's settings or its Python may keep a command from a real runtime: the settings'
+ * one, else the first that can be started. Python is asked only where none can, so that it says why.
  *
  * The Python entry learns in GPUSNAP_LAUNCHER which file started it, so that it does not take that file, perhaps
  * installed as "crun" in front of the real one, for the real runtime. The real runtime never sees that variable.
  */
+#include "creator.h"
 #include "kernel.h"
+#include "line.h"
 #include "lookup.h"
 #include "settings.h"
+#include "tell.h"
 #include "text.h"
 
 #ifndef PYTHON_ENTRY
@@ -21,51 +26,12 @@
 #ifndef SETTINGS_FILE
 #define SETTINGS_FILE "/etc/gpusnap/gpusnap.toml"
 #endif
+#ifndef VERSION_TEXT
+#define VERSION_TEXT "unknown"
+#endif
 
 #define LAUNCHER_VARIABLE "GPUSNAP_LAUNCHER="
 #define EXIT_NOT_FOUND 127 /* as shells have it */
-
-/* The same lists as GLOBAL_VALUES, GLOBAL_FLAGS and HELP in entry.py. */
-static const char *const global_values[] = {
-    "root", "log", "log-format", "log-level", "cgroup-manager", "rootless", "criu", NULL,
-};
-static const char *const global_flags[] = {"debug", "systemd-cgroup", NULL};
-static const char *const help_options[] = {"help", "h", "usage", "?", NULL};
-
-/*
- * True when the line surely is none of ours: its command is another one than checkpoint and restore, it asks for
- * help, or it ends before any command, so that the real runtime says what is wrong with it.
- */
-static int is_for_the_real_runtime(int argc, char **argv)
-{
-    for (int i = 1; i < argc; i++) {
-        const char *word = argv[i];
-        size_t length;
-
-        if (same(word, "--")) {
-            if (++i == argc)
-                return 1;
-            word = argv[i];
-            return !same(word, "checkpoint") && !same(word, "restore");
-        }
-        if (word[0] != '-' || word[1] == '\0')
-            return !same(word, "checkpoint") && !same(word, "restore");
-        word += word[1] == '-' ? 2 : 1;
-        length = length_before(word, '=');
-        if (listed(word, length, global_values)) {
-            /* A value that is missing is the real runtime's to complain of. */
-            if (word[length] == '\0' && ++i == argc)
-                return 1;
-        } else if (word[length] == '=') {
-            return 0;
-        } else if (listed(word, length, help_options)) {
-            return 1;
-        } else if (!listed(word, length, global_flags)) {
-            return 0;
-        }
-    }
-    return 1;
-}
 
 static void drop_launcher_variable(char **envp)
 {
@@ -80,15 +46,17 @@ static void drop_launcher_variable(char **envp)
 /* The environment with LAUNCHER_VARIABLE naming this file, or as it is where that cannot be made. */
 static char **with_launcher_variable(char **envp)
 {
-    static char variable[sizeof(LAUNCHER_VARIABLE) + PATH_SIZE] = LAUNCHER_VARIABLE;
+    static char named[sizeof(LAUNCHER_VARIABLE) + PATH_SIZE];
     const size_t prefix = sizeof(LAUNCHER_VARIABLE) - 1;
-    long length = link_target("/proc/self/exe", variable + prefix, PATH_SIZE);
+    long length = link_target("/proc/self/exe", named + prefix, PATH_SIZE);
     size_t count = 0;
     char **longer;
 
+    for (size_t i = 0; i < prefix; i++)
+        named[i] = LAUNCHER_VARIABLE[i];
     if (length <= 0 || length >= PATH_SIZE)
         return envp;
-    variable[prefix + (size_t)length] = '\0';
+    named[prefix + (size_t)length] = '\0';
     while (envp[count] != NULL)
         count++;
     longer = pages((count + 2) * sizeof(*longer));
@@ -96,50 +64,86 @@ static char **with_launcher_variable(char **envp)
         return envp;
     for (size_t i = 0; i < count; i++)
         longer[i] = envp[i];
-    longer[count] = variable;
+    longer[count] = named;
     return longer;
 }
 
-/* The real runtime's path, in `path`; false when Python has to look for it. */
-static int find_real_runtime(char **envp, char *path)
+static void become(const char *path, struct launch *launch)
 {
-    static char name[PATH_SIZE];
-    struct self self;
+    char *own = launch->argv[0];
 
-    if (!know_self(&self))
-        return 0;
-    switch (runtime_setting(SETTINGS_FILE, name, sizeof(name))) {
-    case SETTING_ABSENT:
-        return find_by_name("crun", envp, &self, path) || find_by_name("runc", envp, &self, path);
-    case SETTING_FOUND:
-        if (name[0] == '/')
-            return join(path, PATH_SIZE, "", name) && is_runtime(path, &self);
-        return find_by_name(name, envp, &self, path);
-    default:
-        return 0;
+    if (launch->warning != NULL) {
+        const char *const parts[] = {launch->warning, "; ", path, " runs in its place: see gpusnap settings", NULL};
+
+        warn(parts, launch->first);
+        launch->warning = NULL;
     }
+    launch->argv[0] = (char *)path;
+    execute(path, launch->argv, launch->envp);
+    launch->argv[0] = own; /* not a program after all */
 }
 
-static void say(const char *text)
+static const char *base_name(const char *path)
 {
-    write_error(text, length_before(text, '\0'));
+    for (const char *at = path; *at != '\0'; at++)
+        if (*at == '/')
+            path = at + 1;
+    return path;
 }
 
-static void say_number(long number)
+/*
+ * Become the real runtime: the one that made the container, unless the settings name another than crun and runc;
+ * else the settings' one; else the first that there is. Returns where none can be started.
+ */
+static void become_real(const char *made_by, struct launch *launch)
 {
-    char digits[24];
-    size_t at = sizeof(digits);
+    static const char unreadable[] = "the settings file " SETTINGS_FILE " cannot be read";
+    static const char bad[] = "runtime in " SETTINGS_FILE " is neither a name nor an absolute path";
+    static const char missing[] = "the real runtime that " SETTINGS_FILE " names cannot be started";
+    static char name[PATH_SIZE];
+    enum setting setting = runtime_setting(SETTINGS_FILE, name, sizeof(name));
+    const char *kind = setting == SETTING_FOUND ? base_name(name) : "";
 
-    digits[--at] = '\0';
-    do
-        digits[--at] = (char)('0' + number % 10);
-    while ((number /= 10) > 0 && at > 0);
-    say(digits + at);
+    if (made_by != NULL && !same(kind, made_by) && (setting != SETTING_FOUND || whole(kind, runtime_names)))
+        become_named(made_by, launch);
+    if (setting == SETTING_FOUND) {
+        become_named(name, launch);
+        launch->warning = missing;
+    } else if (setting == SETTING_UNREADABLE) {
+        launch->warning = unreadable;
+    } else if (setting == SETTING_BAD) {
+        launch->warning = bad;
+    }
+    if (made_by != NULL)
+        become_named(made_by, launch);
+    for (const char *const *each = runtime_names; *each != NULL; each++)
+        become_named(*each, launch);
+}
+
+/* The real runtime's version, whose lines Podman and containerd read, then ours; negative where it has none. */
+static int tell_version(struct launch *launch)
+{
+    static const char own[] = "gpusnap-runtime version " VERSION_TEXT "\n";
+    long child = fork_process();
+    int code;
+
+    if (child < 0)
+        return -1;
+    if (child == 0) {
+        become_real(NULL, launch);
+        leave(EXIT_NOT_FOUND);
+    }
+    code = wait_for_end(child);
+    if (code == 0)
+        write_to(1, own, sizeof(own) - 1);
+    return code == EXIT_NOT_FOUND ? -1 : code;
 }
 
 /* Not in the words of strerror(ENOENT) and strerror(EACCES), which Podman replaces; see runtime_shim/errors.py. */
-static int python_is_missing(long error)
+static int python_is_missing(long error, enum whose whose)
 {
+    if (whose != OURS)
+        say("gpusnap-runtime: no real runtime can be started, neither crun nor runc; install one of them\n");
     say("gpusnap-runtime: its Python program " PYTHON_ENTRY " cannot be started: ");
     if (error == -ENOENT) {
         say("it or its interpreter does not exist");
@@ -149,24 +153,41 @@ static int python_is_missing(long error)
         say("error ");
         say_number(-error);
     }
-    say("; install gpusnap anew\n");
+    say(", so nothing is checkpointed or restored; install gpusnap anew\n");
     return EXIT_NOT_FOUND;
 }
 
 static int run(int argc, char **argv, char **envp)
 {
-    static char path[PATH_SIZE];
     static char *bare[] = {PYTHON_ENTRY, NULL};
+    static struct launch launch;
+    struct line line = classify(argc, argv);
+    char *asked = NULL;
 
     drop_launcher_variable(envp);
-    if (argc > 0 && is_for_the_real_runtime(argc, argv) && find_real_runtime(envp, path)) {
-        argv[0] = path;
-        execute(path, argv, envp);
-        /* Not a program after all: Python says what is wrong with it. */
+    launch.argv = argv;
+    launch.envp = envp;
+    if (argc > 0 && know_self(&launch.self)) {
+        launch.first = line.at < argc && whole(argv[line.at], beginnings);
+        if (line.whose == OURS && (asked = probe(argc, argv, line.at)) != NULL) {
+            /* Cut to what is asked: of `checkpoint ID --help` crun would make a checkpoint. */
+            line.whose = PASS;
+            argv[line.at + 1] = asked;
+            argv[argc = line.at + 2] = NULL;
+        }
+        if (line.whose == PASS) {
+            become_real(asked == NULL ? creator(&line, argc, argv, envp) : NULL, &launch);
+        } else if (line.whose == VERSION) {
+            int code = tell_version(&launch);
+
+            if (code >= 0)
+                return code;
+        }
     }
     if (argc > 0)
         argv[0] = bare[0];
-    return python_is_missing(execute(PYTHON_ENTRY, argc > 0 ? argv : bare, with_launcher_variable(envp)));
+    return python_is_missing(execute(PYTHON_ENTRY, argc > 0 ? argv : bare, with_launcher_variable(envp)),
+                             line.whose);
 }
 
 #ifdef WITH_LIBC

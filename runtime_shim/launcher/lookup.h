@@ -25,6 +25,13 @@ static const char *const system_directories[] = {
     NULL,
 };
 
+/* The real runtimes, the one that is preferred first. The same list as NAMES in locate.py. */
+static const char *const runtime_names[] = {"crun", "runc", NULL};
+
+/* What each of them has in a container's directory of its state, in their order; STATE_FILES in locate.py.
+ * Sources: crun, src/libcrun/status.c; runc, libcontainer/factory_linux.go. */
+static const char *const state_files[] = {"status", "state.json", NULL};
+
 /* This program's own file. */
 struct self {
     struct statx status;
@@ -100,34 +107,57 @@ static int is_runtime(const char *path, const struct self *self)
            !is_self(path, &found, self);
 }
 
-static const char *search_path(char **envp)
+/* A variable's value, by its name and "="; "" without one. */
+static const char *variable(char **envp, const char *name)
 {
     for (; *envp != NULL; envp++)
-        if (begins(*envp, "PATH="))
-            return *envp + 5;
+        if (begins(*envp, name))
+            return *envp + length_before(name, '\0');
     return "";
 }
 
-/* The first runtime of that name on PATH (absolute directories only), then in the system's, in `path`. */
-static int find_by_name(const char *name, char **envp, const struct self *self, char *path)
+static const char *search_path(char **envp)
 {
-    const char *at = search_path(envp);
+    return variable(envp, "PATH=");
+}
+
+/* What a lookup needs to know, and what becomes of the path that it finds: nothing, unless the exec fails. */
+struct launch {
+    char **argv;
+    char **envp;
+    struct self self;
+    const char *warning; /* what is to be said before another runtime than the settings' runs; or NULL */
+    int first;           /* whether the command begins a container */
+};
+
+static void become(const char *path, struct launch *launch);
+
+/* Become the first runtime of that name that can be started: on PATH (absolute directories only), then in the
+ * system's; or that file, for an absolute path. Returns where there is none. */
+static void become_named(const char *name, struct launch *launch)
+{
+    static char path[PATH_SIZE];
+    const char *at = search_path(launch->envp);
     const size_t name_length = length_before(name, '\0');
 
+    if (name[0] == '/') {
+        if (is_runtime(name, &launch->self))
+            become(name, launch);
+        return;
+    }
     while (*at != '\0') {
         size_t length = length_before(at, ':');
 
         if (*at == '/' && put(path, PATH_SIZE, 0, at, length) && put(path, PATH_SIZE, length, "/", 1) &&
-            put(path, PATH_SIZE, length + 1, name, name_length) && is_runtime(path, self))
-            return 1;
+            put(path, PATH_SIZE, length + 1, name, name_length) && is_runtime(path, &launch->self))
+            become(path, launch);
         at += length;
         at += *at == ':';
     }
     for (const char *const *each = system_directories; *each != NULL; each++)
         if (join(path, PATH_SIZE, *each, "/") &&
-            put(path, PATH_SIZE, length_before(path, '\0'), name, name_length) && is_runtime(path, self))
-            return 1;
-    return 0;
+            put(path, PATH_SIZE, length_before(path, '\0'), name, name_length) && is_runtime(path, &launch->self))
+            become(path, launch);
 }
 
 #endif

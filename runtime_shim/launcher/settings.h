@@ -1,9 +1,9 @@
 /*
- * The setting `runtime`, read from the settings file only where it is written plainly.
+ * The setting `runtime`, as written() in locate.py reads it.
  *
- * Plainly: before the first [table] there are only blank lines, comments and lines of a bare key and a boolean, a
- * number, or a string in one pair of quotes without an escape. Anything else may be TOML, or nothing at all, and
- * Python's tomllib decides.
+ * It is the value of the first line `runtime = NAME` before the first [table], quoted or not, so that no mistake
+ * elsewhere in the file can keep a command from the real runtime. Where TOML would read another value,
+ * settings.py refuses the file.
  */
 #ifndef GPUSNAP_SETTINGS_H
 #define GPUSNAP_SETTINGS_H
@@ -12,127 +12,87 @@
 #include "lookup.h"
 #include "text.h"
 
-#define SETTINGS_SIZE 16384
+#define SETTINGS_SIZE 65536 /* of a longer file the beginning; SETTINGS_SIZE in locate.py */
 
-enum setting { SETTING_ABSENT, SETTING_FOUND, SETTING_UNCERTAIN };
+enum setting { SETTING_ABSENT, SETTING_FOUND, SETTING_BAD, SETTING_UNREADABLE };
+
+static int is_blank(char c)
+{
+    return c == ' ' || c == '\t';
+}
 
 static const char *skip_blanks(const char *at)
 {
-    while (*at == ' ' || *at == '\t')
+    while (is_blank(*at))
         at++;
     return at;
 }
 
-static int is_bare(char c)
+/* The start of the value of a line `runtime = VALUE`; NULL for another line. */
+static const char *value_in(const char *at)
 {
-    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' || c == '-';
-}
+    const char quote = *at == '"' || *at == '\'' ? *at++ : '\0';
 
-/* Past blanks, a comment and the line's end; NULL when there is something else on the line. */
-static const char *end_of_line(const char *at)
-{
+    if (!begins(at, "runtime"))
+        return NULL;
+    at += 7;
+    if (quote != '\0' && *at++ != quote)
+        return NULL;
     at = skip_blanks(at);
-    if (*at == '#')
-        while (*at != '\n' && *at != '\0') {
-            if ((unsigned char)*at < ' ' && *at != '\t' && !(*at == '\r' && at[1] == '\n'))
-                return NULL;
-            at++;
-        }
-    if (*at == '\r' && at[1] == '\n')
+    return *at == '=' ? skip_blanks(at + 1) : NULL;
+}
+
+/* A name or an absolute path, up to its end quote, or without one to a blank, a comment or the line's end. */
+static enum setting plain_value(const char *at, char *name, size_t size)
+{
+    const char quote = *at == '"' || *at == '\'' ? *at : '\0';
+    size_t length = 0;
+
+    while (quote != '\0' && *at == quote)
         at++;
-    if (*at == '\n')
-        return at + 1;
-    return *at == '\0' ? at : NULL;
-}
-
-/* Past a string in one pair of quotes, its inside in *value and *length; NULL for any other kind of string. */
-static const char *plain_string(const char *at, const char **value, size_t *length)
-{
-    const char quote = *at++;
-
-    *value = at;
-    for (; *at != quote; at++)
-        if (*at == '\\' || (unsigned char)*at < ' ' || (unsigned char)*at > '~')
-            return NULL;
-    *length = (size_t)(at - *value);
-    /* An empty string, or the start of a """multi-line one""". */
-    return *length == 0 && at[1] == quote ? NULL : at + 1;
-}
-
-/* Past a boolean or a decimal number such as an administrator writes; NULL for any other word. */
-static const char *plain_word(const char *at)
-{
-    const char *first;
-
-    if (begins(at, "true"))
-        return at + 4;
-    if (begins(at, "false"))
-        return at + 5;
-    for (first = at; *at >= '0' && *at <= '9'; at++)
-        if (at > first && *first == '0')
-            return NULL;
-    return at > first ? at : NULL;
-}
-
-static int keep_name(const char *value, size_t length, char *name, size_t size)
-{
-    /* A name, or an absolute path; Python refuses a relative one. */
-    if (length == 0 || (value[0] != '/' && length_before(value, '/') < length))
-        return 0;
-    return put(name, size, 0, value, length);
+    while (at[length] != '\n' && at[length] != '\0' &&
+           (quote != '\0' ? at[length] != quote : !is_blank(at[length]) && at[length] != '#' && at[length] != '\r')) {
+        if ((unsigned char)at[length] < ' ' || at[length] == '\\' || at[length] == 0x7f)
+            return SETTING_BAD;
+        length++;
+    }
+    if (length == 0)
+        return SETTING_ABSENT;
+    if (!put(name, size, 0, at, length) || (name[0] != '/' && length_before(name, '/') < length))
+        return SETTING_BAD;
+    return SETTING_FOUND;
 }
 
 static enum setting runtime_in(const char *at, char *name, size_t size)
 {
-    enum setting found = SETTING_ABSENT;
-
     for (;;) {
-        const char *key, *value = NULL;
-        size_t key_length, length = 0;
+        const char *value;
 
         at = skip_blanks(at);
-        if (*at == '\0' || *at == '[')
-            return found;
-        if (*at == '#' || *at == '\r' || *at == '\n') {
-            if ((at = end_of_line(at)) == NULL)
-                return SETTING_UNCERTAIN;
-            continue;
-        }
-        for (key = at; is_bare(*at); at++)
-            ;
-        key_length = (size_t)(at - key);
-        at = skip_blanks(at);
-        if (key_length == 0 || *at++ != '=')
-            return SETTING_UNCERTAIN;
-        at = skip_blanks(at);
-        at = *at == '"' || *at == '\'' ? plain_string(at, &value, &length) : plain_word(at);
-        if (at == NULL || (at = end_of_line(at)) == NULL)
-            return SETTING_UNCERTAIN;
-        if (key_length == 7 && begins(key, "runtime")) {
-            if (found == SETTING_FOUND || value == NULL || !keep_name(value, length, name, size))
-                return SETTING_UNCERTAIN;
-            found = SETTING_FOUND;
-        }
+        if (*at == '[' || *at == '\0')
+            return SETTING_ABSENT;
+        if ((value = value_in(at)) != NULL)
+            return plain_value(value, name, size);
+        at += length_before(at, '\n');
+        at += *at == '\n';
     }
 }
 
 /* The value of `runtime` in the file, in `name`. */
 static enum setting runtime_setting(const char *file, char *name, size_t size)
 {
-    static char text[SETTINGS_SIZE];
+    static char text[SETTINGS_SIZE + 1];
     long fd = open_file(file), length;
 
     if (fd == -ENOENT)
         return SETTING_ABSENT;
     if (fd < 0)
-        return SETTING_UNCERTAIN;
-    length = read_block(fd, text, sizeof(text));
+        return SETTING_UNREADABLE;
+    length = read_block(fd, text, SETTINGS_SIZE);
     close_file(fd);
-    if (length < 0 || length == sizeof(text))
-        return SETTING_UNCERTAIN;
+    if (length < 0)
+        return SETTING_UNREADABLE;
     text[length] = '\0';
-    if (length_before(text, '\0') != (size_t)length)
-        return SETTING_UNCERTAIN;
     return runtime_in(text, name, size);
 }
 

@@ -113,7 +113,7 @@ VERSION = {
     "before a command": ["-v", "checkpoint", "x"],
 }
 
-UNCERTAIN = {
+UNCOMMON = {
     "abbreviated": ["--sys", "state", "x"],
     "unknown option": ["--shiny", "state", "x"],
     "unknown option and value": ["--shiny", "7", "state", "x"],
@@ -122,4 +122,4 @@ UNCERTAIN = {
     "help with =": ["--help=true", "state", "x"],
     "three dashes": ["---root", "state", "x"],
 }
-"""PASS for the Python entry, which knows more; the launcher leaves them to it."""
+"""PASS, too, with options that neither crun nor runc has, or in a form that engines do not use."""

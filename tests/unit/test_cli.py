@@ -255,7 +255,19 @@ def test_gpus_without_any(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None
     assert err.startswith("gpusnap: this host has no GPU driver")
 
 
-def test_settings(tmp_path: Path, gpusnap: Run) -> None:
+@pytest.fixture
+def crun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A real runtime on PATH, and none elsewhere."""
+    path = tmp_path / "bin" / "crun"
+    path.parent.mkdir()
+    path.write_text("#!/bin/sh\necho crun version 1.21\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
+    monkeypatch.setattr("runtime_shim.locate.SYSTEM_DIRECTORIES", ())
+    return path
+
+
+def test_settings(tmp_path: Path, gpusnap: Run, crun: Path) -> None:
     """Every setting with its value, in a form that can be read back to the same settings."""
     path = tmp_path / "gpusnap.toml"
     path.write_text(
@@ -270,13 +282,54 @@ def test_settings(tmp_path: Path, gpusnap: Run) -> None:
     assert load(str(again)) == load(str(path)) != Settings()
 
 
-def test_settings_that_are_wrong(tmp_path: Path, gpusnap: Run) -> None:
-    """An unknown key is named, with exit code 1."""
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("retry = 5\n", "unknown setting retry"),
+        ("runtime = crun\n", "is not TOML"),
+        ('runtime = """\ncrun"""\n', "written in a way that only checkpoint and restore would understand"),
+        ("[store]\nmemory.level = 0\n", "write memory.level above the first [...]"),
+        ('[store]\nruntime = "crun"\n', "write runtime above the first [...]"),
+    ],
+)
+def test_settings_that_are_wrong(tmp_path: Path, gpusnap: Run, crun: Path, text: str, said: str) -> None:
+    """What is wrong, and what to do; with exit code 1."""
     path = tmp_path / "gpusnap.toml"
-    path.write_text("retry = 5\n", "ascii")
+    path.write_text(text, "ascii")
     code, out, err = gpusnap("settings", "--file", str(path))
     assert (code, out) == (1, "")
-    assert "unknown setting retry" in err
+    assert said in err
+    assert "; " in err
+
+
+@pytest.mark.parametrize(
+    ("text", "program", "said"),
+    [
+        ('runtime = "crunn"\n', "", "the real runtime crunn is neither on PATH nor in"),
+        ('runtime = "/nowhere/crun"\n', "", "/nowhere/crun is not a program that can be run"),
+        (
+            "",
+            "#!/bin/sh\necho no library >&2; exit 3\n",
+            "--version failed with exit code 3 and said: no library",
+        ),
+        ("", "#!/nosuch/interpreter\n", "cannot be started: it does not exist"),
+        ("", None, "there is no real runtime"),
+    ],
+)
+def test_settings_with_a_runtime_that_does_not_run(
+    tmp_path: Path, gpusnap: Run, crun: Path, text: str, program: str | None, said: str
+) -> None:
+    """The values are shown, and the exit code is not 0."""
+    path = tmp_path / "gpusnap.toml"
+    path.write_text(text, "ascii")
+    if program is None:
+        crun.unlink()
+    elif program:
+        crun.write_text(program)
+    code, out, err = gpusnap("settings", "--file", str(path))
+    assert code != 0
+    assert out.startswith("runtime = ")
+    assert said in err
 
 
 def test_nobody_reads_on(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from doctor_trees import Programs, only, tree
 
 from gpusnap.doctor import engines
 from gpusnap.doctor.sources import Answer
+from runtime_shim._version import __version__
 
 OURS = "/usr/bin/gpusnap-runtime"
 
@@ -71,6 +72,41 @@ def test_launcher(tmp_path: Path) -> None:
     empty = str(tmp_path / "usr")
     assert "PATH" in only(engines.launcher(empty, find=programs.find))[1].says
     assert only(engines.launcher(empty, find=Programs().find))[0] == "failure"
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "err", "launcher", "verdict", "said"),
+    [
+        (0, f"{__version__} /opt/bin/python", "", __version__, "ok", "by /opt/bin/python, has all"),
+        (
+            1,
+            "",
+            "gpusnap: a part is missing: No module named 'yaml'",
+            "",
+            "failure",
+            "No module named 'yaml'",
+        ),
+        (1, "", "gpusnap: checkpoint has no option --gpusnap-check", "", "failure", "of another version"),
+        (0, "0.0.9 /opt/bin/python", "", __version__, "warning", "is gpusnap 0.0.9"),
+        (0, f"{__version__} /opt/bin/python", "", "0.0.8", "warning", "is gpusnap 0.0.8"),
+        (127, "", "", "", "failure", "nothing"),
+    ],
+)
+def test_parts(tmp_path: Path, code: int, out: str, err: str, launcher: str, verdict: str, said: str) -> None:
+    """What gpusnap-runtime tells of itself as an engine starts it."""
+    (tmp_path / "usr/bin").mkdir(parents=True)
+    (tmp_path / OURS[1:]).touch()
+    root = tree(tmp_path, {"/etc/containers/containers.conf.d/50.conf": PODMAN})
+
+    def run(argv: list[str]) -> Answer:
+        assert argv[:2] == ["env", "-i"]
+        if argv[-1] == "--version":
+            return Answer(0, f"crun version 1\ngpusnap-runtime version {launcher}\n", "")
+        return Answer(code, f"{out}\n", f"{err}\n")
+
+    found = only(engines.complete(root, find=Programs(podman="").find, run=run))
+    assert found[0] == verdict
+    assert said in found[1].says
 
 
 def test_what_is_left_to_do_for_containerd(tmp_path: Path) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
+import re
+import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import command_lines as lines
 import pytest
 
-from runtime_shim import entry, options
+from runtime_shim import entry, options, parts
 from runtime_shim._version import __version__
 from runtime_shim.options import Takes
 
@@ -24,6 +27,7 @@ sys.path.insert(0, {root!r})
 from runtime_shim import locate
 locate.SETTINGS_FILE = {settings!r}
 locate.SYSTEM_DIRECTORIES = ()
+locate.SYSTEM_LOG = {log!r}
 {before}
 from runtime_shim import entry
 sys.exit(entry.main())
@@ -46,6 +50,7 @@ class Host:
     def __init__(self, directory: Path) -> None:
         self.bin = directory / "bin"
         self.settings = directory / "gpusnap.toml"
+        self.log = directory / "log"
         self.bin.mkdir()
         self.real("crun")
 
@@ -56,7 +61,9 @@ class Host:
         return path
 
     def run(self, *args: str, before: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-        program = _PROGRAM.format(root=str(ROOT), settings=str(self.settings), before=before)
+        program = _PROGRAM.format(
+            root=str(ROOT), settings=str(self.settings), log=str(self.log), before=before
+        )
         return subprocess.run(
             [sys.executable, "-I", "-S", "-c", program, *args],
             env={"PATH": f"{self.bin}:/usr/bin:/bin"} | env,
@@ -78,7 +85,7 @@ def test_ours(args: list[str]) -> None:
     assert args[at] in ("checkpoint", "restore")
 
 
-@pytest.mark.parametrize("args", (lines.PASS | lines.UNCERTAIN).values(), ids=lines.PASS | lines.UNCERTAIN)
+@pytest.mark.parametrize("args", (lines.PASS | lines.UNCOMMON).values(), ids=lines.PASS | lines.UNCOMMON)
 def test_pass(args: list[str]) -> None:
     assert entry.classify(args)[0] == entry.PASS
 
@@ -145,24 +152,71 @@ def test_settings_name_the_real_runtime(host: Host) -> None:
     assert host.run("state", "x").stdout.splitlines()[0] == str(other)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ('runtime = "nosuch"', "the real runtime nosuch is neither on PATH"),
-        ("runtime = 7", "is 7; it must be a runtime's name or absolute path"),
-        ('runtime = "bin/crun"', "it must be a runtime's name or absolute path"),
-        ("runtime = ", "is not TOML"),
-        ('runtime = "/"', "the real runtime / is not a program that can be run"),
-    ],
-)
-def test_errors_go_to_stderr_and_log(host: Host, tmp_path: Path, settings: str, message: str) -> None:
+MISSING = 'runtime = "nosuch"'
+WRONG = [
+    MISSING,
+    "runtime = 7",
+    'runtime = "bin/crun"',
+    "runtime = ",
+    'runtime = "/"',
+    "runtime = crun",
+    "[[[",
+]
+
+
+@pytest.mark.parametrize("settings", WRONG)
+def test_another_runs_where_the_settings_are_wrong(host: Host, tmp_path: Path, settings: str) -> None:
+    """Nothing is said where programs read it."""
     host.settings.write_text(settings)
     log = tmp_path / "log.json"
     done = host.run("--log", str(log), "--log-format=json", "state", "x")
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert message in json.loads(log.read_text())["msg"]
+    assert (done.returncode, done.stderr) == (7, "")
+    assert done.stdout.splitlines()[0] == str(host.bin / "crun")
+    assert not log.exists()
+    assert host.run("--version").stdout == f"crun version 1.21\ngpusnap-runtime version {__version__}\n"
+    assert host.run("checkpoint", "--help").stdout.splitlines()[1] == "<checkpoint><--help>"
+
+
+@pytest.mark.parametrize("error", ["ZeroDivisionError()", "MemoryError()", "RecursionError()"])
+@pytest.mark.parametrize("what", ["setting", "creator"])
+def test_no_exception_stops_it(host: Host, what: str, error: str) -> None:
+    before = f"""
+def fail(*given):
+    raise {error}
+locate.{what} = fail
+"""
+    done = host.run("state", "x", before=before)
+    assert (done.returncode, done.stderr) == (7, "")
+    assert done.stdout.splitlines()[0] == str(host.bin / "crun")
+
+
+@pytest.mark.parametrize("settings", [MISSING, 'runtime = "bin/crun"'])
+@pytest.mark.parametrize(("command", "count"), [("create", 1), ("run", 1), ("exec", 0), ("state", 0)])
+def test_the_system_log_is_told(host: Host, settings: str, command: str, count: int) -> None:
+    """Of a container that begins; not each time that an engine looks at it."""
+    host.settings.write_text(settings)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
+        log.bind(str(host.log))
+        log.setblocking(False)
+        assert host.run(command, "x").stderr == ""
+        said = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                said.append(log.recv(4096).decode())
+    assert len(said) == count
+    for each in said:
+        assert each.startswith("<28>gpusnap-runtime: ")
+        assert each.endswith(f"; {host.bin}/crun runs in its place: see gpusnap settings")
+
+
+def test_a_container_stays_with_its_runtime(host: Host, tmp_path: Path) -> None:
+    runc = host.real("runc")
+    (tmp_path / "root" / "x").mkdir(parents=True)
+    (tmp_path / "root" / "x" / "state.json").touch()
+    for settings in ("", 'runtime = "crun"', MISSING):
+        host.settings.write_text(settings)
+        done = host.run("--root", str(tmp_path / "root"), "kill", "x", "KILL")
+        assert done.stdout.splitlines()[0] == str(runc)
 
 
 def test_no_real_runtime(host: Host) -> None:
@@ -174,11 +228,57 @@ def test_no_real_runtime(host: Host) -> None:
 
 
 def test_a_program_that_cannot_run(host: Host) -> None:
+    """The next one does; without one, that is said."""
     host.real("crun", "#!/nosuch/interpreter\n")
+    runc = host.real("runc")
+    assert host.run("state", "x").stdout.splitlines()[0] == str(runc)
+    assert "crun version 1.21" in host.run("--version").stdout
+    runc.unlink()
     for line in (["state", "x"], ["--version"]):
         done = host.run(*line)
         assert done.returncode == 127
         assert "cannot be started: it does not exist" in done.stderr
+
+
+def test_nobody_reads_the_version(host: Host) -> None:
+    """As in `gpusnap-runtime --version | head -0`: one sentence at most, and no code of Python's own."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    program = _PROGRAM.format(root=str(ROOT), settings=str(host.settings), log="", before="")
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program, "--version"],
+        env={"PATH": f"{host.bin}:/usr/bin:/bin"},
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writing)
+    assert done.returncode in (1, 141)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_all_parts(host: Host) -> None:
+    """What gpusnap doctor asks: with the packages that this interpreter has, and without."""
+    done = host.run(*entry.CHECK)
+    assert done.returncode == 1
+    assert "a part of gpusnap is missing" in done.stderr
+    line = [sys.executable, "-m", "runtime_shim.entry", *entry.CHECK]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{__version__} {sys.executable}\n")
+
+
+def test_required_parts_are_those_that_the_package_requires() -> None:
+    """Those of the command line alone, and NVML's binding, of which there is one of our own, aside."""
+    names = {"PyYAML": "yaml"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = {re.split("[><=]", each)[0] for each in project["dependencies"]} - {
+        "click",
+        "rich",
+        "nvidia-ml-py",
+    }
+    assert {names.get(each, each) for each in required} == set(parts.REQUIRED)
 
 
 def test_a_probe_is_answered_by_the_real_runtime(host: Host) -> None:

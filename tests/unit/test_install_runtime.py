@@ -143,10 +143,14 @@ def test_settings(tmp_path: Path) -> None:
     path.write_text(text)
     assert settings.load(str(path)) == settings.Settings()
     assert not any(tomllib.loads(text).get(name) for name in ("runtime", "retries"))
-    bare = re.sub(r"(?m)^# (?=[\w-]+ = )", "", text)
+    bare = re.sub(r"(?m)^# (?=[\w.-]+ = )", "", text)
     path.write_text(bare)
     assert settings.load(str(path)) == settings.Settings()
     found = tomllib.loads(bare)
+    assert "\n[" not in text
+    path.write_text(text + 'memory.level = 0\nruntime = "runc"\n[criu]\ntimeout = 7\n')
+    appended = settings.load(str(path))
+    assert (appended.memory.level, appended.runtime, appended.criu.timeout) == (0, "runc", 7)
     flat = {name for name, value in found.items() if not isinstance(value, dict)}
     flat |= {f"{table}.{name}" for table, value in found.items() if isinstance(value, dict) for name in value}
     assert flat == set(settings.TABLE)

@@ -1,8 +1,9 @@
-"""The launcher in C: that it decides as entry.py does, or leaves the line to it."""
+"""The launcher in C: that it decides as entry.py does, and that nothing keeps it from a real runtime."""
 
 from __future__ import annotations
 
 import os
+import pty
 import re
 import shutil
 import subprocess
@@ -15,11 +16,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime_shim import entry, locate
+from runtime_shim import entry, locate, options
+from runtime_shim._version import __version__
+from runtime_shim.argv import probe
 from runtime_shim.errors import SettingsError
-from runtime_shim.words import HELP
+from runtime_shim.options import Takes
+from runtime_shim.words import FALSE, HELP
 
 SOURCE = Path(__file__).parents[2] / "runtime_shim" / "launcher"
+OWN_VERSION = f"gpusnap-runtime version {__version__}\n"
 
 pytestmark = pytest.mark.skipif(
     not shutil.which("make") or not shutil.which("cc"), reason="needs make and a C compiler"
@@ -48,21 +53,43 @@ class Launcher:
     def bin(self) -> Path:
         return self.directory / "bin"
 
+    def real(self, name: str) -> list[str]:
+        """What runs where that runtime does, before the words of the line."""
+        return ["real", str(self.bin / name)]
+
+    def remove_settings(self) -> None:
+        if self.settings.is_dir() and not self.settings.is_symlink():
+            self.settings.rmdir()
+        else:
+            self.settings.unlink(missing_ok=True)
+
     def write(self, path: Path, text: str) -> Path:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
         return path
 
-    def run(self, *args: str, path: str | None = None, program: Path | None = None) -> list[str]:
-        """What was started, "real" or "python", and with what."""
-        done = subprocess.run(
+    def done(
+        self, *args: str, path: str | None = None, program: Path | None = None, **env: str
+    ) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
             [program or self.program, *args],
-            env={"PATH": path or f"{self.bin}:/usr/bin:/bin"},
+            env={"PATH": path or f"{self.bin}:/usr/bin:/bin"} | env,
+            stdin=subprocess.DEVNULL,
             capture_output=True,
-            check=True,
+            check=False,
+            timeout=30,
         )
-        return os.fsdecode(done.stdout).split("\0")[:-1]
+
+    def run(
+        self, *args: str, end: str = "", path: str | None = None, program: Path | None = None, **env: str
+    ) -> list[str]:
+        """What was started, "real" or "python", and with what. `end` is printed after it; stderr is empty."""
+        done = self.done(*args, path=path, program=program, **env)
+        assert (done.returncode, done.stderr) == (0, b"")
+        *words, last = os.fsdecode(done.stdout).split("\0")
+        assert last == end
+        return words
 
 
 def build(directory: Path, *extra: str) -> Launcher:
@@ -87,7 +114,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def launcher(built: Launcher) -> Launcher:
-    built.settings.unlink(missing_ok=True)
+    built.remove_settings()
     shutil.rmtree(built.bin)
     built.write(built.bin / "crun", _REAL)
     return built
@@ -95,7 +122,7 @@ def launcher(built: Launcher) -> Launcher:
 
 def strings_of(name: str) -> tuple[str, ...]:
     text = "".join(path.read_text() for path in SOURCE.glob("*.[ch]"))
-    found = re.search(rf"{name}\[\] = {{(.*?)}};", text, re.DOTALL)
+    found = re.search(rf"\*const {name}\[\] = {{(.*?)}};", text, re.DOTALL)
     assert found, name
     return tuple(re.findall(r'"([^"]*)"', found[1]))
 
@@ -103,23 +130,47 @@ def strings_of(name: str) -> tuple[str, ...]:
 def test_the_same_lists() -> None:
     assert strings_of("global_values") == entry.GLOBAL_VALUES
     assert strings_of("global_flags") == entry.GLOBAL_FLAGS
+    assert strings_of("version_options") == entry.VERSION_OPTIONS
+    assert strings_of("our_commands") == entry.OUR_COMMANDS
+    assert strings_of("commands") == entry.COMMANDS
     assert strings_of("help_options") == HELP
+    assert strings_of("false_words") == FALSE
     assert strings_of("system_directories") == locate.SYSTEM_DIRECTORIES
+    assert strings_of("runtime_names") == locate.NAMES
+    assert strings_of("state_files") == locate.STATE_FILES
+    assert strings_of("beginnings") == locate.BEGINNINGS
+    for name, known in (("checkpoint", options.CHECKPOINT), ("restore", options.RESTORE)):
+        taking = [each for each in known if each.takes is not Takes.NOTHING and each.name != "network-lock"]
+        words = {word for each in taking for word in (each.name, each.short) if word}
+        assert set(strings_of(f"{name}_values")) == words
 
 
-@pytest.mark.parametrize("args", lines.PASS.values(), ids=lines.PASS)
+@pytest.mark.parametrize("args", (lines.PASS | lines.UNCOMMON).values(), ids=lines.PASS | lines.UNCOMMON)
 def test_passes_on(launcher: Launcher, args: list[str]) -> None:
-    assert launcher.run(*args) == ["real", str(launcher.bin / "crun"), *args]
+    assert launcher.run(*args) == [*launcher.real("crun"), *args]
 
 
-OTHERS = lines.OURS | lines.VERSION | lines.UNCERTAIN
-
-
-@pytest.mark.parametrize("args", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("args", lines.OURS.values(), ids=lines.OURS)
 def test_leaves_to_python(launcher: Launcher, args: list[str]) -> None:
     assert launcher.run(*args) == ["python", str(launcher.program), *args]
 
 
+@pytest.mark.parametrize("args", lines.VERSION.values(), ids=lines.VERSION)
+def test_version(launcher: Launcher, args: list[str]) -> None:
+    assert launcher.run(*args, end=OWN_VERSION) == [*launcher.real("crun"), *args]
+
+
+@pytest.mark.parametrize(("code", "text"), [(3, "exit 3"), (137, "kill -9 $$")])
+def test_version_fails_as_the_real_one(launcher: Launcher, code: int, text: str) -> None:
+    launcher.write(launcher.bin / "crun", f"#!/bin/sh\necho crun version 1; {text}\n")
+    done = launcher.done("--version")
+    assert (done.returncode, done.stdout) == (code, b"crun version 1\n")
+
+
+_PROBES = [
+    *("-h", "--help", "--usage", "--help=true", "--network-lock", "--lsm-mount-context", "--lsm-profile=a"),
+    *("--image-path", "-image-path", "--bundle", "-b", "--gpu-map", "--leave-running", "--status-fd"),
+]
 _PARTS = [
     *(
         "--",
@@ -176,67 +227,87 @@ _PARTS = [
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(args=st.lists(st.sampled_from(_PARTS), max_size=6))
-def test_never_against_python(launcher: Launcher, args: list[str]) -> None:
-    whose = entry.classify(args)[0]
-    started, who, *words = launcher.run(*args)
-    assert words == args
-    if started == "real":
-        assert (whose, who) == (entry.PASS, str(launcher.bin / "crun"))
-    else:
-        assert who == str(launcher.program)
-    if whose != entry.PASS:
-        assert started == "python"
+def test_as_python(launcher: Launcher, args: list[str]) -> None:
+    """Whose it is, and to what a question about checkpoint or restore is cut."""
+    whose, at = entry.classify(args)
+    if whose == entry.VERSION:
+        assert launcher.run(*args, end=OWN_VERSION) == [*launcher.real("crun"), *args]
+        return
+    words = probe(args, at) if whose == entry.OURS else args
+    first = ["python", str(launcher.program)] if words is None else launcher.real("crun")
+    assert launcher.run(*args) == [*first, *(args if words is None else words)]
 
 
-PLAIN = [
-    ("", "crun"),
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    command=st.sampled_from(["checkpoint", "restore"]),
+    args=st.lists(st.sampled_from([*_PROBES, *_PARTS]), max_size=4),
+)
+def test_probes_as_python(launcher: Launcher, command: str, args: list[str]) -> None:
+    words = probe([command, *args], 0)
+    first = ["python", str(launcher.program)] if words is None else launcher.real("crun")
+    assert launcher.run(command, *args) == [*first, *([command, *args] if words is None else words)]
+
+
+# The file, and the runtime that it names to a pass-through; TOML or not.
+WRITTEN = [
+    ("", ""),
     ('runtime = "runc"', "runc"),
     ("# a comment, é\n\n\truntime='runc' # and another\r\nretries = 3\n", "runc"),
     ('retries = 0\nruntime = "runc"\n[nvidia]\nruntime = "nosuch"\n', "runc"),
-    ('[nvidia]\nruntime = "nosuch"', "crun"),
-    ("runtimes = 'runc'\nflag = true\n", "crun"),
+    ('[nvidia]\nruntime = "nosuch"', ""),
+    ("runtimes = 'runc'\nflag = true\n", ""),
+    ("runtime = runc", "runc"),
+    ("runtime = runc # why\n", "runc"),
+    ("runtime=runc\r\n", "runc"),
+    ('runtime = "runc\n', "runc"),
+    ('runtime = "runc" x', "runc"),
+    ('runtime = """runc"""', "runc"),
+    ('"runtime" = "runc"', "runc"),
+    ('list = [\n"x",\n]\nruntime = "runc"', "runc"),
+    ('a = """\nb\nruntime = "runc"', "runc"),
+    ('retries = 3 3\nmemory level = {\nruntime = "runc"\n[[[', "runc"),
+    ('runtime = "runc"\nruntime = "crun"', "runc"),
+    ('runtime = ""', ""),
+    ("runtime", ""),
+    ("runtime =", ""),
+    ("runtime = '''\nrunc'''", ""),
+    ("x\0\nruntime = runc", ""),
+    ("\ufeffruntime = 'runc'", ""),
+    ("#" * 70000 + "\nruntime = 'runc'\n", ""),
+    ("#\n" * 30000 + "runtime = 'runc'\n", "runc"),
 ]
-UNCERTAIN = [
+# Of these it can be told that the name is wrong.
+BAD = [
     'runtime = "ru\\u006ec"',
-    'runtime = """runc"""',
-    "runtime = '''\nrunc'''",
-    'text = """\nruntime = "runc"\n"""',
-    '"runtime" = "runc"',
-    'a.b = 1\nruntime = "runc"',
-    'list = [\n"x",\n]\nruntime = "runc"',
-    'runtime = "runc',
-    "runtime = runc",
-    "runtime = 7",
-    'runtime = ""',
     'runtime = "bin/runc"',
-    'runtime = "runc" x',
-    'runtime = "runc"\nruntime = "runc"',
-    'runtime "runc"',
-    'runtime = "nosuch"',
-    'runtime = "/nosuch"',
-    'runtime = "rün"',
-    "retries = 007",
-    "retries = 0x7",
-    "x = trueish",
-    "a = 1\0",
+    "runtime = a/b",
+    "runtime = '\x07'",
     'runtime = "' + "x" * 5000 + '"',
-    "#" * 20000,
 ]
+# These are names of what is not there.
+MISSING = 'runtime = "nosuch"'
+NOT_THERE = [MISSING, 'runtime = "/nosuch"', "runtime = 7", 'runtime = "rün"', "runtime = {", "runtime = /"]
 
 
-@pytest.mark.parametrize(("text", "name"), PLAIN)
-def test_plain_settings(launcher: Launcher, text: str, name: str) -> None:
+@pytest.mark.parametrize(("text", "name"), WRITTEN)
+def test_settings(launcher: Launcher, text: str, name: str) -> None:
     launcher.write(launcher.bin / "runc", _REAL)
     launcher.settings.write_text(text)
-    assert launcher.run("state")[:2] == ["real", str(launcher.bin / name)]
-    assert locate.setting(str(launcher.settings)) in ("", name)
+    assert locate.setting(str(launcher.settings)) == name
+    assert launcher.run("state") == [*launcher.real(name or "crun"), "state"]
 
 
-@pytest.mark.parametrize("text", UNCERTAIN)
-def test_settings_for_python(launcher: Launcher, text: str) -> None:
-    launcher.write(launcher.bin / "runc", _REAL)
+@pytest.mark.parametrize("name", ["crun", "runc"])
+@pytest.mark.parametrize("text", [*BAD, *NOT_THERE])
+def test_another_runs_where_the_settings_name_none(launcher: Launcher, text: str, name: str) -> None:
+    """crun, or else runc. Nothing is said on either stream, which programs read."""
+    (launcher.bin / "crun").rename(launcher.bin / name)
     launcher.settings.write_text(text)
-    assert launcher.run("state")[0] == "python"
+    assert launcher.run("state", "x") == [*launcher.real(name), "state", "x"]
+    if text in BAD:
+        with pytest.raises(SettingsError, match="it must be a runtime's name or absolute path"):
+            locate.setting(str(launcher.settings))
 
 
 _TOML_PARTS = [
@@ -246,32 +317,124 @@ _TOML_PARTS = [
 _TOML = st.lists(st.sampled_from(_TOML_PARTS), max_size=10).map("".join)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=_TOML)
-def test_settings_never_against_python(launcher: Launcher, text: str) -> None:
+def test_settings_as_python(launcher: Launcher, text: str) -> None:
     launcher.write(launcher.bin / "runc", _REAL)
     launcher.settings.write_bytes(text.encode())
-    started, who, *_ = launcher.run("state")
-    if started == "python":
-        return
-    # What stands after the first table cannot change the setting, right or wrong.
-    launcher.settings.write_bytes(re.split(rb"(?m)^[ \t]*\[", text.encode())[0])
     try:
-        name = locate.setting(str(launcher.settings)) or "crun"
-    except SettingsError as error:
-        # Another key twice is no TOML, but nothing that passing a command on has to see.
-        if "Cannot overwrite a value" not in str(error) or text.count("runtime") > 1:
-            raise
-        return
-    assert who == str(launcher.bin / name)
+        name = locate.setting(str(launcher.settings))
+    except SettingsError:
+        name = ""
+    assert launcher.run("state")[1] == str(launcher.bin / (name if name == "runc" else "crun"))
 
 
-def test_settings_that_cannot_be_read(launcher: Launcher) -> None:
-    launcher.settings.mkdir()
-    try:
-        assert launcher.run("state")[0] == "python"
-    finally:
-        launcher.settings.rmdir()
+def _folder(path: Path) -> None:
+    path.mkdir()
+
+
+def _loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def _huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def _binary(path: Path) -> None:
+    path.write_bytes(bytes(range(256)) * 4096)
+
+
+@pytest.mark.parametrize("make", [_folder, _loop, _huge, _binary, os.mkfifo])
+def test_settings_that_cannot_be_read(launcher: Launcher, make: Callable[[Path], object]) -> None:
+    make(launcher.settings)
+    assert launcher.run("state") == [*launcher.real("crun"), "state"]
+
+
+def test_a_terminal_is_told(launcher: Launcher) -> None:
+    """Once, and only where a person reads it and no program."""
+    launcher.settings.write_text('runtime = "crunn"\n')
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [launcher.program, "state"],
+        env={"PATH": str(launcher.bin)},
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+    ) as process:
+        os.close(theirs)
+        said = os.read(ours, 4096).decode()
+    os.close(ours)
+    assert process.returncode == 0
+    assert said == (
+        f"gpusnap-runtime: the real runtime that {launcher.settings} names cannot be started; "
+        f"{launcher.bin}/crun runs in its place: see gpusnap settings\r\n"
+    )
+
+
+def made(root: Path, name: str) -> str:
+    """--root, with a container "abc" that this runtime made."""
+    (root / "abc").mkdir(exist_ok=True, parents=True)
+    (root / "abc" / locate.STATE_FILES[locate.NAMES.index(name)]).touch()
+    return str(root)
+
+
+@pytest.mark.parametrize("text", ['runtime = "crun"', 'runtime = "runc"', "", MISSING, 'runtime = "a/b"'])
+@pytest.mark.parametrize("name", ["crun", "runc"])
+def test_a_container_stays_with_its_runtime(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    """Whatever the settings say by now, the one that made it; a new one is begun by the settings' runtime."""
+    launcher.write(launcher.bin / "runc", _REAL)
+    launcher.settings.write_text(text)
+    root, private = made(tmp_path / "root", name), made(tmp_path / "private" / name, name)
+    for given_root in (["--root", root], [f"--root={root}"], ["--root", "/x", "-root", root]):
+        for line in (
+            ["kill", "abc", "KILL"],
+            ["exec", "--process", "/p", "--", "abc"],
+            ["--", "state", "abc"],
+        ):
+            assert launcher.run(*given_root, *line)[:2] == launcher.real(name)
+    line = ["delete", "--force", "abc"]
+    assert launcher.run(*line, XDG_RUNTIME_DIR=os.path.dirname(private))[:2] == launcher.real(name)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", os.path.dirname(private))
+    assert locate.creator(line[1:]) == name
+    assert locate.creator(["KILL", "abc"], root) == name
+    new = "runc" if "runc" in text else "crun"
+    for line in (["create", "abc"], ["run", "abc"], ["state", "abcd"], ["state", "../root/abc"], ["list"]):
+        assert launcher.run("--root", root, *line)[:2] == launcher.real(new)
+
+
+def found(launcher: Launcher, named: str, made_by: str) -> str:
+    """What Python would try first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(launcher.bin))
+        patch.setattr(locate, "_own_files", [str(launcher.program)])
+        return next(locate.found(named, made_by))[0]
+
+
+def test_whose_container_it_is_cannot_be_told(launcher: Launcher, tmp_path: Path) -> None:
+    """Of both, or where the settings name a runtime of another kind: as the settings say."""
+    launcher.write(launcher.bin / "runc", _REAL)
+    other = launcher.write(launcher.bin / "youki", _REAL)
+    root = made(tmp_path / "root", "runc")
+    launcher.settings.write_text('runtime = "youki"')
+    assert launcher.run("--root", root, "state", "abc")[1] == str(other) == found(launcher, "youki", "runc")
+    made(tmp_path / "root", "crun")
+    launcher.settings.write_text("")
+    assert launcher.run("--root", root, "state", "abc")[:2] == launcher.real("crun")
+    assert locate.creator(["abc"], root) == ""
+
+
+def test_a_runtime_of_its_kind_elsewhere(launcher: Launcher, tmp_path: Path) -> None:
+    """The settings' runc is runc, wherever it is."""
+    own = launcher.write(tmp_path / "opt" / "runc", _REAL)
+    launcher.write(launcher.bin / "runc", _REAL)
+    launcher.settings.write_text(f'runtime = "{own}"')
+    root = made(tmp_path / "root", "runc")
+    assert launcher.run("--root", root, "state", "abc")[1] == str(own) == found(launcher, str(own), "runc")
+    root = made(tmp_path / "other", "crun")
+    assert launcher.run("--root", root, "state", "abc")[:2] == launcher.real("crun")
 
 
 WAYS: dict[str, Callable[[Path, Path], object]] = {
@@ -289,7 +452,8 @@ def test_never_itself(launcher: Launcher, way: str) -> None:
     real = launcher.write(launcher.directory / "second" / "crun", _REAL)
     assert launcher.run("state", path=f"{launcher.bin}:{real.parent}")[:2] == ["real", str(real)]
     launcher.settings.write_text(f'runtime = "{in_front}"')
-    assert launcher.run("state")[:2] == ["python", str(launcher.program)]
+    path = f"{launcher.bin}:{real.parent}"
+    assert launcher.run("state", path=path)[:2] == ["real", str(real)]
 
 
 def test_installed_as_crun_in_front_of_crun(launcher: Launcher) -> None:
@@ -315,11 +479,15 @@ def test_looks_where_python_looks(launcher: Launcher, monkeypatch: pytest.Monkey
         assert (started, who) == ("real", locate.find("runc"))
 
 
-def test_a_runtime_that_cannot_run_is_left_to_python(launcher: Launcher) -> None:
-    launcher.write(launcher.bin / "crun", "#!/nosuch/interpreter\n")
-    assert launcher.run("state")[0] == "python"
-    launcher.write(launcher.bin / "crun", "no program of any kind\0")
-    assert launcher.run("state")[0] == "python"
+@pytest.mark.parametrize("text", ["#!/nosuch/interpreter\n", "no program of any kind\0"])
+def test_a_runtime_that_cannot_run(launcher: Launcher, text: str) -> None:
+    """The next one does; where there is none, Python says why."""
+    launcher.write(launcher.bin / "crun", text)
+    runc = launcher.write(launcher.bin / "runc", _REAL)
+    assert launcher.run("state") == [*launcher.real("runc"), "state"]
+    runc.unlink()
+    for line in (["state"], ["--version"], ["checkpoint", "--help"]):
+        assert launcher.run(*line)[0] == "python"
 
 
 def test_arguments_and_environment_are_passed_as_they_are(launcher: Launcher) -> None:
@@ -339,33 +507,39 @@ def test_arguments_and_environment_are_passed_as_they_are(launcher: Launcher) ->
     assert found == {os.fsencode(name): os.fsencode(value) for name, value in env.items()}
 
 
-@pytest.mark.parametrize(
-    ("text", "mode", "said"),
-    [
-        (None, 0, "it or its interpreter does not exist"),
-        (_PYTHON, 0o644, "access is refused"),
-        ("", 0o755, "error 8"),
-    ],
-)
-def test_without_the_python_entry(tmp_path: Path, text: str | None, mode: int, said: str) -> None:
+BROKEN_ENTRIES: dict[str, Callable[[Path], object]] = {
+    "it or its interpreter does not exist": lambda path: path.unlink(),
+    "access is refused": lambda path: path.chmod(0o644),
+    "error 8": lambda path: path.write_text(""),
+    "error 40": lambda path: (path.unlink(), path.symlink_to(path)),
+}
+
+
+@pytest.mark.parametrize("said", BROKEN_ENTRIES)
+def test_without_the_python_entry(tmp_path: Path, said: str) -> None:
+    """Everything goes on but checkpoint and restore, which say why not."""
     broken = build(tmp_path)
-    entry_file = tmp_path / "entry"
-    entry_file.unlink()
-    if text is not None:
-        entry_file.write_text(text)
-        entry_file.chmod(mode)
-    done = subprocess.run(
-        [broken.program, "checkpoint", "x"], env={}, capture_output=True, text=True, check=False
-    )
+    BROKEN_ENTRIES[said](tmp_path / "entry")
+    for text in ("", "runtime = crun", MISSING):
+        broken.settings.write_text(text)
+        for args in (lines.PASS | lines.UNCOMMON).values():
+            assert broken.run(*args) == [*broken.real("crun"), *args]
+        assert broken.run("--version", end=OWN_VERSION) == [*broken.real("crun"), "--version"]
+        assert broken.run("checkpoint", "--help") == [*broken.real("crun"), "checkpoint", "--help"]
+    for command in ("checkpoint", "restore"):
+        done = broken.done(command, "x")
+        assert (done.returncode, done.stdout) == (127, b"")
+        assert done.stderr.decode() == (
+            f"gpusnap-runtime: its Python program {tmp_path / 'entry'} cannot be started: {said}, so nothing "
+            "is checkpointed or restored; install gpusnap anew\n"
+        )
+
+
+def test_without_anything(tmp_path: Path) -> None:
+    """Neither a runtime nor Python."""
+    broken = build(tmp_path)
+    (tmp_path / "entry").unlink()
+    (broken.bin / "crun").unlink()
+    done = broken.done("state", "x", path=str(broken.bin))
     assert done.returncode == 127
-    assert done.stderr == (
-        f"gpusnap-runtime: its Python program {entry_file} cannot be started: {said}; install gpusnap anew\n"
-    )
-    assert done.stdout == ""
-
-
-def test_a_name_that_python_does_not_find_either(launcher: Launcher) -> None:
-    with pytest.raises(SettingsError):
-        locate.find("nosuch-runtime")
-    launcher.settings.write_text('runtime = "nosuch-runtime"')
-    assert launcher.run("state")[0] == "python"
+    assert done.stderr.startswith(b"gpusnap-runtime: no real runtime can be started, neither crun nor runc")

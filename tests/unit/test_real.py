@@ -157,11 +157,28 @@ def test_setting(tmp_path: Path) -> None:
     assert locate.setting(str(path)) == ""
     path.write_text('retries = "bad, but not needed here"\nruntime = "/usr/bin/crun"\n')
     assert locate.setting(str(path)) == "/usr/bin/crun"
-    path.write_bytes(b"runtime = '\xff'")
-    with pytest.raises(SettingsError, match="is not TOML"):
+    path.write_bytes(b"runtime = 'a\\b'")
+    with pytest.raises(SettingsError, match="must be a runtime's name or absolute path"):
+        locate.setting(str(path))
+    path.unlink()
+    path.symlink_to(path)
+    with pytest.raises(SettingsError, match="cannot be read"):
         locate.setting(str(path))
     with pytest.raises(SettingsError, match="cannot be read"):
         locate.setting(str(tmp_path))
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(SettingsError, match="is no regular file"):
+        locate.setting(str(tmp_path / "fifo"))
+
+
+def test_one_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not waited for without end."""
+    hanging = tmp_path / "crun"
+    hanging.write_text("#!/bin/sh\nexec sleep 60\n")
+    hanging.chmod(0o755)
+    monkeypatch.setattr(real, "_DEADLINE", 0.2)
+    with pytest.raises(RuntimeFailed, match=r"crun did not end within 0\.2 s"):
+        real.identify(hanging)
 
 
 def test_same_settings_file() -> None:

@@ -185,7 +185,7 @@ def test_bad_value(tmp_path: Path, key: str, toml: str) -> None:
         ("[criu]\ntimeouts = 1", "criu.timeouts"),
         ("[intel]\nlock-timeout = 1", "[intel]"),
         ("[intel]", "[intel]"),
-        ("[criu.deep]\ntimeout = 1", "criu.deep"),
+        ("[criu.deep]\ntimeout = 1", "criu.deep.timeout"),
         ("nvidia = 1", "nvidia"),
         ("lock_timeout = 1", "lock_timeout"),
     ],

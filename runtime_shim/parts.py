@@ -1,0 +1,38 @@
+"""Whether all of gpusnap is there: everything that a checkpoint or a restore may import is imported.
+
+`gpusnap doctor` has gpusnap-runtime do this as the engines start it, by their interpreter and with next to no
+environment, because a package that is missing there would show only in the middle of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+
+from runtime_shim._version import __version__
+
+__all__ = ["PACKAGES", "REQUIRED", "import_all", "tell"]
+
+PACKAGES = ("runtime_shim", "oci")
+REQUIRED = ("jsonschema", "urllib3", "yaml", "zstandard")
+"""What these packages import of others, some of it late."""
+
+
+def import_all() -> int:
+    """Import them; how many modules. Raises ImportError."""
+    names = [*REQUIRED, *PACKAGES]
+    for package in PACKAGES:
+        path = importlib.import_module(package).__path__
+        # A package below that cannot be imported is passed over here, and named by the loop.
+        names += [each.name for each in pkgutil.walk_packages(path, f"{package}.")]
+    for name in names:
+        importlib.import_module(name)
+    return len(names)
+
+
+def tell() -> int:
+    """Import them, and print the version and the interpreter; the exit code."""
+    import_all()
+    print(f"{__version__} {sys.executable}", flush=True)
+    return 0
