@@ -14,6 +14,7 @@
 struct options {
     unsigned mib, children, counters, procs, late, delay, busy_ms, tick_ms, verify_every, touch, slices;
     unsigned vforks; /* ms, 0: none */
+    unsigned port;   /* of the server, 0: none */
     uint64_t ticks, seed;
     bool managed, tcp, inherit, watch, sleep_only, clock;
     enum data { RANDOM, ZERO, BF16 } data;
@@ -51,5 +52,8 @@ void family_end(void);
 /* part_tcp.c */
 void tcp_start(void);
 bool tcp_exchange(uint64_t counter);
+
+/* part_serve.c */
+void serve_start(unsigned port);
 
 #endif
