@@ -59,6 +59,11 @@ CURES: Mapping[str, str] = {
     "the records hold <name>, which is none of containerd's": _UNTRUSTED,
     "the link <name> in the records leads out of CRIU's images": _UNTRUSTED,
     # Before a checkpoint
+    "process <pid> (<comm>) has a socket of the protocol <name>, which CRIU <criu_version> cannot dump on "
+    "this kernel": (
+        "install CRIU 4.2 or later: on Linux 6.16 and later an older one dumps Unix and netlink sockets only. "
+        "For MPTCP: start the program without it (Go: `GODEBUG=multipathtcp=0`)"
+    ),
     "process <pid> (<comm>) holds <files> but has no CUDA state of its own, nor did it inherit that handle "
     "from a CUDA process: CRIU cannot dump it": (
         "it opened the file by itself, to watch the GPU or to draw on it. End it for the time of the "

@@ -18,7 +18,7 @@ from types import TracebackType
 
 from support import Container, good, podman, run, until
 
-from runtime_shim import sockets
+from runtime_shim import proc, sockets
 
 PORT = 8077
 
@@ -159,13 +159,15 @@ class Server:
             good(podman("container", "checkpoint", *tcp, self.container.name))
             good(podman("container", "restore", *tcp, self.container.name))
 
-    def sockets(self) -> int:
-        """How many connections its process has."""
-        count = 0
-        for entry in os.scandir(f"/proc/{self.container.pid}/fd"):
-            with contextlib.suppress(OSError):
-                count += os.readlink(entry.path).startswith("socket:")
-        return count - 1  # the one that listens
+    def dead(self) -> int:
+        """How many sockets its process has open that are closed connections."""
+        pid = self.container.pid
+        open_ones = {each.inode for each in sockets.connections(pid)}
+        process = proc.process(pid)
+        assert process is not None
+        listening = 1
+        found = [each for each in sockets.opened([process]) if each.inode not in open_ones]
+        return len(found) - listening
 
     def wait_for_answers(self, clients: Clients, more: int = 5) -> None:
         """New connections are answered."""
