@@ -61,7 +61,7 @@ CURES: Mapping[str, str] = {
     # Before a checkpoint
     "process <pid> (<comm>) has a socket of the protocol <name>, which CRIU <criu_version> cannot dump on "
     "this kernel": (
-        "install CRIU 4.2 or later: on Linux 6.16 and later an older one dumps Unix and netlink sockets only. "
+        "install CRIU 4.2 or later: an older one dumps Unix and netlink sockets only from Linux 6.16 on. "
         "For MPTCP: start the program without it (Go: `GODEBUG=multipathtcp=0`)"
     ),
     "process <pid> (<comm>) holds <files> but has no CUDA state of its own, nor did it inherit that handle "

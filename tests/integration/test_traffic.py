@@ -54,10 +54,7 @@ def test_it_comes_back(serving: shimhost.Writer, network: str, established: bool
             server.round(leave_running=False, established=established)
             server.wait_for_answers(clients)
             if established:
-                before = clients.held["answers"]
-                until(
-                    lambda before=before: clients.held["answers"] > before + 8, "answers to old connections"
-                )
+                server.wait_for_held(clients)
             else:
                 until(lambda: not server.dead(), "the server to see that connections are closed")
         if established:

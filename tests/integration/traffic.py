@@ -174,6 +174,11 @@ class Server:
         wanted = clients.answered() + more
         until(lambda: clients.answered() >= wanted, f"answers to new connections: {clients.short}")
 
+    def wait_for_held(self, clients: Clients, more: int = 8) -> None:
+        """Connections that stay open are answered."""
+        wanted = clients.held["answers"] + more
+        until(lambda: clients.held["answers"] >= wanted, f"answers to old connections: {clients.held}")
+
 
 def _address(container: Container, network: str) -> str:
     if network == "host":
