@@ -29,8 +29,8 @@ for folder in (".", "tests/host", "tests/integration"):
 
 import gpuhost  # noqa: E402
 import shimhost  # noqa: E402
+from servers import Clients, Server, runtimes  # noqa: E402
 from support import GPUS_CONF, GPUWORK, podman  # noqa: E402
-from traffic import Clients, Server, runtimes  # noqa: E402
 
 NAME = "gpusnap-bench"
 

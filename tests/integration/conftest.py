@@ -17,8 +17,8 @@ sys.path[:0] = [str(SRC), str(SRC / "tests" / "host"), str(Path(__file__).parent
 
 import gpuhost  # noqa: E402
 import shimhost  # noqa: E402
+from servers import runtimes  # noqa: E402
 from support import GPUS_CONF, GPUWORK, containers_left, faults, podman, run  # noqa: E402
-from traffic import runtimes  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from fakes import POISON, Family, a_manifest, unshare_works
 
 from oci.chunks import Table
-from runtime_shim import preflight, proc
+from runtime_shim import preflight, proc, sockets
 from runtime_shim.argv import CheckpointCall
 from runtime_shim.container import Container
 from runtime_shim.criu.config import Connections
@@ -80,7 +80,7 @@ def test_sockets_that_criu_cannot_dump(
     program: RealRuntime, ours: proc.Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process and the protocol are named; a script around the runtime may start another CRIU."""
-    monkeypatch.setattr(preflight.open_sockets, "can_be_dumped", lambda name: name != "TCP")
+    monkeypatch.setattr(sockets, "can_be_dumped", lambda name: name != "TCP")
     monkeypatch.setattr(preflight, "criu_version", lambda: "4.1.1")
     preflight.sockets([ours], program, Connections.KEPT)
     with socket.socket():
@@ -96,7 +96,7 @@ def test_sockets_that_criu_cannot_dump(
 
 def test_connections(program: RealRuntime, ours: proc.Process, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is refused only where CRIU is not told what to do with it, and a socket that listens never."""
-    monkeypatch.setattr(preflight.open_sockets, "can_be_dumped", lambda name: True)
+    monkeypatch.setattr(sockets, "can_be_dumped", lambda name: True)
     with socket.create_server(("127.0.0.1", 0)) as server:
         preflight.sockets([ours], program, Connections.REFUSED)
         with socket.create_connection(server.getsockname()) as one:
