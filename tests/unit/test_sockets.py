@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,7 +61,7 @@ def test_states(tmp_path: Path, state: int) -> None:
 
 
 @pytest.fixture(params=[True, False])
-def refusing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+def refusing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """A CRIU that refuses all that it is tried with, or nothing."""
     found = bool(request.param)
     monkeypatch.setattr(sockets, "refuses", lambda *_: found)
