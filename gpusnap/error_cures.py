@@ -59,6 +59,11 @@ CURES: Mapping[str, str] = {
     "the records hold <name>, which is none of containerd's": _UNTRUSTED,
     "the link <name> in the records leads out of CRIU's images": _UNTRUSTED,
     # Before a checkpoint
+    "process <pid> (<comm>) has a socket of the protocol <name>, which CRIU <criu_version> cannot dump on "
+    "this kernel": (
+        "install CRIU 4.2 or later: an older one dumps Unix and netlink sockets only from Linux 6.16 on. "
+        "For MPTCP: start the program without it (Go: `GODEBUG=multipathtcp=0`)"
+    ),
     "process <pid> (<comm>) holds <files> but has no CUDA state of its own, nor did it inherit that handle "
     "from a CUDA process: CRIU cannot dump it": (
         "it opened the file by itself, to watch the GPU or to draw on it. End it for the time of the "
@@ -140,6 +145,11 @@ CURES: Mapping[str, str] = {
     "<number> processes hold GPU files that they inherited and never used; replaced by /dev/null: <pids>": (
         "they are children by fork of a CUDA process, such as DataLoader workers, and cannot use CUDA in any "
         "case. Nothing is to be done"
+    ),
+    "process <pid> (<comm>) was stopped while a thread of it held a lock that the GPU driver needs; <helped> times "
+    "threads were let run for a moment": (
+        "nothing is to be done: the checkpoint or the restore went on. It takes longer so; where it comes often, "
+        "fewer threads that fork, load libraries or allocate memory all the time help"
     ),
     "the log <path> cannot be written: <reason>": (
         "the engine gave a log that cannot be written; the sentence is on stderr in any case. See the "

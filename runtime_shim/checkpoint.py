@@ -122,6 +122,7 @@ def _inspect(job: Job) -> None:
     # What the runtime does not take is refused now; the dump would overwrite an earlier checkpoint.
     job.call = criu_config.with_flags(job.call, job.real, job.settings.criu)
     render(job.call, job.real)
+    preflight.sockets(job.processes(), job.real, _connections(job))
     by_plugin.possible(job.driver, job.container, job.processes(), job.settings)
     thaw(job)
     preflight.leftover(lambda: leftover.strangers(job.driver, job.processes(), job.held))
@@ -129,6 +130,10 @@ def _inspect(job: Job) -> None:
     found = users(job.driver, job.processes(), job.held)
     preflight.states(found)
     preflight.shared(list(found), job.settings.nvidia, job.host.driver_version)
+
+
+def _connections(job: Job) -> criu_config.Connections:
+    return criu_config.connections(job.call, job.real, job.settings.criu, job.container.annotations)
 
 
 def _known_devices(job: Job, config: dict[str, Any]) -> None:
@@ -192,7 +197,13 @@ def _runtime_checkpoint(job: Job) -> GpusnapError | None:
     """One call of the real runtime; the error instead of a dump."""
     plugin = job.driver.plugin if job.records else None
     with injected(plugin, job.settings, processes=len(job.records)) as extra:
-        text = criu_config.dump_text(extra.criu, job.mounts, masters=job.masters)
+        text = criu_config.dump_text(
+            extra.criu,
+            job.mounts,
+            masters=job.masters,
+            skip_in_flight=extra.criu.skip_in_flight or job.call.tcp_skip_in_flight,
+            drop_connections=_connections(job) is criu_config.Connections.DROPPED,
+        )
         done = invoke(job.call, job.real, text, capture=True, environment=extra.environment)
     dumped = os.path.exists(os.path.join(job.image_path, image.INVENTORY))
     if done.code != 0 and dumped and not _alive(job):

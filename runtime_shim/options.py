@@ -121,8 +121,8 @@ CHECKPOINT = (
     Option("parent-path", _TEXT, Rule((1, 4, 2)), _ALL),
     Option("pre-dump", _FLAG, Rule((1, 4, 2)), _ALL),
     Option("leave-running", _FLAG, _ALL, _ALL),
-    Option("tcp-skip-in-flight", _FLAG, _NONE, Rule((1, 3)), criu="skip-in-flight"),
-    # The setting criu.link-remap, which is on by default, asks CRIU for it in its configuration file.
+    # These two are in CRIU's configuration file as well, see criu/config.py.
+    Option("tcp-skip-in-flight", _FLAG, _DROP, Rule((1, 3), drop=True)),
     Option("link-remap", _FLAG, _DROP, Rule((1, 3), drop=True)),
     Option("status-fd", _NUMBER, _NONE, _ALL, idle=-1),
     Option("page-server", _TEXT, _NONE, _ALL),
@@ -138,8 +138,9 @@ RESTORE = (
     Option("gpu-map", _TEXT, _DROP, _DROP),
     # go-runc's type has it; CRIU finds the parent by the link in the image.
     Option("parent-path", _TEXT, _DROP, _DROP),
-    # Not in 1.21, in 1.28; merged on 2025-07-24 (crun#1835), which makes it 1.23 by date.
-    Option("tcp-close", _FLAG, Rule((1, 23)), _NONE, criu="tcp-close"),
+    # Not in 1.21, in 1.28; merged on 2025-07-24 (crun#1835), which makes it 1.23 by date. A crun that has it
+    # overrides CRIU's configuration file; for the others it is in that.
+    Option("tcp-close", _FLAG, Rule((1, 23), drop=True), _DROP),
     Option("lsm-profile", _TEXT, Rule((1, 18)), Rule((1, 1)), criu="lsm-profile"),
     Option("lsm-mount-context", _TEXT, Rule((1, 18)), Rule((1, 1)), criu="lsm-mount-context"),
     # containerd always sends it; crun never makes itself a subreaper.

@@ -14,8 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from runtime_shim import container as containers
 from runtime_shim import proc
+from runtime_shim import sockets as open_sockets
 from runtime_shim.argv import CheckpointCall
 from runtime_shim.container import Container
+from runtime_shim.criu.config import Connections
+from runtime_shim.criu.version import criu_version
 from runtime_shim.errors import Refused, reason
 from runtime_shim.gpu.driver import ProcessState
 from runtime_shim.manifest import Manifest
@@ -32,6 +35,7 @@ __all__ = [
     "room_on_disk",
     "room_to_restore",
     "shared",
+    "sockets",
     "states",
 ]
 
@@ -149,6 +153,46 @@ def shared(users: Sequence[proc.Process], settings: Nvidia, driver_version: str)
             f"process {found.process.pid} ({found.process.comm}) {found.why}",
             hint=f"{found.todo}; if you know better: gpusnap checkpoint --force, or set nvidia.allow-nccl",
         )
+
+
+def sockets(processes: Sequence[proc.Process], real: RealRuntime, connections: Connections) -> None:
+    """Sockets that CRIU does not dump on this kernel, and connections where it is not told what to do.
+
+    `processes` are all of the container's, with a GPU or without.
+    """
+    found = tuple(open_sockets.opened(processes))
+    # Which CRIU a script starts, that somebody put around the runtime, is not known.
+    if _is_program(real):
+        for name, first in {each.protocol: each for each in reversed(found)}.items():
+            if not open_sockets.can_be_dumped(name):
+                raise Refused(
+                    f"process {first.process.pid} ({first.process.comm}) has a socket of the protocol "
+                    f"{name}, which CRIU {criu_version()} cannot dump on this kernel",
+                    hint=open_sockets.cure(name),
+                )
+    if connections is Connections.REFUSED:
+        _unconnected(found)
+
+
+def _unconnected(found: Sequence[open_sockets.Opened]) -> None:
+    holders = {each.inode: each.process for each in found}
+    for pid in {proc.namespace(process.pid, "net"): process.pid for process in holders.values()}.values():
+        for each in open_sockets.connections(pid):
+            if each.inode in holders:
+                holder = holders[each.inode]
+                raise Refused(
+                    f"process {holder.pid} ({holder.comm}) has a TCP connection with {each.peer}, and CRIU "
+                    "dumps it only if it is told what to do with it",
+                    hint="give --tcp-established, or set criu.tcp-close to have it closed by a restore",
+                )
+
+
+def _is_program(real: RealRuntime) -> bool:
+    try:
+        with open(real.path, "rb") as file:
+            return file.read(4) == b"\x7fELF"
+    except OSError:
+        return False
 
 
 def room_in_memory(gpu_bytes: Mapping[int, int], init: int, settings: Memory | None = None) -> None:

@@ -39,7 +39,7 @@ from runtime_shim.argv import RestoreCall
 from runtime_shim.choosing import choose, driver_for, given, gpu_request
 from runtime_shim.chunk_home import StoreHome
 from runtime_shim.criu import config as criu_config
-from runtime_shim.criu import masked, scratch
+from runtime_shim.criu import inventory, masked, scratch
 from runtime_shim.criu import mounts as criu_mounts
 from runtime_shim.criu.plugins import find as find_plugin
 from runtime_shim.criu.plugins import injected
@@ -292,10 +292,11 @@ def _invoke(job: _Job, pid_file: str | None, started: Callable[[int], object] | 
             call, work_path=call.work_path or str(call.images(job.real.kind)), image_path=job.images
         )
     call = criu_config.with_flags(call, job.real, job.settings.criu)
+    call = replace(call, tcp_close=call.tcp_close or inventory.has_closed_connections(job.images))
     mounts = job.remap.mounts if job.remap else job.record.mounts
     mounts = (*mounts, *masked.mounts(job.images, job.real.kind, call.globals.root))
     with injected(job.plugin, job.settings) as extra:
-        text = criu_config.restore_text(extra.criu, mounts)
+        text = criu_config.restore_text(extra.criu, mounts, drop_connections=call.tcp_close)
         return invoke(call, job.real, text, capture=False, started=started, environment=extra.environment)
 
 

@@ -82,6 +82,10 @@ class Criu:
     """Bytes of a deleted but open file that CRIU will carry along; PyTorch keeps shared memory so."""
     timeout: int = 60
     """Seconds that CRIU may take to stop the container's tasks."""
+    skip_in_flight: bool = True
+    """Leave out TCP connections that the container has not accepted yet; CRIU refuses them otherwise."""
+    tcp_close: bool = True
+    """Without --tcp-established, let open TCP connections come back closed; they are refused otherwise."""
     manage_cgroups: str = ""
     """How CRIU treats cgroups: ignore, soft, full, strict; empty leaves the runtime's choice."""
     libdir: str = ""
@@ -91,7 +95,7 @@ class Criu:
     external: tuple[str, ...] = ()
     """Resources to declare to CRIU as external, such as "mnt[/data]:data"."""
     options: tuple[str, ...] = ()
-    """More lines for CRIU's configuration file, as they are, such as "tcp-close"."""
+    """More lines for CRIU's configuration file, as they are, such as "network-lock nftables"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +319,8 @@ TABLE: dict[str, Key] = {
     "criu.link-remap": Key(_boolean, annotation=True),
     "criu.ghost-limit": Key(_size, annotation=True),
     "criu.timeout": Key(_whole(1, 86400), annotation=True),
+    "criu.skip-in-flight": Key(_boolean, annotation=True),
+    "criu.tcp-close": Key(_boolean, annotation=True),
     "criu.manage-cgroups": Key(_one_of(*_CGROUP_MODES), annotation=True),
     "criu.libdir": Key(_path),
     "criu.action-script": Key(_path),

@@ -8,13 +8,11 @@ from typing import Any
 
 from gpusnap.doctor import cdi, duration, files, gpu_use, mounts, room, sockets
 from gpusnap.doctor.check import Ask, Check, asked, ok, refused, warning
-from gpusnap.doctor.criu import local_sockets_only
 from gpusnap.doctor.files import Opened
 from gpusnap.doctor.gpu_use import Use
 from gpusnap.doctor.subject import Subject
 from runtime_shim import by_plugin, proc
 from runtime_shim.criu import mounts as criu_mounts
-from runtime_shim.criu.version import criu_version
 from runtime_shim.errors import GpusnapError
 from runtime_shim.gpu.driver import Driver, ProcessState
 from runtime_shim.gpu.handles import nvidia_majors
@@ -89,8 +87,8 @@ def _of_criu(of: Subject, opened: tuple[Opened, ...], used: Use) -> Iterator[Ask
     yield "System V memory", lambda: files.shared_memory(processes, spaces, own)
     yield "file locks", lambda: files.locks(opened, driver=cdi.mounted())
     yield "inotify", lambda: files.watches(opened)
-    yield "sockets", lambda: sockets.protocols(opened, local_only=local_sockets_only(criu_version()))
-    yield "TCP connections", lambda: sockets.connections(opened)
+    yield "sockets", lambda: sockets.protocols(opened)
+    yield "TCP connections", lambda: sockets.connections(opened, closed=settings.criu.tcp_close)
     yield "mounts", lambda: mounts.check(proc.mounts(container.pid), of.config, _drivers(of))
     yield "duration", lambda: _duration(of, used)
 

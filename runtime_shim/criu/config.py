@@ -7,14 +7,20 @@ environment variable CRIU_CONFIG_FILE, which CRIU reads also as `criu swrk` (cri
 and which crun and runc hand down. It ranks below the options that the runtime itself sets, so what a runtime
 sets goes by its command line (`--manage-cgroups-mode`, runc's `--link-remap`), and the administrator's
 /etc/criu/*.conf keep the last word.
+
+TCP: without --tcp-established CRIU gets `tcp-close`. It then dumps open connections without their state, and
+the processes find them closed after a restore; a container that runs on keeps them. CRIU has both options for
+a dump from 3.15 on, and `skip-in-flight` from 2.4 on (criu/sk-inet.c, can_dump_inet_sk). What was dumped with
+tcp-close CRIU restores only with it (criu/image.c, check_img_inventory).
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +34,7 @@ from runtime_shim.manifest import DriverMount
 from runtime_shim.real import RealRuntime
 from runtime_shim.settings import Criu
 
-__all__ = ["VARIABLE", "config_file", "dump_text", "restore_text", "with_flags"]
+__all__ = ["VARIABLE", "Connections", "config_file", "connections", "dump_text", "restore_text", "with_flags"]
 
 Call = TypeVar("Call", CheckpointCall, RestoreCall)
 
@@ -36,23 +42,45 @@ VARIABLE = leavings.CONFIG
 
 _RUNC_FILE = "/etc/criu/runc.conf"
 """Read by every runc for a container without the annotation org.criu.config (libcontainer/criu_linux.go)."""
+_CRUN_FILE = "/etc/criu/crun.conf"
+"""Read by crun, or else runc's, where libcriu has criu_set_config_file (crun, src/libcrun/criu.c)."""
+_ANNOTATION = "org.criu.config"
+_ESTABLISHED, _CLOSE = "tcp-established", "tcp-close"
 
 
-def dump_text(criu: Criu, mounts: Sequence[DriverMount], *, masters: bool) -> str:
+def dump_text(
+    criu: Criu,
+    mounts: Sequence[DriverMount],
+    *,
+    masters: bool,
+    skip_in_flight: bool = True,
+    drop_connections: bool = False,
+) -> str:
     """The file for a dump; `mounts` are the driver's, which CRIU shall not look into.
 
     `masters`: one of them is in a peer group with the host, which CRIU refuses unless told.
+    `skip_in_flight`: connections that no process has accepted yet are left out.
+    `drop_connections`: open TCP connections are dumped without their state.
     """
     lines = [*_common(criu)]
+    if skip_in_flight:
+        lines.append("skip-in-flight")
+    if drop_connections:
+        lines.append(_CLOSE)
     lines += [f"external mnt[{_plain(mount.destination)}]:{mount.key}" for mount in mounts]
     if masters:
         lines.append("enable-external-masters")
     return _text([*lines, *criu.options])
 
 
-def restore_text(criu: Criu, mounts: Sequence[DriverMount]) -> str:
-    """The file for a restore; each of `mounts` comes from its source on this host."""
+def restore_text(criu: Criu, mounts: Sequence[DriverMount], *, drop_connections: bool = False) -> str:
+    """The file for a restore; each of `mounts` comes from its source on this host.
+
+    `drop_connections`: the image's TCP connections come back closed.
+    """
     lines = [*_common(criu)]
+    if drop_connections:
+        lines.append(_CLOSE)
     lines += [f"external mnt[{mount.key}]:{_plain(mount.source)}" for mount in mounts]
     return _text([*lines, *criu.options])
 
@@ -60,7 +88,8 @@ def restore_text(criu: Criu, mounts: Sequence[DriverMount]) -> str:
 def with_flags(call: Call, real: RealRuntime, criu: Criu) -> Call:
     """The call with those of the settings that the runtime itself would override, where it takes them.
 
-    What the caller's own line says of them stays.
+    What the caller's own line says of them stays. criu.options can say "tcp-established" for callers that
+    cannot, such as containerd at a restore: by the file alone it would have no effect.
     """
     table = options.table(options.CHECKPOINT if isinstance(call, CheckpointCall) else options.RESTORE)
     mode = criu.manage_cgroups
@@ -72,19 +101,64 @@ def with_flags(call: Call, real: RealRuntime, criu: Criu) -> Call:
                 f"{real.name} takes no --manage-cgroups-mode {mode}, as criu.manage-cgroups asks",
                 hint=f'put the line "manage-cgroups={mode}" into {_RUNC_FILE}',
             )
-    if isinstance(call, CheckpointCall) and criu.link_remap:
-        takes = table["link-remap"].rule(real.kind).takes(real.version)
-        call = replace(call, link_remap=call.link_remap or takes)
+    if _says(criu.options, _ESTABLISHED):
+        call = replace(call, tcp_established=True)
+    if isinstance(call, CheckpointCall):
+        if criu.link_remap and table["link-remap"].rule(real.kind).takes(real.version):
+            call = replace(call, link_remap=True)
+        if criu.skip_in_flight and table["tcp-skip-in-flight"].rule(real.kind).takes(real.version):
+            call = replace(call, tcp_skip_in_flight=True)
     return call
+
+
+class Connections(enum.Enum):
+    """What becomes of open TCP connections at a dump."""
+
+    KEPT = "kept"
+    """They are open after a restore: --tcp-established."""
+    DROPPED = "dropped"
+    """They are closed after a restore: CRIU's tcp-close."""
+    REFUSED = "refused"
+    """CRIU does not dump a process that has any."""
+
+
+def connections(
+    call: CheckpointCall, real: RealRuntime, criu: Criu, annotations: Mapping[str, str]
+) -> Connections:
+    """As the settings, the caller and the administrator's files for CRIU ask for it.
+
+    Where these ask for established ones CRIU is not told tcp-close, by which it would drop them all the same.
+    `call` is with_flags()'s.
+    """
+    if _ANNOTATION in annotations:
+        paths: tuple[str, ...] = (annotations[_ANNOTATION],)
+    else:
+        paths = (_CRUN_FILE, _RUNC_FILE) if real.kind == "crun" else (_RUNC_FILE,)
+    lines = [line for path in paths for line in _lines(path)]
+    if call.tcp_established or _says(lines, _ESTABLISHED):
+        return Connections.KEPT
+    if criu.tcp_close or _says([*criu.options, *lines], _CLOSE):
+        return Connections.DROPPED
+    return Connections.REFUSED
+
+
+def _lines(path: str) -> Sequence[str]:
+    """A file's lines; none where there is no such file."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().splitlines()
+    except (OSError, ValueError):
+        return ()
+
+
+def _says(lines: Sequence[str], option: str) -> bool:
+    """Whether CRIU reads this option in one of the lines (criu/config.c, parse_statement)."""
+    return any(line.split("#", 1)[0].strip().removeprefix("--") == option for line in lines)
 
 
 def _told(mode: str) -> bool:
     """Whether the administrator's file for runc says the same."""
-    try:
-        with open(_RUNC_FILE, encoding="utf-8") as file:
-            return any(line.split() == [f"manage-cgroups={mode}"] for line in file)
-    except (OSError, UnicodeDecodeError):
-        return False
+    return _says(_lines(_RUNC_FILE), f"manage-cgroups={mode}")
 
 
 def _common(criu: Criu) -> Iterator[str]:

@@ -17,6 +17,7 @@ sys.path[:0] = [str(SRC), str(SRC / "tests" / "host"), str(Path(__file__).parent
 
 import gpuhost  # noqa: E402
 import shimhost  # noqa: E402
+from servers import runtimes  # noqa: E402
 from support import GPUS_CONF, GPUWORK, containers_left, faults, podman, run  # noqa: E402
 
 
@@ -57,6 +58,18 @@ def newer(request: pytest.FixtureRequest, host: None) -> Iterator[str]:
     shimhost.write_settings(f'runtime = "{path}"\n')
     yield request.param
     _tidy(str(path))
+
+
+@pytest.fixture(params=["crun", "runc"])
+def serving(request: pytest.FixtureRequest, host: None) -> Iterator[shimhost.Writer]:
+    """Each real runtime whose CRIU dumps TCP sockets on this kernel; adds to the settings file."""
+    path = next((each for each in runtimes() if Path(each).name == request.param), "")
+    if not path:
+        pytest.skip(f"the test host has no {request.param} whose CRIU dumps TCP sockets on this kernel")
+    write = shimhost.Writer(f'runtime = "{path}"\n')
+    write("")
+    yield write
+    _tidy(path)
 
 
 @pytest.fixture

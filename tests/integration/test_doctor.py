@@ -157,7 +157,7 @@ DEVICE = "import os; os.mknod('/dev/strange', 0o20666, os.makedev(1, 3))"
 def test_what_stops_a_checkpoint(
     crun: None, tmp_path: Path, deed: str, name: str, verdict: str, said: str
 ) -> None:
-    """Doctor finds it, and a checkpoint fails; the container runs on meanwhile."""
+    """Doctor finds it, and a checkpoint fails or leaves it out; the container runs on meanwhile."""
     script = tmp_path / "deed.py"
     script.write_text(f"{deed}\nopen('/ready', 'w').close()\nimport time\ntime.sleep(600)\n")
     options = ["-v", "/usr:/host:ro", "-v", f"{script}:/deed.py:ro", "--security-opt", "seccomp=unconfined"]
@@ -177,7 +177,9 @@ def test_what_stops_a_checkpoint(
     assert found[name][0]["todo"]
     assert code == (1 if "failure" in {each["verdict"] for all_ in found.values() for each in all_} else 0)
     container.goes_on()
-    assert container.checkpoint(tmp_path / "checkpoint.tar.zst").code != 0
+    done = container.checkpoint(tmp_path / "checkpoint.tar.zst")
+    # Connections stop none, but the host's CRIU may dump no socket.
+    assert (done.code == 0) == (deed == TCP and "sockets" not in wrong(found)), done.err
     container.goes_on()
 
 

@@ -14,7 +14,15 @@ from fakes import POISON
 
 from runtime_shim.argv import CheckpointCall, RestoreCall
 from runtime_shim.criu import config
-from runtime_shim.criu.config import VARIABLE, config_file, dump_text, restore_text, with_flags
+from runtime_shim.criu.config import (
+    VARIABLE,
+    Connections,
+    config_file,
+    connections,
+    dump_text,
+    restore_text,
+    with_flags,
+)
 from runtime_shim.errors import ImageError, SettingsError
 from runtime_shim.manifest import DriverMount
 from runtime_shim.real import parse_version
@@ -35,7 +43,7 @@ FULL = Criu(
     libdir="/usr/lib/criu",
     action_script="/opt/act.sh",
     external=("mnt[/data]:data",),
-    options=("tcp-close", "skip-in-flight"),
+    options=("network-lock nftables", "weak-sysctls"),
 )
 COMMON = [
     "link-remap",
@@ -50,22 +58,25 @@ COMMON = [
 
 def test_dump_text() -> None:
     """Every setting has its line; the driver's mounts are external by where they are in the container."""
-    assert dump_text(FULL, [MOUNT], masters=True).splitlines() == [
+    assert dump_text(FULL, [MOUNT], masters=True, drop_connections=True).splitlines() == [
         *COMMON,
+        "skip-in-flight",
+        "tcp-close",
         f"external mnt[{LIBRARY}]:gpusnap-0",
         "enable-external-masters",
-        "tcp-close",
-        "skip-in-flight",
+        "network-lock nftables",
+        "weak-sysctls",
     ]
 
 
 def test_restore_text() -> None:
     """At restore the driver's mounts come by key from where they are on the host."""
-    assert restore_text(FULL, [MOUNT]).splitlines() == [
+    assert restore_text(FULL, [MOUNT], drop_connections=True).splitlines() == [
         *COMMON,
-        f"external mnt[gpusnap-0]:/host{LIBRARY}",
         "tcp-close",
-        "skip-in-flight",
+        f"external mnt[gpusnap-0]:/host{LIBRARY}",
+        "network-lock nftables",
+        "weak-sysctls",
     ]
 
 
@@ -75,7 +86,10 @@ def test_defaults() -> None:
         "link-remap",
         f"ghost-limit {300 << 20}",
         "timeout 60",
+        "skip-in-flight",
     ]
+    assert "skip-in-flight" not in dump_text(Criu(), [], masters=False, skip_in_flight=False)
+    assert "tcp-close" not in restore_text(Criu(), [])
     assert "link-remap" not in dump_text(Criu(link_remap=False), [], masters=False)
 
 
@@ -121,6 +135,45 @@ def test_link_remap_by_option() -> None:
     assert not with_flags(CHECKPOINT, CRUN, Criu()).link_remap
     assert not with_flags(CHECKPOINT, NEW_RUNC, Criu(link_remap=False)).link_remap
     assert with_flags(replace(CHECKPOINT, link_remap=True), NEW_RUNC, Criu(link_remap=False)).link_remap
+
+
+def test_skip_in_flight_by_option() -> None:
+    """runc 1.3 says no for itself unless its option is given; the others leave it to the file."""
+    assert with_flags(CHECKPOINT, NEW_RUNC, Criu()).tcp_skip_in_flight
+    assert not with_flags(CHECKPOINT, NEW_RUNC, Criu(skip_in_flight=False)).tcp_skip_in_flight
+    assert not with_flags(CHECKPOINT, OLD_RUNC, Criu()).tcp_skip_in_flight
+    assert not with_flags(CHECKPOINT, CRUN, Criu()).tcp_skip_in_flight
+
+
+def test_established_by_option() -> None:
+    """In criu.options it stands for the option, which both runtimes set and which overrides the file."""
+    criu = Criu(options=("tcp-established",))
+    assert with_flags(CHECKPOINT, CRUN, criu).tcp_established
+    assert with_flags(RESTORE, NEW_RUNC, criu).tcp_established
+    assert not with_flags(
+        RESTORE, NEW_RUNC, Criu(options=("no-tcp-established", "#tcp-established"))
+    ).tcp_established
+
+
+def test_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed by a restore, unless established ones are asked for; refused where the setting is off."""
+    runc, crun, own = tmp_path / "runc.conf", tmp_path / "crun.conf", tmp_path / "own.conf"
+    monkeypatch.setattr(config, "_RUNC_FILE", str(runc))
+    monkeypatch.setattr(config, "_CRUN_FILE", str(crun))
+    off = Criu(tcp_close=False)
+    established = replace(CHECKPOINT, tcp_established=True)
+    assert connections(CHECKPOINT, CRUN, Criu(), {}) is Connections.DROPPED
+    assert connections(CHECKPOINT, CRUN, off, {}) is Connections.REFUSED
+    assert connections(established, CRUN, Criu(), {}) is Connections.KEPT
+    assert connections(CHECKPOINT, CRUN, replace(off, options=("tcp-close",)), {}) is Connections.DROPPED
+    crun.write_text("tcp-established\n", "ascii")
+    assert connections(CHECKPOINT, CRUN, Criu(), {}) is Connections.KEPT
+    assert connections(CHECKPOINT, NEW_RUNC, Criu(), {}) is Connections.DROPPED
+    runc.write_text("# it is\ntcp-established # for the server\n", "ascii")
+    assert connections(CHECKPOINT, NEW_RUNC, Criu(), {}) is Connections.KEPT
+    assert connections(CHECKPOINT, NEW_RUNC, Criu(), {"org.criu.config": str(own)}) is Connections.DROPPED
+    own.write_text("tcp-established", "ascii")
+    assert connections(CHECKPOINT, NEW_RUNC, off, {"org.criu.config": str(own)}) is Connections.KEPT
 
 
 def test_config_file(monkeypatch: pytest.MonkeyPatch) -> None:

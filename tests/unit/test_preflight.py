@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 from fakes import POISON, Family, a_manifest, unshare_works
 
 from oci.chunks import Table
-from runtime_shim import preflight, proc
+from runtime_shim import preflight, proc, sockets
 from runtime_shim.argv import CheckpointCall
 from runtime_shim.container import Container
+from runtime_shim.criu.config import Connections
 from runtime_shim.errors import Refused
 from runtime_shim.gpu.driver import ProcessState
 from runtime_shim.manifest import RegionRecord
@@ -54,6 +56,58 @@ def test_crius_library(tmp_path: Path, kind: Kind, content: bytes | None, missin
         return
     with pytest.raises(Refused, match=f"needs {missing} for a checkpoint"):
         preflight.criu_library(real)
+
+
+# Sockets.
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> RealRuntime:
+    """A runtime that is no script."""
+    path = tmp_path / "crun"
+    path.write_bytes(b"\x7fELF")
+    return RealRuntime(path, "crun", (1, 28))
+
+
+@pytest.fixture
+def ours() -> proc.Process:
+    found = proc.process(os.getpid())
+    assert found is not None
+    return found
+
+
+def test_sockets_that_criu_cannot_dump(
+    program: RealRuntime, ours: proc.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process and the protocol are named; a script around the runtime may start another CRIU."""
+    monkeypatch.setattr(sockets, "can_be_dumped", lambda name: name != "TCP")
+    monkeypatch.setattr(preflight, "criu_version", lambda: "4.1.1")
+    preflight.sockets([ours], program, Connections.KEPT)
+    with socket.socket():
+        with pytest.raises(Refused) as caught:
+            preflight.sockets([ours], program, Connections.KEPT)
+        said = caught.value.sentence()
+        assert f"process {ours.pid} ({ours.comm}) has a socket of the protocol TCP, which CRIU 4.1.1" in said
+        assert "install CRIU 4.2" in said
+        assert not [words for words in POISON if words in said.lower()]
+        program.path.write_text("#!/bin/sh\n")
+        preflight.sockets([ours], program, Connections.KEPT)
+
+
+def test_connections(program: RealRuntime, ours: proc.Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is refused only where CRIU is not told what to do with it, and a socket that listens never."""
+    monkeypatch.setattr(sockets, "can_be_dumped", lambda name: True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        preflight.sockets([ours], program, Connections.REFUSED)
+        with socket.create_connection(server.getsockname()) as one:
+            preflight.sockets([ours], program, Connections.KEPT)
+            preflight.sockets([ours], program, Connections.DROPPED)
+            preflight.sockets([process(1)], program, Connections.REFUSED)
+            with pytest.raises(Refused) as caught:
+                preflight.sockets([ours], program, Connections.REFUSED)
+            peer = f"127.0.0.1:{one.getpeername()[1]}"
+            assert f"has a TCP connection with {peer}, " in caught.value.sentence()
+            assert "--tcp-established" in caught.value.sentence()
 
 
 # Options and states.

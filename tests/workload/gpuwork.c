@@ -26,6 +26,7 @@ static const char USAGE[] =
     "  --busy MS          keep the GPU busy that long each tick (0)\n"
     "  --managed          use managed memory\n"
     "  --tcp              exchange a counter over a loopback connection each tick\n"
+    "  --serve PORT       answer each number that a TCP connection sends with the next one\n"
     "  --seed N           seed of the pattern (1)\n"
     "  --delay SECONDS    start CUDA that much later (0)\n"
     "  --children K       start K children without CUDA\n"
@@ -99,6 +100,7 @@ enum {
     BUSY,
     MANAGED,
     TCP,
+    SERVE,
     SEED,
     DELAY,
     CHILDREN,
@@ -129,6 +131,7 @@ static const struct option LONG[] = {
     {"busy", 1, NULL, BUSY},
     {"managed", 0, NULL, MANAGED},
     {"tcp", 0, NULL, TCP},
+    {"serve", 1, NULL, SERVE},
     {"seed", 1, NULL, SEED},
     {"delay", 1, NULL, DELAY},
     {"children", 1, NULL, CHILDREN},
@@ -183,6 +186,7 @@ static void take(struct options *options, int which, const char *value)
     case BUSY: options->busy_ms = (unsigned)number(value); break;
     case MANAGED: options->managed = true; break;
     case TCP: options->tcp = true; break;
+    case SERVE: options->port = (unsigned)number(value); break;
     case SEED: options->seed = number(value); break;
     case DELAY: options->delay = (unsigned)number(value); break;
     case CHILDREN: options->children = (unsigned)number(value); break;
@@ -269,6 +273,8 @@ static int work(const struct options *options)
     if (options->tcp)
         tcp_start();
     locks_start(options);
+    if (options->port)
+        serve_start(options->port);
     for (uint64_t tick = 1; !stopping || options->rank.count; tick++) { /* ranks end together */
         for (; done < (unsigned)changes; done++)
             for (int i = 0; i < count; i++)

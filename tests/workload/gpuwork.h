@@ -18,6 +18,7 @@ struct options {
         unsigned number, count; /* of a collective; count 0: none */
         uint64_t group;
     } rank;
+    unsigned port;   /* of the server, 0: none */
     uint64_t ticks, seed;
     bool managed, tcp, inherit, watch, sleep_only, clock, collective;
     enum data { RANDOM, ZERO, BF16 } data;
@@ -62,5 +63,8 @@ void locks_start(const struct options *options);
 /* part_tcp.c */
 void tcp_start(void);
 bool tcp_exchange(uint64_t counter);
+
+/* part_serve.c */
+void serve_start(unsigned port);
 
 #endif
