@@ -35,14 +35,14 @@ _lock = threading.RLock()
 def remember(processes: Iterable[tuple[int, int]]) -> None:
     """Note these processes, by PID and start time; from now on `send` reaches them alone."""
     with _lock:
-        fresh = [(pid, start) for pid, start in processes if _starts.get(pid) != start]
+        fresh = {pid: start for pid, start in processes if _starts.get(pid) != start}
         if not fresh:
             return
-        for pid, _ in fresh:
+        for pid in fresh:
             _drop(pid)
         _sweep()
         most = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE, _FEWEST)
-        for pid, start in fresh:
+        for pid, start in fresh.items():
             _starts[pid] = start
             if len(_kept) < most:
                 with contextlib.suppress(OSError):  # it has ended, or no descriptor is left

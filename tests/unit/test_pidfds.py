@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from fakes import wait_for
@@ -22,11 +23,20 @@ def nobody() -> Iterator[None]:
     pidfds.forget()
 
 
+@contextmanager
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["sleep", "600"]) as process:
+    with sleeper() as process:
         yield process
-        process.kill()
 
 
 def start(pid: int) -> int:
@@ -122,16 +132,14 @@ print("right")
 def test_no_descriptor_is_lost() -> None:
     """Over many rounds only those of processes that are there are open; none is inherited."""
     for _ in range(60):
-        with subprocess.Popen(["sleep", "600"]) as child:
+        with sleeper() as child:
             pidfds.remember([(child.pid, start(child.pid)), (child.pid, start(child.pid))])
             pidfds.remember([(child.pid, start(child.pid))])
             assert open_pidfds() <= 2  # that of the last round is closed at the next
             assert not any(os.get_inheritable(number) for number in pidfds._kept.values())
-            child.kill()
-    with subprocess.Popen(["sleep", "600"]) as child:
+    with sleeper() as child:
         pidfds.remember([(child.pid, start(child.pid))])
         assert open_pidfds() == 1
-        child.kill()
 
 
 def test_more_processes_than_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
