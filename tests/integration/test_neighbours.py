@@ -52,20 +52,23 @@ def pair(share: str, options: tuple[str, ...] = ()) -> tuple[Container, Containe
     return a, Container.start("b", *words, "--seed", "2", options=[*second, *options])
 
 
-@pytest.fixture
-def pods(real: str) -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def tidy(real: str) -> Iterator[None]:
+    """What joined another's namespace has to be removed first."""
     yield
     podman("pod", "rm", "--force", "--all", "--time", "0")
+    podman("rm", "--force", "--all", "--time", "0")
 
 
 SHARED = ["pid", "ipc", "network", "uts", "pod:pid", "pod:ipc", "pod:net", "pod:uts", "pod:pid,ipc,net,uts"]
 
 
 @pytest.mark.parametrize("share", SHARED)
-def test_each_alone(pods: None, pause: str, share: str) -> None:
+def test_each_alone(pause: str, share: str) -> None:
     """Checkpointed while it runs on, then ended and restored in place; the other one ticks all the time."""
     a, b = pair(share)
-    for one, other in ((a, b), (b, a)):
+    # b first: its configuration names the namespaces that a has now, and not those it will be restored with.
+    for one, other in ((b, a), (a, b)):
         with undisturbed(other):
             good(podman("container", "checkpoint", "--leave-running", one.name))
             one.goes_on()
@@ -78,7 +81,7 @@ def test_each_alone(pods: None, pause: str, share: str) -> None:
             one.goes_on()
 
 
-def test_the_owner_of_a_shared_namespace(real: str) -> None:
+def test_the_owner_of_a_shared_namespace() -> None:
     """When its PID 1 ends, so does all in the namespace: refused, until the other has ended."""
     a, b = pair("pid")
     with undisturbed(b):
@@ -92,7 +95,7 @@ def test_the_owner_of_a_shared_namespace(real: str) -> None:
     a.goes_on()
 
 
-def test_a_neighbour_without_a_gpu(real: str) -> None:
+def test_a_neighbour_without_a_gpu() -> None:
     """It would be killed as well; and one with a GPU is not by a container that has none."""
     a = Container.start("a", "--mib", "4")
     good(podman("run", "-d", "--name", "b", "--pid", "container:a", "localhost/base", "sleep", "600"))
@@ -124,7 +127,7 @@ def test_without_cgroups(real: str) -> None:
     b.goes_on()
 
 
-def test_a_daemon_of_the_neighbour(real: str) -> None:
+def test_a_daemon_of_the_neighbour() -> None:
     """It has become a child of the namespace's owner; it is neither's to dump, and each says so at once."""
     a = Container.start("a", "--mib", "4")
     daemon = "/gpuwork --mib 4 --tick 30 --seed 3"
@@ -140,7 +143,7 @@ def test_a_daemon_of_the_neighbour(real: str) -> None:
             b.unharmed()
 
 
-def test_what_exec_started(real: str) -> None:
+def test_what_exec_started() -> None:
     """CRIU leaves out what podman exec started; if that uses a GPU, nothing is begun."""
     a = Container.start("a", "--mib", "4")
     good(podman("exec", "--detach", "a", "sh", "-c", "exec /gpuwork --mib 4 --seed 5 >/proc/1/fd/1"))
