@@ -110,23 +110,6 @@ def test_a_neighbour_without_a_gpu() -> None:
         assert f"process {d.pid} (gpuwork) of another container" in said
 
 
-def test_without_cgroups(real: str) -> None:
-    """Where neither has a cgroup of its own, one that joined has init and what descends from it."""
-    options = ("--cgroups", "disabled")
-    a = Container.start("a", "--mib", "4", options=options)
-    b = Container.start("b", "--mib", "4", "--seed", "2", options=[*options, "--pid", "container:a"])
-    for one, other in ((a, b), (b, a)):
-        other.goes_on()
-        done = podman("container", "checkpoint", "--leave-running", one.name)
-        # runc dumps no container without a cgroup; nothing may be lost then.
-        assert done.code == 0 or real == "runc", done.err
-        one.goes_on()
-        other.goes_on()
-    assert "of another container" in sentence(podman("container", "checkpoint", "a"))
-    a.unharmed()
-    b.goes_on()
-
-
 def test_a_daemon_of_the_neighbour() -> None:
     """It has become a child of the namespace's owner; it is neither's to dump, and each says so at once."""
     a = Container.start("a", "--mib", "4")
