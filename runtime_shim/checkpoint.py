@@ -114,6 +114,8 @@ def _inspect(job: Job) -> None:
     job.init = proc.process(job.container.pid)
     preflight.criu_library(job.real)
     preflight.call(job.call, job.container)
+    preflight.adopted(job.container)
+    preflight.neighbours(job.call, job.container)
     config = containers.bundle_config(job.container.bundle)
     job.nodes = job.driver.nodes(job.container.pid)
     job.mounts, job.masters = criu_mounts.undeclared(job.container.pid, config)
@@ -129,6 +131,7 @@ def _inspect(job: Job) -> None:
     by_plugin.inherited(job.driver, job.processes())
     found = users(job.driver, job.processes(), job.held)
     preflight.states(found)
+    preflight.complete(job.container, job.processes(), list(found))
     preflight.shared(list(found), job.settings.nvidia, job.host.driver_version)
 
 
@@ -168,6 +171,7 @@ def _dump(job: Job, draft: Draft) -> None:
     while True:
         stop_if_asked()
         all_suspended(job)
+        preflight.neighbours(job.call, job.container)  # one may have come meanwhile
         with job.transaction.step("write manifest"):
             job.record = _manifest(job)
             draft.prepare(job.record if job.pages.records() is not None else None)

@@ -1,8 +1,7 @@
 """A container as the real runtime knows it, and all of its processes.
 
 Which processes belong to a container is answered from /proc alone, because a container may share any
-namespace and any cgroup with its host: those in a cgroup of its own, those in its PID namespace, and all
-their descendants.
+namespace and any cgroup with its host, and with other containers: see neighbours.py.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime_shim import freezer, proc
+from runtime_shim import freezer, neighbours, pidfds, proc
 from runtime_shim.child import run
 from runtime_shim.errors import ContainerError, RuntimeFailed, SettingsError, reason
 from runtime_shim.log import runtime_message
@@ -22,14 +21,17 @@ from runtime_shim.log import runtime_message
 __all__ = [
     "UNIFIED",
     "Container",
+    "beside",
     "bundle_annotations",
     "bundle_config",
+    "descends",
     "find",
     "freezable",
     "frozen_by",
     "frozen_group",
     "gather",
     "inner_pids",
+    "left_out",
     "own_v1_freezer",
     "processes",
 ]
@@ -85,26 +87,45 @@ def _reworded(text: str) -> str:
 def processes(init: int, container_id: str) -> tuple[proc.Process, ...]:
     """Every process of the container whose init is `init`, ordered by PID; zombies are left out.
 
+    Those in a cgroup of its own, those in its PID namespace where it is no other container's, and their
+    descendants. From now on a signal to one of them reaches no later process with its PID (pidfds.py).
+
     None where it has no init: a runtime then says 0, which is the parent of all that a host runs.
     """
     if init <= 0:
         return ()
-    parents = proc.parents()
-    ours, group = os.getpid(), _own_cgroup(init, container_id)
-    space = proc.namespace(init, "pid")
-    shared = space == proc.namespace(ours, "pid")
-    members = {init}
-    for pid in parents:
-        # kernel threads and processes that just went have no namespace that we could read
-        if (not shared and space and proc.namespace(pid, "pid") == space) or (group and _inside(pid, group)):
-            members.add(pid)
-    grown = True
-    while grown:
-        children = {pid for pid, parent in parents.items() if parent in members and pid not in members}
-        members |= children
-        grown = bool(children)
-    members.discard(ours)
-    found = (proc.process(pid) for pid in sorted(members))
+    found = _listed(neighbours.look(init, container_id, _own_cgroup(init, container_id)).members)
+    pidfds.remember((process.pid, process.start) for process in found)
+    return found
+
+
+def beside(init: int, container_id: str) -> tuple[proc.Process, ...]:
+    """The processes of other containers that would end with this one, or that have its init for an ancestor.
+
+    Those that joined its PID namespace: when its PID 1 ends, the kernel kills all in it.
+    """
+    if init <= 0:
+        return ()
+    return _listed(neighbours.look(init, container_id, _own_cgroup(init, container_id)).neighbours)
+
+
+def left_out(init: int, members: Iterable[proc.Process]) -> tuple[proc.Process, ...]:
+    """Members that are no descendants of init: in a shared PID namespace its PID 1 has adopted them."""
+    known = {process.pid: process for process in members}
+    return tuple(known[pid] for pid in neighbours.orphans(init, known))
+
+
+def descends(pid: int, init: int) -> bool:
+    """Whether a process is init or a descendant of it."""
+    seen = set()
+    while pid and pid != init and pid not in seen:
+        seen.add(pid)
+        pid = proc.parent(pid)
+    return pid == init
+
+
+def _listed(pids: Iterable[int]) -> tuple[proc.Process, ...]:
+    found = (proc.process(pid) for pid in sorted(pids))
     return tuple(process for process in found if process is not None)
 
 
@@ -126,7 +147,7 @@ def gather(init: int, container_id: str, members: Iterable[proc.Process]) -> Non
     if group is None or group[0] or top is None:
         return
     for member in members:
-        if _inside(member.pid, group):
+        if neighbours.inside(member.pid, group):
             continue
         try:
             with open(f"{top}{proc.cgroups(init)['']}/cgroup.procs", "w", encoding="ascii") as file:
@@ -229,16 +250,6 @@ def own_v1_freezer(init: int, container_id: str) -> bool:
     group = _own_cgroup(init, container_id)
     path = next((p for h, p in proc.cgroups(init).items() if "freezer" in h.split(",")), "")
     return group is not None and group[0] != "" and container_id in path
-
-
-def _inside(pid: int, group: tuple[str, str]) -> bool:
-    hierarchy, path = group
-    theirs = proc.cgroups(pid).get(hierarchy)
-    return theirs is not None and _below(theirs, path)
-
-
-def _below(path: str, parent: str) -> bool:
-    return path == parent or path.startswith(parent.rstrip("/") + "/")
 
 
 def bundle_config(bundle: str) -> dict[str, Any]:

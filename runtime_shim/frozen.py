@@ -21,7 +21,6 @@ Only for version 2 of cgroups: see container.own_v1_freezer.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -29,7 +28,7 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
 from runtime_shim import container as containers
-from runtime_shim import freezer, journal, proc, vforks
+from runtime_shim import freezer, journal, pidfds, proc, vforks
 from runtime_shim.errors import GpusnapError, ImageError, reason
 from runtime_shim.journal import Entry
 from runtime_shim.stillness import go_on, stand
@@ -59,6 +58,7 @@ class Paused:
         """
         self._container, self._group, self._runtime = container, group, runtime
         self._stopped = dict(stopped)
+        pidfds.remember(self._stopped.items())
         self._away: set[int] = set()
         self._thawed = False
 
@@ -76,10 +76,12 @@ class Paused:
             seen: set[int] = set()
             while fresh := [pid for pid in freezer.members(self._group) if pid not in seen]:
                 seen.update(fresh)
-                running = [pid for pid in fresh if not proc.halted(pid)]
-                self._stopped |= {each.pid: each.start for each in map(proc.process, running) if each}
+                running = map(proc.process, [pid for pid in fresh if not proc.halted(pid)])
+                found = {each.pid: each.start for each in running if each}
+                pidfds.remember(found.items())
+                self._stopped |= found
                 self._note(thawed=False)
-                _send(running, signal.SIGSTOP)
+                _send(found, signal.SIGSTOP)
             self._note(thawed=True)
             self._thawed = True
             freezer.thaw(self._group)
@@ -186,5 +188,4 @@ def thaw_image(image_path: str) -> None:
 
 def _send(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+        pidfds.send(pid, number)

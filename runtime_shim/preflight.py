@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from runtime_shim import container as containers
 from runtime_shim import proc
@@ -28,9 +29,12 @@ from runtime_shim.sharing import sharing
 from runtime_shim.units import human
 
 __all__ = [
+    "adopted",
     "call",
+    "complete",
     "criu_library",
     "leftover",
+    "neighbours",
     "room_in_memory",
     "room_on_disk",
     "room_to_restore",
@@ -39,11 +43,14 @@ __all__ = [
     "states",
 ]
 
+_Found = TypeVar("_Found")
+
 # The heap of a process grows by about 150 MiB at its first checkpoint (seen with driver 580).
 _HEAP_GROWTH = 150 << 20
-# How long a process that is just starting CUDA may hold device files before the driver calls it a CUDA
-# process.
+# How long a process may look like something else: one that is just starting CUDA holds device files before
+# the driver calls it a CUDA process, and what podman exec starts joins one namespace after another.
 _STARTING = 1.0
+_OWN_NAMESPACE = "run the container with a PID namespace of its own"
 # As crun names it to dlopen(3) (src/libcrun/criu.c, load_wrapper), or one that is linked with it.
 _CRIU_LIBRARY = re.compile(rb"libcriu\.so\.\d+\0")
 
@@ -132,15 +139,73 @@ def leftover(strangers: Callable[[], Mapping[proc.Process, Sequence[str]]]) -> N
     `strangers` gives such processes, but for those of which `leftover.clear` can take them; it is asked again
     for a moment, since a process that is just starting CUDA looks the same.
     """
-    deadline = time.monotonic() + _STARTING
-    while (holders := strangers()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    holders = _lasting(strangers)
     for process, files in holders.items():
         raise Refused(
             f"process {process.pid} ({process.comm}) holds {files[0]} but has no CUDA state of its own, "
             "nor did it inherit that handle from a CUDA process: CRIU cannot dump it",
             hint="end what only watches the GPU (NVML, nvidia-smi) or draws on it; start workers with spawn",
         )
+
+
+def adopted(container: Container) -> None:
+    """Processes of other containers that have the container's init for an ancestor.
+
+    Its init is the PID 1 of a namespace that they share. CRIU goes by the tree from init on, and does not get
+    at one that is not frozen with the rest ("Unseizable non-zombie"; CRIU 4.1.1 under crun and runc).
+    """
+
+    def children() -> list[proc.Process]:
+        found = containers.beside(container.pid, container.id)
+        return [process for process in found if containers.descends(process.pid, container.pid)]
+
+    for process in _lasting(children):
+        raise Refused(
+            f"process {process.pid} ({process.comm}) of another container became a child of container "
+            f"{container.id} when its own parent ended, and CRIU cannot dump the one without the other",
+            hint="run the other with a PID namespace of its own, or both in a pod (--share pid)",
+        )
+
+
+def neighbours(wanted: CheckpointCall, container: Container) -> None:
+    """Processes of other containers that would end with this one, because its init is their PID 1."""
+    if wanted.leave_running:
+        return
+    for process in _lasting(lambda: containers.beside(container.pid, container.id)):
+        raise Refused(
+            f"process {process.pid} ({process.comm}) of another container shares the PID namespace of "
+            f"container {container.id}, and would be killed as soon as this one ends",
+            hint="checkpoint it with --leave-running, or end the other first",
+        )
+
+
+def complete(container: Container, members: Sequence[proc.Process], users: Sequence[proc.Process]) -> None:
+    """CRIU dumps init and its descendants alone, and the work of the rest would be lost.
+
+    What `podman exec` has started is left out as ever, unless it is one of `users`, which use a GPU.
+    """
+    lost = containers.left_out(container.pid, members)
+    for process in lost:
+        raise Refused(
+            f"process {process.pid} ({process.comm}) of container {container.id} became a child of another "
+            "container when its own parent ended, and a dump would leave it out",
+            hint=_OWN_NAMESPACE,
+        )
+    for process in users:
+        if not containers.descends(process.pid, container.pid):
+            raise Refused(
+                f"GPU process {process.pid} ({process.comm}) is not a descendant of the init of container "
+                f"{container.id}, and a dump would leave it out",
+                hint="end it: what podman exec starts cannot be checkpointed",
+            )
+
+
+def _lasting(ask: Callable[[], _Found]) -> _Found:
+    """What is there for more than a moment."""
+    deadline = time.monotonic() + _STARTING
+    while (found := ask()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
 
 
 def shared(users: Sequence[proc.Process], settings: Nvidia, driver_version: str) -> None:

@@ -16,7 +16,18 @@ from functools import partial
 
 from oci.errors import BlobError
 from oci.layout import Layout
-from runtime_shim import driver_calls, frozen, image, journal, leavings, lull, manifest, proc, transfer
+from runtime_shim import (
+    driver_calls,
+    frozen,
+    image,
+    journal,
+    leavings,
+    lull,
+    manifest,
+    pidfds,
+    proc,
+    transfer,
+)
 from runtime_shim.chunk_home import Home, StoreHome, in_image, left
 from runtime_shim.draft import Draft
 from runtime_shim.errors import GpusnapError, ImageError, ManifestError, reason
@@ -192,6 +203,7 @@ def _settle(there: Sequence[Suspended]) -> None:
 
 def alive(entry: Entry) -> tuple[Suspended, ...]:
     """Those processes of an entry that are still there."""
+    pidfds.remember((process.pid, process.start) for process in entry.processes)
     return tuple(process for process in entry.processes if proc.same(process.pid, process.start))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -88,7 +89,9 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
     if _recover(driver, container, settings):
         container = containers.find(quiet(call, real), call.container_id)
     others = (each for each in find_drivers() if each.vendor != driver.vendor)
-    if not any(_concerns_us(each, container) for each in (driver, *others)):
+    drivers = (driver, *others)
+    if not any(_concerns_us(each, container) for each in drivers):
+        _spare_neighbours(call, container, drivers)
         _hand_over(call, real)
     # Imported late: a container without a GPU must not wait for it.
     from runtime_shim import by_plugin, journal, orders
@@ -178,6 +181,19 @@ def _concerns_us(driver: Driver, container: containers.Container) -> bool:
     except GpuError:
         return False  # without the checkpoint API it cannot be
     return bool(users(driver, members))
+
+
+def _spare_neighbours(
+    call: CheckpointCall, container: containers.Container, drivers: Iterable[Driver]
+) -> None:
+    """Refuse where a container without a GPU would take one with it that uses some."""
+    if call.leave_running:
+        return
+    others = containers.beside(container.pid, container.id)
+    if any(each.handles(process.pid) for each in drivers for process in others):
+        from runtime_shim import preflight
+
+        preflight.neighbours(call, container)
 
 
 def _hand_over(call: CheckpointCall | RestoreCall, real: RealRuntime) -> NoReturn:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import signal
 import threading
 import time
@@ -28,7 +27,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from runtime_shim import proc
+from runtime_shim import pidfds, proc
 from runtime_shim.errors import GpusnapError, reason
 from runtime_shim.gpu.errors import PermissionRefused
 
@@ -71,8 +70,7 @@ def stand(pids: Iterable[int], *, timeout: float) -> None:
 
 def _stop_moving(pids: Iterable[int]) -> None:
     for pid in [pid for pid in pids if not proc.still(pid)]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP)
+        pidfds.send(pid, signal.SIGSTOP)
 
 
 def _await_still(pids: tuple[int, ...], timeout: float, *, again: bool) -> None:
@@ -95,8 +93,7 @@ def _await_still(pids: tuple[int, ...], timeout: float, *, again: bool) -> None:
 def go_on(pids: Iterable[int]) -> None:
     """Let stopped processes run again; one that ended is left out."""
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
+        pidfds.send(pid, signal.SIGCONT)
 
 
 def settle(pids: Iterable[int], *, within: float = _LEAVING) -> None:

@@ -103,6 +103,14 @@ def _asks(
     looking = replace(settings.nvidia, allow_nccl=False)
     return (
         _Asked("container", "", lambda: preflight.call(call, container)),
+        _Asked("other containers", "", lambda: preflight.adopted(container)),
+        _Asked(
+            "other containers",
+            "no other container's processes would end with this one",
+            lambda: preflight.neighbours(call, container),
+            "a checkpoint with --leave-running does them no harm",
+        ),
+        _Asked("whole", "", lambda: preflight.complete(container, of.processes, list(states))),
         _Asked("GPU state", "all GPU processes run", lambda: preflight.states(states)),
         _Asked(
             "left-over handles",

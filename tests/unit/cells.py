@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,19 @@ while True:
     number += 1
     memory[:] = number.to_bytes(8, "little")
 """
+
+
+def cgroup_top() -> Path | None:
+    """A folder below our cgroup in which we may make others, of version 2 or of v1's pids."""
+    for mount in proc.mounts("self"):
+        groups = proc.cgroups(os.getpid())
+        path = groups.get("") if mount.kind == "cgroup2" else groups.get("pids")
+        if path is None or not (mount.kind == "cgroup2" or mount.destination.endswith("/pids")):
+            continue
+        folder = Path(mount.destination) / path.removeprefix(mount.root).strip("/")
+        if os.access(folder / "cgroup.procs", os.W_OK) and os.access(folder, os.W_OK):
+            return folder
+    return None
 
 
 @dataclass

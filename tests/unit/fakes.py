@@ -102,7 +102,8 @@ def a_manifest(*, pids: Sequence[int] = (1,), used: int = 3 * MIB) -> Manifest:
 class Family:
     """A container's processes: an init, and children of it that sleep until the family is closed."""
 
-    _INIT = "while read -r word; do sleep 600 </dev/null >/dev/null 2>&1 & echo $!; done"
+    _SLEEP = "sleep 600 </dev/null >/dev/null 2>&1 &"
+    _INIT = f"while read -r word; do if [ $word = lose ]; then ({_SLEEP}); else {_SLEEP} fi; echo; done"
 
     def __init__(self, *before: str, cgroup: str = "") -> None:
         """`before`: a command that runs init, such as unshare; `cgroup`: a folder in which init starts."""
@@ -122,12 +123,20 @@ class Family:
 
     def spawn(self) -> int:
         """One more child of init; its PID in our namespace."""
+        return self._more("spawn", self.init)
+
+    def lose(self, adopter: int) -> int:
+        """One more process, whose parent ends: a child of `adopter`, PID 1 of their namespace."""
+        return self._more("lose", adopter)
+
+    def _more(self, word: str, parent: int) -> int:
         assert self._first.stdin is not None
         assert self._first.stdout is not None
-        known = {*self.pids}
-        print(file=self._first.stdin, flush=True)
-        assert self._first.stdout.readline().strip().isdigit()
-        (pid,) = set(_children(self.init)) - known
+        known = {*_children(parent)}
+        print(word, file=self._first.stdin, flush=True)
+        self._first.stdout.readline()
+        wait_for(lambda: {*_children(parent)} - known, f"a child of process {parent}")
+        (pid,) = {*_children(parent)} - known
         self.pids.append(pid)
         return pid
 

@@ -15,6 +15,7 @@ import pytest
 from fakes import DEADLINE, Family, HandedOver, Scene, a_manifest, unshare_works, uuid, wait_for
 
 from runtime_shim import checkpoint, manifest, preflight, proc
+from runtime_shim import container as containers
 from runtime_shim import draft as drafts
 from runtime_shim.draft import Draft
 from runtime_shim.errors import ImageError
@@ -679,6 +680,21 @@ def test_without_a_gpu_process(scene: Scene) -> None:
     """A container without a GPU is the real runtime's."""
     scene.family.spawn()
     handed_over(scene)
+
+
+def test_a_neighbour_with_a_gpu(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container without a GPU does not take one with it whose process uses one."""
+    monkeypatch.setattr(preflight, "_STARTING", 0.1)
+    with Family() as other:
+        found = proc.process(other.init)
+        assert found is not None
+        monkeypatch.setattr(containers, "beside", lambda init, container_id: (found,))
+        handed_over(scene)
+        scene.driver.use(other.init)
+        outcome = scene.checkpoint()
+        assert f"process {other.init} (sh) of another container" in outcome.sentence()
+        with pytest.raises(HandedOver, match="handed over"):
+            scene.checkpoint("--leave-running")
 
 
 def test_an_unknown_container(scene: Scene) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cells import cgroup_top
 from fakes import ID, POISON, FakeRuntime, Family, unshare_works
 
 from runtime_shim import container, proc
@@ -19,23 +20,10 @@ needs_pid_namespace = pytest.mark.skipif(
 )
 
 
-def _own_cgroup_folder() -> Path | None:
-    """A folder below our cgroup in which we may make others, of version 2 or of v1's pids."""
-    for mount in proc.mounts("self"):
-        groups = proc.cgroups(os.getpid())
-        path = groups.get("") if mount.kind == "cgroup2" else groups.get("pids")
-        if path is None or not (mount.kind == "cgroup2" or mount.destination.endswith("/pids")):
-            continue
-        folder = Path(mount.destination) / path.removeprefix(mount.root).strip("/")
-        if os.access(folder / "cgroup.procs", os.W_OK) and os.access(folder, os.W_OK):
-            return folder
-    return None
-
-
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
     """A cgroup of its own, with one inside it."""
-    top = _own_cgroup_folder()
+    top = cgroup_top()
     if top is None:
         pytest.skip("no cgroup hierarchy is writable here")
     folder = top / f"gpusnap-test-{os.getpid()}"
