@@ -448,7 +448,7 @@ class Scene:
         monkeypatch.setattr(shim, "find_driver", lambda: self.driver)
         monkeypatch.setattr(shim, "find_drivers", lambda: (self.driver,))
         monkeypatch.setattr(by_plugin, "find_drivers", lambda: (self.driver,))
-        monkeypatch.setattr(shim, "load", lambda: self.settings)
+        monkeypatch.setattr(shim, "usable", lambda: self.settings)
         monkeypatch.setattr(locate, "become", _never_become)
         monkeypatch.setattr(suspension, "_PAUSE", 0.0)
         from runtime_shim import restore
