@@ -56,7 +56,7 @@ class Part:
     size: int
 
     def view(self, offset: int, size: int) -> None:
-        """It is no memory of ours."""
+        """It is no memory of ours: as a Target it is written to."""
 
     def read(self, offset: int, into: memoryview) -> None:
         """In the calling thread alone: the crew of oci.writing has one for each core."""
