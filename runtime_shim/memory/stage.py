@@ -70,8 +70,8 @@ class Area:
     def read(self, offset: int, into: memoryview) -> None:
         """Copy from the region, while other threads run."""
         kind = ctypes.c_char * into.nbytes
-        # A slice's assignment would keep the interpreter's lock.
-        ctypes.memmove(kind.from_buffer(into), kind.from_buffer(self._mapping, self.lead + offset), into.nbytes)
+        here, there = kind.from_buffer(into), kind.from_buffer(self._mapping, self.lead + offset)
+        ctypes.memmove(here, there, into.nbytes)  # a slice's assignment would keep the interpreter's lock
 
     def write(self, offset: int, data: memoryview) -> None:
         """Copy to the region."""

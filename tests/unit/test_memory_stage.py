@@ -111,7 +111,7 @@ def test_an_area_is_its_file(folder: Path) -> None:
 def test_what_lies_beyond_a_region(folder: Path) -> None:
     """Nothing is copied from behind its end."""
     area = Stage("one").area("a", 0x7F0000345000, MIB)
-    with pytest.raises(ValueError, match="[Bb]uffer size too small"):
+    with pytest.raises(ValueError, match="uffer size too small"):
         area.read(MIB - 3, memoryview(bytearray(4)))
     area.close()
 
