@@ -100,11 +100,12 @@ def _pages(
     if driver.plugin is not None:
         return by_plugin.pages(image_path, container, settings)
     if memory.pages == InCriu.name:
-        return InCriu(image_path, container.id, memory.threads)
+        return InCriu(image_path, container.key, memory.threads)
     home = None
     if memory.pages == StoreHome.kind:
         home = StoreHome(settings.store.path, image_path, container.id, memory)
-    return Chunks(image_path, container.id, memory, container.bundle, home=home, ahead=not call.leave_running)
+    ahead = not call.leave_running
+    return Chunks(image_path, container.key, memory, container.bundle, home=home, ahead=ahead)
 
 
 def _inspect(job: Job) -> None:
@@ -254,7 +255,7 @@ def _complete(job: Job, draft: Draft) -> None:
         _add(failure, f"the checkpoint in {job.image_path} is whole and can be restored")
         raise failure
     job.pages.close()
-    journal.remove(job.container.id)
+    journal.remove(job.container.key)
     if job.paused is not None:
         job.paused.forget()
 
@@ -324,7 +325,7 @@ def _discard(job: Job) -> None:
     # An earlier one in the same place may consist of the same chunks.
     job.pages.discard(layout=not whole)
     if not job.suspended:  # what is staged has gone by now: nobody would find it without the journal
-        journal.remove(job.container.id)
+        journal.remove(job.container.key)
     _clean(job)
 
 

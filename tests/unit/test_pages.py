@@ -14,7 +14,7 @@ import pytest
 from fakes import FakeDriver, a_manifest
 
 from oci.buffers import is_zero
-from runtime_shim import journal, manifest, mountns, pages, recover, transfer
+from runtime_shim import journal, keys, manifest, mountns, pages, recover, transfer
 from runtime_shim.draft import Draft
 from runtime_shim.errors import GpusnapError, ImageError
 from runtime_shim.filling import Filling
@@ -383,6 +383,30 @@ def test_what_is_staged_for_nobody(holders: list[Holder]) -> None:
     journal.remove("other")
     recover.sweep()
     assert not os.path.ismount(stage.FOLDER)
+
+
+def test_a_container_of_that_id_elsewhere(holders: list[Holder], tmp_path: Path) -> None:
+    """A restore of another engine's container of the same ID leaves alone what is staged for this one."""
+    path, other = image(tmp_path), tmp_path / "other"
+    other.mkdir()
+    here, there = (keys.key(f"/run/containerd/runc/{name}", "w") for name in ("default", "k8s.io"))
+    chunks = Chunks(str(path), here, SMALL)
+    digests = suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+    chunks.take(pids)
+    chunks.ready()
+    chunks.commit(kept=False)
+    with journal.held(here), journal.held(there):
+        assert [entry.container for entry in journal.entries()] == ["w"]
+        assert journal.read(there) is None
+        with Filling(str(path), made(chunks, holders[0]), SMALL, there):
+            assert stage.containers() == sorted((here, there))
+    assert stage.containers() == [here]
+    assert chunks.give_back(pids) == {}
+    go_on(pids)
+    assert [holder.say("digest") for holder in holders] == digests
+    chunks.close()
+    journal.remove(here)
 
 
 def test_no_process_has_gpu_state(holders: list[Holder], tmp_path: Path) -> None:
