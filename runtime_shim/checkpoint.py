@@ -17,6 +17,7 @@ import contextlib
 import os
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from runtime_shim import (
@@ -331,4 +332,4 @@ def _discard(job: Job) -> None:
 
 def _sync(job: Job, *, but: Collection[str]) -> None:
     if job.settings.memory.sync:
-        image.sync(job.image_path, but=but)
+        image.sync(job.image_path, but=but, failed=partial(journal.note_unsynced, job.container.key))

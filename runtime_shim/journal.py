@@ -1,14 +1,16 @@
 """What a killed gpusnap leaves to be put right: where the bytes are that it had taken out of a container.
 
-    /run/gpusnap/journal/              0700; gone with the next boot, as the processes are
-        <key>.json               written before the first process is locked, and again before a region
-                                       is freed; removed when all run again, or the checkpoint is whole
+    /run/gpusnap/journal/        0700; gone with the next boot, as the processes are
+        <key>.json               written before the first process is locked, and again before a region is
+                                 freed; removed when all run again, or the checkpoint is whole
         <key>.lock               held (flock) while a checkpoint of it is under way
         <key>.restore            a restore that is under way, see halfway.py
         <key>.<pid>.thread       a thread's own registers, while it makes system calls for us
         <key>.<pid>.idle         a process without GPU state, while it stands still for us (`leftover`)
-        <key>.paused             which processes of a paused container were stopped, see frozen.py; or
-                                       that it was gpusnap who paused it, see lull.py
+        <key>.paused             which processes of a paused container were stopped, see frozen.py; or that it
+                                 was gpusnap who paused it, see lull.py
+        <key>.unsynced           the disk failed at the fsync of CRIU's images, which the next one would hide:
+                                 they are not called whole
 
 A container is named by its key (keys.py), since several engines may each have one of the same ID. An entry
 names processes by PID and start time, regions by address, and where their bytes are, all of them in
@@ -49,12 +51,14 @@ __all__ = [
     "idle",
     "load",
     "note_pause",
+    "note_unsynced",
     "noted",
     "owner",
     "read",
     "remove",
     "store",
     "thread",
+    "unsynced",
     "write",
 ]
 
@@ -62,6 +66,8 @@ FOLDER = "/run/gpusnap/journal"
 _VERSION = 2
 _PAUSE_VERSION = 1
 _MOST = 64 << 20
+UNSYNCED = "unsynced"
+"""The kind of file that says that an fsync of the images has failed."""
 PAUSED = "paused"
 """The kind of file that says what was stopped of a paused container."""
 
@@ -209,6 +215,7 @@ def remove(key: str) -> None:
         for name in os.listdir(FOLDER):
             if re.fullmatch(rf"{re.escape(key)}\.\d+\.(thread|idle)", name, re.ASCII):
                 _unlink(os.path.join(FOLDER, name))
+    _unlink(_path(key, UNSYNCED))
     _unlink(_path(key, "json"))
 
 
@@ -281,6 +288,20 @@ def store(key: str, kind: str, document: Any) -> None:
 def note_pause(key: str, pause: Pause) -> None:
     """Write what is to be known of a container's pause, in place of what was. Raises GpusnapError."""
     store(key, PAUSED, {"version": _PAUSE_VERSION, **asdict(pause)})
+
+
+def note_unsynced(key: str, why: str) -> None:
+    """The images of a container's checkpoint did not come to disk, whatever a later fsync says.
+
+    Raises GpusnapError.
+    """
+    store(key, UNSYNCED, {"why": why})
+
+
+def unsynced(key: str) -> str | None:
+    """Why the images of a checkpoint did not come to disk; None where nothing is known of that."""
+    document = load(key, UNSYNCED)
+    return None if document is None else str(document.get("why") if isinstance(document, dict) else document)
 
 
 def load(key: str, kind: str) -> Any:

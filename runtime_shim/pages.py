@@ -141,6 +141,9 @@ class Chunks:
         self._write(
             [transfer.Part(pid, each.region.start, each.region.size) for pid, each in streamed], streamed
         )
+        if streamed:  # whatever memory.sync says: from now on their bytes are nowhere else
+            with transfer.as_image_error(self._layout.path):
+                self._layout.sync()
         self.note(list(self._processes))
         for process in fresh.values():
             process.freed = True

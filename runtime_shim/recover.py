@@ -211,14 +211,22 @@ def _finish(entry: Entry, settings: Memory) -> str:
     if record is None or not dumped:
         _drop(entry, settings)
         return "no process is left"
+    if (why := journal.unsynced(entry.key)) is not None:
+        raise ImageError(
+            f"the images in {entry.image} did not come to disk ({why}), and nobody can tell whether they are "
+            "whole",
+            hint=f"see dmesg for the disk; rename {manifest.PENDING} in {entry.image}/{manifest.FOLDER} to "
+            f"{manifest.NAME} to use them at your own risk, or remove them, and run gpusnap recover again",
+        )
     home: Home | None = None
     if record.pages != InCriu.name:
         tables = [region.table for process in record.processes for region in process.regions]
         home = left(entry.layout, entry.image, entry.container, replace(settings, sync=True), tables)
-        transfer.check(home.layout, tables, where=entry.image)  # nobody knows how much of it had come to disk
+        # Nobody knows how much of it had come to disk.
+        transfer.write_again(home.layout, tables, where=entry.image)
         home.commit(tables, kept=False)
     frozen.thaw_image(entry.image)
-    image.sync(entry.image)
+    image.sync(entry.image, failed=partial(journal.note_unsynced, entry.key))
     if home is not None:
         home.name(record)
     draft.finish(record)

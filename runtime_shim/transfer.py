@@ -40,6 +40,7 @@ __all__ = [
     "give",
     "own",
     "remove_layout",
+    "write_again",
 ]
 
 OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # asm-generic/mman-common.h, MAP_FIXED
@@ -74,6 +75,15 @@ def check(blobs: Blobs, tables: Sequence[Table], *, where: str, threads: int = 0
     """
     with as_image_error(where):
         for_each(descriptors(tables), blobs.check_blob, threads=threads or copies.cores())
+
+
+def write_again(layout: Layout, tables: Sequence[Table], *, where: str, threads: int = 0) -> None:
+    """As `check`, for what a process wrote that is no more: what was read is written anew, for `commit`.
+
+    An fsync of what is there proves nothing: one may have failed, and the next would not (oci.unsynced).
+    """
+    with as_image_error(where):
+        for_each(descriptors(tables), layout.write_again, threads=threads or copies.cores())
 
 
 def commit(layout: Layout, tables: Sequence[Table], *, sync: bool = True) -> None:

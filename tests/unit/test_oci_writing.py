@@ -179,6 +179,7 @@ def test_full_disk(small_disk: Path) -> None:
     with pytest.raises(DiskFull, match=r"layout is full: a blob of 256\.0 KiB did not fit"):
         save(layout, data, chunk_size=256 << 10)
     left = list((small_disk / "layout/blobs/sha256").iterdir())
+    layout.close()
     assert left
     assert all(len(path.name) == 64 and path.stat().st_size == 256 << 10 for path in left)
 
@@ -246,4 +247,5 @@ def test_no_descriptor_is_left(layout: Layout) -> None:
     save(layout, MIXED)
     with pytest.raises(OSError, match="gone"):
         write([Failing(MIXED)], layout, threads=2, ceiling=CEILING, chunk_size=PAGE)
+    layout.close()
     assert len(os.listdir("/proc/self/fd")) == before

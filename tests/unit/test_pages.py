@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import subprocess
@@ -322,8 +323,7 @@ def test_what_recover_calls_whole_is_on_disk(
         holder.process.wait()
     blobs = {chunk.blob for p in record.processes for r in p.regions for chunk in r.table.chunks}
     files = {path / "gpusnap/blobs/sha256" / blob.partition(":")[2] for blob in blobs}
-    inodes, synced = {file.stat().st_ino for file in files}, set[int]()
-    real = os.fsync
+    synced, real = set[int](), os.fsync
 
     def fsync(descriptor: int) -> None:
         synced.add(os.fstat(descriptor).st_ino)
@@ -340,9 +340,32 @@ def test_what_recover_calls_whole_is_on_disk(
     assert not (path / "gpusnap/manifest.json").exists()
     damaged.write_bytes(good)
     assert "is whole" in recover._finish(entry, SMALL)
-    assert inodes | {(path / "inventory.img").stat().st_ino} <= synced
+    # Written anew: of the dead one's files nobody could tell any more.
+    assert {file.stat().st_ino for file in (*files, path / "inventory.img")} <= synced
     assert manifest.read(str(path)).processes == record.processes
     chunks.close()
+
+
+def test_what_is_freed_is_on_disk(
+    holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A region that is nowhere else but in chunks stays in its process where the disk fails."""
+    monkeypatch.setattr(mountns, "lasting", lambda: False)
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", replace(SMALL, sync=False))
+    digests = suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", fsync)
+        with pytest.raises(ImageError, match="Input/output error"):
+            chunks.take(pids)
+    chunks.discard(layout=True)
+    go_on(pids)
+    assert [holder.say("digest") for holder in holders] == digests
 
 
 def test_killed_while_it_wrote_behind(holders: list[Holder], tmp_path: Path) -> None:
