@@ -50,6 +50,8 @@ class Unsynced:
         except OSError as error:
             if error.errno not in _NONE_LEFT:
                 raise
+            with self._lock:
+                self._failed.pop(name, None)
             self._sync(name, descriptor)
             return
         with self._lock:

@@ -13,8 +13,8 @@
                                  they are not called whole
 
 A container is named by its key (keys.py), since several engines may each have one of the same ID. An entry
-names processes by PID and start time, regions by address, and where their bytes are, all of them in
-files by then: the image's layout, or files of memory.stage. `recover.py` reads it.
+names processes by PID (and the PID namespace) and start time, regions by address, and where their bytes are,
+all of them in files by then: the image's layout, or files of memory.stage. `recover.py` reads it.
 """
 
 from __future__ import annotations
@@ -164,6 +164,7 @@ def write(
         "image": image,
         "layout": layout or os.path.join(image, FOLDER_IN_IMAGE),
         "owner": list(owner()),
+        "space": _space(),
         "processes": [
             {
                 "pid": pid,
@@ -280,9 +281,9 @@ def read(key: str) -> Entry | None:
         ) from error
 
 
-def store(key: str, kind: str, document: Any) -> None:
+def store(key: str, kind: str, document: Mapping[str, Any]) -> None:
     """Write a file of another kind beside the entries, in place of an earlier one. Raises GpusnapError."""
-    _write(_path(key, kind), json.dumps(document).encode())
+    _write(_path(key, kind), json.dumps({**document, "space": _space()}).encode())
 
 
 def note_pause(key: str, pause: Pause) -> None:
@@ -387,12 +388,24 @@ def _path(key: str, kind: str) -> str:
 def _read(path: str) -> Any:
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
-            return json.loads(file.read(_MOST))
+            document = json.loads(file.read(_MOST))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         said = reason(error) if isinstance(error, OSError) else str(error)
         raise GpusnapError(f"{path} cannot be read: {said}") from error
+    space = document.get("space") if isinstance(document, dict) else None
+    if space and space != _space():  # every PID in it would be another process, or none
+        raise GpusnapError(
+            f"{path} was written in another PID namespace, whose processes cannot be told from here",
+            hint="run gpusnap on the host itself, not in a container or toolbox that has the host's /run",
+        )
+    return document
+
+
+def _space() -> str:
+    """Our PID namespace."""
+    return proc.namespace(os.getpid(), "pid")
 
 
 def _write(path: str, data: bytes) -> None:

@@ -355,7 +355,7 @@ def test_a_failed_sync_leaves_no_index(layout: Layout, monkeypatch: pytest.Monke
 
 def test_a_second_sync_makes_nothing_whole(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel reports an error of writeback once, and the next fsync succeeds: writing again helps."""
-    failed, real = [], os.fsync
+    failed, real = list[int](), os.fsync
 
     def fsync(descriptor: int) -> None:
         if not failed:
@@ -377,7 +377,7 @@ def test_a_second_sync_makes_nothing_whole(layout: Layout, monkeypatch: pytest.M
 
 def test_who_wrote_a_blob_syncs_it(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the descriptor that wrote: one that is opened later may not hear that the writing failed."""
-    flags, real = [], os.fsync
+    flags, real = list[int](), os.fsync
 
     def fsync(descriptor: int) -> None:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -108,6 +108,8 @@ def test_no_descriptor_is_left(tmp_path: Path, synced: list[str], monkeypatch: p
     with pytest.raises(OSError, match="bad"):
         add(unsynced, tmp_path, "bad")
     assert unsynced.failed() == {"bad"}
+    add(unsynced, tmp_path, "bad")  # written again
+    assert unsynced.failed() == set()
 
 
 def test_what_was_found(tmp_path: Path, synced: list[str]) -> None:
