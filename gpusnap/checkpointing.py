@@ -27,6 +27,7 @@ from gpusnap.progress import Progress, Tick, grown
 from gpusnap.remains import Export, exported
 from oci.archive import entries, read_member
 from oci.errors import OciError
+from oci.files import name_new
 from oci.manifest import empty_descriptor
 from oci.store import Staging, Store, check_name
 from runtime_shim import manifest, orders
@@ -206,14 +207,14 @@ def _to_file(wish: Wish, found: podman.Container, path: str, progress: Progress,
     fits.check(found, folder, rootfs=not wish.ignore_rootfs, twice=False, gpus=True)
     token = secrets.token_hex(4)
     beside = os.path.join(folder, f".{name[:200]}.{token}")
+    aside = os.path.join(folder, f"checkpoint-of-{found.name[:200]}-{token}{_ending(path)}")
     with _writing(path):  # now: once Podman has ended the container it would be too late to say
         os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
     def keep() -> str:
-        shown = os.path.join(folder, f"checkpoint-of-{found.name[:200]}-{token}{_ending(path)}")
         with suppress(OSError):
-            os.rename(beside, shown)
-            return shown
+            os.rename(beside, aside)
+            return aside
         return beside
 
     export = Export(found=found, archive=beside, keep=keep)
@@ -224,11 +225,17 @@ def _to_file(wish: Wish, found: podman.Container, path: str, progress: Progress,
             _run(wish, export, ["--compress", _COMPRESSION.get(_ending(path), "zstd")], tick)
             memory = _memory_of(export)
             with _writing(path):
-                _put(beside, path)
+                put = _put(beside, path, aside)
     finally:
         if not export.kept:
             with suppress(OSError):
                 os.unlink(beside)
+    if put != path:
+        raise GpusnapError(
+            f"{path} was made by somebody else meanwhile, and a checkpoint replaces no file: that of "
+            f"{found.name} is whole, and kept as {put}",
+            hint="give that file the name that you want",
+        )
     return Made(found, time.monotonic() - began, memory, size=_size(path), new=_size(path), file=path)
 
 
@@ -243,10 +250,7 @@ def _check_place(path: str, found: podman.Container) -> None:
         )
     if os.path.exists(path) and not os.path.isfile(path):
         raise GpusnapError(f"{path} cannot be written: it is there, and no file")
-    if os.path.exists(path):
-        raise GpusnapError(
-            f"{path} is there already", hint="a checkpoint replaces no file: remove it first, or name another"
-        )
+    moving.check_free(path)
     if not os.path.isdir(folder):
         raise GpusnapError(f"{path} cannot be written: {folder} is no folder")
     if not os.access(folder, os.W_OK | os.X_OK):  # for root: on a file system that is read-only
@@ -309,16 +313,21 @@ def _ending(path: str) -> str:
     return next((each for each in endings if path.endswith(each)), "")
 
 
-def _put(beside: str, path: str) -> None:
-    """Make the archive durable, and give it its name."""
+def _put(beside: str, path: str, aside: str) -> str:
+    """Make the archive durable, and give it its name, or `aside` where something has that name by now."""
     with open(beside, "rb") as file:
         os.fsync(file.fileno())
-    os.replace(beside, path)
     folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
     try:
+        try:
+            name_new(os.path.basename(beside), os.path.basename(path), folder)
+        except FileExistsError:
+            path = aside
+            name_new(os.path.basename(beside), os.path.basename(path), folder)
         os.fsync(folder)
     finally:
         os.close(folder)
+    return path
 
 
 @contextmanager

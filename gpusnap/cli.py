@@ -227,7 +227,7 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
             click.echo(_NOTHING, err=True)
         return
     _recover_all(
-        [(each.container, partial(halfway.recover, each.container, find_driver())) for each in cut_off]
+        [(each.container, partial(halfway.recover, each.key, find_driver())) for each in cut_off]
         + [(each.container, partial(_recover_checkpoint, each)) for each in found]
     )
     if container is None:

@@ -216,8 +216,9 @@ def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -
     """Bring the checkpoint REF out of a registry, into a store, an archive, or containerd.
 
     In the store its name is REF, and chunks that the store has do not come again. One that was interrupted
-    goes on from where it was when it is run again. CAs and client certificates of a registry are taken from
-    /etc/containers/certs.d or /etc/docker/certs.d, a proxy from HTTPS_PROXY and NO_PROXY.
+    goes on from where it was when it is run again. A FILE that is there is not replaced. CAs and client
+    certificates of a registry are taken from /etc/containers/certs.d or /etc/docker/certs.d, a proxy from
+    HTTPS_PROXY and NO_PROXY.
 
     containerd gets what its ctr has checkpointed, to be restored by ctr container restore --live NAME IMAGE,
     and the base image as well where the checkpoint has it (--image), unless it has another one of that name,

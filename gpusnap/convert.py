@@ -84,7 +84,7 @@ def give_out(
     threads: int = 0,
     progress: Report | None = None,
 ) -> None:
-    """Write an artifact as an archive that Podman takes, in the place of a file that may be there.
+    """Write an artifact as an archive that Podman takes, under a name that no file has.
 
     config: what becomes manifest.json; none for a checkpoint without GPU state. embed: have the chunks that
     it names in the archive. threads: for zstd, and for reading chunks; all cores for 0. progress: called with

@@ -26,6 +26,9 @@ CURES: Mapping[str, str] = {
     "<path> cannot be written: it is there, and no file": (
         "name another file: a device, a pipe or a socket is not written over"
     ),
+    "<path> was made by somebody else meanwhile, and an archive replaces no file": (
+        "name another file. What has come from a registry does not come again"
+    ),
     "<path> cannot be written: <folder> is no folder": "make the folder first, or name another",
     "<path> cannot be written: <folder> is read-only": "mount it writable, or name a file elsewhere",
     "what Podman exported of <name> has no <missing>": (

@@ -30,12 +30,13 @@ from oci.manifest import Descriptor
 from oci.reference import Reference
 from oci.store import Staging, Store, check_name
 from oci.transfer import Moved
-from runtime_shim.errors import ManifestError, Refused, UsageError
+from runtime_shim.errors import GpusnapError, ManifestError, Refused, UsageError
 
 __all__ = [
     "Format",
     "Pulled",
     "Pushed",
+    "check_free",
     "fetched",
     "image_in",
     "pull",
@@ -145,6 +146,8 @@ def pull(
     Raises NotFound, Damaged, GpusnapError.
     """
     compress = _compression(file)
+    if file:
+        check_free(file)
     store = to.store if isinstance(to, where.InStore) else where.default_store()
     name = to.wanted if isinstance(to, where.InStore) else ""
     with told():
@@ -219,6 +222,14 @@ def take_chunks(staging: Staging, chunks: Iterable[Descriptor]) -> None:
                 f"the chunk {each.digest} of {each.size} bytes is neither in the checkpoint nor in the store "
                 f"{os.path.dirname(os.path.dirname(staging.path))}"
             )
+
+
+def check_free(path: str) -> None:
+    """Raise GpusnapError where something has the name that an archive shall have."""
+    if os.path.lexists(path):
+        raise GpusnapError(
+            f"{path} is there already", hint="a checkpoint replaces no file: remove it first, or name another"
+        )
 
 
 def write_archive(

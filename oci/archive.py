@@ -22,8 +22,8 @@ import zstandard
 
 from oci import tar
 from oci.compression import Plain, Readable, packer
-from oci.errors import ArchiveError, disk_error, reason
-from oci.files import all_written, new_file, open_folder
+from oci.errors import ArchiveError, DiskError, disk_error, reason
+from oci.files import all_written, name_new, new_file, open_folder
 
 __all__ = ["ArchiveError", "Compression", "Content", "Entry", "Writer", "entries", "read_member", "unpacked"]
 
@@ -114,8 +114,8 @@ def unpacked(file: Readable, where: str) -> Iterator[bytes]:
 class Writer:
     """An archive on its way to disk, in its place at the end of a `with` block or not at all.
 
-    It takes the place of a file that is there. threads: for zstd, how many. All of it raises DiskFull and
-    DiskError; the file has mode 0600.
+    threads: for zstd, how many. All of it raises DiskFull and DiskError, its end also where there is a file
+    of that name by then: none is replaced. The file has mode 0600.
     """
 
     def __init__(
@@ -181,7 +181,12 @@ class Writer:
         with self._writing():
             os.fsync(self._file)
             name = os.path.basename(self.path)
-            os.rename(self._unfinished, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+            try:
+                name_new(self._unfinished, name, self._folder)
+            except FileExistsError as error:
+                raise DiskError(
+                    f"{self.path} was made by somebody else meanwhile, and an archive replaces no file"
+                ) from error
             os.fsync(self._folder)
 
     @contextmanager

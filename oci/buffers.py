@@ -24,19 +24,22 @@ _HEAD = 64
 
 
 class Source(Protocol):
-    """A region to read. Several threads read different parts of it at once."""
+    """A region to read. Several threads read different parts of it at once.
+
+    It is always copied, and never looked at in place: somebody else may have the same memory mapped, and
+    change it between one look and the next.
+    """
 
     @property
     def size(self) -> int:
         """Bytes."""
         ...
 
-    def view(self, offset: int, size: int) -> memoryview | None:
-        """The bytes where they are, writable memory of ours; None where they have to be read."""
-        ...
-
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill all of `into`, which is writable, with the bytes from `offset` on; raise where that fails."""
+        """Copy all of `into`, which is writable, from `offset` on; raise where that fails.
+
+        Other threads should run meanwhile.
+        """
         ...
 
 
@@ -118,7 +121,7 @@ class File:
         return self._size
 
     def view(self, offset: int, size: int) -> None:
-        """It is no memory of ours."""
+        """It is no memory of ours: as a Target it is written to."""
 
     def read(self, offset: int, into: memoryview) -> None:
         """Read from the file. Raises OciError where it ends too early, OSError."""

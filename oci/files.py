@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import io
 import os
 import secrets
@@ -9,13 +11,19 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-__all__ = ["all_written", "new_file", "open_folder", "open_regular", "read_regular", "replace"]
+__all__ = ["all_written", "name_new", "new_file", "open_folder", "open_regular", "read_regular", "replace"]
 
 UNFINISHED = ".new-"
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 # O_NONBLOCK: the open of a FIFO that somebody put there would wait for a writer.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+_NOREPLACE = 1  # linux/fs.h, RENAME_NOREPLACE
+# rename(2): the file system does not know the flag; the kernel does not know the call.
+_UNKNOWN = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def open_folder(*names: str) -> int:
@@ -83,6 +91,39 @@ def all_written(descriptor: int, data: bytes | bytearray | memoryview) -> None:
         while done < len(rest):
             with rest[done:] as left:
                 done += os.write(descriptor, left)
+
+
+def name_new(unfinished: str, name: str, folder: int) -> None:
+    """Rename a file within a folder to a name that nothing has. Raises FileExistsError, OSError.
+
+    renameat2(2) with RENAME_NOREPLACE; link(2) and unlink(2) where the file system lacks that, as NFS does;
+    and where it lacks both, as some in user space do, the name is taken with an empty file first.
+    """
+    try:
+        _rename_new(unfinished, name, folder)
+        return
+    except OSError as error:
+        if error.errno not in _UNKNOWN:
+            raise
+    try:
+        os.link(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder))
+        os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
+    else:
+        os.unlink(unfinished, dir_fd=folder)
+
+
+def _rename_new(unfinished: str, name: str, folder: int) -> None:
+    call = getattr(_libc, "renameat2", None)
+    if call is None:  # a C library before glibc 2.28
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), name)
+    call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+    if call(folder, os.fsencode(unfinished), folder, os.fsencode(name), _NOREPLACE):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), name)
 
 
 def replace(name: str, data: bytes, folder: int) -> None:

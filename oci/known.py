@@ -1,6 +1,6 @@
 """Chunks known from earlier checkpoints: which plain content lies in which blob, and in which layout.
 
-One index file for a store or a container, {"version": 2, "layouts": [path, …], "chunks": {plain hex:
+One index file for a store or a container, {"version": 3, "layouts": [path, …], "chunks": {plain hex:
 [place of the layout in that list, stored, encoding, blob hex, inode, st_mtime_ns], …}}, the newest entries
 last. It only saves work: one that is missing, broken or of another version is an empty one, and what is read
 later is checked against its digests as ever. It is this host's own file, never one of an archive.
@@ -10,6 +10,8 @@ known to be right and durable: one of another inode, size or time of change is a
 whoever does it by mistake changes its st_mtime (inode(7)). A link changes only the st_ctime, which is why
 that is not looked at. Nor is a compressed blob read to see whether it holds what its entry says: so an entry
 for one is made only where it was compressed, never on the word of a checkpoint that came from elsewhere.
+What is known to be right was hashed and written out of one private copy (oci.writing), or its digest was
+checked as it came (oci.incoming).
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ __all__ = ["Known", "Place"]
 # 1 TiB in chunks of 8 MiB, and a file of about 28 MiB.
 MOST_ENTRIES = 1 << 17
 _LARGEST_FILE = 64 << 20
-# Version 1 had entries on the word of checkpoints from elsewhere.
-_VERSION = 2
+# Version 1 had entries on the word of checkpoints from elsewhere, version 2 chunks that were hashed where a
+# process could change them before they were written.
+_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +165,7 @@ def _read(path: str) -> dict[str, Place]:
 def _parsed(value: object) -> dict[str, Place]:
     """The entries of an index. Raises ValueError, DigestError for one that is broken."""
     match value:
-        case {"version": 2, "layouts": list(layouts), "chunks": dict(rows)} if len(rows) <= MOST_ENTRIES:
+        case {"version": 3, "layouts": list(layouts), "chunks": dict(rows)} if len(rows) <= MOST_ENTRIES:
             return {PREFIX + str(plain): _place(row, layouts) for plain, row in rows.items()}
         case _:
             raise ValueError("it is no index of known chunks")

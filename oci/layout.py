@@ -15,7 +15,7 @@ The rules:
   for a layout that nobody else writes to.
 - `commit` makes every blob that this object was asked for durable, but for links of such as were, then the
   folders, then index.json: after a crash, either the index names blobs that are all there, or the old one
-  (or none) stands.
+  (or none) stands. A blob whose fsync has failed is written again or the layout never durable; see unsynced.
 - What is read may come from anybody: no link is followed from the layout's folder on, only plain files are
   opened, sizes are checked before anything is read, and documents are bounded. To use a layout through a
   link, resolve the link first.
@@ -30,8 +30,7 @@ import io
 import os
 import secrets
 import stat
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO
 
@@ -48,7 +47,7 @@ from oci.manifest import (
     parse_document,
     written_document,
 )
-from oci.workers import for_each
+from oci.unsynced import Unsynced
 
 __all__ = ["Layout"]
 
@@ -58,13 +57,18 @@ _OCTETS = "application/octet-stream"
 
 
 class Layout:
-    """One layout, by the path of its folder. Nothing stays open between calls; threads may share it."""
+    """One layout, by the path of its folder; threads may share it.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    What was written stays open until it is durable, `close` is called or nobody has the object any more.
+    Nothing else stays open between calls.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, lasting: bool = True) -> None:
+        """`lasting`: it is likely that `sync` will be called; else no descriptor is kept for it."""
         self.path = os.path.abspath(path)
-        self._lock = threading.Lock()
+        self._lasting = lasting
         # Blobs to make durable: found ones too, whose writer may have been killed before it did.
-        self._used: set[str] = set()
+        self._unsynced = Unsynced()
 
     def create(self) -> Layout:
         """Make the folders and `oci-layout`; what is there stays. Raises DiskError, LayoutError."""
@@ -123,7 +127,8 @@ class Layout:
                 with new_file(folder) as (descriptor, unfinished):
                     all_written(descriptor, data)
                     self._keep(descriptor, unfinished, name, folder, sync)
-        self._use(name)
+            else:
+                self._unsynced.found(name)
         return Descriptor(media_type, digest, size)
 
     def link_blob(
@@ -137,6 +142,9 @@ class Layout:
         has another size (a link) or content (a copy); DiskFull, DiskError, LayoutError.
         """
         name = encoded(digest)
+        if source.path == self.path:
+            with self._writing(size):
+                source._unsynced.hand_over(name, self._unsynced)
         with self._blobs() as folder, source._blobs() as origin, self._writing(size):
             if durable or not _has(name, size, folder):
                 if not _has(name, size, origin):
@@ -147,9 +155,10 @@ class Layout:
                 elif copy:
                     with source.open_blob(digest, size) as file:
                         self._add_file(file, expected=name)
+                    return
                 else:
                     raise BlobError(f"no link of the blob {digest} of {source.path} can be made here")
-        self._use(name)
+        self._unsynced.found(name)
 
     @contextmanager
     def receive(self, wanted: Descriptor) -> Iterator[Incoming]:
@@ -167,7 +176,6 @@ class Layout:
             incoming.check()
             with self._writing(wanted.size):
                 self._keep(descriptor, unfinished, name, folder, False)
-        self._use(name)
 
     def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
         """A blob to read, unbuffered, its content not checked yet. Raises BlobError for another size."""
@@ -200,7 +208,22 @@ class Layout:
                 hashed.update(piece)
         if f"sha256:{hashed.hexdigest()}" != wanted.digest:
             raise BlobError(f"the blob {wanted.digest} holds something else than its digest says")
-        self._use(encoded(wanted.digest))
+        self._unsynced.found(encoded(wanted.digest))
+
+    def write_again(self, wanted: Descriptor) -> None:
+        """Read a blob, compare it with its digest, and put what was read in its place, for `sync`.
+
+        For one that a process wrote which is no more: if its fsync failed, another one of the same file would
+        not. One that has other names was durable before it got them, and is only read. Raises BlobError,
+        DiskFull, DiskError.
+        """
+        with self.open_blob(wanted.digest, wanted.size) as file:
+            if os.fstat(file.fileno()).st_nlink > 1:
+                self.check_blob(wanted)
+                return
+            with self.receive(wanted) as incoming:
+                while piece := _read(file):
+                    incoming.write(piece)
 
     # Documents
 
@@ -234,22 +257,38 @@ class Layout:
 
     # Durability
 
-    def sync(self, *, threads: int = 8) -> None:
-        """Make all blobs durable that this object wrote, linked or found there, then the folders.
+    def sync_blobs(self, names: Collection[str] | None = None, *, threads: int = 8) -> None:
+        """Make all blobs durable that this object wrote, linked or found there; with `names`, just these.
 
-        Raises DiskError, and BlobError for a blob that has gone meanwhile.
+        Raises DiskError, also where an earlier fsync of one has failed; BlobError for one that has gone.
         """
-        with self._lock:
-            names = sorted(self._used)
-        for_each(names, self._sync_blob, threads=min(threads, len(names)))
+        for name in names or ():
+            self._unsynced.found(name)
+        try:
+            self._unsynced.sync(self._opened, threads=threads, names=names)
+        except OSError as error:
+            size = None
+            with suppress(OSError):
+                size = os.stat(self._inner("blobs", "sha256", error.filename)).st_size
+            raise disk_error(error, self.path, "a blob", size) from error
+
+    def sync(self, *, threads: int = 8) -> None:
+        """The same, and then the folders. Raises as that does."""
+        self.sync_blobs(threads=threads)
         parent = os.path.dirname(self.path)
         try:
             for folder in (self._inner("blobs", "sha256"), self._inner("blobs"), self.path, parent):
                 _sync_folder(folder)
         except OSError as error:
             raise DiskError(f"{self.path} cannot be made durable: {reason(error)}") from error
-        with self._lock:
-            self._used.difference_update(names)
+
+    def undurable(self) -> frozenset[str]:
+        """The names of those blobs whose fsync has failed, and that were not written again."""
+        return self._unsynced.failed()
+
+    def close(self) -> None:
+        """Let go of what was written and is not durable: it is to be removed. May be called twice."""
+        self._unsynced.close()
 
     def commit(self, index: Index, *, threads: int = 8) -> None:
         """Make the layout durable, and only then give it that index. Raises as sync and write_index do."""
@@ -311,28 +350,24 @@ class Layout:
             name = hashed.hexdigest()
             if expected not in ("", name):
                 raise BlobError(f"the blob sha256:{expected} holds something else than its digest says")
-            if not _has(name, size, folder):
+            if _has(name, size, folder):
+                self._unsynced.found(name)
+            else:
                 self._keep(descriptor, unfinished, name, folder, sync)
-        self._use(name)
         return Descriptor(media_type, f"sha256:{name}", size)
 
-    @staticmethod
-    def _keep(descriptor: int, unfinished: str, name: str, folder: int, sync: bool) -> None:
+    def _keep(self, descriptor: int, unfinished: str, name: str, folder: int, sync: bool) -> None:
         if sync:
             os.fsync(descriptor)
         os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
+        if self._lasting:
+            self._unsynced.wrote(name, descriptor)
+        else:
+            self._unsynced.found(name)
 
-    def _use(self, name: str) -> None:
-        with self._lock:
-            self._used.add(name)
-
-    def _sync_blob(self, name: str) -> None:
+    def _opened(self, name: str) -> int:
         with self.open_blob(f"sha256:{name}") as file:
-            try:
-                os.fsync(file.fileno())
-            except OSError as error:
-                size = os.fstat(file.fileno()).st_size
-                raise disk_error(error, self.path, "a blob", size) from error
+            return os.dup(file.fileno())
 
     def _document(self, name: str, limit: int) -> object:
         try:

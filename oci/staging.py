@@ -19,7 +19,6 @@ from oci.errors import (
     NotThere,
     StagingBusy,
     StoreError,
-    disk_error,
     reason,
 )
 from oci.files import UNFINISHED, open_folder, read_regular, replace
@@ -138,6 +137,7 @@ class Staging:
         if self._lock is None:
             return
         lock, self._lock = self._lock, None
+        self.layout.close()
         try:
             if not leave and why_precious(self.path) is None:
                 discard(self.path)
@@ -175,18 +175,20 @@ class Staging:
             if there is None or not os.path.samestat(found, there):
                 new.append(name)
 
-        def sync(name: str) -> None:
-            if not self._checked:
-                self.layout.check_blob(Descriptor("application/octet-stream", f"sha256:{name}", sizes[name]))
-            descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=own)
-            try:
-                os.fsync(descriptor)
-            except OSError as error:
-                raise disk_error(error, self.path, "a blob", sizes[name]) from error
-            finally:
-                os.close(descriptor)
+        def check(name: str) -> None:
+            self.layout.check_blob(Descriptor("application/octet-stream", f"sha256:{name}", sizes[name]))
 
-        for_each(new, sync, threads=min(threads, len(new)))
+        if not self._checked:
+            for_each(new, check, threads=min(threads, len(new)))
+        try:
+            self.layout.sync_blobs(new, threads=threads)
+        except DiskError:
+            # Whoever stages this name again would find them whole, in memory, and their next fsync succeed.
+            if why_precious(self.path) is None:
+                for name in self.layout.undurable():
+                    with contextlib.suppress(OSError):
+                        os.unlink(name, dir_fd=own)
+            raise
         return here
 
     def _learn(self, tables: Iterable[Table], foreign: Iterable[Table]) -> None:

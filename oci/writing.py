@@ -1,9 +1,13 @@
 """Regions of memory into blobs of a layout, in many threads.
 
-Each worker takes the next chunk of any region and takes it all the way: read into the worker's own memory
-unless it lies in ours already, left out where it is zero, hashed, looked up among the known ones, tried for
-compressibility, compressed, hashed again, written. Nothing is handed from thread to thread, so memory is what
-the workers hold, no more.
+Each worker takes the next chunk of any region and takes it all the way: copied into the worker's private
+memory, left out where it is zero, hashed, looked up among the known ones, tried for compressibility,
+compressed, hashed again, written. Nothing is handed from thread to thread, so memory is what the workers
+hold, no more.
+
+The copy is what makes a digest true. A region may be a file that a process of the container still has mapped:
+a chunk that was hashed there and written from there could change in between, and stand in a store under a
+digest that it does not have. Later checkpoints link chunks by digest without reading them.
 """
 
 from __future__ import annotations
@@ -195,10 +199,8 @@ class _Writing:
         try:
             for at, offset, size in self._pieces:
                 self._crew.check()
-                view = self._sources[at].view(offset, size)
-                if view is None:
-                    view = tools.plain.view[:size]
-                    self._sources[at].read(offset, view)
+                view = tools.plain.view[:size]
+                self._sources[at].read(offset, view)
                 self._crew.check()
                 self._take(at, offset, view, tools)
         finally:

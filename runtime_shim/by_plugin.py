@@ -77,8 +77,8 @@ def pages(image_path: str, container: containers.Container, settings: Settings) 
     memory: Memory = settings.memory
     if memory.pages == StoreHome.kind:
         home = StoreHome(settings.store.path, image_path, container.id, memory)
-        return Chunks(image_path, container.id, memory, container.bundle, home=home)
-    return InCriu(image_path, container.id, memory.threads)
+        return Chunks(image_path, container.key, memory, container.bundle, home=home)
+    return InCriu(image_path, container.key, memory.threads)
 
 
 def possible(

@@ -17,6 +17,7 @@ import contextlib
 import os
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from runtime_shim import (
@@ -100,11 +101,12 @@ def _pages(
     if driver.plugin is not None:
         return by_plugin.pages(image_path, container, settings)
     if memory.pages == InCriu.name:
-        return InCriu(image_path, container.id, memory.threads)
+        return InCriu(image_path, container.key, memory.threads)
     home = None
     if memory.pages == StoreHome.kind:
         home = StoreHome(settings.store.path, image_path, container.id, memory)
-    return Chunks(image_path, container.id, memory, container.bundle, home=home, ahead=not call.leave_running)
+    ahead = not call.leave_running
+    return Chunks(image_path, container.key, memory, container.bundle, home=home, ahead=ahead)
 
 
 def _inspect(job: Job) -> None:
@@ -269,7 +271,7 @@ def _complete(job: Job, draft: Draft) -> None:
         _add(failure, f"the checkpoint in {job.image_path} is whole and can be restored")
         raise failure
     job.pages.close()
-    journal.remove(job.container.id)
+    journal.remove(job.container.key)
     if job.paused is not None:
         job.paused.forget()
 
@@ -339,10 +341,10 @@ def _discard(job: Job) -> None:
     # An earlier one in the same place may consist of the same chunks.
     job.pages.discard(layout=not whole)
     if not job.suspended:  # what is staged has gone by now: nobody would find it without the journal
-        journal.remove(job.container.id)
+        journal.remove(job.container.key)
     _clean(job)
 
 
 def _sync(job: Job, *, but: Collection[str]) -> None:
     if job.settings.memory.sync:
-        image.sync(job.image_path, but=but)
+        image.sync(job.image_path, but=but, failed=partial(journal.note_unsynced, job.container.key))

@@ -91,7 +91,7 @@ class ImageHome:
         self._image = image_path
         self._settings, self._container, self._bundle = settings, container, bundle
         self.place = image_path
-        self.layout = Layout(os.path.join(image_path, FOLDER))
+        self.layout = Layout(os.path.join(image_path, FOLDER), lasting=settings.sync)
 
     def begin(self) -> None:
         """The folder is made with the first chunk."""
@@ -126,6 +126,7 @@ class ImageHome:
 
     def discard(self, *, earlier: bool) -> None:
         """Remove the layout."""
+        self.layout.close()
         if not earlier:
             transfer.remove_layout(self._image)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime_shim import freezer, neighbours, pidfds, proc
+from runtime_shim import freezer, keys, neighbours, pidfds, proc
 from runtime_shim.child import run
 from runtime_shim.errors import ContainerError, RuntimeFailed, SettingsError, reason
 from runtime_shim.log import runtime_message
@@ -52,12 +52,19 @@ class Container:
     """created, running, stopped, paused."""
     bundle: str
     annotations: dict[str, str]
+    root: str = ""
+    """The runtime's, within which the ID is the only one of its kind; empty where nobody asked."""
+
+    @property
+    def key(self) -> str:
+        """What it is called in gpusnap's own files."""
+        return keys.key(self.root, self.id)
 
 
-def find(command: Sequence[str], container_id: str) -> Container:
+def find(command: Sequence[str], container_id: str, *, root: str = "") -> Container:
     """Ask the real runtime for a container's state; `command` is the runtime with its global options.
 
-    Raises ContainerError where the runtime does not know it.
+    `root`: for Container.root. Raises ContainerError where the runtime does not know it.
     """
     done = run([*command, "state", container_id])
     if done.code != 0:
@@ -71,6 +78,7 @@ def find(command: Sequence[str], container_id: str) -> Container:
             status=str(state["status"]),
             bundle=str(state["bundle"]),
             annotations={str(k): str(v) for k, v in (state.get("annotations") or {}).items()},
+            root=root,
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RuntimeFailed(f"{command[0]} state gave no container state: {error!r}") from error

@@ -2,8 +2,9 @@
 
 Nobody says how far the driver is, so this guesses: it goes through a region from its beginning, and what lies
 before a page that is not zero any more is likely to be there. A wrong guess costs a blob that nobody names:
-each chunk is copied, and named by the digest of that copy. When the driver is done the whole region is read
-and hashed as ever, and only what has the digest of one that was written ahead need not be written again.
+each chunk is copied, and named by the digest of that copy (see oci.writing). When the driver is done the
+whole region is read and hashed as ever, and only what has the digest of one that was written ahead need not
+be written again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from oci import writing
-from oci.buffers import Buffer, is_zero
+from oci.buffers import is_zero
 from oci.chunks import Chunk, Table
 from oci.errors import OciError
 from oci.known import Known
@@ -67,7 +68,7 @@ class Early:
         threads = max(1, min(_MOST, (self._settings.threads or copies.cores()) // _SHARE))
         with suppress(OciError, OSError, ValueError):  # ValueError: it was let go of
             (table,) = writing.write(
-                [_Copied(area)],
+                [area],
                 self._layout,
                 threads=threads,
                 ceiling=threads * writing.worker_memory(size, level),
@@ -102,21 +103,6 @@ class Early:
                 yield 0, offset, size
                 at = offset + size
             self._stop.wait(_LOOK)
-
-
-class _Copied:
-    """A region as a Source whose bytes are copied before they are looked at: they may change meanwhile."""
-
-    def __init__(self, area: Area) -> None:
-        self._area = area
-        self.size = area.size
-
-    def view(self, offset: int, size: int) -> None:
-        """It is somebody else's just now."""
-
-    def read(self, offset: int, into: memoryview) -> None:
-        """Copy from the region, while other threads run."""
-        Buffer(self._area.view(offset, into.nbytes)).read(0, into)
 
 
 def _reach(area: Area, at: int, size: int) -> int:

@@ -46,16 +46,16 @@ class Filling:
         image_path: str,
         record: Manifest,
         settings: Memory,
-        container: str,
+        key: str,
         blobs: Blobs | None = None,
     ) -> None:
-        """`container`: the ID that it comes back under. `blobs`: the chunks, if not in the image directory.
+        """`key`: of the container that it becomes. `blobs`: the chunks, if not in the image directory.
 
         Raises ImageError where the manifest's tables or the layout cannot be right.
         """
         self._path = os.path.join(image_path, FOLDER)
-        self._container = container
-        self._stage = Stage(container)
+        self._key = key
+        self._stage = Stage(key)
         self._regions = [(p.pid, region) for p in record.processes for region in p.regions]
         self._areas = self._staged(settings)
         self._checking: threading.Thread | None = None
@@ -111,7 +111,7 @@ class Filling:
         found: dict[int, list[Area]] = {}
         for (pid, _), area in zip(self._regions, self._areas, strict=True):
             found.setdefault(by_inner[pid], []).append(area)
-        for error in transfer.give(self._container, found).values():
+        for error in transfer.give(self._key, found).values():
             raise error
         self._checking = threading.Thread(target=self._check, name="gpusnap-check")
         self._checking.start()

@@ -52,7 +52,7 @@ class Paused:
         *,
         runtime: str = "",
     ) -> None:
-        """`group` is the folder of the cgroup; `stopped` by us earlier, PID to start time.
+        """`container` is its key, `group` the folder of the cgroup; `stopped` by us, PID to start time.
 
         `runtime` is the kind of the real one, for `left`.
         """
@@ -142,7 +142,7 @@ def find(container: containers.Container, runtime: str = "") -> Paused | None:
     `runtime`: the kind of the real one.
     """
     group = containers.frozen_by(container)
-    return Paused(container.id, group, runtime=runtime) if group is not None else None
+    return Paused(container.key, group, runtime=runtime) if group is not None else None
 
 
 def left(entry: Entry, pids: Iterable[int]) -> Paused | None:
@@ -158,11 +158,11 @@ def left(entry: Entry, pids: Iterable[int]) -> Paused | None:
     if pause is None:
         groups = (containers.frozen_group(pid, entry.container) for pid in alive)
         group = next((group for group in groups if group is not None), None)
-        return Paused(entry.container, group, alive) if group is not None else None
+        return Paused(entry.key, group, alive) if group is not None else None
     stopped = {pid: start for pid, start in pause.stopped if proc.same(pid, start)}
     ours = pause.thawed and pause.runtime != "crun"
     if os.path.isdir(pause.group) and (ours or freezer.frozen(pause.group)):
-        return Paused(entry.container, pause.group, stopped | alive, runtime=pause.runtime)
+        return Paused(entry.key, pause.group, stopped | alive, runtime=pause.runtime)
     go_on(pid for pid in stopped if pid not in alive)
     return None
 

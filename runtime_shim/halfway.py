@@ -1,8 +1,8 @@
 """What a killed restore leaves to be taken away: half a container. Its checkpoint is unharmed.
 
-    /run/gpusnap/journal/<container>.restore    written before config.json is changed, and again at each
-                                                stage; removed when the container runs with its GPU state, or
-                                                has been removed
+    /run/gpusnap/journal/<key>.restore      written before config.json is changed, and again at each
+                                            stage; removed when the container runs with its GPU state, or
+                                            has been removed
 
 The real runtime goes on when gpusnap is killed, so there may be a container whose processes stand and miss
 their GPU state. Podman waits for it, and holds its lock, until it is gone: conmon reads what the container
@@ -27,7 +27,7 @@ from oci.blobs import FirstOf
 from oci.errors import OciError
 from oci.layout import Layout
 from oci.store import Store
-from runtime_shim import bundle, driver_calls, journal, leavings, manifest, proc, transfer
+from runtime_shim import bundle, driver_calls, journal, keys, leavings, manifest, proc, transfer
 from runtime_shim import container as containers
 from runtime_shim.argv import RestoreCall
 from runtime_shim.errors import ContainerError, GpusnapError, Refused, RuntimeFailed, reason
@@ -65,7 +65,8 @@ class Stage(StrEnum):
 class Restore:
     """A restore that was begun."""
 
-    container: str
+    key: str
+    """The container's."""
     image: str
     """The image directory."""
     owner: tuple[int, int]
@@ -89,6 +90,11 @@ class Restore:
     """Where its chunks are, if not in the image directory; the first that has one."""
 
     @property
+    def container(self) -> str:
+        """Its ID."""
+        return keys.id_of(self.key)
+
+    @property
     def at_work(self) -> bool:
         """Whether that gpusnap is still there."""
         return proc.same(*self.owner)
@@ -98,7 +104,7 @@ def begun(call: RestoreCall, real: RealRuntime, record: Manifest) -> Restore:
     """The first entry of a restore by this process."""
     own = proc.process(os.getpid())
     return Restore(
-        container=call.container_id,
+        key=keys.key(keys.root(call.globals.root, real.kind), call.container_id),
         image=str(call.images(real.kind)),
         owner=(os.getpid(), own.start if own is not None else 0),
         command=tuple(quiet(call, real)),
@@ -119,38 +125,39 @@ def changed(before: bytes, after: bytes) -> dict[str, str]:
 
 def write(entry: Restore) -> None:
     """Write the entry, in place of an earlier one. Raises GpusnapError."""
-    journal.store(entry.container, _KIND, {"version": _VERSION, **asdict(entry)})
+    journal.store(entry.key, _KIND, {"version": _VERSION, "container": entry.container, **asdict(entry)})
 
 
-def forget(container: str) -> None:
+def forget(key: str) -> None:
     """The container runs, or nothing is left of it."""
-    journal.drop(container, _KIND)
+    journal.drop(key, _KIND)
 
 
 def entries() -> tuple[Restore, ...]:
     """All restores that were begun, by container. Raises GpusnapError for one that cannot be read."""
-    found = (read(container) for container in journal.containers(_KIND))
+    found = (read(key) for key in journal.noted(_KIND))
     return tuple(entry for entry in found if entry is not None)
 
 
-def read(container: str) -> Restore | None:
-    """The entry of a container, if there is one. Raises GpusnapError where it cannot be read."""
-    document = journal.load(container, _KIND)
+def read(key: str) -> Restore | None:
+    """The entry of a container, by its key, if there is one. Raises GpusnapError where it cannot be read."""
+    document = journal.load(key, _KIND)
     if document is None:
         return None
     try:
-        return _decoded(document)
+        return _decoded(document, key)
     except (KeyError, TypeError, ValueError, IndexError) as error:
+        container = keys.id_of(key)
         raise GpusnapError(
             f"the journal of the restore of container {container} is not as gpusnap writes it: {error}",
             hint="it was written by another version",
         ) from error
 
 
-def _decoded(document: Any) -> Restore:
+def _decoded(document: Any, key: str) -> Restore:
     init, config = document["init"], document["config"]
     return Restore(
-        container=str(document["container"]),
+        key=key,
         image=str(document["image"]),
         owner=_identity(document["owner"]),
         command=tuple(str(word) for word in document["command"]),
@@ -170,42 +177,43 @@ def _identity(value: Any) -> tuple[int, int]:
     return int(value[0]), int(value[1])
 
 
-def recover(container: str, driver: Driver | None, *, remove: bool = True) -> str:
-    """Take away what a killed restore left of a container; what was done, in words.
+def recover(key: str, driver: Driver | None, *, remove: bool = True) -> str:
+    """Take away what a killed restore left of a container, by its key; what was done, in words.
 
     A container that runs is left as it is; of its GPU processes, those that only lack the unlock get it.
     Raises Refused where it would have to be removed and `remove` is false, and GpusnapError while that
     restore is under way, where nobody can tell whether the container is complete, and where something could
     not be removed; the entry stays.
     """
-    if _cut_off(container) is None:
+    if _cut_off(key) is None:
         return _GONE
-    with journal.held(container):
-        if (entry := _cut_off(container)) is None:  # somebody else did it meanwhile
+    with journal.held(key):
+        if (entry := _cut_off(key)) is None:  # somebody else did it meanwhile
             return _GONE
         # Without --detach the runtime stays until the container ends; the PID file says that it is there.
-        leavings.let_end(entry.owner, container, enough=lambda: not entry.detach and _pid(entry) > 0)
+        leavings.let_end(entry.owner, entry.container, enough=lambda: not entry.detach and _pid(entry) > 0)
         said = _kept(entry, driver) if entry.stage is not Stage.PREPARE else None
         if said is None:
             if not remove and entry.stage is not Stage.PREPARE:
+                container = entry.container
                 raise Refused(
                     f"a restore of container {container} was cut off, and what it left has to be removed",
                     hint=f"gpusnap recover {container}",
                 )
             said = _removed(entry)
         leavings.sweep(entry.owner)
-        _let_go(container)
+        _let_go(key)
         _drop_links(entry)
-        forget(container)
+        forget(key)
     return said
 
 
-def _cut_off(container: str) -> Restore | None:
+def _cut_off(key: str) -> Restore | None:
     """The entry of a container whose gpusnap is no more; raises GpusnapError where it is at work."""
-    entry = read(container)
+    entry = read(key)
     if entry is not None and entry.at_work:
         raise GpusnapError(
-            f"gpusnap (process {entry.owner[0]}) is still at work on container {container}",
+            f"gpusnap (process {entry.owner[0]}) is still at work on container {entry.container}",
             hint="wait for it",
         )
     return entry
@@ -237,7 +245,7 @@ def _kept(entry: Restore, driver: Driver | None) -> str | None:
         at_once(partial(let_finish, driver), standing).raise_first()
         if standing:
             _check(entry)
-        resume(driver, ours, InCriu(), right=partial(transfer.own, entry.container))
+        resume(driver, ours, InCriu(), right=partial(transfer.own, entry.key))
     return "running: " + " ".join(map(str, ours or [init.pid]))
 
 
@@ -294,17 +302,18 @@ def _drop_links(entry: Restore) -> None:
             Store(entry.layouts[-1]).adopt(path).close()
 
 
-def _let_go(container: str) -> None:
+def _let_go(key: str) -> None:
     """Remove what was staged for the restore, and noted of threads."""
-    if journal.read(container) is not None:
+    if journal.read(key) is not None:
         return  # of a checkpoint, which recover.py puts right
-    for name in journal.containers("thread"):
+    for name in journal.noted("thread"):
         whose, _, pid = name.rpartition(".")
-        if whose == container and pid.isdigit():
-            journal.given_back(container, int(pid))
+        if whose == key and pid.isdigit():
+            journal.given_back(key, int(pid))
     try:
-        stage.remove(container)
+        stage.remove(key)
     except OSError as error:
+        container = keys.id_of(key)
         raise GpusnapError(
             f"what is staged of container {container} cannot be removed: {reason(error)}",
             hint=f"it takes RAM; remove it from {stage.FOLDER}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from runtime_shim.errors import ImageError, reason
@@ -43,8 +43,12 @@ def clean(image_path: str, *, since: int) -> None:
         ) from error
 
 
-def sync(image_path: str, *, but: Collection[str] = ()) -> None:
-    """Have the images on disk, `but` some, before the manifest says that they are. Raises ImageError."""
+def sync(image_path: str, *, but: Collection[str] = (), failed: Callable[[str], object]) -> None:
+    """Have the images on disk, `but` some, before the manifest says that they are.
+
+    Raises ImageError, once `failed` was told why: what the kernel could not write it takes for written then,
+    and a second call would succeed (fsync(2)). Nobody can write these images again.
+    """
 
     def one(name: str) -> None:
         descriptor = os.open(os.path.join(image_path, name), os.O_RDONLY | os.O_CLOEXEC)
@@ -60,6 +64,7 @@ def sync(image_path: str, *, but: Collection[str] = ()) -> None:
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(one, [*names, "."]))
     except OSError as error:
+        failed(reason(error))
         raise ImageError(
             f"the images in {image_path} cannot be brought to disk: {reason(error)}",
             hint="the dump itself succeeded; the checkpoint has no manifest yet",

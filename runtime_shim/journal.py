@@ -1,17 +1,20 @@
 """What a killed gpusnap leaves to be put right: where the bytes are that it had taken out of a container.
 
-    /run/gpusnap/journal/              0700; gone with the next boot, as the processes are
-        <container>.json               written before the first process is locked, and again before a region
-                                       is freed; removed when all run again, or the checkpoint is whole
-        <container>.lock               held (flock) while a checkpoint of it is under way
-        <container>.restore            a restore that is under way, see halfway.py
-        <container>.<pid>.thread       a thread's own registers, while it makes system calls for us
-        <container>.<pid>.idle         a process without GPU state, while it stands still for us (`leftover`)
-        <container>.paused             which processes of a paused container were stopped, see frozen.py; or
-                                       that it was gpusnap who paused it, see lull.py
+    /run/gpusnap/journal/        0700; gone with the next boot, as the processes are
+        <key>.json               written before the first process is locked, and again before a region is
+                                 freed; removed when all run again, or the checkpoint is whole
+        <key>.lock               held (flock) while a checkpoint of it is under way
+        <key>.restore            a restore that is under way, see halfway.py
+        <key>.<pid>.thread       a thread's own registers, while it makes system calls for us
+        <key>.<pid>.idle         a process without GPU state, while it stands still for us (`leftover`)
+        <key>.paused             which processes of a paused container were stopped, see frozen.py; or that it
+                                 was gpusnap who paused it, see lull.py
+        <key>.unsynced           the disk failed at the fsync of CRIU's images, which the next one would hide:
+                                 they are not called whole
 
-An entry names processes by PID and start time, regions by address, and where their bytes are, all of them in
-files by then: the image's layout, or files of memory.stage. `recover.py` reads it.
+A container is named by its key (keys.py), since several engines may each have one of the same ID. An entry
+names processes by PID (and the PID namespace) and start time, regions by address, and where their bytes are,
+all of them in files by then: the image's layout, or files of memory.stage. `recover.py` reads it.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from typing import Any
 
 from oci.chunks import from_json, to_json
 from oci.errors import ChunkError
-from runtime_shim import proc
+from runtime_shim import keys, proc
 from runtime_shim.errors import GpusnapError, reason
 from runtime_shim.manifest import FOLDER as FOLDER_IN_IMAGE
 from runtime_shim.manifest import RegionRecord
@@ -41,7 +44,6 @@ __all__ = [
     "Pause",
     "Staged",
     "Suspended",
-    "containers",
     "drop",
     "entries",
     "given_back",
@@ -49,19 +51,23 @@ __all__ = [
     "idle",
     "load",
     "note_pause",
+    "note_unsynced",
+    "noted",
     "owner",
     "read",
     "remove",
     "store",
     "thread",
+    "unsynced",
     "write",
 ]
 
 FOLDER = "/run/gpusnap/journal"
-_ID = re.compile(r"[A-Za-z0-9][\w.+-]{0,250}", re.ASCII)
 _VERSION = 2
 _PAUSE_VERSION = 1
 _MOST = 64 << 20
+UNSYNCED = "unsynced"
+"""The kind of file that says that an fsync of the images has failed."""
 PAUSED = "paused"
 """The kind of file that says what was stopped of a paused container."""
 
@@ -117,7 +123,7 @@ class Pause:
 class Entry:
     """What is known of one container."""
 
-    container: str
+    key: str
     image: str
     """The image directory; empty where only the pause is to be put right."""
     owner: tuple[int, int]
@@ -129,30 +135,36 @@ class Entry:
     """Where the container was paused."""
 
     @property
+    def container(self) -> str:
+        """Its ID."""
+        return keys.id_of(self.key)
+
+    @property
     def at_work(self) -> bool:
         """Whether that gpusnap is still there."""
         return proc.same(*self.owner)
 
 
 def write(
-    container: str,
+    key: str,
     image: str,
     regions: Mapping[int, tuple[RegionRecord, ...]],
     *,
     staged: Mapping[int, Sequence[Staged]] = MappingProxyType({}),
     layout: str = "",
 ) -> None:
-    """Write a container's entry, in place of an earlier one.
+    """Write the entry of a container, by its key, in place of an earlier one.
 
     By PID: the regions that are in the layout at the path `layout`, the image's folder where that is empty,
     and those that are staged. Raises GpusnapError.
     """
     document = {
         "version": _VERSION,
-        "container": container,
+        "container": keys.id_of(key),
         "image": image,
         "layout": layout or os.path.join(image, FOLDER_IN_IMAGE),
         "owner": list(owner()),
+        "space": _space(),
         "processes": [
             {
                 "pid": pid,
@@ -165,17 +177,18 @@ def write(
     }
     data = json.dumps(document).encode()
     if len(data) > _MOST:
+        container = keys.id_of(key)
         raise GpusnapError(
             f"the journal of container {container} would have {len(data) >> 20} MiB, too much to be read",
             hint="set a larger memory.chunk-size",
         )
-    _write(_path(container, "json"), data)
+    _write(_path(key, "json"), data)
 
 
 @contextmanager
-def thread(container: str, pid: int, saved: Saved) -> Iterator[None]:
+def thread(key: str, pid: int, saved: Saved) -> Iterator[None]:
     """Have a thread's own registers on file while the block has it make system calls. Raises GpusnapError."""
-    path = _path(container, f"{pid}.thread")
+    path = _path(key, f"{pid}.thread")
     document = {"tid": saved.tid, "registers": saved.registers.hex(), "mask": saved.mask}
     _write(path, json.dumps(document).encode())
     try:
@@ -185,9 +198,9 @@ def thread(container: str, pid: int, saved: Saved) -> Iterator[None]:
 
 
 @contextmanager
-def idle(container: str, pid: int) -> Iterator[None]:
+def idle(key: str, pid: int) -> Iterator[None]:
     """Have it on file that a process without GPU state is stopped, while it is. Raises GpusnapError."""
-    path = _path(container, f"{pid}.idle")
+    path = _path(key, f"{pid}.idle")
     _write(path, json.dumps({"start": _start(pid)}).encode())
     try:
         yield
@@ -195,26 +208,27 @@ def idle(container: str, pid: int) -> Iterator[None]:
         _unlink(path)
 
 
-def remove(container: str) -> None:
+def remove(key: str) -> None:
     """The container needs nothing any more."""
-    if not _ID.fullmatch(container):
+    if not keys.is_key(key):
         return  # nothing was ever written for such a one
     with contextlib.suppress(OSError):
         for name in os.listdir(FOLDER):
-            if re.fullmatch(rf"{re.escape(container)}\.\d+\.(thread|idle)", name, re.ASCII):
+            if re.fullmatch(rf"{re.escape(key)}\.\d+\.(thread|idle)", name, re.ASCII):
                 _unlink(os.path.join(FOLDER, name))
-    _unlink(_path(container, "json"))
+    _unlink(_path(key, UNSYNCED))
+    _unlink(_path(key, "json"))
 
 
-def given_back(container: str, pid: int) -> None:
+def given_back(key: str, pid: int) -> None:
     """The thread of a process has its registers again."""
-    _unlink(_path(container, f"{pid}.thread"))
+    _unlink(_path(key, f"{pid}.thread"))
 
 
 @contextmanager
-def held(container: str) -> Iterator[None]:
+def held(key: str) -> Iterator[None]:
     """Keep every other gpusnap from this container while the block runs. Raises GpusnapError at once."""
-    path = _path(container, "lock")
+    path = _path(key, "lock")
     _folders()
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
@@ -228,6 +242,7 @@ def held(container: str) -> Iterator[None]:
             raise BlockingIOError
     except (BlockingIOError, FileNotFoundError):
         os.close(lock)
+        container = keys.id_of(key)
         raise GpusnapError(
             f"another gpusnap is still at work on container {container}", hint="wait for it"
         ) from None
@@ -240,55 +255,72 @@ def held(container: str) -> Iterator[None]:
 
 def entries() -> tuple[Entry, ...]:
     """All that waits, by container. Raises GpusnapError for one that cannot be read."""
-    found = (read(container) for container in sorted({*containers("json"), *containers(PAUSED)}))
+    found = (read(key) for key in sorted({*noted("json"), *noted(PAUSED)}))
     return tuple(entry for entry in found if entry is not None)
 
 
-def read(container: str) -> Entry | None:
+def read(key: str) -> Entry | None:
     """The entry of a container, if there is one. Raises GpusnapError where it cannot be read."""
-    if not _ID.fullmatch(container):
+    if not keys.is_key(key):
         return None
-    path = _path(container, "json")
-    paused = _pause(container)
+    path = _path(key, "json")
+    paused = _pause(key)
     document = _read(path)
     if document is None:
-        return Entry(container, "", paused.owner, (), paused=paused) if paused is not None else None
+        return Entry(key, "", paused.owner, (), paused=paused) if paused is not None else None
     try:
         wrote = (int(document["owner"][0]), int(document["owner"][1]))
-        processes = tuple(_suspended(container, each) for each in document["processes"])
-        processes += tuple(_idle(container))
+        processes = tuple(_suspended(key, each) for each in document["processes"])
+        processes += tuple(_idle(key))
         image = str(document["image"])
         layout = str(document.get("layout") or os.path.join(image, FOLDER_IN_IMAGE))
-        return Entry(str(document["container"]), image, wrote, processes, layout, paused)
+        return Entry(key, image, wrote, processes, layout, paused)
     except (KeyError, TypeError, ValueError, IndexError, ChunkError) as error:
         raise GpusnapError(
             f"{path} is not as gpusnap writes it: {error}", hint="it was written by another version"
         ) from error
 
 
-def store(container: str, kind: str, document: Any) -> None:
+def store(key: str, kind: str, document: Mapping[str, Any]) -> None:
     """Write a file of another kind beside the entries, in place of an earlier one. Raises GpusnapError."""
-    _write(_path(container, kind), json.dumps(document).encode())
+    _write(_path(key, kind), json.dumps({**document, "space": _space()}).encode())
 
 
-def note_pause(container: str, pause: Pause) -> None:
+def note_pause(key: str, pause: Pause) -> None:
     """Write what is to be known of a container's pause, in place of what was. Raises GpusnapError."""
-    store(container, PAUSED, {"version": _PAUSE_VERSION, **asdict(pause)})
+    store(key, PAUSED, {"version": _PAUSE_VERSION, **asdict(pause)})
 
 
-def load(container: str, kind: str) -> Any:
+def note_unsynced(key: str, why: str) -> None:
+    """The images of a container's checkpoint did not come to disk, whatever a later fsync says.
+
+    Raises GpusnapError.
+    """
+    store(key, UNSYNCED, {"why": why})
+
+
+def unsynced(key: str) -> str | None:
+    """Why the images of a checkpoint did not come to disk; None where nothing is known of that."""
+    document = load(key, UNSYNCED)
+    return None if document is None else str(document.get("why") if isinstance(document, dict) else document)
+
+
+def load(key: str, kind: str) -> Any:
     """What `store` wrote; None where it wrote nothing. Raises GpusnapError where it cannot be read."""
-    return _read(_path(container, kind)) if _ID.fullmatch(container) else None
+    return _read(_path(key, kind)) if keys.is_key(key) else None
 
 
-def drop(container: str, kind: str) -> None:
+def drop(key: str, kind: str) -> None:
     """Remove what `store` wrote."""
-    if _ID.fullmatch(container):
-        _unlink(_path(container, kind))
+    if keys.is_key(key):
+        _unlink(_path(key, kind))
 
 
-def containers(kind: str) -> tuple[str, ...]:
-    """Those with a file of a kind, in order. Raises GpusnapError where the journal cannot be read."""
+def noted(kind: str) -> tuple[str, ...]:
+    """The keys of those with a file of a kind, in order.
+
+    Raises GpusnapError where the journal cannot be read.
+    """
     try:
         names = sorted(os.listdir(FOLDER))
     except FileNotFoundError:
@@ -298,8 +330,8 @@ def containers(kind: str) -> tuple[str, ...]:
     return tuple(name.removesuffix(f".{kind}") for name in names if name.endswith(f".{kind}"))
 
 
-def _pause(container: str) -> Pause | None:
-    path = _path(container, PAUSED)
+def _pause(key: str) -> Pause | None:
+    path = _path(key, PAUSED)
     document = _read(path)
     if document is None:
         return None
@@ -317,24 +349,24 @@ def _pause(container: str) -> Pause | None:
         ) from error
 
 
-def _suspended(container: str, document: Any) -> Suspended:
+def _suspended(key: str, document: Any) -> Suspended:
     pid = int(document["pid"])
     regions = tuple(RegionRecord(int(each["start"]), from_json(each)) for each in document["regions"])
     staged = tuple(Staged(str(path), int(start), int(size)) for path, start, size in document["staged"])
-    return Suspended(pid, int(document["start"]), regions, _saved(container, pid), staged)
+    return Suspended(pid, int(document["start"]), regions, _saved(key, pid), staged)
 
 
-def _saved(container: str, pid: int) -> Saved | None:
-    lent = _read(_path(container, f"{pid}.thread"))
+def _saved(key: str, pid: int) -> Saved | None:
+    lent = _read(_path(key, f"{pid}.thread"))
     return Saved(int(lent["tid"]), bytes.fromhex(lent["registers"]), int(lent["mask"])) if lent else None
 
 
-def _idle(container: str) -> Iterator[Suspended]:
-    name = re.compile(rf"{re.escape(container)}\.(\d+)\.idle", re.ASCII)
+def _idle(key: str) -> Iterator[Suspended]:
+    name = re.compile(rf"{re.escape(key)}\.(\d+)\.idle", re.ASCII)
     for pid in sorted(int(found[1]) for each in os.listdir(FOLDER) if (found := name.fullmatch(each))):
-        document = _read(_path(container, f"{pid}.idle"))
+        document = _read(_path(key, f"{pid}.idle"))
         if document is not None:  # else it goes on since
-            yield Suspended(pid, int(document["start"]), (), _saved(container, pid), idle=True)
+            yield Suspended(pid, int(document["start"]), (), _saved(key, pid), idle=True)
 
 
 def owner() -> tuple[int, int]:
@@ -347,21 +379,33 @@ def _start(pid: int) -> int:
     return process.start if process is not None else 0
 
 
-def _path(container: str, kind: str) -> str:
-    if not _ID.fullmatch(container):
-        raise GpusnapError(f"{container[:80]!r} is no container's ID")
-    return os.path.join(FOLDER, f"{container}.{kind}")
+def _path(key: str, kind: str) -> str:
+    if not keys.is_key(key):
+        raise GpusnapError(f"{key[:80]!r} is no container's ID")
+    return os.path.join(FOLDER, f"{key}.{kind}")
 
 
 def _read(path: str) -> Any:
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
-            return json.loads(file.read(_MOST))
+            document = json.loads(file.read(_MOST))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         said = reason(error) if isinstance(error, OSError) else str(error)
         raise GpusnapError(f"{path} cannot be read: {said}") from error
+    space = document.get("space") if isinstance(document, dict) else None
+    if space and space != _space():  # every PID in it would be another process, or none
+        raise GpusnapError(
+            f"{path} was written in another PID namespace, whose processes cannot be told from here",
+            hint="run gpusnap on the host itself, not in a container or toolbox that has the host's /run",
+        )
+    return document
+
+
+def _space() -> str:
+    """Our PID namespace."""
+    return proc.namespace(os.getpid(), "pid")
 
 
 def _write(path: str, data: bytes) -> None:

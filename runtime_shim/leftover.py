@@ -68,7 +68,7 @@ def strangers(
 
 def clear(
     driver: Driver,
-    container: str,
+    key: str,
     gpu: Collection[int],
     processes: Callable[[], Collection[proc.Process]],
     *,
@@ -78,9 +78,10 @@ def clear(
     """Replace what processes inherited from those in `gpu`, which stand still and have their files open yet.
 
     `processes` gives the container's, each time anew: a child may have children of its own until it stands.
-    What others hold is left alone. `timeout` in seconds is for standing still. The container's journal says
-    which processes are stopped, and keeps the registers of a thread that is lent to us. Those in `held` stand
-    already, and stand on. Raises GpusnapError; what has been replaced by then stays so, and all others go on.
+    What others hold is left alone. `timeout` in seconds is for standing still. The journal of the container,
+    by its `key`, says which processes are stopped, and keeps the registers of a thread that is lent to us.
+    Those in `held` stand already, and stand on. Raises GpusnapError; what has been replaced by then stays so,
+    and all others go on.
     """
     source = _Source(driver, gpu)
     found: dict[int, proc.Process] = {}
@@ -94,13 +95,13 @@ def clear(
             if not fresh:
                 break
             for pid in (pid for pid in fresh if pid not in held):
-                stack.enter_context(journal.idle(container, pid))
+                stack.enter_context(journal.idle(key, pid))
                 stack.callback(go_on, [pid])
             stop(fresh, timeout=timeout)
             found |= fresh
         # Until it stood, one may have opened something by itself, or have got a child that shares its tables.
         heirs = [pid for pid in found if proc.running(pid) and not source.own(pid, everyone)]
-        outcome = at_once(partial(_clear, driver, container), heirs)
+        outcome = at_once(partial(_clear, driver, key), heirs)
         outcome.raise_first()
     return tuple(Cleared(found[pid], each) for pid, each in sorted(outcome.results.items()) if each)
 
@@ -132,13 +133,13 @@ def records(cleared: Iterable[Cleared], init: int) -> tuple[NeutralisedProcess, 
     )
 
 
-def _clear(driver: Driver, container: str, pid: int) -> Neutralised | None:
+def _clear(driver: Driver, key: str, pid: int) -> Neutralised | None:
     """One process that stands; None where it has ended. The calling thread is the tracer."""
     held = driver.held(pid)
     numbers = [number for number, _ in held.descriptors]
     ranges = [(start, end) for start, end, _ in held.mappings]
     try:
-        return neutralise(pid, numbers, ranges, lent=partial(journal.thread, container, pid))
+        return neutralise(pid, numbers, ranges, lent=partial(journal.thread, key, pid))
     except OSError as error:
         if not proc.running(pid):
             return None

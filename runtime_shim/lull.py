@@ -92,14 +92,14 @@ class Lull:
             freezer.thaw(self._group)
             self._group = None
         if self._noted:
-            journal.drop(self._container.id, journal.PAUSED)
+            journal.drop(self._container.key, journal.PAUSED)
             self._noted = False
 
     def _note(self) -> None:
         init = proc.process(self._container.pid)
         lull = (init.pid, init.start) if init is not None else (0, 0)
         pause = journal.Pause(journal.owner(), "", False, (), lull=lull, groups=self._groups)
-        journal.note_pause(self._container.id, pause)
+        journal.note_pause(self._container.key, pause)
         self._noted = True
 
 
@@ -115,5 +115,5 @@ def put_right(entry: journal.Entry) -> journal.Entry:
         for group in filter(freezer.frozen, pause.groups):
             freezer.thaw(group)
     # From now on a pause is somebody else's.
-    journal.drop(entry.container, journal.PAUSED)
+    journal.drop(entry.key, journal.PAUSED)
     return replace(entry, paused=None)

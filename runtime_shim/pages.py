@@ -26,7 +26,7 @@ from oci import writing
 from oci.chunks import Progress, Table
 from oci.errors import OciError
 from oci.layout import Layout
-from runtime_shim import journal, mountns, proc, transfer
+from runtime_shim import journal, keys, mountns, proc, transfer
 from runtime_shim.chunk_home import Home, ImageHome
 from runtime_shim.early import Early
 from runtime_shim.errors import GpusnapError, ImageError, reason
@@ -81,23 +81,23 @@ class Chunks:
     def __init__(
         self,
         image_path: str,
-        container: str,
+        key: str,
         settings: Memory,
         bundle: str = "",
         *,
         home: Home | None = None,
         ahead: bool = False,
     ) -> None:
-        """`home`: where the chunks go, unless it is the image's folder.
+        """`key`: the container's. `home`: where the chunks go, unless it is the image's folder.
 
         `ahead`: begin to write while the driver still works, since the container waits for the disk.
         """
-        self._home = home or ImageHome(image_path, container, settings, bundle)
+        self._home = home or ImageHome(image_path, keys.id_of(key), settings, bundle)
         self.name = self._home.kind
         self._image = image_path
-        self._container, self._settings = container, settings
+        self._key, self._settings = key, settings
         self._processes: dict[int, _Process] = {}
-        self._stage = Stage(container)
+        self._stage = Stage(key)
         self._lock = threading.Lock()
         self._staged = 0
         self._progress = Progress(0)
@@ -126,7 +126,7 @@ class Chunks:
     @contextlib.contextmanager
     def thread(self, pid: int, tid: int) -> Iterator[Tracer]:
         """Let the driver's thread run for its checkpoint, its large mappings files if they can be."""
-        lent = partial(journal.thread, self._container, pid)
+        lent = partial(journal.thread, self._key, pid)
         backing = Backing(partial(self._watched, pid), lent)
         with populated(pid, tid, threads=self._settings.threads, backing=backing) as done:
             self._processes[pid].populated = done
@@ -146,6 +146,9 @@ class Chunks:
         self._write(
             [transfer.Part(pid, each.region.start, each.region.size) for pid, each in streamed], streamed
         )
+        if streamed:  # whatever memory.sync says: from now on their bytes are nowhere else
+            with transfer.as_image_error(self._layout.path):
+                self._layout.sync()
         self.note(list(self._processes))
         for process in fresh.values():
             process.freed = True
@@ -174,7 +177,7 @@ class Chunks:
         except ImageError as error:
             failures = dict.fromkeys(layout, error)
         mapped = {pid: areas for pid, p in wanted.items() if (areas := _areas(p, mapped=True))}
-        failures |= transfer.give(self._container, mapped)
+        failures |= transfer.give(self._key, mapped)
         failures |= at_once(
             lambda pid: self._copied_back(pid, wanted[pid]), [pid for pid in wanted if pid not in failures]
         ).errors
@@ -195,7 +198,7 @@ class Chunks:
 
     def resumed(self) -> None:
         """The processes run again: nobody may touch their memory, what is staged is for the layout."""
-        journal.write(self._container, self._image, {}, layout=self._layout.path)
+        journal.write(self._key, self._image, {}, layout=self._layout.path)
 
     def note(self, pids: Sequence[int]) -> None:
         """Journal where the regions of processes are: in the layout, in the stage, or in themselves."""
@@ -212,7 +215,7 @@ class Chunks:
                 layout[pid] = tuple(
                     RegionRecord(region.start, table) for region, table in _from_layout(process)
                 )
-        journal.write(self._container, self._image, layout, staged=staged, layout=self._layout.path)
+        journal.write(self._key, self._image, layout, staged=staged, layout=self._layout.path)
         self._home.needed()  # whoever is killed in between has taken nothing yet
 
     def records(self) -> Mapping[int, tuple[RegionRecord, ...]] | None:
@@ -314,11 +317,11 @@ class Chunks:
     def _area(self, pid: int, address: int, size: int) -> Area:
         """A file for a region; OSError where there shall be none."""
         if not mountns.lasting():
-            raise OSError(errno.EPERM, "this mount namespace is not the host's", self._container)
+            raise OSError(errno.EPERM, "this mount namespace is not the host's", keys.id_of(self._key))
         with self._lock:
             most = self._settings.ceiling
             if most and self._staged + size > most - _working(self._settings):
-                raise OSError(errno.ENOMEM, f"it is above memory.ceiling, {most} bytes", self._container)
+                raise OSError(errno.ENOMEM, f"it is above memory.ceiling, {most} bytes", self._key)
             self._staged += size
         try:
             return self._stage.area(f"{pid}-{address:x}", address, size)
@@ -402,7 +405,7 @@ class Chunks:
         if not found:
             return
         try:
-            with inside(pid) as remote, journal.thread(self._container, pid, remote.saved):
+            with inside(pid) as remote, journal.thread(self._key, pid, remote.saved):
                 for each in found:
                     _let_go(remote, each)
         except OSError as error:

@@ -53,8 +53,8 @@ def recover(entry: Entry, driver: Driver, settings: Memory) -> str:
     Raises GpusnapError, also where another gpusnap is at work on that container; what could be brought back
     has been, and the entry stays.
     """
-    with journal.held(entry.container):
-        now = journal.read(entry.container)
+    with journal.held(entry.key):
+        now = journal.read(entry.key)
         if now is None:
             return "somebody else has put it right"
         return _recover(now, driver, settings)
@@ -62,10 +62,10 @@ def recover(entry: Entry, driver: Driver, settings: Memory) -> str:
 
 def sweep() -> None:
     """Free the RAM of what is staged for no entry: its gpusnap was killed in its last moments."""
-    for container in stage.containers():
-        with suppress(GpusnapError, OSError), journal.held(container):
-            if container not in (*journal.containers("json"), *journal.containers("restore")):
-                stage.remove(container)
+    for key in stage.containers():
+        with suppress(GpusnapError, OSError), journal.held(key):
+            if key not in (*journal.noted("json"), *journal.noted("restore")):
+                stage.remove(key)
 
 
 def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
@@ -81,7 +81,7 @@ def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
     paused = frozen.left(entry, pids)
     if paused is None:
         said = _put_right(entry, driver, settings, None)
-        journal.drop(entry.container, journal.PAUSED)
+        journal.drop(entry.key, journal.PAUSED)
         return said
     try:
         paused.keep(pids)  # first: whatever fails, none of them goes on without its memory
@@ -107,7 +107,7 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
         at_once(partial(let_finish, driver), pids).raise_first()
         stopped += _astray(driver, [process for process in there if process not in stopped])
         lacking = _give_back(entry, [p for p in stopped if suspended(driver, p.pid)], settings)
-        own = partial(transfer.own, entry.container)
+        own = partial(transfer.own, entry.key)
         pids = [process.pid for process in there if process.pid not in lacking]
         resume(driver, pids, InCriu(), right=own, let_go=let_go)
         for error in lacking.values():
@@ -122,14 +122,14 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
         _take_back(entry, settings)
         said = "it runs on, and its checkpoint came to nothing"
     try:
-        stage.remove(entry.container)
+        stage.remove(entry.key)
     except OSError as error:
         raise GpusnapError(
             f"what is staged of container {entry.container} cannot be removed: {reason(error)}",
             hint=f"it takes RAM; remove it from {stage.FOLDER}",
         ) from error
     leavings.sweep(entry.owner)
-    journal.remove(entry.container)
+    journal.remove(entry.key)
     return said
 
 
@@ -152,7 +152,7 @@ def _give_back(entry: Entry, processes: Sequence[Suspended], settings: Memory) -
                 f"the GPU memory of process {process.pid} cannot be read: {reason(error)}",
                 hint="if somebody removed that file it is lost: restore the container from a checkpoint",
             )
-    lost |= transfer.give(entry.container, {pid: areas for pid, areas in staged.items() if areas})
+    lost |= transfer.give(entry.key, {pid: areas for pid, areas in staged.items() if areas})
     for area in (area for areas in staged.values() for area in areas):
         area.close()
     return lost
@@ -223,14 +223,22 @@ def _finish(entry: Entry, settings: Memory) -> str:
     if record is None or not dumped:
         _drop(entry, settings)
         return "no process is left"
+    if (why := journal.unsynced(entry.key)) is not None:
+        raise ImageError(
+            f"the images in {entry.image} did not come to disk ({why}), and nobody can tell whether they are "
+            "whole",
+            hint=f"see dmesg for the disk; rename {manifest.PENDING} in {entry.image}/{manifest.FOLDER} to "
+            f"{manifest.NAME} to use them at your own risk, or remove them, and run gpusnap recover again",
+        )
     home: Home | None = None
     if record.pages != InCriu.name:
         tables = [region.table for process in record.processes for region in process.regions]
         home = left(entry.layout, entry.image, entry.container, replace(settings, sync=True), tables)
-        transfer.check(home.layout, tables, where=entry.image)  # nobody knows how much of it had come to disk
+        # Nobody knows how much of it had come to disk.
+        transfer.write_again(home.layout, tables, where=entry.image)
         home.commit(tables, kept=False)
     frozen.thaw_image(entry.image)
-    image.sync(entry.image)
+    image.sync(entry.image, failed=partial(journal.note_unsynced, entry.key))
     if home is not None:
         home.name(record)
     draft.finish(record)
@@ -278,7 +286,7 @@ def _take_back(entry: Entry, settings: Memory) -> None:
 
 def _discard(entry: Entry, settings: Memory) -> None:
     """Remove what the checkpoint came to, unless somebody else has begun one in the same folder."""
-    others = (other for other in journal.entries() if other.container != entry.container)
+    others = (other for other in journal.entries() if other.key != entry.key)
     if any(other.image == entry.image for other in others):
         _drop(entry, settings)
         return
@@ -319,4 +327,4 @@ def _give_thread_back(entry: Entry, process: Suspended) -> None:
             f"{reason(error)}",
             hint="see that no debugger has it",
         ) from error
-    journal.given_back(entry.container, process.pid)
+    journal.given_back(entry.key, process.pid)

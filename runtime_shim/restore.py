@@ -27,6 +27,7 @@ from runtime_shim import (
     by_plugin,
     halfway,
     journal,
+    keys,
     leavings,
     manifest,
     preflight,
@@ -109,6 +110,11 @@ class _Job:
     """What was restored has been taken away again."""
 
     @property
+    def key(self) -> str:
+        """Of the container."""
+        return keys.key(keys.root(self.call.globals.root, self.real.kind), self.call.container_id)
+
+    @property
     def plugin(self) -> Plugin | None:
         """CRIU's plugin that brings the processes back, where that is not up to us."""
         return self.driver.plugin if self.driver is not None and self.record.processes else None
@@ -135,8 +141,9 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
     ):
         job = _Job(call, real, settings, record, driver, transaction, images, held, room, cleanup)
         with transaction.step("plan"):
-            held.enter_context(journal.held(call.container_id))
+            held.enter_context(journal.held(job.key))
             _absent(job)
+            _nothing_waits(job)
             _begin(job)
             _plan(job, config)
         transaction.undo("removing the incomplete container", lambda: _kill(job))
@@ -169,7 +176,7 @@ def _config_changes(job: _Job, before: bytes, after: bytes) -> None:
 def _forget(job: _Job) -> None:
     """The last undo; what could not be removed is `gpusnap recover`'s."""
     if job.removed or (job.entry is not None and job.entry.stage is Stage.PREPARE):
-        halfway.forget(job.call.container_id)
+        halfway.forget(job.key)
 
 
 def _commit(job: _Job) -> None:
@@ -179,7 +186,7 @@ def _commit(job: _Job) -> None:
         if job.fetching is not None:
             _keep_fetched(job.fetching)
         job.cleanup.close()
-    halfway.forget(job.call.container_id)  # not before: who is killed until then leaves files
+    halfway.forget(job.key)  # not before: who is killed until then leaves files
     job.held.close()  # a checkpoint of it stages under the same name
     _say_timing(job)
 
@@ -201,6 +208,18 @@ def _absent(job: _Job) -> None:
         f"there is a container {found.id} already, and it is {found.status}",
         hint="remove it, or restore under another name",
     )
+
+
+def _nothing_waits(job: _Job) -> None:
+    """Refuse where processes wait for memory that is staged under the same key: a restore would remove it."""
+    entry = journal.read(job.key)
+    waiting = [p.pid for p in entry.processes if proc.same(p.pid, p.start)] if entry is not None else []
+    if waiting:
+        container, pids = job.call.container_id, " ".join(map(str, waiting))
+        raise Refused(
+            f"a checkpoint of container {container} was cut off, and what it stopped still waits: {pids}",
+            hint=f"gpusnap recover {container}",
+        )
 
 
 @contextmanager
@@ -259,7 +278,7 @@ def _plan(job: _Job, config: dict[str, Any]) -> None:
         replaced = remap.image(job.record, job.images, job.remap, config)
     elsewhere = _fetch(job) if job.record.pages == StoreHome.kind else {}
     if job.driver is not None and any(process.regions for process in job.record.processes):
-        filling = Filling(job.images, job.record, job.settings.memory, job.call.container_id, job.fetching)
+        filling = Filling(job.images, job.record, job.settings.memory, job.key, job.fetching)
         job.filling = job.cleanup.enter_context(filling)
     job.images = job.cleanup.enter_context(view(job.images, replaced, elsewhere))
     criu_mounts.checked(job.record.mounts, job.remap.mounts if job.remap is not None else None)
@@ -396,15 +415,15 @@ def _fill(
         if job.filling is not None:
             job.filling.deliver({inner: process.pid for inner, process in by_inner.items()})
     with job.transaction.step("driver restore"):
-        right = partial(_right, job.call.container_id, job.filling)
+        right = partial(_right, job.key, job.filling)
         resume(driver, pids, InCriu(), pairs=pairs, right=right)
 
 
-def _right(container: str, filling: Filling | None, pid: int) -> None:
+def _right(key: str, filling: Filling | None, pid: int) -> None:
     """Before a process goes on: its memory is what it was, and its own."""
     if filling is not None:
         filling.right()
-        transfer.own(container, pid)
+        transfer.own(key, pid)
 
 
 def _kill(job: _Job) -> None:

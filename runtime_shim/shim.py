@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from runtime_shim import container as containers
-from runtime_shim import flat, locate, log, manifest
+from runtime_shim import flat, keys, locate, log, manifest
 from runtime_shim.argv import CheckpointCall, RestoreCall, parse, render
 from runtime_shim.criu.mounts import undeclared
 from runtime_shim.errors import ContainerError, GpusnapError, RuntimeFailed, SettingsError, unforeseen
@@ -81,13 +81,14 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
     driver = find_driver()
     if driver is None:
         _hand_over(call, real)
-    _take_away(call, driver)
+    _take_away(call, real, driver)
+    root = keys.root(call.globals.root, real.kind)
     try:
-        container = containers.find(quiet(call, real), call.container_id)
+        container = containers.find(quiet(call, real), call.container_id, root=root)
     except ContainerError:
         _hand_over(call, real)  # the runtime says it in its own words
     if _recover(driver, container, settings):
-        container = containers.find(quiet(call, real), call.container_id)
+        container = containers.find(quiet(call, real), call.container_id, root=root)
     others = (each for each in find_drivers() if each.vendor != driver.vendor)
     drivers = (driver, *others)
     if not any(_concerns_us(each, container) for each in drivers):
@@ -100,7 +101,7 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
     _announce(call)
     settings = orders.applied(annotated(_valid(settings), container.annotations), container.id)
     driver = by_plugin.chosen(driver, container, settings)
-    with journal.held(container.id):
+    with journal.held(container.key):
         checkpoint(call, real, settings, driver, container)
         if flat.wanted(str(call.images()), container.annotations):
             flat.fold(str(call.images()))
@@ -120,26 +121,30 @@ def _recover(driver: Driver, container: containers.Container, settings: Settings
         return False
     from runtime_shim import journal
 
-    if (entry := journal.read(container.id)) is None:
+    # An earlier version's entry has the bare ID; what it names is looked for by PID and start time.
+    found = [entry for key in (container.key, container.id) if (entry := journal.read(key)) is not None]
+    if not found:
         return False
     from runtime_shim.recover import recover
 
-    log.note(f"an earlier checkpoint was cut off; {recover(entry, driver, _valid(settings).memory)}")
+    for entry in found:
+        log.note(f"an earlier checkpoint was cut off; {recover(entry, driver, _valid(settings).memory)}")
     return True
 
 
-def _take_away(call: CheckpointCall | RestoreCall, driver: Driver | None) -> None:
+def _take_away(call: CheckpointCall | RestoreCall, real: RealRuntime, driver: Driver | None) -> None:
     """Take away first what a killed restore left of this container.
 
     Before a restore: whoever wants a checkpoint takes the container for one that runs, so that none is
     removed then, whatever it looks like.
     """
-    if not os.path.exists(f"{JOURNAL}/{call.container_id}.restore"):
-        return
-    from runtime_shim import halfway
+    key = keys.key(keys.root(call.globals.root, real.kind), call.container_id)
+    for each in (key, call.container_id):  # an earlier version's has the bare ID, and the command to ask
+        if os.path.exists(f"{JOURNAL}/{each}.restore"):
+            from runtime_shim import halfway
 
-    said = halfway.recover(call.container_id, driver, remove=isinstance(call, RestoreCall))
-    log.note(f"an earlier restore was cut off; {said}")
+            said = halfway.recover(each, driver, remove=isinstance(call, RestoreCall))
+            log.note(f"an earlier restore was cut off; {said}")
 
 
 def _announce(call: CheckpointCall | RestoreCall) -> None:
@@ -150,7 +155,7 @@ def _announce(call: CheckpointCall | RestoreCall) -> None:
 
 
 def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | SettingsError) -> int:
-    _take_away(call, find_driver())
+    _take_away(call, real, find_driver())
     images = str(call.images(real.kind))
     flat.unfold(images)
     if not manifest.belongs(images):

@@ -200,7 +200,7 @@ def resume_all(job: Job) -> None:
     _leave_alone(job)
     if job.stuck is not None:
         raise job.stuck  # no driver is asked of a frozen process
-    own = partial(transfer.own, job.container.id)
+    own = partial(transfer.own, job.container.key)
     if job.driver.plugin is None:
         if job.paused is not None:
             thaw(job)
@@ -284,7 +284,7 @@ def _standing(job: Job, timeout: float) -> None:
     members = [item.process for item in job.records.values()]
     preflight.shared(members, job.settings.nvidia, job.host.driver_version)
     job.cleared += leftover.clear(
-        job.driver, job.container.id, job.records, job.processes, timeout=timeout, held=job.held
+        job.driver, job.container.key, job.records, job.processes, timeout=timeout, held=job.held
     )
 
 

@@ -40,6 +40,7 @@ __all__ = [
     "give",
     "own",
     "remove_layout",
+    "write_again",
 ]
 
 OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # asm-generic/mman-common.h, MAP_FIXED
@@ -56,7 +57,7 @@ class Part:
     size: int
 
     def view(self, offset: int, size: int) -> None:
-        """It is no memory of ours."""
+        """It is no memory of ours: as a Target it is written to."""
 
     def read(self, offset: int, into: memoryview) -> None:
         """In the calling thread alone: the crew of oci.writing has one for each core."""
@@ -74,6 +75,15 @@ def check(blobs: Blobs, tables: Sequence[Table], *, where: str, threads: int = 0
     """
     with as_image_error(where):
         for_each(descriptors(tables), blobs.check_blob, threads=threads or copies.cores())
+
+
+def write_again(layout: Layout, tables: Sequence[Table], *, where: str, threads: int = 0) -> None:
+    """As `check`, for what a process wrote that is no more: what was read is written anew, for `commit`.
+
+    An fsync of what is there proves nothing: one may have failed, and the next would not (oci.unsynced).
+    """
+    with as_image_error(where):
+        for_each(descriptors(tables), layout.write_again, threads=threads or copies.cores())
 
 
 def commit(layout: Layout, tables: Sequence[Table], *, sync: bool = True) -> None:
@@ -106,17 +116,17 @@ def fill(layout: Layout, wanted: Mapping[int, Iterable[tuple[Region, Table]]], s
         )
 
 
-def give(container: str, wanted: Mapping[int, Sequence[Area]]) -> dict[int, GpusnapError]:
+def give(key: str, wanted: Mapping[int, Sequence[Area]]) -> dict[int, GpusnapError]:
     """Map staged regions into their processes; those that ended are left out. What kept some from it, by PID.
 
     What a process writes there does not get into the file. Where it cannot have the file (SELinux; a limit on
-    its descriptors), the bytes are copied. `container`: for the journal.
+    its descriptors), the bytes are copied. `key`: the container's.
     """
 
     def one(pid: int) -> None:
         try:
             try:
-                with inside(pid) as remote, journal.thread(container, pid, remote.saved):
+                with inside(pid) as remote, journal.thread(key, pid, remote.saved):
                     for area in wanted[pid]:
                         remote.map_file(area.descriptor, area.address, area.size, area.lead, shared=False)
             except ProcessLookupError:
@@ -142,7 +152,7 @@ def copy(pid: int, areas: Sequence[Area]) -> None:
         copies.write(pid, area.address, area.view(0, area.size))
 
 
-def own(container: str, pid: int) -> None:
+def own(key: str, pid: int) -> None:
     """Let a process that stands have memory of its own where it still has a staged file.
 
     After the driver's restore, that has taken what it needed of the regions and unmapped them: what is left
@@ -153,7 +163,7 @@ def own(container: str, pid: int) -> None:
         left = [m for m in regions.mappings(pid) if m.name.startswith(stage.FOLDER + "/")]
         if not left:
             return
-        with inside(pid) as remote, journal.thread(container, pid, remote.saved):
+        with inside(pid) as remote, journal.thread(key, pid, remote.saved):
             for each in left:
                 held = bytearray(each.size)
                 copies.read(pid, each.start, held)

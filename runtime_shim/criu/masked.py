@@ -17,6 +17,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from runtime_shim import keys
 from runtime_shim.errors import ImageError, reason
 from runtime_shim.manifest import DriverMount
 
@@ -39,8 +40,7 @@ def mounts(
     """
     if kind != "crun":
         return ()
-    session = environ.get("XDG_RUNTIME_DIR")
-    own = os.path.join(root or (f"{session}/crun" if session else "/run/crun"), _FOLDER)
+    own = os.path.join(keys.root(root, kind, environ), _FOLDER)
     names: set[str] = set()
     for path in Path(images).glob("mountpoints-*.img"):
         try:

@@ -2,7 +2,7 @@
 
     /run/gpusnap/stage.lock         held (flock) while the tmpfs is mounted or unmounted
     /run/gpusnap/stage/             the tmpfs, 0700, in huge pages; mounted when first needed, and unmounted
-        <container>/                by the last one to leave
+        <key>/                      by the last one to leave; see runtime_shim.keys
             <name>                  the bytes of one region
 
 A driver that copies GPU memory into such a file instead of private memory leaves nothing to be copied out of
@@ -68,8 +68,10 @@ class Area:
         return memoryview(self._mapping)[self.lead + offset : self.lead + offset + size]
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Copy from the region."""
-        into[:] = self.view(offset, into.nbytes)
+        """Copy from the region, while other threads run."""
+        kind = ctypes.c_char * into.nbytes
+        here, there = kind.from_buffer(into), kind.from_buffer(self._mapping, self.lead + offset)
+        ctypes.memmove(here, there, into.nbytes)  # a slice's assignment would keep the interpreter's lock
 
     def write(self, offset: int, data: memoryview) -> None:
         """Copy to the region."""
@@ -106,13 +108,13 @@ class Area:
 class Stage:
     """The folder of one container. It is made, and the tmpfs mounted, with the first area."""
 
-    def __init__(self, container: str) -> None:
-        self._container = container
+    def __init__(self, key: str) -> None:
+        self._key = key
         self._made = False
 
     def area(self, name: str, address: int, size: int) -> Area:
         """A new region of zeros, for one at this address in a process. Raises OSError."""
-        folder = _folder(self._container)
+        folder = _folder(self._key)
         if not self._made:
             with _locked():
                 _mount()
@@ -131,13 +133,13 @@ class Stage:
     def remove(self) -> None:
         """Remove all of the container's; memory that a process has mapped stays until it lets go."""
         if self._made:
-            remove(self._container)
+            remove(self._key)
             self._made = False
 
 
-def remove(container: str) -> None:
+def remove(key: str) -> None:
     """Remove what is staged for a container, and the tmpfs where nothing else is in it. Raises OSError."""
-    folder = _folder(container)
+    folder = _folder(key)
     if not os.path.isdir(FOLDER):
         return
     with _locked():
@@ -151,17 +153,17 @@ def remove(container: str) -> None:
 
 
 def containers() -> list[str]:
-    """Those that something is staged for."""
+    """The keys of those that something is staged for."""
     try:
         return sorted(os.listdir(FOLDER)) if os.path.ismount(FOLDER) else []
     except OSError:
         return []
 
 
-def _folder(container: str) -> str:
-    if not container or "/" in container or container.startswith("."):
-        raise OSError(errno.EINVAL, "it cannot be a folder's name", container)
-    return os.path.join(FOLDER, container)
+def _folder(key: str) -> str:
+    if not key or "/" in key or key.startswith("."):
+        raise OSError(errno.EINVAL, "it cannot be a folder's name", key)
+    return os.path.join(FOLDER, key)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from runtime_shim import by_plugin, journal, locate, proc, remap, room, shim, suspension
+from runtime_shim import by_plugin, journal, keys, locate, proc, remap, room, shim, suspension
 from runtime_shim.gpu.driver import Gpu, Held, Host, ProcessState
 from runtime_shim.gpu.errors import GpuError, IllegalState, ProcessGone
 from runtime_shim.gpu.nodes import Node
@@ -38,6 +38,7 @@ from runtime_shim.transaction import Step
 __all__ = [
     "DEADLINE",
     "ID",
+    "KEY",
     "POISON",
     "Call",
     "FakeDriver",
@@ -54,6 +55,8 @@ __all__ = [
 
 DEADLINE = 20.0
 ID = "c0ffee"
+KEY = keys.key(keys.root(None, "crun"), ID)
+"""What gpusnap calls it in its own files, under a crun without --root."""
 MIB = 1 << 20
 POISON = (
     "permission denied",

@@ -178,6 +178,25 @@ def test_a_file_that_is_there(fake: FakePodman, tmp_path: Path) -> None:
     assert (tmp_path / "w.tar").read_text() == "earlier"
 
 
+@pytest.mark.parametrize("leave_running", [True, False])
+@pytest.mark.parametrize("auto_remove", [True, False])
+def test_a_file_that_somebody_made_meanwhile(
+    fake: FakePodman, tmp_path: Path, leave_running: bool, auto_remove: bool
+) -> None:
+    """Neither checkpoint is lost: the later one is kept beside, and said to be."""
+    fake.has(auto_remove=auto_remove)
+    folder = tmp_path / "to"
+    folder.mkdir()
+    fake.first(f"echo the other one >{folder}/w.tar.zst\n")
+    with pytest.raises(GpusnapError, match=r"w\.tar\.zst was made by somebody else meanwhile") as raised:
+        made(to=where.InFile(f"{folder}/w.tar.zst"), leave_running=leave_running)
+    assert (folder / "w.tar.zst").read_text() == "the other one\n"
+    (aside,) = set(os.listdir(folder)) - {"w.tar.zst"}
+    assert re.fullmatch(r"checkpoint-of-w-[0-9a-f]{8}\.tar\.zst", aside)
+    assert f"is whole, and kept as {folder}/{aside}; give that file the name" in raised.value.sentence()
+    assert (folder / aside).read_bytes() == (fake.folder / "archive").read_bytes()
+
+
 def test_a_file_that_cannot_be_made(
     fake: FakePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -407,6 +407,7 @@ def test_records_that_are_more(tmp_path: Path, source: Layout) -> None:
         with Writer(tmp_path / "records", compress="zstd") as writer:
             writer.add(tarfile.TarInfo(name))
         layer = layout.add_blob((tmp_path / "records").read_bytes())
+        (tmp_path / "records").unlink()
         with pytest.raises(ImageError, match=f"hold {name}"):
             give_out(
                 dataclasses.replace(found, records=layer), layout, str(tmp_path / "out.tar"), config=config

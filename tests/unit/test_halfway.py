@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import ID, Scene, a_manifest, wait_for
+from fakes import ID, KEY, Scene, a_manifest, wait_for
 
 from oci.chunks import Chunk, Table
 from oci.layout import Layout
@@ -57,7 +57,7 @@ def cut_off(
     init = proc.process(scene.family.init)
     assert init is not None
     entry = Restore(
-        container=ID,
+        key=KEY,
         image=str(scene.image),
         owner=(init.pid, init.start + 1),
         command=(str(scene.runtime.path),),
@@ -76,7 +76,7 @@ def cut_off(
 
 def removed(scene: Scene) -> None:
     """Take it away, and see that nothing is left."""
-    assert halfway.recover(ID, scene.driver) == (
+    assert halfway.recover(KEY, scene.driver) == (
         f"the incomplete container was removed; its checkpoint in {scene.image} is unharmed"
     )
     assert scene.runtime.calls("delete") == [f"delete --force {ID}"]
@@ -87,7 +87,7 @@ def removed(scene: Scene) -> None:
 
 def kept(scene: Scene, said: str) -> None:
     """It runs, and stays as it is."""
-    assert halfway.recover(ID, scene.driver) == said
+    assert halfway.recover(KEY, scene.driver) == said
     assert scene.runtime.calls("delete") == []
     assert (scene.bundle / "config.json").read_bytes() == AFTER
     assert halfway.entries() == ()
@@ -101,11 +101,11 @@ def test_the_journal(scene: Scene) -> None:
     """What was written is read; what another version wrote is said to."""
     entry = cut_off(scene, CHECKPOINTED)
     assert halfway.entries() == (entry,)
-    assert halfway.read(ID) == entry
+    assert halfway.read(KEY) == entry
     assert journal.entries() == (), "it is no checkpoint's"
-    Path(journal.FOLDER, f"{ID}.restore").write_text('{"version": 0}')
+    Path(journal.FOLDER, f"{KEY}.restore").write_text('{"version": 0}')
     with pytest.raises(GpusnapError, match=f"restore of container {ID} is not as gpusnap writes it"):
-        halfway.read(ID)
+        halfway.read(KEY)
 
 
 @pytest.mark.parametrize("reached", [Stage.RESTORE, Stage.SETTLE, Stage.GPUS])
@@ -249,7 +249,7 @@ def test_a_later_container_stands(scene: Scene) -> None:
 def test_the_runtime_was_not_called(scene: Scene) -> None:
     """Whatever container there is, it is not from that restore; config.json is put back."""
     cut_off(scene, RUNNING, stage=Stage.PREPARE, init=None)
-    halfway.recover(ID, scene.driver)
+    halfway.recover(KEY, scene.driver)
     assert scene.runtime.calls("delete") == []
     assert (scene.bundle / "config.json").read_bytes() == BEFORE
 
@@ -259,7 +259,7 @@ def test_the_runtime_was_not_called(scene: Scene) -> None:
 def test_without_gpu_processes(scene: Scene, reached: Stage, host: str) -> None:
     """Nothing stands then, and without a driver SETTLE is the last stage: it runs."""
     cut_off(scene, stage=reached)
-    said = halfway.recover(ID, scene.driver if host == "GPUs" else None)
+    said = halfway.recover(KEY, scene.driver if host == "GPUs" else None)
     assert said == f"running: {scene.family.init}"
     assert scene.runtime.calls("delete") == []
     assert proc.running(scene.family.init)
@@ -270,12 +270,12 @@ def test_without_a_driver(scene: Scene) -> None:
     """Nobody can say whether a container with GPU processes is complete, so nothing is done."""
     cut_off(scene, RUNNING)
     with pytest.raises(GpusnapError) as caught:
-        halfway.recover(ID, None)
+        halfway.recover(KEY, None)
     assert caught.value.sentence() == (
         "this host has no GPU driver now, which alone could tell whether the restore of container "
         f"{ID} was complete; load the driver, then gpusnap recover {ID}"
     )
-    assert halfway.read(ID) is not None
+    assert halfway.read(KEY) is not None
     assert scene.runtime.calls("delete") == []
 
 
@@ -299,7 +299,7 @@ def test_config_was_written_since(scene: Scene) -> None:
     """Podman writes it at every start: only our own change is taken back."""
     cut_off(scene, CHECKPOINTED, standing=True)
     (scene.bundle / "config.json").write_bytes(b"{}")
-    halfway.recover(ID, scene.driver)
+    halfway.recover(KEY, scene.driver)
     assert (scene.bundle / "config.json").read_bytes() == b"{}"
 
 
@@ -307,7 +307,7 @@ def test_the_bundle_is_gone(scene: Scene) -> None:
     """`podman rm` takes it away; then there is nothing to put back."""
     cut_off(scene, CHECKPOINTED, standing=True)
     (scene.bundle / "config.json").unlink()
-    halfway.recover(ID, scene.driver)
+    halfway.recover(KEY, scene.driver)
     assert halfway.entries() == ()
 
 
@@ -318,7 +318,7 @@ def test_files_for_a_moment(scene: Scene) -> None:
     (scene.folder / f"gpusnap-criu-{mark}-abc.conf").touch()
     (scene.folder / f"gpusnap-images-{mark}-abc").mkdir()
     (scene.folder / "gpusnap-criu-1.1-abc.conf").touch()
-    for name in (f"{ID}.77", f"{ID}2.77"):
+    for name in (f"{KEY}.77", f"{ID}2.77"):
         Path(journal.FOLDER, f"{name}.thread").write_text("{}")
     removed(scene)
     assert [p.name for p in scene.folder.glob("gpusnap-*")] == ["gpusnap-criu-1.1-abc.conf"]
@@ -328,8 +328,8 @@ def test_files_for_a_moment(scene: Scene) -> None:
 def refused(scene: Scene) -> str:
     """The sentence of a recover that does nothing, or not all."""
     with pytest.raises(GpusnapError) as caught:
-        halfway.recover(ID, scene.driver)
-    assert halfway.read(ID) is not None
+        halfway.recover(KEY, scene.driver)
+    assert halfway.read(KEY) is not None
     return caught.value.sentence()
 
 
@@ -346,7 +346,7 @@ def test_it_is_under_way(scene: Scene) -> None:
 def test_it_is_held(scene: Scene) -> None:
     """Nor one that somebody else takes away just now."""
     cut_off(scene, CHECKPOINTED, standing=True)
-    with journal.held(ID):
+    with journal.held(KEY):
         assert f"another gpusnap is still at work on container {ID}" in refused(scene)
     assert scene.runtime.calls("delete") == []
 
@@ -357,7 +357,7 @@ def test_two_at_once(scene: Scene) -> None:
     at_it, go = scene.folder / "at-it", scene.folder / "go"
     scene.runtime.script("delete", f"touch {at_it}; until [ -e {go} ]; do sleep 0.01; done", default=True)
     said: list[str] = []
-    first = threading.Thread(target=lambda: said.append(halfway.recover(ID, scene.driver)))
+    first = threading.Thread(target=lambda: said.append(halfway.recover(KEY, scene.driver)))
     first.start()
     try:
         wait_for(at_it.exists, "the removal")
@@ -368,7 +368,7 @@ def test_two_at_once(scene: Scene) -> None:
         first.join()
     assert said == [f"the incomplete container was removed; its checkpoint in {scene.image} is unharmed"]
     assert len(scene.runtime.calls("delete")) == 1
-    assert halfway.recover(ID, scene.driver) == "nothing is left of it"
+    assert halfway.recover(KEY, scene.driver) == "nothing is left of it"
 
 
 def test_a_checkpoint_meanwhile(scene: Scene) -> None:
@@ -413,7 +413,7 @@ def test_it_cannot_be_removed(scene: Scene) -> None:
     scene.runtime.script("delete", 'say "device busy"; exit 1')
     assert refused(scene) == f"container {ID} could not be removed: device busy"
     scene.runtime.script("delete", "", default=True)
-    halfway.recover(ID, scene.driver)
+    halfway.recover(KEY, scene.driver)
     assert halfway.entries() == ()
 
 
@@ -428,7 +428,7 @@ def test_delete_of_nothing(scene: Scene) -> None:
 
 def test_nothing_waits(scene: Scene) -> None:
     """Somebody else may have done it."""
-    assert halfway.recover(ID, scene.driver) == "nothing is left of it"
+    assert halfway.recover(KEY, scene.driver) == "nothing is left of it"
 
 
 # What a restore writes.
@@ -451,10 +451,10 @@ def test_the_stages(scene: Scene) -> None:
     pids = suspended(scene)
     seen: list[Restore | None] = []
     at_restore = scene.folder / "at-restore.json"
-    note = Path(journal.FOLDER, f"{ID}.restore")
+    note = Path(journal.FOLDER, f"{KEY}.restore")
     scene.runtime.script("restore", f"cp {note} {at_restore}", default=True)
-    scene.driver.when("host", lambda _: seen.append(halfway.read(ID)))
-    scene.driver.when("restore", lambda _: seen.append(halfway.read(ID)))
+    scene.driver.when("host", lambda _: seen.append(halfway.read(KEY)))
+    scene.driver.when("restore", lambda _: seen.append(halfway.read(KEY)))
     assert scene.restore("--detach").code == 0
     prepare, gpus = seen
     assert prepare is not None
@@ -506,7 +506,7 @@ def test_the_next_checkpoint(scene: Scene, reached: Stage) -> None:
     )
     assert scene.runtime.calls("delete") == []
     assert all(proc.running(pid) for pid in entry.processes)
-    assert halfway.read(ID) is not None
+    assert halfway.read(KEY) is not None
 
 
 @pytest.mark.parametrize("since", ["nothing", "an end", "done with the GPU", "a stop"])

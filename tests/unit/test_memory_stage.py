@@ -108,6 +108,14 @@ def test_an_area_is_its_file(folder: Path) -> None:
     assert not os.path.exists(area.path)
 
 
+def test_what_lies_beyond_a_region(folder: Path) -> None:
+    """Nothing is copied from behind its end."""
+    area = Stage("one").area("a", 0x7F0000345000, MIB)
+    with pytest.raises(ValueError, match="uffer size too small"):
+        area.read(MIB - 3, memoryview(bytearray(4)))
+    area.close()
+
+
 def test_a_file_that_is_too_short(folder: Path) -> None:
     """It cannot be the region, and no access to it may kill us."""
     area = Stage("one").area("a", 0, 2 * MIB)

@@ -308,6 +308,14 @@ def test_round_trip(tmp_path: Path, compress: Compression) -> None:
     ]
 
 
+def test_it_replaces_nothing(tmp_path: Path) -> None:
+    """What somebody else made meanwhile stays, and nothing else is left."""
+    with pytest.raises(DiskError, match=r"w\.tar was made by somebody else"), Writer(tmp_path / "w.tar"):
+        (tmp_path / "w.tar").write_text("the other one")
+    assert os.listdir(tmp_path) == ["w.tar"]
+    assert (tmp_path / "w.tar").read_text() == "the other one"
+
+
 def test_tarfile_reads_it(tmp_path: Path) -> None:
     """Another reader finds the same."""
     path = tmp_path / "archive"
@@ -365,18 +373,16 @@ def test_size_of_many_digits() -> None:
 
 @pytest.mark.parametrize("compress", ["none", "zstd"])
 def test_in_place_at_the_end(tmp_path: Path, compress: Compression) -> None:
-    """Until the end an earlier archive stays as it was, and after a failure nothing else is there."""
+    """Until the end there is none, and after a failure nothing is left."""
     path = tmp_path / "archive"
-    path.write_bytes(b"earlier")
     with pytest.raises(ArchiveError, match="ends 4 bytes before it should"), Writer(path) as writer:
         writer.add(entry("a", size=5), io.BytesIO(b"1"))
     broken = Writer(path, compress=compress)
     with contextlib.suppress(KeyboardInterrupt), broken as writer:
         writer.add(entry("a", size=1), io.BytesIO(b"1"))
-        assert path.read_bytes() == b"earlier"
+        assert not path.exists()
         raise KeyboardInterrupt
-    assert os.listdir(tmp_path) == ["archive"]
-    assert path.read_bytes() == b"earlier"
+    assert not os.listdir(tmp_path)
     with Writer(path, compress=compress) as writer:
         writer.add(entry("a", size=1), io.BytesIO(b"1"))
     assert os.listdir(tmp_path) == ["archive"]
@@ -400,8 +406,10 @@ def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    where = oci.archive if step == "write" else os
-    monkeypatch.setattr(where, "all_written" if step == "write" else step, full)
+    where, name = {"write": (oci.archive, "all_written"), "rename": (oci.archive, "name_new")}.get(
+        step, (os, step)
+    )
+    monkeypatch.setattr(where, name, full)
     with (
         pytest.raises(DiskFull, match=rf"{tmp_path} is full: the archive out\.tar"),
         Writer(tmp_path / "out.tar") as writer,

@@ -118,14 +118,15 @@ def test_the_oldest_go(layout: Layout, tmp_path: Path, monkeypatch: pytest.Monke
     assert [known.find(digest) is not None for digest in digests] == [True, False, False, True, True]
 
 
-GOOD = {"version": 2, "layouts": ["/x"], "chunks": {DIGEST[7:]: [0, 1, "plain", DIGEST[7:], 2, 3]}}
+GOOD = {"version": 3, "layouts": ["/x"], "chunks": {DIGEST[7:]: [0, 1, "plain", DIGEST[7:], 2, 3]}}
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"version": 1},
-        {"version": 3},
+        {"version": 2},
+        {"version": 4},
         {"layouts": []},
         {"layouts": ["relative"]},
         {"layouts": ["/nul\0"]},

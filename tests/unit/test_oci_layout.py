@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import json
 import os
 import resource
+import stat
 import subprocess
 import sys
 import threading
@@ -34,8 +36,8 @@ def layout(tmp_path: Path) -> Layout:
     return Layout(tmp_path / "layout").create()
 
 
-def blob_path(layout: Layout) -> Path:
-    return Path(layout.path, "blobs/sha256", NAME)
+def blob_path(layout: Layout, digest: str = DIGEST) -> Path:
+    return Path(layout.path, "blobs/sha256", digest.removeprefix("sha256:"))
 
 
 def test_the_tree(layout: Layout) -> None:
@@ -351,6 +353,66 @@ def test_a_failed_sync_leaves_no_index(layout: Layout, monkeypatch: pytest.Monke
     assert not Path(layout.path, "index.json").exists()
 
 
+def test_a_second_sync_makes_nothing_whole(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reports an error of writeback once, and the next fsync succeeds: writing again helps."""
+    failed, real = list[int](), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if not failed:
+            failed.append(descriptor)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
+
+    found = layout.add_blob(DATA)
+    monkeypatch.setattr(os, "fsync", fsync)
+    for _ in range(2):
+        with pytest.raises(DiskError, match="Input/output error"):
+            layout.commit(Index())
+        layout.add_blob(DATA)  # it is there, so that this writes nothing
+        assert not Path(layout.path, "index.json").exists()
+    layout.write_again(found)
+    layout.commit(Index())
+    assert layout.read_blob(found) == DATA
+
+
+def test_who_wrote_a_blob_syncs_it(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the descriptor that wrote: one that is opened later may not hear that the writing failed."""
+    flags, real = list[int](), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            flags.append(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    layout.add_blob(DATA)
+    layout.add_blob(io.BytesIO(DATA + b"2"))
+    with layout.receive(Descriptor("a/b", digest_of(DATA + b"3"), len(DATA) + 1)) as incoming:
+        incoming.write(DATA + b"3")
+    other = Layout(layout.path)
+    here = other.add_blob(DATA + b"4")
+    layout.link_blob(here.digest, here.size, other)
+    layout.sync()
+    assert flags == [os.O_WRONLY] * 4
+
+
+def test_what_is_written_again(layout: Layout) -> None:
+    """A file of its own is replaced by what was read and found right; one with other names is only read."""
+    found, linked = layout.add_blob(DATA), layout.add_blob(DATA + b"2")
+    other = Layout(layout.path + "2").create()
+    other.link_blob(linked.digest, linked.size, layout)
+    before = {digest: blob_path(layout, digest).stat().st_ino for digest in (found.digest, linked.digest)}
+    for each in (found, linked):
+        layout.write_again(each)
+    assert blob_path(layout, linked.digest).stat().st_ino == before[linked.digest]
+    assert blob_path(layout, found.digest).stat().st_ino != before[found.digest]
+    assert layout.read_blob(found) == DATA
+    blob_path(layout, found.digest).write_bytes(bytes(len(DATA)))
+    with pytest.raises(BlobError, match="something else than its digest says"):
+        layout.write_again(found)
+    assert blob_path(layout, found.digest).read_bytes() == bytes(len(DATA))
+
+
 @pytest.mark.parametrize("how", ["bytes", "file"])
 def test_full_disk(small_disk: Path, how: str) -> None:
     """A full disk is named, with what did not fit and what is free; nothing unfinished stays."""
@@ -360,6 +422,7 @@ def test_full_disk(small_disk: Path, how: str) -> None:
         layout.add_blob(data if how == "bytes" else io.BytesIO(data))
     assert blobs(small_disk / "layout") == {}
     layout.add_blob(DATA)
+    layout.close()
 
 
 def test_file_too_large(layout: Layout) -> None:
@@ -404,6 +467,7 @@ def test_no_descriptor_is_left(layout: Layout) -> None:
     layout.link_blob(found.digest, found.size, other)
     layout.commit(Index((layout.add_manifest(Manifest(empty_descriptor(), (found,))),)))
     layout.read_manifest(layout.read_index().manifests[0])
+    other.close()
     for bad in ("sha256:" + "0" * 64, DIGEST):
         with pytest.raises(BlobError):
             layout.open_blob(bad, 1)

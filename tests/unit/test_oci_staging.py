@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from oci.artifact import Artifact, chunk_layers
 from oci.buffers import Buffer
 from oci.chunks import Table
 from oci.digests import digest_of
-from oci.errors import BlobError, DigestError, LayoutError, NotThere, StoreBusy, StoreError
+from oci.errors import BlobError, DigestError, DiskError, LayoutError, NotThere, StoreBusy, StoreError
 from oci.manifest import INDEX, Index, written_document
 from oci.reading import read
 from oci.store import Spared, Store
@@ -69,6 +70,29 @@ def test_what_was_left(store: Store) -> None:
         assert names(again.layout) == {each.digest.removeprefix("sha256:") for each in (good, taken)}
         assert again.layout.read_blob(good) == b"good" * 99
     assert stagings(store) == []
+
+
+def test_what_did_not_come_to_disk(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next writer of that name does not find it, though the kernel would say that it is well."""
+    failed, real = list[int](), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode) and not failed:
+            failed.append(descriptor)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
+
+    with ExitStack() as stack:
+        staging = store.stage("pull-1")
+        stack.callback(staging.close, leave=True)
+        root, _ = save_to(staging, fill(PAGE, "random"))
+        there = names(staging.layout)
+        monkeypatch.setattr(os, "fsync", fsync)
+        with pytest.raises(DiskError, match="Input/output error"):
+            staging.commit(root)
+    assert store.entries() == ()
+    with store.stage("pull-1") as again:
+        assert len(there - names(again.layout)) == 1
 
 
 def test_take(store: Store) -> None:

@@ -12,10 +12,12 @@ import pytest
 from oci_regions import CEILING, PAGE, Far, blobs, fill, load, save
 
 from oci.buffers import Buffer
-from oci.chunks import Progress
+from oci.chunks import MEDIA_TYPES, Progress
+from oci.digests import digest_of
 from oci.errors import Cancelled, CeilingError, ChunkError, DiskFull, LayoutError
 from oci.known import Known
 from oci.layout import Layout
+from oci.manifest import Descriptor
 from oci.writing import worker_memory, write
 
 MIXED = bytearray(b"".join(fill(PAGE, kind, at) for at in range(8) for kind in ("text", "random", "zero")))
@@ -56,6 +58,32 @@ def test_the_same_content_twice(layout: Layout) -> None:
     one, two, three = save(layout, bytearray(fill(PAGE, "text") * 9), bytearray(fill(PAGE, "text")), MIXED)
     assert len({chunk.blob for table in (one, two) for chunk in table.chunks}) == 1
     assert len(blobs(Path(layout.path))) == len({c.blob for table in (one, two, three) for c in table.chunks})
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("content", ["random", "text"])
+def test_a_region_that_somebody_changes_meanwhile(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, level: int, content: str
+) -> None:
+    """Each blob is what its digest says, though its region changes whenever something was hashed."""
+    with mmap.mmap(-1, 8 * PAGE) as region:  # shared, as a file is that a container's process has mapped
+        region[:] = b"".join(fill(PAGE, content, at) for at in range(8))
+        hashed: list[str] = []
+
+        def change(data: memoryview) -> str:
+            hashed.append(digest_of(data))
+            region[:] = fill(8 * PAGE, "random", len(hashed))
+            return hashed[-1]
+
+        monkeypatch.setattr("oci.writing.digest_of", change)
+        (table,) = write([Buffer(region)], layout, threads=1, ceiling=CEILING, chunk_size=PAGE, level=level)
+    assert len(table.chunks) == 8
+    for chunk in table.chunks:
+        layout.check_blob(Descriptor(MEDIA_TYPES[chunk.encoding], chunk.blob, chunk.stored))
+    # What is in a compressed blob is what the digest of the plain bytes says.
+    (back,) = load(layout, (table,))
+    parts = [bytes(back[at * PAGE : (at + 1) * PAGE]) for at in range(8)]
+    assert [digest_of(part) for part in parts] == [chunk.plain for chunk in table.chunks]
 
 
 def test_progress(layout: Layout) -> None:
@@ -151,6 +179,7 @@ def test_full_disk(small_disk: Path) -> None:
     with pytest.raises(DiskFull, match=r"layout is full: a blob of 256\.0 KiB did not fit"):
         save(layout, data, chunk_size=256 << 10)
     left = list((small_disk / "layout/blobs/sha256").iterdir())
+    layout.close()
     assert left
     assert all(len(path.name) == 64 and path.stat().st_size == 256 << 10 for path in left)
 
@@ -218,4 +247,5 @@ def test_no_descriptor_is_left(layout: Layout) -> None:
     save(layout, MIXED)
     with pytest.raises(OSError, match="gone"):
         write([Failing(MIXED)], layout, threads=2, ceiling=CEILING, chunk_size=PAGE)
+    layout.close()
     assert len(os.listdir("/proc/self/fd")) == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from fakes import FakeDriver, a_manifest
 
 from oci.buffers import is_zero
-from runtime_shim import journal, manifest, mountns, pages, recover, transfer
+from runtime_shim import journal, keys, manifest, mountns, pages, recover, transfer
 from runtime_shim.draft import Draft
 from runtime_shim.errors import GpusnapError, ImageError
 from runtime_shim.filling import Filling
@@ -322,8 +323,7 @@ def test_what_recover_calls_whole_is_on_disk(
         holder.process.wait()
     blobs = {chunk.blob for p in record.processes for r in p.regions for chunk in r.table.chunks}
     files = {path / "gpusnap/blobs/sha256" / blob.partition(":")[2] for blob in blobs}
-    inodes, synced = {file.stat().st_ino for file in files}, set[int]()
-    real = os.fsync
+    synced, real = set[int](), os.fsync
 
     def fsync(descriptor: int) -> None:
         synced.add(os.fstat(descriptor).st_ino)
@@ -340,9 +340,32 @@ def test_what_recover_calls_whole_is_on_disk(
     assert not (path / "gpusnap/manifest.json").exists()
     damaged.write_bytes(good)
     assert "is whole" in recover._finish(entry, SMALL)
-    assert inodes | {(path / "inventory.img").stat().st_ino} <= synced
+    # Written anew: of the dead one's files nobody could tell any more.
+    assert {file.stat().st_ino for file in (*files, path / "inventory.img")} <= synced
     assert manifest.read(str(path)).processes == record.processes
     chunks.close()
+
+
+def test_what_is_freed_is_on_disk(
+    holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A region that is nowhere else but in chunks stays in its process where the disk fails."""
+    monkeypatch.setattr(mountns, "lasting", lambda: False)
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", replace(SMALL, sync=False))
+    digests = suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", fsync)
+        with pytest.raises(ImageError, match="Input/output error"):
+            chunks.take(pids)
+    chunks.discard(layout=True)
+    go_on(pids)
+    assert [holder.say("digest") for holder in holders] == digests
 
 
 def test_killed_while_it_wrote_behind(holders: list[Holder], tmp_path: Path) -> None:
@@ -383,6 +406,30 @@ def test_what_is_staged_for_nobody(holders: list[Holder]) -> None:
     journal.remove("other")
     recover.sweep()
     assert not os.path.ismount(stage.FOLDER)
+
+
+def test_a_container_of_that_id_elsewhere(holders: list[Holder], tmp_path: Path) -> None:
+    """A restore of another engine's container of the same ID leaves alone what is staged for this one."""
+    path, other = image(tmp_path), tmp_path / "other"
+    other.mkdir()
+    here, there = (keys.key(f"/run/containerd/runc/{name}", "w") for name in ("default", "k8s.io"))
+    chunks = Chunks(str(path), here, SMALL)
+    digests = suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+    chunks.take(pids)
+    chunks.ready()
+    chunks.commit(kept=False)
+    with journal.held(here), journal.held(there):
+        assert [entry.container for entry in journal.entries()] == ["w"]
+        assert journal.read(there) is None
+        with Filling(str(path), made(chunks, holders[0]), SMALL, there):
+            assert stage.containers() == sorted((here, there))
+    assert stage.containers() == [here]
+    assert chunks.give_back(pids) == {}
+    go_on(pids)
+    assert [holder.say("digest") for holder in holders] == digests
+    chunks.close()
+    journal.remove(here)
 
 
 def test_no_process_has_gpu_state(holders: list[Holder], tmp_path: Path) -> None:

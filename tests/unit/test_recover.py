@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -150,6 +151,42 @@ def test_dumped(tmp_path: Path) -> None:
         patch.setattr(journal, "read", lambda _: entry)
         assert "is whole" in recover(entry, Driver(), Memory())
     assert (image / "cgroup.img").read_bytes() == state + b"THAWED"
+
+
+def test_the_disk_failed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reports that once: images whose fsync failed are never called whole by us afterwards."""
+    image = tmp_path / "image"
+    image.mkdir()
+    draft = Draft(str(image))
+    draft.begin()
+    draft.prepare(replace(a_manifest(pids=()), container=ID, pages="criu"))
+    (image / "inventory.img").touch()
+    (image / "pages-1.img").write_bytes(b"memory")
+    gone = proc.process(os.getpid())
+    assert gone is not None
+    entry = Entry(ID, str(image), (1, 1), (Suspended(gone.pid, gone.start + 1, ()),))
+    journal.write(ID, str(image), {gone.pid: ()})
+    real, failed = os.fsync, list[str]()
+
+    def fsync(descriptor: int) -> None:
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if name == "pages-1.img" and not failed:
+            failed.append(name)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(journal, "read", lambda _: entry)
+    with pytest.raises(GpusnapError, match="cannot be brought to disk"):
+        recover(entry, Driver(), Memory())
+    for _ in range(2):
+        with pytest.raises(GpusnapError, match=r"did not come to disk \(Input/output error\)"):
+            recover(entry, Driver(), Memory())
+    assert not (image / "gpusnap/manifest.json").exists()
+    # Whoever has seen to it says so by hand, or gives it up.
+    os.rename(image / "gpusnap/manifest.pending", image / "gpusnap/manifest.json")
+    assert "is whole" in recover(entry, Driver(), Memory())
+    assert os.listdir(journal.FOLDER) == []
 
 
 def test_resumed_meanwhile(cell: Cell, tmp_path: Path) -> None:

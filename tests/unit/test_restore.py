@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import HandedOver, Scene, a_manifest, gpu, uuid, wait_for
+from fakes import ID, KEY, HandedOver, Scene, a_manifest, gpu, uuid, wait_for
 
-from runtime_shim import choosing, proc, restore, room
+from runtime_shim import choosing, journal, keys, proc, restore, room
 from runtime_shim.draft import Draft
 from runtime_shim.gpu.driver import Node, ProcessState
 from runtime_shim.gpu.errors import DriverFailed
@@ -194,6 +194,24 @@ def test_a_container_that_exists(scene: Scene) -> None:
     scene.runtime.knows(scene.state(status="stopped"), [*scene.family.pids])
     assert f"there is a container {scene.state()['id']} already, and it is stopped" in refused(scene)
     assert proc.running(scene.family.init)
+
+
+@pytest.mark.parametrize("whose", ["its own", "an earlier version's", "another engine's"])
+def test_a_checkpoint_that_was_cut_off(scene: Scene, whose: str) -> None:
+    """What waits for its memory under the same key is not put at risk; under another it is none of ours."""
+    pid, _ = suspended(scene)
+    key = {"its own": KEY, "an earlier version's": ID, "another engine's": keys.key("/run/other", ID)}[whose]
+    journal.write(key, str(scene.image), {pid: ()})
+    outcome = scene.restore("--detach")
+    if whose == "its own":
+        assert outcome.sentence() == (
+            f"a checkpoint of container {ID} was cut off, and what it stopped still waits: {pid}; gpusnap "
+            f"recover {ID}"
+        )
+        assert scene.runtime.calls("restore") == []
+    else:
+        assert outcome.code == 0
+    assert [entry.key for entry in journal.entries()] == [key]
 
 
 def test_a_mount_of_somebody_elses(scene: Scene) -> None:
