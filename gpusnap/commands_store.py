@@ -20,6 +20,7 @@ from gpusnap.source import Checkpoint, Stored, needed, opened
 from gpusnap.verifying import verify_all, verify_one
 from gpusnap.where import InStore, default_store, in_store, named, open_store
 from oci.errors import DigestError, LayoutError
+from oci.json_text import parse_json
 from oci.store import Collected, Store
 from runtime_shim.errors import GpusnapError, UsageError
 from runtime_shim.manifest import encode
@@ -65,7 +66,7 @@ def inspected(what: str, *, as_json: bool, plain_http: bool) -> None:
             shared = _shared(stored) if stored is not None else ()
     figures = contents.statistics(record)
     if as_json:
-        value = json.loads(encode(record)) if record is not None else {}
+        value = parse_json(encode(record)) if record is not None else {}
         value |= {"statistics": document(figures)} if figures.size else {}
         value |= {"artifact": show_store.artifact_document(stored, shared)} if stored is not None else {}
         _print(value)

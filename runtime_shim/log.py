@@ -13,6 +13,7 @@ import json
 import sys
 from datetime import UTC, datetime
 
+from oci.json_text import parse_json
 from runtime_shim.errors import GpusnapError, reason
 
 __all__ = ["note", "report", "runtime_message", "runtime_warnings"]
@@ -47,7 +48,7 @@ def _entries(text: str) -> list[dict[str, str]]:
     entries = []
     for line in text.splitlines():
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
         except ValueError:
             continue
         if isinstance(entry, dict):
