@@ -232,6 +232,11 @@ class Manifest:
         regions = [region.table for process in self.processes for region in process.regions]
         return regions + [each.table for each in self.files]
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of the images that are in chunks, by name; bytes."""
+        return {each.name: each.table.size for each in self.files}
+
 
 def encode(manifest: Manifest) -> bytes:
     """The manifest as JSON, checked against the schema; raises ManifestError."""
