@@ -23,10 +23,13 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from oci.files import open_below
 from runtime_shim.errors import ImageError, reason
+
+if TYPE_CHECKING:
+    from oci.compression import Readable
 
 __all__ = ["Checker", "check", "kind_of"]
 
@@ -117,13 +120,6 @@ _PAGE_SIZES = {"x86_64": (4096,)}
 _OTHER_PAGE_SIZES = (4096, 16384, 65536)
 
 _Fields = dict[int, int]
-
-
-class Readable(Protocol):
-    """What an image is read from: a file, or a member of an archive."""
-
-    def read(self, size: int, /) -> bytes | None:
-        """At most so many bytes; none at the end."""
 
 
 def kind_of(name: str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from criu_images import INVENTORY
 from fakes import HandedOver, Scene, a_manifest, gpu, uuid, wait_for
 
 from runtime_shim import choosing, proc, restore, room
@@ -43,7 +44,7 @@ def image(scene: Scene, record: Manifest) -> None:
     draft.begin()
     draft.prepare(record)
     draft.finish(record)
-    (scene.image / "inventory.img").write_text("inventory", "ascii")
+    (scene.image / "inventory.img").write_bytes(INVENTORY)
 
 
 def suspended(scene: Scene, count: int = 2) -> list[int]:
