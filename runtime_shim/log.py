@@ -14,7 +14,7 @@ import sys
 from datetime import UTC, datetime
 
 from oci.json_text import parse_json
-from runtime_shim.errors import GpusnapError, reason
+from runtime_shim.errors import GpusnapError, printable, reason
 
 __all__ = ["note", "report", "runtime_message", "runtime_warnings"]
 
@@ -41,7 +41,7 @@ def report(error: GpusnapError, *, log: str | None = None, log_format: str | Non
 def note(text: str) -> None:
     """Say something on stderr that is no error; what somebody waits for goes on where nobody reads it."""
     with contextlib.suppress(OSError):
-        print(f"gpusnap: {text}", file=sys.stderr, flush=True)
+        print(f"gpusnap: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def _entries(text: str) -> list[dict[str, str]]:

@@ -25,6 +25,7 @@ from runtime_shim.manifest import GpuProcess
 from runtime_shim.settings import Settings
 from runtime_shim.settings import Store as StoreSettings
 
+IMAGES = {"checkpoint/inventory.img": INVENTORY}
 Run = Callable[..., tuple[int, str, str]]
 ADDRESS = f"{START:x}"
 
@@ -212,7 +213,13 @@ def test_ls_of_hostile_text(gpusnap: Run, tmp_path: Path) -> None:
         "io.gpusnap.processes": "²",
         "org.opencontainers.image.created": "[link=x]\n\n\x07",
     }
-    keep(Store(tmp_path / "store"), noise(1, 1), names=("w",), records={"checkpoint/inventory.img": INVENTORY}, annotations=notes)
+    keep(
+        Store(tmp_path / "store"),
+        noise(1, 1),
+        names=("w",),
+        records=IMAGES,
+        annotations=notes,
+    )
     for line in (("ls",), ("inspect", "w")):
         code, out, _ = gpusnap(*line)
         assert code == 0
@@ -626,7 +633,13 @@ def test_many_processes(gpusnap: Run, tmp_path: Path) -> None:
     regions = [noise(1, at) for at in range(30)]
     crowd = tuple(GpuProcess(pid, "worker", ("worker",), ()) for pid in range(2, 40))
     record = replace(a_manifest(), processes=(*a_manifest().processes, *crowd))
-    keep(Store(tmp_path / "store"), *regions, names=("w",), records={"checkpoint/inventory.img": INVENTORY}, record=record)
+    keep(
+        Store(tmp_path / "store"),
+        *regions,
+        names=("w",),
+        records=IMAGES,
+        record=record,
+    )
     _, out, _ = gpusnap("inspect", "w")
     assert "and 10 smaller ones of 40.0 KiB together (see --json)" in out
 
@@ -634,7 +647,12 @@ def test_many_processes(gpusnap: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", [("lies",), ("--all",), ("registry", "--deep")])
 def test_verify_of_a_lie(gpusnap: Run, kept: Kept, tmp_path: Path, line: tuple[str, ...]) -> None:
     """A compressed chunk that does not hold what the config says is damage, though each blob is right."""
-    keep(kept.store, bytearray(b"text" * CHUNK), names=("true",), records={"checkpoint/inventory.img": INVENTORY})
+    keep(
+        kept.store,
+        bytearray(b"text" * CHUNK),
+        names=("true",),
+        records=IMAGES,
+    )
     true = artifact.read(kept.store.find("true").descriptor, kept.store.read)
     text = kept.store.layout.read_blob(true.config).decode()
     record = manifest.decode(text.encode(), "a test")

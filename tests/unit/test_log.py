@@ -124,3 +124,15 @@ def test_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
         with contextlib.suppress(OSError):
             nobody.close()
+
+
+def test_no_name_commands_a_terminal(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A process that is named by a control sequence is shown by it, in notes, errors and the caller's log."""
+    name = "\x1b]0;owned\x07\x1b[2J\r\u202e\x9b"
+    shown = r"\x1b]0;owned\x07\x1b[2J\r\u202e\x9b"
+    note(f"process 7 ({name}) waits")
+    report(GpusnapError(f"process 7 ({name}) waits", hint=f"ask {name}"), log=str(tmp_path / "log"))
+    said = capfd.readouterr().err
+    assert f"process 7 ({shown}) waits\n" in said
+    assert all(c.isprintable() or c == "\n" for c in said)
+    assert all(c.isprintable() or c == "\n" for c in (tmp_path / "log").read_text())
