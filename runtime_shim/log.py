@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from datetime import UTC, datetime
 
@@ -32,7 +33,11 @@ def report(error: GpusnapError, *, log: str | None = None, log_format: str | Non
     else:
         line = f"time={json.dumps(now)} level=error msg={json.dumps('gpusnap: ' + sentence)}"
     try:
-        with open(path, "a", encoding="utf-8") as file:
+        # Podman's is in the directory into which it unpacks archives: no link there is followed, no FIFO
+        # waited for. /dev/stderr is a link, and nobody else's.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        flags |= 0 if path.startswith(("/dev/", "/proc/")) else os.O_NOFOLLOW
+        with open(os.open(path, flags, 0o600), "a", encoding="utf-8") as file:
             file.write(line + "\n")
     except OSError as failure:
         note(f"the log {path} cannot be written: {reason(failure)}")

@@ -245,7 +245,10 @@ def check(image_path: str, architecture: str, elsewhere: Mapping[str, int] = Map
         if parent is None:
             return
         top = parent
-    raise ImageError(f"the images in {image_path} have more than {_MOST_PARENTS} earlier dumps below them")
+    raise ImageError(
+        f"the images in {image_path} have more than {_MOST_PARENTS} earlier dumps below them",
+        hint="do not restore from them: no engine makes so many",
+    )
 
 
 def _add_all(checker: Checker, top: str) -> str | None:

@@ -136,3 +136,14 @@ def test_no_name_commands_a_terminal(capfd: pytest.CaptureFixture[str], tmp_path
     assert f"process 7 ({shown}) waits\n" in said
     assert all(c.isprintable() or c == "\n" for c in said)
     assert all(c.isprintable() or c == "\n" for c in (tmp_path / "log").read_text())
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_a_log_that_leads_elsewhere(tmp_path: Path, kind: str) -> None:
+    """An archive that brought a link or a FIFO where the engine has its log: neither is written to."""
+    precious = tmp_path / "precious"
+    precious.write_text("as it was")
+    path = tmp_path / "log"
+    path.symlink_to(precious) if kind == "link" else os.mkfifo(path)
+    report(GpusnapError("no"), log=str(path))
+    assert precious.read_text() == "as it was"
