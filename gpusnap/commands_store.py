@@ -128,8 +128,9 @@ def diff(a: str, b: str, plain_http: bool, as_json: bool) -> None:
 def verify(what: tuple[str, ...], everything: bool, deep: bool, plain_http: bool, as_json: bool) -> None:
     """Check each WHAT against its digests, and name every blob that is damaged.
 
-    All of a checkpoint in a store is read. Of an archive, that it is whole, and its chunks; what else is in
-    it has no digests. A registry is asked whether it has everything. Exit code 4 where something is damaged.
+    All of a checkpoint in a store is read. Of an archive, that it is whole, its manifest and its chunks; what
+    else is in it has no digests. CRIU's images are looked at as a restore does: what the one refuses, the
+    other does. A registry is asked whether it has everything. Exit code 4 where something is damaged.
 
     As JSON: a list of what, digest, blobs, size, read (false where content was not read), damaged (digest,
     mediaType, size, what, belongsTo), note.

@@ -133,8 +133,8 @@ def in_archive(path: str, progress: Progress) -> Verified:
             raise manifest.missing(path)
     record = None
     if data is not None:
-        manifest.check_digest(data, index, f"{path}: {_MANIFEST}")
         record = manifest.decode(data, f"{path}: {_MANIFEST}")
+        manifest.check_digest(data, index, f"{path}: {_MANIFEST}")
     fault = images.fault(record)
     if record is not None and record.pages == "store":
         return _with_image(_chunks_in_store(path, record, progress), fault)

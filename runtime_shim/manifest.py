@@ -293,8 +293,9 @@ def read(image_path: str) -> Manifest:
         index = None
     except (OSError, ValueError) as error:
         raise unreadable(os.path.join(image_path, FOLDER, INDEX), error) from error
+    record = decode(data, path)  # first: what is wrong with it says more than that it is another
     check_digest(data, index, path)
-    return decode(data, path)
+    return record
 
 
 def missing(where: str, hint: str = "take another copy of it") -> ManifestError:

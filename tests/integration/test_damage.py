@@ -230,7 +230,8 @@ def test_a_signal_ends_a_restore_that_makes_no_progress(
     bundle.mkdir()
     shutil.copy(unpacked / "spec.dump", bundle / "config.json")
     images = unpacked / "checkpoint"
-    words = ["--image-path", images, "--work-path", tmp_path, "--bundle", bundle, *["--detach"] * detach]
+    words = ["--image-path", str(images), "--work-path", str(tmp_path), "--bundle", str(bundle)]
+    words += ["--detach"] * detach
     with subprocess.Popen(
         [RUNTIME, "restore", *words, "c0ffee"],
         stdin=subprocess.DEVNULL,

@@ -73,9 +73,9 @@ def opens(path: Path) -> Iterator[str]:
                 yield function.name
             # Of the GPU's driver, and of chunks that are kept, `open` opens no file.
             others = ("driver.open", "job.driver.open", "Kept.open")
-            if isinstance(called, ast.Attribute) and called.attr in _OPENING:
-                if ast.unparse(called) not in others:
-                    yield function.name
+            other = ast.unparse(called) in others
+            if isinstance(called, ast.Attribute) and called.attr in _OPENING and not other:
+                yield function.name
 
 
 def test_no_other_way_of_opening() -> None:
