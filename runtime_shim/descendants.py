@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
-from runtime_shim import proc
+from runtime_shim import leavings, proc
 from runtime_shim.errors import GpusnapError
 
 __all__ = ["children", "kill_all"]
@@ -46,9 +46,12 @@ def kill_all(
     waits. It goes on until `ended` says so, as that thread may be about to start one. Raises GpusnapError
     where some do not go.
     """
+    own = proc.process(os.getpid())
+    owner = (os.getpid(), own.start if own is not None else 0)
     deadline = time.monotonic() + _PATIENCE
     with _subreaper():
-        while (left := _below(but)) or not ended():
+        # Who had lost its parent before is known by its environment.
+        while (left := _below(but) | set(leavings.children(owner))) or not ended():
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
