@@ -8,13 +8,11 @@ preadv_limited).
     entry  =  size (u32)  protobuf message  what follows it: data whose size the message says
 
 This is from lib/pycriu/images/images.py, criu/image-desc.c and criu/include/magic.h. Images of other formats
-(the pages, tars, what iproute2 and nft dump) have no magic. Messages are decoded by pycriu where this Python
-has it; their fields of numbers, which are all that is needed here, are read without it.
+(the pages, tars, what iproute2 and nft dump) have no magic.
 """
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 import re
@@ -23,88 +21,18 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from oci.files import open_below
+from runtime_shim.criu.messages import MAGIC, Damage, Fields, fields, kind_of
 from runtime_shim.errors import ImageError, reason
 
 if TYPE_CHECKING:
     from oci.compression import Readable
 
-__all__ = ["Checker", "check", "kind_of"]
+__all__ = ["Checker", "check"]
 
 _COMMON, _SERVICE = 0x54564319, 0x55105940
-# Of the images that consist of messages, by their names without a number.
-_MAGIC: Mapping[str, int] = {
-    "apparmor": 0x59423047,
-    "autofs": 0x49353943,
-    "binfmt-misc": 0x67343323,
-    "bpfmap-data": 0x64324033,
-    "bpfmap-file": 0x57506142,
-    "cgroup": 0x59383330,
-    "core": 0x55053847,
-    "cpuinfo": 0x61404013,
-    "creds": 0x54023547,
-    "eventfd": 0x44523722,
-    "eventpoll": 0x45023858,
-    "eventpoll-tfd": 0x44433746,
-    "ext-files": 0x59255641,
-    "fanotify": 0x55096122,
-    "fanotify-mark": 0x56506035,
-    "fdinfo": 0x56213732,
-    "fifo": 0x58364939,
-    "fifo-data": 0x59333054,
-    "filelocks": 0x54323616,
-    "files": 0x56303138,
-    "fs": 0x51403912,
-    "ghost-file": 0x52583605,
-    "ids": 0x54432030,
-    "inetsk": 0x56443851,
-    "inotify": 0x48424431,
-    "inotify-wd": 0x54562009,
-    "inventory": 0x58313116,
-    "ipcns-msg": 0x55453737,
-    "ipcns-sem": 0x59573019,
-    "ipcns-shm": 0x46283044,
-    "ipcns-var": 0x53115007,
-    "itimers": 0x57464056,
-    "memfd": 0x48453499,
-    "mm": 0x57492820,
-    "mountpoints": 0x55563928,
-    "netdev": 0x57373951,
-    "netlinksk": 0x58005614,
-    "netns": 0x55933752,
-    "ns-files": 0x61394011,
-    "packetsk": 0x60454618,
-    "pagemap": 0x56084025,
-    "pagemap-shmem": 0x56084025,
-    "pidfd": 0x54435556,
-    "pidns": 0x61157326,
-    "pipes": 0x56513555,
-    "pipes-data": 0x56453709,
-    "posix-timers": 0x52603957,
-    "pstree": 0x50273030,
-    "reg-files": 0x50363636,
-    "remap-fpath": 0x59133954,
-    "rlimit": 0x57113925,
-    "seccomp": 0x64413049,
-    "sigacts": 0x55344201,
-    "signal-p": 0x59255647,
-    "signal-s": 0x59255647,
-    "signalfd": 0x57323820,
-    "sk-queues": 0x56264026,
-    "tcp-stream": 0x51465506,
-    "timens": 0x43114433,
-    "timerfd": 0x50493712,
-    "tty": 0x59433025,
-    "tty-data": 0x59413026,
-    "tty-info": 0x59453036,
-    "tunfile": 0x57143751,
-    "unixsk": 0x54373943,
-    "userns": 0x55474906,
-    "utsns": 0x54473203,
-    "vmas": 0x54123737,
-}
 _PAGES = re.compile(r"pages-([0-9]{1,10})\.img", re.ASCII)
 # What CRIU and the runtime read beside images.
 _OTHERS = ("descriptors.json", "stats-dump")
@@ -118,16 +46,6 @@ _LARGEST_MESSAGE = 64 << 20
 _PIECE = 1 << 20
 _PAGE_SIZES = {"x86_64": (4096,)}
 _OTHER_PAGE_SIZES = (4096, 16384, 65536)
-
-_Fields = dict[int, int]
-
-
-def kind_of(name: str) -> str:
-    """What an image is by its name: "core" for core-12.img; empty for what is no image of messages."""
-    if not name.endswith(".img"):
-        return ""
-    stem = name.removesuffix(".img")
-    return stem if stem in _MAGIC else next((k for k in [stem.rpartition("-")[0]] if k in _MAGIC), "")
 
 
 def _is_read(name: str) -> bool:
@@ -170,7 +88,7 @@ class Checker:
             return
         try:
             self._read(name, kind, _Source(content, size))
-        except _Damage as damage:
+        except Damage as damage:
             raise self._wrong(name, str(damage)) from None
 
     def finish(self, architecture: str) -> None:
@@ -204,16 +122,16 @@ class Checker:
         magic = source.number()
         if magic in (_COMMON, _SERVICE):
             magic = source.number()
-        if magic != _MAGIC[kind]:
-            raise _Damage("does not begin as an image of its name")
+        if magic != MAGIC[kind]:
+            raise Damage("does not begin as an image of its name")
         if kind.startswith("pagemap"):
             self._pagemaps[name] = _read_pagemap(source)
         elif kind == "ghost-file":
             _read_ghost(source)
         else:
-            for fields, threads in _entries(source, kind):
+            for numbers, threads in _entries(source, kind):
                 if kind == "pstree":
-                    self._tasks |= {fields.get(1, 0), *threads}
+                    self._tasks |= {numbers.get(1, 0), *threads}
 
     def _wrong(self, name: str, why: str) -> ImageError:
         return ImageError(
@@ -283,10 +201,6 @@ def _kind_in_words(mode: int) -> str:
 # Messages
 
 
-class _Damage(Exception):
-    """What is wrong with an image."""
-
-
 class _Source:
     """The bytes of an image, in order."""
 
@@ -296,12 +210,12 @@ class _Source:
     def take(self, size: int) -> bytes:
         """Exactly so many bytes."""
         if size > self.left:
-            raise _Damage("is cut short")
+            raise Damage("is cut short")
         pieces = []
         while size:
             piece = self._content.read(size)
             if not piece:
-                raise _Damage("is cut short")
+                raise Damage("is cut short")
             size -= len(piece)
             self.left -= len(piece)
             pieces.append(piece)
@@ -315,7 +229,7 @@ class _Source:
     def message(self) -> bytes:
         size = self.number()
         if size > _LARGEST_MESSAGE:
-            raise _Damage(f"has a message of {size} bytes")
+            raise Damage(f"has a message of {size} bytes")
         return self.take(size)
 
     def skip(self, size: int) -> None:
@@ -324,10 +238,10 @@ class _Source:
 
 
 def _read_pagemap(source: _Source) -> _Pagemap:
-    head, _ = _fields(source.message(), "pagemap_head")
+    head, _ = fields(source.message(), "pagemap_head")
     present = 0
     while source.left:
-        entry, _ = _fields(source.message(), "pagemap_entry")
+        entry, _ = fields(source.message(), "pagemap_entry")
         # criu/pagemap.c, init_pagemaps: images of older versions have no flags.
         flags = entry.get(4, 0 if entry.get(3) else _PRESENT) | (_IN_PARENT if entry.get(3) else 0)
         if flags & _PRESENT:
@@ -337,114 +251,38 @@ def _read_pagemap(source: _Source) -> _Pagemap:
 
 def _read_ghost(source: _Source) -> None:
     """A file that was deleted: its content follows, in chunks or as it is."""
-    entry, _ = _fields(source.message(), "ghost_file_entry")
+    entry, _ = fields(source.message(), "ghost_file_entry")
     while entry.get(9) and source.left:
-        chunk, _ = _fields(source.message(), "ghost_chunk_entry")
+        chunk, _ = fields(source.message(), "ghost_chunk_entry")
         source.skip(chunk.get(1, 0))
 
 
-def _entries(source: _Source, kind: str) -> Iterator[tuple[_Fields, list[int]]]:
+def _entries(source: _Source, kind: str) -> Iterator[tuple[Fields, list[int]]]:
     """The fields of each message of an image, and the values of the fifth, which may be there many times."""
     while source.left:
-        fields, fifth = _fields(source.message(), kind)
-        yield fields, fifth
-        source.skip(_following(kind, fields))
+        numbers, fifth = fields(source.message(), kind)
+        yield numbers, fifth
+        source.skip(_following(kind, numbers))
         if kind == "ipcns-msg":
-            for _ in range(fields.get(3, 0)):
-                message, _ = _fields(source.message(), "ipc_msg")
+            for _ in range(numbers.get(3, 0)):
+                message, _ = fields(source.message(), "ipc_msg")
                 source.skip(_rounded(message.get(2, 0), 8))
 
 
-def _following(kind: str, fields: _Fields) -> int:
+def _following(kind: str, numbers: Fields) -> int:
     """The size of the data behind a message."""
     if kind in ("pipes-data", "fifo-data", "sk-queues"):
-        return fields.get(2, 0)
+        return numbers.get(2, 0)
     if kind == "tcp-stream":
-        return fields.get(1, 0) + fields.get(3, 0)
+        return numbers.get(1, 0) + numbers.get(3, 0)
     if kind == "ipcns-sem":
-        return _rounded(2 * fields.get(2, 0), 8)
+        return _rounded(2 * numbers.get(2, 0), 8)
     if kind == "ipcns-shm":
-        return 0 if fields.get(3) else _rounded(fields.get(2, 0), 4)
+        return 0 if numbers.get(3) else _rounded(numbers.get(2, 0), 4)
     if kind == "bpfmap-data":
-        return fields.get(2, 0) + fields.get(3, 0)
+        return numbers.get(2, 0) + numbers.get(3, 0)
     return 0
 
 
 def _rounded(size: int, to: int) -> int:
     return -(-size // to) * to
-
-
-def _fields(message: bytes, kind: str) -> tuple[_Fields, list[int]]:
-    """The numbers in a protobuf message by field, the last of each, and all of field 5.
-
-    From protobuf.dev/programming-guides/encoding: varints, fixed numbers, and what has a length.
-    """
-    decode = _decoders().get(kind)
-    if decode is not None:
-        try:
-            decode(message)
-        except Exception as error:  # of protobuf's, which is not ours to import
-            raise _Damage(f"does not decode: {error}") from error
-    found: _Fields = {}
-    fifth: list[int] = []
-    at = 0
-    while at < len(message):
-        key, at = _varint(message, at)
-        field, wire = key >> 3, key & 7
-        if wire == 0:
-            found[field], at = _varint(message, at)
-            if field == 5:
-                fifth.append(found[field])
-        elif wire == 2:
-            size, at = _varint(message, at)
-            if field == 5:
-                fifth += _packed(message[at : at + size], kind)
-            at += size
-        elif wire in (1, 5):
-            at += 8 if wire == 1 else 4
-        else:
-            raise _Damage("does not decode: a field has no known type")
-        if at > len(message):
-            raise _Damage("does not decode: a field goes on beyond its message")
-    return found, fifth
-
-
-def _packed(data: bytes, kind: str) -> list[int]:
-    """The numbers of a repeated field in its short form."""
-    found: list[int] = []
-    at = 0
-    while kind == "pstree" and at < len(data):
-        number, at = _varint(data, at)
-        found.append(number)
-    return found
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        if at >= len(data) or shift > 63:
-            raise _Damage("does not decode: a number goes on beyond its message")
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if not byte & 0x80:
-            return value, at
-        shift += 7
-
-
-@functools.cache
-def _decoders() -> Mapping[str, Callable[[bytes], object]]:
-    """pycriu's decoder of each kind of message; none where this Python has no pycriu that can be imported."""
-    try:
-        from pycriu.images import images, magic, pb  # type: ignore[import-not-found, unused-ignore]
-    except Exception:  # missing, or protobuf refuses what was generated for another version of it
-        return {}
-    found: dict[str, Callable[[bytes], object]] = {}
-    for kind, number in _MAGIC.items():
-        payload: Any = getattr(images.handlers.get(magic.by_val.get(number)), "payload", None)
-        if payload is not None:
-            found[kind] = payload.FromString
-    for name in ("pagemap_head", "pagemap_entry", "ghost_file_entry", "ghost_chunk_entry", "ipc_msg"):
-        if hasattr(pb, name):
-            found[name] = getattr(pb, name).FromString
-    return found

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from criu_images import INVENTORY, PAGE, entry, image, images, numbers, pagemap
 
-from runtime_shim.criu.images import check, kind_of
+from runtime_shim.criu.images import check
+from runtime_shim.criu.messages import kind_of
 from runtime_shim.errors import ImageError
 
 
