@@ -20,6 +20,7 @@ from gpusnap.source import Checkpoint, Stored, needed, opened
 from gpusnap.verifying import verify_all, verify_one
 from gpusnap.where import InStore, default_store, in_store, named, open_store
 from oci.errors import DigestError, LayoutError
+from oci.json_text import parse_json
 from oci.store import Collected, Store
 from runtime_shim.errors import GpusnapError, UsageError
 from runtime_shim.manifest import encode
@@ -65,7 +66,7 @@ def inspected(what: str, *, as_json: bool, plain_http: bool) -> None:
             shared = _shared(stored) if stored is not None else ()
     figures = contents.statistics(record)
     if as_json:
-        value = json.loads(encode(record)) if record is not None else {}
+        value = parse_json(encode(record)) if record is not None else {}
         value |= {"statistics": document(figures)} if figures.size else {}
         value |= {"artifact": show_store.artifact_document(stored, shared)} if stored is not None else {}
         _print(value)
@@ -127,8 +128,9 @@ def diff(a: str, b: str, plain_http: bool, as_json: bool) -> None:
 def verify(what: tuple[str, ...], everything: bool, deep: bool, plain_http: bool, as_json: bool) -> None:
     """Check each WHAT against its digests, and name every blob that is damaged.
 
-    All of a checkpoint in a store is read. Of an archive, that it is whole, and its chunks; what else is in
-    it has no digests. A registry is asked whether it has everything. Exit code 4 where something is damaged.
+    All of a checkpoint in a store is read. Of an archive, that it is whole, its manifest and its chunks; what
+    else is in it has no digests. CRIU's images are looked at as a restore does: what the one refuses, the
+    other does. A registry is asked whether it has everything. Exit code 4 where something is damaged.
 
     As JSON: a list of what, digest, blobs, size, read (false where content was not read), damaged (digest,
     mediaType, size, what, belongsTo), note.

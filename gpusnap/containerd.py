@@ -21,7 +21,6 @@ What is read may come from anybody.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -32,6 +31,7 @@ from oci.compression import Readable
 from oci.digests import PREFIX, digest_of, encoded
 from oci.errors import BlobError, LayoutError
 from oci.graph import INDEXES, children, is_document
+from oci.json_text import parse_json
 from oci.manifest import DOCUMENT_LIMIT, INDEX, Descriptor, Index, parse_document, written_document
 from runtime_shim.errors import ImageError
 
@@ -231,7 +231,7 @@ class _Walk:
 
 def remade(image: Image, criu: Descriptor) -> bytes:
     """The index with another tar of CRIU's images in the place of its own."""
-    index = json.loads(image.document)
+    index = parse_json(image.document)
     for each in index["manifests"]:
         if each["mediaType"] == CRIU:
             each["digest"], each["size"] = criu.digest, criu.size
@@ -263,7 +263,7 @@ def container_name(config: bytes) -> str:
     Kubernetes in an annotation.
     """
     try:
-        spec = json.loads(_value(config))
+        spec = parse_json(_value(config))
         notes = spec.get("annotations") or {}
         path = str((spec.get("linux") or {}).get("cgroupsPath") or "")
         return str(notes.get("io.kubernetes.cri.container-name") or re.split("[/:]", path)[-1])

@@ -192,7 +192,7 @@ class _Images:
             giving.folder(OURS)
             giving.file(CONFIG, found.config)
             if tables := labelled(found.record):
-                giving.layout(tables)
+                giving.layout(tables, digest_of(found.config))
         append(tar.END)
 
 

@@ -25,6 +25,7 @@ from oci import artifact
 from oci.archive import Compression, Writer
 from oci.blobs import Blobs
 from oci.chunks import Progress
+from oci.digests import digest_of
 from oci.errors import reason
 from oci.layout import Layout
 from runtime_shim import manifest
@@ -119,4 +120,4 @@ def give_out(
         if whole.rootfs is not None:
             giving.rootfs(whole.rootfs)
         if tables:
-            giving.layout(tables)
+            giving.layout(tables, digest_of(config))

@@ -25,6 +25,7 @@ from oci.digests import PREFIX, encoded
 from oci.errors import BlobError, reason
 from oci.layout import Layout
 from oci.manifest import Descriptor, Index
+from runtime_shim import manifest
 from runtime_shim.errors import ImageError
 
 __all__ = ["Giving", "Sink"]
@@ -100,16 +101,20 @@ class Giving:
     def file(self, name: str, data: bytes) -> None:
         self._writer.add(self._header(name, len(data)), io.BytesIO(data))
 
-    def layout(self, tables: Iterable[tuple[str, Table]]) -> None:
-        """The chunks as a layout, as a checkpoint has it from the start (runtime_shim.transfer.commit)."""
+    def layout(self, tables: Iterable[tuple[str, Table]], digest: str) -> None:
+        """The chunks as a layout, as a checkpoint has it from the start (runtime_shim.transfer.commit).
+
+        `digest`: of the manifest that is written beside it.
+        """
         chunks = artifact.chunk_layers(tables)
         for name in (BLOBS, f"{BLOBS}/sha256"):
             self.folder(name)
         with tempfile.TemporaryDirectory(prefix="gpusnap-") as place:
             made = Layout(place).create()
             made.write_index(Index((artifact.write(made, artifact.Artifact(chunks=chunks)),)))
-            for name in ("oci-layout", "index.json"):
-                self.file(f"{OURS}/{name}", Path(place, name).read_bytes())
+            self.file(f"{OURS}/oci-layout", Path(place, "oci-layout").read_bytes())
+            index = Path(place, manifest.INDEX).read_bytes()
+            self.file(f"{OURS}/{manifest.INDEX}", manifest.digested(index, digest))
             for path in sorted(Path(place, "blobs", "sha256").iterdir()):
                 self.file(f"{BLOBS}/sha256/{path.name}", path.read_bytes())
         small = (each for each in chunks if each.size <= SMALL)

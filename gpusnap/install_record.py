@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpusnap.install_files import check_inside, put_file, under
+from oci.json_text import parse_json
 from runtime_shim._version import __version__
 from runtime_shim.errors import GpusnapError, reason
 
@@ -67,7 +68,7 @@ def load(root: str = "/") -> Record:
             f"the record {path} cannot be read: {reason(error)}", hint="run it as root"
         ) from error
     try:
-        return _decoded(json.loads(data))
+        return _decoded(parse_json(data))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise GpusnapError(
             f"the record {path} of what was installed is damaged: {error!r}",

@@ -6,10 +6,10 @@ The records may come from anybody: values are bounded, and printable.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
+from oci.json_text import parse_json
 from runtime_shim import chunk_home
 from runtime_shim.manifest import Manifest
 
@@ -54,7 +54,7 @@ def bounded(found: Mapping[str, object]) -> dict[str, str]:
 
 def _object(data: bytes) -> Mapping[str, object]:
     try:
-        value: object = json.loads(data)
+        value: object = parse_json(data)
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

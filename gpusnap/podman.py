@@ -9,7 +9,6 @@ the sentence.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from gpusnap.failures import NotFound
+from oci.json_text import parse_json
 from runtime_shim import proc
 from runtime_shim.errors import ContainerError, GpusnapError, Interrupted, reason
 
@@ -70,7 +70,7 @@ def container(wanted: str) -> Container:
             raise NotFound(f"there is no container {wanted}", hint=hint)
         raise GpusnapError(f"Podman does not tell of the container {wanted}: {_sentence(done)}")
     try:
-        (found,) = json.loads(done.out)
+        (found,) = parse_json(done.out)
         return _container(found)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise GpusnapError(

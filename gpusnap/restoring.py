@@ -6,7 +6,6 @@ that lacks from the registry while CRIU restores.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tempfile
@@ -27,6 +26,7 @@ from gpusnap.verifying_files import in_archive
 from oci.archive import read_member
 from oci.errors import BlobError, DiskError, OciError, RegistryError, StoreError
 from oci.image import CRIU
+from oci.json_text import parse_json
 from oci.store import Staging, Store
 from runtime_shim import fetching
 from runtime_shim import settings as settings_file
@@ -253,7 +253,7 @@ def _name_of(found: Kept) -> str:
 def _name_in(path: str) -> str:
     """The name that an archive's container had; "" where it does not say."""
     try:
-        value = json.loads(read_member(path, FIRST[0], limit=LARGEST_DUMP) or b"{}")
+        value = parse_json(read_member(path, FIRST[0], limit=LARGEST_DUMP) or b"{}")
         return str(value["name"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return ""

@@ -17,6 +17,7 @@ from gpusnap.listing import Kept, kept
 from gpusnap.source import hold, open_repository
 from gpusnap.stand_in import stand_in
 from gpusnap.verifying_files import in_archive, in_folder
+from gpusnap.verifying_images import records_fault
 from gpusnap.where import InFile, InRegistry, InStore, find, open_store
 from oci import artifact as artifacts
 from oci.artifact import Artifact
@@ -80,6 +81,8 @@ def verify_all(store: Store, progress: Progress = lambda done, whole: None) -> V
         tables = (table for each in found for table in tables_of(each.root, store.layout))
         checked, faults = _checked(*_all_of(store, found, folder), tables, progress)
         faults = _still_named(store, found, faults)
+        for each in found if not faults else ():
+            faults += _of_images(each.root, store.layout)
         for each in found if faults else ():
             name = each.names[0] if each.names else each.root.digest[:19]
             for digest, where in within(each.root, store.layout).items():
@@ -145,9 +148,20 @@ def _checked(
 
 def _in_store(word: str, store: Store, root: Descriptor, progress: Progress) -> Verified:
     checked, faults = _checked(store.layout, root, tables_of(root, store.layout), progress)
+    faults = faults or _of_images(root, store.layout)
     places = within(root, store.layout) if faults else {}
     faulty = tuple(damaged(fault, places) for fault in faults)
     return Verified(word, root.digest, checked.blobs, checked.size, True, faulty)
+
+
+def _of_images(root: Descriptor, layout: Layout) -> tuple[Fault, ...]:
+    """The records of an artifact whose blobs are right, if a restore would refuse an image in them."""
+    try:
+        artifact = artifacts.read(root, layout.read_blob)
+    except (LayoutError, DigestError):
+        return ()  # another tool's
+    fault = records_fault(artifact, config_of(artifact, layout), layout)
+    return (Fault(artifact.records, fault),) if fault and artifact.records is not None else ()
 
 
 # In a registry

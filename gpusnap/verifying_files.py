@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import IO, cast
 
 import zstandard
@@ -15,8 +16,9 @@ from gpusnap.archives import entries
 from gpusnap.containerd_archive import check_no_layout
 from gpusnap.contents import parts
 from gpusnap.damage import Damage, Progress, Verified, damaged, within_manifest
+from gpusnap.verifying_images import Images
 from gpusnap.where import default_store, open_store
-from oci.archive import Content
+from oci.archive import Content, Entry
 from oci.chunks import LARGEST_CHUNK, MEDIA_TYPES
 from oci.digests import PREFIX
 from oci.errors import ArchiveError, LayoutError
@@ -25,6 +27,8 @@ from oci.manifest import Descriptor
 from oci.verify import Contents, Fault, not_held
 from oci.workers import for_each
 from runtime_shim import manifest
+from runtime_shim.criu import images as criu_images
+from runtime_shim.errors import ImageError
 from runtime_shim.manifest import Manifest
 from runtime_shim.memory.copies import cores
 
@@ -35,12 +39,22 @@ _OCTETS = "application/octet-stream"
 _FOLDER = f"checkpoint/{manifest.FOLDER}/"
 _BLOBS = f"{_FOLDER}blobs/sha256/"
 _MANIFEST = _FOLDER + manifest.NAME
+_INDEX = _FOLDER + manifest.INDEX
+_IMAGES = "CRIU's images"
 
 
 def in_folder(path: str, progress: Progress) -> Verified:
     """A directory of images: its manifest, and the chunks beside it or in the store."""
     inner = path if manifest.belongs(path) else os.path.join(path, "checkpoint")
     record = manifest.read(inner)
+    try:
+        criu_images.check(inner, record.host.architecture, record.sizes)
+    except ImageError as error:
+        return _with_image(_chunks_of_folder(path, inner, record, progress), str(error))
+    return _chunks_of_folder(path, inner, record, progress)
+
+
+def _chunks_of_folder(path: str, inner: str, record: Manifest, progress: Progress) -> Verified:
     if record.pages == "store":
         return _chunks_in_store(path, record, progress)
     return _chunks(path, record, Layout(os.path.join(inner, manifest.FOLDER)), progress)
@@ -78,6 +92,11 @@ def _chunks(path: str, record: Manifest, layout: Layout, progress: Progress) -> 
     return Verified(path, "", len(named), whole, True, faulty, NO_DIGESTS)
 
 
+def _with_image(found: Verified, fault: str) -> Verified:
+    """What was found, and an image that a restore would refuse."""
+    return replace(found, damaged=(*found.damaged, Damage("", "", 0, fault, (_IMAGES,)))) if fault else found
+
+
 NO_DIGESTS = "CRIU's images and the engine's files have no digests there; those in a store have"
 
 
@@ -86,13 +105,19 @@ def in_archive(path: str, progress: Progress) -> Verified:
     found: dict[str, tuple[int, bool]] = {}
     # By blob, size and digest of what is compressed in it.
     plain: dict[str, tuple[int, str]] = {}
-    data: bytes | None = None
+    data = index = None
+    ours = False
+    images = Images(path)
     done, whole = 0, os.path.getsize(path)
     try:
         with open(path, "rb") as file:
             for entry in entries(file, where=path):
-                if entry.name == _MANIFEST and entry.content is not None:
-                    data = entry.content.read(manifest.LARGEST + 1)
+                ours = ours or f"{entry.name}/".startswith(_FOLDER)
+                images.add(entry)
+                if entry.name == _MANIFEST:
+                    data = _document(entry, manifest.LARGEST, path)
+                elif entry.name == _INDEX:
+                    index = _document(entry, manifest.LARGEST_INDEX, path)
                 elif entry.name.startswith(_BLOBS) and entry.content is not None:
                     name = entry.name.removeprefix(_BLOBS)
                     digest, plain[PREFIX + name] = _digests(entry.content)
@@ -104,9 +129,15 @@ def in_archive(path: str, progress: Progress) -> Verified:
         return Verified(path, "", len(found), done, True, (damage,))
     if data is None:
         check_no_layout(path)
-    record = None if data is None else manifest.decode(data, f"{path}: {_MANIFEST}")
+        if ours:
+            raise manifest.missing(path)
+    record = None
+    if data is not None:
+        record = manifest.decode(data, f"{path}: {_MANIFEST}")
+        manifest.check_digest(data, index, f"{path}: {_MANIFEST}")
+    fault = images.fault(record)
     if record is not None and record.pages == "store":
-        return _chunks_in_store(path, record, progress)
+        return _with_image(_chunks_in_store(path, record, progress), fault)
     named = () if record is None else _named(record)
     places = within_manifest(record)
     lies = {} if record is None else _lies(record, plain)
@@ -122,8 +153,20 @@ def in_archive(path: str, progress: Progress) -> Verified:
         if not right
     ]
     size = sum(each.size for each in named)
-    faulty = tuple(damaged(fault, places) for fault in faults)
-    return Verified(path, "", len(named), size, True, faulty, NO_DIGESTS)
+    faulty = tuple(damaged(each, places) for each in faults)
+    return _with_image(Verified(path, "", len(named), size, True, faulty, NO_DIGESTS), fault)
+
+
+def _document(entry: Entry, limit: int, path: str) -> bytes:
+    """The manifest of an archive, or the index beside it. Raises ManifestError, as a restore does."""
+    where = f"{path}: {entry.name}"
+    if entry.content is None:
+        raise manifest.unreadable(where, ValueError("it is no plain file"))
+    if entry.info.size > limit:
+        raise manifest.unreadable(
+            where, ValueError(f"it has {entry.info.size} bytes, and {limit} are allowed")
+        )
+    return entry.content.read()
 
 
 def _named(record: Manifest) -> tuple[Descriptor, ...]:

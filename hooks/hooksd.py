@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hooks.document import parse
 from hooks.errors import HookError
 from hooks.file import read_file
 from hooks.main import STAGES
@@ -150,7 +151,7 @@ def _content(path: str) -> bytes | None:
 def _ours(name: str, data: bytes) -> bool:
     """Whether `files` makes this of the choices that stand in it."""
     try:
-        document = json.loads(data)
+        document = parse(data, "choices")
         hook, (stage,) = document["hook"], document["stages"]
         options = hook["args"][2:]
         again = files(
@@ -159,7 +160,7 @@ def _ours(name: str, data: bytes) -> bool:
             annotated="annotations" in document["when"],
             criu_config=options[1] if options else "",
         )
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+    except (HookError, ValueError, KeyError, TypeError, IndexError):
         return False
     return again.get(name) == data and os.path.basename(hook["path"]) == PROGRAM
 

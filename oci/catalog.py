@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 
 from oci.errors import Ambiguous, LayoutError, NotThere, StoreError, disk_error, reason
 from oci.files import read_regular, replace
+from oci.json_text import parse_json
 from oci.manifest import DOCUMENT_LIMIT, Descriptor, Index, written_document
 from oci.storetree import opened
 
@@ -66,7 +66,7 @@ class Catalog:
         try:
             with opened(path) as folder:
                 data = read_regular("index.json", folder, limit=DOCUMENT_LIMIT)
-            self._value: dict[str, Any] = json.loads(data, parse_float=_finite, parse_constant=_finite)
+            self._value: dict[str, Any] = parse_json(data)
         except OSError as error:
             raise LayoutError(f"{path}/index.json cannot be read: {reason(error)}") from error
         except (ValueError, RecursionError) as error:
@@ -176,11 +176,3 @@ class Catalog:
 
 def _notes(entry: Mapping[str, Any]) -> dict[str, str]:
     return entry.get("annotations") or {}
-
-
-def _finite(text: str) -> float:
-    """A number that JSON can write again. Raises ValueError."""
-    value = float(text)
-    if value - value != 0:
-        raise ValueError(f"it has the number {text[:40]}")
-    return value

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import os
 import re
 import shutil
@@ -29,6 +28,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from oci.errors import Unauthorized, reason
+from oci.json_text import parse_json
 
 __all__ = ["Credentials", "find"]
 
@@ -101,7 +101,7 @@ def _read(path: str, needed: bool) -> Mapping[str, object] | None:
     except OSError as error:
         raise Unauthorized(f"the credentials in {path} cannot be read: {reason(error)}") from error
     try:
-        content: object = json.loads(data) if data.strip() else {}
+        content: object = parse_json(data) if data.strip() else {}
     except (ValueError, RecursionError):
         # Not `from` it: it holds the text.
         raise Unauthorized(f"the file of credentials {path} is not JSON: correct or remove it") from None
@@ -208,7 +208,7 @@ def _ask(
 
 def _helpers_answer(text: str, program: str, registry: str) -> Credentials | None:
     try:
-        answer = _table(json.loads(text))
+        answer = _table(parse_json(text))
     except (ValueError, RecursionError):
         answer = {}
     username, secret = answer.get("Username"), answer.get("Secret")

@@ -1,4 +1,9 @@
-"""Plain files in a folder held open: read without following links, written whole or not at all."""
+"""Plain files in a folder that others may fill: read without following links, written whole or not at all.
+
+The one way in which gpusnap opens what lies in a directory that somebody else can put files into: images,
+the engine's directory into which it unpacked an archive, layouts. A link is not followed but replaced, and a
+FIFO or a device is never waited for.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +16,26 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-__all__ = ["all_written", "name_new", "new_file", "open_folder", "open_regular", "read_regular", "replace"]
+__all__ = [
+    "all_written",
+    "name_new",
+    "new_file",
+    "open_below",
+    "open_folder",
+    "open_regular",
+    "read_below",
+    "read_regular",
+    "replace",
+    "replace_below",
+    "sync_folder",
+]
 
 UNFINISHED = ".new-"
 
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: the open of a FIFO that somebody put there would wait for a writer.
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _NOREPLACE = 1  # linux/fs.h, RENAME_NOREPLACE
 # rename(2): the file system does not know the flag; the kernel does not know the call.
 _UNKNOWN = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -75,7 +93,7 @@ def read_regular(name: str, folder: int, *, limit: int) -> bytes:
 def new_file(folder: int) -> Iterator[tuple[int, str]]:
     """A new file in a folder: its descriptor and its name for now. Gone at the end, unless it was renamed."""
     name = UNFINISHED + secrets.token_hex(8)
-    descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+    descriptor = os.open(name, _NEW, 0o600, dir_fd=folder)
     try:
         yield descriptor, name
     finally:
@@ -110,7 +128,7 @@ def name_new(unfinished: str, name: str, folder: int) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder))
+        os.close(os.open(name, _NEW, 0o600, dir_fd=folder))
         os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
     else:
         os.unlink(unfinished, dir_fd=folder)
@@ -126,10 +144,61 @@ def _rename_new(unfinished: str, name: str, folder: int) -> None:
         raise OSError(number, os.strerror(number), name)
 
 
-def replace(name: str, data: bytes, folder: int) -> None:
-    """Put a file of that content in a folder, durably, in the place of one that may be there."""
+def replace(name: str, data: bytes, folder: int, *, sync: bool = True) -> None:
+    """Put a file of that content and mode 0600 in a folder, in the place of one, or of a link, there.
+
+    Durably, unless `sync` is false. Raises OSError.
+    """
     with new_file(folder) as (descriptor, unfinished):
         all_written(descriptor, data)
-        os.fsync(descriptor)
+        if sync:
+            os.fsync(descriptor)
         os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
-    os.fsync(folder)
+    if sync:
+        os.fsync(folder)
+
+
+def open_below(top: str, name: str) -> tuple[io.FileIO, int]:
+    """The plain file `name`, which may have slashes, below a directory, and its size.
+
+    The caller names `top`, and it may be a link; nothing below it is followed. Raises OSError, and ValueError
+    where the file is no plain one.
+    """
+    with _parent(top, name) as (folder, last):
+        return open_regular(last, folder)
+
+
+def read_below(top: str, name: str, *, limit: int) -> bytes:
+    """All of a small file below a directory. Raises as open_below does, and ValueError beyond `limit`."""
+    with _parent(top, name) as (folder, last):
+        return read_regular(last, folder, limit=limit)
+
+
+def replace_below(top: str, name: str, data: bytes, *, sync: bool = True) -> None:
+    """As `replace`, of a file below a directory. Raises OSError."""
+    with _parent(top, name) as (folder, last):
+        replace(last, data, folder, sync=sync)
+
+
+def sync_folder(path: str) -> None:
+    """Have the names in a folder on disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _parent(top: str, name: str) -> Iterator[tuple[int, str]]:
+    """A descriptor of the folder that a file lies in, and the file's own name."""
+    *folders, last = name.split("/")
+    folder = os.open(top or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for each in folders:
+            inner = os.open(each, _FOLDER, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        yield folder, last
+    finally:
+        os.close(folder)

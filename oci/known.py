@@ -27,6 +27,7 @@ from oci.chunks import Encoding, Table
 from oci.digests import PREFIX, encoded
 from oci.errors import DigestError, disk_error
 from oci.files import open_folder, read_regular, replace
+from oci.json_text import parse_json
 from oci.layout import Layout
 
 __all__ = ["Known", "Place"]
@@ -154,7 +155,7 @@ def _read(path: str) -> dict[str, Place]:
     try:
         descriptor = open_folder(folder)
         try:
-            value = json.loads(read_regular(name, descriptor, limit=_LARGEST_FILE))
+            value = parse_json(read_regular(name, descriptor, limit=_LARGEST_FILE))
         finally:
             os.close(descriptor)
         return _parsed(value)

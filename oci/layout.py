@@ -36,7 +36,16 @@ from typing import IO
 
 from oci.digests import digest_of, encoded
 from oci.errors import BlobError, DiskError, LayoutError, disk_error, reason
-from oci.files import UNFINISHED, all_written, new_file, open_folder, open_regular, read_regular, replace
+from oci.files import (
+    UNFINISHED,
+    all_written,
+    new_file,
+    open_folder,
+    open_regular,
+    read_regular,
+    replace,
+    sync_folder,
+)
 from oci.incoming import Incoming
 from oci.manifest import (
     DOCUMENT_LIMIT,
@@ -278,7 +287,7 @@ class Layout:
         parent = os.path.dirname(self.path)
         try:
             for folder in (self._inner("blobs", "sha256"), self._inner("blobs"), self.path, parent):
-                _sync_folder(folder)
+                sync_folder(folder)
         except OSError as error:
             raise DiskError(f"{self.path} cannot be made durable: {reason(error)}") from error
 
@@ -418,14 +427,6 @@ def _read(file: IO[bytes]) -> bytes:
         return file.read(_PIECE)
     except OSError as error:
         raise BlobError(f"the content of a blob cannot be read: {reason(error)}") from error
-
-
-def _sync_folder(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _why(error: OSError | ValueError) -> str:

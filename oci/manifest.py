@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from oci.digests import check_digest, digest_of
 from oci.errors import DigestError, LayoutError
+from oci.json_text import parse_json
 
 __all__ = ["Descriptor", "Index", "Manifest", "empty_descriptor", "parse_document", "written_document"]
 
@@ -122,7 +123,7 @@ def written_document(value: Mapping[str, object]) -> bytes:
 def parse_document(data: bytes, what: str) -> object:
     """JSON from anywhere. Raises LayoutError."""
     try:
-        value: object = json.loads(data)
+        value: object = parse_json(data)
     except (ValueError, RecursionError) as error:
         raise LayoutError(f"{what} is not JSON: {error}") from error
     return value

@@ -11,13 +11,13 @@ anyone's text: what is shown of it is short, printable, and without the words th
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 
 from oci.errors import NotInRegistry, RegistryError, Rejected, Unauthorized
+from oci.json_text import parse_json
 
 __all__ = ["printable", "refusal", "seconds_to_wait", "worth_another"]
 
@@ -69,7 +69,7 @@ def seconds_to_wait(text: str) -> float:
 def _first(body: bytes) -> tuple[str, str]:
     """Code and message of the first error in a body."""
     try:
-        found = json.loads(body[:BODY_LIMIT])
+        found = parse_json(body[:BODY_LIMIT])
         first = found["errors"][0]
     except (ValueError, RecursionError, LookupError, TypeError):
         return "", ""

@@ -8,7 +8,6 @@ POST with an identity token (docs/spec/auth/oauth.md). It is kept until it is ab
 from __future__ import annotations
 
 import base64
-import json
 import re
 import threading
 import time
@@ -18,6 +17,7 @@ from urllib.parse import urlencode, urlsplit
 
 from oci.credentials import Credentials
 from oci.errors import RegistryError, Unauthorized
+from oci.json_text import parse_json
 from oci.refusals import BODY_LIMIT, refusal, seconds_to_wait, worth_another
 from oci.wire import Answer, Broken, Pool, address, exchange, host_of
 
@@ -183,7 +183,7 @@ class Tokens:
                 answer.status, body, f"the token service {where} of {self._registry} gives no token"
             )
         try:
-            found = json.loads(body)
+            found = parse_json(body)
             value = found.get("token") or found.get("access_token")
             seconds = found.get("expires_in")
         except (ValueError, RecursionError, AttributeError):

@@ -19,6 +19,7 @@ from oci import artifact, writing
 from oci.buffers import File
 from oci.chunks import Table, descriptors
 from oci.errors import NotThere, OciError
+from oci.files import open_below
 from oci.known import Known
 from oci.layout import Layout
 from oci.manifest import Descriptor
@@ -196,12 +197,12 @@ class StoreHome:
     def images(self) -> tuple[FileRecord, ...]:
         """Their chunks; an image that cannot be had in chunks stays one."""
         found = []
-        with contextlib.ExitStack() as opened, contextlib.suppress(OSError, OciError):
+        with contextlib.ExitStack() as opened, contextlib.suppress(OSError, ValueError, OciError):
             names, sources = [], []
             for entry in sorted(os.scandir(self._image), key=lambda each: each.name):
                 if _PAGES.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                    file = opened.enter_context(open(entry.path, "rb", buffering=0))
-                    size = os.fstat(file.fileno()).st_size
+                    file, size = open_below(self._image, entry.name)
+                    opened.enter_context(file)
                     if size >= _LEAST:
                         names.append(entry.name)
                         sources.append(File(file.fileno(), size))

@@ -6,13 +6,13 @@ namespace and any cgroup with its host, and with other containers: see neighbour
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from oci.json_text import parse_json
 from runtime_shim import freezer, keys, neighbours, pidfds, proc
 from runtime_shim.child import run
 from runtime_shim.errors import ContainerError, RuntimeFailed, SettingsError, reason
@@ -71,7 +71,7 @@ def find(command: Sequence[str], container_id: str, *, root: str = "") -> Contai
         said = runtime_message("", done.err) or f"exit code {done.code}"
         raise ContainerError(f"the state of container {container_id} cannot be read: {_reworded(said)}")
     try:
-        state = json.loads(done.out)
+        state = parse_json(done.out)
         return Container(
             id=str(state["id"]),
             pid=int(state.get("pid") or 0),
@@ -265,7 +265,7 @@ def bundle_config(bundle: str) -> dict[str, Any]:
     path = os.path.join(bundle, "config.json")
     try:
         with open(path, "rb") as file:
-            config = json.load(file)
+            config = parse_json(file.read())
     except OSError as error:
         raise ContainerError(f"{path} cannot be read: {reason(error)}") from error
     except ValueError as error:

@@ -1,12 +1,30 @@
-"""The manifest on its way to disk: prepared before the dump, named after it; see manifest.py."""
+"""The manifest on its way to disk: prepared before the dump, named after it; see manifest.py.
+
+Where the image's directory has a layout, its index.json gets the manifest's digest right before the manifest
+has its name. Until then it has none, so a manifest that is given its name by hand is right as well.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 
-from runtime_shim.errors import ImageError, reason
-from runtime_shim.manifest import FOLDER, LARGEST, NAME, PENDING, Manifest, decode, encode
+from oci.digests import digest_of
+from oci.files import UNFINISHED, open_below, read_below, replace_below, sync_folder
+from runtime_shim.errors import ImageError, ManifestError, reason
+from runtime_shim.manifest import (
+    DIGEST,
+    FOLDER,
+    INDEX,
+    LARGEST,
+    LARGEST_INDEX,
+    NAME,
+    PENDING,
+    Manifest,
+    decode,
+    digested,
+    encode,
+)
 
 __all__ = ["Draft"]
 
@@ -25,6 +43,7 @@ class Draft:
         """Make the folder. The manifest of an earlier checkpoint in the same place stays for now."""
         try:
             os.makedirs(self._folder, mode=0o700, exist_ok=True)
+            self._sweep()
             _write(self._pending, b"")
         except OSError as error:
             raise ImageError(f"{self._folder} cannot be written: {reason(error)}") from error
@@ -41,7 +60,7 @@ class Draft:
             _write(self._pending, encode(manifest) if manifest is not None else b"")
             if os.path.exists(self._final):
                 _remove(self._final)
-                _sync(self._folder)
+                sync_folder(self._folder)
         except OSError as error:
             raise ImageError(f"{self._pending} cannot be written: {reason(error)}") from error
 
@@ -55,12 +74,12 @@ class Draft:
     def pending(self) -> Manifest | None:
         """What `prepare` wrote; None where there is none. Raises ManifestError, ImageError."""
         try:
-            with open(self._pending, "rb") as file:
-                data = file.read(LARGEST)
+            data = read_below(self._folder, PENDING, limit=LARGEST)
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise ImageError(f"{self._pending} cannot be read: {reason(error)}") from error
+        except (OSError, ValueError) as error:
+            why = reason(error) if isinstance(error, OSError) else str(error)
+            raise ImageError(f"{self._pending} cannot be read: {why}") from error
         return decode(data, self._pending) if data else None
 
     def finish(self, manifest: Manifest) -> bool:
@@ -69,28 +88,49 @@ class Draft:
         Whether it was `manifest`.
         """
         written = True
-        better = self._pending + ".timed"
         try:
-            _write(better, encode(manifest))
-            os.replace(better, self._pending)
+            _write(self._pending, encode(manifest))
         except OSError as error:
-            with contextlib.suppress(OSError):
-                _remove(better)
             if not self._prepared():
                 raise ImageError(f"{self._pending} cannot be written: {reason(error)}") from error
             written = False  # only the timing of the last step is lost
+        self._note_digest()
         try:
             if self._sync:
-                _sync(self._pending)  # `prepare` did not
+                with open_below(self._folder, PENDING)[0] as file:  # `_write` did not
+                    os.fsync(file.fileno())
             os.replace(self._pending, self._final)
             if self._sync:
-                _sync(self._folder)
-        except OSError as error:
+                sync_folder(self._folder)
+        except (OSError, ValueError) as error:
+            why = reason(error) if isinstance(error, OSError) else str(error)
             raise ImageError(
-                f"the checkpoint is on disk, but {self._pending} cannot be renamed: {reason(error)}",
+                f"the checkpoint is on disk, but {self._pending} cannot be renamed: {why}",
                 hint=f"rename it to {NAME} by hand",
             ) from error
         return written
+
+    def _note_digest(self) -> None:
+        """Have the index of the layout name the manifest that is about to be whole, if there is a layout.
+
+        Without room for that the index says nothing of the manifest, which is no error: transfer.commit wrote
+        it anew. Raises ImageError where it names another, of a `finish` that was killed.
+        """
+        index = b""
+        try:
+            index = read_below(self._folder, INDEX, limit=LARGEST_INDEX)
+            data = read_below(self._folder, PENDING, limit=LARGEST)
+            replace_below(self._folder, INDEX, digested(index, digest_of(data)), sync=self._sync)
+        except (OSError, ValueError, ManifestError) as error:
+            if DIGEST.encode() in index:
+                raise ImageError(f"{self._folder}/{INDEX} cannot be written: {error}") from error
+
+    def _sweep(self) -> None:
+        """Remove what a killed writer left."""
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(self._folder):
+                if name.startswith(UNFINISHED):
+                    os.unlink(os.path.join(self._folder, name))
 
     def _prepared(self) -> bool:
         try:
@@ -101,8 +141,8 @@ class Draft:
     def discard(self) -> None:
         """Take back what `begin` and `prepare` made; an earlier checkpoint keeps its manifest."""
         try:
-            for path in (self._pending, self._pending + ".timed"):
-                _remove(path)
+            _remove(self._pending)
+            self._sweep()
             if os.path.isdir(self._folder) and not os.listdir(self._folder):
                 os.rmdir(self._folder)
         except OSError as error:
@@ -115,14 +155,5 @@ def _remove(path: str) -> None:
 
 
 def _write(path: str, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    folder, name = os.path.split(path)
+    replace_below(folder, name, data, sync=False)

@@ -35,6 +35,7 @@ __all__ = [
     "RuntimeFailed",
     "SettingsError",
     "UsageError",
+    "printable",
     "reason",
     "unforeseen",
 ]
@@ -49,8 +50,8 @@ class GpusnapError(Exception):
 
     def sentence(self) -> str:
         """Message and hint as one line for stderr and for the runtime's JSON log."""
-        text = " ".join(str(self).split())
-        return _reworded(f"{text}; {self.hint}" if self.hint else text)
+        text = printable(" ".join(str(self).split()))
+        return _reworded(f"{text}; {printable(self.hint)}" if self.hint else text)
 
 
 class UsageError(GpusnapError):
@@ -138,3 +139,12 @@ def unforeseen(error: Exception) -> GpusnapError:
     if trace is not None:
         said += f" ({os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno})"
     return GpusnapError(said, hint="this should have been said better: tell us")
+
+
+def printable(text: str) -> str:
+    r"""A text for a terminal: what would command it is written as an escape, such as \x1b.
+
+    A process chooses its own name, and an archive the names in it: one with the bytes of a terminal's control
+    sequences (ECMA-48), a line's end or a mark that turns the direction of writing is shown and not obeyed.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

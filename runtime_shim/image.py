@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
+from oci.files import open_below, sync_folder
 from runtime_shim.errors import ImageError, reason
 
 __all__ = ["INVENTORY", "clean", "make", "sync"]
@@ -51,21 +52,20 @@ def sync(image_path: str, *, but: Collection[str] = (), failed: Callable[[str], 
     """
 
     def one(name: str) -> None:
-        descriptor = os.open(os.path.join(image_path, name), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with open_below(image_path, name)[0] as file:
+            os.fsync(file.fileno())
 
     try:
         names = [
             e.name for e in os.scandir(image_path) if e.is_file(follow_symlinks=False) and e.name not in but
         ]
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(one, [*names, "."]))
-    except OSError as error:
-        failed(reason(error))
+            list(pool.map(one, names))
+        sync_folder(image_path)
+    except (OSError, ValueError) as error:
+        why = reason(error) if isinstance(error, OSError) else str(error)
+        failed(why)
         raise ImageError(
-            f"the images in {image_path} cannot be brought to disk: {reason(error)}",
+            f"the images in {image_path} cannot be brought to disk: {why}",
             hint="the dump itself succeeded; the checkpoint has no manifest yet",
         ) from error

@@ -32,6 +32,7 @@ from typing import Any
 
 from oci.chunks import from_json, to_json
 from oci.errors import ChunkError
+from oci.json_text import parse_json
 from runtime_shim import keys, proc
 from runtime_shim.errors import GpusnapError, reason
 from runtime_shim.manifest import FOLDER as FOLDER_IN_IMAGE
@@ -388,7 +389,7 @@ def _path(key: str, kind: str) -> str:
 def _read(path: str) -> Any:
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
-            document = json.loads(file.read(_MOST))
+            document = parse_json(file.read(_MOST))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

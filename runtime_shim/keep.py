@@ -45,6 +45,7 @@ from oci.chunks import Table
 from oci.digests import encoded
 from oci.errors import OciError
 from oci.files import UNFINISHED, open_folder, read_regular, replace
+from oci.json_text import parse_json
 from oci.known import Known
 from oci.layout import Layout
 from oci.workers import for_each
@@ -293,7 +294,7 @@ def _bundle_of(path: str) -> str | None:
     try:
         folder = open_folder(path)
         try:
-            record = json.loads(read_regular(_RECORD, folder, limit=_LARGEST_RECORD))
+            record = parse_json(read_regular(_RECORD, folder, limit=_LARGEST_RECORD))
         finally:
             os.close(folder)
     except (OSError, ValueError, RecursionError):

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from datetime import UTC, datetime
 
-from runtime_shim.errors import GpusnapError, reason
+from oci.json_text import parse_json
+from runtime_shim.errors import GpusnapError, printable, reason
 
 __all__ = ["note", "report", "runtime_message", "runtime_warnings"]
 
@@ -31,7 +33,11 @@ def report(error: GpusnapError, *, log: str | None = None, log_format: str | Non
     else:
         line = f"time={json.dumps(now)} level=error msg={json.dumps('gpusnap: ' + sentence)}"
     try:
-        with open(path, "a", encoding="utf-8") as file:
+        # Podman's is in the directory into which it unpacks archives: no link there is followed, no FIFO
+        # waited for. /dev/stderr is a link, and nobody else's.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        flags |= 0 if path.startswith(("/dev/", "/proc/")) else os.O_NOFOLLOW
+        with open(os.open(path, flags, 0o600), "a", encoding="utf-8") as file:
             file.write(line + "\n")
     except OSError as failure:
         note(f"the log {path} cannot be written: {reason(failure)}")
@@ -40,14 +46,14 @@ def report(error: GpusnapError, *, log: str | None = None, log_format: str | Non
 def note(text: str) -> None:
     """Say something on stderr that is no error; what somebody waits for goes on where nobody reads it."""
     with contextlib.suppress(OSError):
-        print(f"gpusnap: {text}", file=sys.stderr, flush=True)
+        print(f"gpusnap: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def _entries(text: str) -> list[dict[str, str]]:
     entries = []
     for line in text.splitlines():
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
         except ValueError:
             continue
         if isinstance(entry, dict):

@@ -14,14 +14,17 @@ GPU that is not in the list) is checked here. A manifest may come from anywhere,
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
-import stat
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from oci.digests import digest_of
+from oci.files import read_below
+from oci.json_text import parse_json
 from runtime_shim._version import __version__
 from runtime_shim.errors import ManifestError, ManifestVersion, reason
 from runtime_shim.image import INVENTORY
@@ -31,7 +34,9 @@ if TYPE_CHECKING:
     from oci.chunks import Table
 
 __all__ = [
+    "DIGEST",
     "FOLDER",
+    "INDEX",
     "LARGEST",
     "NAME",
     "PENDING",
@@ -48,15 +53,24 @@ __all__ = [
     "RegionRecord",
     "Written",
     "belongs",
+    "check_digest",
     "decode",
+    "digested",
     "encode",
+    "missing",
     "read",
+    "unreadable",
 ]
 
 FOLDER = "gpusnap"
 NAME = "manifest.json"
 VERSION = "1.0"
 PENDING = "manifest.pending"
+INDEX = "index.json"
+"""Of the layout beside it (image-spec, image-layout.md)."""
+DIGEST = "io.gpusnap.manifest.digest"
+"""An annotation of that index: the digest of manifest.json."""
+LARGEST_INDEX = 4 << 20
 # Far above any real one (4096 processes make about 1 MiB), far below what could hurt to parse.
 LARGEST = 64 << 20
 
@@ -218,6 +232,11 @@ class Manifest:
         regions = [region.table for process in self.processes for region in process.regions]
         return regions + [each.table for each in self.files]
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of the images that are in chunks, by name; bytes."""
+        return {each.name: each.table.size for each in self.files}
+
 
 def encode(manifest: Manifest) -> bytes:
     """The manifest as JSON, checked against the schema; raises ManifestError."""
@@ -236,8 +255,8 @@ def encode(manifest: Manifest) -> bytes:
 def decode(data: bytes, where: str) -> Manifest:
     """The manifest in `data`. Raises ManifestError, ManifestVersion; `where` names it in the message."""
     try:
-        document = json.loads(data, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
+        document = parse_json(data)
+    except ValueError as error:
         raise ManifestError(
             f"{where} is cut short or not JSON: {error}", hint="take another copy of the checkpoint"
         ) from error
@@ -251,35 +270,78 @@ def decode(data: bytes, where: str) -> Manifest:
         raise ManifestError(f"{where} is not a gpusnap manifest: {error}") from error
 
 
-def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is no number")
-
-
 def belongs(image_path: str) -> bool:
     """Whether gpusnap made this image: it has our folder, complete or not."""
     return os.path.isdir(os.path.join(image_path, FOLDER))
 
 
 def read(image_path: str) -> Manifest:
-    """The manifest of an image. Raises ManifestError where it is missing or broken, ManifestVersion."""
+    """The manifest of an image, compared with the digest that the layout's index has of it.
+
+    Raises ManifestError where it is missing, broken, or another than was written; ManifestVersion.
+    """
     path = os.path.join(image_path, FOLDER, NAME)
     try:
-        # A manifest from elsewhere may be a FIFO, which would keep us waiting, or a link to anywhere.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ManifestError(f"{path} is no regular file", hint="do not restore from it")
-            data = file.read(LARGEST + 1)
+        data = read_below(image_path, f"{FOLDER}/{NAME}", limit=LARGEST)
     except FileNotFoundError:
+        raise missing(image_path, _what_is_left(image_path)) from None
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
+    try:
+        index: bytes | None = read_below(image_path, f"{FOLDER}/{INDEX}", limit=LARGEST_INDEX)
+    except FileNotFoundError:
+        index = None
+    except (OSError, ValueError) as error:
+        raise unreadable(os.path.join(image_path, FOLDER, INDEX), error) from error
+    record = decode(data, path)  # first: what is wrong with it says more than that it is another
+    check_digest(data, index, path)
+    return record
+
+
+def missing(where: str, hint: str = "take another copy of it") -> ManifestError:
+    """The error for a checkpoint of gpusnap's that has no manifest."""
+    return ManifestError(f"the checkpoint in {where} is not complete: it has no {FOLDER}/{NAME}", hint=hint)
+
+
+def unreadable(path: str, error: OSError | ValueError) -> ManifestError:
+    """The error for a manifest, or an index, that is no plain file, too large, or cannot be read."""
+    why = reason(error) if isinstance(error, OSError) else str(error)
+    if isinstance(error, OSError) and error.errno == errno.ELOOP:
+        why = "it is a symbolic link"
+    return ManifestError(f"{path} cannot be read: {why}", hint="do not restore from it")
+
+
+def digested(index: bytes, digest: str) -> bytes:
+    """The index of a layout with the digest of the manifest beside it. Raises ManifestError."""
+    document = _index(index, INDEX)
+    document["annotations"] = {**document.get("annotations", {}), DIGEST: digest}
+    return json.dumps(document, separators=(",", ":")).encode("ascii")
+
+
+def check_digest(data: bytes, index: bytes | None, where: str) -> None:
+    """Raise ManifestError where the index of the layout beside a manifest has another digest of it.
+
+    `index` is None where there is none. Layouts that were written before gpusnap noted it have no digest.
+    """
+    if index is None:
+        return
+    wanted = _index(index, f"the {INDEX} beside {where}").get("annotations", {}).get(DIGEST)
+    if wanted is not None and wanted != digest_of(data):
         raise ManifestError(
-            f"the checkpoint in {image_path} is not complete: it has no {FOLDER}/{NAME}",
-            hint=_what_is_left(image_path),
-        ) from None
-    except OSError as error:
-        raise ManifestError(f"{path} cannot be read: {reason(error)}") from error
-    if len(data) > LARGEST:
-        raise ManifestError(f"{path} is larger than {LARGEST >> 20} MiB")
-    return decode(data, path)
+            f"{where} is not the manifest that was written with this checkpoint: its digest is "
+            f"{digest_of(data)}, and the layout's {INDEX} has {str(wanted)[:80]}",
+            hint="take another copy of the checkpoint",
+        )
+
+
+def _index(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        document = parse_json(data)
+    except ValueError as error:
+        raise ManifestError(f"{where} is cut short or not JSON: {error}") from error
+    if not isinstance(document, dict) or not isinstance(document.get("annotations", {}), dict):
+        raise ManifestError(f"{where} is not the index of a layout")
+    return document
 
 
 def _what_is_left(image_path: str) -> str:
@@ -302,7 +364,7 @@ def _validator() -> Any:
     import jsonschema
 
     text = resources.files("runtime_shim").joinpath("manifest.schema.json").read_text("utf-8")
-    return jsonschema.Draft202012Validator(json.loads(text))
+    return jsonschema.Draft202012Validator(parse_json(text))
 
 
 def _check_version(document: Any, where: str) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from oci.json_text import parse_json
 from oci.locks import stands, try_exclusive, unlock
 from runtime_shim import proc
 from runtime_shim.errors import ContainerError, GpusnapError, reason
@@ -106,7 +107,7 @@ def applied(settings: Settings, container: str) -> Settings:
     try:
         descriptor = os.open(_path(container), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         with open(descriptor, "rb") as file:
-            document = json.loads(file.read(_LARGEST))
+            document = parse_json(file.read(_LARGEST))
         pid, start = document["owner"]
         pages, store = TABLE["memory.pages"].check(document["pages"]), str(document["store"])
         force = document.get("force") is True

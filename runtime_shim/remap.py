@@ -12,6 +12,7 @@ nor the manifest knows is refused.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import stat
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from oci.files import open_below
 from runtime_shim import bundle, inside
 from runtime_shim.criu import dev
 from runtime_shim.errors import GpusnapError, ImageError, Refused, reason
@@ -218,12 +220,11 @@ def image(record: Manifest, image_path: str, found: Remap, config: Mapping[str, 
         return {}
     path = os.path.join(image_path, record.dev)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        raise ImageError(
-            f"the image of the container's /dev, {path}, cannot be read: {reason(error)}"
-        ) from error
-    with os.fdopen(descriptor, "rb") as file:
+        raw, _ = open_below(image_path, record.dev)
+    except (OSError, ValueError) as error:
+        why = reason(error) if isinstance(error, OSError) else str(error)
+        raise ImageError(f"the image of the container's /dev, {path}, cannot be read: {why}") from error
+    with io.BufferedReader(raw) as file:
         strange = {(node.major, node.minor) for node in found.edits.strange}
         listed = (each for each in given(config) if each[0] == "b" or each[1:3] not in strange)
         allowed: tuple[Node | dev.Device, ...] = (*listed, *found.expected)

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from oci.files import replace_below
 from runtime_shim import (
     bundle,
     by_plugin,
@@ -40,6 +42,7 @@ from runtime_shim.argv import RestoreCall
 from runtime_shim.choosing import choose, driver_for, given, gpu_request
 from runtime_shim.chunk_home import StoreHome
 from runtime_shim.criu import config as criu_config
+from runtime_shim.criu import images as criu_images
 from runtime_shim.criu import inventory, masked, scratch
 from runtime_shim.criu import mounts as criu_mounts
 from runtime_shim.criu.plugins import find as find_plugin
@@ -48,8 +51,10 @@ from runtime_shim.criu.view import view
 from runtime_shim.errors import (
     ContainerError,
     GpusnapError,
+    ImageError,
     Refused,
     RuntimeFailed,
+    reason,
 )
 from runtime_shim.fetching import Fetching, rebuild
 from runtime_shim.filling import Filling
@@ -79,6 +84,8 @@ __all__ = ["TIMING", "restore"]
 
 TIMING = "gpusnap-restore.json"
 """In the work directory; as the manifest's timing."""
+_WRITTEN = ("restore.log", "stats-restore")
+"""By CRIU, in the work directory (criu/log.c, criu/stats.c)."""
 
 
 @dataclass(slots=True)
@@ -277,6 +284,8 @@ def _plan(job: _Job, config: dict[str, Any]) -> None:
             preflight.room_to_restore(job.record, job.settings.memory)
         replaced = remap.image(job.record, job.images, job.remap, config)
     elsewhere = _fetch(job) if job.record.pages == StoreHome.kind else {}
+    criu_images.check(job.images, job.record.host.architecture, job.record.sizes)
+    _clear_links(job)
     if job.driver is not None and any(process.regions for process in job.record.processes):
         filling = Filling(job.images, job.record, job.settings.memory, job.key, job.fetching)
         job.filling = job.cleanup.enter_context(filling)
@@ -286,6 +295,25 @@ def _plan(job: _Job, config: dict[str, Any]) -> None:
     noted = partial(_config_changes, job)
     undo = bundle.prepare(str(job.call.bundle_dir()), config, edits, noted=noted)
     job.transaction.undo("putting config.json back", undo)
+
+
+def _clear_links(job: _Job) -> None:
+    """Take away links and FIFOs where CRIU and the runtime are to write files.
+
+    An archive may have brought one there: they would follow the link as root, and wait for the FIFO. Raises
+    ImageError.
+    """
+    for path in (*(os.path.join(_work_path(job), name) for name in _WRITTEN), job.call.pid_file):
+        try:
+            if path and stat.S_IFMT(os.lstat(path).st_mode) in (stat.S_IFLNK, stat.S_IFIFO):
+                os.unlink(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ImageError(
+                f"{path}, which the restore is to write, is no regular file: {reason(error)}",
+                hint="do not restore from this checkpoint",
+            ) from error
 
 
 def _choose(job: _Job, host: Host, room: Room, only: Collection[str] | None) -> tuple[tuple[str, str], ...]:
@@ -311,16 +339,26 @@ def _invoke(job: _Job, pid_file: str | None, started: Callable[[int], object] | 
             call, work_path=call.work_path or str(call.images(job.real.kind)), image_path=job.images
         )
     call = criu_config.with_flags(call, job.real, job.settings.criu)
-    call = replace(call, tcp_close=call.tcp_close or inventory.has_closed_connections(job.images))
+    images = str(job.call.images(job.real.kind))  # a view consists of links, which nobody follows below it
+    call = replace(call, tcp_close=call.tcp_close or inventory.has_closed_connections(images))
     mounts = job.remap.mounts if job.remap else job.record.mounts
-    mounts = (*mounts, *masked.mounts(job.images, job.real.kind, call.globals.root))
+    mounts = (*mounts, *masked.mounts(images, job.real.kind, call.globals.root))
     with injected(job.plugin, job.settings) as extra:
         text = criu_config.restore_text(extra.criu, mounts, drop_connections=call.tcp_close)
         return invoke(call, job.real, text, capture=False, started=started, environment=extra.environment)
 
 
+def _work_path(job: _Job) -> str:
+    """Where CRIU and the runtime write; an engine unpacks archives there."""
+    return str(job.call.work() or job.call.images(job.real.kind))
+
+
+def _criu_log(job: _Job) -> str:
+    return os.path.join(_work_path(job), "restore.log")
+
+
 def _error(job: _Job, done: Invoked) -> RuntimeFailed:
-    said = done.because(os.path.join(job.call.work() or job.call.images(job.real.kind), "restore.log"))
+    said = done.because(_criu_log(job))
     return RuntimeFailed(
         f"{job.real.name} could not restore container {job.call.container_id}: {said}",
         hint="the checkpoint is unharmed",
@@ -329,9 +367,11 @@ def _error(job: _Job, done: Invoked) -> RuntimeFailed:
 
 
 def _restore_container(job: _Job) -> None:
+    runtime = Beside(lambda started: _invoke(job, None, started), _criu_log(job))
     with job.transaction.step("restore"), held_signals():
         _note(job, stage=Stage.RESTORE)
-        done = _invoke(job, None)
+        runtime.restored(None)
+    done = runtime.result(job.real.name)
     if done.code != 0:
         raise _error(job, done)
     stop_if_asked()
@@ -363,9 +403,8 @@ def _say_timing(job: _Job) -> None:
             for step in job.transaction.steps
         ]
     }
-    folder = job.call.work() or job.call.images(job.real.kind)
-    with contextlib.suppress(OSError), open(os.path.join(folder, TIMING), "w", encoding="ascii") as file:
-        json.dump(document, file)
+    with contextlib.suppress(OSError):
+        replace_below(_work_path(job), TIMING, json.dumps(document).encode("ascii"), sync=False)
 
 
 def _settle(job: _Job, container: containers.Container, found: Remap, driver: Driver) -> None:
@@ -434,7 +473,7 @@ def _kill(job: _Job) -> None:
 def _in_foreground(job: _Job) -> int:
     """Without --detach the runtime stays until the container ends; the GPUs come back meanwhile."""
     with pid_file(job.call) as path:
-        runtime = Beside(lambda started: _invoke(job, path, started))
+        runtime = Beside(lambda started: _invoke(job, path, started), _criu_log(job))
         with job.transaction.step("restore"), held_signals():
             _note(job, stage=Stage.RESTORE, pid_file=os.path.abspath(path))
             restored = runtime.restored(path)

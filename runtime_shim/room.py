@@ -30,6 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from oci.json_text import parse_json
 from runtime_shim import proc
 from runtime_shim.errors import GpusnapError, reason
 
@@ -199,7 +200,7 @@ def _read(path: str) -> _Entry | None:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return None
             data = file.read(_MAX_BYTES + 1)
-        return _decoded(json.loads(data)) if len(data) <= _MAX_BYTES else None
+        return _decoded(parse_json(data)) if len(data) <= _MAX_BYTES else None
     except (OSError, ValueError, RecursionError):
         return None
 

@@ -45,6 +45,7 @@ __all__ = [
 
 OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # asm-generic/mman-common.h, MAP_FIXED
 """Memory of a process' own, in the place of what is there."""
+_PIECE = 64 << 20  # bytes that are held at once of a process' own memory
 _SHARE = 4  # of the memory that is available, when the settings say nothing
 
 
@@ -160,15 +161,21 @@ def own(key: str, pid: int) -> None:
     may give pages back and find zeros. Raises GpusnapError.
     """
     try:
-        left = [m for m in regions.mappings(pid) if m.name.startswith(stage.FOLDER + "/")]
+        # By the device as well: a file of the container's own may have such a name.
+        ours = stage.device()
+        left = [
+            m for m in regions.mappings(pid) if m.device == ours and m.name.startswith(stage.FOLDER + "/")
+        ]
         if not left:
             return
         with inside(pid) as remote, journal.thread(key, pid, remote.saved):
+            held = bytearray(min(_PIECE, max(each.size for each in left)))
             for each in left:
-                held = bytearray(each.size)
-                copies.read(pid, each.start, held)
-                remote.mmap(each.start, each.size, mmap.PROT_READ | mmap.PROT_WRITE, OWN)
-                copies.write(pid, each.start, held)
+                for start in range(each.start, each.end, _PIECE):
+                    with memoryview(held)[: min(_PIECE, each.end - start)] as piece:
+                        copies.read(pid, start, piece)
+                        remote.mmap(start, piece.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, OWN)
+                        copies.write(pid, start, piece)
     except OSError as error:
         if proc.running(pid):
             raise GpusnapError(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 
 from gpusnap.doctor.check import Check, ok, refused, warning
 from gpusnap.doctor.sources import text
+from oci.json_text import parse_json
 from runtime_shim import settings as settings_file
 from runtime_shim.errors import SettingsError
 from runtime_shim.settings import Settings
@@ -50,7 +50,7 @@ def registries(pull_from: Iterable[str], files: Iterable[str], root: str = "/") 
         if not content or not content.strip():
             continue
         try:
-            document = json.loads(content)
+            document = parse_json(content)
         except (ValueError, RecursionError):
             # Not the parser's own words: they may have the text.
             yield warning("registries", f"{path} is not JSON", "correct it, or remove it and log in again")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 
+from oci.files import open_below
+
 __all__ = ["first_error"]
 
 # "(00.012345) Error (criu/files-ext.c:98): Can't dump file 5 of that type [20000] (chr 195:0)";
@@ -18,11 +20,11 @@ _TAIL = 4 << 20
 def first_error(path: str) -> str:
     """The first error of the log that matters; empty where there is no log or no error in its last 4 MiB."""
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        file, size = open_below(*os.path.split(path))
+        with file:
             file.seek(max(0, size - _TAIL))
             text = file.read(_TAIL).decode("utf-8", "backslashreplace")
-    except OSError:
+    except (OSError, ValueError):
         return ""
     for line in text.splitlines():
         match = _ERROR.match(line)

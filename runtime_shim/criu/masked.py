@@ -17,6 +17,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from oci.files import read_below
 from runtime_shim import keys
 from runtime_shim.errors import ImageError, reason
 from runtime_shim.manifest import DriverMount
@@ -44,10 +45,10 @@ def mounts(
     names: set[str] = set()
     for path in Path(images).glob("mountpoints-*.img"):
         try:
-            with path.open("rb") as file:
-                found = _NAME.findall(file.read(_LIMIT))
-        except OSError as error:
-            raise ImageError(f"{path} cannot be read: {reason(error)}") from error
+            found = _NAME.findall(read_below(images, path.name, limit=_LIMIT))
+        except (OSError, ValueError) as error:
+            why = reason(error) if isinstance(error, OSError) else str(error)
+            raise ImageError(f"{path} cannot be read: {why}") from error
         names.update(name.decode("ascii") for length, name in found if _number(length) == len(name))
     return tuple(DriverMount(name, "", own) for name in sorted(names) if name != own)
 

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from oci.json_text import parse_json
 from runtime_shim.errors import GpusnapError, reason
-from runtime_shim.gpu.plain import Unquoted, from_json, from_yaml, shown
+from runtime_shim.gpu.plain import Unquoted, from_yaml, shown
 
 __all__ = ["CdiError", "Device", "DeviceNode", "Edits", "Hook", "Mount", "Spec", "load", "parse", "read"]
 
@@ -180,7 +181,7 @@ def parse(data: bytes, path: str) -> Spec:
         raise CdiError(f"{path}: is larger than {_BYTES >> 20} MiB")
     try:
         text = data.decode("utf-8")
-        content = from_json(text) if path.endswith(".json") else from_yaml(text)
+        content = parse_json(text) if path.endswith(".json") else from_yaml(text)
     except ImportError as error:
         raise CdiError(
             "this host's CDI files are YAML, and the Python package that reads it is missing",

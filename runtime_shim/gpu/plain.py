@@ -7,12 +7,11 @@ a bound, so a small file stays small.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Unquoted", "from_json", "from_yaml", "shown"]
+__all__ = ["Unquoted", "from_yaml", "shown"]
 
 _DEPTH = 32
 _NODES = 500_000
@@ -30,18 +29,6 @@ class Unquoted(str):
         """The whole number that it may stand for; None where it is none."""
         found = _WHOLE.fullmatch(self)
         return int(self, 8 if found["octal"] else 0) if found else None
-
-
-def from_json(text: str) -> Any:
-    """The value that a JSON text holds. Raises ValueError, and RecursionError where it nests too deeply."""
-
-    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise ValueError(f"an object has the same field twice, of {sorted(found)!r:.200}")
-        return found
-
-    return json.loads(text, object_pairs_hook=mapping)
 
 
 def from_yaml(text: str) -> Any:

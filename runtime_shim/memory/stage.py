@@ -25,7 +25,7 @@ from functools import partial
 
 from runtime_shim.memory import copies
 
-__all__ = ["FOLDER", "Area", "Stage", "containers", "remove"]
+__all__ = ["FOLDER", "Area", "Stage", "containers", "device", "remove"]
 
 FOLDER = "/run/gpusnap/stage"
 _SLICE = 16 << 20  # bytes that one thread populates at a time
@@ -150,6 +150,15 @@ def remove(key: str) -> None:
         if os.path.ismount(FOLDER) and not os.listdir(FOLDER):
             # What a process still has mapped stays until it lets go.
             _libc.umount2(FOLDER.encode(), _MNT_DETACH)
+
+
+def device() -> str:
+    """The tmpfs as proc_pid_maps(5) has it, major:minor in hexadecimal; empty where there is none."""
+    try:
+        found = os.stat(FOLDER).st_dev
+    except OSError:
+        return ""
+    return f"{os.major(found):02x}:{os.minor(found):02x}"
 
 
 def containers() -> list[str]:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import gpuhost
@@ -258,6 +259,9 @@ class TestRestore:
         path.unlink()
         if data is not None:
             path.write_bytes(data)
+            index = json.loads(path.with_name("index.json").read_text())
+            index["annotations"] = {"io.gpusnap.manifest.digest": f"sha256:{sha256(data).hexdigest()}"}
+            path.with_name("index.json").write_text(json.dumps(index))
         changed = tmp_path / "changed.tar"
         good(run("tar", "-C", tree, "-cpf", changed, "."))
         return changed

@@ -9,6 +9,7 @@ import os
 import subprocess
 import tarfile
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,16 @@ def manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path = folder / "checkpoint/gpusnap/manifest.json"
     document = json.loads(path.read_text())
     change(document)
-    path.write_text(json.dumps(document))
+    write_manifest(folder, json.dumps(document))
+
+
+def write_manifest(folder: Path, text: str) -> None:
+    """With its digest in the layout's index, as who means harm would do."""
+    path = folder / "checkpoint/gpusnap/manifest.json"
+    path.write_text(text)
+    index = json.loads(path.with_name("index.json").read_text())
+    index["annotations"]["io.gpusnap.manifest.digest"] = f"sha256:{sha256(text.encode()).hexdigest()}"
+    path.with_name("index.json").write_text(json.dumps(index))
 
 
 def dev(folder: Path) -> Path:
@@ -128,7 +138,7 @@ def test_the_manifest_names_other_things(unpacked: Path) -> None:
         (lambda m: m["gpus"].extend([m["gpus"][0]] * 300), "gpus"),
     ]
     for change, said in changes:
-        (unpacked / "checkpoint/gpusnap/manifest.json").write_text(whole)
+        write_manifest(unpacked, whole)
         manifest(unpacked, lambda m, change=change: void(change(m)))  # type: ignore[misc]
         assert said in imported(unpacked)[0]
         podman("rm", "--force", "--all", "--time", "0")

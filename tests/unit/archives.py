@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import zstandard
+from criu_images import INVENTORY
 from oci_regions import save, text
 
 from oci.archive import Writer
@@ -76,7 +77,7 @@ def written(
 ) -> str:
     """An archive as Podman writes it, of a checkpoint whose chunks are in `layout`."""
     files: dict[str, bytes] = {
-        "checkpoint/inventory.img": b"inventory",
+        "checkpoint/inventory.img": INVENTORY,
         "checkpoint/pages-1.img": text(300_000, 3),
         "config.dump": json.dumps(CONFIG_DUMP).encode(),
         "spec.dump": b'{"annotations": {"io.container.manager": "libpod"}}',

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from criu_images import INVENTORY
 from fakes import FakeDriver, Scene, a_manifest, gpu, uuid, wait_for
 
 from runtime_shim import by_plugin, choosing, manifest, proc
@@ -46,6 +47,7 @@ def untouched(scene: Scene) -> bool:
 
 def image(scene: Scene, record: Manifest) -> None:
     scene.image.mkdir(exist_ok=True)
+    (scene.image / "inventory.img").write_bytes(INVENTORY)
     draft = Draft(str(scene.image))
     draft.begin()
     draft.prepare(record)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from checkpoints import ANNOTATIONS, CHUNK, START, blob_path, damage, keep, noise
+from criu_images import CORE, INVENTORY
 from fake_registry import FakeRegistry
 from fakes import POISON, a_manifest
 
@@ -24,6 +25,7 @@ from runtime_shim.manifest import GpuProcess
 from runtime_shim.settings import Settings
 from runtime_shim.settings import Store as StoreSettings
 
+IMAGES = {"checkpoint/inventory.img": INVENTORY}
 Run = Callable[..., tuple[int, str, str]]
 ADDRESS = f"{START:x}"
 
@@ -80,14 +82,14 @@ def kept(tmp_path: Path) -> Kept:
     base, changed = noise(16, 1), noise(16, 1)
     changed[CHUNK : 2 * CHUNK] = noise(1, 2)
     later = replace(a_manifest(), processes=(replace(a_manifest().processes[0], command=("sleep", "601")),))
-    records = {"config.dump": b"{}", "checkpoint/inventory.img": b"i", "checkpoint": None}
+    records = {"config.dump": b"{}", "checkpoint/inventory.img": INVENTORY, "checkpoint": None}
     first = keep(
         store,
         base,
         noise(2, 3),
         names=("w:1",),
         images={"pages-1.img": noise(1, 4)},
-        records={**records, "checkpoint/core-1.img": b"one"},
+        records={**records, "checkpoint/core-1.img": CORE},
         rootfs={"etc/motd": b"hello", "etc/link": "motd"},
     )
     second = keep(
@@ -211,7 +213,13 @@ def test_ls_of_hostile_text(gpusnap: Run, tmp_path: Path) -> None:
         "io.gpusnap.processes": "²",
         "org.opencontainers.image.created": "[link=x]\n\n\x07",
     }
-    keep(Store(tmp_path / "store"), noise(1, 1), names=("w",), records={}, annotations=notes)
+    keep(
+        Store(tmp_path / "store"),
+        noise(1, 1),
+        names=("w",),
+        records=IMAGES,
+        annotations=notes,
+    )
     for line in (("ls",), ("inspect", "w")):
         code, out, _ = gpusnap(*line)
         assert code == 0
@@ -326,7 +334,7 @@ def test_diff(gpusnap: Run, kept: Kept) -> None:
     assert "B has 4.0 KiB in 1 blobs that A has not" in lines
     assert lines.index("1 A sleep 600") + 1 == lines.index("B sleep 601")
     assert "config.dump changed 2 B 2 B" in lines
-    assert "checkpoint/core-1.img only A 3 B" in lines
+    assert f"checkpoint/core-1.img only A {len(CORE)} B" in lines
     assert "etc/link changed 0 B 0 B" in lines
 
 
@@ -625,7 +633,13 @@ def test_many_processes(gpusnap: Run, tmp_path: Path) -> None:
     regions = [noise(1, at) for at in range(30)]
     crowd = tuple(GpuProcess(pid, "worker", ("worker",), ()) for pid in range(2, 40))
     record = replace(a_manifest(), processes=(*a_manifest().processes, *crowd))
-    keep(Store(tmp_path / "store"), *regions, names=("w",), records={}, record=record)
+    keep(
+        Store(tmp_path / "store"),
+        *regions,
+        names=("w",),
+        records=IMAGES,
+        record=record,
+    )
     _, out, _ = gpusnap("inspect", "w")
     assert "and 10 smaller ones of 40.0 KiB together (see --json)" in out
 
@@ -633,7 +647,12 @@ def test_many_processes(gpusnap: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", [("lies",), ("--all",), ("registry", "--deep")])
 def test_verify_of_a_lie(gpusnap: Run, kept: Kept, tmp_path: Path, line: tuple[str, ...]) -> None:
     """A compressed chunk that does not hold what the config says is damage, though each blob is right."""
-    keep(kept.store, bytearray(b"text" * CHUNK), names=("true",), records={})
+    keep(
+        kept.store,
+        bytearray(b"text" * CHUNK),
+        names=("true",),
+        records=IMAGES,
+    )
     true = artifact.read(kept.store.find("true").descriptor, kept.store.read)
     text = kept.store.layout.read_blob(true.config).decode()
     record = manifest.decode(text.encode(), "a test")

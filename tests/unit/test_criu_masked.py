@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from criu_images import INVENTORY
 from fakes import Scene, a_manifest
 
 from runtime_shim import restore
@@ -38,7 +39,7 @@ def entry(key: str, source: str = "tmpfs") -> bytes:
 
 def written(folder: Path, *keys: str) -> Path:
     folder.mkdir(exist_ok=True)
-    content = b"\x54\x56\x43\x69" * 2 + b"".join(map(entry, keys))
+    content = b"\x19\x43\x56\x54\x28\x39\x56\x55" + b"".join(map(entry, keys))
     (folder / "mountpoints-12.img").write_bytes(content)
     return folder
 
@@ -61,7 +62,7 @@ def test_a_restore_tells_criu(
         draft.begin()
         draft.prepare(record)
         draft.finish(record)
-        (scene.image / "inventory.img").touch()
+        (scene.image / "inventory.img").write_bytes(INVENTORY)
         written(scene.image, OWN)
         monkeypatch.setattr(restore, "find_driver", lambda: None)
         assert scene.restore("--detach").code == 0

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from criu_images import INVENTORY
 from fakes import ID, KEY, Scene, a_manifest, wait_for
 
 from oci.chunks import Chunk, Table
@@ -442,7 +443,7 @@ def suspended(scene: Scene) -> list[int]:
     draft.begin()
     draft.prepare(record)
     draft.finish(record)
-    (scene.image / "inventory.img").write_text("inventory", "ascii")
+    (scene.image / "inventory.img").write_bytes(INVENTORY)
     return pids
 
 

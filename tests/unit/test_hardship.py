@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import CHUNK, blob_path, keep, noise
+from criu_images import INVENTORY
 from fake_podman import FakePodman
 from fake_registry import FakeRegistry, Say
 from fakes import POISON
@@ -37,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 CONNECTIONS = 8
 Run = Callable[..., tuple[int, str]]
 REF = "team/app:v1"
-RECORDS = {"config.dump": b'{"name": "w"}', "checkpoint/inventory.img": b"i", "checkpoint": None}
+RECORDS = {"config.dump": b'{"name": "w"}', "checkpoint/inventory.img": INVENTORY, "checkpoint": None}
 
 
 @pytest.fixture(autouse=True)

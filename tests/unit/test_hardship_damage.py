@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import CHUNK, blob_path, damage, keep, noise
+from criu_images import INVENTORY
 from fake_podman import FakePodman
 from fake_registry import FakeRegistry
 from fakes import POISON
@@ -33,7 +34,7 @@ from runtime_shim import settings as settings_file
 from runtime_shim.settings import Settings
 
 Run = Callable[..., tuple[int, str]]
-RECORDS = {"config.dump": b'{"name": "w"}', "checkpoint/inventory.img": b"i", "checkpoint": None}
+RECORDS = {"config.dump": b'{"name": "w"}', "checkpoint/inventory.img": INVENTORY, "checkpoint": None}
 BELONGS = {
     "manifest": "the list of what the checkpoint consists of",
     "part": "the list of what the checkpoint consists of",

@@ -124,3 +124,26 @@ def test_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
         with contextlib.suppress(OSError):
             nobody.close()
+
+
+def test_no_name_commands_a_terminal(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A process that is named by a control sequence is shown by it, in notes, errors and the caller's log."""
+    name = "\x1b]0;owned\x07\x1b[2J\r\u202e\x9b"
+    shown = r"\x1b]0;owned\x07\x1b[2J\r\u202e\x9b"
+    note(f"process 7 ({name}) waits")
+    report(GpusnapError(f"process 7 ({name}) waits", hint=f"ask {name}"), log=str(tmp_path / "log"))
+    said = capfd.readouterr().err
+    assert f"process 7 ({shown}) waits\n" in said
+    assert all(c.isprintable() or c == "\n" for c in said)
+    assert all(c.isprintable() or c == "\n" for c in (tmp_path / "log").read_text())
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_a_log_that_leads_elsewhere(tmp_path: Path, kind: str) -> None:
+    """An archive that brought a link or a FIFO where the engine has its log: neither is written to."""
+    precious = tmp_path / "precious"
+    precious.write_text("as it was")
+    path = tmp_path / "log"
+    path.symlink_to(precious) if kind == "link" else os.mkfifo(path)
+    report(GpusnapError("no"), log=str(path))
+    assert precious.read_text() == "as it was"

@@ -18,6 +18,9 @@ from fakes import POISON, a_manifest, uuid
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oci.digests import digest_of
+from oci.layout import Layout
+from oci.manifest import Index
 from runtime_shim import manifest
 from runtime_shim.draft import Draft
 from runtime_shim.errors import ImageError, ManifestError, ManifestVersion
@@ -380,14 +383,52 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, step: str) -> None:
 
 
 def test_a_link_in_the_place_of_the_draft(tmp_path: Path) -> None:
-    """A symbolic link in an image from elsewhere is not followed."""
+    """A symbolic link in an image from elsewhere is not followed, but replaced."""
     target = tmp_path / "precious"
     target.write_text("as it was", "ascii")
     folder_of(tmp_path).mkdir()
     os.symlink(target, folder_of(tmp_path) / "manifest.pending")
-    with pytest.raises(ImageError):
-        Draft(str(tmp_path)).begin()
+    Draft(str(tmp_path)).begin()
     assert target.read_text("ascii") == "as it was"
+    assert not (folder_of(tmp_path) / "manifest.pending").is_symlink()
+
+
+def with_layout(folder: Path, record: manifest.Manifest) -> Path:
+    """An image whose manifest was written beside a layout; its index."""
+    draft = Draft(str(folder))
+    draft.begin()
+    layout = Layout(folder_of(folder)).create()
+    layout.write_index(Index())
+    draft.prepare(record)
+    draft.finish(record)
+    return folder_of(folder) / "index.json"
+
+
+def test_the_digest_is_in_the_index(tmp_path: Path) -> None:
+    """The index beside a manifest names its digest; another manifest is refused, though it is a right one."""
+    index = with_layout(tmp_path, a_manifest())
+    path = folder_of(tmp_path) / "manifest.json"
+    digest = json.loads(index.read_text())["annotations"][manifest.DIGEST]
+    assert digest == digest_of(path.read_bytes())
+    assert Layout(folder_of(tmp_path)).read_index().manifests == ()
+    assert manifest.read(str(tmp_path)) == a_manifest()
+    path.write_bytes(encode(replace(a_manifest(), processes=())))
+    with pytest.raises(ManifestError, match="is not the manifest that was written with this checkpoint"):
+        manifest.read(str(tmp_path))
+
+
+def test_an_index_without_the_digest(tmp_path: Path) -> None:
+    """Checkpoints that were made before it was noted are read as ever."""
+    with_layout(tmp_path, a_manifest())
+    Layout(folder_of(tmp_path)).write_index(Index())
+    assert manifest.read(str(tmp_path)) == a_manifest()
+
+
+def test_a_name_that_stands_twice(tmp_path: Path) -> None:
+    """Which of two lists of processes counts is not left to the parser."""
+    text = encode(a_manifest()).decode().rstrip().removesuffix("}")
+    with pytest.raises(ManifestError, match="has the name 'processes' twice"):
+        manifest.decode(f'{text}, "processes": []}}'.encode(), "m")
 
 
 def test_read_refuses_what_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +437,7 @@ def test_read_refuses_what_is_too_large(tmp_path: Path, monkeypatch: pytest.Monk
     (folder_of(tmp_path) / "manifest.json").write_bytes(encode(a_manifest()))
     assert manifest.read(str(tmp_path)) == a_manifest()
     monkeypatch.setattr(manifest, "LARGEST", 100)
-    with pytest.raises(ManifestError, match="larger than"):
+    with pytest.raises(ManifestError, match="100 are allowed"):
         manifest.read(str(tmp_path))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import resource
 import subprocess
@@ -285,12 +286,29 @@ def test_no_descriptor_is_to_be_had(holders: list[Holder], tmp_path: Path) -> No
     assert holders[0].say("digest") == digest
 
 
-def test_what_the_driver_leaves_becomes_the_process_own(holders: list[Holder], tmp_path: Path) -> None:
+def test_a_file_of_that_name_on_another_disk(
+    holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's own file that is named like a staged one stays what it is, whatever its size."""
+    pid, _ = holders[0].pid, holders[0].say("map")
+    _, area = staged(pid)
+    assert transfer.give("c0ffee", {pid: [area]}) == {}
+    monkeypatch.setattr(stage, "device", lambda: "00:00")
+    before = pages._mappings(pid)
+    transfer.own("c0ffee", pid)
+    assert pages._mappings(pid) == before
+    area.close()
+
+
+def test_what_the_driver_leaves_becomes_the_process_own(
+    holders: list[Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A staged file that is mapped after the driver's restore is memory again, of which pages can go."""
     pid, digest = holders[0].pid, holders[0].say("map")
     region, area = staged(pid)
     assert transfer.give("c0ffee", {pid: [area]}) == {}
     assert [m.name for m in pages._mappings(pid) if m.start == region.start] == [area.path]
+    monkeypatch.setattr(transfer, "_PIECE", 3 * mmap.PAGESIZE)  # the bytes of it that are held at once
     transfer.own("c0ffee", pid)
     transfer.own("c0ffee", pid)
     area.close()

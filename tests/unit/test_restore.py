@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from criu_images import INVENTORY, PAGE, pagemap
 from fakes import ID, KEY, HandedOver, Scene, a_manifest, gpu, uuid, wait_for
 
 from runtime_shim import choosing, journal, keys, proc, restore, room
@@ -43,7 +44,7 @@ def image(scene: Scene, record: Manifest) -> None:
     draft.begin()
     draft.prepare(record)
     draft.finish(record)
-    (scene.image / "inventory.img").write_text("inventory", "ascii")
+    (scene.image / "inventory.img").write_bytes(INVENTORY)
 
 
 def suspended(scene: Scene, count: int = 2) -> list[int]:
@@ -228,6 +229,27 @@ def test_a_pid_file_that_cannot_be_made(scene: Scene) -> None:
     sentence = scene.restore("--pid-file", str(scene.folder / "pid")).sentence()
     assert f"the PID file {scene.folder / 'pid'} cannot be used" in sentence
     assert scene.runtime.calls("restore") == []
+
+
+def test_images_are_looked_at_before_the_runtime_is_called(scene: Scene) -> None:
+    """Pages that end before their pagemap says so would keep CRIU for ever."""
+    suspended(scene)
+    (scene.image / "pagemap-1.img").write_bytes(pagemap(1, [(0x1000, 2, 4)]))
+    (scene.image / "pages-1.img").write_bytes(bytes(PAGE))
+    assert "pages-1.img" in refused(scene)
+
+
+@pytest.mark.parametrize("name", [restore.TIMING, "restore.log", "stats-restore"])
+def test_no_link_is_followed_where_a_restore_writes(scene: Scene, name: str) -> None:
+    """The engine may have unpacked one there."""
+    suspended(scene)
+    precious = scene.folder / "precious"
+    precious.write_text("as it was", "ascii")
+    (scene.image / name).symlink_to(precious)
+    assert scene.restore("--detach").code == 0
+    assert precious.read_text("ascii") == "as it was"
+    assert not (scene.image / name).is_symlink()
+    assert (scene.image / restore.TIMING).stat().st_mode & 0o777 == 0o600
 
 
 # On other GPUs.

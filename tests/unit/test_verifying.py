@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import CHUNK, START, damage, noise, tar_of, with_memory
+from criu_images import INVENTORY
 from fakes import a_manifest
 from kept_checkpoints import an_archive, keep, keep_pages
 
@@ -31,6 +32,7 @@ def images(tmp_path: Path) -> Path:
     layout = Layout(inner).create()
     record = replace(with_memory(layout, noise(2, 1), noise(1, 2)), pages="chunks")
     (inner / "manifest.json").write_bytes(manifest.encode(record))
+    (inner.parent / "inventory.img").write_bytes(INVENTORY)
     return tmp_path / "images"
 
 
@@ -103,7 +105,13 @@ def test_without_chunks(tmp_path: Path) -> None:
     """What has no digests is no fault, as long as the archive is whole."""
     path = tmp_path / "w.tar"
     path.write_bytes(
-        tar_of({"config.dump": b"{}", "checkpoint/gpusnap/manifest.json": manifest.encode(a_manifest())})
+        tar_of(
+            {
+                "config.dump": b"{}",
+                "checkpoint/inventory.img": INVENTORY,
+                "checkpoint/gpusnap/manifest.json": manifest.encode(a_manifest()),
+            }
+        )
     )
     assert verify_one(str(path)).damaged == ()
     path.write_bytes(tar_of({"config.dump": b"{}", "checkpoint/gpusnap/manifest.json": b"{"}))

@@ -1,0 +1,66 @@
+"""CRIU's images in an archive, or in the records of a kept checkpoint: the checks that a restore makes."""
+
+from __future__ import annotations
+
+from gpusnap.archives import entries
+from oci.archive import Entry
+from oci.artifact import Artifact
+from oci.errors import ArchiveError, LayoutError
+from oci.layout import Layout
+from runtime_shim.criu.images import Checker
+from runtime_shim.errors import ImageError
+from runtime_shim.manifest import Manifest
+
+__all__ = ["Images", "records_fault"]
+
+_FOLDER = "checkpoint/"
+
+
+class Images:
+    """The images among the entries of an archive, added as these come."""
+
+    def __init__(self, where: str) -> None:
+        """`where` names the archive in messages."""
+        self._checker = Checker(where)
+        self._fault = ""
+
+    def add(self, entry: Entry) -> None:
+        """Look at an entry, and read it if it is an image. Raises ArchiveError."""
+        name = entry.name.removeprefix(_FOLDER)
+        if self._fault or not entry.name.startswith(_FOLDER) or "/" in name:
+            return
+        try:
+            if entry.content is None:
+                what = "a directory" if entry.info.isdir() else "a link"
+                self._checker.add_special(name, what)
+            else:
+                self._checker.add(name, entry.info.size, entry.content)
+        except ImageError as error:
+            self._fault = str(error)
+
+    def fault(self, record: Manifest | None) -> str:
+        """What is wrong with the first image that a restore would refuse; empty where nothing is."""
+        if self._fault:
+            return self._fault
+        for each in record.files if record is not None else ():
+            self._checker.add_size(each.name, each.table.size)
+        try:
+            self._checker.finish(record.host.architecture if record is not None else "")
+        except ImageError as error:
+            return str(error)
+        return ""
+
+
+def records_fault(artifact: Artifact, record: Manifest | None, layout: Layout) -> str:
+    """The same of the records of an artifact in a layout; empty where it has none."""
+    records = artifact.records
+    if records is None:
+        return ""
+    images = Images(f"the records {records.digest}")
+    try:
+        with layout.open_blob(records.digest, records.size) as file:
+            for entry in entries(file, where=f"the records {records.digest}"):
+                images.add(entry)
+    except (ArchiveError, LayoutError) as error:
+        return str(error)
+    return images.fault(record)

@@ -1,0 +1,209 @@
+"""CRIU's images are looked at before CRIU does: what would keep it for ever is refused by name."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from criu_images import INVENTORY, PAGE, entry, image, images, numbers, pagemap
+
+from runtime_shim.criu.images import check
+from runtime_shim.criu.messages import kind_of
+from runtime_shim.errors import ImageError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An image directory that is right, with what CRIU and the runtime leave beside images."""
+    top = tmp_path / "checkpoint"
+    top.mkdir()
+    for name, data in images().items():
+        (top / name).write_bytes(data)
+    (top / "descriptors.json").write_text("[]")
+    (top / "dump.log").write_text("log")
+    (top / "gpusnap").mkdir()
+    return top
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(ImageError) as caught:
+        check(str(folder), "x86_64")
+    assert "take another copy" in caught.value.hint
+    return str(caught.value)
+
+
+def test_right(folder: Path) -> None:
+    """A dump as CRIU writes it is accepted, and so is what somebody else has put beside it."""
+    (folder / "notes").mkdir()
+    (folder / "link").symlink_to("/nowhere")
+    check(str(folder), "x86_64")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data[:-PAGE],
+        lambda data: b"",
+        lambda data: data[: len(data) // 2],
+        lambda data: data[:-1],
+        lambda data: data + b"x" * PAGE,
+    ],
+    ids=["a page short", "empty", "half", "a byte short", "a page long"],
+)
+def test_pages_are_as_long_as_the_pagemap_says(folder: Path, change: Callable[[bytes], bytes]) -> None:
+    """Where they are not, CRIU would read at their end for ever."""
+    path = folder / "pages-1.img"
+    path.write_bytes(change(path.read_bytes()))
+    assert f"pages-1.img in {folder} has {path.stat().st_size} bytes" in refused(folder)
+
+
+def test_no_pages(folder: Path) -> None:
+    """They may be missing only where no page is said to be in them."""
+    (folder / "pages-1.img").unlink()
+    assert "pages-1.img" in refused(folder)
+    (folder / "pagemap-1.img").write_bytes(pagemap(1, [(0x1000, 4, 0)]))
+    check(str(folder), "x86_64")
+
+
+def test_pages_from_chunks(folder: Path) -> None:
+    """Those that a store has are measured by what the manifest says of them."""
+    (folder / "pages-1.img").unlink()
+    check(str(folder), "x86_64", {"pages-1.img": 3 * PAGE})
+    with pytest.raises(ImageError, match="has 4096 bytes"):
+        check(str(folder), "x86_64", {"pages-1.img": PAGE})
+
+
+@pytest.mark.parametrize("name", ["pages-1.img", "core-1.img", "descriptors.json", "mountpoints-999.img"])
+@pytest.mark.parametrize("kind", ["link", "fifo", "directory", "socket"])
+def test_every_image_is_a_regular_file(folder: Path, name: str, kind: str) -> None:
+    """A FIFO would be waited for, a link would lead anywhere: both are refused, and nothing is opened."""
+    path = folder / name
+    path.unlink(missing_ok=True)
+    if kind == "link":
+        path.symlink_to("/etc/passwd")
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(str(path))
+    text = refused(folder)
+    assert name in text
+    assert "not a regular file" in text
+
+
+@pytest.mark.parametrize("name", ["inventory.img", "core-1.img", "pagemap-1.img"])
+def test_missing(folder: Path, name: str) -> None:
+    """What CRIU cannot do without, or would take for empty."""
+    (folder / name).unlink()
+    assert f"{name} in {folder} is missing" in refused(folder)
+
+
+@pytest.mark.parametrize("name", ["inventory.img", "pstree.img", "core-1.img", "mm-1.img", "pagemap-1.img"])
+@pytest.mark.parametrize("size", [0, 3, 9, -1])
+def test_cut_short(folder: Path, name: str, size: int) -> None:
+    """An image that ends within its magic, a size, or a message."""
+    path = folder / name
+    path.write_bytes(path.read_bytes()[:size])
+    assert f"{name} in {folder} is cut short" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"\0" * 64, "does not begin as an image"),
+        (image("core", entry(b"\x0f")), "does not decode"),
+        (image("core", entry(b"\x0a\x7fshort")), "does not decode"),
+        (image("core", entry(b"\x08" + b"\xff" * 12)), "does not decode"),
+        (image("core", struct.pack("<I", 1 << 31)), "has a message of"),
+        (image("mm", entry(numbers((1, 1)))), "does not begin as an image"),
+    ],
+)
+def test_decodes(folder: Path, data: bytes, said: str) -> None:
+    """What is no message, and what is another image under that name."""
+    (folder / "core-1.img").write_bytes(data)
+    assert said in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "size"),
+    [
+        ("pipes-data", numbers((1, 9), (2, 5)), 5),
+        ("tcp-stream", numbers((1, 7), (3, 6)), 13),
+        ("ipcns-shm", numbers((2, 5)), 8),
+        ("ipcns-shm", numbers((2, 5), (3, 1)), 0),
+        ("ipcns-sem", numbers((2, 3)), 8),
+        ("ipcns-msg", numbers((3, 0)), 0),
+    ],
+)
+def test_data_behind_a_message(folder: Path, kind: str, message: bytes, size: int) -> None:
+    """It is passed over by the size that the message gives, and has to be there."""
+    path = folder / f"{kind}{'-1' if kind != 'pipes-data' else ''}.img"
+    whole = image(kind, entry(message, b"\xff" * size), entry(message, b"\xff" * size))
+    path.write_bytes(whole)
+    check(str(folder), "x86_64")
+    path.write_bytes(whole[:-1])
+    assert "is cut short" in refused(folder)
+
+
+def test_messages_of_a_queue(folder: Path) -> None:
+    """A queue's messages follow it, each rounded to eight bytes."""
+    whole = image("ipcns-msg", entry(numbers((3, 2)), entry(numbers((1, 1), (2, 5)), b"x" * 8) * 2))
+    (folder / "ipcns-msg-1.img").write_bytes(whole)
+    check(str(folder), "x86_64")
+
+
+def test_a_deleted_file(folder: Path) -> None:
+    """Its content follows as it is, or in chunks."""
+    path = folder / "ghost-file-1f.img"
+    path.write_bytes(image("ghost-file", entry(numbers((3, 0o100600)), b"anything")))
+    check(str(folder), "x86_64")
+    path.write_bytes(image("ghost-file", entry(numbers((9, 1))), entry(numbers((1, 4), (2, 0)), b"data")))
+    check(str(folder), "x86_64")
+    path.write_bytes(image("ghost-file", entry(numbers((9, 1))), entry(numbers((1, 5), (2, 0)), b"data")))
+    assert "is cut short" in refused(folder)
+
+
+def test_an_earlier_dump(folder: Path, tmp_path: Path) -> None:
+    """Pages that are in the directory of an earlier dump are looked at there."""
+    earlier = tmp_path / "earlier"
+    earlier.mkdir()
+    (earlier / "pagemap-1.img").write_bytes(pagemap(1, [(0x1000, 2, 4)]))
+    (earlier / "pages-1.img").write_bytes(bytes(2 * PAGE))
+    (folder / "parent").symlink_to("../earlier")
+    check(str(folder), "x86_64")
+    (earlier / "pages-1.img").write_bytes(bytes(PAGE))
+    assert f"pages-1.img in {earlier}" in refused(folder)
+    (earlier / "parent").symlink_to(".")
+    (earlier / "pages-1.img").write_bytes(bytes(2 * PAGE))
+    with pytest.raises(ImageError, match="earlier dumps"):
+        check(str(folder), "x86_64")
+
+
+def test_other_page_sizes(folder: Path) -> None:
+    """Of a host whose pages are larger."""
+    (folder / "pages-1.img").write_bytes(bytes(3 * 65536))
+    check(str(folder), "aarch64")
+    assert "pages-1.img" in refused(folder)
+
+
+def test_kinds() -> None:
+    """By the names that CRIU gives (criu/image-desc.c)."""
+    found = {name: kind_of(name) for name in ("signal-s-1.img", "pagemap-shmem-2.img", "ghost-file-1f.img")}
+    assert found == {
+        "signal-s-1.img": "signal-s",
+        "pagemap-shmem-2.img": "pagemap-shmem",
+        "ghost-file-1f.img": "ghost-file",
+    }
+    assert [kind_of(name) for name in ("tty-info.img", "ifaddr-9.img", "core-1", "x.img")] == [
+        "tty-info",
+        "",
+        "",
+        "",
+    ]
+    assert INVENTORY
