@@ -13,6 +13,7 @@ from fakes import Scene, a_manifest
 from runtime_shim import restore
 from runtime_shim.criu import masked
 from runtime_shim.criu.config import restore_text
+from runtime_shim.criu.view import view
 from runtime_shim.draft import Draft
 from runtime_shim.errors import ImageError
 from runtime_shim.settings import Criu
@@ -51,10 +52,14 @@ def test_another_root(tmp_path: Path) -> None:
     assert f"external mnt[{DUMPED}]:{OWN}" in restore_text(Criu(), [mount]).splitlines()
 
 
+@pytest.mark.parametrize("replaced", [{}, {"tmpfs-dev-1.tar.gz.img": b""}])
 def test_a_restore_tells_criu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    replaced: dict[str, bytes],
 ) -> None:
-    """In the configuration file that the runtime hands to CRIU."""
+    """In the configuration file that the runtime hands to CRIU, also where that reads a view of links."""
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     with Scene(tmp_path, monkeypatch, capfd) as scene:
         scene.image.mkdir()
@@ -65,6 +70,7 @@ def test_a_restore_tells_criu(
         (scene.image / "inventory.img").write_bytes(INVENTORY)
         written(scene.image, OWN)
         monkeypatch.setattr(restore, "find_driver", lambda: None)
+        monkeypatch.setattr(restore, "view", lambda images, *_: view(images, replaced))
         assert scene.restore("--detach").code == 0
         assert f"external mnt[{OWN}]:{DUMPED}\n" in scene.runtime.criu_config()
 
