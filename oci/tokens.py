@@ -190,7 +190,7 @@ class Tokens:
             value, seconds = None, None
         if not isinstance(value, str) or not _TOKEN.fullmatch(value):
             raise RegistryError(f"the token service {where} of {self._registry} answered without a token")
-        # NaN is not larger than anything, and an integer may be too large for a float.
+        # An integer may be too large for a float.
         given = isinstance(seconds, int | float) and seconds > _SHORTEST
         return value, float(min(seconds, _FOREVER)) if given else _SHORTEST
 

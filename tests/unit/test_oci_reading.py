@@ -334,6 +334,7 @@ def test_ceiling(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_descriptor_is_left(layout: Layout) -> None:
     """Whether it went well or not, no descriptor stays open."""
     tables = save(layout, MIXED)
+    layout.close()  # what was written stays open until it is durable
     before = len(os.listdir("/proc/self/fd"))
     load(layout, tables)
     path_of(layout, tables[0].chunks[0]).unlink()
@@ -343,4 +344,5 @@ def test_no_descriptor_is_left(layout: Layout) -> None:
     layout.add_blob(MIXED[:PAGE])
     with pytest.raises(OciError):
         load(layout, (Table(PAGE, (wrong,)),))
+    layout.close()
     assert len(os.listdir("/proc/self/fd")) == before

@@ -215,14 +215,28 @@ def test_a_realm_of_two_meanings(realm: str) -> None:
         tokens.after("", f'Bearer realm="{quoted}",service="s"', ("repository:a:pull",))
 
 
-@pytest.mark.parametrize("seconds", ["1" + "0" * 400, "1e999", "NaN", "Infinity", "-1", "true", '"60"'])
-def test_odd_times(registry: FakeRegistry, seconds: str) -> None:
-    """However long a token is said to serve, it serves now."""
+def serving(registry: FakeRegistry, seconds: str) -> str:
+    """What a token that serves so long is given for."""
     answer = b'{"token":"words","expires_in":%s}' % seconds.encode()
     registry.rule("GET", "^/token", Say(200, {}, answer))
     registry.tokens["words"] = "repository:a:pull"
     pool = make_pool()
     tokens = Tokens("r", pool, plain_http=True)
     challenge = f'Bearer realm="http://{registry.host}/token",service="fake"'
-    assert tokens.after("", challenge, ("repository:a:pull",)) == "Bearer words"
-    pool.clear()
+    try:
+        return tokens.after("", challenge, ("repository:a:pull",))
+    finally:
+        pool.clear()
+
+
+@pytest.mark.parametrize("seconds", ["1" + "0" * 400, "-1", "true", '"60"'])
+def test_odd_times(registry: FakeRegistry, seconds: str) -> None:
+    """However long a token is said to serve, it serves now."""
+    assert serving(registry, seconds) == "Bearer words"
+
+
+@pytest.mark.parametrize("seconds", ["1e999", "NaN", "Infinity"])
+def test_times_that_are_no_json(registry: FakeRegistry, seconds: str) -> None:
+    """Such an answer is none."""
+    with pytest.raises(RegistryError, match="answered without a token"):
+        serving(registry, seconds)
