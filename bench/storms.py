@@ -22,6 +22,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -147,11 +148,16 @@ def on_hardware(machine: realhost.Machine) -> Start:
 
 def storm(
     runtime: str, kind: str, way: str, rounds: int, threads: int, disturbed: bool, start: Start
-) -> tuple[Counter[str], Counter[str]]:
-    """So many rounds of one container: how they ended, and what was said by those that failed."""
+) -> tuple[Counter[str], Counter[str], dict[str, float]]:
+    """So many rounds of one container: how they ended, what those said that failed, and the longest steps.
+
+    These are medians in seconds, of steps that took a tenth of a second or more.
+    """
+    steps: dict[str, list[float]] = {}
     shimhost.write_settings(f'runtime = "{runtime}"\n[nvidia]\nlock-timeout = 20.0\n')
     counts: Counter[str] = Counter()
     said: Counter[str] = Counter()
+    podman("rm", "--force", "--time", "0", NAME)  # an earlier one that was killed
     container = start(kind, threads)
     try:
         with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
@@ -159,12 +165,20 @@ def storm(
                 done = one_round(container, way, Path(name), disturbed)
                 counts["good" if done.code == 0 else "failed"] += 1
                 counts["helped"] += "times threads were let run" in done.err
+                _add_steps(steps, Path(name, "image"))
                 if done.code:
                     said[(done.err.strip().splitlines() or ["nothing"])[-1][:300]] += 1
                 container.goes_on(more=2)
     finally:
         podman("rm", "--force", "--time", "0", NAME)
-    return counts, said
+    found = {name: round(statistics.median(seconds), 2) for name, seconds in steps.items()}
+    return counts, said, {name: seconds for name, seconds in found.items() if seconds >= 0.1}
+
+
+def _add_steps(steps: dict[str, list[float]], image: Path) -> None:
+    with suppress(OSError, ValueError):
+        for step in json.loads((image / "gpusnap/manifest.json").read_text())["timing"]:
+            steps.setdefault(step["step"], []).append(step["seconds"])
 
 
 def options() -> argparse.Namespace:
@@ -192,9 +206,12 @@ def run_all(given: argparse.Namespace, start: Start) -> int:
         for way in given.ways.split(","):
             for kind in given.kinds.split(","):
                 begun = time.monotonic()
-                counts, said = storm(runtime, kind, way, given.rounds, given.threads, given.signals, start)
+                counts, said, steps = storm(
+                    runtime, kind, way, given.rounds, given.threads, given.signals, start
+                )
                 seconds = round((time.monotonic() - begun) / given.rounds, 2)
-                rows.append({"runtime": runtime, "way": way, "kind": kind, **counts, "seconds": seconds})
+                row = {"runtime": runtime, "way": way, "kind": kind, **counts, "seconds": seconds}
+                rows.append({**row, "steps": steps})
                 bad += counts["failed"]
                 print(rows[-1], *said.items(), sep="\n  ", flush=True)
                 if given.json:
