@@ -116,18 +116,30 @@ def _answer(args: list[str]) -> int:
 
             return checkpoint_or_restore(args)
         args = line
-    real = locate.find(locate.setting())
+    names = locate.preferred(_given(args, at).get("root", ""), args[at:])
+    real = locate.find(locate.setting(), names)
     return _version(real, args) if whose == VERSION else locate.become(real, args)
+
+
+def _given(args: list[str], command: int) -> dict[str, str]:
+    """The values of the global options of a line whose command stands at `command`; the last one counts."""
+    found: dict[str, str] = {}
+    at = 0
+    while at < command and args[at] != "--":
+        name, equals, value = args[at].removeprefix("-").removeprefix("-").partition("=")
+        at += 1
+        if not equals and _takes_next(name, args[at : at + 1]):
+            value = "".join(args[at : at + 1])
+            at += 1
+        if name in GLOBAL_VALUES:
+            found[name] = value
+    return found
 
 
 def _log_options(args: list[str]) -> dict[str, str]:
     """--log and --log-format of a line that may be wrong otherwise, for log.report()."""
-    found: dict[str, str] = {}
-    for at, word in enumerate(args[: classify(args)[1]]):
-        name, equals, value = word.removeprefix("-").removeprefix("-").partition("=")
-        if word.startswith("-") and name in ("log", "log-format"):
-            found[name.replace("-", "_")] = value if equals else "".join(args[at + 1 : at + 2])
-    return found
+    given = _given(args, classify(args)[1])
+    return {name.replace("-", "_"): given[name] for name in ("log", "log-format") if name in given}
 
 
 def main() -> int:

@@ -14,14 +14,17 @@ from runtime_shim.errors import RuntimeFailed, SettingsError, reason
 
 TYPE_CHECKING = False  # not typing's, whose import takes longer than all of this module
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import NoReturn
 
 __all__ = [
     "LAUNCHER_VARIABLE",
+    "RUNC_ROOTS",
     "SYSTEM_DIRECTORIES",
     "become",
     "environment",
     "find",
+    "preferred",
     "setting",
     "take_launcher",
 ]
@@ -46,7 +49,14 @@ SYSTEM_DIRECTORIES = (
 """Searched after PATH, of which Podman and containerd may give little: Podman's own places for crun and runc
 (containers-common, pkg/config/default.go) and libexec."""
 
-_NAMES = ("crun", "runc")
+RUNC_ROOTS = ("/run/containerd/runc", "/run/crio-gpusnap")
+"""Values of --root, or directories above it, with which runc is looked for before crun, because crun restores
+less under CRI: of containerd's shim, which adds its namespace (containerd, RuncRoot of
+cmd/containerd-shim-runc-v2), and of CRI-O with the handler that `gpusnap install` writes."""
+
+# Each with the file by which it knows a container: --root, then the container's ID, then this.
+# (crun src/libcrun/status.c, get_state_directory_status_file; runc libcontainer/factory_linux.go.)
+_STATES = {"crun": "status", "runc": "state.json"}
 _own_files = [os.path.abspath(sys.argv[0])] if sys.argv and sys.argv[0] else []
 
 
@@ -80,16 +90,35 @@ def setting(path: str | None = None) -> str:
     return value
 
 
-def find(name_or_path: str | None = None) -> str:
+def preferred(root: str = "", words: Sequence[str] = ()) -> tuple[str, ...]:
+    """The names of crun and runc, in the order in which they are looked for without the setting `runtime`.
+
+    `root` is the value of --root, "" without it; `words` are the command and what follows it, among which is
+    the container's ID. A container stays with the runtime that created it, since neither reads the other's
+    state. Otherwise runc is first below RUNC_ROOTS, and for `features` without a root, which only containerd,
+    CRI-O and Docker ask.
+    """
+    runc = any(root == each or root.startswith(f"{each}/") for each in RUNC_ROOTS)
+    names = ("runc", "crun") if runc or (not root and words[:1] == ["features"]) else ("crun", "runc")
+    for word in words if root else ():
+        if word in ("", ".", "..") or word.startswith("-") or "/" in word:
+            continue
+        for name in names:
+            if os.path.exists(f"{root}/{word}/{_STATES[name]}"):
+                return (name, *(each for each in names if each != name))
+    return names
+
+
+def find(name_or_path: str | None = None, names: Sequence[str] | None = None) -> str:
     """The path of the real runtime, as given or by name on PATH and in SYSTEM_DIRECTORIES; never ourselves.
 
-    Without a name the first of crun and runc. Relative directories on PATH are passed over: this runs as
-    root. Raises SettingsError where the one that was asked for is not there, RuntimeFailed where there is
-    none at all.
+    Without a name the first of `names`, which are those of `preferred`. Relative directories on PATH are
+    passed over: this runs as root. Raises SettingsError where the one that was asked for is not there,
+    RuntimeFailed where there is none at all.
     """
     if name_or_path and name_or_path.startswith("/"):
         return _checked(name_or_path)
-    names = (name_or_path,) if name_or_path else _NAMES
+    names = (name_or_path,) if name_or_path else names or preferred()
     on_path = (place for place in os.environ.get("PATH", "").split(":") if place.startswith("/"))
     places = (*on_path, *SYSTEM_DIRECTORIES)
     for name in names:

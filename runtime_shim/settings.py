@@ -130,7 +130,8 @@ class Settings:
     """All settings, with their defaults."""
 
     runtime: str = ""
-    """The real runtime, a name or an absolute path; empty: crun, or else runc."""
+    """The real runtime, a name or an absolute path; empty: the one that created the container, else crun
+    before runc, and under containerd and CRI-O runc before crun."""
     retries: int = 3
     """How often a dump is tried again when a process began to use a GPU meanwhile."""
     gpu_map: GpuMap = ()

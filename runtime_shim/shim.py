@@ -32,7 +32,8 @@ def main(argv: list[str]) -> int:
     try:
         call = parse(argv)
         settings = load()
-        real = identify(find(settings.runtime or None))
+        names = locate.preferred(call.globals.root or "", [call.container_id])
+        real = identify(find(settings.runtime or None, names))
         if isinstance(call, CheckpointCall):
             return _checkpoint(call, real, settings)
         return _restore(call, real, settings)

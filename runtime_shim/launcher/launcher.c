@@ -12,6 +12,7 @@
  */
 #include "kernel.h"
 #include "lookup.h"
+#include "preference.h"
 #include "settings.h"
 #include "text.h"
 
@@ -101,16 +102,18 @@ static char **with_launcher_variable(char **envp)
 }
 
 /* The real runtime's path, in `path`; false when Python has to look for it. */
-static int find_real_runtime(char **envp, char *path)
+static int find_real_runtime(int argc, char **argv, char **envp, char *path)
 {
     static char name[PATH_SIZE];
+    const struct runtime *order[2];
     struct self self;
 
     if (!know_self(&self))
         return 0;
     switch (runtime_setting(SETTINGS_FILE, name, sizeof(name))) {
     case SETTING_ABSENT:
-        return find_by_name("crun", envp, &self, path) || find_by_name("runc", envp, &self, path);
+        prefer(argc, argv, global_values, order);
+        return find_by_name(order[0]->name, envp, &self, path) || find_by_name(order[1]->name, envp, &self, path);
     case SETTING_FOUND:
         if (name[0] == '/')
             return join(path, PATH_SIZE, "", name) && is_runtime(path, &self);
@@ -159,7 +162,7 @@ static int run(int argc, char **argv, char **envp)
     static char *bare[] = {PYTHON_ENTRY, NULL};
 
     drop_launcher_variable(envp);
-    if (argc > 0 && is_for_the_real_runtime(argc, argv) && find_real_runtime(envp, path)) {
+    if (argc > 0 && is_for_the_real_runtime(argc, argv) && find_real_runtime(argc, argv, envp, path)) {
         argv[0] = path;
         execute(path, argv, envp);
         /* Not a program after all: Python says what is wrong with it. */

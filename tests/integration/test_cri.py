@@ -232,6 +232,45 @@ def test_python_starts_for_a_checkpoint_alone(pod: Pod, base: str, tmp_path: Pat
         assert [" checkpoint " in line for line in starts()] == [True]
 
 
+@pytest.fixture
+def no_setting(real: str) -> Iterator[None]:
+    """No setting `runtime` in the test, and the fixture's own after it."""
+    shimhost.write_settings("")
+    yield
+    shimhost.write_settings(f'runtime = "{real}"\n')
+
+
+@pytest.fixture
+def crun_of_old(real: str, pod: Pod, base: str) -> PodContainer:
+    """A container that crun runs in the pod, as gpusnap chose before it preferred runc."""
+    shimhost.write_settings('runtime = "crun"\n')
+    found = pod.create("old", base, *WORK)
+    found.start()
+    found.goes_on()
+    return found
+
+
+@RUNC
+def test_runc_without_a_setting(
+    pod: Pod, base: str, crun_of_old: PodContainer, no_setting: None, tmp_path: Path
+) -> None:
+    """runc runs what is new, crun has been installed beside it; and each keeps its containers to their end."""
+    states = Path("/run/containerd/runc/k8s.io")
+    work = pod.create("work", base, *WORK)
+    assert (states / work.id / "state.json").exists()
+    assert (states / crun_of_old.id / "status").exists()
+    work.start()
+    for name, each in (("runc", work), ("crun", crun_of_old)):
+        each.goes_on()
+        each.checkpoint(tmp_path / f"{name}.tar")
+        each.goes_on()
+        assert manifest(tmp_path / f"{name}.tar")["host"]["runtime"]["name"] == name
+        each.remove()
+    # And what crun dumped comes back under runc.
+    again = restored(pod, tmp_path / "crun.tar", attempt=1)
+    assert (states / again.id / "state.json").exists()
+
+
 @RUNC
 def test_without_gpu(pod: Pod, base: str, tmp_path: Path) -> None:
     """A container without a GPU under the same handler is the real runtime's."""

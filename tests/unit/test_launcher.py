@@ -105,6 +105,7 @@ def test_the_same_lists() -> None:
     assert strings_of("global_flags") == entry.GLOBAL_FLAGS
     assert strings_of("help_options") == HELP
     assert strings_of("system_directories") == locate.SYSTEM_DIRECTORIES
+    assert strings_of("runc_roots") == locate.RUNC_ROOTS
 
 
 @pytest.mark.parametrize("args", lines.PASS.values(), ids=lines.PASS)
@@ -118,6 +119,69 @@ OTHERS = lines.OURS | lines.VERSION | lines.UNCERTAIN
 @pytest.mark.parametrize("args", OTHERS.values(), ids=OTHERS)
 def test_leaves_to_python(launcher: Launcher, args: list[str]) -> None:
     assert launcher.run(*args) == ["python", str(launcher.program), *args]
+
+
+_CRI = "--root /run/containerd/runc/k8s.io --log /l --log-format json --systemd-cgroup"
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        (f"{_CRI} state x", "runc"),
+        (f"{_CRI} -- kill x 9", "runc"),
+        ("--root=/run/containerd/runc/default delete --force x", "runc"),
+        ("-root=/run/crio-gpusnap create --bundle /b x", "runc"),
+        ("--root /run/containerd/runc --root /r state x", "crun"),
+        ("--log --root --cgroup-manager=/run/containerd/runc state x", "crun"),
+        ("--root /run/containerd/runcs state x", "crun"),
+        ("state --root /run/containerd/runc", "crun"),
+        ("features", "runc"),
+        ("--root /r features", "crun"),
+        ("--root", "crun"),
+        ("state x", "crun"),
+    ],
+)
+def test_runc_is_preferred_under_cri(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, line: str, name: str
+) -> None:
+    launcher.write(launcher.bin / "runc", _REAL)
+    args = line.split()
+    assert launcher.run(*args)[:2] == ["real", str(launcher.bin / name)]
+    assert python_finds(launcher, monkeypatch, args) == str(launcher.bin / name)
+
+
+def python_finds(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, args: list[str]) -> str:
+    """What the Python entry would become."""
+    monkeypatch.setattr(locate, "SETTINGS_FILE", str(launcher.settings))
+    monkeypatch.setattr(locate, "_own_files", [str(launcher.program)])
+    monkeypatch.setenv("PATH", str(launcher.bin))
+    became = list[str]()
+    monkeypatch.setattr(locate, "become", lambda path, words: became.append(path))
+    monkeypatch.setattr("sys.argv", ["gpusnap-runtime", *args])
+    entry.main()
+    return became[0]
+
+
+@pytest.mark.parametrize("first", ["--root={}", "--root={}/"])
+def test_a_container_stays_with_its_runtime(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first: str
+) -> None:
+    launcher.write(launcher.bin / "runc", _REAL)
+    for word, state in (("old", "status"), ("new", "state.json")):
+        (tmp_path / word).mkdir()
+        (tmp_path / word / state).touch()
+    for words, name in (
+        (["state", "new"], "runc"),
+        (["kill", "--all", "new", "9"], "runc"),
+        (["exec", "--process", "/old", "new"], "runc"),
+        (["state", "old"], "crun"),
+        (["state", "../" + tmp_path.name + "/new"], "crun"),
+        (["state", "-new"], "crun"),
+        (["list"], "crun"),
+    ):
+        args = [first.format(tmp_path), *words]
+        assert launcher.run(*args)[:2] == ["real", str(launcher.bin / name)]
+        assert python_finds(launcher, monkeypatch, args) == str(launcher.bin / name)
 
 
 _PARTS = [

@@ -104,6 +104,53 @@ def test_crun_before_runc_and_path_before_system(own: Path, tmp_path: Path) -> N
     assert real.find(str(system)) == system
 
 
+CRUN_FIRST, RUNC_FIRST = ("crun", "runc"), ("runc", "crun")
+
+
+@pytest.mark.parametrize(
+    ("root", "words", "names"),
+    [
+        ("", ["state", "x"], CRUN_FIRST),
+        ("/run/crun", ["state", "x"], CRUN_FIRST),
+        ("/run/containerd/runc", ["state", "x"], RUNC_FIRST),
+        ("/run/containerd/runc/k8s.io", ["create", "--bundle", "/b", "x"], RUNC_FIRST),
+        ("/run/containerd/runcs/k8s.io", ["state", "x"], CRUN_FIRST),
+        ("/run/crio-gpusnap", ["state", "x"], RUNC_FIRST),
+        ("", ["features"], RUNC_FIRST),
+        ("/run/crun", ["features"], CRUN_FIRST),
+        ("", [], CRUN_FIRST),
+    ],
+)
+def test_runc_is_preferred_under_cri(root: str, words: list[str], names: tuple[str, ...]) -> None:
+    assert locate.preferred(root, words) == names
+
+
+def test_a_container_stays_with_its_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upgrade, or a runc that is installed later, changes what is preferred, and not its runtime."""
+    monkeypatch.setattr(locate, "RUNC_ROOTS", (str(tmp_path),))
+    root = str(tmp_path / "k8s.io")
+    for word, state in (("old", "status"), ("new", "state.json")):
+        (tmp_path / "k8s.io" / word).mkdir(parents=True)
+        (tmp_path / "k8s.io" / word / state).touch()
+    assert locate.preferred(root, ["kill", "--all", "old", "9"]) == CRUN_FIRST
+    assert locate.preferred(root, ["exec", "--process", "/p.json", "old"]) == CRUN_FIRST
+    assert locate.preferred(root, ["kill", "new", "9"]) == RUNC_FIRST
+    assert locate.preferred(root, ["create", "another"]) == RUNC_FIRST
+    for word in ("-old", "../k8s.io/old", ".", "..", ""):
+        assert locate.preferred(root, ["state", word]) == RUNC_FIRST
+    monkeypatch.setattr(locate, "RUNC_ROOTS", ())
+    assert locate.preferred(root, ["state", "new"]) == RUNC_FIRST
+    assert locate.preferred(root, ["state", "old"]) == CRUN_FIRST
+
+
+def test_the_preferred_one_first(own: Path, tmp_path: Path) -> None:
+    crun = program(tmp_path / "a" / "crun")
+    assert real.find(None, RUNC_FIRST) == crun
+    runc = program(tmp_path / "b" / "runc")
+    assert real.find(None, RUNC_FIRST) == runc
+    assert real.find("crun", RUNC_FIRST) == crun
+
+
 WAYS: dict[str, Callable[[Path, Path], object]] = {
     "symlink": os.symlink,
     "hard link": os.link,
