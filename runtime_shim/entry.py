@@ -116,8 +116,7 @@ def _answer(args: list[str]) -> int:
 
             return checkpoint_or_restore(args)
         args = line
-    names = locate.preferred(_given(args, at).get("root", ""), args[at:])
-    real = locate.find(locate.setting(), names)
+    real = locate.find(locate.setting(), root=_given(args, at).get("root", ""), words=args[at:])
     return _version(real, args) if whose == VERSION else locate.become(real, args)
 
 

@@ -24,7 +24,6 @@ __all__ = [
     "become",
     "environment",
     "find",
-    "preferred",
     "setting",
     "take_launcher",
 ]
@@ -90,42 +89,28 @@ def setting(path: str | None = None) -> str:
     return value
 
 
-def preferred(root: str = "", words: Sequence[str] = ()) -> tuple[str, ...]:
-    """The names of crun and runc, in the order in which they are looked for without the setting `runtime`.
-
-    `root` is the value of --root, "" without it; `words` are the command and what follows it, among which is
-    the container's ID. A container stays with the runtime that created it, since neither reads the other's
-    state. Otherwise runc is first below RUNC_ROOTS, and for `features` without a root, which only containerd,
-    CRI-O and Docker ask.
-    """
-    runc = any(root == each or root.startswith(f"{each}/") for each in RUNC_ROOTS)
-    names = ("runc", "crun") if runc or (not root and words[:1] == ["features"]) else ("crun", "runc")
-    for word in words if root else ():
-        if word in ("", ".", "..") or word.startswith("-") or "/" in word:
-            continue
-        for name in names:
-            if os.path.exists(f"{root}/{word}/{_STATES[name]}"):
-                return (name, *(each for each in names if each != name))
-    return names
-
-
-def find(name_or_path: str | None = None, names: Sequence[str] | None = None) -> str:
+def find(name_or_path: str | None = None, *, root: str = "", words: Sequence[str] = ()) -> str:
     """The path of the real runtime, as given or by name on PATH and in SYSTEM_DIRECTORIES; never ourselves.
 
-    Without a name the first of `names`, which are those of `preferred`. Relative directories on PATH are
-    passed over: this runs as root. Raises SettingsError where the one that was asked for is not there,
-    RuntimeFailed where there is none at all.
+    `root` is the value of --root, "" without it; `words` are the command and what follows it, among which is
+    the container's ID. A container stays with the one of crun and runc that created it, whatever is given,
+    since neither reads the other's state. Without a name the first of `_preferred`. Relative directories on
+    PATH are passed over: this runs as root. Raises SettingsError where the one that was asked for is not
+    there, RuntimeFailed where there is none at all.
     """
+    names = _preferred(root, words)
+    created = _creator(root, words, names)
+    if created and name_or_path:
+        # Another runtime, such as a wrapper of one of the two, knows its own.
+        if os.path.basename(name_or_path) in _STATES and os.path.basename(name_or_path) != created:
+            name_or_path = _search(created) or name_or_path
+    elif created:
+        names = (created, *(each for each in names if each != created))
     if name_or_path and name_or_path.startswith("/"):
         return _checked(name_or_path)
-    names = (name_or_path,) if name_or_path else names or preferred()
-    on_path = (place for place in os.environ.get("PATH", "").split(":") if place.startswith("/"))
-    places = (*on_path, *SYSTEM_DIRECTORIES)
-    for name in names:
-        for place in places:
-            path = f"{place}/{name}"
-            if _is_program(path) and not _is_own(path):
-                return path
+    for name in (name_or_path,) if name_or_path else names:
+        if path := _search(name):
+            return path
     searched = "on PATH and in " + ", ".join(SYSTEM_DIRECTORIES)
     if name_or_path:
         raise SettingsError(
@@ -137,6 +122,34 @@ def find(name_or_path: str | None = None, names: Sequence[str] | None = None) ->
         hint=f"install one of them, or set runtime in {SETTINGS_FILE}",
         exit_code=127,
     )
+
+
+def _preferred(root: str, words: Sequence[str]) -> tuple[str, ...]:
+    """The names of crun and runc, in the order in which they are looked for without the setting `runtime`.
+
+    runc is first below RUNC_ROOTS, and for `features` without a root, which only containerd, CRI-O and Docker
+    ask.
+    """
+    runc = any(root == each or root.startswith(f"{each}/") for each in RUNC_ROOTS)
+    return ("runc", "crun") if runc or (not root and words[:1] == ["features"]) else ("crun", "runc")
+
+
+def _creator(root: str, words: Sequence[str], names: Sequence[str]) -> str:
+    """Which of `names` has created a container whose ID is among the words; "" where none has."""
+    for word in words if root else ():
+        if word in ("", ".", "..") or word.startswith("-") or "/" in word:
+            continue
+        for name in names:
+            if os.path.exists(f"{root}/{word}/{_STATES[name]}"):
+                return name
+    return ""
+
+
+def _search(name: str) -> str:
+    """The path of a runtime by its name; "" where it is nowhere."""
+    on_path = (place for place in os.environ.get("PATH", "").split(":") if place.startswith("/"))
+    paths = (f"{place}/{name}" for place in (*on_path, *SYSTEM_DIRECTORIES))
+    return next((path for path in paths if _is_program(path) and not _is_own(path)), "")
 
 
 def _checked(path: str) -> str:

@@ -48,9 +48,9 @@ class RealRuntime:
         return self.kind != "crun" or "CRIU" in self.features
 
 
-def find(name_or_path: str | None = None, names: Sequence[str] | None = None) -> Path:
-    """The real runtime by the setting `runtime`, or without one the first of `names`; see locate.find."""
-    return Path(locate.find(name_or_path or None, names))
+def find(name_or_path: str | None = None, *, root: str = "", words: Sequence[str] = ()) -> Path:
+    """The real runtime by the setting `runtime`, or without one crun or runc; see locate.find."""
+    return Path(locate.find(name_or_path or None, root=root, words=words))
 
 
 def identify(path: Path) -> RealRuntime:

@@ -32,8 +32,7 @@ def main(argv: list[str]) -> int:
     try:
         call = parse(argv)
         settings = load()
-        names = locate.preferred(call.globals.root or "", [call.container_id])
-        real = identify(find(settings.runtime or None, names))
+        real = identify(find(settings.runtime, root=call.globals.root or "", words=[call.container_id]))
         if isinstance(call, CheckpointCall):
             return _checkpoint(call, real, settings)
         return _restore(call, real, settings)

@@ -105,16 +105,18 @@ static char **with_launcher_variable(char **envp)
 static int find_real_runtime(int argc, char **argv, char **envp, char *path)
 {
     static char name[PATH_SIZE];
-    const struct runtime *order[2];
+    const struct preference wanted = preference(argc, argv, global_values);
     struct self self;
 
     if (!know_self(&self))
         return 0;
     switch (runtime_setting(SETTINGS_FILE, name, sizeof(name))) {
     case SETTING_ABSENT:
-        prefer(argc, argv, global_values, order);
-        return find_by_name(order[0]->name, envp, &self, path) || find_by_name(order[1]->name, envp, &self, path);
+        return find_by_name(wanted.first->name, envp, &self, path) ||
+               find_by_name(wanted.second->name, envp, &self, path);
     case SETTING_FOUND:
+        if (contradicts(name, wanted.created) && find_by_name(wanted.created->name, envp, &self, path))
+            return 1;
         if (name[0] == '/')
             return join(path, PATH_SIZE, "", name) && is_runtime(path, &self);
         return find_by_name(name, envp, &self, path);

@@ -1,4 +1,4 @@
-/* Which of crun and runc is looked for first, without the setting `runtime`: as preferred() in runtime_shim/locate.py. */
+/* Which of crun and runc is looked for first, and which has created a container: as find() in runtime_shim/locate.py. */
 #ifndef GPUSNAP_PREFERENCE_H
 #define GPUSNAP_PREFERENCE_H
 
@@ -68,29 +68,44 @@ static int is_name(const char *word)
            word[length_before(word, '/')] == '\0';
 }
 
-/* The two runtimes, the preferred one first. */
-static void prefer(int argc, char **argv, const char *const *values, const struct runtime *order[2])
+struct preference {
+    const struct runtime *first, *second;
+    /* The one of them that has created a container whose ID is in the line; NULL where none has. */
+    const struct runtime *created;
+};
+
+static struct preference preference(int argc, char **argv, const char *const *values)
 {
     const char *root;
     const int command = find_command(argc, argv, values, &root);
     const int asks_for_features = root[0] == '\0' && command < argc && same(argv[command], "features");
-    const int runc_first = is_below_runc_root(root) || asks_for_features;
+    struct preference found = {&crun, &runc, NULL};
 
-    order[0] = runc_first ? &runc : &crun;
-    order[1] = runc_first ? &crun : &runc;
-    for (int i = command; root[0] != '\0' && i < argc; i++) {
-        if (!is_name(argv[i]))
-            continue;
-        if (has_container(root, argv[i], order[0]))
-            return;
-        if (has_container(root, argv[i], order[1])) {
-            const struct runtime *other = order[0];
-
-            order[0] = order[1];
-            order[1] = other;
-            return;
-        }
+    if (is_below_runc_root(root) || asks_for_features) {
+        found.first = &runc;
+        found.second = &crun;
     }
+    for (int i = command; root[0] != '\0' && found.created == NULL && i < argc; i++)
+        if (is_name(argv[i]))
+            found.created = has_container(root, argv[i], found.first)    ? found.first
+                            : has_container(root, argv[i], found.second) ? found.second
+                                                                         : NULL;
+    if (found.created == found.second) {
+        found.second = found.first;
+        found.first = found.created;
+    }
+    return found;
+}
+
+/* Whether a setting names the other one of the two than that which created the container. */
+static int contradicts(const char *setting, const struct runtime *created)
+{
+    const char *name = setting;
+
+    for (const char *at = setting; *at != '\0'; at++)
+        if (*at == '/')
+            name = at + 1;
+    return created != NULL && !same(name, created->name) && (same(name, crun.name) || same(name, runc.name));
 }
 
 #endif

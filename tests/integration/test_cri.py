@@ -254,12 +254,12 @@ def crun_of_old(real: str, pod: Pod, base: str) -> PodContainer:
 def test_runc_without_a_setting(
     pod: Pod, base: str, crun_of_old: PodContainer, no_setting: None, tmp_path: Path
 ) -> None:
-    """runc runs what is new, crun has been installed beside it; and each keeps its containers to their end."""
+    """runc runs what is new, with a crun beside it; and each keeps its containers to their end."""
     states = Path("/run/containerd/runc/k8s.io")
     work = pod.create("work", base, *WORK)
+    work.start()
     assert (states / work.id / "state.json").exists()
     assert (states / crun_of_old.id / "status").exists()
-    work.start()
     for name, each in (("runc", work), ("crun", crun_of_old)):
         each.goes_on()
         each.checkpoint(tmp_path / f"{name}.tar")

@@ -162,26 +162,31 @@ def python_finds(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, args: list
     return became[0]
 
 
-@pytest.mark.parametrize("first", ["--root={}", "--root={}/"])
+@pytest.mark.parametrize("setting", ["", "crun", "runc", "{}/crun", "{}/runc", "wrapper"])
 def test_a_container_stays_with_its_runtime(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first: str
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: str
 ) -> None:
-    launcher.write(launcher.bin / "runc", _REAL)
+    for name in ("runc", "wrapper"):
+        launcher.write(launcher.bin / name, _REAL)
+    if setting:
+        launcher.settings.write_text(f'runtime = "{setting.format(launcher.bin)}"\n')
     for word, state in (("old", "status"), ("new", "state.json")):
         (tmp_path / word).mkdir()
         (tmp_path / word / state).touch()
+    otherwise = Path(setting).name or "crun"
     for words, name in (
         (["state", "new"], "runc"),
         (["kill", "--all", "new", "9"], "runc"),
         (["exec", "--process", "/old", "new"], "runc"),
         (["state", "old"], "crun"),
-        (["state", "../" + tmp_path.name + "/new"], "crun"),
-        (["state", "-new"], "crun"),
-        (["list"], "crun"),
+        (["state", f"../{tmp_path.name}/new"], otherwise),
+        (["state", "-new"], otherwise),
+        (["list"], otherwise),
     ):
-        args = [first.format(tmp_path), *words]
-        assert launcher.run(*args)[:2] == ["real", str(launcher.bin / name)]
-        assert python_finds(launcher, monkeypatch, args) == str(launcher.bin / name)
+        args = [f"--root={tmp_path}", *words]
+        found = str(launcher.bin / (name if setting != "wrapper" else setting))
+        assert launcher.run(*args, path=str(launcher.bin))[:2] == ["real", found]
+        assert python_finds(launcher, monkeypatch, args) == found
 
 
 _PARTS = [

@@ -104,51 +104,59 @@ def test_crun_before_runc_and_path_before_system(own: Path, tmp_path: Path) -> N
     assert real.find(str(system)) == system
 
 
-CRUN_FIRST, RUNC_FIRST = ("crun", "runc"), ("runc", "crun")
+@pytest.fixture
+def both(own: Path, tmp_path: Path) -> Path:
+    """A folder with a crun and a runc, on PATH."""
+    program(tmp_path / "a" / "crun")
+    program(tmp_path / "a" / "runc")
+    return tmp_path / "a"
 
 
 @pytest.mark.parametrize(
-    ("root", "words", "names"),
+    ("root", "words", "name"),
     [
-        ("", ["state", "x"], CRUN_FIRST),
-        ("/run/crun", ["state", "x"], CRUN_FIRST),
-        ("/run/containerd/runc", ["state", "x"], RUNC_FIRST),
-        ("/run/containerd/runc/k8s.io", ["create", "--bundle", "/b", "x"], RUNC_FIRST),
-        ("/run/containerd/runcs/k8s.io", ["state", "x"], CRUN_FIRST),
-        ("/run/crio-gpusnap", ["state", "x"], RUNC_FIRST),
-        ("", ["features"], RUNC_FIRST),
-        ("/run/crun", ["features"], CRUN_FIRST),
-        ("", [], CRUN_FIRST),
+        ("", ["state", "x"], "crun"),
+        ("/run/crun", ["state", "x"], "crun"),
+        ("/run/containerd/runc", ["state", "x"], "runc"),
+        ("/run/containerd/runc/k8s.io", ["create", "--bundle", "/b", "x"], "runc"),
+        ("/run/containerd/runcs/k8s.io", ["state", "x"], "crun"),
+        ("/run/crio-gpusnap", ["state", "x"], "runc"),
+        ("", ["features"], "runc"),
+        ("/run/crun", ["features"], "crun"),
+        ("", [], "crun"),
     ],
 )
-def test_runc_is_preferred_under_cri(root: str, words: list[str], names: tuple[str, ...]) -> None:
-    assert locate.preferred(root, words) == names
+def test_runc_is_preferred_under_cri(both: Path, root: str, words: list[str], name: str) -> None:
+    assert real.find(root=root, words=words) == both / name
+    assert real.find("crun", root=root, words=words) == both / "crun"
+    assert real.find("runc", root=root, words=words) == both / "runc"
+    (both / "runc").unlink()
+    assert real.find(root=root, words=words) == both / "crun"
 
 
-def test_a_container_stays_with_its_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An upgrade, or a runc that is installed later, changes what is preferred, and not its runtime."""
-    monkeypatch.setattr(locate, "RUNC_ROOTS", (str(tmp_path),))
+def test_a_container_stays_with_its_runtime(
+    both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upgrade, a setting, or a runc that is installed later change what is preferred, not its runtime."""
     root = str(tmp_path / "k8s.io")
     for word, state in (("old", "status"), ("new", "state.json")):
         (tmp_path / "k8s.io" / word).mkdir(parents=True)
         (tmp_path / "k8s.io" / word / state).touch()
-    assert locate.preferred(root, ["kill", "--all", "old", "9"]) == CRUN_FIRST
-    assert locate.preferred(root, ["exec", "--process", "/p.json", "old"]) == CRUN_FIRST
-    assert locate.preferred(root, ["kill", "new", "9"]) == RUNC_FIRST
-    assert locate.preferred(root, ["create", "another"]) == RUNC_FIRST
-    for word in ("-old", "../k8s.io/old", ".", "..", ""):
-        assert locate.preferred(root, ["state", word]) == RUNC_FIRST
-    monkeypatch.setattr(locate, "RUNC_ROOTS", ())
-    assert locate.preferred(root, ["state", "new"]) == RUNC_FIRST
-    assert locate.preferred(root, ["state", "old"]) == CRUN_FIRST
-
-
-def test_the_preferred_one_first(own: Path, tmp_path: Path) -> None:
-    crun = program(tmp_path / "a" / "crun")
-    assert real.find(None, RUNC_FIRST) == crun
-    runc = program(tmp_path / "b" / "runc")
-    assert real.find(None, RUNC_FIRST) == runc
-    assert real.find("crun", RUNC_FIRST) == crun
+    for roots, other in (((str(tmp_path),), "runc"), ((), "crun")):
+        monkeypatch.setattr(locate, "RUNC_ROOTS", roots)
+        for setting in (None, "crun", "runc", str(both / "crun"), str(both / "runc")):
+            for words, name in (
+                (["kill", "--all", "old", "9"], "crun"),
+                (["exec", "--process", "/p.json", "old"], "crun"),
+                (["kill", "new", "9"], "runc"),
+            ):
+                assert real.find(setting, root=root, words=words) == both / name
+        for word in ("another", "-old", "../k8s.io/old", ".", "..", ""):
+            assert real.find(root=root, words=["state", word]) == both / other
+    wrapper = program(tmp_path / "b" / "wrapper")
+    assert real.find(str(wrapper), root=root, words=["state", "old"]) == wrapper
+    (both / "crun").unlink()
+    assert real.find("runc", root=root, words=["state", "old"]) == both / "runc"
 
 
 WAYS: dict[str, Callable[[Path, Path], object]] = {
