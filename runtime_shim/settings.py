@@ -75,7 +75,8 @@ class Criu:
     link_remap: bool = True
     """CRIU's link-remap: deleted files that are still linked elsewhere, such as POSIX semaphores."""
     ghost_limit: int = 300 << 20
-    """Bytes of a deleted but open file that CRIU will carry along; PyTorch keeps shared memory so."""
+    """Bytes of a deleted but open file that CRIU will carry along, and of one in a pod's emptyDir or
+    /dev/shm that gpusnap will; PyTorch keeps shared memory so."""
     timeout: int = 60
     """Seconds that CRIU may take to stop the container's tasks."""
     manage_cgroups: str = ""

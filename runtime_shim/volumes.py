@@ -10,12 +10,14 @@ checkpoint that kubelet asks for.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from typing import Any
 
 from runtime_shim import proc, volume_image
@@ -217,12 +219,21 @@ def put_back(image_path: str, config: Mapping[str, Any]) -> None:
 def _entry(each: Opened) -> Entry:
     kind, size, extents = KINDS[stat.S_IFMT(each.info.st_mode)], 0, tuple[tuple[int, int], ...]()
     if kind == FILE:
-        with open(each.link, "rb", buffering=0) as file:
+        with _reading(each) as file:
             size = os.fstat(file.fileno()).st_size
             extents = tuple(_extents(file.fileno(), size))
     info = each.info
     mode = stat.S_IMODE(info.st_mode)
     return Entry(each.volume, each.path, kind, mode, info.st_uid, info.st_gid, size, extents)
+
+
+def _reading(each: Opened) -> FileIO:
+    """The file itself, whatever its name is now. Raises OSError where the process has opened another."""
+    file = FileIO(os.open(each.link, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    if not os.path.samestat(os.fstat(file.fileno()), each.info):
+        file.close()
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    return file
 
 
 def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
@@ -241,7 +252,7 @@ def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
 def _copy_out(each: Opened, entry: Entry, image: int) -> None:
     if not entry.extents:
         return
-    with open(each.link, "rb", buffering=0) as file:
+    with _reading(each) as file:
         for offset, length in entry.extents:
             at, end = offset, offset + length
             while at < end:

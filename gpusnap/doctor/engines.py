@@ -14,9 +14,11 @@ from gpusnap.install_containerd import CONFIG, FRAGMENT
 from gpusnap.install_containerd import files as containerd_files
 from runtime_shim import preflight
 from runtime_shim.errors import GpusnapError
-from runtime_shim.real import RealRuntime, find, identify
+from runtime_shim.locate import RUNC_ROOTS
+from runtime_shim.real import RealRuntime, identify
+from runtime_shim.real import find as find_runtime
 
-__all__ = ["engines", "launcher", "real_runtime", "registered", "runtimes"]
+__all__ = ["engines", "launcher", "real_runtime", "registered", "runtimes", "under_cri"]
 
 _OURS = "gpusnap-runtime"
 # containers.conf(5): later files win; the folders' files by name.
@@ -35,7 +37,7 @@ Run = Callable[[list[str]], Answer | None]
 
 def real_runtime(wanted: str) -> RealRuntime:
     """The real runtime by the setting, or crun, or runc. Raises GpusnapError."""
-    return identify(find(wanted or None))
+    return identify(find_runtime(wanted))
 
 
 def runtimes(wanted: str, criu: str) -> Iterator[Check]:
@@ -72,6 +74,25 @@ def runtimes(wanted: str, criu: str) -> Iterator[Check]:
         road = "also by org.criu.config" if facts["takes_org_criu_config"] else "not by org.criu.config"
         says = f"{real.name} ({real.path}); CRIU is configured by CRIU_CONFIG_FILE, {road}"
         yield ok("runtime", says, **facts)
+
+
+def under_cri(wanted: str, *, find: Find = program) -> Iterator[Check]:
+    """Where containerd or CRI-O is here: whether runc runs their containers, which crun restores less of."""
+    here = [name for name in ("containerd", "CRI-O") if find(_PROGRAMS[name]) is not None]
+    if not here:
+        return
+    real = identify(find_runtime(wanted, root=RUNC_ROOTS[0]))
+    if real.kind != "crun":
+        yield ok("runtime under CRI", f"{real.name} ({real.path})", path=str(real.path), kind=real.kind)
+        return
+    yield warning(
+        "runtime under CRI",
+        f"{real.name} ({real.path}) runs the containers of {' and '.join(here)}, and what it restores there "
+        "loses its TCP connections and keeps the hostname of its old pod",
+        "leave runtime out of the settings" if wanted and find("runc") else "install runc",
+        path=str(real.path),
+        kind=real.kind,
+    )
 
 
 def _without_library(real: RealRuntime) -> GpusnapError | None:

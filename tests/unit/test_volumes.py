@@ -151,6 +151,19 @@ def test_open_and_mapped(old: Path, new: Path, image: Path, seen: ExitStack) -> 
     assert (new / "fifo").is_fifo()
 
 
+def test_another_file_meanwhile(old: Path, image: Path, seen: ExitStack) -> None:
+    """Neither copied nor waited for, should it be a FIFO."""
+    (old / "log").touch()
+    os.mkfifo(old / "fifo")
+    descriptor = seen.enter_context((old / "log").open()).fileno()
+    opened = found(old)
+    fifo = os.open(old / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    os.dup2(fifo, descriptor)
+    os.close(fifo)
+    with pytest.raises(ImageError, match="open files of the pod's volumes cannot be copied"):
+        volumes.take(str(image), opened)
+
+
 def test_nothing_open(old: Path, image: Path, seen: ExitStack) -> None:
     """Then there is no image, nor one of an earlier checkpoint, and a restore has nothing to do."""
     (image / volume_image.IMAGE).write_text("of an earlier one")
