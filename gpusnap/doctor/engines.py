@@ -76,9 +76,9 @@ def runtimes(wanted: str, criu: str) -> Iterator[Check]:
         yield ok("runtime", says, **facts)
 
 
-def under_cri(wanted: str, *, find: Find = program) -> Iterator[Check]:
-    """Where containerd or CRI-O is here: whether runc runs their containers, which crun restores less of."""
-    here = [name for name in ("containerd", "CRI-O") if find(_PROGRAMS[name]) is not None]
+def under_cri(wanted: str, root: str = "/", *, find: Find = program) -> Iterator[Check]:
+    """Where containerd or CRI-O know of gpusnap: whether runc runs their containers; crun restores less."""
+    here = [name for name in ("containerd", "CRI-O") if _known(name, root, find)]
     if not here:
         return
     real = identify(find_runtime(wanted, root=RUNC_ROOTS[0]))
@@ -128,14 +128,18 @@ def launcher(root: str = "/", *, find: Find = program) -> Iterator[Check]:
 
 def _configured(root: str, find: Find) -> list[str]:
     """The paths of gpusnap-runtime in the configuration of the engines that are here."""
-    found = set()
-    for name, word in _PROGRAMS.items():
-        if find(word) is not None:
-            # A file that is no TOML is told of by `registered`.
-            with suppress(ValueError):
-                documents = _containerds(root) if name == "containerd" else _documents(root, name)
-                found |= {path for each in documents for _, path in _entries(each, root)}
-    return sorted(found)
+    return sorted({path for name in _PROGRAMS for path in _known(name, root, find)})
+
+
+def _known(name: str, root: str, find: Find) -> set[str]:
+    """The paths of gpusnap-runtime in the configuration of an engine; none where that is not here."""
+    found = set[str]()
+    if find(_PROGRAMS[name]) is not None:
+        # A file that is no TOML is told of by `registered`.
+        with suppress(ValueError):
+            documents = _containerds(root) if name == "containerd" else _documents(root, name)
+            found |= {path for each in documents for _, path in _entries(each, root)}
+    return found
 
 
 def engines(*, find: Find = program, run: Run = ask) -> Iterator[Check]:

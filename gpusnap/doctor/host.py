@@ -45,7 +45,7 @@ def checks(*, runtime: str = "", root: str = "/", settings: str = SETTINGS_FILE)
             ("network lock", lambda: criu.network_lock(chosen.criu.options, kind, root=root)),
             ("pycriu", criu.pycriu),
             ("runtime", lambda: engines.runtimes(wanted, version)),
-            ("runtime under CRI", lambda: engines.under_cri(wanted)),
+            ("runtime under CRI", lambda: engines.under_cri(wanted, root)),
             ("gpusnap-runtime", lambda: engines.launcher(root)),
             ("engines", engines.engines),
             ("registered", lambda: engines.registered(root)),

@@ -72,17 +72,20 @@ def test_no_runtime() -> None:
 def test_under_cri(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], wanted: str, verdict: str, said: str
 ) -> None:
-    """crun does for Podman; where containerd or CRI-O is, too, runc is wanted beside it."""
+    """crun does for Podman; where containerd or CRI-O know of gpusnap, runc is wanted beside it."""
     versions = {"crun": "crun version 1.21\n+CRIU", "runc": "runc version 1.1.15"}
     for name in names:
         runtime(tmp_path, versions[name], name)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(locate, "SYSTEM_DIRECTORIES", ())
-    programs = Programs(containerd="", **dict.fromkeys(names, ""))
-    found = only(engines.under_cri(wanted, find=programs.find))
+    programs = Programs(containerd="", podman="", **dict.fromkeys(names, ""))
+    root = tree(tmp_path, {"/etc/containers/containers.conf.d/50.conf": PODMAN})
+    assert list(engines.under_cri(wanted, root, find=programs.find)) == []
+    tree(tmp_path, {"/etc/containerd/config.toml": CONTAINERD})
+    found = only(engines.under_cri(wanted, root, find=programs.find))
     assert found[0] == verdict
     assert said in found[1].says + found[1].todo
-    assert list(engines.under_cri(wanted, find=Programs(podman="").find)) == []
+    assert list(engines.under_cri(wanted, root, find=Programs(podman="").find)) == []
 
 
 def test_launcher(tmp_path: Path) -> None:
