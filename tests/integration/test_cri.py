@@ -238,6 +238,7 @@ def test_open_files_of_the_pods_volumes(
     other = Pod.run(pod.cri, "other", tmp_path / "others", handler=HANDLER)
     try:
         image = tmp_path / "checkpoint.tar"
+        gpusnap("verify", image)
         restored(other, image, volumes={"/cache": second})
         assert sorted(path.name for path in second.iterdir()) == ["inner"]
         log, fifo = second / "inner/log", second / "inner/pipe"
