@@ -33,6 +33,7 @@ from runtime_shim import (
     proc,
     remap,
     transfer,
+    volumes,
 )
 from runtime_shim import container as containers
 from runtime_shim.argv import RestoreCall
@@ -139,6 +140,8 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
             _absent(job)
             _begin(job)
             _plan(job, config)
+        with transaction.step("volumes"):
+            volumes.put_back(images, config)
         transaction.undo("removing the incomplete container", lambda: _kill(job))
         if call.detach:
             _restore_container(job)

@@ -66,13 +66,23 @@ def _valid(settings: Settings | SettingsError) -> Settings:
 
 
 def _real(call: CheckpointCall | RestoreCall, settings: Settings | SettingsError) -> RealRuntime:
-    """The runtime that made the container, else the settings' one, else crun or runc."""
-    named = "" if isinstance(settings, SettingsError) else settings.runtime
+    """The runtime that every other command of this container goes to."""
     made_by = locate.creator([call.container_id], call.globals.root)
-    path = next((path for path, _ in locate.found(named, made_by)), None)
+    named = _named() if isinstance(settings, SettingsError) else settings.runtime
+    path = next(
+        (path for path, _ in locate.find_all(named, made_by, locate.preferred(call.globals.root))), None
+    )
     if path is None:
         raise locate.missing()
     return identify(Path(path))
+
+
+def _named() -> str:
+    """The setting `runtime` in a file with a mistake elsewhere."""
+    try:
+        return locate.setting()
+    except SettingsError:
+        return ""
 
 
 def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | SettingsError) -> int:

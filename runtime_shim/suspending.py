@@ -24,6 +24,7 @@ from runtime_shim.settings import Settings
 from runtime_shim.stillness import Guard, stop
 from runtime_shim.suspension import Pages, Record, record, resume, suspend, users
 from runtime_shim.transaction import Transaction
+from runtime_shim.volumes import Volume
 
 __all__ = [
     "Job",
@@ -54,6 +55,8 @@ class Job:
     """Processes that held GPU files which they had inherited."""
     mounts: tuple[manifest.DriverMount, ...] = ()
     masters: bool = False
+    volumes: tuple[Volume, ...] = ()
+    """Those of its pod, whose open files are taken along."""
     nodes: tuple[Node, ...] = ()
     """The GPUs' device nodes in its /dev."""
     host: Host | None = None

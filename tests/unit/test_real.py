@@ -104,6 +104,19 @@ def test_crun_before_runc_and_path_before_system(own: Path, tmp_path: Path) -> N
     assert real.find(str(system)) == system
 
 
+@pytest.mark.parametrize(
+    ("root", "name"),
+    [(None, "crun"), ("/run/crun", "crun"), (locate.RUNC_ROOTS[0], "runc"), ("/run/crio-gpusnap/x", "runc")],
+)
+def test_runc_is_preferred_under_cri(own: Path, tmp_path: Path, root: str | None, name: str) -> None:
+    crun, runc = program(tmp_path / "a" / "crun"), program(tmp_path / "a" / "runc")
+    assert real.find(root=root).name == name
+    assert real.find("crun", root=root) == crun
+    assert real.find("runc", root=root) == runc
+    runc.unlink()
+    assert real.find(root=root) == crun
+
+
 WAYS: dict[str, Callable[[Path, Path], object]] = {
     "symlink": os.symlink,
     "hard link": os.link,
