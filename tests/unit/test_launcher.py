@@ -490,8 +490,8 @@ def python_order(launcher: Launcher, args: list[str], private: str) -> list[str]
         patch.setattr(entry, "_spawn", fail)
         patch.setenv("PATH", str(launcher.bin))
         patch.setenv("XDG_RUNTIME_DIR", private)
-        patch.setattr("sys.argv", ["gpusnap-runtime", *args])
-        entry.main()
+        with pytest.raises(RuntimeFailed):
+            entry._answer(args)
     return tried
 
 
