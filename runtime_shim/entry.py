@@ -13,7 +13,7 @@ import sys
 
 from runtime_shim import locate
 from runtime_shim._version import __version__
-from runtime_shim.errors import GpusnapError, RuntimeFailed, reason, unforeseen
+from runtime_shim.errors import GpusnapError, NotStarted, RuntimeFailed, reason, unforeseen
 from runtime_shim.words import FALSE, HELP
 
 __all__ = [
@@ -129,13 +129,11 @@ def _version(args: list[str], at: int, root: str | None) -> int:
 
 
 def _spawn(path: str, args: list[str]) -> tuple[str, int]:
-    """Start a real runtime: its path and its PID. Raises RuntimeFailed."""
+    """Start a real runtime: its path and its PID. Raises NotStarted."""
     try:
         return path, os.posix_spawn(path, [path, *args], locate.environment())
     except OSError as error:
-        raise RuntimeFailed(
-            f"the real runtime {path} cannot be started: {reason(error)}", exit_code=127
-        ) from error
+        raise NotStarted(f"the real runtime {path} cannot be started: {reason(error)}") from error
 
 
 def _answer(args: list[str]) -> int:

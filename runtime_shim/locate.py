@@ -15,7 +15,7 @@ import os
 import stat
 import sys
 
-from runtime_shim.errors import RuntimeFailed, SettingsError, reason
+from runtime_shim.errors import NotStarted, RuntimeFailed, SettingsError, reason
 
 TYPE_CHECKING = False  # not typing's, whose import takes longer than all of this module
 if TYPE_CHECKING:
@@ -237,8 +237,8 @@ def _paths(name_or_path: str) -> Iterator[str]:
 def start(args: list[str], at: int, root: str | None, by: Callable[[str, list[str]], Started]) -> Started:
     """Start the real runtime for a line whose command stands at `at`, whatever is wrong with gpusnap.
 
-    `by` is `become`, or what else starts a path with these arguments and raises RuntimeFailed where that
-    fails; the next is tried then. Returns what it returns. Raises RuntimeFailed where none can be started.
+    `by` is `become`, or what else starts the program at a path; where it raises NotStarted, the next is
+    tried. Returns what it returns. Raises RuntimeFailed where there is none, NotStarted where none starts.
     """
     named = made_by = wrong = ""
     command, words = "".join(args[at : at + 1]), args[at + 1 :]
@@ -249,7 +249,7 @@ def start(args: list[str], at: int, root: str | None, by: Callable[[str, list[st
         wrong = str(error)
     except Exception as error:  # whatever it is, the container is not to suffer for it
         wrong = f"{type(error).__name__}: {error}"
-    failed: RuntimeFailed | None = None
+    failed: NotStarted | None = None
     warned = False
     for path, instead in find_all(named, made_by, preferred(root, command)):
         if instead:
@@ -259,7 +259,7 @@ def start(args: list[str], at: int, root: str | None, by: Callable[[str, list[st
             warned = True
         try:
             return by(path, args)
-        except RuntimeFailed as error:
+        except NotStarted as error:
             failed = failed or error
     raise failed or missing()
 
@@ -371,7 +371,7 @@ def environment() -> dict[str, str]:
 
 
 def become(path: str, args: list[str]) -> NoReturn:
-    """Become the real runtime. Raises RuntimeFailed where it cannot be started."""
+    """Become the real runtime. Raises NotStarted."""
     # The C module under `signal`, whose enums take a millisecond. Python ignores these two from its start on;
     # the real runtime and everything below it would inherit that.
     import _signal  # type: ignore[import-not-found]
@@ -381,8 +381,7 @@ def become(path: str, args: list[str]) -> NoReturn:
     try:
         os.execve(path, [path, *args], environment())
     except OSError as error:
-        raise RuntimeFailed(
+        raise NotStarted(
             f"the real runtime {path} cannot be started: {reason(error)}",
             hint=f"set runtime in {SETTINGS_FILE} to one that runs here",
-            exit_code=127,
         ) from error

@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     try:
         call = parse(argv)
         settings = _settings()
-        real = _real(call, settings)
+        real = _real(call)
         if isinstance(call, CheckpointCall):
             return _checkpoint(call, real, settings)
         return _restore(call, real, settings)
@@ -65,24 +65,14 @@ def _valid(settings: Settings | SettingsError) -> Settings:
     return settings
 
 
-def _real(call: CheckpointCall | RestoreCall, settings: Settings | SettingsError) -> RealRuntime:
+def _real(call: CheckpointCall | RestoreCall) -> RealRuntime:
     """The runtime that every other command of this container goes to."""
-    made_by = locate.creator([call.container_id], call.globals.root)
-    named = _named() if isinstance(settings, SettingsError) else settings.runtime
-    path = next(
-        (path for path, _ in locate.find_all(named, made_by, locate.preferred(call.globals.root))), None
-    )
-    if path is None:
-        raise locate.missing()
+    command = "checkpoint" if isinstance(call, CheckpointCall) else "restore"
+    return locate.start([command, call.container_id], 0, call.globals.root, _identify)
+
+
+def _identify(path: str, args: list[str]) -> RealRuntime:
     return identify(Path(path))
-
-
-def _named() -> str:
-    """The setting `runtime` in a file with a mistake elsewhere."""
-    try:
-        return locate.setting()
-    except SettingsError:
-        return ""
 
 
 def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | SettingsError) -> int:

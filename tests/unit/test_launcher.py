@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from runtime_shim import entry, locate, options
 from runtime_shim._version import __version__
 from runtime_shim.argv import probe
-from runtime_shim.errors import RuntimeFailed, SettingsError
+from runtime_shim.errors import NotStarted, SettingsError
 from runtime_shim.options import Takes
 from runtime_shim.words import FALSE, HELP
 
@@ -336,6 +336,7 @@ def _folder(path: Path) -> None:
 
 
 def _loop(path: Path) -> None:
+    path.unlink(missing_ok=True)
     path.symlink_to(path.name)
 
 
@@ -480,7 +481,7 @@ def python_order(launcher: Launcher, args: list[str], private: str) -> list[str]
 
     def fail(path: str, given: list[str]) -> NoReturn:
         tried.append(path)
-        raise RuntimeFailed("it cannot be started")
+        raise NotStarted("it cannot be started")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(locate, "SETTINGS_FILE", str(launcher.settings))
@@ -490,7 +491,7 @@ def python_order(launcher: Launcher, args: list[str], private: str) -> list[str]
         patch.setattr(entry, "_spawn", fail)
         patch.setenv("PATH", str(launcher.bin))
         patch.setenv("XDG_RUNTIME_DIR", private)
-        with pytest.raises(RuntimeFailed):
+        with pytest.raises(NotStarted):
             entry._answer(args)
     return tried
 
@@ -579,7 +580,7 @@ BROKEN_ENTRIES: dict[str, Callable[[Path], object]] = {
     "it or its interpreter does not exist": lambda path: path.unlink(),
     "access is refused": lambda path: path.chmod(0o644),
     "error 8": lambda path: path.write_text(""),
-    "error 40": lambda path: (path.unlink(), path.symlink_to(path)),
+    "error 40": _loop,
 }
 
 
