@@ -25,6 +25,7 @@ from typing import Any
 from runtime_shim import (
     bundle,
     by_plugin,
+    driver_calls,
     halfway,
     journal,
     leavings,
@@ -33,6 +34,7 @@ from runtime_shim import (
     proc,
     remap,
     transfer,
+    volumes,
 )
 from runtime_shim import container as containers
 from runtime_shim.argv import RestoreCall
@@ -139,6 +141,8 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
             _absent(job)
             _begin(job)
             _plan(job, config)
+        with transaction.step("volumes"):
+            volumes.put_back(images, config)
         transaction.undo("removing the incomplete container", lambda: _kill(job))
         if call.detach:
             _restore_container(job)
@@ -398,6 +402,8 @@ def _fill(
     with job.transaction.step("driver restore"):
         right = partial(_right, job.call.container_id, job.filling)
         resume(driver, pids, InCriu(), pairs=pairs, right=right)
+        for text in driver_calls.take_notes():
+            job.transaction.note(text)
 
 
 def _right(container: str, filling: Filling | None, pid: int) -> None:
