@@ -3,13 +3,15 @@
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 --
         /opt/gpusnap/bin/python -B bench/storms.py [--rounds 30] [--kinds fork,malloc,stdio,dlopen,all]
         [--runtimes crun,runc] [--ways running,paused,ended] [--threads 2] [--signals] [--json F]
+    python3 bench/storms.py --gpu [--kinds fork,malloc,dlopen,torch,jax] [...]         on a machine with a GPU
 
 Threads of the workload fork, take malloc's, stdio's and the loader's locks without a pause (gpuwork --locks).
 A round is one checkpoint: of a running container that runs on, of a paused one, or of one that ends and is
 restored from the archive. After each the workload must go on with every word of its memory right. A command
 that takes longer than two minutes counts as hung, and the storm ends there. With --signals the workload gets
 SIGSTOP and SIGCONT all the time, as cpulimit sends them. Runs in the test host, as it puts gpusnap and
-softgpu in place.
+softgpu in place; or, with --gpu, on a machine with a real one, where `torch` and `jax` are programs of these
+frameworks with threads that fork and import.
 """
 
 from __future__ import annotations
@@ -20,21 +22,23 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-for folder in (".", "tests/host", "tests/integration"):
+for folder in (".", "tests/host", "tests/integration", "tests/gpu"):
     sys.path.insert(0, str(CHECKOUT / folder))
 
 import gpuhost  # noqa: E402
+import realhost  # noqa: E402
 import shimhost  # noqa: E402
 from support import GPUS_CONF, GPUWORK, Container, Done, good, members, podman, run  # noqa: E402
 
@@ -119,63 +123,120 @@ def one_round(container: Container, way: str, folder: Path, disturbed: bool) -> 
         return limited(*container.line(folder, "--leave-running"))
 
 
+Start = Callable[[str, int], Container]
+
+
+def in_software(kind: str, threads: int) -> Container:
+    """The workload on softgpu."""
+    words = ["--mib", "8", "--locks", kind, "--lock-threads", str(threads)]
+    return Container.start(NAME, *words)
+
+
+def on_hardware(machine: realhost.Machine) -> Start:
+    """The same on this machine's GPU, and programs of PyTorch and JAX."""
+
+    def start(kind: str, threads: int) -> Container:
+        if kind in ("torch", "jax"):
+            load = realhost.Workload.python(f"{kind}_train.py", kind, 256, "--forks", str(threads))
+        else:
+            words = ("--tick", "30", "--locks", kind, "--lock-threads", str(threads))
+            load = realhost.Workload.gpuwork(256, *words)
+        return realhost.Program.begin(NAME, load, machine.options())
+
+    return start
+
+
 def storm(
-    runtime: str, kind: str, way: str, rounds: int, threads: int, disturbed: bool
-) -> tuple[Counter[str], Counter[str]]:
-    """So many rounds of one container: how they ended, and what was said by those that failed."""
+    runtime: str, kind: str, way: str, rounds: int, threads: int, disturbed: bool, start: Start
+) -> tuple[Counter[str], Counter[str], dict[str, float]]:
+    """So many rounds of one container: how they ended, what those said that failed, and the longest steps.
+
+    These are medians in seconds, of steps that took a tenth of a second or more.
+    """
+    steps: dict[str, list[float]] = {}
     shimhost.write_settings(f'runtime = "{runtime}"\n[nvidia]\nlock-timeout = 20.0\n')
     counts: Counter[str] = Counter()
     said: Counter[str] = Counter()
-    words = ["--mib", "8", "--locks", kind, "--lock-threads", str(threads)]
-    container = Container.start(NAME, *words)
+    podman("rm", "--force", "--time", "0", NAME)  # an earlier one that was killed
+    container = start(kind, threads)
     try:
         with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
             for _ in range(rounds):
                 done = one_round(container, way, Path(name), disturbed)
                 counts["good" if done.code == 0 else "failed"] += 1
-                helped = done.err.count("times threads were let run")
-                counts["helped"] += bool(helped)
+                counts["helped"] += _was_helped(Path(name, "image"))
+                _add_steps(steps, Path(name, "image"))
                 if done.code:
                     said[(done.err.strip().splitlines() or ["nothing"])[-1][:300]] += 1
                 container.goes_on(more=2)
     finally:
         podman("rm", "--force", "--time", "0", NAME)
-    return counts, said
+    found = {name: round(statistics.median(seconds), 2) for name, seconds in steps.items()}
+    return counts, said, {name: seconds for name, seconds in found.items() if seconds >= 0.1}
 
 
-def main() -> int:
-    """Run the storms, print a line for each; 1 where a round failed or hung."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _was_helped(image: Path) -> bool:
+    """Whether threads had to be let run for the driver to get on."""
+    with suppress(OSError):
+        return "threads were let run" in (image / "gpusnap/manifest.json").read_text()
+    return False
+
+
+def _add_steps(steps: dict[str, list[float]], image: Path) -> None:
+    with suppress(OSError, ValueError):
+        for step in json.loads((image / "gpusnap/manifest.json").read_text())["timing"]:
+            steps.setdefault(step["step"], []).append(step["seconds"])
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--kinds", default="fork,malloc,stdio,dlopen,all")
     parser.add_argument("--runtimes", default="crun,runc")
     parser.add_argument("--ways", default="running,paused,ended")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--signals", action="store_true")
+    parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--json")
-    options = parser.parse_args()
-    if os.environ.get("GPUSNAP_TESTHOST") != "1":
+    given = parser.parse_args()
+    if not given.gpu and os.environ.get("GPUSNAP_TESTHOST") != "1":
         parser.error("it changes this machine: run it in the test host, as its --help says")
+    return given
+
+
+def run_all(given: argparse.Namespace, start: Start) -> int:
+    """Run the storms, print a line for each; 1 where a round failed."""
+    rows, bad = [], 0
+    for runtime in given.runtimes.split(","):
+        for way in given.ways.split(","):
+            for kind in given.kinds.split(","):
+                begun = time.monotonic()
+                counts, said, steps = storm(
+                    runtime, kind, way, given.rounds, given.threads, given.signals, start
+                )
+                seconds = round((time.monotonic() - begun) / given.rounds, 2)
+                row = {"runtime": runtime, "way": way, "kind": kind, **counts, "seconds": seconds}
+                rows.append({**row, "steps": steps})
+                bad += counts["failed"]
+                print(rows[-1], *said.items(), sep="\n  ", flush=True)
+                if given.json:
+                    Path(given.json).write_text(json.dumps(rows, indent=1))
+    print(f"{sum(row.get('good', 0) for row in rows)} good, {bad} failed")
+    return 1 if bad else 0
+
+
+def main() -> int:
+    """Put gpusnap in place, and run them."""
+    given = options()
+    if given.gpu:
+        with realhost.machine(0) as machine:
+            return run_all(given, on_hardware(machine))
     shimhost.install(CHECKOUT)
     gpuhost.install(str(CHECKOUT / "softgpu/build"), GPUS_CONF)
     shutil.copy(CHECKOUT / "softgpu/build/bin/gpuwork", GPUWORK)
-    rows, bad = [], 0
-    for runtime in options.runtimes.split(","):
-        for way in options.ways.split(","):
-            for kind in options.kinds.split(","):
-                begun = time.monotonic()
-                counts, said = storm(runtime, kind, way, options.rounds, options.threads, options.signals)
-                seconds = (time.monotonic() - begun) / options.rounds
-                row = {"runtime": runtime, "way": way, "kind": kind, **counts, "seconds": round(seconds, 2)}
-                rows.append(row)
-                bad += counts["failed"]
-                print(row, *said.items(), sep="\n  ", flush=True)
-    if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1))
-    print(f"{sum(row.get('good', 0) for row in rows)} good, {bad} failed")
-    return 1 if bad else 0
+    return run_all(given, in_software)
 
 
 if __name__ == "__main__":

@@ -149,11 +149,6 @@ CURES: Mapping[str, str] = {
         "they are children by fork of a CUDA process, such as DataLoader workers, and cannot use CUDA in any "
         "case. Nothing is to be done"
     ),
-    "process <pid> (<comm>) was stopped while a thread of it held a lock that the GPU driver needs; <helped> "
-    "times threads were let run for a moment": (
-        "nothing is to be done: the checkpoint or the restore went on. It takes longer so; where it comes "
-        "often, fewer threads that fork, load libraries or allocate memory all the time help"
-    ),
     "the log <path> cannot be written: <reason>": (
         "the engine gave a log that cannot be written; the sentence is on stderr in any case. See the "
         "[reason](#reasons)"

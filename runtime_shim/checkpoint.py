@@ -31,6 +31,7 @@ from runtime_shim import (
     preflight,
     proc,
     remap,
+    volumes,
 )
 from runtime_shim import container as containers
 from runtime_shim.argv import CheckpointCall, render
@@ -122,6 +123,8 @@ def _inspect(job: Job) -> None:
     job.nodes = job.driver.nodes(job.container.pid)
     job.mounts, job.masters = criu_mounts.undeclared(job.container.pid, config)
     criu_mounts.checked(job.mounts)  # what a restore would refuse is refused now
+    job.volumes = volumes.find(config)
+    volumes.check(volumes.opened(job.processes(), job.volumes), job.settings.criu.ghost_limit)
     _known_devices(job, config)
     # What the runtime does not take is refused now; the dump would overwrite an earlier checkpoint.
     job.call = criu_config.with_flags(job.call, job.real, job.settings.criu)
@@ -181,8 +184,12 @@ def _dump(job: Job, draft: Draft) -> None:
             # An earlier checkpoint's would tell of a dump that was none.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(job.image_path, image.INVENTORY))
-        with for_the_dump(job), job.transaction.step("dump"):
-            failure = _runtime_checkpoint(job)
+        with for_the_dump(job):
+            if job.volumes:
+                with job.transaction.step("volumes"):
+                    volumes.take(job.image_path, volumes.opened(job.processes(), job.volumes))
+            with job.transaction.step("dump"):
+                failure = _runtime_checkpoint(job)
         if failure is None:
             return
         if job.stuck is not None:

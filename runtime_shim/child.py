@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from runtime_shim import locate
-from runtime_shim.errors import RuntimeFailed, reason
+from runtime_shim.errors import NotStarted, RuntimeFailed, reason
 
 __all__ = ["Finished", "run"]
 
@@ -37,8 +37,8 @@ def run(
     With `capture` it reads /dev/null and its output is collected; without, descriptors 0 to 2 pass through
     untouched, as CRIU gives them to the restored container. `own_session` keeps a terminal's Ctrl-C from it.
     `keep` are descriptors that it shall have too, and `started` is told its PID.
-    Raises RuntimeFailed where it cannot be started, or is not done within `seconds` and is killed; an exit
-    code is the caller's to judge.
+    Raises NotStarted, and RuntimeFailed where it is not done within `seconds` and is killed; an exit code is
+    the caller's to judge.
     """
     stream = subprocess.PIPE if capture else None
     try:
@@ -55,7 +55,7 @@ def run(
             start_new_session=own_session,
         )
     except OSError as error:
-        raise RuntimeFailed(f"{argv[0]} cannot be started: {reason(error)}", exit_code=127) from error
+        raise NotStarted(f"{argv[0]} cannot be started: {reason(error)}") from error
     with process:
         if started is not None:
             started(process.pid)

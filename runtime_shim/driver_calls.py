@@ -24,6 +24,7 @@ for ever.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import struct
@@ -43,13 +44,22 @@ from runtime_shim.gpu.errors import (
     ProcessGone,
 )
 from runtime_shim.gpu.handles import ends
-from runtime_shim.log import note
 from runtime_shim.stillness import go_on, only, several, stop
 
 if TYPE_CHECKING:
     from runtime_shim.memory.tracer import Tracer
 
-__all__ = ["call", "call_or_run", "checkpoint", "let_finish", "lock", "restore", "state", "unlock"]
+__all__ = [
+    "call",
+    "call_or_run",
+    "checkpoint",
+    "let_finish",
+    "lock",
+    "restore",
+    "state",
+    "take_notes",
+    "unlock",
+]
 
 T = TypeVar("T")
 
@@ -73,6 +83,17 @@ _SHORT = 30.0
 _LOOK, _WAITING, _WAITING_AGAIN, _STANDING = 0.005, 0.1, 0.002, 0.02
 # Seconds that another thread is let run, and at most.
 _MOMENT, _LONGEST_MOMENT = 0.002, 0.1
+
+
+# What was out of the ordinary, from any thread, until it is taken.
+_notes: collections.deque[str] = collections.deque(maxlen=64)
+
+
+def take_notes() -> list[str]:
+    """What was out of the ordinary in the calls since this was asked last, for the steps of a transaction."""
+    found = list(_notes)
+    _notes.clear()
+    return found
 
 
 class _Answer(Generic[T]):
@@ -139,11 +160,11 @@ class _Watch:
         return ""
 
     def tell(self) -> None:
-        """Say on stderr that threads were let run, which they should not have to be."""
+        """Keep for `take_notes` that threads were let run, which they should not have to be."""
         if self._helped:
-            note(
-                f"process {self._pid} ({proc.comm(self._pid)}) was stopped while a thread of it held a lock "
-                f"that the GPU driver needs; {self._helped} times threads were let run for a moment"
+            _notes.append(
+                f"process {self._pid} was stopped while a thread of it held a lock that the GPU driver needs: threads "
+                f"were let run {self._helped} times"
             )
 
     def _blocked(self) -> int:

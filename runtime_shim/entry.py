@@ -13,7 +13,7 @@ import sys
 
 from runtime_shim import locate
 from runtime_shim._version import __version__
-from runtime_shim.errors import GpusnapError, RuntimeFailed, reason, unforeseen
+from runtime_shim.errors import GpusnapError, NotStarted, RuntimeFailed, reason, unforeseen
 from runtime_shim.words import FALSE, HELP
 
 __all__ = [
@@ -115,9 +115,9 @@ def _takes_next(name: str, following: list[str]) -> bool:
     return not following[0].startswith("-") and following[0] not in COMMANDS
 
 
-def _version(args: list[str]) -> int:
+def _version(args: list[str], at: int, root: str | None) -> int:
     """The real runtime's version, whose lines Podman and containerd read, then ours."""
-    real, pid = _started(args)
+    real, pid = locate.start(args, at, root, _spawn)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code:
         return code if code > 0 else 128 - code
@@ -128,21 +128,12 @@ def _version(args: list[str]) -> int:
     return 0
 
 
-def _started(args: list[str]) -> tuple[str, int]:
-    """The first real runtime that can be started, and the PID of it with this line."""
+def _spawn(path: str, args: list[str]) -> tuple[str, int]:
+    """Start a real runtime: its path and its PID. Raises NotStarted."""
     try:
-        named = locate.setting()
-    except GpusnapError:
-        named = ""
-    failed: RuntimeFailed | None = None
-    for path, _ in locate.found(named):
-        try:
-            return path, os.posix_spawn(path, [path, *args], locate.environment())
-        except OSError as error:
-            failed = RuntimeFailed(
-                f"the real runtime {path} cannot be started: {reason(error)}", exit_code=127
-            )
-    raise failed or locate.missing()
+        return path, os.posix_spawn(path, [path, *args], locate.environment())
+    except OSError as error:
+        raise NotStarted(f"the real runtime {path} cannot be started: {reason(error)}") from error
 
 
 def _answer(args: list[str]) -> int:
@@ -152,7 +143,7 @@ def _answer(args: list[str]) -> int:
         return tell()
     whose, at, values = read(args)
     if whose == VERSION:
-        return _version(args)
+        return _version(args, at, values.get("root"))
     if whose == OURS:
         from runtime_shim.argv import probe
 
@@ -162,7 +153,7 @@ def _answer(args: list[str]) -> int:
 
             return checkpoint_or_restore(args)
         args, at = line, len(line)
-    return locate.pass_on(args, at, values.get("root"))
+    return locate.start(args, at, values.get("root"), locate.become)
 
 
 def _log_options(args: list[str]) -> dict[str, str]:

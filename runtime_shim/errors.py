@@ -6,6 +6,7 @@
     ├── ContainerError       the container is not there, not running, paused
     ├── Refused              pre-flight: nothing has been changed
     ├── RuntimeFailed        crun, runc or CRIU, run as a child, failed
+    │   └── NotStarted       … or is a program that cannot be started
     ├── ManifestError        the manifest is missing, cut short, or not what the schema says
     │   └── ManifestVersion  … or of a major version that this gpusnap does not know
     ├── ImageError           the checkpoint's directory: not writable, full, not what was dumped
@@ -31,6 +32,7 @@ __all__ = [
     "Interrupted",
     "ManifestError",
     "ManifestVersion",
+    "NotStarted",
     "Refused",
     "RuntimeFailed",
     "SettingsError",
@@ -76,6 +78,13 @@ class RuntimeFailed(GpusnapError):
     def __init__(self, message: str, *, hint: str = "", exit_code: int = 1) -> None:
         super().__init__(message, hint=hint)
         self.exit_code = exit_code
+
+
+class NotStarted(RuntimeFailed):
+    """A program cannot be started: another runtime may be."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message, hint=hint, exit_code=127)
 
 
 class ManifestError(GpusnapError):

@@ -7,7 +7,8 @@ CheckpointContainer, and a user may. A frozen process cannot answer the GPU's dr
     …         for the driver's calls its own threads alone are let run, see standing.py
     freeze    the cgroup is frozen, then each of those processes gets a SIGCONT
 
-and neither way a process runs a single instruction of its own. A SIGSTOP that was sent to a frozen process is
+and neither way a process runs a single instruction of its own, but for threads that stand within the C
+library, which leave it one by one (stillness.settle). A SIGSTOP that was sent to a frozen process is
 taken when it is thawed, before it returns to user space, and by one thread for all; a SIGCONT leads a stopped
 process of a frozen cgroup into the freezer (Linux, kernel/signal.c: get_signal looks for a stop and for the
 freezer before anything else, and do_freezer_trap sleeps with signals pending). A process that was stopped
@@ -31,7 +32,7 @@ from runtime_shim import container as containers
 from runtime_shim import freezer, journal, pidfds, proc, vforks
 from runtime_shim.errors import GpusnapError, ImageError, reason
 from runtime_shim.journal import Entry
-from runtime_shim.stillness import go_on, stand
+from runtime_shim.stillness import go_on, settle, stand
 
 __all__ = ["Paused", "find", "left", "thaw_image"]
 
@@ -91,7 +92,11 @@ class Paused:
             except GpusnapError:
                 if not self._away:  # else what matters is that GPU state comes back
                     raise
-        stand([pid for pid in holders if pid in self._stopped], timeout=timeout)
+        ours = [pid for pid in holders if pid in self._stopped]
+        stand(ours, timeout=timeout)
+        if not self._away:
+            # They were paused anywhere; the driver has taken nothing yet that their threads could miss.
+            settle(ours)
 
     def keep(self, pids: Iterable[int]) -> None:
         """The driver has, or is about to take, the GPU state of these: they stay stopped when frozen."""

@@ -1,11 +1,12 @@
 """Where the real runtime is, and how to become it; for the paths on which every millisecond counts.
 
-Only os and sys are imported at the top. The launcher (settings.h, creator.h and lookup.h in launcher/)
+Only os, stat and sys are imported at the top. The launcher (settings.h, choice.h and lookup.h in launcher/)
 follows the same rules, and a test runs both on the same trees.
 
 Which one a command goes to: the runtime that made its container, unless the settings name another than crun
-and runc; else the settings' one; else the first of NAMES that there is. Nothing that is wrong with the
-settings keeps a command from a real runtime: `pass_on` says what is wrong, and goes on.
+and runc; else the settings' one; else the first of `preferred` that there is. Where one cannot be started,
+the next is. Nothing that is wrong with the settings keeps a command from a real runtime: `start` says what is
+wrong, and goes on.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ import os
 import stat
 import sys
 
-from runtime_shim.errors import RuntimeFailed, SettingsError, reason
+from runtime_shim.errors import NotStarted, RuntimeFailed, SettingsError, reason
 
 TYPE_CHECKING = False  # not typing's, whose import takes longer than all of this module
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import NoReturn
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import NoReturn, TypeVar
+
+    Started = TypeVar("Started")
 
 __all__ = [
     "LAUNCHER_VARIABLE",
     "NAMES",
+    "RUNC_ROOTS",
     "SETTINGS_FILE",
     "SYSTEM_DIRECTORIES",
     "become",
@@ -31,10 +35,11 @@ __all__ = [
     "creator",
     "environment",
     "find",
-    "found",
+    "find_all",
     "missing",
-    "pass_on",
+    "preferred",
     "setting",
+    "start",
     "take_launcher",
     "written",
 ]
@@ -58,7 +63,12 @@ SYSTEM_DIRECTORIES = (
 (containers-common, pkg/config/default.go) and libexec."""
 
 NAMES = ("crun", "runc")
-"""The real runtimes, the one that is preferred first."""
+"""The real runtimes, the one that is preferred first, but under CRI; see `preferred`."""
+
+RUNC_ROOTS = ("/run/containerd/runc", "/run/crio-gpusnap")
+"""Values of --root, or directories above it, with which runc is looked for before crun, because crun restores
+less under CRI: of containerd's shim, which adds its namespace (containerd, RuncRoot of
+cmd/containerd-shim-runc-v2), and of CRI-O with the handler that `gpusnap install` writes."""
 
 STATE_FILES = ("status", "state.json")
 """What each of them has in a container's directory of its state, in their order: crun, src/libcrun/status.c;
@@ -69,9 +79,6 @@ BEGINNINGS = ("create", "run")
 
 SETTINGS_SIZE = 65536
 """How much of the settings file a pass-through reads."""
-
-MOST_WORDS = 64
-"""How many words of a command are looked at for a container's ID."""
 
 RUN = "/run"
 SYSTEM_LOG = "/dev/log"
@@ -157,14 +164,14 @@ def _checked_name(value: bytes, path: str) -> str:
     return os.fsdecode(value)
 
 
-def creator(words: list[str], root: str | None = None) -> str:
+def creator(words: Sequence[str], root: str | None = None) -> str:
     """The name of the runtime that made the container whose ID is among the words; "" where nobody can tell.
 
     `root` is the value of --root. crun and runc do not know each other's containers, so that whatever the
     settings say by now, a container's own runtime has to stop and remove it.
     """
-    for word in words[:MOST_WORDS]:
-        if not word or word[0] in "-." or "/" in word:
+    for word in words:
+        if word in ("", ".", "..") or word.startswith("-") or "/" in word:
             continue
         states = zip(NAMES, STATE_FILES, strict=True)
         known = [name for name, file in states if _knows(name, file, word, root)]
@@ -189,18 +196,33 @@ def _knows(name: str, file: str, word: str, root: str | None) -> bool:
     return False
 
 
-def found(named: str = "", made_by: str = "") -> Iterator[tuple[str, bool]]:
-    """The real runtimes to try, in order, and whether each is in the place of the one that is `named`.
+def preferred(root: str | None = None, command: str = "") -> tuple[str, ...]:
+    """The names of crun and runc, in the order in which they are tried where nothing else decides.
 
-    `made_by` is the container's, as `creator` gives it.
+    runc is first with a --root below RUNC_ROOTS, and for `features` without one, which only containerd, CRI-O
+    and Docker ask.
+    """
+    if root is None:
+        runc = command == "features"
+    else:
+        runc = any(root == each or root.startswith(f"{each}/") for each in RUNC_ROOTS)
+    return NAMES[::-1] if runc else NAMES
+
+
+def find_all(named: str, made_by: str, names: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """The paths of the real runtimes to try, in order, and whether each is in the place of the `named` one.
+
+    `named` is the setting `runtime`, `made_by` the container's runtime as `creator` gives it, and `names` are
+    those that `preferred` gives. A named one of another kind than crun and runc, such as a wrapper, comes
+    first: it may have made the container by one of them.
     """
     kind = os.path.basename(named)
-    if made_by and kind != made_by and (not named or kind in NAMES):
-        yield from ((path, False) for path in _paths(made_by))
-    if named:
-        yield from ((path, False) for path in _paths(named))
-    for name in (made_by, *NAMES) if made_by else NAMES:
-        yield from ((path, bool(named)) for path in _paths(name))
+    stays = not named or (kind in NAMES and kind != made_by)
+    instead = False
+    for name in dict.fromkeys((made_by if stays else named, named, made_by, *names)):
+        if name:
+            yield from ((path, instead) for path in _paths(name))
+        instead = instead or (name == named != "")
 
 
 def _paths(name_or_path: str) -> Iterator[str]:
@@ -212,10 +234,11 @@ def _paths(name_or_path: str) -> Iterator[str]:
     return (path for path in places if _is_program(path) and not _is_own(path))
 
 
-def pass_on(args: list[str], at: int, root: str | None) -> NoReturn:
-    """Become the real runtime for a line whose command stands at `at`, whatever is wrong with gpusnap.
+def start(args: list[str], at: int, root: str | None, by: Callable[[str, list[str]], Started]) -> Started:
+    """Start the real runtime for a line whose command stands at `at`, whatever is wrong with gpusnap.
 
-    Raises RuntimeFailed where none can be started.
+    `by` is `become`, or what else starts the program at a path; where it raises NotStarted, the next is
+    tried. Returns what it returns. Raises RuntimeFailed where there is none, NotStarted where none starts.
     """
     named = made_by = wrong = ""
     command, words = "".join(args[at : at + 1]), args[at + 1 :]
@@ -226,16 +249,17 @@ def pass_on(args: list[str], at: int, root: str | None) -> NoReturn:
         wrong = str(error)
     except Exception as error:  # whatever it is, the container is not to suffer for it
         wrong = f"{type(error).__name__}: {error}"
-    failed: RuntimeFailed | None = None
-    for path, instead in found(named, made_by):
-        if instead and not wrong:
+    failed: NotStarted | None = None
+    warned = False
+    for path, instead in find_all(named, made_by, preferred(root, command)):
+        if instead:
             wrong = f"the real runtime that {SETTINGS_FILE} names ({named}) cannot be started"
-        if wrong:
+        if wrong and not warned:
             _warn(f"{wrong}; {path} runs in its place: see gpusnap settings", command)
-            wrong = ""
+            warned = True
         try:
-            become(path, args)
-        except RuntimeFailed as error:
+            return by(path, args)
+        except NotStarted as error:
             failed = failed or error
     raise failed or missing()
 
@@ -256,16 +280,16 @@ def _warn(text: str, command: str) -> None:
         return  # nobody reads it
 
 
-def find(name_or_path: str | None = None) -> str:
+def find(name_or_path: str | None = None, *, root: str | None = None) -> str:
     """The path of the real runtime, as given or by name on PATH and in SYSTEM_DIRECTORIES; never ourselves.
 
-    Without a name the first of crun and runc. Relative directories on PATH are passed over: this runs as
-    root. Raises SettingsError where the one that was asked for is not there, RuntimeFailed where there is
-    none at all.
+    Without a name the first that is `preferred` with that --root. Relative directories on PATH are passed
+    over: this runs as root. Raises SettingsError where the one that was asked for is not there, RuntimeFailed
+    where there is none at all.
     """
     if name_or_path and name_or_path.startswith("/"):
         return _checked(name_or_path)
-    names = (name_or_path,) if name_or_path else NAMES
+    names = (name_or_path,) if name_or_path else preferred(root)
     for name in names:
         for path in _paths(name):
             return path
@@ -347,7 +371,7 @@ def environment() -> dict[str, str]:
 
 
 def become(path: str, args: list[str]) -> NoReturn:
-    """Become the real runtime. Raises RuntimeFailed where it cannot be started."""
+    """Become the real runtime. Raises NotStarted."""
     # The C module under `signal`, whose enums take a millisecond. Python ignores these two from its start on;
     # the real runtime and everything below it would inherit that.
     import _signal  # type: ignore[import-not-found]
@@ -357,8 +381,7 @@ def become(path: str, args: list[str]) -> NoReturn:
     try:
         os.execve(path, [path, *args], environment())
     except OSError as error:
-        raise RuntimeFailed(
+        raise NotStarted(
             f"the real runtime {path} cannot be started: {reason(error)}",
             hint=f"set runtime in {SETTINGS_FILE} to one that runs here",
-            exit_code=127,
         ) from error

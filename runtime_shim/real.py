@@ -48,9 +48,9 @@ class RealRuntime:
         return self.kind != "crun" or "CRIU" in self.features
 
 
-def find(name_or_path: str | None = None) -> Path:
+def find(name_or_path: str | None = None, *, root: str | None = None) -> Path:
     """The real runtime by the setting `runtime`, or without one crun or runc; see locate.find."""
-    return Path(locate.find(name_or_path or None))
+    return Path(locate.find(name_or_path or None, root=root))
 
 
 def identify(path: Path) -> RealRuntime:

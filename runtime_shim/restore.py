@@ -27,6 +27,7 @@ from oci.files import replace_below
 from runtime_shim import (
     bundle,
     by_plugin,
+    driver_calls,
     halfway,
     journal,
     keys,
@@ -36,6 +37,7 @@ from runtime_shim import (
     proc,
     remap,
     transfer,
+    volumes,
 )
 from runtime_shim import container as containers
 from runtime_shim.argv import RestoreCall
@@ -153,6 +155,8 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
             _nothing_waits(job)
             _begin(job)
             _plan(job, config)
+        with transaction.step("volumes"):
+            volumes.put_back(images, config)
         transaction.undo("removing the incomplete container", lambda: _kill(job))
         if call.detach:
             _restore_container(job)
@@ -456,6 +460,8 @@ def _fill(
     with job.transaction.step("driver restore"):
         right = partial(_right, job.key, job.filling)
         resume(driver, pids, InCriu(), pairs=pairs, right=right)
+        for text in driver_calls.take_notes():
+            job.transaction.note(text)
 
 
 def _right(key: str, filling: Filling | None, pid: int) -> None:

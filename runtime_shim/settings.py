@@ -79,7 +79,8 @@ class Criu:
     link_remap: bool = True
     """CRIU's link-remap: deleted files that are still linked elsewhere, such as POSIX semaphores."""
     ghost_limit: int = 300 << 20
-    """Bytes of a deleted but open file that CRIU will carry along; PyTorch keeps shared memory so."""
+    """Bytes of a deleted but open file that CRIU will carry along, and of one in a pod's emptyDir or
+    /dev/shm that gpusnap will; PyTorch keeps shared memory so."""
     timeout: int = 60
     """Seconds that CRIU may take to stop the container's tasks."""
     skip_in_flight: bool = True
@@ -138,7 +139,8 @@ class Settings:
     """All settings, with their defaults."""
 
     runtime: str = ""
-    """The real runtime, a name or an absolute path; empty: crun, or else runc."""
+    """The real runtime, a name or an absolute path; empty: the one that created the container, else crun
+    before runc, and under containerd and CRI-O runc before crun."""
     retries: int = 3
     """How often a dump is tried again when a process began to use a GPU meanwhile."""
     gpu_map: GpuMap = ()

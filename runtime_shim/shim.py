@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     try:
         call = parse(argv)
         settings = _settings()
-        real = _real(call, settings)
+        real = _real(call)
         if isinstance(call, CheckpointCall):
             return _checkpoint(call, real, settings)
         return _restore(call, real, settings)
@@ -66,13 +66,13 @@ def _valid(settings: Settings | SettingsError) -> Settings:
     return settings
 
 
-def _real(call: CheckpointCall | RestoreCall, settings: Settings | SettingsError) -> RealRuntime:
-    """The runtime that made the container, else the settings' one, else crun or runc."""
-    named = "" if isinstance(settings, SettingsError) else settings.runtime
-    made_by = locate.creator([call.container_id], call.globals.root)
-    path = next((path for path, _ in locate.found(named, made_by)), None)
-    if path is None:
-        raise locate.missing()
+def _real(call: CheckpointCall | RestoreCall) -> RealRuntime:
+    """The runtime that every other command of this container goes to."""
+    command = "checkpoint" if isinstance(call, CheckpointCall) else "restore"
+    return locate.start([command, call.container_id], 0, call.globals.root, _identify)
+
+
+def _identify(path: str, args: list[str]) -> RealRuntime:
     return identify(Path(path))
 
 

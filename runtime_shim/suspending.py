@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from runtime_shim import container as containers
-from runtime_shim import frozen, keep, leftover, manifest, preflight, proc, transfer
+from runtime_shim import driver_calls, frozen, keep, leftover, manifest, preflight, proc, transfer
 from runtime_shim.argv import CheckpointCall
 from runtime_shim.errors import GpusnapError, Refused
 from runtime_shim.gpu import holders
@@ -24,6 +24,7 @@ from runtime_shim.settings import Settings
 from runtime_shim.stillness import Guard, stop
 from runtime_shim.suspension import Pages, Record, record, resume, suspend, users
 from runtime_shim.transaction import Transaction
+from runtime_shim.volumes import Volume
 
 __all__ = [
     "Job",
@@ -54,6 +55,8 @@ class Job:
     """Processes that held GPU files which they had inherited."""
     mounts: tuple[manifest.DriverMount, ...] = ()
     masters: bool = False
+    volumes: tuple[Volume, ...] = ()
+    """Those of its pod, whose open files are taken along."""
     nodes: tuple[Node, ...] = ()
     """The GPUs' device nodes in its /dev."""
     host: Host | None = None
@@ -206,6 +209,7 @@ def resume_all(job: Job) -> None:
             thaw(job)
         let_go = job.paused.let_go if job.paused is not None else None
         resume(job.driver, list(job.records), job.pages, right=own, let_go=let_go)
+        _note_calls(job)
 
 
 def newcomers(job: Job) -> list[proc.Process]:
@@ -263,11 +267,19 @@ def _suspend_these(job: Job, fresh: Sequence[proc.Process]) -> None:
             told(f"process {pid} was paused within a call of CUDA, and ran until it had ended")
     with job.transaction.step("driver checkpoint"):
         standing = partial(_standing, job, timeout)
-        suspend(job.driver, records, job.pages, timeout=timeout, standing=standing, held=job.held)
+        try:
+            suspend(job.driver, records, job.pages, timeout=timeout, standing=standing, held=job.held)
+        finally:
+            _note_calls(job)
         _watch_over(job)
         for pid, why in job.pages.notes().items():
             if pid in records:
                 job.transaction.note(f"process {pid}: {why}")
+
+
+def _note_calls(job: Job) -> None:
+    for text in driver_calls.take_notes():
+        job.transaction.note(text)
 
 
 def _make_room(job: Job, need: int) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from gpusnap.doctor import cdi, duration, files, gpu_use, mounts, room, sockets
+from gpusnap.doctor import cdi, duration, files, gpu_use, kubernetes, mounts, room, sockets
 from gpusnap.doctor.check import Ask, Check, asked, ok, refused, warning
 from gpusnap.doctor.files import Opened
 from gpusnap.doctor.gpu_use import Use
@@ -81,9 +81,11 @@ def _of_criu(of: Subject, opened: tuple[Opened, ...], used: Use) -> Iterator[Ask
 
     spaces = {process.pid: proc.namespace(process.pid, "ipc") for process in processes}
     own = proc.namespace(os.getpid(), "ipc")
+    limit = settings.criu.ghost_limit
     yield "kernel files", lambda: files.anonymous(opened)
     yield "open devices", lambda: files.character_devices(opened, ours)
-    yield "deleted files", lambda: files.deleted(processes, opened, settings.criu.ghost_limit)
+    yield "deleted files", lambda: files.deleted(processes, opened, limit)
+    yield "pod's volumes", lambda: kubernetes.open_files(of.config, processes, limit)
     yield "System V memory", lambda: files.shared_memory(processes, spaces, own)
     yield "file locks", lambda: files.locks(opened, driver=cdi.mounted())
     yield "inotify", lambda: files.watches(opened)
@@ -107,4 +109,7 @@ def _duration(of: Subject, used: Use) -> Iterator[Check]:
     resident = sum(proc.memory(process.pid) for process in of.processes)
     before = duration.earlier(settings.store.path, of.container.id)
     disk = None if room.in_memory(place) else room.speed(place)
-    return duration.check(of.container.id, sum(each.used for each in used.values()), resident, before, disk)
+    gpu = sum(each.used for each in used.values())
+    for check in duration.check(of.container.id, gpu, resident, before, disk):
+        yield check
+        yield from kubernetes.probes(of.container.annotations, check.facts["high"])

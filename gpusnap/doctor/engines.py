@@ -16,9 +16,11 @@ from runtime_shim import preflight
 from runtime_shim._version import __version__
 from runtime_shim.entry import CHECK
 from runtime_shim.errors import GpusnapError
-from runtime_shim.real import RealRuntime, find, identify
+from runtime_shim.locate import RUNC_ROOTS
+from runtime_shim.real import RealRuntime, identify
+from runtime_shim.real import find as find_runtime
 
-__all__ = ["complete", "engines", "launcher", "real_runtime", "registered", "runtimes"]
+__all__ = ["complete", "engines", "launcher", "real_runtime", "registered", "runtimes", "under_cri"]
 
 _OURS = "gpusnap-runtime"
 # containers.conf(5): later files win; the folders' files by name.
@@ -37,7 +39,7 @@ Run = Callable[[list[str]], Answer | None]
 
 def real_runtime(wanted: str) -> RealRuntime:
     """The real runtime by the setting, or crun, or runc. Raises GpusnapError."""
-    return identify(find(wanted or None))
+    return identify(find_runtime(wanted))
 
 
 def runtimes(wanted: str, criu: str) -> Iterator[Check]:
@@ -74,6 +76,25 @@ def runtimes(wanted: str, criu: str) -> Iterator[Check]:
         road = "also by org.criu.config" if facts["takes_org_criu_config"] else "not by org.criu.config"
         says = f"{real.name} ({real.path}); CRIU is configured by CRIU_CONFIG_FILE, {road}"
         yield ok("runtime", says, **facts)
+
+
+def under_cri(wanted: str, root: str = "/", *, find: Find = program) -> Iterator[Check]:
+    """Where containerd or CRI-O know of gpusnap: whether runc runs their containers; crun restores less."""
+    here = [name for name in ("containerd", "CRI-O") if _known(name, root, find)]
+    if not here:
+        return
+    real = identify(find_runtime(wanted, root=RUNC_ROOTS[0]))
+    if real.kind != "crun":
+        yield ok("runtime under CRI", f"{real.name} ({real.path})", path=str(real.path), kind=real.kind)
+        return
+    yield warning(
+        "runtime under CRI",
+        f"{real.name} ({real.path}) runs the containers of {' and '.join(here)}, and what it restores there "
+        "loses its TCP connections and keeps the hostname of its old pod",
+        "leave runtime out of the settings" if wanted and find("runc") else "install runc",
+        path=str(real.path),
+        kind=real.kind,
+    )
 
 
 def _without_library(real: RealRuntime) -> GpusnapError | None:
@@ -142,14 +163,18 @@ def _whole(path: str, done: Answer | None, versions: str) -> Check:
 
 def _configured(root: str, find: Find) -> list[str]:
     """The paths of gpusnap-runtime in the configuration of the engines that are here."""
-    found = set()
-    for name, word in _PROGRAMS.items():
-        if find(word) is not None:
-            # A file that is no TOML is told of by `registered`.
-            with suppress(ValueError):
-                documents = _containerds(root) if name == "containerd" else _documents(root, name)
-                found |= {path for each in documents for _, path in _entries(each, root)}
-    return sorted(found)
+    return sorted({path for name in _PROGRAMS for path in _known(name, root, find)})
+
+
+def _known(name: str, root: str, find: Find) -> set[str]:
+    """The paths of gpusnap-runtime in the configuration of an engine; none where that is not here."""
+    found = set[str]()
+    if find(_PROGRAMS[name]) is not None:
+        # A file that is no TOML is told of by `registered`.
+        with suppress(ValueError):
+            documents = _containerds(root) if name == "containerd" else _documents(root, name)
+            found |= {path for each in documents for _, path in _entries(each, root)}
+    return found
 
 
 def engines(*, find: Find = program, run: Run = ask) -> Iterator[Check]:

@@ -28,21 +28,24 @@ def checks(*, runtime: str = "", root: str = "/", settings: str = SETTINGS_FILE)
     drivers = tuple(check for _, checks in asked_drivers for check in checks)
     every = tuple(gpu for host in hosts.values() for gpu in host.gpus)
     nvidia = hosts.get("nvidia")
+    elsewhere = tuple(kernel.pid_namespace(root))
     kind = ""
     with suppress(GpusnapError):  # its own check says so
         kind = engines.real_runtime(wanted).kind
     return asked(
         (
+            ("PID namespace", lambda: elsewhere),
             ("kernel", lambda: kernel.kernel(root)),
             ("privileges", lambda: kernel.capabilities(root)),
             ("ptrace", lambda: kernel.ptrace_scope(root)),
             ("userfaultfd", lambda: kernel.userfaultfd(root)),
             ("cgroups", lambda: kernel.cgroups(root)),
             ("criu", lambda: criu.criu(version)),
-            ("criu check", criu.own_check),
+            ("criu check", lambda: () if elsewhere else criu.own_check()),
             ("network lock", lambda: criu.network_lock(chosen.criu.options, kind, root=root)),
             ("pycriu", criu.pycriu),
             ("runtime", lambda: engines.runtimes(wanted, version)),
+            ("runtime under CRI", lambda: engines.under_cri(wanted, root)),
             ("gpusnap-runtime", lambda: engines.launcher(root)),
             ("gpusnap's parts", lambda: engines.complete(root)),
             ("engines", engines.engines),

@@ -11,7 +11,16 @@ from collections.abc import Iterator, Mapping
 from gpusnap.doctor.check import Check, failure, ok, warning
 from gpusnap.doctor.sources import below, text
 
-__all__ = ["capabilities", "cgroups", "configuration", "huge_pages", "kernel", "ptrace_scope", "userfaultfd"]
+__all__ = [
+    "capabilities",
+    "cgroups",
+    "configuration",
+    "huge_pages",
+    "kernel",
+    "pid_namespace",
+    "ptrace_scope",
+    "userfaultfd",
+]
 
 # criu.org, "Linux kernel configuration": without these CRIU dumps nothing.
 _NEEDED = ("CHECKPOINT_RESTORE", "NAMESPACES", "UTS_NS", "IPC_NS", "PID_NS", "NET_NS", "FHANDLE")
@@ -45,6 +54,28 @@ def configuration(root: str, release: str) -> Mapping[str, str] | None:
     if not found:
         return None
     return dict(re.findall(r"^CONFIG_(\w+)=(\S+)", found, re.M))
+
+
+def pid_namespace(root: str = "/", pid: int | None = None) -> Iterator[Check]:
+    """Whether /proc shows this process by the PID that it has; nothing where it does (proc(5), /proc/self).
+
+    In a chroot to a node's root, as in a pod, /proc may be of the host's PID namespace and this process in
+    one below it. What asks for itself by its PID, as CRIU does, then reads of another process.
+    """
+    pid = os.getpid() if pid is None else pid
+    try:
+        shown = os.readlink(below(root, "/proc/self"))
+    except OSError:
+        shown = ""
+    if shown != str(pid):
+        yield warning(
+            "PID namespace",
+            "/proc is of another PID namespace than gpusnap doctor: it tells of other processes by the same "
+            "numbers, and criu check is left out",
+            "run it in the host's: hostPID: true for a pod, --pid=host for a container",
+            pid=pid,
+            shown=shown,
+        )
 
 
 def kernel(root: str = "/", release: str = "") -> Iterator[Check]:

@@ -6,13 +6,13 @@
  * becomes the Python entry (runtime_shim/entry.py), which decides by the same rules;
  * tests/unit/test_launcher.py runs both on the same command lines.
  *
- * Nothing that is wrong with gpusnap's settings or its Python may keep a command from a real runtime: the settings'
- * one, else the first that can be started. Python is asked only where none can, so that it says why.
+ * Nothing that is wrong with gpusnap's settings or its Python may keep a command from a real runtime: the first of
+ * its choices (choice.h) that can be started. Python is asked only where none can, so that it says why.
  *
  * The Python entry learns in GPUSNAP_LAUNCHER which file started it, so that it does not take that file, perhaps
  * installed as "crun" in front of the real one, for the real runtime. The real runtime never sees that variable.
  */
-#include "creator.h"
+#include "choice.h"
 #include "kernel.h"
 #include "line.h"
 #include "lookup.h"
@@ -83,45 +83,31 @@ static void become(const char *path, struct launch *launch)
     launch->argv[0] = own; /* not a program after all */
 }
 
-static const char *base_name(const char *path)
-{
-    for (const char *at = path; *at != '\0'; at++)
-        if (*at == '/')
-            path = at + 1;
-    return path;
-}
-
-/*
- * Become the real runtime: the one that made the container, unless the settings name another than crun and runc;
- * else the settings' one; else the first that there is. Returns where none can be started.
- */
-static void become_real(const char *made_by, struct launch *launch)
+/* Become the real runtime: the first choice that can be started. Returns where none can. */
+static void become_real(const struct line *line, int argc, char **argv, struct launch *launch)
 {
     static const char unreadable[] = "the settings file " SETTINGS_FILE " cannot be read";
     static const char bad[] = "runtime in " SETTINGS_FILE " is neither a name nor an absolute path";
     static const char missing[] = "the real runtime that " SETTINGS_FILE " names cannot be started";
     static char name[PATH_SIZE];
+    static struct choices choices;
     enum setting setting = runtime_setting(SETTINGS_FILE, name, sizeof(name));
-    const char *kind = setting == SETTING_FOUND ? base_name(name) : "";
+    const char *named = setting == SETTING_FOUND ? name : NULL;
 
-    if (made_by != NULL && !same(kind, made_by) && (setting != SETTING_FOUND || whole(kind, runtime_names)))
-        become_named(made_by, launch);
-    if (setting == SETTING_FOUND) {
-        become_named(name, launch);
-        launch->warning = missing;
-    } else if (setting == SETTING_UNREADABLE) {
+    choose(&choices, line, argc, argv, launch->envp, named);
+    if (setting == SETTING_UNREADABLE)
         launch->warning = unreadable;
-    } else if (setting == SETTING_BAD) {
+    else if (setting == SETTING_BAD)
         launch->warning = bad;
+    for (size_t i = 0; i < choices.count; i++) {
+        become_named(choices.names[i], launch);
+        if (choices.names[i] == named)
+            launch->warning = missing;
     }
-    if (made_by != NULL)
-        become_named(made_by, launch);
-    for (const char *const *each = runtime_names; *each != NULL; each++)
-        become_named(*each, launch);
 }
 
 /* The real runtime's version, whose lines Podman and containerd read, then ours; negative where it has none. */
-static int tell_version(struct launch *launch)
+static int tell_version(const struct line *line, int argc, char **argv, struct launch *launch)
 {
     static const char own[] = "gpusnap-runtime version " VERSION_TEXT "\n";
     long child = fork_process();
@@ -130,7 +116,7 @@ static int tell_version(struct launch *launch)
     if (child < 0)
         return -1;
     if (child == 0) {
-        become_real(NULL, launch);
+        become_real(line, argc, argv, launch);
         leave(EXIT_NOT_FOUND);
     }
     code = wait_for_end(child);
@@ -162,7 +148,7 @@ static int run(int argc, char **argv, char **envp)
     static char *bare[] = {PYTHON_ENTRY, NULL};
     static struct launch launch;
     struct line line = classify(argc, argv);
-    char *asked = NULL;
+    char *asked;
 
     drop_launcher_variable(envp);
     launch.argv = argv;
@@ -176,9 +162,9 @@ static int run(int argc, char **argv, char **envp)
             argv[argc = line.at + 2] = NULL;
         }
         if (line.whose == PASS) {
-            become_real(asked == NULL ? creator(&line, argc, argv, envp) : NULL, &launch);
+            become_real(&line, argc, argv, &launch);
         } else if (line.whose == VERSION) {
-            int code = tell_version(&launch);
+            int code = tell_version(&line, argc, argv, &launch);
 
             if (code >= 0)
                 return code;

@@ -25,7 +25,7 @@ static const char *const system_directories[] = {
     NULL,
 };
 
-/* The real runtimes, the one that is preferred first. The same list as NAMES in locate.py. */
+/* The real runtimes, the one that is preferred first, but under CRI (choice.h). The same list as NAMES in locate.py. */
 static const char *const runtime_names[] = {"crun", "runc", NULL};
 
 /* What each of them has in a container's directory of its state, in their order; STATE_FILES in locate.py.

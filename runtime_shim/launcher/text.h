@@ -33,6 +33,15 @@ static size_t length_before(const char *text, char mark)
     return length;
 }
 
+/* A path's last part. */
+static const char *base_name(const char *path)
+{
+    for (const char *at = path; *at != '\0'; at++)
+        if (*at == '/')
+            path = at + 1;
+    return path;
+}
+
 static int listed(const char *word, size_t length, const char *const *list)
 {
     for (; *list != NULL; list++)

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from support import GPUWORK, until
@@ -105,14 +106,27 @@ class Pod:
         return cls(cri, made.pod_sandbox_id, config, logs)
 
     def create(
-        self, name: str, image: str, *command: str, gpus: str = "all", attempt: int = 0
+        self,
+        name: str,
+        image: str,
+        *command: str,
+        gpus: str = "all",
+        attempt: int = 0,
+        volumes: Mapping[str, Path] = MappingProxyType({}),
     ) -> PodContainer:
-        """Create a container of an image, of a checkpoint in an image, or of one in an archive."""
+        """Create a container of an image, of a checkpoint in an image, or of one in an archive.
+
+        `volumes` are folders of this host by the path where it has them.
+        """
+        mounts: list[dict[str, Any]] = [
+            {"container_path": "/gpuwork", "host_path": GPUWORK, "readonly": True},
+            *({"container_path": path, "host_path": str(folder)} for path, folder in volumes.items()),
+        ]
         config = {
             "metadata": {"name": name, "attempt": attempt},
             "image": {"image": image},
             "command": command,
-            "mounts": [{"container_path": "/gpuwork", "host_path": GPUWORK, "readonly": True}],
+            "mounts": mounts,
             "log_path": f"{name}-{attempt}.log",
             "linux": {"security_context": {"namespace_options": _NAMESPACES}},
             "CDI_devices": [{"name": f"nvidia.com/gpu={gpus}"}] if gpus else [],

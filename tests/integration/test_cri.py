@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import shimhost
@@ -116,11 +117,18 @@ def work(pod: Pod, base: str) -> PodContainer:
     return container
 
 
-def restored(pod: Pod, image: str | Path, *, gpus: str = "all", attempt: int = 1) -> PodContainer:
+def restored(
+    pod: Pod,
+    image: str | Path,
+    *,
+    gpus: str = "all",
+    attempt: int = 1,
+    volumes: Mapping[str, Path] = MappingProxyType({}),
+) -> PodContainer:
     """A container made of a checkpoint, after some ticks of its own."""
     if not (2, 1) <= version()[:2] <= (2, 3):
         pytest.skip("this containerd restores no checkpoint in CreateContainer, as 2.1 to 2.3 do")
-    container = pod.create("work", str(image), gpus=gpus, attempt=attempt)
+    container = pod.create("work", str(image), gpus=gpus, attempt=attempt, volumes=volumes)
     container.start()
     container.goes_on()
     return container
@@ -192,6 +200,77 @@ def test_another_gpu(pod: Pod, base: str, tmp_path: Path) -> None:
     assert [*dict.fromkeys(re.findall(r"gpu=(GPU-\S+)", again.log()))] == UUIDS
 
 
+# A log and a FIFO in an emptyDir, NCCL's and PyTorch's files in the pod's /dev/shm, a file without a name.
+_FILES = """\
+umask 027; mkdir -p /cache/inner; cd /cache/inner; mkfifo pipe
+echo 'first line' >log; dd if=/dev/zero of=/dev/shm/nccl-a bs=1M count=2 2>/dev/null
+printf torch >/dev/shm/torch_1; printf gone >/cache/gone
+exec 5>>log 6<>/dev/shm/nccl-a 7</dev/shm/torch_1 8<>/cache/gone 9<>pipe
+rm /cache/gone; touch /cache/closed
+exec """
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Callable[[str], Path]:
+    """Makes a folder where kubelet makes an emptyDir."""
+
+    def make(name: str) -> Path:
+        path = tmp_path / name / "volumes/kubernetes.io~empty-dir/cache"
+        path.mkdir(parents=True)
+        return path
+
+    return make
+
+
+@RUNC
+def test_open_files_of_the_pods_volumes(
+    pod: Pod, base: str, volume: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """They come along into another pod, whose volumes are empty; what nobody has open does not."""
+    first, second = volume("first"), volume("second")
+    script = _FILES + " ".join(WORK)
+    work = pod.create("work", base, "sh", "-c", script, volumes={"/cache": first})
+    work.start()
+    work.goes_on()
+    work.checkpoint(tmp_path / "checkpoint.tar")
+    work.goes_on()
+    work.remove()
+    other = Pod.run(pod.cri, "other", tmp_path / "others", handler=HANDLER)
+    try:
+        image = tmp_path / "checkpoint.tar"
+        gpusnap("verify", image)
+        restored(other, image, volumes={"/cache": second})
+        assert sorted(path.name for path in second.iterdir()) == ["inner"]
+        log, fifo = second / "inner/log", second / "inner/pipe"
+        assert (log.read_text(), log.stat().st_mode & 0o777) == ("first line\n", 0o640)
+        assert fifo.is_fifo()
+        (init,) = (path.parent for path in Path("/proc").glob("[0-9]*/comm") if _text(path) == "gpuwork\n")
+        assert (init / "fd/8").read_text() == "gone"
+        assert (init / "fd/7").read_text() == "torch"
+        assert (init / "root/dev/shm/nccl-a").stat().st_size == 2 << 20
+    finally:
+        other.remove()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+@RUNC
+def test_a_large_file_of_a_volume(pod: Pod, base: str, volume: Callable[[str], Path], tmp_path: Path) -> None:
+    """It is refused before anything happens, with what can be done."""
+    shimhost.write_settings('runtime = "runc"\n[criu]\nghost-limit = "1M"\n')
+    work = pod.create("work", base, "sh", "-c", _FILES + " ".join(WORK), volumes={"/cache": volume("first")})
+    work.start()
+    work.goes_on()
+    with pytest.raises(CriError, match=r"has /dev/shm/nccl-a of 2\.0 MiB open.*raise criu\.ghost-limit"):
+        work.checkpoint(tmp_path / "checkpoint.tar")
+    work.goes_on()
+
+
 @RUNC
 def test_store(pod: Pod, work: PodContainer, settings: shimhost.Writer, tmp_path: Path) -> None:
     """With memory.pages = "store" the GPU's bytes do not go through containerd, which copies them."""
@@ -230,6 +309,45 @@ def test_python_starts_for_a_checkpoint_alone(pod: Pod, base: str, tmp_path: Pat
         assert starts() == []
         work.checkpoint(tmp_path / "checkpoint.tar")
         assert [" checkpoint " in line for line in starts()] == [True]
+
+
+@pytest.fixture
+def no_setting(real: str) -> Iterator[None]:
+    """No setting `runtime` in the test, and the fixture's own after it."""
+    shimhost.write_settings("")
+    yield
+    shimhost.write_settings(f'runtime = "{real}"\n')
+
+
+@pytest.fixture
+def crun_of_old(real: str, pod: Pod, base: str) -> PodContainer:
+    """A container that crun runs in the pod, as gpusnap chose before it preferred runc."""
+    shimhost.write_settings('runtime = "crun"\n')
+    found = pod.create("old", base, *WORK)
+    found.start()
+    found.goes_on()
+    return found
+
+
+@RUNC
+def test_runc_without_a_setting(
+    pod: Pod, base: str, crun_of_old: PodContainer, no_setting: None, tmp_path: Path
+) -> None:
+    """runc runs what is new, with a crun beside it; and each keeps its containers to their end."""
+    states = Path("/run/containerd/runc/k8s.io")
+    work = pod.create("work", base, *WORK)
+    work.start()
+    assert (states / work.id / "state.json").exists()
+    assert (states / crun_of_old.id / "status").exists()
+    for name, each in (("runc", work), ("crun", crun_of_old)):
+        each.goes_on()
+        each.checkpoint(tmp_path / f"{name}.tar")
+        each.goes_on()
+        assert manifest(tmp_path / f"{name}.tar")["host"]["runtime"]["name"] == name
+        each.remove()
+    # And what crun dumped comes back under runc.
+    again = restored(pod, tmp_path / "crun.tar", attempt=1)
+    assert (states / again.id / "state.json").exists()
 
 
 @RUNC

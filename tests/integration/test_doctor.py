@@ -86,6 +86,16 @@ def test_nothing_is_changed(registered: None) -> None:
     assert seen() == before
 
 
+def test_in_another_pid_namespace(registered: None) -> None:
+    """As in a pod that works in a chroot to its node: criu check would fail, for that alone."""
+    done = run("unshare", "--pid", "--fork", GPUSNAP, "doctor", "--json")
+    found = {each["name"]: each for each in json.loads(done.out)["checks"]}
+    assert (done.code, found["PID namespace"]["verdict"]) == (0, "warning"), done.out
+    assert "hostPID: true" in found["PID namespace"]["todo"]
+    assert "criu check" not in found
+    assert "PID namespace" not in doctor()[1]
+
+
 def test_text(registered: None) -> None:
     """One line for each check; what to do is below it, and the last one counts."""
     done = run(GPUSNAP, "doctor")

@@ -452,6 +452,7 @@ class Scene:
         monkeypatch.setattr(shim, "find_drivers", lambda: (self.driver,))
         monkeypatch.setattr(by_plugin, "find_drivers", lambda: (self.driver,))
         monkeypatch.setattr(shim, "usable", lambda: self.settings)
+        monkeypatch.setattr(locate, "setting", lambda: self.settings.runtime)
         monkeypatch.setattr(locate, "become", _never_become)
         monkeypatch.setattr(suspension, "_PAUSE", 0.0)
         from runtime_shim import restore

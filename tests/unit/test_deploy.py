@@ -74,6 +74,8 @@ def test_they_agree() -> None:
     assert runtime_class["handler"] == install_containerd.HANDLER == install_crio.HANDLER
     (pod,) = documents("example-pod.yaml")
     assert pod["spec"]["runtimeClassName"] == runtime_class["metadata"]["name"]
+    # node.sh ends with gpusnap doctor, which has to be in the PID namespace that the node's /proc is of.
+    assert documents("install.yaml")[-1]["spec"]["template"]["spec"]["hostPID"] is True
     for name in ("install.yaml", "uninstall.yaml"):
         template = documents(name)[-1]["spec"]["template"]
         assert template["spec"]["nodeSelector"] == runtime_class["scheduling"]["nodeSelector"]

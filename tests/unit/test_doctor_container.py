@@ -15,6 +15,7 @@ from gpusnap.doctor.subject import Subject
 from runtime_shim import container as containers
 from runtime_shim import inside, preflight
 from runtime_shim.errors import ContainerError, Refused
+from runtime_shim.flat import OF_CRI
 from runtime_shim.gpu.driver import ProcessState
 from runtime_shim.gpu.errors import DriverTooOld, GpuBusy
 from runtime_shim.settings import Nvidia, Settings, Store
@@ -188,3 +189,16 @@ def test_strange_devices_that_are_given(subject: Subject, driver: FakeDriver) ->
     gpu_use.strange_devices(with_fuse, driver, devices=[fuse])
     with pytest.raises(Refused, match="/dev/fuse"):
         gpu_use.strange_devices(subject, driver, devices=[fuse])
+
+
+def test_a_pods_container(subject: Subject, driver: FakeDriver) -> None:
+    """Its probes and its volumes are told of, and of others' not."""
+    own = ("liveness probe", "pod's volumes")
+    assert not set(own) & set(by_name(container.checks(subject, driver)))
+    annotations = {OF_CRI: "container"}
+    mounts = [{"destination": "/dev/shm", "source": "/run/sandboxes/a/shm", "options": ["rbind"]}]
+    config = subject.config | {"annotations": annotations, "mounts": [*subject.config["mounts"], *mounts]}
+    pod = replace(subject, config=config, container=replace(subject.container, annotations=annotations))
+    found = by_name(container.checks(pod, driver))
+    assert found["liveness probe"].facts["pause"] == found["duration"].facts["high"]
+    assert set(own) <= set(found)

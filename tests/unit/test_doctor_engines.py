@@ -9,6 +9,7 @@ from doctor_trees import Programs, only, tree
 
 from gpusnap.doctor import engines
 from gpusnap.doctor.sources import Answer
+from runtime_shim import locate
 from runtime_shim._version import __version__
 
 OURS = "/usr/bin/gpusnap-runtime"
@@ -57,6 +58,35 @@ def test_a_crun_without_crius_library(tmp_path: Path) -> None:
 def test_no_runtime() -> None:
     """gpusnap's own sentence."""
     assert "/nowhere/crun" in only(engines.runtimes("/nowhere/crun", "4.1.1"))[1].says
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted", "verdict", "said"),
+    [
+        (["crun", "runc"], "", "ok", "runc 1.1.15"),
+        (["crun"], "", "warning", "install runc"),
+        (["crun", "runc"], "crun", "warning", "leave runtime out of the settings"),
+        (["crun"], "crun", "warning", "install runc"),
+        (["crun", "runc"], "runc", "ok", "runc 1.1.15"),
+    ],
+)
+def test_under_cri(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], wanted: str, verdict: str, said: str
+) -> None:
+    """crun does for Podman; where containerd or CRI-O know of gpusnap, runc is wanted beside it."""
+    versions = {"crun": "crun version 1.21\n+CRIU", "runc": "runc version 1.1.15"}
+    for name in names:
+        runtime(tmp_path, versions[name], name)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(locate, "SYSTEM_DIRECTORIES", ())
+    programs = Programs(containerd="", podman="", **dict.fromkeys(names, ""))
+    root = tree(tmp_path, {"/etc/containers/containers.conf.d/50.conf": PODMAN})
+    assert list(engines.under_cri(wanted, root, find=programs.find)) == []
+    tree(tmp_path, {"/etc/containerd/config.toml": CONTAINERD})
+    found = only(engines.under_cri(wanted, root, find=programs.find))
+    assert found[0] == verdict
+    assert said in found[1].says + found[1].todo
+    assert list(engines.under_cri(wanted, root, find=Programs(podman="").find)) == []
 
 
 def test_launcher(tmp_path: Path) -> None:

@@ -121,3 +121,17 @@ def test_huge_pages(tmp_path: Path, text: str, verdict: str) -> None:
     assert found[0] == verdict
     assert found[1].facts["mode"] == re.findall(r"\[(\w+)\]", text)[0]
     assert only(kernel.huge_pages(str(tmp_path / "other")))[0] == "warning"
+
+
+def test_pid_namespace(tmp_path: Path) -> None:
+    """In the host's /proc a process of a pod has another PID, or none where that namespace is not below."""
+    (tmp_path / "proc").mkdir()
+    link = tmp_path / "proc/self"
+    verdict, found = only(kernel.pid_namespace(str(tmp_path), 7))
+    assert (verdict, found.facts["shown"]) == ("warning", "")
+    link.symlink_to("4711")
+    verdict, found = only(kernel.pid_namespace(str(tmp_path), 7))
+    assert verdict == "warning"
+    assert "hostPID: true" in found.todo
+    assert list(kernel.pid_namespace(str(tmp_path), 4711)) == []
+    assert list(kernel.pid_namespace()) == []

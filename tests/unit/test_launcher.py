@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import command_lines as lines
 import pytest
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from runtime_shim import entry, locate, options
 from runtime_shim._version import __version__
 from runtime_shim.argv import probe
-from runtime_shim.errors import SettingsError
+from runtime_shim.errors import NotStarted, SettingsError
 from runtime_shim.options import Takes
 from runtime_shim.words import FALSE, HELP
 
@@ -139,6 +140,7 @@ def test_the_same_lists() -> None:
     assert strings_of("runtime_names") == locate.NAMES
     assert strings_of("state_files") == locate.STATE_FILES
     assert strings_of("beginnings") == locate.BEGINNINGS
+    assert strings_of("runc_roots") == locate.RUNC_ROOTS
     for name, known in (("checkpoint", options.CHECKPOINT), ("restore", options.RESTORE)):
         taking = [each for each in known if each.takes is not Takes.NOTHING and each.name != "network-lock"]
         words = {word for each in taking for word in (each.name, each.short) if word}
@@ -334,6 +336,7 @@ def _folder(path: Path) -> None:
 
 
 def _loop(path: Path) -> None:
+    path.unlink(missing_ok=True)
     path.symlink_to(path.name)
 
 
@@ -372,69 +375,135 @@ def test_a_terminal_is_told(launcher: Launcher) -> None:
     )
 
 
-def made(root: Path, name: str) -> str:
-    """--root, with a container "abc" that this runtime made."""
-    (root / "abc").mkdir(exist_ok=True, parents=True)
-    (root / "abc" / locate.STATE_FILES[locate.NAMES.index(name)]).touch()
-    return str(root)
+CRI = "--root /run/containerd/runc/k8s.io --log /l --log-format json --systemd-cgroup"
+NAMED = 'runtime = "{}"'
+CRUN, RUNC, PATHS, OTHER = (NAMED.format(name) for name in ("crun", "runc", "{opt}/runc", "wrapper"))
+
+# A settings file, a line, and which runtimes are tried for it, in order; {opt} has a runc of its own. The IDs
+# say who made a container: below {root}, and {private}, where crun and runc keep theirs for a user.
+ORDERS = [
+    ("", "state x", "crun runc"),
+    ("", "--root /run/crun state x", "crun runc"),
+    ("", "--root", "crun runc"),
+    ("", "--root= features", "crun runc"),
+    # Under CRI.
+    ("", f"{CRI} state x", "runc crun"),
+    ("", f"{CRI} -- kill x 9", "runc crun"),
+    ("", "--root=/run/containerd/runc/default delete --force x", "runc crun"),
+    ("", "-root=/run/crio-gpusnap create --bundle /b x", "runc crun"),
+    ("", "--root /run/containerd/runc --version", "runc crun"),
+    ("", "--root /run/containerd/runc --root /r state x", "crun runc"),
+    ("", "--log --root --cgroup-manager=/run/containerd/runc state x", "crun runc"),
+    ("", "--root /run/containerd/runcs state x", "crun runc"),
+    ("", "state --root /run/containerd/runc", "crun runc"),
+    ("", "features", "runc crun"),
+    ("", "--root /r features", "crun runc"),
+    (CRUN, f"{CRI} state x", "crun runc"),
+    (OTHER, f"{CRI} state x", "wrapper runc crun"),
+    (MISSING, f"{CRI} create x", "runc crun"),
+    ("runtime = a/b", f"{CRI} create x", "runc crun"),
+    # The settings.
+    (CRUN, "state x", "crun runc"),
+    (RUNC, "state x", "runc crun"),
+    (PATHS, "create x", "{opt}/runc crun runc"),
+    (OTHER, "--version", "wrapper crun runc"),
+    # A container stays with its runtime.
+    ("", "--root {root} kill by-crun KILL", "crun runc"),
+    ("", "--root {root} kill by-runc KILL", "runc crun"),
+    ("", "--root={root} exec --process /by-crun -- by-runc", "runc crun"),
+    ("", "--root /x -root {root} delete --force by-runc", "runc crun"),
+    ("", "--root {root} -- state by-runc", "runc crun"),
+    ("", "--root {root} exec " + "--env A=1 " * 200 + "by-runc sh", "runc crun"),
+    ("", "--root {root} delete .by-runc", "runc crun"),
+    ("", "delete --force by-runc", "runc crun"),
+    (RUNC, "delete --force by-crun", "crun runc"),
+    (CRUN, "--root {root} state by-runc", "runc crun"),
+    (RUNC, "--root {root} state by-crun", "crun runc"),
+    (MISSING, "--root {root} state by-runc", "runc crun"),
+    ("runtime = a/b", "--root {root} state by-runc", "runc crun"),
+    # The settings' runc is runc, wherever it is.
+    (PATHS, "--root {root} state by-runc", "{opt}/runc runc crun"),
+    (PATHS, "--root {root} state by-crun", "crun {opt}/runc runc"),
+    # A wrapper may have made it by either.
+    (OTHER, "--root {root} state by-runc", "wrapper runc crun"),
+    (OTHER, "--root {root} state by-crun", "wrapper crun runc"),
+    # Whose it is cannot be told.
+    ("", "--root {root} state by-both", "crun runc"),
+    (RUNC, "--root {root} state by-both", "runc crun"),
+    (RUNC, "--root {root} state by-none", "runc crun"),
+    (RUNC, "--root {root} state ../root/by-crun", "runc crun"),
+    (RUNC, "--root {root} state -by-crun", "runc crun"),
+    (RUNC, "--root {root} list", "runc crun"),
+    (RUNC, "--root {root} state .", "runc crun"),
+    (RUNC, "--root {root}/by-crun state ..", "runc crun"),
+    # It begins, or is asked for nothing.
+    (RUNC, "--root {root} create by-crun", "runc crun"),
+    (RUNC, "--root {root} run by-crun", "runc crun"),
+    (RUNC, "--root {root} checkpoint --help by-crun", "runc crun"),
+]
 
 
-@pytest.mark.parametrize("text", ['runtime = "crun"', 'runtime = "runc"', "", MISSING, 'runtime = "a/b"'])
-@pytest.mark.parametrize("name", ["crun", "runc"])
-def test_a_container_stays_with_its_runtime(
-    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str
-) -> None:
-    """Whatever the settings say by now, the one that made it; a new one is begun by the settings' runtime."""
-    launcher.write(launcher.bin / "runc", _REAL)
-    launcher.settings.write_text(text)
-    root, private = made(tmp_path / "root", name), made(tmp_path / "private" / name, name)
-    for given_root in (["--root", root], [f"--root={root}"], ["--root", "/x", "-root", root]):
-        for line in (
-            ["kill", "abc", "KILL"],
-            ["exec", "--process", "/p", "--", "abc"],
-            ["--", "state", "abc"],
-        ):
-            assert launcher.run(*given_root, *line)[:2] == launcher.real(name)
-    line = ["delete", "--force", "abc"]
-    assert launcher.run(*line, XDG_RUNTIME_DIR=os.path.dirname(private))[:2] == launcher.real(name)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", os.path.dirname(private))
-    assert locate.creator(line[1:]) == name
-    assert locate.creator(["KILL", "abc"], root) == name
-    new = "runc" if "runc" in text else "crun"
-    for line in (["create", "abc"], ["run", "abc"], ["state", "abcd"], ["state", "../root/abc"], ["list"]):
-        assert launcher.run("--root", root, *line)[:2] == launcher.real(new)
+@pytest.fixture
+def places(launcher: Launcher, tmp_path: Path) -> dict[str, str]:
+    """The directories that ORDERS names, with what is in them; the real runtimes, all of which run."""
+    root, private = tmp_path / "root", tmp_path / "private"
+    for name, file in zip(locate.NAMES, locate.STATE_FILES, strict=True):
+        launcher.write(launcher.bin / name, _REAL)
+        for where in (f"by-{name}", f".by-{name}", f"-by-{name}", "by-both"):
+            (root / where).mkdir(parents=True, exist_ok=True)
+            (root / where / file).touch()
+        (private / name / f"by-{name}").mkdir(parents=True)
+        (private / name / f"by-{name}" / file).touch()
+    (root / "by-none" / "status").mkdir(parents=True)  # a directory is no state
+    (root / "status").touch()
+    launcher.write(launcher.bin / "wrapper", _REAL)
+    launcher.write(tmp_path / "opt" / "runc", _REAL)
+    return {"root": str(root), "private": str(private), "opt": str(tmp_path / "opt")}
 
 
-def found(launcher: Launcher, named: str, made_by: str) -> str:
-    """What Python would try first."""
+def launcher_order(launcher: Launcher, args: list[str], private: str) -> list[str]:
+    """What the launcher tries, in order: each that was started is made one that cannot be."""
+    tried = list[str]()
+    while True:
+        done = launcher.done(*args, path=str(launcher.bin), XDG_RUNTIME_DIR=private)
+        assert (done.returncode, done.stderr) == (0, b"")
+        kind, path, *_ = os.fsdecode(done.stdout).split("\0")
+        if kind == "python":
+            return tried
+        assert path not in tried
+        tried.append(path)
+        Path(path).write_text("#!/nosuch/interpreter\n")
+
+
+def python_order(launcher: Launcher, args: list[str], private: str) -> list[str]:
+    """What the Python entry tries, in order."""
+    tried = list[str]()
+
+    def fail(path: str, given: list[str]) -> NoReturn:
+        tried.append(path)
+        raise NotStarted("it cannot be started")
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", str(launcher.bin))
+        patch.setattr(locate, "SETTINGS_FILE", str(launcher.settings))
+        patch.setattr(locate, "SYSTEM_DIRECTORIES", ())
         patch.setattr(locate, "_own_files", [str(launcher.program)])
-        return next(locate.found(named, made_by))[0]
+        patch.setattr(locate, "become", fail)
+        patch.setattr(entry, "_spawn", fail)
+        patch.setenv("PATH", str(launcher.bin))
+        patch.setenv("XDG_RUNTIME_DIR", private)
+        with pytest.raises(NotStarted):
+            entry._answer(args)
+    return tried
 
 
-def test_whose_container_it_is_cannot_be_told(launcher: Launcher, tmp_path: Path) -> None:
-    """Of both, or where the settings name a runtime of another kind: as the settings say."""
-    launcher.write(launcher.bin / "runc", _REAL)
-    other = launcher.write(launcher.bin / "youki", _REAL)
-    root = made(tmp_path / "root", "runc")
-    launcher.settings.write_text('runtime = "youki"')
-    assert launcher.run("--root", root, "state", "abc")[1] == str(other) == found(launcher, "youki", "runc")
-    made(tmp_path / "root", "crun")
-    launcher.settings.write_text("")
-    assert launcher.run("--root", root, "state", "abc")[:2] == launcher.real("crun")
-    assert locate.creator(["abc"], root) == ""
-
-
-def test_a_runtime_of_its_kind_elsewhere(launcher: Launcher, tmp_path: Path) -> None:
-    """The settings' runc is runc, wherever it is."""
-    own = launcher.write(tmp_path / "opt" / "runc", _REAL)
-    launcher.write(launcher.bin / "runc", _REAL)
-    launcher.settings.write_text(f'runtime = "{own}"')
-    root = made(tmp_path / "root", "runc")
-    assert launcher.run("--root", root, "state", "abc")[1] == str(own) == found(launcher, str(own), "runc")
-    root = made(tmp_path / "other", "crun")
-    assert launcher.run("--root", root, "state", "abc")[:2] == launcher.real("crun")
+@pytest.mark.parametrize(("text", "line", "order"), ORDERS)
+def test_order(launcher: Launcher, places: dict[str, str], text: str, line: str, order: str) -> None:
+    """The container's runtime, the settings', the one that is preferred, each where the one before fails."""
+    launcher.settings.write_text(text.format(**places))
+    args = line.format(**places).split()
+    wanted = [str(launcher.bin / each) for each in order.format(**places).split()]  # an absolute one as it is
+    assert python_order(launcher, args, places["private"]) == wanted
+    assert launcher_order(launcher, args, places["private"]) == wanted
 
 
 WAYS: dict[str, Callable[[Path, Path], object]] = {
@@ -511,7 +580,7 @@ BROKEN_ENTRIES: dict[str, Callable[[Path], object]] = {
     "it or its interpreter does not exist": lambda path: path.unlink(),
     "access is refused": lambda path: path.chmod(0o644),
     "error 8": lambda path: path.write_text(""),
-    "error 40": lambda path: (path.unlink(), path.symlink_to(path)),
+    "error 40": _loop,
 }
 
 

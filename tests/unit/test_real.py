@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim import locate, real, settings
+from runtime_shim import argv, locate, real, settings, shim
 from runtime_shim.errors import RuntimeFailed, SettingsError
 
 CRUN_1_21 = """\
@@ -102,6 +102,47 @@ def test_crun_before_runc_and_path_before_system(own: Path, tmp_path: Path) -> N
     assert real.find() == on_path
     assert real.find("runc") == runc
     assert real.find(str(system)) == system
+
+
+@pytest.mark.parametrize(
+    ("root", "name"),
+    [(None, "crun"), ("/run/crun", "crun"), (locate.RUNC_ROOTS[0], "runc"), ("/run/crio-gpusnap/x", "runc")],
+)
+def test_runc_is_preferred_under_cri(own: Path, tmp_path: Path, root: str | None, name: str) -> None:
+    crun, runc = program(tmp_path / "a" / "crun"), program(tmp_path / "a" / "runc")
+    assert real.find(root=root).name == name
+    assert real.find("crun", root=root) == crun
+    assert real.find("runc", root=root) == runc
+    runc.unlink()
+    assert real.find(root=root) == crun
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "name"),
+    [
+        ("", "--root {root} checkpoint by-runc", "runc"),
+        ('runtime = "crun"', "--root {root} checkpoint by-runc", "runc"),
+        ('runtime = "runc"\n[nosuch]', "--root {root} checkpoint by-crun", "crun"),
+        ('runtime = "runc"\n[nosuch]', "--root {root} restore new", "runc"),
+        ('runtime = "a/b"', "--root {root} restore new", "crun"),
+        ("", "--root /run/containerd/runc/k8s.io restore new", "runc"),
+        ("", "--root {root} restore new", "crun"),
+    ],
+)
+def test_of_a_checkpoint(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, line: str, name: str
+) -> None:
+    """It goes where the container's other commands go, also to the next where one cannot be started."""
+    for each, file in zip(locate.NAMES, locate.STATE_FILES, strict=True):
+        program(tmp_path / "a" / each, f"echo {each} version 1")
+        (tmp_path / "root" / f"by-{each}").mkdir(parents=True)
+        (tmp_path / "root" / f"by-{each}" / file).touch()
+    (tmp_path / "settings").write_text(text)
+    monkeypatch.setattr(locate, "SETTINGS_FILE", str(tmp_path / "settings"))
+    call = argv.parse(line.format(root=tmp_path / "root").split())
+    assert shim._real(call).kind == name
+    (tmp_path / "a" / name).write_text("#!/nosuch\n")
+    assert {shim._real(call).kind, name} == set(locate.NAMES)
 
 
 WAYS: dict[str, Callable[[Path, Path], object]] = {

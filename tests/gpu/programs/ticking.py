@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import os
 import subprocess
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 
 Step = Callable[[int], tuple[bool, str]]
@@ -20,7 +24,21 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     options.add_argument("--ticks", type=int, default=0, help="end after so many (0: never)")
     options.add_argument("--pause", type=float, default=0.03, help="seconds between ticks")
     options.add_argument("--programs", action="store_true", help="run programs all the time, by vfork")
+    options.add_argument("--forks", type=int, default=0, help="threads that fork and import all the time")
     return options
+
+
+def _fork_and_import() -> None:
+    """Hold the C library's locks most of the time: fork takes malloc's, an import the loader's."""
+    while True:
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
+        for name in ("_bz2", "_lzma", "_sqlite3", "_curses", "_elementtree"):
+            sys.modules.pop(name, None)
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
 
 
 def _programs() -> None:
@@ -33,6 +51,11 @@ def run(step: Step, options: argparse.Namespace) -> None:
 
     When is the time of day: after a restore CLOCK_MONOTONIC goes on from where it was (time_namespaces(7)).
     """
+    if options.forks:
+        # JAX and Python warn of a fork in a process with threads; it is what is to be tried.
+        warnings.simplefilter("ignore")
+    for _ in range(options.forks):
+        threading.Thread(target=_fork_and_import, daemon=True).start()
     if options.programs:
         threading.Thread(target=_programs, daemon=True).start()
     tick = 0
