@@ -163,8 +163,8 @@ class _Watch:
         """Keep for `take_notes` that threads were let run, which they should not have to be."""
         if self._helped:
             _notes.append(
-                f"process {self._pid} was stopped while a thread of it held a lock that the GPU driver "
-                f"needs: threads were let run {self._helped} times"
+                f"process {self._pid} was stopped while a thread of it held a lock the GPU driver needs: "
+                f"threads were let run {self._helped} times"
             )
 
     def _blocked(self) -> int:
