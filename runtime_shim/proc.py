@@ -45,6 +45,7 @@ __all__ = [
     "same",
     "states",
     "still",
+    "stop_pending",
     "stopped",
     "stopped_thread",
     "thread_by_inner_number",
@@ -186,6 +187,11 @@ def stopped_thread(pid: int, tid: int) -> bool:
     """Whether a thread is stopped by a signal, and nobody traces it."""
     stat = _stat(f"{pid}/task/{tid}")
     return stat is not None and stat[0] == "T"
+
+
+def stop_pending(pid: int) -> bool:
+    """Whether a SIGSTOP waits for the process to go on."""
+    return any(mask & 1 << (SIGSTOP - 1) for mask in _pending(pid))
 
 
 def goes_on(pid: int) -> bool:

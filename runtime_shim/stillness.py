@@ -35,7 +35,18 @@ if TYPE_CHECKING:
     from runtime_shim.memory.populate import Backing, Populated
     from runtime_shim.memory.tracer import Tracer
 
-__all__ = ["Guard", "go_on", "only", "populated", "settle", "several", "stand", "stop", "untraceable"]
+__all__ = [
+    "Guard",
+    "drop_stops",
+    "go_on",
+    "only",
+    "populated",
+    "settle",
+    "several",
+    "stand",
+    "stop",
+    "untraceable",
+]
 
 # Seconds after which a process that does not stand is sent another SIGSTOP: a SIGCONT has undone the first.
 _AGAIN = 0.05
@@ -121,6 +132,27 @@ def settle(pids: Iterable[int], *, within: float = _LEAVING) -> None:
                 for tid in found:
                     if time.monotonic() < deadline:
                         tracer.run_briefly([tid], moment)
+
+
+def drop_stops(pids: Iterable[int]) -> None:
+    """Take back the SIGSTOPs that stopped processes have pending: CRIU takes one for an interruption.
+
+    A program that sends them all day (cpulimit) sends one to a process that stands already, and it waits
+    until the process goes on. Raises PermissionRefused where a process cannot be traced.
+    """
+    from runtime_shim.memory.tracee import held
+
+    for pid in pids:
+        if not proc.stop_pending(pid):
+            continue
+        try:
+            with held(pid, pid) as tracee:
+                tracee.to_signal(signal.SIGSTOP)
+                tracee.to_rest()
+        except ProcessLookupError:
+            continue
+        except OSError as error:
+            raise untraceable(pid, pid, error) from error
 
 
 class Guard:

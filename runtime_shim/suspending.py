@@ -21,7 +21,7 @@ from runtime_shim.log import note
 from runtime_shim.lull import Lull
 from runtime_shim.real import RealRuntime
 from runtime_shim.settings import Settings
-from runtime_shim.stillness import Guard, stop
+from runtime_shim.stillness import Guard, drop_stops, stop
 from runtime_shim.suspension import Pages, Record, record, resume, suspend, users
 from runtime_shim.transaction import Transaction
 from runtime_shim.volumes import Volume
@@ -115,6 +115,8 @@ def for_the_dump(job: Job) -> Iterator[None]:
 
     Not where CRIU has a plugin's work done: that asks processes which run.
     """
+    if job.driver.plugin is None:
+        drop_stops(job.records)
     if job.paused is not None:
         _leave_alone(job)
         _freeze(job)
@@ -146,14 +148,16 @@ def _begin_lull(job: Job, lull: Lull) -> None:
     timeout = job.settings.nvidia.lock_timeout
     deadline = time.monotonic() + timeout
     lull.begin(timeout=timeout)
-    while not all(proc.still(pid) for pid in job.records if proc.running(pid)):
-        # One was let go on at the last moment, and is frozen as it runs.
+    while not all(proc.still(pid) and not proc.stop_pending(pid) for pid in job.records if proc.running(pid)):
+        # One was let go on at the last moment, and is frozen as it runs, or was sent another SIGSTOP.
         lull.end()
         all_suspended(job)
+        drop_stops(job.records)
         if time.monotonic() > deadline:
             raise GpusnapError(
-                "processes in the container keep letting its GPU processes go on while these are suspended",
-                hint="end what sends them SIGCONT (cpulimit, say), and try again",
+                "processes in the container keep stopping and continuing its GPU processes while these are "
+                "suspended",
+                hint="end what sends them SIGSTOP and SIGCONT (cpulimit, say), and try again",
             )
         lull.begin(timeout=timeout)
 

@@ -113,7 +113,7 @@ class Tracee:
             ptrace.set_registers(self.tid, registers)
 
     def to_signal(self, number: int) -> bool:
-        """Have it stop for a signal that is pending for itself and drop that; whether there was one."""
+        """Have it stop for a signal that is pending for it and drop that; whether there was one."""
         if not _pending(self.pid, self.tid) >> number - 1 & 1:
             return False
         self._until(ptrace.go, lambda stop: stop.signal == number and not stop.by_tracer)
@@ -206,10 +206,10 @@ def state(pid: int, tid: int) -> str:
 
 
 def _pending(pid: int, tid: int) -> int:
-    """The signals that are pending for the thread itself, as `ptrace.signal_mask` has them."""
+    """The signals that are pending for the thread or its process, as `ptrace.signal_mask` has them."""
     try:
         with open(f"/proc/{pid}/task/{tid}/status", "rb") as file:
             lines = dict(line.split(b":", 1) for line in file.read().splitlines() if b":" in line)
     except OSError:
         return 0
-    return int(lines.get(b"SigPnd", b"0"), 16)
+    return int(lines.get(b"SigPnd", b"0"), 16) | int(lines.get(b"ShdPnd", b"0"), 16)

@@ -506,7 +506,7 @@ def test_order(launcher: Launcher, places: dict[str, str], text: str, line: str,
     assert launcher_order(launcher, args, places["private"]) == wanted
 
 
-WAYS: dict[str, Callable[[Path, Path], object]] = {
+WAYS: dict[str, Callable[..., object]] = {
     "symlink": os.symlink,
     "hard link": os.link,
     "copy": shutil.copy,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import struct
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -63,11 +65,21 @@ def test_numbers() -> None:
     assert this_machine() is X86_64
     refusals = {"close": 9, "dup3": 22, "madvise": 22, "mmap": 22, "mremap": 22, "munmap": 22}
     refusals |= {"openat": 14, "tgkill": 22, "recvmsg": 22, "socketpair": 22, "kcmp": 3, "pidfd_getfd": 22}
-    assert set(refusals) == set(X86_64.calls)
+    looked_for = {"brk", "clone", "clone3", "fork", "futex", "mprotect", "vfork"}
+    assert {*refusals, *looked_for} == set(X86_64.calls)
     for name, error in refusals.items():
         # Descriptors, addresses and sizes of -1; a dup3 onto itself.
         assert libc.syscall(*map(ctypes.c_long, (X86_64.calls[name], -1, -1, -1, -1, -1, -1))) == -1
         assert (name, ctypes.get_errno()) == (name, error)
+
+
+def test_numbers_in_the_kernels_header() -> None:
+    """All of them are those of asm/unistd_64.h."""
+    header = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
+    if not header.exists():
+        pytest.skip("the kernel's headers are not installed (linux-libc-dev)")
+    numbers = dict(re.findall(r"#define __NR_(\w+) (\d+)", header.read_text()))
+    assert {name: int(numbers[name]) for name in X86_64.calls} == dict(X86_64.calls)
 
 
 def test_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:

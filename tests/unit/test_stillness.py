@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from fakes import wait_for
 from runtime_shim import proc
 from runtime_shim.errors import GpusnapError
 from runtime_shim.gpu.errors import PermissionRefused
-from runtime_shim.stillness import go_on, only, populated, stop
+from runtime_shim.stillness import drop_stops, go_on, only, populated, stop
 
 # Two threads that count, each in a file of its own; the first line says the second one's TID.
 COUNTERS = """
@@ -68,6 +69,19 @@ def test_stop_and_go_on(counters: Counters) -> None:
     assert proc.still(counters.pid)
     assert counters.counts() == counters.counts()
     stop([counters.pid], timeout=5)  # it stands already
+    go_on([counters.pid])
+    counters.runs(0)
+    counters.runs(1)
+
+
+def test_stops_that_are_pending(counters: Counters) -> None:
+    """One that was sent to a process which stands already is taken back, and the process stands on."""
+    stop([counters.pid], timeout=5)
+    os.kill(counters.pid, signal.SIGSTOP)
+    wait_for(lambda: proc.stop_pending(counters.pid), "the second SIGSTOP is pending")
+    drop_stops([counters.pid])
+    assert not proc.stop_pending(counters.pid)
+    assert proc.still(counters.pid)
     go_on([counters.pid])
     counters.runs(0)
     counters.runs(1)
