@@ -8,10 +8,10 @@
 Threads of the workload fork, take malloc's, stdio's and the loader's locks without a pause (gpuwork --locks).
 A round is one checkpoint: of a running container that runs on, of a paused one, or of one that ends and is
 restored from the archive. After each the workload must go on with every word of its memory right. A command
-that takes longer than two minutes counts as hung, and the storm ends there. With --signals the workload gets
-SIGSTOP and SIGCONT all the time, as cpulimit sends them. Runs in the test host, as it puts gpusnap and
-softgpu in place; or, with --gpu, on a machine with a real one, where `torch` and `jax` are programs of these
-frameworks with threads that fork and import.
+that takes longer than two minutes counts as hung, and the storm ends there. With --signals a shell in the
+container stops and continues the workload all the time, as cpulimit does. Runs in the test host, as it puts
+gpusnap and softgpu in place; or, with --gpu, on a machine with a real one, where `torch` and `jax` are programs
+of these frameworks with threads that fork and import.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ import json
 import os
 import random
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -40,7 +38,7 @@ for folder in (".", "tests/host", "tests/integration", "tests/gpu"):
 import gpuhost  # noqa: E402
 import realhost  # noqa: E402
 import shimhost  # noqa: E402
-from support import GPUS_CONF, GPUWORK, Container, Done, good, members, podman, run  # noqa: E402
+from support import GPUS_CONF, GPUWORK, Container, Done, good, podman, run  # noqa: E402
 
 NAME = "gpusnap-storm"
 LIMIT = 120.0  # seconds for a command
@@ -73,43 +71,14 @@ def _stands() -> str:
     return "\n".join(lines)
 
 
-@contextmanager
-def signals(container: Container, wanted: bool) -> Iterator[None]:
-    """Stop and continue the container's processes at random while the block runs."""
-    over = threading.Event()
-
-    def send() -> None:
-        while not over.wait(random.uniform(0.001, 0.03)):
-            with suppress(OSError, StopIteration, AssertionError):
-                pids = members(container)
-                for number in (signal.SIGSTOP, signal.SIGCONT):
-                    for pid in pids:
-                        os.kill(pid, number)
-                    over.wait(random.uniform(0.0, 0.01))
-
-    sender = threading.Thread(target=send)
-    if wanted:
-        sender.start()
-    try:
-        yield
-    finally:
-        over.set()
-        if wanted:
-            sender.join()
-            with suppress(OSError, StopIteration, AssertionError):
-                for pid in members(container):
-                    os.kill(pid, signal.SIGCONT)
-
-
-def one_round(container: Container, way: str, folder: Path, disturbed: bool) -> Done:
+def one_round(container: Container, way: str, folder: Path) -> Done:
     """One checkpoint, and what belongs to it; the container runs afterwards."""
     time.sleep(random.uniform(0, 0.05))
     shutil.rmtree(folder / "image", ignore_errors=True)
     if way == "ended":
         archive = folder / "archive.tar"
         line = ("podman", "--runtime", "gpusnap-runtime", "container")
-        with signals(container, disturbed):
-            done = limited(*line, "checkpoint", "--compress", "none", "--export", archive, NAME)
+        done = limited(*line, "checkpoint", "--compress", "none", "--export", archive, NAME)
         if done.code == 0:
             good(podman("rm", "--force", "--time", "0", NAME))
             done = limited(*line, "restore", "--import", archive)
@@ -119,23 +88,34 @@ def one_round(container: Container, way: str, folder: Path, disturbed: bool) -> 
         done = limited(*container.line(folder, "--leave-running"))
         good(podman("unpause", NAME))
         return done
-    with signals(container, disturbed):
-        return limited(*container.line(folder, "--leave-running"))
+    return limited(*container.line(folder, "--leave-running"))
 
 
-Start = Callable[[str, int], Container]
+Start = Callable[[str, int, bool], Container]
 
 
-def in_software(kind: str, threads: int) -> Container:
-    """The workload on softgpu."""
-    words = ["--mib", "8", "--locks", kind, "--lock-threads", str(threads)]
+# As cpulimit has it: a process beside the workload stops it and lets it go on, all day.
+_DISTURBED = """
+{} & work=$!
+while kill -0 $work; do
+    kill -STOP $work; usleep 3000; kill -CONT $work; usleep 20000
+done
+"""
+
+
+def in_software(kind: str, threads: int, signals: bool) -> Container:
+    """The workload on softgpu; with `signals` it is stopped and continued by a shell in the container."""
+    words = ["--tick", "30", "--mib", "8", "--locks", kind, "--lock-threads", str(threads)]
+    if signals:
+        return Container.start(NAME, script=_DISTURBED.format(" ".join(["/gpuwork", *words])))
     return Container.start(NAME, *words)
 
 
 def on_hardware(machine: realhost.Machine) -> Start:
     """The same on this machine's GPU, and programs of PyTorch and JAX."""
 
-    def start(kind: str, threads: int) -> Container:
+    def start(kind: str, threads: int, signals: bool) -> Container:
+        assert not signals, "--signals is for the test host"
         if kind in ("torch", "jax"):
             load = realhost.Workload.python(f"{kind}_train.py", kind, 256, "--forks", str(threads))
         else:
@@ -158,11 +138,11 @@ def storm(
     counts: Counter[str] = Counter()
     said: Counter[str] = Counter()
     podman("rm", "--force", "--time", "0", NAME)  # an earlier one that was killed
-    container = start(kind, threads)
+    container = start(kind, threads, disturbed)
     try:
         with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
             for _ in range(rounds):
-                done = one_round(container, way, Path(name), disturbed)
+                done = one_round(container, way, Path(name))
                 counts["good" if done.code == 0 else "failed"] += 1
                 counts["helped"] += _was_helped(Path(name, "image"))
                 _add_steps(steps, Path(name, "image"))
