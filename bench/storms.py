@@ -10,8 +10,8 @@ A round is one checkpoint: of a running container that runs on, of a paused one,
 restored from the archive. After each the workload must go on with every word of its memory right. A command
 that takes longer than two minutes counts as hung, and the storm ends there. With --signals a shell in the
 container stops and continues the workload all the time, as cpulimit does. Runs in the test host, as it puts
-gpusnap and softgpu in place; or, with --gpu, on a machine with a real one, where `torch` and `jax` are programs
-of these frameworks with threads that fork and import.
+gpusnap and softgpu in place; or, with --gpu, on a machine with a real one, where `torch` and `jax` are
+programs of these frameworks with threads that fork and import.
 """
 
 from __future__ import annotations

@@ -131,7 +131,9 @@ class Checker:
         else:
             for numbers, threads in _entries(source, kind):
                 if kind == "pstree":
-                    self._tasks |= {numbers.get(1, 0), *threads}
+                    pid = numbers.get(1, 0)
+                    # CRIU notes a thread for a zombie too, and leaves its number unset (seen with 4.1.1).
+                    self._tasks |= {pid, *(threads if pid in threads else ())}
 
     def _wrong(self, name: str, why: str) -> ImageError:
         return ImageError(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from criu_images import INVENTORY, PAGE, entry, image, images, numbers, pagemap
+from criu_images import CORE, INVENTORY, PAGE, entry, image, images, numbers, pagemap
 
 from runtime_shim.criu.images import check
 from runtime_shim.criu.messages import kind_of
@@ -102,6 +102,16 @@ def test_missing(folder: Path, name: str) -> None:
     """What CRIU cannot do without, or would take for empty."""
     (folder / name).unlink()
     assert f"{name} in {folder} is missing" in refused(folder)
+
+
+def test_a_zombie(folder: Path) -> None:
+    """CRIU leaves the number of its thread unset, and there is no image of that; one of its own there is."""
+    zombie = numbers((1, 7), (2, 1), (3, 1), (4, 1), (5, 48377920))
+    path = folder / "pstree.img"
+    path.write_bytes(path.read_bytes() + entry(zombie))
+    assert f"core-7.img in {folder} is missing" in refused(folder)
+    (folder / "core-7.img").write_bytes(CORE)
+    check(str(folder), "x86_64")
 
 
 @pytest.mark.parametrize("name", ["inventory.img", "pstree.img", "core-1.img", "mm-1.img", "pagemap-1.img"])
