@@ -17,9 +17,9 @@ library's locks (fork takes those of malloc and stdio) blocks it. So it is watch
 and gets nowhere, the other threads are let run, one at a time and for a moment each, until it gets on: the
 one that the lock names as its owner first, then those within the C library, then all others; and where that
 does not help, several at once. A thread that comes upon memory that the driver has taken away stands at that
-instruction, and runs it again when the memory is back. Where nothing helps before the deadline, the whole
-process is let run, so that the driver's call ends, and the call fails: the caller undoes it. No call waits
-for ever.
+instruction, and runs it again when the memory is back. Where nothing helps before the deadline, the call
+fails; a process that is being locked, unlocked or checkpointed is let run as a whole, so that the driver's
+call ends, and the caller undoes it. No call waits for ever.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from runtime_shim import proc
+from runtime_shim.errors import GpusnapError
 from runtime_shim.gpu.driver import Driver, ProcessState
 from runtime_shim.gpu.errors import (
+    DriverFailed,
     DriverNotReady,
     GpuError,
     LockTimeout,
@@ -78,6 +80,8 @@ _STUCK, _ASLEEP = 10.0, 600.0
 _LONGEST = 3600.0
 # Seconds for the state of a process.
 _SHORT = 30.0
+# Seconds for a process to stand that is to stand.
+_STOPPING = 10.0
 # Seconds between two looks at the thread; until one that waits for a lock is helped, and again; until one
 # that somebody has stopped is let run.
 _LOOK, _WAITING, _WAITING_AGAIN, _STANDING = 0.005, 0.1, 0.002, 0.02
@@ -112,9 +116,16 @@ class _Answer(Generic[T]):
 
     def begin(self) -> None:
         """Make the call, unless it has been begun."""
-        if not self._begun:
-            self._begun = True
+        if self._begun:
+            return
+        try:
             threading.Thread(target=self._run, name="gpusnap-gpu-call", daemon=True).start()
+        except RuntimeError as error:
+            raise DriverFailed(
+                f"no thread could be started for a call of the GPU driver: {error}",
+                hint="raise the limit on processes and threads for gpusnap (ulimit -u, pids.max)",
+            ) from error
+        self._begun = True
 
     def wait(self, seconds: float) -> bool:
         return self._done.wait(seconds)
@@ -249,28 +260,32 @@ def call(
     pid: int,
     operation: Callable[[], T],
     *,
-    thread: Callable[[int, int], AbstractContextManager[Tracer]] = only,
+    thread: Callable[[int, int], AbstractContextManager[Tracer]] | None = None,
     within: float = _LONGEST,
+    may_run: bool = False,
 ) -> T:
     """Make the `operation` of the driver's on a process, whether that runs or stands; what it gives.
 
     A process that stands does so afterwards. One that is stopped meanwhile, by whomever, gets its answer all
-    the same. `thread` lets the driver's thread (PID, TID) of one that stands run. Raises what the operation
-    raises, ProcessGone where the process ends, DriverNotReady where no answer comes (`within` seconds, or
-    some without any progress), PermissionRefused where the thread cannot be traced.
+    the same. With `thread` it has to stand: it is stopped, and kept so, and that lets the driver's thread
+    (PID, TID) run. `may_run`: where no answer comes, all of it may run for a while, so that the call ends.
+    Raises what the operation raises, ProcessGone where the process ends, DriverNotReady where no answer comes
+    (`within` seconds, or some without any progress), PermissionRefused where the thread cannot be traced.
     """
     with _in_its_hands(pid):
         tid = driver.restore_thread(pid)
         answer = _Answer(operation)
-        if not proc.stopped_thread(pid, tid) and _answered_running(answer, pid, tid, within):
+        if thread is not None:
+            stop([pid], timeout=_STOPPING)
+        elif not proc.stopped_thread(pid, tid) and _answered_running(answer, pid, tid, within):
             return answer.value()
-        stood = proc.still(pid)
-        lets_run = thread(pid, tid) if stood else several(pid, [tid], guard=False)
+        # Without `thread` it may be somebody else's stop: whoever made it may end it.
+        lets_run = thread(pid, tid) if thread is not None else several(pid, [tid], guard=False)
         why = _run_threads(answer, pid, [tid], lets_run, within)
         if answer.came:
             return answer.value()
-        with contextlib.suppress(GpuError):
-            _run_all(answer, pid, stands=stood, within=_STUCK)
+        if may_run:
+            _run_all(answer, pid, stands=True, within=_STUCK)
         raise _no_answer(pid, why)
 
 
@@ -289,7 +304,7 @@ def call_or_run(driver: Driver, pid: int, operation: Callable[[], object], *, ti
             return False
         stood = proc.still(pid)
         tids = [tid, *(each for each in _handlers(pid) if each != tid)]
-        lets_run = several(pid, tids, guard=stood)
+        lets_run = several(pid, tids, guard=False)
         why = _run_threads(answer, pid, tids, lets_run, _BRIEFLY if stood else timeout + _MARGIN)
         if answer.came and not (stood and isinstance(answer.error, LockTimeout)):
             answer.value()
@@ -320,12 +335,12 @@ def checkpoint(
     driver: Driver, pid: int, thread: Callable[[int, int], AbstractContextManager[Tracer]] = only
 ) -> None:
     """Have the driver take the GPU state of a locked process."""
-    call(driver, pid, lambda: driver.checkpoint(pid), thread=thread)
+    call(driver, pid, lambda: driver.checkpoint(pid), thread=thread, may_run=True)
 
 
 def restore(driver: Driver, pid: int, pairs: Sequence[tuple[str, str]] = ()) -> None:
     """Have the driver put it back; `pairs` as for `Driver.restore`."""
-    call(driver, pid, lambda: driver.restore(pid, pairs))
+    call(driver, pid, lambda: driver.restore(pid, pairs), thread=only)
 
 
 def unlock(driver: Driver, pid: int) -> None:
@@ -377,7 +392,8 @@ def _run_threads(
         watch, deadline = _Watch(pid, tids, tracer), time.monotonic() + within
         why = ""
         while not why and not answer.wait(_LOOK):
-            why = watch.look()
+            with contextlib.suppress(GpusnapError):  # the kernel is short of memory: no news
+                why = watch.look()
             if not why and time.monotonic() > deadline:
                 why = f"none came within {within:g} s"
     watch.tell()

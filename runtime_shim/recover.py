@@ -39,7 +39,7 @@ from runtime_shim.memory.regions import Region
 from runtime_shim.memory.remote import put_back
 from runtime_shim.memory.stage import Area
 from runtime_shim.settings import Memory
-from runtime_shim.stillness import go_on, stop
+from runtime_shim.stillness import Guard, go_on, stop
 from runtime_shim.suspension import InCriu, let_finish, resume, suspended
 
 __all__ = ["alive", "recover", "sweep"]
@@ -104,12 +104,15 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
         for process in stopped:
             _give_thread_back(entry, process)
         pids = [process.pid for process in stopped]
-        at_once(partial(let_finish, driver), pids).raise_first()
-        stopped += _astray(driver, [process for process in there if process not in stopped])
-        lacking = _give_back(entry, [p for p in stopped if suspended(driver, p.pid)], settings)
-        own = partial(transfer.own, entry.key)
-        pids = [process.pid for process in there if process.pid not in lacking]
-        resume(driver, pids, InCriu(), right=own, let_go=let_go)
+        guard = Guard(pids)
+        try:
+            at_once(partial(let_finish, driver), pids).raise_first()
+            stopped += _astray(driver, [process for process in there if process not in stopped])
+            lacking = _give_back(entry, [p for p in stopped if suspended(driver, p.pid)], settings)
+            pids = [process.pid for process in there if process.pid not in lacking]
+            resume(driver, pids, InCriu(), right=partial(_right, entry, guard), let_go=let_go)
+        finally:
+            guard.end()
         for error in lacking.values():
             raise error
         said = "running: " + " ".join(str(process.pid) for process in there)
@@ -131,6 +134,12 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
     leavings.sweep(entry.owner)
     journal.remove(entry.key)
     return said
+
+
+def _right(entry: Entry, guard: Guard, pid: int) -> None:
+    """Before a process goes on: its memory is its own, and it is kept stopped no longer."""
+    transfer.own(entry.key, pid)
+    guard.release(pid)
 
 
 def _give_back(entry: Entry, processes: Sequence[Suspended], settings: Memory) -> dict[int, GpusnapError]:

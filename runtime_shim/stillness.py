@@ -163,10 +163,22 @@ class Guard:
     """
 
     def __init__(self, pids: Iterable[int]) -> None:
-        self._pids = tuple(pids)
+        self._pids = {*pids}
+        self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpusnap-guard", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise GpusnapError(
+                f"no thread could be started: {error}",
+                hint="raise the limit on processes and threads for gpusnap (ulimit -u, pids.max)",
+            ) from error
+
+    def release(self, pid: int) -> None:
+        """Leave one of them alone: it is to go on."""
+        with self._lock:
+            self._pids.discard(pid)
 
     def end(self) -> None:
         """Look no more. May be called again."""
@@ -175,9 +187,9 @@ class Guard:
 
     def _run(self) -> None:
         while not self._over.wait(_GUARD):
-            for pid in self._pids:
-                with contextlib.suppress(GpusnapError):
-                    if proc.goes_on(pid):
+            for pid in tuple(self._pids):
+                with self._lock, contextlib.suppress(GpusnapError):
+                    if pid in self._pids and proc.goes_on(pid):
                         _stop_moving([pid])
 
 
@@ -222,22 +234,32 @@ def populated(pid: int, tid: int, *, threads: int = 0, backing: Backing | None =
     # Imported here: it takes 12 ms, and a container without a GPU must not pay for it.
     from runtime_shim.memory import populate
 
-    with contextlib.ExitStack() as stack:
-        try:
-            done = stack.enter_context(populate.populated(pid, tid, threads=threads, backing=backing))
-        except OSError as error:
-            raise untraceable(pid, tid, error) from error
+    stack = contextlib.ExitStack()
+    try:
+        done = stack.enter_context(populate.populated(pid, tid, threads=threads, backing=backing))
+    except OSError as error:
+        raise untraceable(pid, tid, error) from error
+    try:
         yield done
+    finally:
+        try:
+            stack.close()
+        except OSError as error:
+            raise _does_not_stop(pid, error) from error
 
 
 def _end(tracer: Tracer) -> None:
     try:
         tracer.end()
     except OSError as error:
-        raise GpusnapError(
-            f"a thread of process {tracer.pid} ({proc.comm(tracer.pid)}) does not stop: {reason(error)}",
-            hint="it waits in the kernel; see the kernel log, and run gpusnap recover when it has come out",
-        ) from error
+        raise _does_not_stop(tracer.pid, error) from error
+
+
+def _does_not_stop(pid: int, error: OSError) -> GpusnapError:
+    return GpusnapError(
+        f"a thread of process {pid} ({proc.comm(pid)}) does not stop: {reason(error)}",
+        hint="it waits in the kernel; see the kernel log, and run gpusnap recover when it has come out",
+    )
 
 
 def untraceable(pid: int, tid: int, error: OSError) -> PermissionRefused:

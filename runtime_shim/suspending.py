@@ -204,16 +204,26 @@ def _undo_suspend(job: Job) -> None:
 
 def resume_all(job: Job) -> None:
     """Have the GPU processes run again; a paused container is thawed for that, and to be frozen after it."""
-    _leave_alone(job)
     if job.stuck is not None:
         raise job.stuck  # no driver is asked of a frozen process
-    own = partial(transfer.own, job.container.key)
-    if job.driver.plugin is None:
-        if job.paused is not None:
-            thaw(job)
-        let_go = job.paused.let_go if job.paused is not None else None
-        resume(job.driver, list(job.records), job.pages, right=own, let_go=let_go)
+    if job.driver.plugin is not None:
+        return
+    if job.paused is not None:
+        thaw(job)
+    let_go = job.paused.let_go if job.paused is not None else None
+    _watch_over(job)
+    try:
+        resume(job.driver, list(job.records), job.pages, right=partial(_right, job), let_go=let_go)
+    finally:
+        _leave_alone(job)
         _note_calls(job)
+
+
+def _right(job: Job, pid: int) -> None:
+    """Before a process goes on: its memory is its own, and it is kept stopped no longer."""
+    transfer.own(job.container.key, pid)
+    if job.guard is not None:
+        job.guard.release(pid)
 
 
 def newcomers(job: Job) -> list[proc.Process]:

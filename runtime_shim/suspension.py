@@ -18,7 +18,7 @@ from runtime_shim import driver_calls, journal, proc
 from runtime_shim.errors import GpusnapError, ImageError, Interrupted, Refused
 from runtime_shim.gpu import holders
 from runtime_shim.gpu.driver import Driver, Host, ProcessState
-from runtime_shim.gpu.errors import GpuError, PermissionRefused
+from runtime_shim.gpu.errors import DriverFailed, PermissionRefused
 from runtime_shim.gpu.together import Outcome, at_once
 from runtime_shim.manifest import FileRecord, Manifest, Written
 from runtime_shim.stillness import go_on, populated, settle, stop
@@ -373,7 +373,9 @@ def resume(
         waiting, failure = list(errors), _failed(Outcome(outcome.results, errors).raise_first)
         if not lacking and all(isinstance(error, ImageError) for error in errors.values()):
             break  # memory that was found wrong stays so
-    locked = _those(driver, [pid for pid in alive if not proc.still(pid)], ProcessState.LOCKED)
+    # One that has gone on may have been stopped again by somebody else: its state says whether it is locked.
+    gone_on = [pid for pid in alive if (let_go is None and pid not in waiting) or not proc.still(pid)]
+    locked = _those(driver, gone_on, ProcessState.LOCKED)
     failure = _failed(lambda: at_once(partial(driver_calls.unlock, driver), locked).raise_first()) or failure
     if failure is not None:
         raise failure
@@ -390,9 +392,19 @@ def _bring_back(
     if not proc.still(pid):
         # Somebody has let it go on, or the kernel has not stopped it again yet since CRIU let it go.
         if driver_calls.state(driver, pid) is not ProcessState.CHECKPOINTED:
+            if let_go is None:
+                go_on([pid])  # a stop of ours may be under way
             return
         stop([pid], timeout=_STOPPING)
-    if driver_calls.state(driver, pid) is ProcessState.CHECKPOINTED:
+    state = driver_calls.state(driver, pid)
+    if state is ProcessState.FAILED:
+        raise DriverFailed(
+            f"the GPU state of process {pid} ({proc.comm(pid)}) cannot be restored any more: the driver has "
+            "given it up",
+            hint="kill the process, and restore its container from a checkpoint",
+            pid=pid,
+        )
+    if state is ProcessState.CHECKPOINTED:
         driver_calls.restore(driver, pid, pairs.get(pid, ()))
     right(pid)
     if let_go is not None:
@@ -409,7 +421,7 @@ def _those(driver: Driver, pids: Iterable[int], wanted: ProcessState) -> list[in
     def there(pid: int) -> bool:
         try:
             return driver_calls.state(driver, pid) is wanted
-        except GpuError:
+        except GpusnapError:
             return True
 
     return [pid for pid in pids if there(pid)]

@@ -188,7 +188,7 @@ def _locking(pid: int, device: str, inode: int, base: int) -> tuple[tuple[int, i
     try:
         with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
             symbols = _functions(memory.fileno(), base)
-    except (OSError, struct.error, ValueError):
+    except (OSError, struct.error, ValueError, LookupError, ArithmeticError):  # no library as glibc makes it
         return ()
     found = [
         (start, start + size)

@@ -35,6 +35,8 @@ __all__ = ["Remote", "Saved", "inside", "put_back"]
 _AT_FDCWD = -100  # linux/fcntl.h
 _WINDOW = 1 << 20
 _FIXED = 0x10  # asm-generic/mman-common.h, MAP_FIXED
+_RSEQ_CS = 8  # linux/rseq.h: offset of rseq_cs in struct rseq
+_CRITICAL = struct.Struct("=8xQQ8x")  # linux/rseq.h, struct rseq_cs: start_ip and post_commit_offset
 _CONTROL = 24  # bytes of a control message with one descriptor (cmsg(3), CMSG_SPACE)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -202,8 +204,13 @@ def inside(pid: int, tid: int | None = None) -> Iterator[Remote]:
     OSError where it cannot be traced, GpusnapError as `Remote`.
     """
     machine = this_machine()
-    with held(pid, _idle(pid) if tid is None else tid) as tracee:
-        yield Remote(tracee, machine)
+    for candidate in _idle_first(pid) if tid is None else [tid]:
+        with held(pid, candidate) as tracee:
+            if tid is None and _in_critical_section(tracee, machine):
+                continue
+            yield Remote(tracee, machine)
+            return
+    raise OSError(errno.EBUSY, f"every thread of process {pid} is within a restartable sequence")
 
 
 def put_back(pid: int, saved: Saved) -> None:
@@ -221,20 +228,38 @@ def put_back(pid: int, saved: Saved) -> None:
         tracee.mask = saved.mask
 
 
-def _idle(pid: int) -> int:
-    """A thread that waits in the kernel, the main one if it can be: it is in the middle of nothing.
-
-    One that was taken at an arbitrary instruction might be in a restartable sequence (rseq(2)).
-    """
-    for tid in sorted(map(int, os.listdir(f"/proc/{pid}/task")), key=lambda tid: tid != pid):
+def _idle_first(pid: int) -> list[int]:
+    """The threads of a process, those first that wait in the kernel: they are in the middle of nothing."""
+    waiting: dict[int, bool] = {}
+    for tid in map(int, os.listdir(f"/proc/{pid}/task")):
         try:
             with open(f"/proc/{pid}/task/{tid}/syscall", encoding="ascii") as file:
-                number = file.read().split()[0]
+                waiting[tid] = file.read().split()[0].isdigit()
         except OSError:
-            continue
-        if number.isdigit():
-            return tid
-    return pid
+            waiting[tid] = False
+    return sorted(waiting, key=lambda tid: (not waiting[tid], tid != pid, tid))
+
+
+def _in_critical_section(tracee: Tracee, machine: Machine) -> bool:
+    """Whether a thread stands within a restartable sequence (rseq(2)), which our call would cut in two.
+
+    The kernel restarts one that was interrupted by where its program counter is, and forgets it where it
+    finds another one (kernel/rseq.c, rseq_ip_fixup).
+    """
+    try:
+        registered = ptrace.critical_section(tracee.tid)
+    except ProcessLookupError:
+        raise
+    except OSError:  # a kernel that does not tell
+        return False
+    with open(f"/proc/{tracee.pid}/mem", "rb", buffering=0) as memory:
+        pointer = _peek(memory.fileno(), registered + _RSEQ_CS, 8) if registered else b""
+        at = int.from_bytes(pointer, "little")
+        section = _peek(memory.fileno(), at, _CRITICAL.size) if at else b""
+    if len(section) < _CRITICAL.size:
+        return False
+    start, length = _CRITICAL.unpack(section)
+    return bool(0 <= machine.value(tracee.registers(), machine.counter) - start < length)
 
 
 def _instruction(pid: int, machine: Machine, counter: int) -> int:

@@ -129,7 +129,8 @@ class Tracee:
 
     def keep(self, stop: Stop) -> None:
         """Note the signal that a stop was for, if any: it is sent again when the thread is let go."""
-        if stop.at_call or stop.by_tracer or stop.signal == signal.SIGTRAP:
+        # A fault comes again, when the thread runs the instruction again.
+        if stop.at_call or stop.by_tracer or stop.signal in (signal.SIGTRAP, *FAULTS):
             return
         if not (stop.signal == signal.SIGSTOP and self.stood):
             self._late.append(stop.signal)

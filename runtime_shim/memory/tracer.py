@@ -95,7 +95,10 @@ class Tracer:
 
     def start(self) -> None:
         """Have the threads run. Raises OSError where one cannot be traced; none is then."""
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise OSError(errno.EAGAIN, str(error)) from error
         try:
             ready = self._started.wait(_ENDING)
         except BaseException:  # a signal's: nobody would end it
@@ -173,7 +176,8 @@ class Tracer:
             with suppress(queue.Empty):
                 self._run_errand(self._errands.get_nowait())
                 busy = True
-            if self._guard and time.monotonic() - guarded > _GUARD:
+            lives = self._tracees or not self.tids
+            if self._guard and lives and time.monotonic() - guarded > _GUARD:
                 self._stop_again()
                 guarded = time.monotonic()
             pause = _SOON if busy else min(pause * 1.5, _LATEST)
@@ -272,6 +276,9 @@ class Tracer:
         for tracee in runs.values():
             with suppress(OSError):
                 tracee.to_rest()
+                for fault in FAULTS:  # one that came just now
+                    if tracee.to_signal(fault):
+                        tracee.to_rest()
 
     def _faulted(self, tracee: Tracee, stop: ptrace.Stop) -> bool:
         """Let a thread that was lent go on after a stop, unless that was for a fault."""

@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from memory_target import MIB, Target, smaps
 
 from runtime_shim import proc
 from runtime_shim.errors import GpusnapError
-from runtime_shim.memory import machine, ptrace, remote
+from runtime_shim.memory import copies, machine, ptrace, remote
 from runtime_shim.memory.machine import X86_64
 from runtime_shim.memory.regions import mappings
 from runtime_shim.memory.remote import Remote, Saved, inside, put_back
@@ -438,4 +439,33 @@ def test_what_was_saved_elsewhere(target: Target) -> None:
     target.stop()
     with pytest.raises(GpusnapError, match=f"process {target.pid} are not"):
         put_back(target.pid, Saved(target.tid, bytes(17 * 4), 0))
+    assert target.well()
+
+
+def test_a_restartable_sequence(target: Target) -> None:
+    """A thread that stands within one makes no call for us; where all do, that is said."""
+    target.stop()
+    with held(target.pid, target.pid) as tracee:
+        registered = ptrace.critical_section(target.pid)
+        if not registered:
+            pytest.skip("this C library registers no restartable sequences")
+        counter = X86_64.value(tracee.registers(), X86_64.counter)
+    threads = sorted(map(int, os.listdir(f"/proc/{target.pid}/task")))
+    section = bytearray(struct.pack("=IIQQQ", 0, 0, counter - 1, 2, 0))
+    # Anywhere in its memory: below the area itself, on the same thread's stack or in its TLS.
+    with inside(target.pid) as remote:
+        page = remote.mmap(0, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, 0x22)
+    copies.write(target.pid, page, section, threads=1)
+    copies.write(target.pid, registered + 8, bytearray(page.to_bytes(8, "little")), threads=1)
+    try:
+        if len(threads) > 1:
+            with inside(target.pid) as remote:
+                assert remote.saved.tid != target.pid
+        else:
+            with pytest.raises(OSError, match="restartable sequence"), inside(target.pid):
+                pass
+    finally:
+        copies.write(target.pid, registered + 8, bytearray(8), threads=1)
+    with inside(target.pid) as remote:
+        assert remote.saved.tid == target.pid
     assert target.well()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
+import errno
 import mmap
 import os
 import signal
@@ -10,11 +12,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import Family, wait_for
 
 from runtime_shim import proc
+from runtime_shim.errors import GpusnapError
 
 # A PID that no process has: the largest there can be (include/linux/threads.h, PID_MAX_LIMIT).
 NONE = 4194304
@@ -232,3 +236,22 @@ def test_dying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / "7" / "stat").write_text(f"7 (a b) S 1 7 7 0 -1 {flags} 0 0 0 0 0 0 0 0 20 0 1 0 5\n")
         (tmp_path / "7" / "status").write_text(f"SigPnd:\t{0:016x}\nShdPnd:\t{pending:016x}\n")
         assert proc.dying(7) is expected
+
+
+def test_a_kernel_that_cannot_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread whose state cannot be read is not gone: it is asked again, and at last that is an error."""
+    failures = [errno.ENOMEM, errno.EMFILE]
+    real = builtins.open
+
+    def failing(path: Any, *words: Any, **options: Any) -> Any:
+        if str(path).endswith("/stat") and failures:
+            raise OSError(failures.pop(), "injected")
+        return real(path, *words, **options)
+
+    monkeypatch.setattr(builtins, "open", failing)
+    assert proc.running(os.getpid())
+    assert not failures
+    monkeypatch.setattr(proc, "_PATIENCE", 0.05)
+    failures += [errno.ENOMEM] * 1000
+    with pytest.raises(GpusnapError, match=r"/stat cannot be read"):
+        proc.still(os.getpid())

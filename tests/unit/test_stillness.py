@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,22 +20,52 @@ from fakes import wait_for
 from runtime_shim import proc
 from runtime_shim.errors import GpusnapError
 from runtime_shim.gpu.errors import PermissionRefused
-from runtime_shim.stillness import drop_stops, go_on, only, populated, stop
+from runtime_shim.stillness import Guard, drop_stops, go_on, only, populated, stop
 
-# Two threads that count, each in a file of its own; the first line says the second one's TID.
-COUNTERS = """
-import sys, threading, time
-def count(name):
-    number = 0
-    while True:
-        number += 1
-        open(name, "w").write(str(number))
-        time.sleep(0.001)
-second = threading.Thread(target=count, args=(sys.argv[2],), daemon=True)
-second.start()
-print(second.native_id, flush=True)
-count(sys.argv[1])
+# Two threads that count, each in a file of its own; the first line says the second one's TID. In C and without
+# stdio, since one that is stopped with a lock (the interpreter's, the C library's) keeps the other waiting.
+COUNTERS = r"""
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <time.h>
+#include <unistd.h>
+static void *count(void *name)
+{
+    for (long number = 1;; number++) {
+        char text[24];
+        int size = snprintf(text, sizeof(text), "%ld", number);
+        int file = open(name, O_WRONLY | O_CREAT | O_TRUNC, 0600);
+        if (write(file, text, size) != size || close(file) < 0)
+            _exit(1);
+        nanosleep(&(struct timespec){0, 1000000}, NULL);
+    }
+}
+static void *second(void *name)
+{
+    printf("%d\n", gettid());
+    fflush(stdout);
+    return count(name);
+}
+int main(int argc, char **argv)
+{
+    pthread_t thread;
+    pthread_create(&thread, NULL, second, argv[argc - 1]);
+    count(argv[1]);
+}
 """
+
+
+@functools.cache
+def program() -> str:
+    """The program of COUNTERS, made once; it goes with this process."""
+    folder = tempfile.mkdtemp(prefix="gpusnap-test-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    made = f"{folder}/counters"
+    words = ["gcc", "-O1", "-static", "-pthread", "-x", "c", "-o", made, "-"]
+    subprocess.run(words, input=COUNTERS, text=True, check=True)
+    return made
 
 
 class Counters:
@@ -39,7 +73,7 @@ class Counters:
 
     def __init__(self, folder: Path) -> None:
         self.files = (folder / "first", folder / "second")
-        words = [sys.executable, "-c", COUNTERS, *map(str, self.files)]
+        words = [program(), *map(str, self.files)]
         self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.tid = int(self.process.stdout.readline())
@@ -114,6 +148,47 @@ def test_only_one_thread_runs_while_its_mappings_are_populated(counters: Counter
     go_on([counters.pid])
     counters.runs(0)
     counters.runs(1)
+
+
+def test_a_sigcont_from_elsewhere(counters: Counters) -> None:
+    """While one thread alone shall run, the process is stopped again at once; that thread runs on."""
+    stop([counters.pid], timeout=5)
+    with only(counters.pid, counters.tid) as tracer:
+        for _ in range(5):
+            again = tracer.stopped_again
+            os.kill(counters.pid, signal.SIGCONT)
+            wait_for(lambda again=again: tracer.stopped_again > again, "it is stopped again")  # type: ignore[misc]
+            wait_for(lambda: proc.stopped(counters.pid), "its main thread stands")
+        counters.runs(1)
+    assert proc.still(counters.pid)
+    go_on([counters.pid])
+    counters.runs(0)
+
+
+def test_a_sigstop_from_elsewhere(counters: Counters) -> None:
+    """The thread that shall run does, whatever stops its process; afterwards all stand, and then all run."""
+    stop([counters.pid], timeout=5)
+    with only(counters.pid, counters.tid):
+        for _ in range(5):
+            os.kill(counters.pid, signal.SIGSTOP)
+            counters.runs(1)
+    assert proc.still(counters.pid)
+    drop_stops([counters.pid])
+    go_on([counters.pid])
+    counters.runs(0)
+    counters.runs(1)
+
+
+def test_a_guard(counters: Counters) -> None:
+    """Whoever lets the process go on, it stands again; until the guard has ended."""
+    stop([counters.pid], timeout=5)
+    guard = Guard([counters.pid])
+    for _ in range(5):
+        os.kill(counters.pid, signal.SIGCONT)
+        wait_for(lambda: proc.still(counters.pid), "it stands again")
+    guard.end()
+    go_on([counters.pid])
+    counters.runs(0)
 
 
 @pytest.mark.parametrize("way", [only, populated])
