@@ -22,8 +22,8 @@ from runtime_shim.errors import GpusnapError
 from runtime_shim.gpu.errors import PermissionRefused
 from runtime_shim.stillness import Guard, drop_stops, go_on, only, populated, stop
 
-# Two threads that count, each in a file of its own; the first line says the second one's TID. In C and without
-# stdio, since one that is stopped with a lock (the interpreter's, the C library's) keeps the other waiting.
+# Two threads that count, each in a file of its own; the first line says the second one's TID. In C without
+# stdio: one that is stopped with a lock (the interpreter's, the C library's) keeps the other waiting.
 COUNTERS = r"""
 #define _GNU_SOURCE
 #include <fcntl.h>
