@@ -195,9 +195,14 @@ def stop_pending(pid: int) -> bool:
 
 
 def goes_on(pid: int) -> bool:
-    """Whether a process that was stopped runs; told by its main thread, and as cheaply as can be."""
+    """Whether a process that was stopped runs; told by its main thread, and as cheaply as can be.
+
+    Not where that is traced: its tracer lets it run, and no other.
+    """
     stat = _stat(pid)
-    return stat is not None and stat[0] in "RSD"
+    if stat is None or stat[0] not in "RSD":
+        return False
+    return "\nTracerPid:\t0\n" in (_read(f"{PROC}/{pid}/status") or "")
 
 
 def progress(pid: int, tid: int) -> int:
