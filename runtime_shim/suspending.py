@@ -211,7 +211,9 @@ def resume_all(job: Job) -> None:
     if job.paused is not None:
         thaw(job)
     let_go = job.paused.let_go if job.paused is not None else None
-    _watch_over(job)
+    _leave_alone(job)
+    # Those alone that were stopped: after a lock that failed all of them run, and shall.
+    job.guard = Guard([pid for pid in job.records if proc.still(pid)])
     try:
         resume(job.driver, list(job.records), job.pages, right=partial(_right, job), let_go=let_go)
     finally:
