@@ -76,14 +76,15 @@ def test_paused(
         container.goes_on(more=1)
 
 
-def test_ended_and_restored(real: str, tmp_path: Path) -> None:
+def test_ended_and_restored(real: str, settings: shimhost.Writer, tmp_path: Path) -> None:
     """Each time it ends with the checkpoint, and goes on from there."""
-    container = start(4, NEVER_IDLE)
+    settings(PATIENT)
+    container = start(2, IDLE)
     for _ in range(5):
         good(container.checkpoint(tmp_path / "a.tar"))
         container.remove()
         container = Container.restore("w", tmp_path / "a.tar")
-        in_step(container, 4)
+        in_step(container, 2)
 
 
 def test_a_rank_that_does_not_come(crun: None, tmp_path: Path) -> None:
