@@ -261,6 +261,8 @@ def _complete(job: Job, draft: Draft) -> None:
                 job.pages.resumed()
             _write(job)
         with job.transaction.step("sync"):
+            if job.dumping is not None:
+                image.drop_earlier(job.image_path, before=job.dumping)
             job.pages.commit(kept=job.call.leave_running)
             files = job.pages.images()
             frozen.thaw_image(job.image_path)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from oci.files import open_below, sync_folder
+from runtime_shim.criu.images import is_image
 from runtime_shim.errors import ImageError, reason
 
-__all__ = ["INVENTORY", "clean", "make", "sync"]
+__all__ = ["INVENTORY", "clean", "drop_earlier", "make", "sync"]
 
 INVENTORY = "inventory.img"
 """CRIU writes it last of what a restore cannot do without; Podman refuses an archive without it."""
@@ -41,6 +42,24 @@ def clean(image_path: str, *, since: int) -> None:
         raise ImageError(
             f"the incomplete image in {image_path} cannot be removed: {reason(error)}",
             hint="do not restore from it",
+        ) from error
+
+
+def drop_earlier(image_path: str, *, before: int) -> None:
+    """After a dump, remove CRIU's images that are older than that (st_mtime_ns). Raises ImageError.
+
+    Podman dumps a container that is left running into the same directory each time, and what CRIU does not
+    write anew stays: the memory of processes that are no more, which would be carried along.
+    """
+    try:
+        for entry in list(os.scandir(image_path)):
+            ours = is_image(entry.name) and entry.is_file(follow_symlinks=False)
+            if ours and entry.stat(follow_symlinks=False).st_mtime_ns < before:
+                os.unlink(entry.path)
+    except OSError as error:
+        raise ImageError(
+            f"what an earlier dump left in {image_path} cannot be removed: {reason(error)}",
+            hint="the dump itself succeeded; the checkpoint has no manifest yet",
         ) from error
 
 

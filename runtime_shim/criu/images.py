@@ -30,10 +30,12 @@ from runtime_shim.errors import ImageError, reason
 if TYPE_CHECKING:
     from oci.compression import Readable
 
-__all__ = ["Checker", "check"]
+__all__ = ["Checker", "check", "is_image"]
 
 _COMMON, _SERVICE = 0x54564319, 0x55105940
 _PAGES = re.compile(r"pages-([0-9]{1,10})\.img", re.ASCII)
+_PAGEMAP = re.compile(r"pagemap-([0-9]{1,10})\.img", re.ASCII)
+"""Of a task, by its PID; those of shared memory are called otherwise."""
 # What CRIU and the runtime read beside images.
 _OTHERS = ("descriptors.json", "stats-dump")
 _PARENT = "parent"
@@ -46,6 +48,11 @@ _LARGEST_MESSAGE = 64 << 20
 _PIECE = 1 << 20
 _PAGE_SIZES = {"x86_64": (4096,)}
 _OTHER_PAGE_SIZES = (4096, 16384, 65536)
+
+
+def is_image(name: str) -> bool:
+    """Whether a file of that name is an image that CRIU wrote: of messages, or of pages."""
+    return bool(kind_of(name)) or _PAGES.fullmatch(name) is not None
 
 
 def _is_read(name: str) -> bool:
@@ -101,22 +108,50 @@ class Checker:
         for pid in sorted(self._tasks):
             if f"core-{pid}.img" not in self._sizes:
                 raise self._wrong(f"core-{pid}.img", "is missing")
-        for name in sorted(self._sizes):
-            pagemap = name.replace("mm-", "pagemap-")
-            if kind_of(name) == "mm" and pagemap not in self._sizes:
+        for pid in sorted(self._tasks):
+            pagemap = f"pagemap-{pid}.img"
+            if f"mm-{pid}.img" in self._sizes and pagemap not in self._sizes:
                 raise self._wrong(pagemap, "is missing")
         self.finish_pages(architecture)
 
     def finish_pages(self, architecture: str) -> None:
         """The same of a directory that has pages only: that of an earlier dump."""
         sizes = _PAGE_SIZES.get(architecture, _OTHER_PAGE_SIZES)
-        for name, pagemap in sorted(self._pagemaps.items()):
-            pages = f"pages-{pagemap.pages}.img"
+        for number, names in sorted(self._readers().items()):
+            pages = f"pages-{number}.img"
             size = self._sizes.get(pages)
-            if size is None and pagemap.present:
-                raise self._wrong(pages, f"is missing, and {name} lists {pagemap.present} pages in it")
-            if size is not None and size not in [pagemap.present * each for each in sizes]:
-                raise self._wrong(pages, f"has {size} bytes, and {name} lists {pagemap.present} pages in it")
+            wrong = [name for name in names if not self._fits(name, size, sizes)]
+            # Of those that are not a task's, which one CRIU reads is not known.
+            if wrong and (self._is_task(wrong[0]) or len(wrong) == len(names)):
+                how = "is missing" if size is None else f"has {size} bytes"
+                listed = self._pagemaps[wrong[0]].present
+                raise self._wrong(pages, f"{how}, and {wrong[0]} lists {listed} pages in it")
+
+    def _readers(self) -> dict[int, list[str]]:
+        """By the number of a pages-N.img, the pagemaps whose pages CRIU may read there.
+
+        A dump into a directory that has an earlier one (Podman's, of a container that is left running) writes
+        other pages under the same number, and the pagemap of a process that is no more stays. CRIU reads
+        those of the tasks in pstree.img, and those of shared memory that belong to them.
+        """
+        found: dict[int, list[str]] = {}
+        for name, pagemap in sorted(self._pagemaps.items()):
+            found.setdefault(pagemap.pages, []).append(name)
+        if not self._tasks:
+            return found
+        return {number: self._in_use(names) for number, names in found.items()}
+
+    def _in_use(self, names: list[str]) -> list[str]:
+        tasks = [name for name in names if self._is_task(name)]
+        return tasks or [name for name in names if _PAGEMAP.fullmatch(name) is None]
+
+    def _is_task(self, name: str) -> bool:
+        match = _PAGEMAP.fullmatch(name)
+        return match is not None and int(match[1]) in self._tasks
+
+    def _fits(self, name: str, size: int | None, sizes: tuple[int, ...]) -> bool:
+        present = self._pagemaps[name].present
+        return not present if size is None else size in [present * each for each in sizes]
 
     def _read(self, name: str, kind: str, source: _Source) -> None:
         magic = source.number()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import signal
 import subprocess
+import tarfile
 import threading
 from pathlib import Path
 
@@ -192,3 +194,24 @@ def _states(container: Container) -> str:
         wchan = (task / "wchan").read_text()
         names.append("checkpoint" if "nanosleep" in wchan else wchan)
     return " ".join(names)
+
+
+def test_a_process_that_has_ended_since(real: str, tmp_path: Path) -> None:
+    """Podman dumps to the same directory each time; what only the earlier checkpoint had goes."""
+    container = Container.start("w", script="tail -f /dev/null & exec /gpuwork --tick 30 --mib 4")
+    archive = tmp_path / "c.tar"
+    good(container.checkpoint(archive, "--leave-running", "--compress", "none"))
+    assert len(tasks(archive)) == 2
+    (child,) = [pid for pid in members(container) if pid != container.pid]
+    os.kill(child, signal.SIGKILL)
+    until(lambda: Path(f"/proc/{child}/cmdline").read_bytes() == b"", "the end of the child")
+    good(container.checkpoint(archive, "--compress", "none"))
+    assert len(tasks(archive)) == 1
+    container.remove()
+    Container.restore("w", archive).goes_on()
+
+
+def tasks(archive: Path) -> list[str]:
+    """The images of the memory of processes in an archive."""
+    with tarfile.open(archive) as tar:
+        return [name for name in tar.getnames() if fnmatch.fnmatch(name, "checkpoint/mm-*.img")]

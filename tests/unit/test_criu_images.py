@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -90,11 +91,30 @@ def test_every_image_is_a_regular_file(folder: Path, name: str, kind: str) -> No
     elif kind == "directory":
         path.mkdir()
     else:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(str(path))
+        with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(folder):
+            made.bind(name)  # a whole path may be longer than unix(7) takes
     text = refused(folder)
     assert name in text
     assert "not a regular file" in text
+
+
+def test_what_an_earlier_dump_left(folder: Path) -> None:
+    """The pagemap of a process that is no more; its pages have been written over by another process' ones."""
+    (folder / "pagemap-206.img").write_bytes(pagemap(1, [(0x1000, 8, 4)]))
+    (folder / "mm-207.img").write_bytes((folder / "mm-1.img").read_bytes())
+    check(str(folder), "x86_64")
+    (folder / "pages-1.img").write_bytes(bytes(8 * PAGE))
+    assert "pagemap-1.img lists 3 pages" in refused(folder)
+
+
+def test_shared_memory(folder: Path) -> None:
+    """Its pagemap is looked at as a task's; of two for the same pages one may be an earlier dump's."""
+    (folder / "pagemap-shmem-5.img").write_bytes(pagemap(9, [(0, 8, 4)]))
+    assert "pages-9.img in" in refused(folder)
+    (folder / "pages-9.img").write_bytes(bytes(2 * PAGE))
+    assert "pagemap-shmem-5.img lists 8 pages" in refused(folder)
+    (folder / "pagemap-shmem-6.img").write_bytes(pagemap(9, [(0, 2, 4)]))
+    check(str(folder), "x86_64")
 
 
 @pytest.mark.parametrize("name", ["inventory.img", "core-1.img", "pagemap-1.img"])

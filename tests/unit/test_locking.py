@@ -21,6 +21,8 @@ from runtime_shim.stillness import stop
 from runtime_shim.transaction import interruptible
 
 RUNNING, LOCKED = ProcessState.RUNNING, ProcessState.LOCKED
+PATIENCE = 60.0
+"""Seconds for what takes a moment, and on a busy machine more."""
 TICK = threading.Event()
 """Never set: what is waited for by looking is looked for again when this has timed out."""
 
@@ -201,7 +203,7 @@ def test_a_signal_that_is_ignored(family: Family, driver: Ranks) -> None:
 def test_those_that_stand_wait_for_each_other(family: Family, driver: Ranks) -> None:
     """All of them run, at the same time, until all are locked; and stand afterwards."""
     pids = [driver.use(family.spawn()) for _ in range(3)]
-    stop(pids, timeout=5)
+    stop(pids, timeout=PATIENCE)
     driver.busy = {pids[0]: driver.waits_for(pids[1])}
     assert lock(driver, pids, timeout=10, held=pids) == tuple(sorted(pids))
     assert driver.all_in(LOCKED)
@@ -211,7 +213,7 @@ def test_those_that_stand_wait_for_each_other(family: Family, driver: Ranks) -> 
 def test_those_that_stand_and_cannot_be_locked(family: Family, driver: Ranks) -> None:
     """As they were: they stand, and nobody is locked."""
     pids = [driver.use(family.spawn()) for _ in range(2)]
-    stop(pids, timeout=5)
+    stop(pids, timeout=PATIENCE)
     driver.busy = {pids[0]: long_kernel(100)}
     with pytest.raises(LockTimeout, match=f"process {pids[0]} "):
         lock(driver, pids, timeout=1, held=pids)
@@ -222,7 +224,7 @@ def test_those_that_stand_and_cannot_be_locked(family: Family, driver: Ranks) ->
 def test_those_that_stand_and_are_refused(family: Family, driver: Ranks) -> None:
     """Another error than a timeout is raised; nobody had to run, and nobody is locked."""
     pids = [driver.use(family.spawn()) for _ in range(2)]
-    stop(pids, timeout=5)
+    stop(pids, timeout=PATIENCE)
     driver.fail("lock", pids[0], NotSupported("managed memory"))
     with pytest.raises(NotSupported, match="managed memory"):
         lock(driver, pids, timeout=10, held=pids)
@@ -233,7 +235,7 @@ def test_those_that_stand_and_are_refused(family: Family, driver: Ranks) -> None
 def test_lock_of_one_that_we_hold(family: Family, driver: FakeDriver) -> None:
     """It stands before and after; the thread that is let run is in the state that the driver finds."""
     pid = driver.use(family.spawn())
-    stop([pid], timeout=5)
+    stop([pid], timeout=PATIENCE)
     driver.when("lock", lambda _: seen.append(proc.still(pid)))
     seen: list[bool] = []
     assert lock(driver, [pid], timeout=5, held=[pid]) == ()
@@ -245,7 +247,7 @@ def test_lock_of_one_that_we_hold(family: Family, driver: FakeDriver) -> None:
 def test_lock_of_one_that_stands_within_a_call(family: Family, driver: FakeDriver) -> None:
     """Where the driver cannot lock it as it stands, it runs until it is locked, and stands again."""
     pid, other = driver.use(family.spawn()), driver.use(family.spawn())
-    stop([pid, other], timeout=5)
+    stop([pid, other], timeout=PATIENCE)
     driver.fail("lock", pid, LockTimeout("a call is under way"), times=1)
     assert lock(driver, [pid, other], timeout=5, held=[pid, other]) == (pid,)
     assert driver.of("lock").count(pid) == 2
@@ -256,7 +258,7 @@ def test_lock_of_one_that_stands_within_a_call(family: Family, driver: FakeDrive
 def test_lock_that_does_not_come(family: Family, driver: FakeDriver) -> None:
     """After the deadline it stands all the same, as it was found."""
     pid = driver.use(family.spawn())
-    stop([pid], timeout=5)
+    stop([pid], timeout=PATIENCE)
     driver.fail("lock", pid, LockTimeout("a call is under way"))
     with pytest.raises(LockTimeout):
         lock(driver, [pid], timeout=5, held=[pid])

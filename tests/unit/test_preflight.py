@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import POISON, Family, a_manifest, unshare_works
+from fakes import POISON, Family, a_manifest, unshare_works, wait_for
 
 from oci.chunks import Table
 from runtime_shim import preflight, proc, sockets
@@ -69,42 +71,49 @@ def program(tmp_path: Path) -> RealRuntime:
     return RealRuntime(path, "crun", (1, 28))
 
 
-@pytest.fixture
-def ours() -> proc.Process:
-    found = proc.process(os.getpid())
-    assert found is not None
-    return found
+@contextlib.contextmanager
+def holder(*sockets: socket.socket) -> Iterator[proc.Process]:
+    """A process that has these sockets and no other; this one may have some of other tests."""
+    numbers = [each.fileno() for each in sockets]
+    with subprocess.Popen(["sleep", "600"], pass_fds=numbers, stdin=subprocess.DEVNULL) as started:
+        try:
+            wait_for(lambda: proc.comm(started.pid) == "sleep", "the start of sleep")
+            found = proc.process(started.pid)
+            assert found is not None
+            yield found
+        finally:
+            started.kill()
 
 
-def test_sockets_that_criu_cannot_dump(
-    program: RealRuntime, ours: proc.Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sockets_that_criu_cannot_dump(program: RealRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process and the protocol are named; a script around the runtime may start another CRIU."""
     monkeypatch.setattr(sockets, "can_be_dumped", lambda name: name != "TCP")
     monkeypatch.setattr(preflight, "criu_version", lambda: "4.1.1")
-    preflight.sockets([ours], program, Connections.KEPT)
-    with socket.socket():
+    with holder() as without:
+        preflight.sockets([without], program, Connections.KEPT)
+    with socket.socket() as one, holder(one) as process:
         with pytest.raises(Refused) as caught:
-            preflight.sockets([ours], program, Connections.KEPT)
+            preflight.sockets([process], program, Connections.KEPT)
         said = caught.value.sentence()
-        assert f"process {ours.pid} ({ours.comm}) has a socket of the protocol TCP, which CRIU 4.1.1" in said
+        assert f"process {process.pid} (sleep) has a socket of the protocol TCP, which CRIU 4.1.1" in said
         assert "install CRIU 4.2" in said
         assert not [words for words in POISON if words in said.lower()]
         program.path.write_text("#!/bin/sh\n")
-        preflight.sockets([ours], program, Connections.KEPT)
+        preflight.sockets([process], program, Connections.KEPT)
 
 
-def test_connections(program: RealRuntime, ours: proc.Process, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections(program: RealRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is refused only where CRIU is not told what to do with it, and a socket that listens never."""
     monkeypatch.setattr(sockets, "can_be_dumped", lambda name: True)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        preflight.sockets([ours], program, Connections.REFUSED)
-        with socket.create_connection(server.getsockname()) as one:
-            preflight.sockets([ours], program, Connections.KEPT)
-            preflight.sockets([ours], program, Connections.DROPPED)
+        with holder(server) as listening:
+            preflight.sockets([listening], program, Connections.REFUSED)
+        with socket.create_connection(server.getsockname()) as one, holder(one) as connected:
+            preflight.sockets([connected], program, Connections.KEPT)
+            preflight.sockets([connected], program, Connections.DROPPED)
             preflight.sockets([process(1)], program, Connections.REFUSED)
             with pytest.raises(Refused) as caught:
-                preflight.sockets([ours], program, Connections.REFUSED)
+                preflight.sockets([connected], program, Connections.REFUSED)
             peer = f"127.0.0.1:{one.getpeername()[1]}"
             assert f"has a TCP connection with {peer}, " in caught.value.sentence()
             assert "--tcp-established" in caught.value.sentence()
