@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fakes import wait_for
 
 from gpusnap import cli
 from oci.store import Store
@@ -25,7 +26,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("needs to mount a tmpfs")
     yield path
-    subprocess.run(["umount", str(path)], check=True)
+    # Busy for a moment where another process of this machine just looks at it, as df does.
+    wait_for(lambda: subprocess.run(["umount", str(path)], check=False).returncode == 0, f"umount {path}")
 
 
 @pytest.fixture
