@@ -79,9 +79,12 @@ def take_in(
                     incoming.write(piece)
                     seen(len(piece))
     beside = {each.digest: blob_of(source, each, seen) for each in small}
-    with Crew(threads or copies.cores()) as crew, source.open(image.criu) as file:
+    with (
+        Crew(threads or copies.cores()) as crew,
+        source.open(image.criu) as file,
+        Taking(source.word, layout, crew, known, lambda: None) as taking,
+    ):
         content = Checked(file, image.criu, seen)
-        taking = Taking(source.word, layout, crew, known, lambda: None)
         written: list[float] = []
         images = taking.placed(_images(content, source.word, written))
         pieces = chain(_beside(image, source.name, beside), images)

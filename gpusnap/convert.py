@@ -67,11 +67,11 @@ def take_in(
             if progress is not None:
                 progress(Progress(size, min(file.tell(), size)))
 
-        taking = Taking(archive_path, staging_layout, crew, known, report)
-        tar_of_records = taking.packed(taking.records(file))
-        records = staging_layout.add_blob(tar_of_records, media_type=artifact.RECORDS)
-        crew.join()
-        return taking.finished(records)
+        with Taking(archive_path, staging_layout, crew, known, report) as taking:
+            tar_of_records = taking.packed(taking.records(file))
+            records = staging_layout.add_blob(tar_of_records, media_type=artifact.RECORDS)
+            crew.join()
+            return taking.finished(records)
 
 
 def give_out(

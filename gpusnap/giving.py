@@ -109,8 +109,10 @@ class Giving:
         chunks = artifact.chunk_layers(tables)
         for name in (BLOBS, f"{BLOBS}/sha256"):
             self.folder(name)
-        with tempfile.TemporaryDirectory(prefix="gpusnap-") as place:
-            made = Layout(place).create()
+        with (
+            tempfile.TemporaryDirectory(prefix="gpusnap-") as place,
+            closing(Layout(place).create()) as made,
+        ):
             made.write_index(Index((artifact.write(made, artifact.Artifact(chunks=chunks)),)))
             self.file(f"{OURS}/oci-layout", Path(place, "oci-layout").read_bytes())
             index = Path(place, manifest.INDEX).read_bytes()

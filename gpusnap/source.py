@@ -10,7 +10,7 @@ import io
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
 from gpusnap import kept
@@ -188,7 +188,7 @@ def _in_registry(
     folder = stack.enter_context(
         tempfile.TemporaryDirectory(prefix="gpusnap-", dir=os.environ.get("TMPDIR") or "/var/tmp")
     )
-    layout = Layout(folder).create()
+    layout = stack.enter_context(closing(Layout(folder).create()))
     config = artifacts.read(root, read).config
     if config.media_type != EMPTY and config.size <= manifest.LARGEST:
         repository.fetch_blob(config, layout)

@@ -60,6 +60,10 @@ class Crew:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Return when no work is under way any more. May be called twice."""
         self._pool.shutdown(cancel_futures=True)
 
     def give(self, work: Callable[[], None]) -> None:
@@ -74,7 +78,7 @@ class Crew:
 
 
 class Taking:
-    """An archive on its way into a layout."""
+    """An archive on its way into a layout; closed at the end of a `with`."""
 
     def __init__(
         self,
@@ -95,6 +99,13 @@ class Taking:
         self._config: Descriptor | None = None
         self._rootfs: Descriptor | None = None
         self._ours = False
+
+    def __enter__(self) -> Taking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._crew.stop()
+        self._inner.close()
 
     def packed(self, pieces: Iterable[bytes]) -> IO[bytes]:
         return as_file(squeezed(pieces, level=_LEVEL, threads=self._crew.threads))

@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 
 from gpusnap.damage import Progress, Verified, config_of, damaged, tables_of, within, within_artifact
@@ -192,8 +192,10 @@ def _in_registry(
                 met.add(each.digest)
                 waiting.extend([each] if is_document(each) else [])
                 blobs |= {} if is_document(each) else {each.digest: each}
-    with tempfile.TemporaryDirectory(prefix="gpusnap-", dir=os.environ.get("TMPDIR") or "/var/tmp") as folder:
-        layout = Layout(folder).create()
+    with (
+        tempfile.TemporaryDirectory(prefix="gpusnap-", dir=os.environ.get("TMPDIR") or "/var/tmp") as folder,
+        closing(Layout(folder).create()) as layout,
+    ):
         contents = Contents(_remote_tables(root, read, repository, layout) if deep else ())
         faults += _asked(repository, tuple(blobs.values()), layout if deep else None, contents, progress)
         places = _within_remote(root, read, repository, layout) if faults else {}
