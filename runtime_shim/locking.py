@@ -7,17 +7,18 @@ H100s with a training loop that is idle most of the time: one lock of both for 1
 more than one process:
 
 - All are locked at once, each by a thread of its own. Where some are locked and others are not, the locked
-  ones wait for a moment, then all of them are unlocked together, run for a moment of random length, and are
-  locked again. The driver is still asked to lock the others: if what they waited for is begun now, they are
-  locked. They begin nothing more meanwhile, so the ranks draw level after a few such moments, in a loop that
-  is never idle too. If all were let run between two tries, they would seldom be level at the next one.
-- Each call of the driver's lock has a deadline, after which its process runs for a moment. Without it, two
-  processes would never be locked of which each has begun what the other has yet to begin.
+  ones are unlocked, all of them, run for a moment, and are locked again. The driver is still asked to lock
+  the others: if what they wait for is begun now, they are locked. They begin nothing more meanwhile.
+- The moment is as short as it can be: one that runs for longer begins the next collective too, and waits for
+  those that are locked by then. Where it was too short and the same ones are still waited for, the next one
+  is twice as long. Where others are waited for now, the ranks are nearly level, and it is a quarter as long.
+- Each call of the driver's lock has a deadline, after which its process is asked anew. Without it, two
+  processes would never be locked of which each has begun what the other has yet to begin: where none is
+  locked, they run for a while.
 - A locked process cannot tell whether another waits for it or has a long kernel, for which it has to wait
-  longer. So both times grow: a locked process waits for a third of the time since the start (0.1 s at least:
-  13 tries in 10 s), a call takes as long as the time since the start (0.5 s at least), and what would reach
-  into the last 40 % of the time gets all that is left. So with 10 s processes are locked, one or more of
-  which have kernels of up to 3.8 s, one after another.
+  longer. So one time of eight it waits for a third of the time since the start (0.1 s at least), a call takes
+  as long as the time since the start (0.5 s at least), and in the last 40 % of the time nobody is unlocked.
+  So with 10 s processes are locked, one or more of which have kernels of up to 3.8 s, one after another.
 
 One process has nobody to wait for, and gets one call with all the time.
 """
@@ -40,13 +41,14 @@ from runtime_shim.transaction import stop_if_asked
 
 __all__ = ["lock"]
 
-# Seconds that the locked ones wait at least, and their share of the time since the start.
-_WAIT, _SHARE = 0.1, 1 / 3
+# Seconds that the locked ones wait for the others, after the last change; at times, at least so many, and a
+# share of the time since the start.
+_BRIEFLY = 0.005
+_PATIENTLY, _SHARE, _OFTEN = 0.1, 1 / 3, 8
 # Seconds of one call of the driver's at least; and else the time since the start.
 _CALL = 0.5
-# Seconds that they run between two tries. Short ones keep a rank from running ahead of the others, long ones
-# let it come to its next launch on a busy machine.
-_SHORT, _LONG = 0.002, 0.2
+# Seconds that those that were locked run at first, where that was too short, and at most.
+_LEAST, _MOST = 0.0005, 0.2
 # The share of the time after which nobody is unlocked any more before the deadline.
 _LAST = 0.6
 # Seconds between two looks for a signal that asks us to stop.
@@ -133,8 +135,18 @@ class _Together:
         self._stops = {number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN}
         self._changed = threading.Condition()
         self._locked: set[int] = set()
-        self._unlock_at = self._again_at = 0.0
-        """When those that are locked now are unlocked, and asked again."""
+        self._away = set(pids)
+        """Those that the driver is not asked to lock at the moment."""
+        self._unlocking: set[int] = set()
+        self._round = 0
+        """Goes up when those that are locked are to be unlocked."""
+        self._moved = 0.0
+        """When the last one was locked, or asked for."""
+        self._hold = _PATIENTLY
+        self._run = 0.0
+        self._again_at = 0.0
+        self._stuck: frozenset[int] = frozenset()
+        """Those that were not locked when the others were unlocked."""
         self._whole = self._failed = False
         self._late: int | None = None
         """The process that was the last not to be locked in time."""
@@ -163,20 +175,43 @@ class _Together:
 
     def _try_one(self, pid: int) -> None:
         """Lock it, and unlock it again where others do not come to be locked."""
-        now = time.monotonic()
+        with self._changed:
+            self._away.discard(pid)
+            self._moved = now = time.monotonic()
+            self._changed.notify_all()
         self._tries[pid] += 1
         try:
             driver_calls.lock(self._driver, pid, timeout=max(self._call(now), 0.001))
         except LockTimeout:
             self._late = pid
-            again_at = time.monotonic() + random.uniform(_SHORT, _LONG)
-        else:
-            if self._all_come(pid):
-                return
+            self._run_alone(pid)
+            return
+        if not self._all_come(pid):
             driver_calls.unlock(self._driver, pid)
-            again_at = self._again_at
+            self._run_together(pid)
+
+    def _run_alone(self, pid: int) -> None:
+        """It was not locked in time. It runs for a while if nobody is locked: each may wait for the other."""
         with self._changed:
-            while self._goes_on() and (left := again_at - time.monotonic()) > 0:
+            self._away.add(pid)
+            until = time.monotonic() + random.uniform(_LEAST, _MOST)
+            while self._goes_on() and not (self._locked or self._unlocking):
+                left = until - time.monotonic()
+                if left <= 0:
+                    return
+                self._changed.wait(min(left, _LOOK))
+
+    def _run_together(self, pid: int) -> None:
+        """It is unlocked. It runs for a moment, which begins when all of them are unlocked."""
+        with self._changed:
+            self._unlocking.discard(pid)
+            if not self._unlocking:
+                self._again_at = time.monotonic() + self._run
+                self._changed.notify_all()
+            while self._goes_on():
+                left = self._again_at - time.monotonic() if not self._unlocking else _LOOK
+                if left <= 0:
+                    return
                 self._changed.wait(min(left, _LOOK))
 
     def _call(self, now: float) -> float:
@@ -196,22 +231,33 @@ class _Together:
     def _all_come(self, pid: int) -> bool:
         """Wait, with this one locked, for the others; whether they are locked as well."""
         with self._changed:
-            if not self._locked:
-                self._set_times()
             self._locked.add(pid)
+            self._moved = time.monotonic()
             if len(self._locked) == len(self._pids):
                 self._whole = True
                 self._changed.notify_all()
-            while self._goes_on() and (left := self._unlock_at - time.monotonic()) > 0:
-                self._changed.wait(min(left, _LOOK))
+            now_on = self._round
+            while self._goes_on() and self._round == now_on:
+                now = time.monotonic()
+                left = self._moved + self._hold - now
+                if left > 0 or self._away or self._is_last(now):
+                    self._changed.wait(min(left, _LOOK) if left > 0 else _LOOK)
+                else:
+                    self._begin_round(now)
             self._locked.discard(pid)
+            self._away.add(pid)
             return self._whole
 
-    def _set_times(self) -> None:
-        now = time.monotonic()
-        wait = max(_WAIT, (now - self._begin) * _SHARE)
-        self._unlock_at = self._deadline if self._is_last(now + wait) else now + wait
-        self._again_at = self._unlock_at + random.uniform(_SHORT, min(_LONG, wait))
+    def _begin_round(self, now: float) -> None:
+        """Have all that are locked unlocked."""
+        self._round += 1
+        stuck = frozenset(self._pids) - self._locked
+        self._run = min(max(2 * self._run, _LEAST), _MOST) if stuck == self._stuck else self._run / 4
+        self._stuck = stuck
+        self._unlocking = set(self._locked)
+        patient = self._round % _OFTEN == 0
+        self._hold = max(_PATIENTLY, (now - self._begin) * _SHARE) if patient else _BRIEFLY
+        self._changed.notify_all()
 
     def _too_late(self, tries: int) -> LockTimeout:
         pid = self._pids[0] if self._late is None else self._late

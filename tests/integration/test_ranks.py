@@ -21,6 +21,7 @@ PATIENT = "[nvidia]\nlock-timeout = 40.0\n"
 # Each rank takes up to so many milliseconds of a tick for itself, each time others. Then it waits for the
 # others, so that half of the time and more some rank waits.
 IDLE = ("--tick", "60")
+NEVER_IDLE = ("--tick", "1")
 
 
 def start(ranks: int, words: Sequence[str]) -> Container:
@@ -41,8 +42,11 @@ def in_step(container: Container, ranks: int) -> None:
     assert len(container.ticks()) == ranks
 
 
-# Four ranks on two cores are not locked in time at each try (docs/reliability.md).
-@pytest.mark.parametrize(("ranks", "words"), [(2, IDLE)], ids=["2-idle"])
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [(2, IDLE), (2, NEVER_IDLE), (4, IDLE), (4, NEVER_IDLE)],
+    ids=["2-idle", "2-busy", "4-idle", "4-busy"],
+)
 def test_running(
     real: str, settings: shimhost.Writer, tmp_path: Path, ranks: int, words: Sequence[str]
 ) -> None:
