@@ -71,13 +71,19 @@ class Launcher:
         return path
 
     def done(
-        self, *args: str, path: str | None = None, program: Path | None = None, **env: str
+        self,
+        *args: str,
+        path: str | None = None,
+        program: Path | None = None,
+        stdout: int = subprocess.PIPE,
+        **env: str,
     ) -> subprocess.CompletedProcess[bytes]:
         return subprocess.run(
             [program or self.program, *args],
             env={"PATH": path or f"{self.bin}:/usr/bin:/bin"} | env,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
             check=False,
             timeout=30,
         )
@@ -167,6 +173,19 @@ def test_version_fails_as_the_real_one(launcher: Launcher, code: int, text: str)
     launcher.write(launcher.bin / "crun", f"#!/bin/sh\necho crun version 1; {text}\n")
     done = launcher.done("--version")
     assert (done.returncode, done.stdout) == (code, b"crun version 1\n")
+
+
+def test_nobody_reads_the_version(launcher: Launcher) -> None:
+    """As in `gpusnap-runtime --version | head -0`: neither its own pipe nor the real runtime's is an error."""
+    for text in ("true", "kill -PIPE $$"):
+        launcher.write(launcher.bin / "crun", f"#!/bin/sh\n{text}\n")
+        reading, writing = os.pipe()
+        os.close(reading)
+        try:
+            done = launcher.done("--version", stdout=writing)
+        finally:
+            os.close(writing)
+        assert (done.returncode, done.stderr) == (0, b"")
 
 
 _PROBES = [

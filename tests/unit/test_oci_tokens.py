@@ -204,6 +204,35 @@ def test_tokens_end(registry: FakeRegistry) -> None:
 
 
 @pytest.mark.parametrize(
+    ("credentials", "refused"),
+    [(SOMEONE, True), (Credentials(identity_token="an-identity"), True), (None, False)],
+)
+def test_a_realm_without_tls_on_another_host(
+    registry: FakeRegistry, credentials: Credentials | None, refused: bool
+) -> None:
+    """Of a registry without TLS only its own host gets a password; another is asked without one."""
+    registry.users = {}
+    # The same machine, which answers there too; but the registry is known by another name.
+    realm = f"http://{registry.host}/token"
+    tokens = Tokens("localhost:5000", make_pool(), credentials=credentials, plain_http=True)
+    challenge = f'Bearer realm="{realm}",service="fake"'
+    if refused:
+        with pytest.raises(Unauthorized, match=f"on another host, which is sent no credentials: {registry.host}"):
+            tokens.after("", challenge, ("repository:a:pull",))
+        assert registry.seen == []
+        return
+    assert tokens.after("", challenge, ("repository:a:pull",)).startswith("Bearer ")
+    assert "authorization" not in registry.seen[0].headers
+
+
+def test_a_realm_without_tls_on_another_port(registry: FakeRegistry) -> None:
+    """The registry's own host may have its token service at another port."""
+    tokens = Tokens("127.0.0.1:1", make_pool(), credentials=SOMEONE, plain_http=True)
+    challenge = f'Bearer realm="http://{registry.host}/token",service="fake"'
+    assert tokens.after("", challenge, ("repository:a:pull",)).startswith("Bearer ")
+
+
+@pytest.mark.parametrize(
     "realm", ["https://evil.example\\@t.example/", "https://a:b@t.example/", "https://t /"]
 )
 def test_a_realm_of_two_meanings(realm: str) -> None:
