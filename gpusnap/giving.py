@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 
 from gpusnap.labels import CREATED
 from gpusnap.members import BLOBS, CONFIG, FIRST, FOLDERS, LAYOUT, OURS, PIECE, ROOTFS, SMALL
+from gpusnap.verifying_images import Links
 from oci import artifact
 from oci.archive import Entry, entries, unpacked
 from oci.blobs import Blobs
@@ -75,7 +76,9 @@ class Giving:
 
     def others(self, layer: Descriptor, without: Container[str] = ()) -> None:
         """The entries of the records, but for those of these names."""
+        links = Links(f"the records {layer.digest}")
         for entry in self._entries(layer):
+            links.check(entry)
             if entry.name in without:
                 continue
             ours = entry.name in (CONFIG, ROOTFS, *LAYOUT) or entry.name.startswith(f"{BLOBS}/")

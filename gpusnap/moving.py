@@ -11,11 +11,12 @@ from typing import Literal
 from gpusnap import containerd_images as images
 from gpusnap import containerd_taking, convert, kept, where
 from gpusnap.containerd import Source
-from gpusnap.containerd_archive import Archive, is_layout
+from gpusnap.containerd_archive import Archive
 from gpusnap.containerd_ctr import InContainerd
 from gpusnap.failures import told
 from gpusnap.kept import Kept
 from gpusnap.labels import annotations_of
+from gpusnap.layout_files import InLayout, is_layout, opened_layout
 from gpusnap.members import ARCHIVE, FIRST, LARGEST_DUMP
 from gpusnap.progress import Progress
 from gpusnap.pulling import LATEST, fetched
@@ -24,7 +25,7 @@ from gpusnap.stand_in import named
 from gpusnap.where import store_name
 from oci import artifact, image, reference, transfer
 from oci.archive import Compression, read_member
-from oci.errors import BlobError, RegistryError
+from oci.errors import ArchiveError, BlobError, RegistryError
 from oci.layout import Layout
 from oci.manifest import Descriptor
 from oci.reference import Reference
@@ -91,38 +92,72 @@ def push(
 
     What is there already does not go again. Raises NotFound, Damaged, GpusnapError.
     """
-    if format != "oci" and (isinstance(what, where.InContainerd) or _is_image(what)):
-        raise Refused(
-            f"no image for {format} can be made of a checkpoint of containerd's",
-            hint="push it without --format, for containerd on another host",
-        )
     with told(), ExitStack() as stack:
+        source = _layout_of(what, stack)
+        _check_format(what, source, format)
+        found: Kept | None = None
         if isinstance(what, where.InStore):
             store, found = stack.enter_context(kept.held(what))
-            if format == "oci":
-                return _sent(found.root, store.layout, store, to, plain_http, progress)
-            found.check_podman()
-            staging = stack.enter_context(store.stage())
-            archive = os.path.join(staging.path, ARCHIVE)
-            progress.stage("archive")
-            write_archive(found, store.layout, archive, progress=progress)
-            annotations = dict(found.artifact.annotations)
+            layout = store.layout
         else:
             store = where.default_store().create()
-            staging = stack.enter_context(store.stage())
-            if isinstance(what, where.InContainerd):
-                progress.stage("containerd's image")
-                root = image_in(staging, InContainerd(what.namespace, what.name), progress)
-                return _sent(root, staging.layout, store, to, plain_http, progress)
+            if source is not None and source.kind != "containerd":
+                layout = source.layout
+                if source.kind == "image":
+                    return _sent(source.root, layout, store, to, plain_http, progress)
+                found = kept.load(source.root, layout)
+        if found is not None:
+            if format == "oci":
+                return _sent(found.root, layout, store, to, plain_http, progress)
+            found.check_podman()
+        staging = stack.enter_context(store.stage())
+        if isinstance(what, where.InContainerd):
+            progress.stage("containerd's image")
+            root = image_in(staging, InContainerd(what.namespace, what.name), progress)
+            return _sent(root, staging.layout, store, to, plain_http, progress)
+        if found is not None:
+            archive = os.path.join(staging.path, ARCHIVE)
+            progress.stage("archive")
+            write_archive(found, layout, archive, progress=progress)
+            annotations = dict(found.artifact.annotations)
+        else:
+            assert isinstance(what, where.InFile)
             archive = what.path
             if format == "oci":
                 progress.stage("archive")
                 root = taken_in(staging, archive, progress)
                 return _sent(root, staging.layout, store, to, plain_http, progress)
             annotations = _annotations(archive)
+        assert format != "oci"
         progress.stage("image")
         root = image.write_image(staging.layout, archive, format=format, annotations=annotations)
         return _sent(root, staging.layout, store, to, plain_http, progress)
+
+
+def _layout_of(what: where.InStore | where.InFile | where.InContainerd, stack: ExitStack) -> InLayout | None:
+    """What an image layout in a file has; None for anything else, and for one that is cut short."""
+    if isinstance(what, where.InFile) and is_layout(what.path):
+        with suppress(ArchiveError):
+            return stack.enter_context(opened_layout(what.path))
+    return None
+
+
+def _check_format(
+    what: where.InStore | where.InFile | where.InContainerd, source: InLayout | None, format: Format
+) -> None:
+    """Raise Refused where no image of that format can be made."""
+    if format == "oci":
+        return
+    if isinstance(what, where.InContainerd) or (source is not None and source.kind == "containerd"):
+        raise Refused(
+            f"no image for {format} can be made of a checkpoint of containerd's",
+            hint="push it without --format, for containerd on another host",
+        )
+    if source is not None and source.kind == "image":
+        raise Refused(
+            f"{source.layout.path} has a checkpoint that is an image for an engine already",
+            hint="push it without --format, as it is",
+        )
 
 
 def push_kept(
@@ -305,10 +340,6 @@ def image_in(staging: Staging, source: Source, progress: Progress) -> Descriptor
     parts = containerd_taking.take_in(source, staging.layout, known=staging.take, progress=progress.chunks)
     take_chunks(staging, parts.chunks)
     return artifact.write(staging.layout, parts)
-
-
-def _is_image(what: where.InStore | where.InFile) -> bool:
-    return isinstance(what, where.InFile) and is_layout(what.path)
 
 
 def _annotations(archive: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from gpusnap.kept import Kept
 from gpusnap.progress import Progress
 from gpusnap.source import open_repository
 from oci import artifact, transfer
-from oci.errors import BlobError, StagingBusy
+from oci.errors import BlobError, NotACheckpoint, StagingBusy
 from oci.layout import Layout
 from oci.manifest import Descriptor
 from oci.reference import Reference
@@ -89,6 +89,9 @@ def fetched(
                 if not _may_wait(away, leave, seconds, come):
                     come(lambda one: one.digest in away)
             yield staging, found, _together(early, moved)
+        except NotACheckpoint:
+            staging.close()
+            raise
         except BaseException:
             staging.close(leave=True)
             raise

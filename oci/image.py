@@ -31,7 +31,7 @@ from oci.errors import ArchiveError, reason
 from oci.layout import Layout
 from oci.manifest import Descriptor, Manifest, written_document
 
-__all__ = ["CRIU", "CRI_NAME", "PODMAN", "Format", "write_image"]
+__all__ = ["CRIU", "CRI_NAME", "PODMAN", "Format", "engine_of", "layer_of", "write_image"]
 
 Format: TypeAlias = Literal["cri", "podman"]
 
@@ -74,10 +74,28 @@ _CRI: Mapping[str, str] = {
     "rootfsImageName": "rootfsImageName",
     "criu.version": "criu.version",
 }
+# By what each engine takes an image for a checkpoint.
+_MARKS: Mapping[str, Format] = {
+    f"{PODMAN}runtime.name": "podman",
+    CRI_NAME: "cri",
+    f"{CRIU}container.name": "cri",
+}
 _NEEDED: Mapping[Format, str] = {"cri": "container.name", "podman": "runtime.name"}
 # The kernel's names of architectures (uname(2)) and Go's, which image configurations have.
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "ppc64le": "ppc64le", "s390x": "s390x"}
 _PIECE = 1 << 20
+
+
+def engine_of(manifest: Manifest) -> Format | None:
+    """Which engine takes an image for a checkpoint; None for an image that is none, and for an artifact."""
+    if manifest.config.media_type != CONFIG or manifest.artifact_type:
+        return None
+    return next((engine for mark, engine in _MARKS.items() if manifest.annotations.get(mark)), None)
+
+
+def layer_of(manifest: Manifest) -> Descriptor | None:
+    """The layer of such an image, which is an archive of the engine's; None where there are several."""
+    return manifest.layers[0] if len(manifest.layers) == 1 else None
 
 
 def write_image(

@@ -149,8 +149,8 @@ class Tokens:
     def _check_realm(self, realm: str) -> None:
         """Raise Unauthorized for a token service that nothing may be asked, or that gets no credentials.
 
-        With TLS any host will do: the registry, whose certificate was checked, names it. Without TLS it has to
-        be the host of a registry that is itself spoken to without: the network reads the same password there.
+        With TLS any host will do: the registry, whose certificate was checked, names it. Without TLS it has
+        to be the host of a registry that is itself spoken to without, where the network reads as much.
         """
         found = address(realm)
         if found is not None and found[0] == "https":

@@ -107,6 +107,42 @@ def test_skopeo_inspect(made: Store, host_of: str) -> None:
     assert "unsupported image-specific operation on artifact" in shown.err
 
 
+@pytest.mark.parametrize("name", ["", ":w", ":team/w:v1"])
+def test_skopeo_archive(made: Store, host_of: str, tmp_path: Path, name: str) -> None:
+    """An oci-archive, out of a registry or a layout, with and without a name: each command reads it."""
+    path, second = tmp_path / "w.tar", tmp_path / "second.tar"
+    good(run("skopeo", "copy", *BOTH, f"docker://{host_of}/team/w:v1", f"oci-archive:{path}{name}"))
+    good(run("skopeo", "copy", f"oci:{made.path}:w", f"oci-archive:{second}{name}"))
+    check_copies(made, str(path), str(second))
+    shown = done("inspect", path)
+    assert shown["artifact"]["digest"] == digest(made)
+    assert done("inspect", f"oci:{made.path}:w")["processes"] == shown["processes"]
+    assert done("plan", path)
+    copy = f"http://{host_of}/archive/w:v1"
+    assert done("push", path, copy)["digest"] == digest(made)
+    check_copies(made, copy)
+    check_restored(str(path))
+    assert not STORE.exists() or Store(STORE).entries() == ()
+
+
+def test_images_of_engines(made: Store, host_of: str, tmp_path: Path) -> None:
+    """What gpusnap pushes for Podman, and what Podman makes itself: both are known, and restored."""
+    ref, path = f"http://{host_of}/image/w:v1", tmp_path / "image.tar"
+    good(gpusnap("push", f"oci:{made.path}:w", ref, "--format", "podman"))
+    good(run("skopeo", "copy", *BOTH, f"docker://{host_of}/image/w:v1", f"oci-archive:{path}"))
+    for word in (ref, str(path)):
+        assert done("inspect", word)["processes"]
+        check_restored(word)
+    container = Container.start("w", *WORK)
+    good(podman("container", "checkpoint", "--create-image", "localhost/theirs", "w"))
+    container.remove()
+    theirs = tmp_path / "theirs.tar"
+    good(run("skopeo", "copy", "containers-storage:localhost/theirs", f"oci-archive:{theirs}"))
+    assert done("inspect", theirs)["processes"]
+    check_restored(str(theirs))
+    good(podman("rmi", "localhost/theirs"))
+
+
 def test_skopeo_copy(made: Store, host_of: str, tmp_path: Path) -> None:
     """From the registry to a layout, from a store to one, and into a registry; what comes out runs."""
     one, two, name = f"oci:{tmp_path}/one:w", f"oci:{tmp_path}/two:w", f"{host_of}/skopeo/w:v1"

@@ -228,12 +228,13 @@ def test_exit_codes(gpusnap: Run, monkeypatch: pytest.MonkeyPatch, error: Except
 @pytest.mark.parametrize("closed", ["stdout", "both"])
 def test_closed_pipes(line: tuple[str, ...], code: int | None, closed: str) -> None:
     """As in `gpusnap ls | head -0`: the code is that of the work, and nothing is said of the pipe."""
-    whole = subprocess.run([sys.executable, "-B", "-m", "gpusnap.cli", *line], capture_output=True, check=False)
+    words = [sys.executable, "-B", "-m", "gpusnap.cli", *line]
+    whole = subprocess.run(words, capture_output=True, check=False)
     reading, writing = os.pipe()
     os.close(reading)
     try:
         done = subprocess.run(
-            [sys.executable, "-B", "-m", "gpusnap.cli", *line],
+            words,
             stdout=writing,
             stderr=writing if closed == "both" else subprocess.PIPE,
             check=False,

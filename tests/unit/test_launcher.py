@@ -176,7 +176,7 @@ def test_version_fails_as_the_real_one(launcher: Launcher, code: int, text: str)
 
 
 def test_nobody_reads_the_version(launcher: Launcher) -> None:
-    """As in `gpusnap-runtime --version | head -0`: neither its own pipe nor the real runtime's is an error."""
+    """As in `gpusnap-runtime --version | head -0`: neither its pipe nor the real one's is an error."""
     for text in ("true", "kill -PIPE $$"):
         launcher.write(launcher.bin / "crun", f"#!/bin/sh\n{text}\n")
         reading, writing = os.pipe()

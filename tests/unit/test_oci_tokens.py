@@ -217,7 +217,7 @@ def test_a_realm_without_tls_on_another_host(
     tokens = Tokens("localhost:5000", make_pool(), credentials=credentials, plain_http=True)
     challenge = f'Bearer realm="{realm}",service="fake"'
     if refused:
-        with pytest.raises(Unauthorized, match=f"on another host, which is sent no credentials: {registry.host}"):
+        with pytest.raises(Unauthorized, match=f"on another host, .* no credentials: {registry.host}"):
             tokens.after("", challenge, ("repository:a:pull",))
         assert registry.seen == []
         return
