@@ -10,6 +10,7 @@ import click
 from gpusnap import checkpointing, moving, restoring, where
 from gpusnap.completing import complete_checkpoint, complete_container, complete_store
 from gpusnap.progress import Progress
+from oci.image import Packing
 from oci.transfer import Moved
 from runtime_shim.errors import UsageError
 from runtime_shim.units import human
@@ -167,9 +168,18 @@ def restore(
     show_default=True,
     help="oci: an artifact in chunks. podman, cri: an image that `podman container restore` takes, or CRI-O.",
 )
+@click.option(
+    "--compression",
+    "packing",
+    type=click.Choice(["gzip", "zstd"]),
+    help="Of the image of --format podman or cri: zstd is faster, and older tools do not take it. "
+    "[default: gzip]",
+)
 @_plain_http
 @_as_json
-def push(what: str, ref: str, form: moving.Format, plain_http: bool, as_json: bool) -> None:
+def push(
+    what: str, ref: str, form: moving.Format, packing: Packing | None, plain_http: bool, as_json: bool
+) -> None:
     """Bring the checkpoint WHAT into a registry as REF.
 
     WHAT is a name or a digest in this host's store, oci:DIR[:NAME], an archive of Podman's or of ctr images
@@ -183,10 +193,22 @@ def push(what: str, ref: str, form: moving.Format, plain_http: bool, as_json: bo
     As JSON: reference, digest, blobs and bytes that were sent, skippedBlobs and skippedBytes that were there,
     and mounted, the blobs of those that the registry took from another of its repositories.
     """
+    if packing is not None and form == "oci":
+        raise UsageError(
+            "--compression is for an image, and chunks of an artifact have their own",
+            hint="give --format podman or cri as well, or see memory.level in the settings",
+        )
     found = where.in_containerd(what) or where.find(what, remote=False)
     assert not isinstance(found, where.InRegistry)
     with Progress() as progress:
-        done = moving.push(found, where.registry(ref), plain_http=plain_http, format=form, progress=progress)
+        done = moving.push(
+            found,
+            where.registry(ref),
+            plain_http=plain_http,
+            format=form,
+            packing=packing or "gzip",
+            progress=progress,
+        )
     if as_json:
         _print(_pushed(done))
         return

@@ -86,10 +86,12 @@ def push(
     *,
     plain_http: bool = False,
     format: Format = "oci",
+    packing: image.Packing = "gzip",
     progress: Progress,
 ) -> Pushed:
     """Bring a checkpoint into a registry, as an artifact or as an ordinary image for an engine.
 
+    packing: of that image's layer.
     What is there already does not go again. Raises NotFound, Damaged, GpusnapError.
     """
     with told(), ExitStack() as stack:
@@ -130,7 +132,9 @@ def push(
             annotations = _annotations(archive)
         assert format != "oci"
         progress.stage("image")
-        root = image.write_image(staging.layout, archive, format=format, annotations=annotations)
+        root = image.write_image(
+            staging.layout, archive, format=format, annotations=annotations, packing=packing
+        )
         return _sent(root, staging.layout, store, to, plain_http, progress)
 
 

@@ -130,6 +130,17 @@ def test_images_of_engines(made: Store, host_of: str, tmp_path: Path) -> None:
     ref, path = f"http://{host_of}/image/w:v1", tmp_path / "image.tar"
     good(gpusnap("push", f"oci:{made.path}:w", ref, "--format", "podman"))
     good(run("skopeo", "copy", *BOTH, f"docker://{host_of}/image/w:v1", f"oci-archive:{path}"))
+    good(
+        run(
+            "skopeo",
+            "copy",
+            "--format",
+            "v2s2",
+            BOTH[0],
+            f"docker://{host_of}/image/w:v1",
+            f"dir:{tmp_path}/d",
+        )
+    )
     for word in (ref, str(path)):
         assert done("inspect", word)["processes"]
         check_restored(word)
