@@ -32,6 +32,7 @@ from oci.manifest import EMPTY, Descriptor
 from oci.registry import Repository
 from oci.store import Store
 from runtime_shim import manifest
+from runtime_shim import settings as settings_file
 from runtime_shim.errors import ManifestError
 
 __all__ = [
@@ -139,8 +140,10 @@ def load_manifest(path: str) -> manifest.Manifest:
 
 @contextmanager
 def open_repository(place: InRegistry, *, plain_http: bool = False) -> Iterator[Repository]:
-    """The repository of a reference, with the user's credentials for it. Raises RegistryError."""
-    with Repository.of(place.reference, plain_http=plain_http or place.plain_http) as repository:
+    """The repository of a reference, with its user's credentials. Raises RegistryError, SettingsError."""
+    limits = settings_file.load().registry.limits
+    plain_http = plain_http or place.plain_http
+    with Repository.of(place.reference, plain_http=plain_http, limits=limits) as repository:
         yield repository
 
 

@@ -15,8 +15,8 @@ CRI-O wants its own annotations in spec.dump and containerd a status.dump beside
 dumped, and neither what Podman did.
 
 Layers are tar+gzip, which everybody takes, or tar+zstd (image-spec v1.1, layer.md), which is faster, and for
-which Docker's schema 2 has no media type. An archive that is compressed that way is the layer as it is; another
-one is compressed anew. One pass over it gives the layer and both of its digests.
+which Docker's schema 2 has no media type. An archive that is compressed that way is the layer as it is; any
+other is compressed anew. One pass over it gives the layer and both of its digests.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from oci.graph import INDEXES, MANIFESTS
 from oci.incoming import Incoming
 from oci.layout import Layout
 from oci.manifest import DOCUMENT_LIMIT, Descriptor, parse_document
+from oci.pace import Limits
 from oci.reference import Reference, check_tag
 from oci.uploads import Destination, Upload, Ways
 from oci.wire import Answer, Broken
@@ -37,9 +38,9 @@ class Repository:
     """The repository that `reference` names; threads may share it.
 
     credentials: for the registry, or None. plain_http: speak HTTP without TLS; nothing else makes it do so.
-    ca_file: PEM of a CA that is trusted beside the system's. attempts: how many may break before a call
-    fails. wait: waits that many seconds. Whatever is called raises Unauthorized, NotInRegistry, Rejected,
-    Unreachable or RegistryError.
+    ca_file: PEM of a CA that is trusted beside the system's. limits: how slow it may be. attempts: how many
+    may break before a call fails. wait: waits that many seconds. Whatever is called raises Unauthorized,
+    NotInRegistry, Rejected, Unreachable or RegistryError.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Repository:
         credentials: Credentials | None = None,
         plain_http: bool = False,
         ca_file: str = "",
+        limits: Limits | None = None,
         attempts: int = 6,
         wait: Callable[[float], object] = time.sleep,
     ) -> None:
@@ -58,6 +60,7 @@ class Repository:
             credentials=credentials,
             plain_http=plain_http,
             ca_file=ca_file,
+            limits=limits,
             attempts=attempts,
             wait=wait,
         )
@@ -68,10 +71,12 @@ class Repository:
         self._ways = Ways()
 
     @classmethod
-    def of(cls, reference: Reference, *, plain_http: bool = False) -> Repository:
+    def of(
+        cls, reference: Reference, *, plain_http: bool = False, limits: Limits | None = None
+    ) -> Repository:
         """One with the credentials that its user has for it. Raises RegistryError."""
         found = users.find(reference.registry, reference.repository)
-        return cls(reference, credentials=found, plain_http=plain_http)
+        return cls(reference, credentials=found, plain_http=plain_http, limits=limits)
 
     def __enter__(self) -> Repository:
         return self

@@ -193,7 +193,7 @@ def test_tokens_end(registry: FakeRegistry) -> None:
     """A token is fetched anew some time before it ends; one without a time serves for a minute."""
     now = [0.0]
     pool = make_pool()
-    tokens = Tokens("r", pool, credentials=SOMEONE, plain_http=True, clock=lambda: now[0])
+    tokens = Tokens(registry.host, pool, credentials=SOMEONE, plain_http=True, clock=lambda: now[0])
     scopes = ("repository:a:pull",)
     first = tokens.after("", f'Bearer realm="http://{registry.host}/token",service="fake"', scopes)
     now[0] = 40
@@ -250,7 +250,7 @@ def serving(registry: FakeRegistry, seconds: str) -> str:
     registry.rule("GET", "^/token", Say(200, {}, answer))
     registry.tokens["words"] = "repository:a:pull"
     pool = make_pool()
-    tokens = Tokens("r", pool, plain_http=True)
+    tokens = Tokens(registry.host, pool, plain_http=True)
     challenge = f'Bearer realm="http://{registry.host}/token",service="fake"'
     try:
         return tokens.after("", challenge, ("repository:a:pull",))
