@@ -125,6 +125,26 @@ def test_skopeo_archive(made: Store, host_of: str, tmp_path: Path, name: str) ->
     assert not STORE.exists() or Store(STORE).entries() == ()
 
 
+@pytest.mark.parametrize("how", ["pull", "image"])
+def test_checkpointctl_shows_processes(made: Store, host_of: str, tmp_path: Path, how: str) -> None:
+    """It reads command lines out of CRIU's images of memory, which a store has in chunks."""
+    path = tmp_path / "w.tar"
+    assert any(each["name"] == "pages-1.img" for each in done("inspect", f"oci:{made.path}:w")["files"])
+    if how == "pull":
+        good(gpusnap("pull", f"http://{host_of}/team/w:v1", "-o", path))
+    else:
+        ref = f"{host_of}/whole/w:v1"
+        good(gpusnap("push", f"oci:{made.path}:w", f"http://{ref}", "--format", "podman"))
+        good(run("skopeo", "copy", BOTH[0], f"docker://{ref}", f"oci:{tmp_path}/i:w"))
+        (layer,) = json.loads(good(run("skopeo", "inspect", "--raw", f"oci:{tmp_path}/i:w")))["layers"]
+        path = tmp_path / "i" / "blobs" / "sha256" / layer["digest"][7:]
+    shown = good(run("checkpointctl", "inspect", "--ps-tree-cmd", path))
+    assert re.search(r"\[1\] .*gpuwork.* --mib 8", shown), shown
+    if how == "pull":
+        assert done("verify", path)[0]["damaged"] == []
+        check_restored(str(path))
+
+
 def test_images_of_engines(made: Store, host_of: str, tmp_path: Path) -> None:
     """What gpusnap pushes for Podman, and what Podman makes itself: both are known, and restored."""
     ref, path = f"http://{host_of}/image/w:v1", tmp_path / "image.tar"
