@@ -23,12 +23,13 @@ from gpusnap.pulling import LATEST, fetched
 from gpusnap.source import load_manifest, open_repository
 from gpusnap.stand_in import named
 from gpusnap.where import store_name
-from oci import artifact, image, reference, transfer
+from oci import artifact, image, reference, referrers, transfer
 from oci.archive import Compression, read_member
-from oci.errors import ArchiveError, BlobError, RegistryError
+from oci.errors import ArchiveError, BlobError, LayoutError, RegistryError
 from oci.layout import Layout
 from oci.manifest import Descriptor
 from oci.reference import Reference
+from oci.registry import Repository
 from oci.store import Staging, Store, check_name
 from oci.transfer import Moved
 from runtime_shim.errors import GpusnapError, ManifestError, Refused, UsageError
@@ -194,7 +195,27 @@ def pull(
         name = check_name(name) if name else call_it
         wish = _Wish(file, call_it, to)
         look = wish.look if file or isinstance(to, where.InContainerd) else None
-        coming = fetched(store, what, check=wish.check, look=look, plain_http=plain_http, progress=progress)
+        also: list[Descriptor] = []
+
+        def referrers_too(repository: Repository, staging: Staging, found: Kept) -> Moved:
+            more, moved = referrers.pull(
+                repository,
+                found.root.digest,
+                staging.layout,
+                have=lambda one: staging.take(one.digest, one.size),
+            )
+            also.extend(more)
+            return moved
+
+        coming = fetched(
+            store,
+            what,
+            check=wish.check,
+            look=look,
+            after=referrers_too if isinstance(to, where.InStore) or not (file or to) else None,
+            plain_http=plain_http,
+            progress=progress,
+        )
         with _naming(what), coming as (staging, found, moved):
             done = Pulled(str(what.reference), found.root.digest, moved, file=file)
             if file:
@@ -209,7 +230,7 @@ def pull(
                 done = replace(done, image=images.bring(found, staging.layout, to, progress))
             elif to is not None or not file:
                 progress.stage("to disk")
-                staging.commit(found.root, names=[name], foreign=found.tables)
+                staging.commit(found.root, names=[name], also=also, foreign=found.tables)
                 done = replace(done, store=store.path, name=name)
     return done
 
@@ -311,8 +332,18 @@ def _sent(
             mount_from=_siblings(store, to.reference),
             progress=progress.moved,
         )
+        if more := _referrers(layout, root):
+            progress.stage(f"push of what refers to it to {to.reference}")
+            moved = transfer.together(moved, referrers.push(more, layout, repository))
     name = f"{to.reference.name}:{tag}" if tag else str(to.reference)
     return Pushed(name, root.digest, moved)
+
+
+def _referrers(layout: Layout, root: Descriptor) -> tuple[Descriptor, ...]:
+    """What a store, or another tool's layout, has of signatures and the like of a manifest."""
+    with suppress(LayoutError):  # a staging has no index
+        return referrers.below(layout.read_index().manifests, layout.read_blob, root.digest)
+    return ()
 
 
 def _siblings(store: Store, to: Reference) -> tuple[str, ...]:

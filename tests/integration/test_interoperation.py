@@ -365,3 +365,27 @@ def test_without_room(disk: Path) -> None:
     # 28 MiB is about what it takes: it may be enough, or not.
     assert late[0] is False
     assert verify(store.layout, store.find("w").descriptor, threads=2) == ()
+
+
+def test_what_oras_attaches(made: Store, host_of: str, tmp_path: Path) -> None:
+    """An SBOM goes along out of a registry into a store, and into another repository, for oras to find."""
+    first, second = f"{host_of}/attached/w:v1", f"{host_of}/attached/copy:v1"
+    good(gpusnap("push", f"oci:{made.path}:w", f"http://{first}"))
+    (tmp_path / "sbom.json").write_text('{"spdxVersion": "SPDX-2.3"}')
+    kind = "application/spdx+json"
+    words = ("oras", "attach", "--plain-http", "--disable-path-validation", "--artifact-type", kind, first)
+    good(run(*words, f"{tmp_path}/sbom.json:{kind}"))
+    assert done("pull", f"http://{first}")["digest"] == digest(made)
+    rows = done("ls")["checkpoints"]
+    assert [row["subject"] for row in rows if row["kind"] == "referrer"] == [digest(made)]
+    good(gpusnap("gc"))
+    good(gpusnap("push", first, f"http://{second}"))
+    found = json.loads(good(run("oras", "discover", "--plain-http", "--format", "json", second)))
+    listed = found.get("manifests") or found.get("referrers")
+    assert [each["artifactType"] for each in listed] == [kind]
+    sbom = f"{host_of}/attached/copy@{listed[0]['digest']}"
+    good(run("oras", "pull", "--plain-http", "-o", tmp_path / "out", sbom))
+    (copy,) = (tmp_path / "out").rglob("sbom.json")
+    assert copy.read_text() == (tmp_path / "sbom.json").read_text()
+    good(gpusnap("rm", first, "--gc"))
+    assert done("ls")["checkpoints"] == []
