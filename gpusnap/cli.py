@@ -100,9 +100,9 @@ def command() -> None:
 def inspect(what: str, plain_http: bool, as_json: bool) -> None:
     """Show what the checkpoint WHAT holds: GPUs, processes, memory, and how long each step took.
 
-    WHAT is in a store or a registry, an archive made by `podman container checkpoint --export`, or a
-    directory of CRIU images. In a store it is shown which other checkpoints have the same blobs. Of a
-    registry the chunks are not fetched.
+    WHAT is in a store or a registry, an archive made by `podman container checkpoint --export` or by
+    skopeo (oci-archive), or a directory of CRIU images. In a store it is shown which other checkpoints
+    have the same blobs. Of a registry the chunks are not fetched.
 
     As JSON: the manifest (docs/format.md), with statistics (size, zero, repeated, chunks, blobs, plain, zstd,
     stored, ratio) where it has chunks, and artifact (where, names, digest, mediaType, size, records, rootfs,

@@ -384,8 +384,9 @@ def test_what_oras_attaches(made: Store, host_of: str, tmp_path: Path) -> None:
     listed = found.get("manifests") or found.get("referrers")
     assert [each["artifactType"] for each in listed] == [kind]
     sbom = f"{host_of}/attached/copy@{listed[0]['digest']}"
-    good(run("oras", "pull", "--plain-http", "-o", tmp_path / "out", sbom))
-    (copy,) = (tmp_path / "out").rglob("sbom.json")
-    assert copy.read_text() == (tmp_path / "sbom.json").read_text()
+    (layer,) = json.loads(good(run("oras", "manifest", "fetch", "--plain-http", sbom)))["layers"]
+    blob = f"{sbom.partition('@')[0]}@{layer['digest']}"
+    copy = good(run("oras", "blob", "fetch", "--plain-http", "--output", "-", blob))
+    assert copy == (tmp_path / "sbom.json").read_text()
     good(gpusnap("rm", first, "--gc"))
     assert done("ls")["checkpoints"] == []
