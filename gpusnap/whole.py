@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from oci.blobs import Blobs
 from oci.json_text import parse_json
 from runtime_shim import fetching, manifest, transfer
+from runtime_shim import settings as settings_file
 from runtime_shim.chunk_home import ImageHome
 from runtime_shim.manifest import FileRecord, Manifest
-from runtime_shim.settings import Memory
 
 __all__ = ["rebuilt", "whole"]
 
@@ -36,9 +36,9 @@ def whole(config: bytes, record: Manifest) -> tuple[bytes, Manifest]:
 
 @contextmanager
 def rebuilt(one: FileRecord, blobs: Blobs, threads: int) -> Iterator[str]:
-    """The file of an image that is in chunks, put together and checked. Raises ImageError."""
+    """The file of an image that is in chunks, put together and checked. Raises ImageError, SettingsError."""
     folder = tempfile.TemporaryDirectory(prefix="gpusnap-", dir=os.environ.get("TMPDIR") or "/var/tmp")
     with folder as path:
-        ceiling = transfer.ceiling(Memory())
+        ceiling = transfer.ceiling(settings_file.load().memory)
         fetching.rebuild([one], blobs, path, threads=threads, ceiling=ceiling)
         yield os.path.join(path, one.name)
