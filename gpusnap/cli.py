@@ -19,6 +19,7 @@ from gpusnap.failures import failure
 from gpusnap.hooks_command import install_hooks
 from gpusnap.progress import Progress
 from gpusnap.source import needed, opened
+from gpusnap.streams import forgive_closed_pipes
 from oci.errors import OciError
 from runtime_shim import choosing, halfway, journal, keep, orders, real, suspension
 from runtime_shim import recover as recovery
@@ -36,6 +37,7 @@ _NOTHING = "nothing to recover"
 
 def main() -> int:
     """The entry point: every error becomes one sentence and an exit code."""
+    forgive_closed_pipes()
     try:
         command.main(prog_name="gpusnap", standalone_mode=False)
     except click.exceptions.Exit as done:
@@ -49,10 +51,6 @@ def main() -> int:
         return _failed(error)
     except OciError as error:
         return _failed(failure(error))
-    except BrokenPipeError:
-        # `gpusnap inspect … | head`: nobody reads on, and Python must not complain about it at exit.
-        sys.stderr.close()
-        return exits.FAILED
     except OSError as error:
         # Nobody below made a sentence of it: no folder for temporary files, say, or stdout on a full disk.
         what = error.filename or "a file, or the output,"
@@ -102,9 +100,9 @@ def command() -> None:
 def inspect(what: str, plain_http: bool, as_json: bool) -> None:
     """Show what the checkpoint WHAT holds: GPUs, processes, memory, and how long each step took.
 
-    WHAT is in a store or a registry, an archive made by `podman container checkpoint --export`, or a
-    directory of CRIU images. In a store it is shown which other checkpoints have the same blobs. Of a
-    registry the chunks are not fetched.
+    WHAT is in a store or a registry, an archive made by `podman container checkpoint --export` or by
+    skopeo (oci-archive), or a directory of CRIU images. In a store it is shown which other checkpoints
+    have the same blobs. Of a registry the chunks are not fetched.
 
     As JSON: the manifest (docs/format.md), with statistics (size, zero, repeated, chunks, blobs, plain, zstd,
     stored, ratio) where it has chunks, and artifact (where, names, digest, mediaType, size, records, rootfs,

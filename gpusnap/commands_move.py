@@ -10,6 +10,7 @@ import click
 from gpusnap import checkpointing, moving, restoring, where
 from gpusnap.completing import complete_checkpoint, complete_container, complete_store
 from gpusnap.progress import Progress
+from oci.image import Packing
 from oci.transfer import Moved
 from runtime_shim.errors import UsageError
 from runtime_shim.units import human
@@ -121,11 +122,12 @@ def restore(
 ) -> None:
     """Have the container of the checkpoint WHAT run again.
 
-    WHAT is a name or a digest in this host's store, oci:DIR[:NAME], an archive, or a REF in a registry, whose
-    memory is fetched while the container is being restored, from 8 GiB on or over a slow network before that,
-    and kept in this host's store. Where the registry does not answer, what that store has under the same name
-    is taken, and a note says so. A container that still has its name, such as the one that the checkpoint
-    ended, has to be removed first (podman rm), or --name gives another.
+    WHAT is a name or a digest in this host's store, oci:DIR[:NAME], an archive of Podman's or an
+    oci-archive of skopeo's, or a REF in a registry, whose memory is fetched while the container is being
+    restored, from 8 GiB on or over a slow network before that, and kept in this host's store. Where the
+    registry does not answer, what that store has under the same name is taken, and a note says so. A
+    container that still has its name, such as the one that the checkpoint ended, has to be removed first
+    (podman rm), or --name gives another.
 
     As JSON: container, containerId, digest (empty for an archive), kept (the name in the store of what came
     from a registry, empty where that did not keep it) and seconds.
@@ -167,26 +169,48 @@ def restore(
     show_default=True,
     help="oci: an artifact in chunks. podman, cri: an image that `podman container restore` takes, or CRI-O.",
 )
+@click.option(
+    "--compression",
+    "packing",
+    type=click.Choice(["gzip", "zstd"]),
+    help="Of the image of --format podman or cri: zstd is faster, and older tools do not take it. "
+    "[default: gzip]",
+)
 @_plain_http
 @_as_json
-def push(what: str, ref: str, form: moving.Format, plain_http: bool, as_json: bool) -> None:
+def push(
+    what: str, ref: str, form: moving.Format, packing: Packing | None, plain_http: bool, as_json: bool
+) -> None:
     """Bring the checkpoint WHAT into a registry as REF.
 
-    WHAT is a name or a digest in this host's store, oci:DIR[:NAME], an archive of Podman's or of ctr images
-    export, or containerd:[NAMESPACE/]IMAGE, a checkpoint that ctr container checkpoint --task has made; with
-    the namespace, such as containerd:default/team/w:v1, it is always clear what is meant, as the first part
-    of a name without a dot or a colon is taken for one. containerd's socket is taken from CONTAINERD_ADDRESS,
-    as ctr does. Chunks that the registry has are not
-    sent again. REF without a tag has the tag latest. CAs and client certificates of a registry
-    are taken from /etc/containers/certs.d or /etc/docker/certs.d, a proxy from HTTPS_PROXY and NO_PROXY.
+    WHAT is a name or a digest in this host's store, oci:DIR[:NAME], an archive of Podman's, of skopeo's
+    (oci-archive) or of ctr images export, or containerd:[NAMESPACE/]IMAGE, a checkpoint that ctr
+    container checkpoint --task has made; with the namespace, such as containerd:default/team/w:v1, it is
+    always clear what is meant, as the first part of a name without a dot or a colon is taken for one.
+    containerd's socket is taken from CONTAINERD_ADDRESS, as ctr does. Chunks that the registry has are
+    not sent again, and what refers to the checkpoint in its layout, such as a signature, goes along. REF
+    without a tag has the tag latest. CAs and client certificates of a registry are taken from
+    /etc/containers/certs.d or /etc/docker/certs.d, a proxy from HTTPS_PROXY and NO_PROXY.
 
     As JSON: reference, digest, blobs and bytes that were sent, skippedBlobs and skippedBytes that were there,
     and mounted, the blobs of those that the registry took from another of its repositories.
     """
+    if packing is not None and form == "oci":
+        raise UsageError(
+            "--compression is for an image, and chunks of an artifact have their own",
+            hint="give --format podman or cri as well, or see memory.level in the settings",
+        )
     found = where.in_containerd(what) or where.find(what, remote=False)
     assert not isinstance(found, where.InRegistry)
     with Progress() as progress:
-        done = moving.push(found, where.registry(ref), plain_http=plain_http, format=form, progress=progress)
+        done = moving.push(
+            found,
+            where.registry(ref),
+            plain_http=plain_http,
+            format=form,
+            packing=packing or "gzip",
+            progress=progress,
+        )
     if as_json:
         _print(_pushed(done))
         return
@@ -215,10 +239,11 @@ def push(what: str, ref: str, form: moving.Format, plain_http: bool, as_json: bo
 def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -> None:
     """Bring the checkpoint REF out of a registry, into a store, an archive, or containerd.
 
-    In the store its name is REF, and chunks that the store has do not come again. One that was interrupted
-    goes on from where it was when it is run again. A FILE that is there is not replaced. CAs and client
-    certificates of a registry are taken from /etc/containers/certs.d or /etc/docker/certs.d, a proxy from
-    HTTPS_PROXY and NO_PROXY.
+    In the store its name is REF, and chunks that the store has do not come again. What refers to it in
+    the registry, such as a signature or an SBOM, comes along. One that was interrupted goes on from where
+    it was when it is run again. A FILE that is there is not replaced. CAs and client certificates of a
+    registry are taken from /etc/containers/certs.d or /etc/docker/certs.d, a proxy from HTTPS_PROXY and
+    NO_PROXY.
 
     containerd gets what its ctr has checkpointed, to be restored by ctr container restore --live NAME IMAGE,
     and the base image as well where the checkpoint has it (--image), unless it has another one of that name,

@@ -19,8 +19,9 @@ from gpusnap.show_store import document
 from gpusnap.source import Checkpoint, Stored, needed, opened
 from gpusnap.verifying import verify_all, verify_one
 from gpusnap.where import InStore, default_store, in_store, named, open_store
-from oci.errors import DigestError, LayoutError
+from oci.errors import DigestError, LayoutError, NotThere
 from oci.json_text import parse_json
+from oci.referrers import below
 from oci.store import Collected, Store
 from runtime_shim.errors import GpusnapError, UsageError
 from runtime_shim.manifest import encode
@@ -41,10 +42,12 @@ def ls(store: str | None, as_json: bool) -> None:
 
     STORE is oci:DIR; without it, this host's store. The size of a checkpoint is that of all its blobs; its
     own are those that nothing else in the store has, so that gc frees them once it is removed. What is
-    marked "pages only" is the memory of a checkpoint whose records are in an archive of Podman's.
+    marked "pages only" is the memory of a checkpoint whose records are in an archive of Podman's. What
+    refers to a checkpoint, such as a signature, came with it in a pull, and goes with it in a push.
 
-    As JSON: store, checkpoints (each with digest, names, created, kind, which is checkpoint, pages, other or
-    damaged, container, containerId, gpus, memory, processes, size, own, fault), blobs, size.
+    As JSON: store, checkpoints (each with digest, names, created, kind, which is checkpoint, pages, referrer,
+    other or damaged, container, containerId, gpus, memory, processes, size, own, subject, which is the digest
+    that a referrer refers to, fault), blobs, size.
     """
     with told(), Progress() as progress:
         progress.stage("reading the store")
@@ -172,8 +175,9 @@ def verify(what: tuple[str, ...], everything: bool, deep: bool, plain_http: bool
 def rm(what: tuple[str, ...], at_once: bool, as_json: bool) -> None:
     """Take each WHAT out of its store: a name, or by its digest a checkpoint with all its names.
 
-    Its blobs stay until `gpusnap gc`, which frees those that nothing else needs. After that Podman cannot
-    restore the container either that the checkpoint ended, though it may still be there.
+    What refers to it, such as a signature, goes with it. Its blobs stay until `gpusnap gc`, which frees those
+    that nothing else needs. After that Podman cannot restore the container either that the checkpoint ended,
+    though it may still be there.
 
     As JSON: removed (what, store, digest, names, and left, the names that it still has), collected (null, or
     a list of what `gpusnap gc` says).
@@ -332,7 +336,12 @@ def _removed(word: str, stores: dict[str, Store]) -> _Removed:
     digest = place.entry().descriptor.digest
     with told():
         names = store.remove(place.wanted)
-        left = tuple(each.name for each in store.entries() if each.descriptor.digest == digest)
+        entries = store.entries()
+        left = tuple(each.name for each in entries if each.descriptor.digest == digest)
+        if not left:
+            for each in below([entry.descriptor for entry in entries], store.read, digest):
+                with suppress(NotThere):
+                    store.remove(each.digest)
     stores[store.path] = store
     return _Removed(word, store.path, digest, names, left)
 

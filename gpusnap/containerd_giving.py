@@ -16,6 +16,7 @@ from gpusnap.containerd import LAYOUT, Checked, Image, digested, load, remade, t
 from gpusnap.giving import Giving
 from gpusnap.kept import Kept
 from gpusnap.members import CONFIG, IMAGE_BLOBS, IMAGE_FOLDER, OURS, PIECE
+from gpusnap.whole import whole
 from oci import artifact, tar
 from oci.archive import entries
 from oci.blobs import Blobs
@@ -187,12 +188,13 @@ class _Images:
         assert found.artifact.records is not None
         sink = _Inner(append)
         giving = Giving(found.artifact, self._blobs, sink, self._threads, self._seen)
-        giving.others(found.artifact.records)
+        giving.others(found.artifact.records, found.record.files if found.record is not None else ())
         if found.record is not None:
+            config, record = whole(found.config, found.record)
             giving.folder(OURS)
-            giving.file(CONFIG, found.config)
-            if tables := labelled(found.record):
-                giving.layout(tables, digest_of(found.config))
+            giving.file(CONFIG, config)
+            if tables := labelled(record):
+                giving.layout(tables, digest_of(config))
         append(tar.END)
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from gpusnap.giving import Giving
 from gpusnap.members import CONFIG, OURS
 from gpusnap.taking import Crew, Taken, Taking
+from gpusnap.whole import whole as self_contained
 from oci import artifact
 from oci.archive import Compression, Writer
 from oci.blobs import Blobs
@@ -88,7 +89,8 @@ def give_out(
     """Write an artifact as an archive that Podman takes, under a name that no file has.
 
     config: what becomes manifest.json; none for a checkpoint without GPU state. embed: have the chunks that
-    it names in the archive. threads: for zstd, and for reading chunks; all cores for 0. progress: called with
+    it names in the archive, and CRIU's images as files, so that nothing else is needed; the manifest says so
+    then. threads: for zstd, and for reading chunks; all cores for 0. progress: called with
     bytes of blobs.
 
     Raises ImageError where the artifact has no records, or such as no archive has; ManifestError; BlobError
@@ -100,8 +102,13 @@ def give_out(
             hint="it is the GPUs' side of an archive that lies elsewhere",
         )
     record = manifest.decode(config, CONFIG) if config else None
+    files: tuple[manifest.FileRecord, ...] = ()
+    if record is not None and embed:
+        files = record.files
+        config, record = self_contained(config, record)
     tables = labelled(record) if record is not None and embed else []
     sizes = [each.size for each in (whole.records, whole.rootfs) if each is not None]
+    sizes += [each.table.size for each in files]
     done, total = 0, sum(sizes) + sum(each.size for each in artifact.chunk_layers(tables))
 
     def report(count: int) -> None:
@@ -113,7 +120,7 @@ def give_out(
     threads = threads or copies.cores()
     with Writer(path, compress=compress, threads=threads) as writer:
         giving = Giving(whole, blobs, writer, threads, report)
-        giving.records(whole.records)
+        giving.records(whole.records, files)
         if config:
             giving.folder(OURS)
             giving.file(CONFIG, config)

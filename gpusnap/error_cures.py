@@ -306,6 +306,17 @@ CURES: Mapping[str, str] = {
     "<shown> took the manifest <digest> as <told>": _REGISTRY,
     "<shown> took the blob <digest> as <told>": _REGISTRY,
     "<shown> gave another part of <digest> than asked for": _REGISTRY,
+    "<registry> names a token service without TLS on another host, which is sent no credentials: <host>": (
+        "speak to the registry with TLS, or have its token service on its own host: no password goes over "
+        "plain HTTP to anybody else"
+    ),
+    "<registry> names a token service without TLS, which is sent no credentials: <host>": (
+        "the registry is set up so that passwords would go over plain HTTP: have its token service use TLS"
+    ),
+    "the list of what refers to <subject> would have <number> bytes": (
+        "the registry keeps no lists of its own, and the one under the tag sha256-… is full: remove "
+        "signatures and the like that nobody needs, with oras or the registry's own tools"
+    ),
     "the token service <where> of <registry> answered without a token": _REGISTRY,
     "an address on <host> is none: <name>": _REGISTRY,
     "the proxy <host> of the environment cannot be used: <name>": (

@@ -30,6 +30,14 @@ KINDS: Mapping[str, str] = {
     "BlobError": COPY,
     "ChunkError": COPY,
     "LayoutError": COPY,
+    "NotACheckpoint": (
+        "it is something else, and nothing says that it is damaged: name a checkpoint; `gpusnap ls` shows "
+        "which ones a store has"
+    ),
+    "EngineImage": (
+        "Podman's: `gpusnap restore` restores it, and so does `podman container restore IMAGE` once `podman "
+        "pull` has brought it. Kubernetes': name it as the image of a container in a new pod"
+    ),
     "ArchiveError": COPY,
     "DigestError": ("a digest is sha256: and 64 hexadecimal digits; where you did not type it, " + COPY),
     "CdiError": (
@@ -82,6 +90,7 @@ SENTENCES: Mapping[str, str] = {
         "The command line is not right. What click says of options (`No such option`) is not here."
     ),
     "OciError": "What has no kind of its own.",
+    "EngineImage": "A checkpoint as an ordinary image, which an engine restores.",
 }
 
 # The kernel's words, as the two functions `reason` give them, and what most often helps.

@@ -40,6 +40,7 @@ _KINDS: tuple[tuple[type[errors.OciError], type[GpusnapError], str], ...] = (
     (errors.DiskFull, GpusnapError, "make room there, for example with gpusnap rm and gpusnap gc"),
     (errors.DiskError, GpusnapError, ""),
     (errors.BlobError, Damaged, "gpusnap verify finds all that is damaged"),
+    (errors.NotACheckpoint, GpusnapError, ""),
     (errors.LayoutError, Damaged, ""),
     (errors.ChunkError, Damaged, ""),
     (errors.ArchiveError, Damaged, ""),
@@ -49,6 +50,12 @@ _KINDS: tuple[tuple[type[errors.OciError], type[GpusnapError], str], ...] = (
 
 # What could not be read for one of these may be right.
 _NO_DAMAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
+
+# By the engine that restores an image.
+_OF_IMAGES = {
+    "podman": "podman container restore IMAGE does, once podman pull has brought it; so does gpusnap restore",
+    "cri": "name it as the image of a container in a new pod",
+}
 
 # Another attempt does not help there.
 _TLS = (
@@ -67,6 +74,8 @@ def failure(error: errors.OciError) -> GpusnapError:
     for words, hint in _TLS:
         if isinstance(error, errors.Unreachable) and words in str(error):
             return GpusnapError(str(error), hint=hint)
+    if isinstance(error, errors.EngineImage) and error.engine:
+        return GpusnapError(str(error), hint=_OF_IMAGES[error.engine])
     for kind, ours, hint in _KINDS:
         if isinstance(error, kind):
             cause = error.__cause__

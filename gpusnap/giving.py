@@ -16,6 +16,8 @@ from typing import Protocol, TypeVar
 
 from gpusnap.labels import CREATED
 from gpusnap.members import BLOBS, CONFIG, FIRST, FOLDERS, LAYOUT, OURS, PIECE, ROOTFS, SMALL
+from gpusnap.verifying_images import Links
+from gpusnap.whole import rebuilt
 from oci import artifact
 from oci.archive import Entry, entries, unpacked
 from oci.blobs import Blobs
@@ -60,8 +62,11 @@ class Giving:
         self._threads, self._report = min(threads, _MOST_THREADS), report
         self._time = _seconds(whole.annotations.get(CREATED, ""))
 
-    def records(self, layer: Descriptor) -> None:
-        """The engine's own entries, its two configurations first: who reads only them need not go on."""
+    def records(self, layer: Descriptor, images: Iterable[manifest.FileRecord] = ()) -> None:
+        """The engine's own entries, its two configurations first: who reads only them need not go on.
+
+        At the end `images`, CRIU's that are in chunks, as files.
+        """
         self._check(layer)
         dumps: set[str] = set()
         for entry in self._entries(layer):
@@ -70,18 +75,30 @@ class Giving:
                 self._writer.add(entry.info, entry.content)
                 if len(dumps) == len(FIRST):
                     break
-        self.others(layer, dumps)
+        self.others(layer, images, dumps)
         self._report(layer.size)
 
-    def others(self, layer: Descriptor, without: Container[str] = ()) -> None:
-        """The entries of the records, but for those of these names."""
+    def others(
+        self,
+        layer: Descriptor,
+        images: Iterable[manifest.FileRecord] = (),
+        without: Container[str] = (),
+    ) -> None:
+        """The entries of the records, but for those of these names, and images that are in chunks."""
+        rebuilt_ones = {f"checkpoint/{each.name}": each for each in images}
+        links = Links(f"the records {layer.digest}")
         for entry in self._entries(layer):
-            if entry.name in without:
+            links.check(entry)
+            if entry.name in without or entry.name in rebuilt_ones:
                 continue
             ours = entry.name in (CONFIG, ROOTFS, *LAYOUT) or entry.name.startswith(f"{BLOBS}/")
             if ours or (entry.name in FOLDERS and not entry.info.isdir()):
                 raise ImageError(f"the records {layer.digest} hold {entry.name}, which is none of them")
             self._writer.add(entry.info, entry.content)
+        for name, each in rebuilt_ones.items():
+            with rebuilt(each, self._blobs, self._threads) as path, open(path, "rb") as file:
+                self._writer.add(self._header(name, each.table.size), file)
+            self._report(each.table.size)
 
     def rootfs(self, layer: Descriptor) -> None:
         """The files that changed: their tar as it was."""

@@ -11,11 +11,12 @@ from oci import artifact as artifacts
 from oci.errors import DigestError, LayoutError
 from oci.graph import is_document, walk
 from oci.manifest import EMPTY, Descriptor, parse_document
+from oci.referrers import subject_of
 from oci.store import Store
 
 __all__ = ["Kept", "Kind", "Listing", "Row", "blobs_of", "kept", "listing"]
 
-Kind: TypeAlias = Literal["checkpoint", "pages", "other", "damaged"]
+Kind: TypeAlias = Literal["checkpoint", "pages", "referrer", "other", "damaged"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class Row:
     created: str
     """RFC 3339."""
     kind: Kind
-    """pages: the chunks of a checkpoint whose archive lies elsewhere. other: not gpusnap's. damaged: a
-    manifest of it is missing or broken."""
+    """pages: the chunks of a checkpoint whose archive lies elsewhere. referrer: a signature or the like, of
+    `subject`. other: not gpusnap's. damaged: a manifest of it is missing or broken."""
     container: str
     """Its name."""
     container_id: str
@@ -51,6 +52,8 @@ class Row:
     """Of all blobs."""
     own: int
     """Of those that nothing else in the store has."""
+    subject: str
+    """The digest of what a referrer refers to."""
     fault: str
 
 
@@ -72,6 +75,7 @@ class _Looked:
     annotations: Mapping[str, str]
     kind: Kind
     fault: str = ""
+    subject: str = ""
 
 
 def kept(store: Store) -> tuple[Kept, ...]:
@@ -126,7 +130,8 @@ def _looked(store: Store, root: Descriptor) -> _Looked:
     try:
         artifact = artifacts.read(root, read)
     except LayoutError:
-        return _Looked(blobs, _annotations(read(root)), "other")
+        subject = subject_of(read(root))
+        return _Looked(blobs, _annotations(read(root)), "referrer" if subject else "other", subject=subject)
     pages_only = artifact.records is None and artifact.config.media_type != EMPTY
     return _Looked(blobs, artifact.annotations, "pages" if pages_only else "checkpoint")
 
@@ -153,6 +158,7 @@ def _row(each: Kept, looked: _Looked, uses: Mapping[str, int]) -> Row:
         processes=_number(notes.get("io.gpusnap.processes", "")),
         size=sum(looked.blobs.values()),
         own=sum(size for digest, size in looked.blobs.items() if uses[digest] == 1),
+        subject=looked.subject,
         fault=looked.fault,
     )
 

@@ -11,23 +11,25 @@ from typing import Literal
 from gpusnap import containerd_images as images
 from gpusnap import containerd_taking, convert, kept, where
 from gpusnap.containerd import Source
-from gpusnap.containerd_archive import Archive, is_layout
+from gpusnap.containerd_archive import Archive
 from gpusnap.containerd_ctr import InContainerd
 from gpusnap.failures import told
 from gpusnap.kept import Kept
 from gpusnap.labels import annotations_of
+from gpusnap.layout_files import InLayout, is_layout, opened_layout
 from gpusnap.members import ARCHIVE, FIRST, LARGEST_DUMP
 from gpusnap.progress import Progress
 from gpusnap.pulling import LATEST, fetched
 from gpusnap.source import load_manifest, open_repository
 from gpusnap.stand_in import named
 from gpusnap.where import store_name
-from oci import artifact, image, reference, transfer
+from oci import artifact, image, reference, referrers, transfer
 from oci.archive import Compression, read_member
-from oci.errors import BlobError, RegistryError
+from oci.errors import ArchiveError, BlobError, LayoutError, RegistryError
 from oci.layout import Layout
 from oci.manifest import Descriptor
 from oci.reference import Reference
+from oci.registry import Repository
 from oci.store import Staging, Store, check_name
 from oci.transfer import Moved
 from runtime_shim.errors import GpusnapError, ManifestError, Refused, UsageError
@@ -85,44 +87,82 @@ def push(
     *,
     plain_http: bool = False,
     format: Format = "oci",
+    packing: image.Packing = "gzip",
     progress: Progress,
 ) -> Pushed:
     """Bring a checkpoint into a registry, as an artifact or as an ordinary image for an engine.
 
+    packing: of that image's layer.
     What is there already does not go again. Raises NotFound, Damaged, GpusnapError.
     """
-    if format != "oci" and (isinstance(what, where.InContainerd) or _is_image(what)):
-        raise Refused(
-            f"no image for {format} can be made of a checkpoint of containerd's",
-            hint="push it without --format, for containerd on another host",
-        )
     with told(), ExitStack() as stack:
+        source = _layout_of(what, stack)
+        _check_format(what, source, format)
+        found: Kept | None = None
         if isinstance(what, where.InStore):
             store, found = stack.enter_context(kept.held(what))
-            if format == "oci":
-                return _sent(found.root, store.layout, store, to, plain_http, progress)
-            found.check_podman()
-            staging = stack.enter_context(store.stage())
-            archive = os.path.join(staging.path, ARCHIVE)
-            progress.stage("archive")
-            write_archive(found, store.layout, archive, progress=progress)
-            annotations = dict(found.artifact.annotations)
+            layout = store.layout
         else:
             store = where.default_store().create()
-            staging = stack.enter_context(store.stage())
-            if isinstance(what, where.InContainerd):
-                progress.stage("containerd's image")
-                root = image_in(staging, InContainerd(what.namespace, what.name), progress)
-                return _sent(root, staging.layout, store, to, plain_http, progress)
+            if source is not None and source.kind != "containerd":
+                layout = source.layout
+                if source.kind == "image":
+                    return _sent(source.root, layout, store, to, plain_http, progress)
+                found = kept.load(source.root, layout)
+        if found is not None:
+            if format == "oci":
+                return _sent(found.root, layout, store, to, plain_http, progress)
+            found.check_podman()
+        staging = stack.enter_context(store.stage())
+        if isinstance(what, where.InContainerd):
+            progress.stage("containerd's image")
+            root = image_in(staging, InContainerd(what.namespace, what.name), progress)
+            return _sent(root, staging.layout, store, to, plain_http, progress)
+        if found is not None:
+            archive = os.path.join(staging.path, ARCHIVE)
+            progress.stage("archive")
+            write_archive(found, layout, archive, progress=progress)
+            annotations = dict(found.artifact.annotations)
+        else:
+            assert isinstance(what, where.InFile)
             archive = what.path
             if format == "oci":
                 progress.stage("archive")
                 root = taken_in(staging, archive, progress)
                 return _sent(root, staging.layout, store, to, plain_http, progress)
             annotations = _annotations(archive)
+        assert format != "oci"
         progress.stage("image")
-        root = image.write_image(staging.layout, archive, format=format, annotations=annotations)
+        root = image.write_image(
+            staging.layout, archive, format=format, annotations=annotations, packing=packing
+        )
         return _sent(root, staging.layout, store, to, plain_http, progress)
+
+
+def _layout_of(what: where.InStore | where.InFile | where.InContainerd, stack: ExitStack) -> InLayout | None:
+    """What an image layout in a file has; None for anything else, and for one that is cut short."""
+    if isinstance(what, where.InFile) and is_layout(what.path):
+        with suppress(ArchiveError):
+            return stack.enter_context(opened_layout(what.path))
+    return None
+
+
+def _check_format(
+    what: where.InStore | where.InFile | where.InContainerd, source: InLayout | None, format: Format
+) -> None:
+    """Raise Refused where no image of that format can be made."""
+    if format == "oci":
+        return
+    if isinstance(what, where.InContainerd) or (source is not None and source.kind == "containerd"):
+        raise Refused(
+            f"no image for {format} can be made of a checkpoint of containerd's",
+            hint="push it without --format, for containerd on another host",
+        )
+    if source is not None and source.kind == "image":
+        raise Refused(
+            f"{source.layout.path} has a checkpoint that is an image for an engine already",
+            hint="push it without --format, as it is",
+        )
 
 
 def push_kept(
@@ -155,7 +195,27 @@ def pull(
         name = check_name(name) if name else call_it
         wish = _Wish(file, call_it, to)
         look = wish.look if file or isinstance(to, where.InContainerd) else None
-        coming = fetched(store, what, check=wish.check, look=look, plain_http=plain_http, progress=progress)
+        also: list[Descriptor] = []
+
+        def referrers_too(repository: Repository, staging: Staging, found: Kept) -> Moved:
+            more, moved = referrers.pull(
+                repository,
+                found.root.digest,
+                staging.layout,
+                have=lambda one: staging.take(one.digest, one.size),
+            )
+            also.extend(more)
+            return moved
+
+        coming = fetched(
+            store,
+            what,
+            check=wish.check,
+            look=look,
+            after=referrers_too if isinstance(to, where.InStore) or not (file or to) else None,
+            plain_http=plain_http,
+            progress=progress,
+        )
         with _naming(what), coming as (staging, found, moved):
             done = Pulled(str(what.reference), found.root.digest, moved, file=file)
             if file:
@@ -170,7 +230,7 @@ def pull(
                 done = replace(done, image=images.bring(found, staging.layout, to, progress))
             elif to is not None or not file:
                 progress.stage("to disk")
-                staging.commit(found.root, names=[name], foreign=found.tables)
+                staging.commit(found.root, names=[name], also=also, foreign=found.tables)
                 done = replace(done, store=store.path, name=name)
     return done
 
@@ -272,8 +332,18 @@ def _sent(
             mount_from=_siblings(store, to.reference),
             progress=progress.moved,
         )
+        if more := _referrers(layout, root):
+            progress.stage(f"push of what refers to it to {to.reference}")
+            moved = transfer.together(moved, referrers.push(more, layout, repository))
     name = f"{to.reference.name}:{tag}" if tag else str(to.reference)
     return Pushed(name, root.digest, moved)
+
+
+def _referrers(layout: Layout, root: Descriptor) -> tuple[Descriptor, ...]:
+    """What a store, or another tool's layout, has of signatures and the like of a manifest."""
+    with suppress(LayoutError):  # a staging has no index
+        return referrers.below(layout.read_index().manifests, layout.read_blob, root.digest)
+    return ()
 
 
 def _siblings(store: Store, to: Reference) -> tuple[str, ...]:
@@ -305,10 +375,6 @@ def image_in(staging: Staging, source: Source, progress: Progress) -> Descriptor
     parts = containerd_taking.take_in(source, staging.layout, known=staging.take, progress=progress.chunks)
     take_chunks(staging, parts.chunks)
     return artifact.write(staging.layout, parts)
-
-
-def _is_image(what: where.InStore | where.InFile) -> bool:
-    return isinstance(what, where.InFile) and is_layout(what.path)
 
 
 def _annotations(archive: str) -> dict[str, str]:

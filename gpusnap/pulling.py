@@ -12,10 +12,11 @@ from gpusnap.kept import Kept
 from gpusnap.progress import Progress
 from gpusnap.source import open_repository
 from oci import artifact, transfer
-from oci.errors import BlobError, StagingBusy
+from oci.errors import BlobError, NotACheckpoint, StagingBusy
 from oci.layout import Layout
 from oci.manifest import Descriptor
 from oci.reference import Reference
+from oci.registry import Repository
 from oci.store import Staging, Store
 from oci.transfer import Moved
 
@@ -42,6 +43,7 @@ def fetched(
     seconds: float = 0,
     check: Callable[[Kept], object] = lambda found: None,
     look: Callable[[Kept, Layout], object] | None = None,
+    after: Callable[[Repository, Staging, Kept], Moved] | None = None,
     plain_http: bool = False,
     progress: Progress,
 ) -> Iterator[tuple[Staging, Kept, Moved]]:
@@ -50,7 +52,8 @@ def fetched(
     leave: chunks that the store lacks stay away, where they are at most so many bytes together, and would
     come within `seconds`; those that it has are not read then, as they are when they are used. check: called
     before anything else than manifests and config has come; raises for what is of no use. look: the same for
-    containerd's, once their records have come, too. The staging is removed at the end of the block, and stays
+    containerd's, once their records have come, too. after: brings more, when all is there; what that was.
+    The staging is removed at the end of the block, and stays
     for the next time where that fails. Raises OciError, ManifestError, Damaged, NotFound.
     """
     store.create()
@@ -88,7 +91,13 @@ def fetched(
                 moved = come(lambda one: one.digest not in away)
                 if not _may_wait(away, leave, seconds, come):
                     come(lambda one: one.digest in away)
-            yield staging, found, _together(early, moved)
+            moved = _together(early, moved)
+            if after is not None:
+                moved = transfer.together(moved, after(repository, staging, found))
+            yield staging, found, moved
+        except NotACheckpoint:
+            staging.close()
+            raise
         except BaseException:
             staging.close(leave=True)
             raise

@@ -11,22 +11,36 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 
 from gpusnap import kept, moving, podman, where
-from gpusnap.containerd_archive import is_layout
+from gpusnap.archives import entries
 from gpusnap.damage import within_artifact
+from gpusnap.engine_images import archive_of, blob_path
 from gpusnap.failures import Damaged, told
 from gpusnap.kept import Kept
-from gpusnap.members import ARCHIVE, FIRST, LARGEST_DUMP
+from gpusnap.layout_files import InLayout, is_layout, opened_layout
+from gpusnap.members import ARCHIVE, FIRST, LARGEST_DUMP, PIECE
 from gpusnap.progress import Progress, grown
+from gpusnap.source import open_repository
 from gpusnap.stand_in import stand_in
 from gpusnap.verifying_files import in_archive
+from gpusnap.verifying_images import Links
 from oci.archive import read_member
-from oci.errors import BlobError, DiskError, OciError, RegistryError, StoreError
+from oci.errors import (
+    ArchiveError,
+    BlobError,
+    DiskError,
+    EngineImage,
+    LayoutError,
+    OciError,
+    RegistryError,
+    StoreError,
+)
 from oci.image import CRIU
 from oci.json_text import parse_json
+from oci.layout import Layout
 from oci.store import Staging, Store
 from runtime_shim import fetching
 from runtime_shim import settings as settings_file
@@ -91,7 +105,7 @@ def restore(wish: Wish, progress: Progress) -> Restored:
     with told():
         match wish.what:
             case where.InFile(path):
-                found = _from_file(wish, path, progress)
+                found, digest = _from_file(wish, path, progress)
             case where.InStore():
                 found, digest = _from_store(wish, wish.what, progress)
             case where.InRegistry():
@@ -105,23 +119,61 @@ def restore(wish: Wish, progress: Progress) -> Restored:
     return Restored(podman.container(found), time.monotonic() - began, digest, name)
 
 
-def _from_file(wish: Wish, path: str, progress: Progress) -> str:
+def _from_file(wish: Wish, path: str, progress: Progress) -> tuple[str, str]:
     if os.path.isdir(path):
         raise UsageError(
             f"{path} is a folder, and Podman restores archives",
             hint="a store is named oci:DIR:NAME; a folder of images is restored by gpusnap-runtime restore",
         )
-    if is_layout(path):
+    if not is_layout(path):
+        return _from_archive(wish, path, progress), ""
+    with opened_layout(path) as found:
+        return _from_layout(wish, path, found, progress), found.root.digest
+
+
+def _from_layout(wish: Wish, path: str, found: InLayout, progress: Progress) -> str:
+    """From an image layout in a file, which nothing is kept of."""
+    if found.kind == "containerd":
         raise Refused(
             f"{path} is an image layout, such as containerd exports, which Podman cannot restore",
             hint="ctr images import --no-unpack takes it, and ctr container restore --live restores it",
         )
+    layout = found.layout
+    with _room(where.default_store()) as folder:
+        archive = os.path.join(folder, ARCHIVE)
+        if found.kind == "image":
+            layer = archive_of(found.root, layout.read_blob)
+            inner = Layout(os.path.join(folder, "layer")).create()
+            progress.stage("records")
+            with layout.open_blob(layer.digest, layer.size) as file, inner.receive(layer) as incoming:
+                while piece := file.read(PIECE):
+                    incoming.write(piece)
+            return _from_archive(wish, blob_path(inner, layer.digest), progress)
+        whole = kept.load(found.root, layout)
+        whole.check_podman()
+        progress.stage("archive")
+        moving.write_archive(whole, layout, archive, progress=progress)
+        return _run(wish, archive, {}, progress, lambda: _name_of(whole))
+
+
+def _from_archive(wish: Wish, path: str, progress: Progress) -> str:
+    """From Podman's own archive."""
+    progress.stage(f"looking through {path}")
+    _check_links(path)
     try:
         return _run(wish, path, {}, progress, lambda: _name_in(path))
     except GpusnapError as error:
         if not isinstance(error, Interrupted) and _OF_ITS_CONTENT.search(str(error)):
             _check_archive(path, error, progress)
         raise
+
+
+def _check_links(path: str) -> None:
+    """Raise ImageError for an archive with a link in the place of a file; what cannot be read Podman says."""
+    links = Links(path)
+    with suppress(ArchiveError), closing(entries(path)) as found:
+        for entry in found:
+            links.check(entry)
 
 
 def _check_archive(path: str, error: GpusnapError, progress: Progress) -> None:
@@ -141,6 +193,19 @@ def _check_archive(path: str, error: GpusnapError, progress: Progress) -> None:
 
 
 def _from_store(wish: Wish, place: where.InStore, progress: Progress) -> tuple[str, str]:
+    try:
+        return _from_artifact(wish, place, progress)
+    except EngineImage:
+        store, root = place.store, place.entry().descriptor
+        with ExitStack() as stack:
+            kept.hold(store, root.digest, stack)
+            layer = archive_of(root, store.read)
+            progress.stage("records")
+            store.layout.check_blob(layer)
+            return _from_archive(wish, blob_path(store.layout, layer.digest), progress), root.digest
+
+
+def _from_artifact(wish: Wish, place: where.InStore, progress: Progress) -> tuple[str, str]:
     with kept.held(place) as (store, found):
         found.check_podman()
         with _room(store) as folder:
@@ -158,6 +223,13 @@ def _from_store(wish: Wish, place: where.InStore, progress: Progress) -> tuple[s
 
 
 def _from_registry(wish: Wish, place: where.InRegistry, progress: Progress) -> tuple[str, str, str]:
+    try:
+        return _pulled(wish, place, progress)
+    except EngineImage as image:
+        return *_from_image(wish, place, image, progress), ""
+
+
+def _pulled(wish: Wish, place: where.InRegistry, progress: Progress) -> tuple[str, str, str]:
     store, name = where.default_store(), moving.store_name(place.reference)
     pull_from = where.InRegistry(place.reference, place.plain_http or wish.plain_http).repository
     coming = moving.fetched(
@@ -183,6 +255,21 @@ def _from_registry(wish: Wish, place: where.InRegistry, progress: Progress) -> t
         container = _run(wish, archive, environment, progress, lambda: _name_of(found), fetched)
         whole = whole or _keep(store, staging, found, name, before)
     return container, found.root.digest, name if whole else ""
+
+
+def _from_image(
+    wish: Wish, place: where.InRegistry, image: EngineImage, progress: Progress
+) -> tuple[str, str]:
+    """From an ordinary image in a registry, which nothing is kept of."""
+    with (
+        where.default_store().create().stage() as staging,
+        open_repository(place, plain_http=wish.plain_http) as repository,
+    ):
+        root, content = repository.read_manifest(image.manifest)
+        layer = archive_of(root, lambda _: content)
+        progress.stage(f"pull of {place.reference}")
+        repository.fetch_blob(layer, staging.layout, step=lambda at: progress.at(at, layer.size))
+        return _from_archive(wish, blob_path(staging.layout, layer.digest), progress), root.digest
 
 
 def _keep(store: Store, staging: Staging, found: Kept, name: str, before: set[str]) -> bool:
@@ -265,6 +352,6 @@ def _room(store: Store) -> Iterator[str]:
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(store.stage()).path
-        except (DiskError, StoreError):  # of another tool's, on a disk that is read-only, no lock can be had
+        except (DiskError, LayoutError, StoreError):  # none, another tool's, or on a disk that is read-only
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpusnap-", dir="/var/tmp"))
         yield folder

@@ -35,6 +35,8 @@ _MORE: Mapping[str, str] = {
     "memory.sync": "[below](#the-gpus-memory-beside-criu)",
     "memory.keep": "[below](#the-next-checkpoint-of-a-container)",
     "criu.manage-cgroups": "[below](#hosts-with-cgroup-v1-beside-v2)",
+    "registry.timeout": "[registries](#registries)",
+    "registry.minimum-speed": "[registries](#registries)",
     "store.path": "[the store](#the-store)",
     "store.pull-from": "[the store](#the-store)",
 }

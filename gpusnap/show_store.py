@@ -87,6 +87,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     name = ", ".join(row.names) or "(no name)"
     if row.kind in _MARKS:
         name += f" ({_MARKS[row.kind]})"
+    elif row.subject:
+        name += f" (refers to {short(row.subject)})"
     known = row.kind != "damaged"
     return (
         name,

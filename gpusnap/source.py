@@ -15,22 +15,24 @@ from dataclasses import dataclass
 
 from gpusnap import kept
 from gpusnap.archives import read_member
-from gpusnap.containerd_archive import check_no_layout
+from gpusnap.engine_images import archive_of, blob_path
 from gpusnap.failures import told
 from gpusnap.kept import hold
-from gpusnap.members import CONFIG
+from gpusnap.layout_files import is_layout, opened_layout, refuse_containerd
+from gpusnap.members import CONFIG, PIECE
 from gpusnap.stand_in import stand_in
-from gpusnap.where import InFile, InRegistry, InStore, find
+from gpusnap.where import InFile, InRegistry, InStore, find, open_store
 from oci import artifact as artifacts
 from oci.archive import ArchiveError
 from oci.artifact import Artifact
 from oci.blobs import Blobs
-from oci.errors import RegistryError
+from oci.errors import EngineImage, RegistryError
 from oci.layout import Layout
 from oci.manifest import EMPTY, Descriptor
 from oci.registry import Repository
 from oci.store import Store
 from runtime_shim import manifest
+from runtime_shim import settings as settings_file
 from runtime_shim.errors import ManifestError
 
 __all__ = [
@@ -56,12 +58,12 @@ class Stored:
     root: Descriptor
     artifact: Artifact
     where: str
-    """The folder of its store, or its repository."""
+    """The folder of its store, the file of its layout, or its repository."""
     names: tuple[str, ...]
     blobs: Blobs
     """To read it from."""
     store: Store | None
-    """None where it is in a registry."""
+    """None where it is in none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +91,21 @@ def opened(word: str, *, plain_http: bool = False) -> Iterator[Checkpoint]:
         stack.enter_context(told())
         match place:
             case InStore():
-                stored, record = _in_store(place, stack)
-                yield Checkpoint(word, record, stored)
+                yield _in_store(word, place, stack)
             case InRegistry():
                 try:
-                    stored, record = _in_registry(place, stack, plain_http=plain_http)
+                    found = _in_registry(word, place, stack, plain_http=plain_http)
                 except RegistryError as error:
                     copy = stand_in(place, error)
                     if copy is None:
                         raise
-                    stored, record = _in_store(copy, stack)
-                yield Checkpoint(word, record, stored)
+                    found = _in_store(word, copy, stack)
+                yield found
             case InFile(path):
-                yield Checkpoint(word, _in_file(path), path=path)
+                if is_layout(path):
+                    yield _in_layout(word, path, stack)
+                else:
+                    yield Checkpoint(word, _in_file(path), path=path)
 
 
 def needed(checkpoint: Checkpoint) -> manifest.Manifest:
@@ -121,8 +125,7 @@ def needed(checkpoint: Checkpoint) -> manifest.Manifest:
 def load_manifest(path: str) -> manifest.Manifest:
     """The manifest of an archive or a directory.
 
-    Raises NoManifest where an archive has none, ManifestError where it is broken, or a directory has none,
-    and Refused for an image layout in an archive.
+    Raises NoManifest where an archive has none, ManifestError where it is broken, or a directory has none.
     """
     if os.path.isdir(path):
         return manifest.read(_images(path))
@@ -131,15 +134,16 @@ def load_manifest(path: str) -> manifest.Manifest:
     except ArchiveError as error:
         raise ManifestError(str(error)) from error
     if data is None:
-        check_no_layout(path)
         raise _no_manifest(path)
     return manifest.decode(data, f"{path}: {CONFIG}")
 
 
 @contextmanager
 def open_repository(place: InRegistry, *, plain_http: bool = False) -> Iterator[Repository]:
-    """The repository of a reference, with the user's credentials for it. Raises RegistryError."""
-    with Repository.of(place.reference, plain_http=plain_http or place.plain_http) as repository:
+    """The repository of a reference, with its user's credentials. Raises RegistryError, SettingsError."""
+    limits = settings_file.load().registry.limits
+    plain_http = plain_http or place.plain_http
+    with Repository.of(place.reference, plain_http=plain_http, limits=limits) as repository:
         yield repository
 
 
@@ -165,16 +169,51 @@ def _no_manifest(path: str) -> NoManifest:
     )
 
 
-def _in_store(place: InStore, stack: ExitStack) -> tuple[Stored, manifest.Manifest | None]:
-    store, found = stack.enter_context(kept.held(place))
-    same = [entry.name for entry in store.entries() if entry.descriptor.digest == found.root.digest]
+def _in_store(word: str, place: InStore, stack: ExitStack) -> Checkpoint:
+    store = open_store(place.store)
+    root = place.entry().descriptor
+    hold(store, root.digest, stack)
+    same = [entry.name for entry in store.entries() if entry.descriptor.digest == root.digest]
     names = tuple(sorted(name for name in same if name))
-    return Stored(found.root, found.artifact, store.path, names, store.layout, store), found.record
+    try:
+        found = kept.load(root, store.layout)
+    except EngineImage:
+        layer = archive_of(root, store.read)
+        return _in_image(word, blob_path(store.layout, layer.digest))
+    return Checkpoint(
+        word, found.record, Stored(found.root, found.artifact, store.path, names, store.layout, store)
+    )
 
 
-def _in_registry(
-    place: InRegistry, stack: ExitStack, *, plain_http: bool
-) -> tuple[Stored, manifest.Manifest | None]:
+def _in_layout(word: str, path: str, stack: ExitStack) -> Checkpoint:
+    """In an image layout in a file."""
+    place = stack.enter_context(opened_layout(path))
+    refuse_containerd(place)
+    if place.kind == "image":
+        layer = archive_of(place.root, place.layout.read_blob)
+        with place.layout.open_blob(layer.digest, layer.size) as file:
+            copy = _temporary(stack)
+            with copy.receive(layer) as incoming:
+                while piece := file.read(PIECE):
+                    incoming.write(piece)
+        return _in_image(word, blob_path(copy, layer.digest))
+    found = kept.load(place.root, place.layout)
+    return Checkpoint(
+        word, found.record, Stored(place.root, found.artifact, path, (), place.layout, store=None)
+    )
+
+
+def _in_image(word: str, path: str) -> Checkpoint:
+    """In the layer of an ordinary image, which is an archive of Podman's."""
+    return Checkpoint(word, _in_file(path), path=path)
+
+
+def _temporary(stack: ExitStack) -> Layout:
+    folder = tempfile.TemporaryDirectory(prefix="gpusnap-", dir=os.environ.get("TMPDIR") or "/var/tmp")
+    return stack.enter_context(closing(Layout(stack.enter_context(folder)).create()))
+
+
+def _in_registry(word: str, place: InRegistry, stack: ExitStack, *, plain_http: bool) -> Checkpoint:
     repository = stack.enter_context(open_repository(place, plain_http=plain_http))
     wanted = place.reference.digest or place.reference.tag or "latest"
     root, content = repository.read_manifest(wanted)
@@ -185,17 +224,21 @@ def _in_registry(
             documents[document.digest] = repository.read_manifest(document.digest)[1]
         return documents[document.digest]
 
-    folder = stack.enter_context(
-        tempfile.TemporaryDirectory(prefix="gpusnap-", dir=os.environ.get("TMPDIR") or "/var/tmp")
-    )
-    layout = stack.enter_context(closing(Layout(folder).create()))
-    config = artifacts.read(root, read).config
+    layout = _temporary(stack)
+    try:
+        config = artifacts.read(root, read).config
+    except EngineImage:
+        layer = archive_of(root, read)
+        repository.fetch_blob(layer, layout)
+        return _in_image(word, blob_path(layout, layer.digest))
     if config.media_type != EMPTY and config.size <= manifest.LARGEST:
         repository.fetch_blob(config, layout)
     found = kept.load(root, layout, read)
     names = (f"{place.reference.name}:{place.reference.tag}",) if place.reference.tag else ()
     blobs = _Remote(repository, layout)
-    return Stored(root, found.artifact, place.reference.name, names, blobs, None), found.record
+    return Checkpoint(
+        word, found.record, Stored(root, found.artifact, place.reference.name, names, blobs, store=None)
+    )
 
 
 class _Remote:

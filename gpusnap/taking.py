@@ -14,6 +14,7 @@ from typing import IO
 from gpusnap.archives import entries
 from gpusnap.labels import annotations_of
 from gpusnap.members import BLOBS, CONFIG, FIRST, FOLDERS, LARGEST_DUMP, LAYOUT, OURS, PIECE, ROOTFS, SMALL
+from gpusnap.verifying_images import Links
 from oci import artifact, tar
 from oci.archive import Content, Entry
 from oci.chunks import Table, descriptors
@@ -99,6 +100,7 @@ class Taking:
         self._config: Descriptor | None = None
         self._rootfs: Descriptor | None = None
         self._ours = False
+        self._links = Links(path)
 
     def __enter__(self) -> Taking:
         return self
@@ -175,6 +177,7 @@ class Taking:
         elif name.startswith(f"{BLOBS}/"):
             self._blob(entry)
         elif name not in (OURS, *LAYOUT):
+            self._links.check(entry)
             return tar.pieces(entry.info, entry.content)
         return ()
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from gpusnap.damage import Progress, Verified, config_of, damaged, tables_of, within, within_artifact
 from gpusnap.failures import told
+from gpusnap.layout_files import is_layout, opened_layout, refuse_containerd
 from gpusnap.listing import Kept, kept
 from gpusnap.source import hold, open_repository
 from gpusnap.stand_in import stand_in
@@ -61,6 +62,10 @@ def verify_one(
                     if copy is None:
                         raise
                     return _kept(f"oci:{copy.store.path}:{copy.wanted}", copy, progress)
+            case InFile(path) if is_layout(path):
+                with opened_layout(path) as found:
+                    refuse_containerd(found)
+                    return _in_layout(word, found.layout, found.root, progress)
             case InFile(path):
                 return (in_folder if os.path.isdir(path) else in_archive)(path, progress)
 
@@ -70,7 +75,7 @@ def _kept(word: str, place: InStore, progress: Progress) -> Verified:
     found = place.entry().descriptor
     with ExitStack() as stack:
         hold(store, found.digest, stack)
-        return _in_store(word, store, found, progress)
+        return _in_layout(word, store.layout, found, progress)
 
 
 def verify_all(store: Store, progress: Progress = lambda done, whole: None) -> Verified:
@@ -146,10 +151,10 @@ def _checked(
     return last, faults
 
 
-def _in_store(word: str, store: Store, root: Descriptor, progress: Progress) -> Verified:
-    checked, faults = _checked(store.layout, root, tables_of(root, store.layout), progress)
-    faults = faults or _of_images(root, store.layout)
-    places = within(root, store.layout) if faults else {}
+def _in_layout(word: str, layout: Layout, root: Descriptor, progress: Progress) -> Verified:
+    checked, faults = _checked(layout, root, tables_of(root, layout), progress)
+    faults = faults or _of_images(root, layout)
+    places = within(root, layout) if faults else {}
     faulty = tuple(damaged(fault, places) for fault in faults)
     return Verified(word, root.digest, checked.blobs, checked.size, True, faulty)
 

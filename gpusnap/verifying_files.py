@@ -13,7 +13,6 @@ from typing import IO, cast
 import zstandard
 
 from gpusnap.archives import entries
-from gpusnap.containerd_archive import check_no_layout
 from gpusnap.contents import parts
 from gpusnap.damage import Damage, Progress, Verified, damaged, within_manifest
 from gpusnap.verifying_images import Images
@@ -127,10 +126,8 @@ def in_archive(path: str, progress: Progress) -> Verified:
     except ArchiveError as error:
         damage = Damage("", "", whole, str(error), ("the archive itself",))
         return Verified(path, "", len(found), done, True, (damage,))
-    if data is None:
-        check_no_layout(path)
-        if ours:
-            raise manifest.missing(path)
+    if data is None and ours:
+        raise manifest.missing(path)
     record = None
     if data is not None:
         record = manifest.decode(data, f"{path}: {_MANIFEST}")

@@ -11,7 +11,7 @@ from runtime_shim.criu.images import Checker
 from runtime_shim.errors import ImageError
 from runtime_shim.manifest import Manifest
 
-__all__ = ["Images", "records_fault"]
+__all__ = ["Images", "Links", "records_fault"]
 
 _FOLDER = "checkpoint/"
 
@@ -49,6 +49,34 @@ class Images:
         except ImageError as error:
             return str(error)
         return ""
+
+
+class Links:
+    """The links among the entries of an archive, added as these come."""
+
+    def __init__(self, where: str) -> None:
+        """`where` names the archive in messages."""
+        self._where = where
+        self._symbolic: set[str] = set()
+
+    def check(self, entry: Entry) -> None:
+        """Raise ImageError for a link in the place of a file that Podman or CRIU reads: both would follow it.
+
+        A hard link is a file, unless it is one of a symbolic link. `checkpoint/parent` is a link that CRIU
+        makes itself.
+        """
+        info = entry.info
+        if not info.issym() and not (info.islnk() and info.linkname.strip("/") in self._symbolic):
+            return
+        self._symbolic.add(entry.name)
+        folder, _, name = entry.name.rpartition("/")
+        if f"{folder}/" == _FOLDER:
+            Checker(self._where).add_special(name, "a symbolic link")
+        elif not folder:
+            raise ImageError(
+                f"{entry.name} in {self._where} is a link, which Podman would follow",
+                hint="do not restore from it: no engine makes such an archive",
+            )
 
 
 def records_fault(artifact: Artifact, record: Manifest | None, layout: Layout) -> str:

@@ -21,8 +21,10 @@ from dataclasses import dataclass
 
 from gpusnap.failures import NotFound, told
 from oci import reference
-from oci.errors import RegistryError, StoreError
+from oci.errors import LayoutError, RegistryError, StoreError
+from oci.graph import is_document
 from oci.reference import PLAIN_HTTP, Reference
+from oci.referrers import subject_of
 from oci.store import Entry, Store, check_name
 from runtime_shim import settings as settings_file
 from runtime_shim.errors import UsageError
@@ -70,12 +72,22 @@ class InStore:
             if self.wanted:
                 return self.store.find(self.wanted)
             entries = self.store.entries()
-            if len({each.descriptor.digest for each in entries}) == 1:
-                return entries[0]
+            # What refers to another one, such as its signature, is not what is meant.
+            one = {each.descriptor.digest: each for each in entries if not self._refers(each)}
+            if len(one) == 1:
+                return next(iter(one.values()))
         path = self.store.path
         if not entries:
             raise NotFound(f"nothing is kept in {path}")
-        raise UsageError(f"{path} keeps {len(entries)} checkpoints", hint=f"name one: oci:{path}:NAME")
+        raise UsageError(f"{path} keeps {len(one)} checkpoints", hint=f"name one: oci:{path}:NAME")
+
+    def _refers(self, entry: Entry) -> bool:
+        if entry.name or not is_document(entry.descriptor):
+            return False
+        try:
+            return bool(subject_of(self.store.read(entry.descriptor)))
+        except LayoutError:
+            return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,10 @@ def main(words: list[str] | None = None, *, source: int = 0, target: int = 1) ->
     """
     stage, *options = (sys.argv[1:] if words is None else words) or [""]
     if stage in ("-h", "--help"):
-        print(_USAGE)
+        try:
+            _write(target, f"{_USAGE}\n".encode())
+        except BrokenPipeError:
+            return 0
     elif stage == "precreate":
         _precreate(options, source, target)
     elif stage not in STAGES:

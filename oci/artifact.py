@@ -35,7 +35,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from oci.chunks import MEDIA_TYPES, Table
-from oci.errors import LayoutError
+from oci.errors import EngineImage, LayoutError, NotACheckpoint
+from oci.image import engine_of
 from oci.layout import Layout
 from oci.manifest import (
     EMPTY,
@@ -162,12 +163,13 @@ def read(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Artifact:
     """The checkpoint that a manifest or an index describes.
 
     `read` gives the content of one, its digest checked, as oci.store.Store.read and Layout.read_blob do.
-    Raises LayoutError, which says what is wrong with it, and whatever `read` raises.
+    Raises NotACheckpoint for something else, such as EngineImage; LayoutError, which says what is wrong with
+    it, and whatever `read` raises.
     """
     if root.media_type == MANIFEST:
         manifest = _manifest(root, read)
         if not _is_checkpoint(manifest):
-            raise LayoutError(f"{root.digest} is no checkpoint of gpusnap, but {_kind(manifest)}")
+            raise _other(root, manifest)
         if PARTS in manifest.annotations:
             raise LayoutError(
                 f"{root.digest} is one of {manifest.annotations[PARTS][:20]} manifests of a checkpoint; take "
@@ -175,7 +177,7 @@ def read(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Artifact:
             )
         return _assembled(root, manifest, (), manifest.annotations, (root,))
     if root.media_type != INDEX:
-        raise LayoutError(f"{root.digest} is no checkpoint of gpusnap, but a {root.media_type}")
+        raise NotACheckpoint(f"{root.digest} is no checkpoint of gpusnap, but a {root.media_type}")
     return _of_index(root, read)
 
 
@@ -183,7 +185,7 @@ def _of_index(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Artifact
     what = f"the index {root.digest}"
     index = Index.from_json(parse_document(read(root), what))
     if index.artifact_type not in ("", CHECKPOINT):
-        raise LayoutError(f"{root.digest} is no checkpoint of gpusnap, but a {index.artifact_type}")
+        raise NotACheckpoint(f"{root.digest} is no checkpoint of gpusnap, but a {index.artifact_type}")
     named = _once(each for each in index.manifests if each.media_type == MANIFEST)
     if len(named) > MOST_MANIFESTS:
         raise LayoutError(f"{what} names {len(named)} manifests, and {MOST_MANIFESTS} are allowed")
@@ -197,6 +199,8 @@ def _of_index(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Artifact
             if manifest.config.media_type != EMPTY:
                 raise LayoutError(f"{what} has chunks in {each.digest}, which has a config of its own")
             more.append((each, manifest))
+    if not main and not more and index.artifact_type != CHECKPOINT:
+        raise NotACheckpoint(f"{root.digest} is no checkpoint of gpusnap, but an index of something else")
     if len(main) != 1:
         raise LayoutError(f"{what} has {len(main) or 'no'} manifests of a checkpoint, and one is needed")
     count = str(len(main) + len(more))
@@ -253,8 +257,18 @@ def _is_checkpoint(manifest: Manifest) -> bool:
     return (manifest.artifact_type or manifest.config.media_type) in (CHECKPOINT, CONFIG)
 
 
-def _kind(manifest: Manifest) -> str:
-    return f"a {manifest.artifact_type or manifest.config.media_type}"
+def _other(root: Descriptor, manifest: Manifest) -> NotACheckpoint:
+    """The error for the manifest of something else."""
+    engine = engine_of(manifest)
+    if engine is None:
+        kind = manifest.artifact_type or manifest.config.media_type
+        return NotACheckpoint(f"{root.digest} is no checkpoint of gpusnap, but a {kind}")
+    whose = "Podman" if engine == "podman" else "Kubernetes"
+    return EngineImage(
+        f"{root.digest} is a checkpoint as an image, which {whose} restores",
+        engine=engine,
+        manifest=root.digest,
+    )
 
 
 def _once(named: Iterable[Descriptor]) -> tuple[Descriptor, ...]:

@@ -7,8 +7,8 @@
   the registry asks for. Attempts that brought something (a MiB more than ever before) count as none. Where
   other requests go well meanwhile, there are twice as many: among the tens of thousands of a large artifact
   some have bad luck many times in a row.
-- Where nobody has the name or the port of a registry that has never answered this process, it may well be
-  misspelt: then there are two attempts.
+- Where nobody has the name or the port of a registry that has never answered this process, or nobody answers
+  there, it may well be misspelt: then there are two attempts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from urllib.parse import urljoin
 
 from oci.credentials import Credentials
 from oci.errors import RegistryError, Unreachable
+from oci.pace import Limits
 from oci.refusals import BODY_LIMIT, refusal, seconds_to_wait, worth_another
 from oci.tokens import Tokens
 from oci.wire import PIECE, Answer, Broken, address, clear, exchange, host_of, make_pool
@@ -69,12 +70,13 @@ class Client:
         credentials: Credentials | None = None,
         plain_http: bool = False,
         ca_file: str = "",
+        limits: Limits | None = None,
         attempts: int = 6,
         wait: Callable[[float], object] = time.sleep,
     ) -> None:
         self._schemes = ("https", "http") if plain_http else ("https",)
         self.base = f"{self._schemes[-1]}://{_HOSTS.get(registry, registry)}/v2/"
-        self._pool = make_pool(ca_file, registry)
+        self._pool = make_pool(ca_file, registry, limits)
         self._tokens = Tokens(registry, self._pool, credentials=credentials, plain_http=plain_http)
         self._attempts = attempts
         self._wait = wait

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import gzip
 import io
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Literal, Protocol, TypeAlias, cast
 
 import zstandard
 
-__all__ = ["Kind", "Plain", "Readable", "as_file", "kind_of", "packer", "squeezed"]
+__all__ = ["Kind", "Packer", "Plain", "Readable", "as_file", "gzip_packer", "kind_of", "packer", "squeezed"]
 
 Kind: TypeAlias = Literal["none", "zstd", "gzip"]
 
@@ -111,6 +113,61 @@ def packer(*, level: int = 1, threads: int = 1) -> zstandard.ZstdCompressionObj:
     # With one worker, not zero: zstd cuts the content into jobs only where there is a worker.
     compressor = zstandard.ZstdCompressor(level=level, threads=max(threads, 1), write_checksum=True)
     return compressor.compressobj()
+
+
+class Packer(Protocol):
+    """What compresses a stream, piece by piece."""
+
+    def compress(self, data: bytes, /) -> bytes:
+        """More of the stream; what is ready of its compressed form."""
+        ...
+
+    def flush(self) -> bytes:
+        """The rest."""
+        ...
+
+
+def gzip_packer(*, level: int = 1, threads: int = 1) -> Packer:
+    """What makes gzip members of 1 MiB each, one after another, which RFC 1952 (2.2) has as one file.
+
+    The number of threads does not change a byte of it.
+    """
+    return _GzipPacker(level, threads)
+
+
+class _GzipPacker:
+    def __init__(self, level: int, threads: int) -> None:
+        self._level, self._threads = level, max(threads, 1)
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="gpusnap-gzip")
+        self._waiting: deque[Future[bytes]] = deque()
+        self._left: list[bytes] = []
+        self._size = 0
+
+    def compress(self, data: bytes, /) -> bytes:
+        self._left.append(data)
+        self._size += len(data)
+        if self._size < _PIECE:
+            return b""
+        whole = b"".join(self._left)
+        end = len(whole) - len(whole) % _PIECE
+        for at in range(0, end, _PIECE):
+            self._give(whole[at : at + _PIECE])
+        self._left, self._size = [whole[end:]], len(whole) - end
+        found = []
+        while len(self._waiting) > 2 * self._threads:
+            found.append(self._waiting.popleft().result())
+        return b"".join(found)
+
+    def flush(self) -> bytes:
+        if self._size or not self._waiting:
+            self._give(b"".join(self._left))
+        found = [each.result() for each in self._waiting]
+        self._waiting.clear()
+        self._pool.shutdown()
+        return b"".join(found)
+
+    def _give(self, piece: bytes) -> None:
+        self._waiting.append(self._pool.submit(gzip.compress, piece, self._level, mtime=0))
 
 
 def squeezed(pieces: Iterable[bytes], *, level: int = 1, threads: int = 1) -> Iterator[bytes]:

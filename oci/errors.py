@@ -3,7 +3,9 @@
     OciError
     ├── DigestError      a text is no digest, or one of an algorithm that is not read here
     ├── LayoutError      a folder is no OCI image layout, or one of its documents is not what the spec says
-    │   └── BlobError    a blob is missing, is no plain file, or has another size or digest
+    │   ├── BlobError    a blob is missing, is no plain file, or has another size or digest
+    │   └── NotACheckpoint   what is there is something else, and as far as is known it is whole
+    │       └── EngineImage  … a checkpoint as an ordinary image, which an engine restores
     ├── ChunkError       a table of chunks, or a chunk in it, cannot be right
     ├── StoreError       a store cannot be used as it is, or not for what was asked
     │   ├── NotThere     nothing in it has that name or digest
@@ -39,7 +41,9 @@ __all__ = [
     "DigestError",
     "DiskError",
     "DiskFull",
+    "EngineImage",
     "LayoutError",
+    "NotACheckpoint",
     "NotInRegistry",
     "NotThere",
     "OciError",
@@ -70,6 +74,19 @@ class LayoutError(OciError):
 
 class BlobError(LayoutError):
     """A blob that is missing, is no plain file, or has another size or digest than it should."""
+
+
+class NotACheckpoint(LayoutError):
+    """Something else than a checkpoint of gpusnap's; nothing says that it is damaged."""
+
+
+class EngineImage(NotACheckpoint):
+    """A checkpoint as an ordinary image of `engine`: "podman" or "cri". `manifest` is its digest."""
+
+    def __init__(self, message: str, *, engine: str = "", manifest: str = "") -> None:
+        super().__init__(message)
+        self.engine = engine
+        self.manifest = manifest
 
 
 class ChunkError(OciError):

@@ -14,8 +14,9 @@ checkIfCheckpointOCIImage), containerd 2.1 to 2.3 by org.criu.checkpoint.contain
 CRI-O wants its own annotations in spec.dump and containerd a status.dump beside it, so each restores what it
 dumped, and neither what Podman did.
 
-Layers are tar+zstd, or tar+gzip where the archive is gzip (image-spec v1.1, layer.md); Podman, CRI-O,
-containerd and skopeo take both. One pass over the archive gives the layer and both of its digests.
+Layers are tar+gzip, which everybody takes, or tar+zstd (image-spec v1.1, layer.md), which is faster, and for
+which Docker's schema 2 has no media type. An archive that is compressed that way is the layer as it is; any
+other is compressed anew. One pass over it gives the layer and both of its digests.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from collections.abc import Iterator, Mapping
 from typing import Literal, TypeAlias
 
 from oci.archive import entries
-from oci.compression import Kind, Readable, as_file, kind_of, packer
+from oci.compression import Packer, Readable, as_file, gzip_packer, kind_of, packer
 from oci.errors import ArchiveError, reason
 from oci.layout import Layout
 from oci.manifest import Descriptor, Manifest, written_document
 
-__all__ = ["CRIU", "CRI_NAME", "PODMAN", "Format", "write_image"]
+__all__ = ["CRIU", "CRI_NAME", "PODMAN", "Format", "Packing", "engine_of", "layer_of", "write_image"]
 
 Format: TypeAlias = Literal["cri", "podman"]
+Packing: TypeAlias = Literal["gzip", "zstd"]
 
 CONFIG = "application/vnd.oci.image.config.v1+json"
-_LAYERS: Mapping[Kind, str] = {
-    "none": "application/vnd.oci.image.layer.v1.tar+zstd",
+_LAYERS: Mapping[Packing, str] = {
     "zstd": "application/vnd.oci.image.layer.v1.tar+zstd",
     "gzip": "application/vnd.oci.image.layer.v1.tar+gzip",
 }
@@ -74,10 +75,28 @@ _CRI: Mapping[str, str] = {
     "rootfsImageName": "rootfsImageName",
     "criu.version": "criu.version",
 }
+# By what each engine takes an image for a checkpoint.
+_MARKS: Mapping[str, Format] = {
+    f"{PODMAN}runtime.name": "podman",
+    CRI_NAME: "cri",
+    f"{CRIU}container.name": "cri",
+}
 _NEEDED: Mapping[Format, str] = {"cri": "container.name", "podman": "runtime.name"}
 # The kernel's names of architectures (uname(2)) and Go's, which image configurations have.
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "ppc64le": "ppc64le", "s390x": "s390x"}
 _PIECE = 1 << 20
+
+
+def engine_of(manifest: Manifest) -> Format | None:
+    """Which engine takes an image for a checkpoint; None for an image that is none, and for an artifact."""
+    if manifest.config.media_type != CONFIG or manifest.artifact_type:
+        return None
+    return next((engine for mark, engine in _MARKS.items() if manifest.annotations.get(mark)), None)
+
+
+def layer_of(manifest: Manifest) -> Descriptor | None:
+    """The layer of such an image, which is an archive of the engine's; None where there are several."""
+    return manifest.layers[0] if len(manifest.layers) == 1 else None
 
 
 def write_image(
@@ -86,13 +105,14 @@ def write_image(
     *,
     format: Format,
     annotations: Mapping[str, str],
+    packing: Packing = "gzip",
     threads: int = 0,
 ) -> Descriptor:
     """Write an archive into a layout as an image of one layer; the manifest's descriptor is for the index.
 
     annotations: go on the manifest; those that begin with org.criu.checkpoint. are written under the names
     of `format` as well, and container.name (for "cri") or runtime.name (for "podman") must be among them.
-    threads: for zstd, all cores for 0, where the archive is not compressed; else it is the layer as it is.
+    packing: how the layer is compressed. threads: all cores for 0.
 
     Raises ArchiveError for a broken archive or where an annotation is missing, DiskFull, DiskError,
     LayoutError.
@@ -100,7 +120,7 @@ def write_image(
     wanted = CRIU + _NEEDED[format]
     if not annotations.get(wanted):
         raise ArchiveError(f"no image for {format} can be made without the annotation {wanted}")
-    layer, plain = _add_layer(layout, archive, threads or len(os.sched_getaffinity(0)))
+    layer, plain = _add_layer(layout, archive, packing, threads or len(os.sched_getaffinity(0)))
     config = layout.add_blob(written_document(_config(annotations, plain)), media_type=CONFIG)
     # `artifactType` stays away: with an image's config it is none (image-spec, manifest.md).
     return layout.add_manifest(Manifest(config, (layer,), annotations=_named(format, annotations)))
@@ -126,19 +146,23 @@ def _config(annotations: Mapping[str, str], plain: str) -> dict[str, object]:
     }
 
 
-def _add_layer(layout: Layout, archive: str | Readable, threads: int) -> tuple[Descriptor, str]:
+def _add_layer(
+    layout: Layout, archive: str | Readable, packing: Packing, threads: int
+) -> tuple[Descriptor, str]:
     """The layer, and the digest of its tar."""
     if not isinstance(archive, str):
-        return _layer_of(layout, archive, "the archive", threads)
+        return _layer_of(layout, archive, "the archive", packing, threads)
     try:
         file = open(archive, "rb")
     except OSError as error:
         raise ArchiveError(f"{archive} cannot be read: {reason(error)}") from error
     with file:
-        return _layer_of(layout, file, archive, threads)
+        return _layer_of(layout, file, archive, packing, threads)
 
 
-def _layer_of(layout: Layout, file: Readable, where: str, threads: int) -> tuple[Descriptor, str]:
+def _layer_of(
+    layout: Layout, file: Readable, where: str, packing: Packing, threads: int
+) -> tuple[Descriptor, str]:
     hashed = hashlib.sha256()
     try:
         kind, file = kind_of(file)
@@ -146,25 +170,26 @@ def _layer_of(layout: Layout, file: Readable, where: str, threads: int) -> tuple
         raise ArchiveError(f"{where} cannot be read: {reason(error)}") from error
 
     def content() -> Iterator[bytes]:
-        packing = packer(threads=threads)
         passed: list[bytes] = []
+        packs: Packer | None = None
+        if kind != packing:
+            packs = (gzip_packer if packing == "gzip" else packer)(threads=threads)
 
         def plain(piece: bytes) -> None:
             hashed.update(piece)
-            if kind == "none":
-                passed.append(packing.compress(piece))
+            if packs is not None:
+                passed.append(packs.compress(piece))
 
-        # Compressed, the archive is a layer as it is.
-        source = file if kind == "none" else _Watched(file, passed)
+        source = file if packs is not None else _Watched(file, passed)
         for entry in entries(source, plain=plain, where=where):
             yield from _taken(passed)
             while entry.content is not None and entry.content.read(_PIECE):
                 yield from _taken(passed)
         yield from _taken(passed)
-        if kind == "none":
-            yield packing.flush()
+        if packs is not None:
+            yield packs.flush()
 
-    layer = layout.add_blob(as_file(content()), media_type=_LAYERS[kind])
+    layer = layout.add_blob(as_file(content()), media_type=_LAYERS[packing])
     return layer, f"sha256:{hashed.hexdigest()}"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 
 from oci import credentials as users
@@ -16,11 +17,20 @@ from oci.blobs import Blobs
 from oci.client import Client, Request
 from oci.credentials import Credentials
 from oci.digests import PREFIX, digest_of, encoded
-from oci.errors import BlobError, DigestError, LayoutError, RegistryError, Rejected
+from oci.errors import (
+    BlobError,
+    DigestError,
+    LayoutError,
+    NotInRegistry,
+    RegistryError,
+    Rejected,
+    Unauthorized,
+)
 from oci.graph import INDEXES, MANIFESTS
 from oci.incoming import Incoming
 from oci.layout import Layout
-from oci.manifest import DOCUMENT_LIMIT, Descriptor, parse_document
+from oci.manifest import DOCUMENT_LIMIT, INDEX, Descriptor, Index, parse_document
+from oci.pace import Limits
 from oci.reference import Reference, check_tag
 from oci.uploads import Destination, Upload, Ways
 from oci.wire import Answer, Broken
@@ -28,6 +38,9 @@ from oci.wire import Answer, Broken
 __all__ = ["Repository"]
 
 _ACCEPT = ", ".join((*MANIFESTS, *INDEXES))
+# Of a list (RFC 8288): what comes after it; and no list is longer.
+_NEXT = re.compile(r'<([^<>]{1,4000})>\s*;\s*rel="?next"?', re.ASCII)
+_MOST_PAGES = 64
 # What servers say of a document that they have no type for.
 _VAGUE = ("", "application/json", "text/plain", "application/octet-stream")
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/(?:[0-9]{1,18}|\*)", re.ASCII)
@@ -37,9 +50,9 @@ class Repository:
     """The repository that `reference` names; threads may share it.
 
     credentials: for the registry, or None. plain_http: speak HTTP without TLS; nothing else makes it do so.
-    ca_file: PEM of a CA that is trusted beside the system's. attempts: how many may break before a call
-    fails. wait: waits that many seconds. Whatever is called raises Unauthorized, NotInRegistry, Rejected,
-    Unreachable or RegistryError.
+    ca_file: PEM of a CA that is trusted beside the system's. limits: how slow it may be. attempts: how many
+    may break before a call fails. wait: waits that many seconds. Whatever is called raises Unauthorized,
+    NotInRegistry, Rejected, Unreachable or RegistryError.
     """
 
     def __init__(
@@ -49,6 +62,7 @@ class Repository:
         credentials: Credentials | None = None,
         plain_http: bool = False,
         ca_file: str = "",
+        limits: Limits | None = None,
         attempts: int = 6,
         wait: Callable[[float], object] = time.sleep,
     ) -> None:
@@ -58,6 +72,7 @@ class Repository:
             credentials=credentials,
             plain_http=plain_http,
             ca_file=ca_file,
+            limits=limits,
             attempts=attempts,
             wait=wait,
         )
@@ -68,10 +83,12 @@ class Repository:
         self._ways = Ways()
 
     @classmethod
-    def of(cls, reference: Reference, *, plain_http: bool = False) -> Repository:
+    def of(
+        cls, reference: Reference, *, plain_http: bool = False, limits: Limits | None = None
+    ) -> Repository:
         """One with the credentials that its user has for it. Raises RegistryError."""
         found = users.find(reference.registry, reference.repository)
-        return cls(reference, credentials=found, plain_http=plain_http)
+        return cls(reference, credentials=found, plain_http=plain_http, limits=limits)
 
     def __enter__(self) -> Repository:
         return self
@@ -163,6 +180,39 @@ class Repository:
         if told.startswith(PREFIX) and told != digest:
             raise RegistryError(f"{self._to.shown} took the manifest {digest} as {told[:80]!r}")
         return Descriptor(media_type, digest, len(content))
+
+    def read_referrers(self, digest: str, *, pushing: bool = False) -> tuple[Descriptor, ...] | None:
+        """What refers to a manifest, as far as the registry lists it; None where it keeps no such lists.
+
+        pushing: as for `resolve`. Raises LayoutError, DigestError, too.
+        """
+        encoded(digest)
+        what = f"{self._to.shown} does not say what refers to {digest}"
+        scopes = self._to.scopes if pushing else self._scopes
+        url = f"{self._to.url}referrers/{digest}"
+        found: list[Descriptor] = []
+        for _ in range(_MOST_PAGES):
+            page = partial(self._page, Request("GET", url, what, scopes, headers={"Accept": INDEX}))
+            try:
+                kind, more, content = self._client.persist(page, what)
+            except (NotInRegistry, Rejected, Unauthorized):
+                return None
+            if _media_type(kind) != INDEX or len(content) > DOCUMENT_LIMIT:
+                return None
+            found += Index.from_json(
+                parse_document(content, f"the list of what refers to {digest}")
+            ).manifests
+            match = _NEXT.search(more)
+            if match is None:
+                break
+            url = self._client.resolved(url, match[1])
+        return tuple(found)
+
+    def _page(self, request: Request) -> tuple[str, str, bytes]:
+        """Media type, links and content of one page of a list."""
+        with self._client.ask(request) as answer:
+            content = answer.body(DOCUMENT_LIMIT + 1)
+            return answer.header("Content-Type"), answer.header("Link"), content
 
     # Blobs
 

@@ -82,6 +82,7 @@ class Staging:
         root: Descriptor,
         *,
         names: Sequence[str] = (),
+        also: Sequence[Descriptor] = (),
         tables: Iterable[Table] = (),
         foreign: Iterable[Table] = (),
         annotations: Mapping[str, str] | None = None,
@@ -91,7 +92,8 @@ class Staging:
 
         Every blob of it is in this staging or in the store; one that only the store has, gc may remove until
         now. Then they are durable, `root` has these `names` (taken from others that had them) and, on its
-        entry, its own annotations and these. What the staging has is removed, but from a precious one.
+        entry, its own annotations and these. `also`: further manifests, which have no name. What the staging
+        has is removed, but from a precious one.
 
         The chunks of `tables` are known from then on: they were compressed here, out of what their plain
         digests say. `foreign`: tables out of a document that somebody else wrote, whose compressed chunks
@@ -109,6 +111,8 @@ class Staging:
             )
         layout = self._tree.layout
         sizes = self._below(root, layout)
+        for each in also:
+            sizes |= self._below(each, layout)
         with (
             self._tree.writing("a blob"),
             opened(self.path, *BLOBS) as own,
@@ -124,6 +128,8 @@ class Staging:
                 os.fsync(store)
                 catalog = Catalog(layout.path)
                 catalog.add(root, names, annotations or {})
+                for each in also:
+                    catalog.add(each, (), {})
                 catalog.write()
                 self._learn(tables, foreign)
         if why_precious(self.path) is None:

@@ -136,13 +136,7 @@ class Tokens:
 
     def _fetched(self, challenge: Challenge, scopes: tuple[str, ...]) -> _Token:
         realm = challenge.parameters.get("realm", "")
-        allowed = ("https", "http") if self._plain_http else ("https",)
-        found = address(realm)
-        if found is None or found[0] not in allowed:
-            raise Unauthorized(
-                f"{self._registry} names a token service without TLS, which is sent no credentials: "
-                f"{host_of(realm) if found is not None else 'it has no address'}"
-            )
+        self._check_realm(realm)
         service = challenge.parameters.get("service", "")
         asked = [*scopes, *(challenge.parameters.get("scope", "").split())]
         # Each once, ours first.
@@ -151,6 +145,27 @@ class Tokens:
         with self._ask(realm, service, wanted) as answer:
             value, seconds = self._judged(answer, realm)
         return _Token(f"Bearer {value}", begun + seconds * _SHARE)
+
+    def _check_realm(self, realm: str) -> None:
+        """Raise Unauthorized for a token service that nothing may be asked, or that gets no credentials.
+
+        With TLS any host will do: the registry, whose certificate was checked, names it. Without TLS it has
+        to be the host of a registry that is itself spoken to without, where the network reads as much.
+        """
+        found = address(realm)
+        if found is not None and found[0] == "https":
+            return
+        if found is None or found[0] != "http" or not self._plain_http:
+            raise Unauthorized(
+                f"{self._registry} names a token service without TLS, which is sent no credentials: "
+                f"{host_of(realm) if found is not None else 'it has no address'}"
+            )
+        own = address(f"http://{self._registry}/")
+        if self._credentials is not None and (own is None or own[1] != found[1]):
+            raise Unauthorized(
+                f"{self._registry} names a token service without TLS on another host, which is sent no "
+                f"credentials: {host_of(realm)}"
+            )
 
     def _ask(self, realm: str, service: str, scopes: list[str]) -> Answer:
         found = self._credentials

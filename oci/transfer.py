@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from oci.errors import BlobError, NotInRegistry
 from oci.graph import walk
@@ -20,7 +20,7 @@ from oci.manifest import Descriptor
 from oci.registry import Repository
 from oci.workers import Crew, Shared, Signal
 
-__all__ = ["Moved", "Underway", "pull", "push"]
+__all__ = ["Moved", "Underway", "pull", "push", "together"]
 
 _THREADS = 8
 
@@ -35,6 +35,11 @@ class Moved:
     skipped_bytes: int = 0
     mounted: int = 0
     """of those skipped, the ones that the registry took over from another of its repositories"""
+
+
+def together(one: Moved, other: Moved) -> Moved:
+    """What both transfers moved."""
+    return Moved(*(getattr(one, each.name) + getattr(other, each.name) for each in fields(Moved)))
 
 
 @dataclass(frozen=True, slots=True)

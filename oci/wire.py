@@ -15,16 +15,19 @@ import ssl
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 import urllib3
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.exceptions import HTTPError, LocationValueError, ProtocolError
 from urllib3.util import make_headers, parse_url
 from urllib3.util.ssl_ import create_urllib3_context
 
 from oci import certificates
 from oci.errors import RegistryError, Unreachable, reason
+from oci.pace import Limits, Watch
 from oci.proxies import proxy_for
 from oci.refusals import printable
 
@@ -37,11 +40,13 @@ PIECE = 1 << 20
 _PORTS = {"http": 80, "https": 443}
 # What one parser of URLs takes for a part of the host, and another for its end.
 _AMBIGUOUS = re.compile(r"[^\x21-\x7e]|\\")
-# Seconds. A registry may take long to answer the end of an upload: it moves the blob, or hashes it again.
-_CONNECT, _READ = 30.0, 180.0
+# Seconds: for a connection, and what a socket waits longer than oci.pace does, which says more.
+_CONNECT, _LONGER = 30.0, 5.0
 # What is left of an answer is read, so that its connection can serve again, where it is no more than this.
 _LEFTOVER = 64 << 10
 _CONNECTIONS = 32
+# A host or a port that is not there, or that says nothing at all.
+_NOBODY = (socket.gaierror, ConnectionRefusedError, TimeoutError, urllib3.exceptions.TimeoutError)
 # OpenSSL's words for a peer that does not speak TLS, by its version.
 _NO_TLS = {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"}
 
@@ -49,7 +54,7 @@ _NO_TLS = {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACK
 class Broken(Exception):
     """An attempt that may go better the next time; `wait` is how many seconds the other side asks for.
 
-    nobody: the connection was refused, or the host's name is not known.
+    nobody: the connection was refused, the host's name is not known, or nobody answers.
     """
 
     def __init__(self, why: str, wait: float = 0.0, *, nobody: bool = False) -> None:
@@ -61,8 +66,9 @@ class Broken(Exception):
 class Pool:
     """Connections for any number of threads, straight or through the proxies that the environment names."""
 
-    def __init__(self, context: ssl.SSLContext) -> None:
+    def __init__(self, context: ssl.SSLContext, limits: Limits | None = None) -> None:
         self._context = context
+        self.limits = limits or Limits()
         self._lock = threading.Lock()
         # By the URL of the proxy, "" for none.
         self._made: dict[str, urllib3.PoolManager] = {}
@@ -78,6 +84,7 @@ class Pool:
         with self._lock:
             if proxy not in self._made:
                 self._made[proxy] = self._new(proxy)
+                self._made[proxy].pool_classes_by_scheme = {"http": _Pool, "https": _TlsPool}
             return self._made[proxy]
 
     def _new(self, proxy: str) -> urllib3.PoolManager:
@@ -97,7 +104,45 @@ class Pool:
             ) from error
 
 
-def make_pool(ca_file: str = "", registry: str = "") -> Pool:
+class _Watched(HTTPConnection):
+    """A connection that says to who watches an exchange what it goes over, and when it has been sent."""
+
+    def _new_conn(self) -> socket.socket:
+        made = super()._new_conn()
+        if (watch := getattr(_current, "watch", None)) is not None:
+            watch.attach(made)
+        return made
+
+    def putrequest(self, *args: Any, **more: Any) -> None:
+        """Begin a request, over a new connection or one that served before."""
+        if self.sock is not None and (watch := getattr(_current, "watch", None)) is not None:
+            watch.attach(self.sock)
+        super().putrequest(*args, **more)
+
+    def getresponse(self, *args: Any, **more: Any) -> Any:
+        """Wait for the head of the answer."""
+        if (watch := getattr(_current, "watch", None)) is not None:
+            watch.sent()
+        return super().getresponse(*args, **more)
+
+
+class _WatchedTls(_Watched, HTTPSConnection):
+    """The same with TLS."""
+
+
+class _Pool(HTTPConnectionPool):
+    ConnectionCls = _Watched
+
+
+class _TlsPool(HTTPSConnectionPool):
+    ConnectionCls = _WatchedTls
+
+
+# `watch`: of the exchange that this thread has begun.
+_current = threading.local()
+
+
+def make_pool(ca_file: str = "", registry: str = "", limits: Limits | None = None) -> Pool:
     """Connections whose TLS trusts the system's CAs, those in the PEM `ca_file`, and those for `registry`.
 
     Raises RegistryError where these cannot be read.
@@ -109,7 +154,7 @@ def make_pool(ca_file: str = "", registry: str = "") -> Pool:
             certificates.load(context, folder)
         if ca_file:
             certificates.load_ca(context, ca_file)
-    return Pool(context)
+    return Pool(context, limits)
 
 
 @functools.cache
@@ -129,8 +174,8 @@ def _new_tls() -> ssl.SSLContext:
 class Answer:
     """The answer to one request; a context manager, at whose end the connection is free again."""
 
-    def __init__(self, response: BaseHTTPResponse, url: str) -> None:
-        self._response = response
+    def __init__(self, response: BaseHTTPResponse, url: str, watch: Watch) -> None:
+        self._response, self._watch = response, watch
         self.url = url
         self.status: int = response.status
 
@@ -168,13 +213,19 @@ class Answer:
         except Broken:
             self._response.close()
         finally:
+            self._watch.close()
             self._response.release_conn()
 
     def _read(self, size: int) -> bytes:
         try:
-            return self._response.read(size, decode_content=False)
+            with self._watch.waiting():
+                data = self._response.read(size, decode_content=False)
         except (HTTPError, http.client.HTTPException, OSError) as error:
-            raise Broken(f"{host_of(self.url)} broke off: {_why(error)}") from error
+            why = self._watch.why or _why(error)
+            raise Broken(f"{host_of(self.url)} broke off: {why}") from error
+        if self._watch.why:  # what it had sent until then may look like all of it
+            raise Broken(f"{host_of(self.url)} broke off: {self._watch.why}")
+        return data
 
 
 def exchange(
@@ -191,26 +242,36 @@ def exchange(
     """
     proxy = proxy_for(url)
     connections = pool.at(proxy)
+    limits = pool.limits
+    watch = _current.watch = Watch(limits, method)
     try:
-        response = connections.urlopen(
-            method,
-            url,
-            body=body,
-            headers={"User-Agent": "gpusnap", "Accept-Encoding": "identity", **headers},
-            redirect=False,
-            retries=False,
-            preload_content=False,
-            decode_content=False,
-            timeout=urllib3.Timeout(connect=_CONNECT, read=_READ),
-        )
+        with watch.waiting():
+            response = connections.urlopen(
+                method,
+                url,
+                body=body,
+                headers={"User-Agent": "gpusnap", "Accept-Encoding": "identity", **headers},
+                redirect=False,
+                retries=False,
+                preload_content=False,
+                decode_content=False,
+                timeout=urllib3.Timeout(connect=_CONNECT, read=limits.answer(method) + _LONGER),
+            )
     except LocationValueError as error:
+        watch.close()
         raise RegistryError(f"an address on {host_of(url)} is none: {type(error).__name__}") from error
     except (HTTPError, http.client.HTTPException, OSError) as error:
+        watch.close()
         _refuse_tls(error, url)
         by = f" through the proxy {host_of(proxy)}" if proxy else ""
-        nobody = any(isinstance(each, socket.gaierror | ConnectionRefusedError) for each in _chain(error))
-        raise Broken(f"{host_of(url)}{by}: {_why(error)}", nobody=nobody) from error
-    return Answer(response, url)
+        nobody = any(isinstance(each, _NOBODY) for each in _chain(error)) or bool(watch.why)
+        raise Broken(f"{host_of(url)}{by}: {watch.why or _why(error)}", nobody=nobody) from error
+    except BaseException:
+        watch.close()
+        raise
+    finally:
+        _current.watch = None
+    return Answer(response, url, watch)
 
 
 def _refuse_tls(error: BaseException, url: str) -> None:

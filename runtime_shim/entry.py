@@ -8,6 +8,7 @@ checkpoint and restore, or where no real runtime can be started, for this to say
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # the C module under `signal`, whose enums take a millisecond
 import os
 import sys
 
@@ -119,10 +120,14 @@ def _version(args: list[str], at: int, root: str | None) -> int:
     """The real runtime's version, whose lines Podman and containerd read, then ours."""
     real, pid = locate.start(args, at, root, _spawn)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code == -_signal.SIGPIPE:
+        return 0  # as with `--version | head -1`: nobody reads on
     if code:
         return code if code > 0 else 128 - code
     try:
         os.write(1, f"gpusnap-runtime version {__version__}\n".encode())
+    except BrokenPipeError:
+        pass
     except OSError as error:
         raise RuntimeFailed(f"the version of {real} cannot be followed by ours: {reason(error)}") from error
     return 0
@@ -131,7 +136,9 @@ def _version(args: list[str], at: int, root: str | None) -> int:
 def _spawn(path: str, args: list[str]) -> tuple[str, int]:
     """Start a real runtime: its path and its PID. Raises NotStarted."""
     try:
-        return path, os.posix_spawn(path, [path, *args], locate.environment())
+        # Python ignores these two from its start on, see locate.become.
+        heeded = (_signal.SIGPIPE, _signal.SIGXFSZ)
+        return path, os.posix_spawn(path, [path, *args], locate.environment(), setsigdef=heeded)
     except OSError as error:
         raise NotStarted(f"the real runtime {path} cannot be started: {reason(error)}") from error
 

@@ -228,7 +228,8 @@ def _repository(text: str) -> Repository:
     from oci.registry import Repository
 
     reference, plain_http = parse_plain(text)
-    return Repository.of(reference, plain_http=plain_http)
+    limits = settings_file.load().registry.limits
+    return Repository.of(reference, plain_http=plain_http, limits=limits)
 
 
 def rebuild(files: Sequence[FileRecord], blobs: Blobs, folder: str, *, threads: int, ceiling: int) -> None:

@@ -6,7 +6,9 @@ environment, because a package that is missing there would show only in the midd
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import pkgutil
 import sys
 
@@ -34,5 +36,6 @@ def import_all() -> int:
 def tell() -> int:
     """Import them, and print the version and the interpreter; the exit code."""
     import_all()
-    print(f"{__version__} {sys.executable}", flush=True)
+    with contextlib.suppress(BrokenPipeError):
+        os.write(1, f"{__version__} {sys.executable}\n".encode("utf-8", "surrogateescape"))
     return 0

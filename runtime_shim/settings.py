@@ -12,12 +12,15 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runtime_shim import locate
 from runtime_shim.errors import SettingsError
 from runtime_shim.gpu.gpumap import GpuMap, parse_map
 from runtime_shim.locate import SETTINGS_FILE
+
+if TYPE_CHECKING:
+    from oci.pace import Limits
 
 __all__ = [
     "ANNOTATION_PREFIX",
@@ -28,6 +31,7 @@ __all__ = [
     "Key",
     "Memory",
     "Nvidia",
+    "Registry",
     "Settings",
     "Store",
     "annotated",
@@ -135,6 +139,24 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
+class Registry:
+    """[registry]: how slow a registry may be, before a connection to it is given up and made anew."""
+
+    timeout: float = 60.0
+    """Seconds that a registry may be silent or too slow, and may take to begin an answer; to the end of an
+    upload, 180 at least."""
+    minimum_speed: int = 1024
+    """Bytes per second that have to come through on average, over registry.timeout; 0: one byte is enough."""
+
+    @property
+    def limits(self) -> Limits:
+        """The same for oci.registry."""
+        from oci.pace import Limits
+
+        return Limits(self.timeout, self.minimum_speed)
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """All settings, with their defaults."""
 
@@ -153,6 +175,7 @@ class Settings:
     amd: Amd = field(default_factory=Amd)
     memory: Memory = field(default_factory=Memory)
     criu: Criu = field(default_factory=Criu)
+    registry: Registry = field(default_factory=Registry)
     store: Store = field(default_factory=Store)
 
 
@@ -328,6 +351,8 @@ TABLE: dict[str, Key] = {
     "criu.action-script": Key(_path),
     "criu.external": Key(_lines),
     "criu.options": Key(_lines),
+    "registry.timeout": Key(_seconds),
+    "registry.minimum-speed": Key(_size),
     "store.path": Key(_folder),
     "store.pull-from": Key(_repositories),
 }

@@ -176,6 +176,17 @@ static int wait_for_end(long pid)
     return (ended & 0x7f) == 0 ? (ended >> 8) & 0xff : 128 + (ended & 0x7f);
 }
 
+#define ENDED_BY_SIGPIPE (128 + 13)
+
+/* From now on a write to a pipe that nobody reads fails, and ends nobody. */
+static void ignore_sigpipe(void)
+{
+    /* As in asm-generic/signal.h: handler (SIG_IGN), flags, restorer, mask. */
+    static const unsigned long ignored[4] = {1, 0, 0, 0};
+
+    kernel(__NR_rt_sigaction, 13, (long)ignored, 0, sizeof(ignored[3]), 0, 0);
+}
+
 /* Zeroed memory that lives until exec; NULL without any. */
 static void *pages(size_t size)
 {

@@ -120,8 +120,12 @@ static int tell_version(const struct line *line, int argc, char **argv, struct l
         leave(EXIT_NOT_FOUND);
     }
     code = wait_for_end(child);
-    if (code == 0)
+    if (code == ENDED_BY_SIGPIPE)
+        code = 0; /* as with `--version | head -1`: nobody reads on */
+    if (code == 0) {
+        ignore_sigpipe();
         write_to(1, own, sizeof(own) - 1);
+    }
     return code == EXIT_NOT_FOUND ? -1 : code;
 }
 

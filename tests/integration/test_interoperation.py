@@ -107,6 +107,73 @@ def test_skopeo_inspect(made: Store, host_of: str) -> None:
     assert "unsupported image-specific operation on artifact" in shown.err
 
 
+@pytest.mark.parametrize("name", ["", ":w", ":team/w:v1"])
+def test_skopeo_archive(made: Store, host_of: str, tmp_path: Path, name: str) -> None:
+    """An oci-archive, out of a registry or a layout, with and without a name: each command reads it."""
+    path, second = tmp_path / "w.tar", tmp_path / "second.tar"
+    good(run("skopeo", "copy", *BOTH, f"docker://{host_of}/team/w:v1", f"oci-archive:{path}{name}"))
+    good(run("skopeo", "copy", f"oci:{made.path}:w", f"oci-archive:{second}{name}"))
+    check_copies(made, str(path), str(second))
+    shown = done("inspect", path)
+    assert shown["artifact"]["digest"] == digest(made)
+    assert done("inspect", f"oci:{made.path}:w")["processes"] == shown["processes"]
+    assert done("plan", path)
+    copy = f"http://{host_of}/archive/w:v1"
+    assert done("push", path, copy)["digest"] == digest(made)
+    check_copies(made, copy)
+    check_restored(str(path))
+    assert not STORE.exists() or Store(STORE).entries() == ()
+
+
+@pytest.mark.parametrize("how", ["pull", "image"])
+def test_checkpointctl_shows_processes(made: Store, host_of: str, tmp_path: Path, how: str) -> None:
+    """It reads command lines out of CRIU's images of memory, which a store has in chunks."""
+    path = tmp_path / "w.tar"
+    assert any(each["name"] == "pages-1.img" for each in done("inspect", f"oci:{made.path}:w")["files"])
+    if how == "pull":
+        good(gpusnap("pull", f"http://{host_of}/team/w:v1", "-o", path))
+    else:
+        ref = f"{host_of}/whole/w:v1"
+        good(gpusnap("push", f"oci:{made.path}:w", f"http://{ref}", "--format", "podman"))
+        good(run("skopeo", "copy", BOTH[0], f"docker://{ref}", f"oci:{tmp_path}/i:w"))
+        (layer,) = json.loads(good(run("skopeo", "inspect", "--raw", f"oci:{tmp_path}/i:w")))["layers"]
+        path = tmp_path / "i" / "blobs" / "sha256" / layer["digest"][7:]
+    shown = good(run("checkpointctl", "inspect", "--ps-tree-cmd", path))
+    assert re.search(r"\[1\] .*gpuwork.* --mib 8", shown), shown
+    if how == "pull":
+        assert done("verify", path)[0]["damaged"] == []
+        check_restored(str(path))
+
+
+def test_images_of_engines(made: Store, host_of: str, tmp_path: Path) -> None:
+    """What gpusnap pushes for Podman, and what Podman makes itself: both are known, and restored."""
+    ref, path = f"http://{host_of}/image/w:v1", tmp_path / "image.tar"
+    good(gpusnap("push", f"oci:{made.path}:w", ref, "--format", "podman"))
+    good(run("skopeo", "copy", *BOTH, f"docker://{host_of}/image/w:v1", f"oci-archive:{path}"))
+    good(
+        run(
+            "skopeo",
+            "copy",
+            "--format",
+            "v2s2",
+            BOTH[0],
+            f"docker://{host_of}/image/w:v1",
+            f"dir:{tmp_path}/d",
+        )
+    )
+    for word in (ref, str(path)):
+        assert done("inspect", word)["processes"]
+        check_restored(word)
+    container = Container.start("w", *WORK)
+    good(podman("container", "checkpoint", "--create-image", "localhost/theirs", "w"))
+    container.remove()
+    theirs = tmp_path / "theirs.tar"
+    good(run("skopeo", "copy", "containers-storage:localhost/theirs", f"oci-archive:{theirs}"))
+    assert done("inspect", theirs)["processes"]
+    check_restored(str(theirs))
+    good(podman("rmi", "localhost/theirs"))
+
+
 def test_skopeo_copy(made: Store, host_of: str, tmp_path: Path) -> None:
     """From the registry to a layout, from a store to one, and into a registry; what comes out runs."""
     one, two, name = f"oci:{tmp_path}/one:w", f"oci:{tmp_path}/two:w", f"{host_of}/skopeo/w:v1"
@@ -298,3 +365,28 @@ def test_without_room(disk: Path) -> None:
     # 28 MiB is about what it takes: it may be enough, or not.
     assert late[0] is False
     assert verify(store.layout, store.find("w").descriptor, threads=2) == ()
+
+
+def test_what_oras_attaches(made: Store, host_of: str, tmp_path: Path) -> None:
+    """An SBOM goes along out of a registry into a store, and into another repository, for oras to find."""
+    first, second = f"{host_of}/attached/w:v1", f"{host_of}/attached/copy:v1"
+    good(gpusnap("push", f"oci:{made.path}:w", f"http://{first}"))
+    (tmp_path / "sbom.json").write_text('{"spdxVersion": "SPDX-2.3"}')
+    kind = "application/spdx+json"
+    words = ("oras", "attach", "--plain-http", "--disable-path-validation", "--artifact-type", kind, first)
+    good(run(*words, f"{tmp_path}/sbom.json:{kind}"))
+    assert done("pull", f"http://{first}")["digest"] == digest(made)
+    rows = done("ls")["checkpoints"]
+    assert [row["subject"] for row in rows if row["kind"] == "referrer"] == [digest(made)]
+    good(gpusnap("gc"))
+    good(gpusnap("push", first, f"http://{second}"))
+    found = json.loads(good(run("oras", "discover", "--plain-http", "--format", "json", second)))
+    listed = found.get("manifests") or found.get("referrers")
+    assert [each["artifactType"] for each in listed] == [kind]
+    sbom = f"{host_of}/attached/copy@{listed[0]['digest']}"
+    (layer,) = json.loads(good(run("oras", "manifest", "fetch", "--plain-http", sbom)))["layers"]
+    blob = f"{sbom.partition('@')[0]}@{layer['digest']}"
+    copy = good(run("oras", "blob", "fetch", "--plain-http", "--output", "-", blob))
+    assert copy == (tmp_path / "sbom.json").read_text()
+    good(gpusnap("rm", first, "--gc"))
+    assert done("ls")["checkpoints"] == []

@@ -62,6 +62,9 @@ class FakeRegistry:
         # As Quay: a token to pull is good for repositories that are there; one to push makes them.
         self.strict = False
         self.may_mount = True
+        # Whether it lists referrers, and how many in one page.
+        self.lists_referrers = False
+        self.page = 100
         self.realm = ""
         self.lock = threading.Lock()
         for name in ("blobs", "uploads"):
@@ -265,7 +268,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return True
             self._refuse(401, "UNAUTHORIZED", "", {"WWW-Authenticate": 'Basic realm="fake, or not"'})
             return False
-        match = re.match(r"/v2/(.+?)/(?:blobs|manifests)/", self.parts.path)
+        match = re.match(r"/v2/(.+?)/(?:blobs|manifests|referrers)/", self.parts.path)
         needed = f"repository:{match[1] if match else ''}:" + (
             "pull" if self.command in ("GET", "HEAD") and "uploads" not in self.path else "pull,push"
         )
@@ -454,10 +457,28 @@ class _Handler(BaseHTTPRequestHandler):
                 self.at.manifests[repository, each] = (kind, content)
             self._say(201, {"Docker-Content-Digest": digest, "Location": "/v2/x"})
 
+    def _referrers(self, repository: str, digest: str) -> None:
+        if not self.at.lists_referrers:
+            self._refuse(404, "NOT_FOUND")
+            return
+        found = {}
+        for (of, _), (kind, content) in self.at.manifests.items():
+            value = json.loads(content)
+            if of == repository and (value.get("subject") or {}).get("digest") == digest:
+                name = f"sha256:{hashlib.sha256(content).hexdigest()}"
+                found[name] = {"mediaType": kind, "digest": name, "size": len(content)}
+        start = int(self.query.get("n", "0"))
+        some, end = list(found.values())[start : start + self.at.page], start + self.at.page
+        more = f'<{self.parts.path}?n={end}>; rel="next"' if end < len(found) else ""
+        body = json.dumps({"schemaVersion": 2, "manifests": some}).encode()
+        headers = {"Content-Type": "application/vnd.oci.image.index.v1+json", "Link": more}
+        self._say(200, {**headers, "Content-Length": str(len(body))}, body)
+
 
 _ROUTES: dict[str, Callable[..., None]] = {
     r"/v2/(.+)/blobs/sha256:([0-9a-f]{64})": _Handler._blob,
     r"/v2/(.+)/blobs/uploads/": _Handler._begin,
     r"/v2/(.+)/blobs/uploads/([0-9a-f]+)": _Handler._upload,
     r"/v2/(.+)/manifests/(.+)": _Handler._manifest,
+    r"/v2/(.+)/referrers/(.+)": _Handler._referrers,
 }

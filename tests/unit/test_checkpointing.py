@@ -23,8 +23,8 @@ from oci.reference import parse
 from oci.store import Store
 from runtime_shim import orders
 from runtime_shim import settings as settings_file
-from runtime_shim.errors import GpusnapError, Interrupted
-from runtime_shim.settings import Settings
+from runtime_shim.errors import GpusnapError, Interrupted, SettingsError
+from runtime_shim.settings import Settings, load
 
 
 @pytest.fixture(autouse=True)
@@ -503,3 +503,24 @@ def test_a_registry_is_asked_first(fake: FakePodman, store: Store, tmp_path: Pat
         registry.rules.clear()
         assert made(to=to).pushed is not None
         assert ("team/app", "v1") in registry.manifests
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("memory.levle = 1\n", "unknown setting memory.levle"),
+        ("memory.level = 99\n", "memory.level in .* is 99"),
+        ("[memory\n", "is not TOML"),
+        ('runtime = "no-such-runtime"\n', "no-such-runtime"),
+    ],
+)
+def test_broken_settings(
+    fake: FakePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, why: str
+) -> None:
+    """They are said before Podman is asked, which would only say that its runtime supports no checkpoints."""
+    path = tmp_path / "gpusnap.toml"
+    path.write_text(text)
+    monkeypatch.setattr(settings_file, "load", lambda: load(str(path)))
+    with pytest.raises(SettingsError, match=why):
+        made()
+    assert not (fake.folder / "calls").exists()

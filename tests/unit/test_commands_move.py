@@ -78,6 +78,21 @@ def test_all_as_json(store: Store, registry: FakeRegistry, tmp_path: Path) -> No
     assert restored["digest"] == made["digest"]
 
 
+def test_compression(registry: FakeRegistry, tmp_path: Path) -> None:
+    """Of an image that is gzip, unless somebody chose; of an artifact there is none to choose."""
+    ref, archive = f"http://{registry.host}/team/app:v1", str(tmp_path / "in.tar")
+    for words, kind in (
+        ((), "gzip"),
+        (("--compression", "zstd"), "zstd"),
+        (("--compression", "gzip"), "gzip"),
+    ):
+        document("push", archive, ref, "--format", "podman", *words)
+        (layer,) = json.loads(registry.manifests["team/app", "v1"][1])["layers"]
+        assert layer["mediaType"] == f"application/vnd.oci.image.layer.v1.tar+{kind}"
+    with pytest.raises(UsageError, match="chunks of an artifact have their own"):
+        ran("push", archive, ref, "--compression", "zstd")
+
+
 def test_lines(store: Store, registry: FakeRegistry, tmp_path: Path) -> None:
     """One line each, with the whole digest."""
     made = ran("checkpoint", "w", "--name", "mine")

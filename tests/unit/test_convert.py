@@ -241,15 +241,26 @@ def test_chunks_in_a_store(tmp_path: Path, source: Layout, staging: Layout) -> N
     assert not [name for name in listed(str(tmp_path / "small.tar")) if "blobs" in name]
 
 
-def test_files_in_chunks(tmp_path: Path, source: Layout, staging: Layout) -> None:
-    """Images that are in chunks are treated as regions are."""
+@pytest.mark.parametrize("pages", ["store", "chunks"])
+def test_files_in_chunks(tmp_path: Path, source: Layout, staging: Layout, pages: str) -> None:
+    """Images that are in chunks are treated as regions are, and in an archive for others they are images."""
     tables = regions(source)
     files = tuple(manifest.FileRecord(f"pages-{at}.img", table) for at, table in enumerate(tables))
-    document = dataclasses.replace(record(tables[:1]), files=files)
+    document = dataclasses.replace(record(tables[:1], pages=pages), files=files)
     taken = take_in(written(tmp_path / "in.tar", source, document), staging)
     assert [label for label, _ in taken.tables] == ["1:100000000", "pages-0.img", "pages-1.img"]
     give_out(whole(taken), staging, str(tmp_path / "out.tar"), config=staging.read_blob(taken.config))
-    assert take_in(str(tmp_path / "out.tar"), Layout(tmp_path / "again").create()).chunks == taken.chunks
+    given = listed(str(tmp_path / "out.tar"))
+    for at, table in enumerate(tables):
+        image = given[f"checkpoint/pages-{at}.img"]
+        assert len(image) == table.size
+        for chunk in table.chunks:
+            assert digest_of(image[chunk.offset : chunk.offset + chunk.size]) == chunk.plain
+    said = manifest.decode(given[MANIFEST], "")
+    assert (said.pages, said.files, said.processes) == ("chunks", (), document.processes)
+    assert json.loads(given["checkpoint/gpusnap/index.json"])
+    again = take_in(str(tmp_path / "out.tar"), Layout(tmp_path / "again").create())
+    assert [each.digest for each in again.chunks] == [each.digest for each in descriptors(tables[:1])]
 
 
 def test_known(tmp_path: Path, source: Layout, staging: Layout) -> None:

@@ -33,6 +33,8 @@ def test_every_one(kind: type[errors.OciError]) -> None:
         (errors.NotInRegistry, NotFound),
         (errors.BlobError, Damaged),
         (errors.LayoutError, Damaged),
+        (errors.NotACheckpoint, GpusnapError),
+        (errors.EngineImage, GpusnapError),
         (errors.ArchiveError, Damaged),
         (errors.ChunkError, Damaged),
         (errors.Cancelled, Interrupted),

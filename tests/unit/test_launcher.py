@@ -169,6 +169,26 @@ def test_version_fails_as_the_real_one(launcher: Launcher, code: int, text: str)
     assert (done.returncode, done.stdout) == (code, b"crun version 1\n")
 
 
+def test_nobody_reads_the_version(launcher: Launcher) -> None:
+    """As in `gpusnap-runtime --version | head -0`: neither its pipe nor the real one's is an error."""
+    for text in ("true", "kill -PIPE $$"):
+        launcher.write(launcher.bin / "crun", f"#!/bin/sh\n{text}\n")
+        reading, writing = os.pipe()
+        os.close(reading)
+        try:
+            done = subprocess.run(
+                [launcher.program, "--version"],
+                env={"PATH": f"{launcher.bin}:/usr/bin:/bin"},
+                stdout=writing,
+                stderr=subprocess.PIPE,
+                check=False,
+                timeout=30,
+            )
+        finally:
+            os.close(writing)
+        assert (done.returncode, done.stderr) == (0, b"")
+
+
 _PROBES = [
     *("-h", "--help", "--usage", "--help=true", "--network-lock", "--lsm-mount-context", "--lsm-profile=a"),
     *("--image-path", "-image-path", "--bundle", "-b", "--gpu-map", "--leave-running", "--status-fd"),

@@ -15,7 +15,7 @@ from fakes import wait_for
 from kept_checkpoints import an_archive, keep, keep_pages
 
 from gpusnap import kept, moving, pulling, where
-from gpusnap.failures import Damaged, NotFound
+from gpusnap.failures import NotFound
 from gpusnap.progress import Progress
 from gpusnap.where import InFile, InRegistry, InStore
 from oci import transfer
@@ -170,7 +170,7 @@ def test_images(registry: FakeRegistry, store: Store, archive: str, form: moving
     }
     assert manifest["annotations"][notes[form]]
     assert os.listdir(store.path + "/staging") == []
-    with pytest.raises(Damaged, match="is no checkpoint of gpusnap"):
+    with pytest.raises(GpusnapError, match="is a checkpoint as an image, which"):
         moving.pull(at(registry, f"team/app@{pushed.digest}"), progress=QUIET)
 
 

@@ -193,7 +193,7 @@ def test_tokens_end(registry: FakeRegistry) -> None:
     """A token is fetched anew some time before it ends; one without a time serves for a minute."""
     now = [0.0]
     pool = make_pool()
-    tokens = Tokens("r", pool, credentials=SOMEONE, plain_http=True, clock=lambda: now[0])
+    tokens = Tokens(registry.host, pool, credentials=SOMEONE, plain_http=True, clock=lambda: now[0])
     scopes = ("repository:a:pull",)
     first = tokens.after("", f'Bearer realm="http://{registry.host}/token",service="fake"', scopes)
     now[0] = 40
@@ -201,6 +201,35 @@ def test_tokens_end(registry: FakeRegistry) -> None:
     now[0] = 46
     assert tokens.header(scopes) != first
     pool.clear()
+
+
+@pytest.mark.parametrize(
+    ("credentials", "refused"),
+    [(SOMEONE, True), (Credentials(identity_token="an-identity"), True), (None, False)],
+)
+def test_a_realm_without_tls_on_another_host(
+    registry: FakeRegistry, credentials: Credentials | None, refused: bool
+) -> None:
+    """Of a registry without TLS only its own host gets a password; another is asked without one."""
+    registry.users = {}
+    # The same machine, which answers there too; but the registry is known by another name.
+    realm = f"http://{registry.host}/token"
+    tokens = Tokens("localhost:5000", make_pool(), credentials=credentials, plain_http=True)
+    challenge = f'Bearer realm="{realm}",service="fake"'
+    if refused:
+        with pytest.raises(Unauthorized, match=f"on another host, .* no credentials: {registry.host}"):
+            tokens.after("", challenge, ("repository:a:pull",))
+        assert registry.seen == []
+        return
+    assert tokens.after("", challenge, ("repository:a:pull",)).startswith("Bearer ")
+    assert "authorization" not in registry.seen[0].headers
+
+
+def test_a_realm_without_tls_on_another_port(registry: FakeRegistry) -> None:
+    """The registry's own host may have its token service at another port."""
+    tokens = Tokens("127.0.0.1:1", make_pool(), credentials=SOMEONE, plain_http=True)
+    challenge = f'Bearer realm="http://{registry.host}/token",service="fake"'
+    assert tokens.after("", challenge, ("repository:a:pull",)).startswith("Bearer ")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +250,7 @@ def serving(registry: FakeRegistry, seconds: str) -> str:
     registry.rule("GET", "^/token", Say(200, {}, answer))
     registry.tokens["words"] = "repository:a:pull"
     pool = make_pool()
-    tokens = Tokens("r", pool, plain_http=True)
+    tokens = Tokens(registry.host, pool, plain_http=True)
     challenge = f'Bearer realm="http://{registry.host}/token",service="fake"'
     try:
         return tokens.after("", challenge, ("repository:a:pull",))

@@ -19,7 +19,9 @@ from gpusnap.progress import Progress
 from gpusnap.restoring import Restored, Wish
 from gpusnap.where import InFile, InStore
 from oci.store import Store
-from runtime_shim.errors import GpusnapError, Refused, UsageError
+from runtime_shim import settings as settings_file
+from runtime_shim.errors import GpusnapError, Refused, SettingsError, UsageError
+from runtime_shim.settings import load
 
 QUIET = Progress(shown=False)
 
@@ -275,3 +277,24 @@ def test_an_archive_that_is_damaged(fake: FakePodman, tmp_path: Path, how: str) 
     with pytest.raises(Damaged, match=f"the archive {path} is ") as raised:
         restored(InFile(str(path)))
     assert exit_code(raised.value) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("memory.levle = 1\n", "unknown setting memory.levle"),
+        ("memory.level = 99\n", "memory.level in .* is 99"),
+        ("[memory\n", "is not TOML"),
+        ('runtime = "no-such-runtime"\n', "no-such-runtime"),
+    ],
+)
+def test_broken_settings(
+    fake: FakePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, why: str
+) -> None:
+    """They are said before Podman is asked, which would only say that its runtime supports no checkpoints."""
+    path = tmp_path / "gpusnap.toml"
+    path.write_text(text)
+    monkeypatch.setattr(settings_file, "load", lambda: load(str(path)))
+    with pytest.raises(SettingsError, match=why):
+        restored(InFile(an_archive(tmp_path)))
+    assert not (fake.folder / "calls").exists()

@@ -69,6 +69,9 @@ GOOD: list[tuple[str, str, Any]] = [
     ("criu.options", '["tcp-close", "log-file x"]', ("tcp-close", "log-file x")),
     ("criu.options", "[]", ()),
     ("memory.pages", '"store"', "store"),
+    ("registry.timeout", "5", 5.0),
+    ("registry.minimum-speed", '"4K"', 4096),
+    ("registry.minimum-speed", "0", 0),
     ("store.path", '"/srv/checkpoints"', "/srv/checkpoints"),
     ("store.pull-from", "[]", ()),
     ("store.pull-from", '["http://localhost:5000/a/b"]', ("http://localhost:5000/a/b",)),
@@ -137,6 +140,8 @@ BAD = [
     ("criu.external", '"mnt[/data]:data"'),
     ("criu.options", "[1]"),
     ("criu.options", '["a\\nb"]'),
+    ("registry.timeout", "0"),
+    ("registry.minimum-speed", '"fast"'),
     ("store.path", '"here"'),
     ("store.pull-from", '"r.example/a"'),
     ("store.pull-from", '["r.example/a:v1"]'),
@@ -251,7 +256,7 @@ def test_annotation_forbidden(key: str) -> None:
 def test_what_grants_something_is_the_hosts() -> None:
     """Programs, paths, mounts and free lines for CRIU are never taken from a container."""
     theirs = {key for key, entry in TABLE.items() if entry.annotation}
-    assert not theirs & {"store.path", "store.pull-from"}
+    assert not theirs & {"store.path", "store.pull-from", "registry.timeout"}
     assert not theirs & {"runtime", "criu.libdir", "criu.action-script", "criu.external", "criu.options"}
 
 
