@@ -17,7 +17,7 @@ import shutil
 import stat
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,7 +62,8 @@ from runtime_shim.fetching import Fetching, rebuild
 from runtime_shim.filling import Filling
 from runtime_shim.foreground import Beside, pid_file
 from runtime_shim.gpu import cdi, find_driver
-from runtime_shim.gpu.driver import Driver, Host
+from runtime_shim.gpu.driver import Driver, Host, ProcessState
+from runtime_shim.gpu.errors import GpuError
 from runtime_shim.gpu.libraries import Found, found
 from runtime_shim.gpu.plugin import Plugin
 from runtime_shim.halfway import Stage
@@ -100,6 +101,8 @@ class _Job:
     record: manifest.Manifest
     driver: Driver | None
     """None where no process has GPU state."""
+    present: Driver | None
+    """This host's first driver, whatever the checkpoint says of GPUs."""
     transaction: Transaction
     images: str
     """The image directory as the runtime is to read it."""
@@ -148,12 +151,12 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
         ExitStack() as cleanup,
         Transaction() as transaction,
     ):
-        job = _Job(call, real, settings, record, driver, transaction, images, held, room, cleanup)
+        job = _Job(call, real, settings, record, driver, found, transaction, images, held, room, cleanup)
         with transaction.step("plan"):
             held.enter_context(journal.held(job.key))
             _absent(job)
             _nothing_waits(job)
-            _begin(job)
+            _begin(job, config)
             _plan(job, config)
         with transaction.step("volumes"):
             volumes.put_back(images, config)
@@ -166,9 +169,9 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
         return _in_foreground(job)
 
 
-def _begin(job: _Job) -> None:
+def _begin(job: _Job, config: dict[str, Any]) -> None:
     """Have it on file what to take away, should this be killed. There is no such container yet."""
-    job.entry = halfway.begun(job.call, job.real, job.record)
+    job.entry = halfway.begun(job.call, job.real, job.record, config)
     job.transaction.undo("forgetting the restore", lambda: _forget(job))
     halfway.write(job.entry)
 
@@ -217,7 +220,8 @@ def _absent(job: _Job) -> None:
         return
     raise Refused(
         f"there is a container {found.id} already, and it is {found.status}",
-        hint="remove it, or restore under another name",
+        hint="remove it, or restore under another name; if its engine does not know of it (the one that "
+        f"restored it was killed): {halfway.deletion(quiet(job.call, job.real), found.id)}",
     )
 
 
@@ -396,6 +400,8 @@ def _finish(job: _Job) -> None:
         _settle(job, container, job.remap, job.driver)
         _note(job, stage=Stage.GPUS)
         _restore_gpus(job, job.driver, container, members)
+    else:
+        _none_suspended(job, members)
     job.room.close()
 
 
@@ -428,14 +434,68 @@ def _restore_gpus(
     for wanted in job.record.processes:
         # One that a plugin brought back has gone on by now, and may be done.
         if wanted.pid not in by_inner and driver.plugin is None:
-            raise GpusnapError(
-                f"process {wanted.pid} ({wanted.name}) ended before its GPU state could be restored",
-                hint="its own log may say why",
-            )
+            _ended(job, wanted)
     suspended = [by_inner[each.pid] for each in job.record.processes if each.pid in by_inner]
+    others = [process for process in members if process not in suspended]
+    gone_on: set[int] = set()
     if driver.plugin is None:
-        _fill(job, driver, container, suspended, by_inner)
-    by_plugin.came_back(driver, suspended)
+        _none_forgotten(driver, others)  # first: no other one has gone on
+        gone_on = _fill(job, driver, container, suspended, by_inner)
+    for process in suspended:
+        if process.pid in gone_on and process.pid != container.pid and not proc.running(process.pid):
+            note(
+                f"process {process.pid} ({process.comm}) ended by itself as soon as it ran again; the rest "
+                "of the container runs on"
+            )
+    by_plugin.came_back(driver, [each for each in suspended if _is_left(each.pid, gone_on, container.pid)])
+    if driver.plugin is not None:
+        _none_forgotten(driver, others)
+
+
+def _is_left(pid: int, gone_on: Collection[int], init: int) -> bool:
+    """Whether a process is to be there: one that had all of its state may have ended since, but not init."""
+    return pid == init or pid not in gone_on or proc.running(pid)
+
+
+def _ended(job: _Job, wanted: manifest.GpuProcess) -> None:
+    """A process of the manifest is not there: it ended after CRIU had restored it, or never was in the dump.
+
+    Raises GpusnapError for the latter.
+    """
+    if not os.path.exists(os.path.join(job.images, f"core-{wanted.pid}.img")):
+        raise GpusnapError(
+            f"process {wanted.pid} ({wanted.name}) of the checkpoint did not come back: CRIU's images do not "
+            "have it",
+            hint="it was left out of the dump, or the checkpoint was changed since; restore another one",
+        )
+    note(
+        f"process {wanted.pid} ({wanted.name}) ended by itself before its GPU state could be restored; the "
+        "rest of the container runs on"
+    )
+
+
+def _none_suspended(job: _Job, members: Sequence[proc.Process]) -> None:
+    """Ask this host's driver, if it can be, of the processes of a checkpoint that is said to have no GPU."""
+    if job.present is None:
+        return
+    try:
+        job.present.open()
+    except GpuError:
+        return  # one without the checkpoint API has suspended none
+    _none_forgotten(job.present, members)
+
+
+def _none_forgotten(driver: Driver, processes: Iterable[proc.Process]) -> None:
+    """See that no process which the manifest does not list is suspended. Raises GpusnapError."""
+    for process in processes:
+        native = driver.plugin is None
+        state = driver_calls.state(driver, process.pid) if native else driver.state(process.pid)
+        if state is not None and state is not ProcessState.RUNNING:
+            raise GpusnapError(
+                f"process {process.pid} ({process.comm}) came back with its GPU state {state.name.lower()}, "
+                "and the checkpoint's manifest does not list it",
+                hint="the checkpoint was changed since it was made; restore another one",
+            )
 
 
 def _fill(
@@ -444,35 +504,40 @@ def _fill(
     container: containers.Container,
     suspended: Sequence[proc.Process],
     by_inner: Mapping[int, proc.Process],
-) -> None:
-    """Put the memory of processes that stand in place, and have the driver restore them."""
+) -> set[int]:
+    """Put the memory of processes that stand in place, and have the driver restore them; who went on."""
     pids = [process.pid for process in suspended]
     assert job.remap is not None
     pairs = {
         by_inner[wanted.pid].pid: job.remap.of(uuid for uuid, _ in wanted.gpus)
         for wanted in job.record.processes
+        if wanted.pid in by_inner
     }
+    gone_on: set[int] = set()
     with job.transaction.step("fill"):
         # CRIU restores them stopped; should it ever not, they must be all the same.
         stop(pids, timeout=job.settings.nvidia.lock_timeout)
         if job.filling is not None:
             job.filling.deliver({inner: process.pid for inner, process in by_inner.items()})
     with job.transaction.step("driver restore"):
-        right = partial(_right, job.key, job.filling)
+        right = partial(_right, job.key, job.filling, gone_on)
         resume(driver, pids, InCriu(), pairs=pairs, right=right)
         for text in driver_calls.take_notes():
             job.transaction.note(text)
+    return gone_on
 
 
-def _right(key: str, filling: Filling | None, pid: int) -> None:
+def _right(key: str, filling: Filling | None, gone_on: set[int], pid: int) -> None:
     """Before a process goes on: its memory is what it was, and its own."""
     if filling is not None:
         filling.right()
         transfer.own(key, pid)
+    gone_on.add(pid)
 
 
 def _kill(job: _Job) -> None:
-    halfway.delete(quiet(job.call, job.real), job.call.container_id)
+    assert job.entry is not None
+    halfway.remove(job.entry)
     job.removed = True
 
 

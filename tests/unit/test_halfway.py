@@ -291,9 +291,13 @@ def test_the_runtime_does_not_say(scene: Scene) -> None:
 
 def test_it_ended(scene: Scene) -> None:
     """A container without an init, or none at all: what the runtime has of it goes."""
-    cut_off(scene, stage=Stage.RESTORE, init=None)
+    entry = cut_off(scene, stage=Stage.RESTORE, init=None)
     (scene.runtime.folder / "state.json").unlink()
-    removed(scene)
+    assert halfway.recover(KEY, scene.driver) == (
+        "crun knows no such container, and of processes that it left nothing is known; "
+        f"its checkpoint in {entry.image} is unharmed"
+    )
+    assert halfway.entries() == ()
 
 
 def test_config_was_written_since(scene: Scene) -> None:

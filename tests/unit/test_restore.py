@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from criu_images import INVENTORY, PAGE, pagemap
+from criu_images import CORE, INVENTORY, PAGE, pagemap
 from fakes import ID, KEY, HandedOver, Scene, a_manifest, gpu, uuid, wait_for
 
 from runtime_shim import choosing, journal, keys, proc, restore, room
@@ -405,6 +405,100 @@ def test_a_container_without_gpu_processes(scene: Scene) -> None:
     image(scene, replace(a_manifest(), processes=()))
     scene.driver.gpus = (gpu(1),)
     assert moved(scene) == {}
+
+
+# Processes that the manifest does not list, and some that end.
+
+
+def test_one_is_not_listed(scene: Scene) -> None:
+    """A suspended process that the manifest has forgotten would stand for ever: the restore fails instead."""
+    first, second = (scene.driver.use(scene.family.spawn(), state=CHECKPOINTED) for _ in range(2))
+    image(scene, a_manifest(pids=[first]))
+    sentence = scene.restore("--detach").sentence()
+    assert f"process {second} (sleep) came back with its GPU state checkpointed" in sentence
+    assert "does not list it" in sentence
+    assert scene.driver.of("restore") == [], "none goes on before all are known"
+    assert len(scene.runtime.calls("delete")) == 1
+
+
+@pytest.mark.parametrize("gpus", [True, False], ids=["of a GPU", "of none"])
+def test_none_is_listed(scene: Scene, gpus: bool) -> None:
+    """A manifest without any process, or of a checkpoint that is said to have none, is asked about as well."""
+    pid = scene.driver.use(scene.family.spawn(), state=CHECKPOINTED)
+    record = replace(a_manifest(), processes=())
+    image(scene, record if gpus else of_no_gpu())
+    assert f"process {pid} (sleep) came back with" in scene.restore("--detach").sentence()
+    assert len(scene.runtime.calls("delete")) == 1
+
+
+def test_none_is_suspended_without_the_interface(scene: Scene) -> None:
+    """A driver that does not open has suspended none, and is no reason to fail."""
+    image(scene, of_no_gpu())
+    scene.driver.fail("open", None, DriverFailed("the driver is asleep"))
+    assert scene.restore("--detach").code == 0
+
+
+def of_no_gpu() -> Manifest:
+    """A manifest that has no use for this host's driver."""
+    record = a_manifest()
+    return replace(record, host=replace(record.host, vendor="amd"), processes=(), gpus=(), nodes=())
+
+
+def test_one_has_ended_before(scene: Scene) -> None:
+    """CRIU brought it back and it ended: that is a note, and the others run on."""
+    first, second = suspended(scene)
+    (scene.image / f"core-{first}.img").write_bytes(CORE)
+    scene.runtime.script("restore", f"kill -9 {first}", default=True)
+    outcome = scene.restore("--detach")
+    assert outcome.code == 0
+    assert outcome.stderr == (
+        f"gpusnap: process {first} (sleep) ended by itself before its GPU state could be restored; the rest "
+        "of the container runs on\n"
+    )
+    assert scene.driver.of("restore") == [second]
+    assert scene.runtime.calls("delete") == []
+
+
+def test_one_was_never_dumped(scene: Scene) -> None:
+    """What CRIU's images do not have did not end by itself."""
+    first, _ = suspended(scene)
+    scene.runtime.script("restore", f"kill -9 {first}", default=True)
+    sentence = scene.restore("--detach").sentence()
+    assert (
+        f"process {first} (sleep) of the checkpoint did not come back: CRIU's images do not have" in sentence
+    )
+    assert len(scene.runtime.calls("delete")) == 1
+
+
+def test_one_ends_as_it_goes_on(scene: Scene) -> None:
+    """It had all of its state, and nobody reads its pipe any more, say: a note."""
+    first, second = suspended(scene)
+    scene.driver.when("unlock", lambda _: None, second)
+    gone = restore.resume
+
+    def resume(*given: object, **more: object) -> None:
+        gone(*given, **more)  # type: ignore[arg-type]
+        scene.family.end(first)
+
+    scene.monkeypatch.setattr(restore, "resume", resume)
+    outcome = scene.restore("--detach")
+    assert outcome.code == 0
+    assert f"process {first} (sleep) ended by itself as soon as it ran again" in outcome.stderr
+    assert proc.running(second)
+
+
+def test_its_init_ends(scene: Scene) -> None:
+    """Without its init there is no container."""
+    init = scene.driver.use(scene.family.init, state=CHECKPOINTED)
+    image(scene, a_manifest(pids=[init]))
+    gone = restore.resume
+
+    def resume(*given: object, **more: object) -> None:
+        gone(*given, **more)  # type: ignore[arg-type]
+        scene.family.end(init)
+
+    scene.monkeypatch.setattr(restore, "resume", resume)
+    assert "did not come back with its GPU state" in scene.restore("--detach").sentence()
 
 
 # It fails.
