@@ -33,6 +33,8 @@ from runtime_shim.settings import Memory
 __all__ = ["Filling"]
 
 _SWITCH = 0.0005  # seconds
+# What is staged goes when the restore fails, so that nobody is sent to look for it.
+_CHANGED = "see with gpusnap verify whether the checkpoint is as it was made, and restore another one if not"
 
 
 def _most_of(cores: int) -> int:
@@ -131,7 +133,7 @@ class Filling:
         for (pid, _), area in zip(self._regions, self._areas, strict=True):
             if pid in by_inner:
                 found.setdefault(by_inner[pid], []).append(area)
-        for error in transfer.give(self._key, found).values():
+        for error in transfer.give(self._key, found, hint=_CHANGED).values():
             raise error
         self._checking = threading.Thread(target=self._check, name="gpusnap-check")
         self._checking.start()

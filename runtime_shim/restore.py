@@ -297,7 +297,7 @@ def _plan(job: _Job, config: dict[str, Any]) -> None:
     if job.driver is not None and any(process.regions for process in job.record.processes):
         filling = Filling(job.images, job.record, job.settings.memory, job.key, job.fetching)
         job.filling = job.cleanup.enter_context(filling)
-    job.images = job.cleanup.enter_context(view(job.images, replaced, elsewhere))
+    job.images = job.cleanup.enter_context(view(job.images, replaced, elsewhere, always=True))
     criu_mounts.checked(job.record.mounts, job.remap.mounts if job.remap is not None else None)
     edits = job.remap.edits if job.remap is not None else None
     noted = partial(_config_changes, job)
@@ -521,7 +521,13 @@ def _fill(
             job.filling.deliver({inner: process.pid for inner, process in by_inner.items()})
     with job.transaction.step("driver restore"):
         right = partial(_right, job.key, job.filling, gone_on)
-        resume(driver, pids, InCriu(), pairs=pairs, right=right)
+        try:
+            resume(driver, pids, InCriu(), pairs=pairs, right=right)
+        except GpuError:
+            # The driver's words for memory that is not what it was tell of the GPU, which is not to blame.
+            if job.filling is not None:
+                job.filling.right()
+            raise
         for text in driver_calls.take_notes():
             job.transaction.note(text)
     return gone_on

@@ -92,7 +92,7 @@ def restoring() -> Iterator[subprocess.Popen[str]]:
             yield engine
         finally:
             engine.kill()
-            kill(*processes(WORK))  # a failed test's: Podman's pipe ends with them
+            kill(*inside())  # a failed test's: Podman's pipe ends with them
 
 
 def settings(real: str, pages: str) -> None:

@@ -14,11 +14,13 @@ import pytest
 from criu_images import CORE, INVENTORY, PAGE, pagemap
 from fakes import ID, KEY, HandedOver, Scene, a_manifest, gpu, uuid, wait_for
 
+from oci.chunks import Chunk, Table
 from runtime_shim import choosing, journal, keys, proc, restore, room
 from runtime_shim.draft import Draft
+from runtime_shim.errors import ImageError
 from runtime_shim.gpu.driver import Node, ProcessState
 from runtime_shim.gpu.errors import DriverFailed
-from runtime_shim.manifest import DriverMount, Manifest
+from runtime_shim.manifest import DriverMount, Manifest, RegionRecord
 
 CHECKPOINTED = ProcessState.CHECKPOINTED
 
@@ -288,7 +290,8 @@ def test_the_same_gpu_needs_no_pairs(scene: Scene) -> None:
     before = (scene.bundle / "config.json").stat()
     assert scene.restore("--detach").code == 0
     assert set(scene.driver.pairs.values()) == {()}
-    assert (scene.bundle / "config.json").stat() == before
+    after = (scene.bundle / "config.json").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 @pytest.mark.parametrize("how", ["option", "environment", "annotation", "settings"])
@@ -423,7 +426,7 @@ def test_one_is_not_listed(scene: Scene) -> None:
 
 @pytest.mark.parametrize("gpus", [True, False], ids=["of a GPU", "of none"])
 def test_none_is_listed(scene: Scene, gpus: bool) -> None:
-    """A manifest without any process, or of a checkpoint that is said to have none, is asked about as well."""
+    """A manifest without any process, or of a checkpoint that is said to have none, is asked about, too."""
     pid = scene.driver.use(scene.family.spawn(), state=CHECKPOINTED)
     record = replace(a_manifest(), processes=())
     image(scene, record if gpus else of_no_gpu())
@@ -513,6 +516,37 @@ def test_it_ends_at_once(scene: Scene) -> None:
     assert "ended as soon as it was restored" in scene.restore("--detach").sentence()
     assert scene.driver.of("restore") == []
     assert len(scene.runtime.calls("delete")) == 1
+
+
+class WrongContent:
+    """A Filling whose digests are found wrong in the end."""
+
+    def __init__(self, *_: object) -> None:
+        self.deliver = self.right = self.close = lambda *_: None
+
+    def __enter__(self) -> WrongContent:
+        self.right = self._wrong
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def _wrong(self, *_: object) -> None:
+        raise ImageError("the GPU memory in /image: blob sha256:00 is not what its digest says")
+
+
+def test_wrong_content_makes_the_driver_fail(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the driver says of it then is not the cause."""
+    monkeypatch.setattr(restore, "Filling", WrongContent)
+    pid = scene.driver.use(scene.family.spawn(), state=CHECKPOINTED)
+    chunk = Chunk(0, 9, "sha256:" + "0" * 64, "sha256:" + "0" * 64, 9, "plain")
+    region = RegionRecord(4096, Table(9, (chunk,)))
+    process = replace(a_manifest(pids=[pid]).processes[0], regions=(region,))
+    image(scene, replace(a_manifest(), processes=(process,), pages="chunks"))
+    scene.driver.fail("restore", pid, DriverFailed("bad bytes", hint="look for NVRM and Xid lines"))
+    sentence = scene.restore("--detach").sentence()
+    assert "is not what its digest says" in sentence
+    assert "NVRM" not in sentence
 
 
 def test_the_runtime_fails(scene: Scene) -> None:
