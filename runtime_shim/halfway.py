@@ -58,6 +58,7 @@ __all__ = [
     "begun",
     "changed",
     "delete",
+    "deletion",
     "entries",
     "forget",
     "read",

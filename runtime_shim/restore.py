@@ -17,7 +17,7 @@ import shutil
 import stat
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +36,7 @@ from runtime_shim import (
     preflight,
     proc,
     remap,
+    returned,
     transfer,
     volumes,
 )
@@ -62,7 +63,7 @@ from runtime_shim.fetching import Fetching, rebuild
 from runtime_shim.filling import Filling
 from runtime_shim.foreground import Beside, pid_file
 from runtime_shim.gpu import cdi, find_driver
-from runtime_shim.gpu.driver import Driver, Host, ProcessState
+from runtime_shim.gpu.driver import Driver, Host
 from runtime_shim.gpu.errors import GpuError
 from runtime_shim.gpu.libraries import Found, found
 from runtime_shim.gpu.plugin import Plugin
@@ -401,7 +402,7 @@ def _finish(job: _Job) -> None:
         _note(job, stage=Stage.GPUS)
         _restore_gpus(job, job.driver, container, members)
     else:
-        _none_suspended(job, members)
+        returned.none_suspended(job.present, members)
     job.room.close()
 
 
@@ -431,71 +432,17 @@ def _restore_gpus(
     """Give the restored processes their GPU memory back, and check that none was forgotten."""
     inner = containers.inner_pids(container.pid, members)
     by_inner = {inner[process.pid]: process for process in members}
-    for wanted in job.record.processes:
-        # One that a plugin brought back has gone on by now, and may be done.
-        if wanted.pid not in by_inner and driver.plugin is None:
-            _ended(job, wanted)
+    if driver.plugin is None:  # those of a plugin run since then, and may be done
+        returned.all_there(job.record.processes, by_inner, job.images)
     suspended = [by_inner[each.pid] for each in job.record.processes if each.pid in by_inner]
     others = [process for process in members if process not in suspended]
-    gone_on: set[int] = set()
-    if driver.plugin is None:
-        _none_forgotten(driver, others)  # first: no other one has gone on
-        gone_on = _fill(job, driver, container, suspended, by_inner)
-    for process in suspended:
-        if process.pid in gone_on and process.pid != container.pid and not proc.running(process.pid):
-            note(
-                f"process {process.pid} ({process.comm}) ended by itself as soon as it ran again; the rest "
-                "of the container runs on"
-            )
-    by_plugin.came_back(driver, [each for each in suspended if _is_left(each.pid, gone_on, container.pid)])
     if driver.plugin is not None:
-        _none_forgotten(driver, others)
-
-
-def _is_left(pid: int, gone_on: Collection[int], init: int) -> bool:
-    """Whether a process is to be there: one that had all of its state may have ended since, but not init."""
-    return pid == init or pid not in gone_on or proc.running(pid)
-
-
-def _ended(job: _Job, wanted: manifest.GpuProcess) -> None:
-    """A process of the manifest is not there: it ended after CRIU had restored it, or never was in the dump.
-
-    Raises GpusnapError for the latter.
-    """
-    if not os.path.exists(os.path.join(job.images, f"core-{wanted.pid}.img")):
-        raise GpusnapError(
-            f"process {wanted.pid} ({wanted.name}) of the checkpoint did not come back: CRIU's images do not "
-            "have it",
-            hint="it was left out of the dump, or the checkpoint was changed since; restore another one",
-        )
-    note(
-        f"process {wanted.pid} ({wanted.name}) ended by itself before its GPU state could be restored; the "
-        "rest of the container runs on"
-    )
-
-
-def _none_suspended(job: _Job, members: Sequence[proc.Process]) -> None:
-    """Ask this host's driver, if it can be, of the processes of a checkpoint that is said to have no GPU."""
-    if job.present is None:
+        by_plugin.came_back(driver, suspended)
+        returned.none_forgotten(driver, others)
         return
-    try:
-        job.present.open()
-    except GpuError:
-        return  # one without the checkpoint API has suspended none
-    _none_forgotten(job.present, members)
-
-
-def _none_forgotten(driver: Driver, processes: Iterable[proc.Process]) -> None:
-    """See that no process which the manifest does not list is suspended. Raises GpusnapError."""
-    for process in processes:
-        native = driver.plugin is None
-        state = driver_calls.state(driver, process.pid) if native else driver.state(process.pid)
-        if state is not None and state is not ProcessState.RUNNING:
-            raise GpusnapError(
-                f"process {process.pid} ({process.comm}) came back with its GPU state {state.name.lower()}, "
-                "and the checkpoint's manifest does not list it",
-                hint="the checkpoint was changed since it was made; restore another one",
-            )
+    returned.none_forgotten(driver, others)  # first: no other one has gone on
+    gone_on = _fill(job, driver, container, suspended, by_inner)
+    by_plugin.came_back(driver, returned.without_ended(suspended, gone_on, container.pid))
 
 
 def _fill(

@@ -15,6 +15,8 @@ import pytest
 import shimhost
 from support import Container, faults, good, podman, run, until
 
+from runtime_shim import proc
+
 COMMAND = "/usr/local/bin/gpusnap"
 WORK = "gpuwork"
 # Large enough that CRIU is at it for a while.
@@ -188,19 +190,20 @@ def test_gpusnap_at_its_end(crun: None, tmp_path: Path) -> None:
     """All has been restored, but Podman is never told: `recover` leaves it, and names what ends it."""
     settings("crun", "chunks")
     container = checkpointed("chunks", "8")
+    ident = container.id  # later nobody can ask: Podman waits, and holds its lock
     faults("unlock hang=3000")
     with restoring() as engine:
 
         def runs() -> bool:
-            states = {state(pid) for pid in processes(WORK)}
-            return bool(states) and not states & set("Tt")
+            states = {state for pid in processes(WORK) for state in proc.states(pid)}
+            return bool(states) and not states & set("TtX")
 
         until(runs, "that it runs")
         kill(*processes("gpusnap-runtime"))
         faults("")
         said = run(COMMAND, "recover")
         assert "running: " in said.out, said
-        found = re.search(rf"(\S*crun(?: \S+)* delete --force {container.id})", said.out)
+        found = re.search(rf"(\S*crun(?: \S+)* delete --force {ident})", said.out)
         assert found is not None, said
         assert processes(WORK)
         good(run(*found[1].split()))
@@ -209,10 +212,3 @@ def test_gpusnap_at_its_end(crun: None, tmp_path: Path) -> None:
         engine.stderr.close()
         nothing_left()
     restored(container)
-
-
-def state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-    except OSError:
-        return "X"

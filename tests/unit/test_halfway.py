@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -297,6 +298,22 @@ def test_it_ended(scene: Scene) -> None:
         "crun knows no such container, and of processes that it left nothing is known; "
         f"its checkpoint in {entry.image} is unharmed"
     )
+    assert halfway.entries() == ()
+
+
+def test_its_runtime_does_not_know_it(scene: Scene) -> None:
+    """Killed with its runtime and CRIU: what stands there is ended, and only that is said."""
+    entry = cut_off(scene, stage=Stage.RESTORE, init=None)
+    (scene.runtime.folder / "state.json").unlink()
+    mark = f"{entry.owner[0]}.{entry.owner[1]}"
+    config = str(scene.folder / f"gpusnap-criu-{mark}-abc.conf")
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, leavings.CONFIG: config}) as left:
+        wait_for(lambda: leavings.children(entry.owner), "its environment")
+        assert halfway.recover(KEY, scene.driver) == (
+            "crun knows no such container, but processes of it stood there and were ended: "
+            f"{left.pid}; its checkpoint in {entry.image} is unharmed"
+        )
+        assert left.wait(10) == -signal.SIGKILL
     assert halfway.entries() == ()
 
 

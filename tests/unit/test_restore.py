@@ -565,6 +565,17 @@ def test_the_runtime_fails(scene: Scene) -> None:
     assert [line.split()[:2] for line in scene.runtime.calls("delete")] == [["delete", "--force"]]
 
 
+def test_what_a_killed_runtime_leaves(scene: Scene) -> None:
+    """CRIU goes on without it, and the runtime knows no container: nothing of that stays."""
+    suspended(scene)
+    left = scene.folder / "left"
+    scene.runtime.script("restore", f"sleep 600 </dev/null >/dev/null 2>&1 & echo $! >{left}; kill -9 $$")
+    scene.runtime.script("delete", 'say "container does not exist"; exit 1')
+    assert scene.restore("--detach").code == 137
+    assert not proc.running(int(left.read_text("ascii")))
+    assert os.listdir(journal.FOLDER) == []
+
+
 FOREGROUND = 'cp "$here/restored.json" "$here/state.json"; cat "$here/pid" >"$pid_file"; exec sleep 600'
 
 
