@@ -116,6 +116,8 @@ class Restore:
     """Where its chunks are, if not in the image directory; the first that has one."""
     state: str = ""
     """The directory in which the real runtime keeps what it knows of the container."""
+    work: str = ""
+    """The directory in which CRIU works."""
     place: Place | None = None
     """By what its processes are known; None where an earlier version wrote the entry."""
 
@@ -144,6 +146,7 @@ def begun(call: RestoreCall, real: RealRuntime, record: Manifest, config: Mappin
         detach=call.detach,
         processes=tuple(process.pid for process in record.processes),
         state=os.path.join(root, call.container_id),
+        work=os.path.abspath(call.work() or call.images(real.kind)),
         place=Place.of(config, bundle_dir, call.container_id),
     )
 
@@ -204,6 +207,7 @@ def _decoded(document: Any, key: str) -> Restore:
         digest=str(document["digest"]),
         layouts=tuple(str(path) for path in document.get("layouts", ())),
         state=str(document.get("state", "")),
+        work=str(document.get("work", "")),
         place=None if place is None else Place.from_json(place),
     )
 
@@ -338,9 +342,11 @@ def remove(entry: Restore) -> str:
 
     None of its processes is left afterwards. Raises GpusnapError.
     """
-    incomplete.unmount([folder for folder in (entry.bundle, entry.state) if folder])
+    incomplete.unmount_root([folder for folder in (entry.bundle, entry.state) if folder])
     known = delete(entry.command, entry.container)
     ended = incomplete.end(entry.place, entry.owner, entry.container)
+    if entry.work:
+        incomplete.unmount_yards(entry.work)
     if known:
         return "the incomplete container was removed"
     name = os.path.basename(entry.command[0])
@@ -383,7 +389,7 @@ def delete(command: Sequence[str], container: str) -> bool:
     try:
         containers.find(command, container)
         known = True
-    except ContainerError as error:
+    except GpusnapError as error:
         known = _NO_SUCH not in str(error)
     done = control([*command, "delete", "--force", container])
     missing = "not exist" in done.err or "no such file" in done.err.lower()

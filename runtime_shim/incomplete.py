@@ -27,7 +27,7 @@ from typing import Any
 from runtime_shim import leavings, pidfds, proc
 from runtime_shim.errors import ContainerError, GpusnapError, reason
 
-__all__ = ["Place", "end", "find", "let_runtime_end", "unmount"]
+__all__ = ["Place", "end", "find", "let_runtime_end", "unmount_root", "unmount_yards"]
 
 _PATIENCE = 30.0  # seconds that killed processes may take to go
 _INTERVAL = 0.01
@@ -36,6 +36,8 @@ _ROOT = "criu-root"
 
 src/libcrun/criu.c, libcrun_container_restore_linux_criu; libcontainer/criu_linux.go, Restore.
 """
+_YARD = ".criu.cgyard."
+"""How the directory begins in which CRIU mounts control groups, below where it works (criu/cgroup.c)."""
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8  # linux/fs.h
 _MS_REC, _MS_PRIVATE = 1 << 14, 1 << 18  # linux/mount.h
 
@@ -136,26 +138,50 @@ def end(place: Place | None, owner: tuple[int, int], container: str) -> tuple[in
     return tuple(sorted(killed))
 
 
-def unmount(folders: Sequence[str]) -> None:
-    """Take away the mount of its root file system that a killed runtime leaves in one of these folders.
+def unmount_root(folders: Sequence[str]) -> None:
+    """Take away its root file system, which a killed runtime leaves mounted in one of these directories.
 
-    Before `delete`: runc removes its folder with all that is in it, and that would be the container's files.
-    Raises ContainerError.
+    Before `delete`: runc removes its directory with all that is in it, and that would be the container's
+    files. Raises ContainerError.
     """
     for folder in folders:
-        path = os.path.join(os.path.realpath(folder), _ROOT)
-        while any(mount.destination == path for mount in proc.mounts("self")):
-            name = os.fsencode(path)
-            # Private first: what is mounted below must not go from where it is mounted as well.
-            done = _libc.mount(None, name, None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
-            if done < 0 or _libc.umount2(name, _MNT_DETACH | _UMOUNT_NOFOLLOW) < 0:
-                error = OSError(ctypes.get_errno(), "umount2")
-                raise ContainerError(
-                    f"{path}, which a killed runtime left mounted, cannot be unmounted: {reason(error)}",
-                    hint=f"umount -l {path}, then gpusnap recover",
-                ) from error
-        with contextlib.suppress(OSError):
-            os.rmdir(path)
+        _unmount(os.path.join(os.path.realpath(folder), _ROOT))
+
+
+def unmount_yards(folder: str) -> None:
+    """Take away the control groups that a killed CRIU leaves mounted where it worked, unless one works there.
+
+    Raises ContainerError.
+    """
+    folder = os.path.realpath(folder)
+    if any(_works_in(pid, folder) for pid in proc.pids()):
+        return
+    for path in {mount.destination for mount in proc.mounts("self")}:
+        if os.path.dirname(path) == folder and os.path.basename(path).startswith(_YARD):
+            _unmount(path)
+
+
+def _works_in(pid: int, folder: str) -> bool:
+    try:
+        return proc.comm(pid) == "criu" and os.readlink(f"/proc/{pid}/cwd") == folder
+    except OSError:
+        return False
+
+
+def _unmount(path: str) -> None:
+    """Detach all that is mounted at a path, with what is below it, and remove the directory."""
+    name = os.fsencode(path)
+    while any(mount.destination == path for mount in proc.mounts("self")):
+        # Private first: what is mounted below must not go from where it is mounted as well.
+        done = _libc.mount(None, name, None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
+        if done < 0 or _libc.umount2(name, _MNT_DETACH | _UMOUNT_NOFOLLOW) < 0:
+            error = OSError(ctypes.get_errno(), "umount2")
+            raise ContainerError(
+                f"{path}, which a killed runtime left mounted, cannot be unmounted: {reason(error)}",
+                hint=f"umount -l {path}, then gpusnap recover",
+            ) from error
+    with contextlib.suppress(OSError):
+        os.rmdir(path)
 
 
 def _left(place: Place | None, owner: tuple[int, int], container: str) -> list[proc.Process]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -62,7 +63,9 @@ def nothing_left() -> None:
     assert processes("criu") == []
     assert [name for name in os.listdir("/run") if name.startswith("gpusnap-")] == []
     assert [name for name in os.listdir("/run/gpusnap/journal") if not name.endswith(".lock")] == []
-    assert "criu-root" not in Path("/proc/self/mountinfo").read_text()
+    mounts = Path("/proc/self/mountinfo").read_text()
+    assert "criu-root" not in mounts
+    assert ".criu." not in mounts
 
 
 def checkpointed(pages: str, mib: str = MIB) -> Container:
@@ -195,6 +198,9 @@ def test_gpusnap_at_its_end(crun: None, tmp_path: Path) -> None:
     with restoring() as engine:
 
         def runs() -> bool:
+            notes = Path("/run/gpusnap/journal").glob("*.restore")
+            if [json.loads(note.read_text())["stage"] for note in notes] != ["gpus"]:
+                return False
             states = {state for pid in processes(WORK) for state in proc.states(pid)}
             return bool(states) and not states & set("TtX")
 

@@ -186,11 +186,13 @@ _UNMOUNT = """\
 import os, subprocess, sys
 from runtime_shim import incomplete, proc
 place, rootfs = sys.argv[1:]
-for pair in ((rootfs, place + "/criu-root"),):
-    subprocess.run(["mount", "--rbind", *pair], check=True)
-    subprocess.run(["mount", "--rbind", *pair], check=True)
-incomplete.unmount([place, place + "/none"])
-assert not any("criu-root" in mount.destination for mount in proc.mounts("self"))
+for _ in range(2):
+    subprocess.run(["mount", "--rbind", rootfs, place + "/criu-root"], check=True)
+os.mkdir(place + "/.criu.cgyard.abc")
+subprocess.run(["mount", "-t", "tmpfs", "none", place + "/.criu.cgyard.abc"], check=True)
+incomplete.unmount_root([place, place + "/none"])
+incomplete.unmount_yards(place)
+assert not any("criu" in mount.destination for mount in proc.mounts("self"))
 assert any(mount.destination == rootfs + "/below" for mount in proc.mounts("self")), "it went as well"
 """
 
@@ -212,4 +214,4 @@ def test_what_is_left_mounted(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (rootfs / "precious").exists()
-    assert not (state / "criu-root").exists()
+    assert list(state.iterdir()) == []
