@@ -51,7 +51,7 @@ class Place:
     group: str
     """Its cgroup: a path, or one component of paths."""
     beside: tuple[str, ...]
-    """The cgroups of the gpusnap that restores it."""
+    """The cgroup of the gpusnap that restores it: hierarchy:path, of version 2 if that is there, else all."""
     device: str
     """major:minor of its root file system; empty where that is not known, and then no process is found."""
     root: str
@@ -66,7 +66,8 @@ class Place:
         device, within = "", ""
         if isinstance(rootfs, str) and rootfs:
             device, within = _file_system(os.path.realpath(os.path.join(bundle, rootfs)))
-        beside = tuple(dict.fromkeys(proc.cgroups("self").values()))
+        ours = proc.cgroups("self")
+        beside = tuple(f"{name}:{ours[name]}" for name in ([""] if "" in ours else sorted(ours)))
         group = _group(path if isinstance(path, str) else "", container)
         return cls(group, beside, device, within)
 
@@ -78,8 +79,10 @@ class Place:
 
     def holds(self, pid: int) -> bool:
         """Whether a process is in one of these cgroups."""
-        groups = proc.cgroups(pid).values()
-        return any(group in self.beside or self._is_own(group) for group in groups)
+        groups = proc.cgroups(pid)
+        if any(map(self._is_own, groups.values())):
+            return True
+        return bool(self.beside) and {*self.beside} <= {f"{name}:{path}" for name, path in groups.items()}
 
     def is_root_of(self, pid: int) -> bool:
         """Whether a process has that root."""

@@ -21,7 +21,7 @@ from runtime_shim.incomplete import Place
 ID = "c0ffee"
 OWNER = (4194000, 77)
 MARK = f"{OWNER[0]}.{OWNER[1]}"
-PLACE = Place("/libpod_parent/libpod-c0ffee", ("/user.slice",), "0:99", "/")
+PLACE = Place("/libpod_parent/libpod-c0ffee", (":/user.slice",), "0:99", "/")
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ class Processes:
     def add(self, pid: int, **changed: Any) -> None:
         process = proc.Process(pid, (pid,), "python3", ("python3",), changed.get("start", 100))
         root = proc.Mount(changed.get("device", "0:99"), changed.get("root", "/"), "/", (), (), "overlay")
-        cgroups = {"": changed.get("group", PLACE.group)}
+        cgroups = {"": changed.get("group", PLACE.group), "pids": "/"}
         self.found[pid] = (process, cgroups, root, changed.get("parent", 1))
 
 
