@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fakes import unshare_works, wait_for
 
-from runtime_shim import incomplete, leavings, proc
+from runtime_shim import incomplete, leavings, pidfds, proc
 from runtime_shim.criu import scratch
 from runtime_shim.errors import GpusnapError
 from runtime_shim.incomplete import Place
@@ -177,7 +177,7 @@ def test_one_that_does_not_end(start: Callable[..., int], monkeypatch: pytest.Mo
     """It is not waited for without end."""
     criu = start(title(MARK))
     monkeypatch.setattr(incomplete, "_PATIENCE", 0.05)
-    monkeypatch.setattr(incomplete.pidfds, "send", lambda pid, number: None)
+    monkeypatch.setattr(pidfds, "send", lambda pid, number: None)
     with pytest.raises(GpusnapError, match=f"do not end though they were killed: {criu}"):
         incomplete.end(None, OWNER, ID)
 

@@ -15,7 +15,7 @@ from criu_images import CORE, INVENTORY, PAGE, pagemap
 from fakes import ID, KEY, HandedOver, Scene, a_manifest, gpu, uuid, wait_for
 
 from oci.chunks import Chunk, Table
-from runtime_shim import choosing, journal, keys, proc, restore, room
+from runtime_shim import choosing, journal, keys, proc, restore, room, suspension
 from runtime_shim.draft import Draft
 from runtime_shim.errors import ImageError
 from runtime_shim.gpu.driver import Node, ProcessState
@@ -476,8 +476,7 @@ def test_one_was_never_dumped(scene: Scene) -> None:
 def test_one_ends_as_it_goes_on(scene: Scene) -> None:
     """It had all of its state, and nobody reads its pipe any more, say: a note."""
     first, second = suspended(scene)
-    scene.driver.when("unlock", lambda _: None, second)
-    gone = restore.resume
+    gone = suspension.resume
 
     def resume(*given: object, **more: object) -> None:
         gone(*given, **more)  # type: ignore[arg-type]
@@ -494,7 +493,7 @@ def test_its_init_ends(scene: Scene) -> None:
     """Without its init there is no container."""
     init = scene.driver.use(scene.family.init, state=CHECKPOINTED)
     image(scene, a_manifest(pids=[init]))
-    gone = restore.resume
+    gone = suspension.resume
 
     def resume(*given: object, **more: object) -> None:
         gone(*given, **more)  # type: ignore[arg-type]
