@@ -150,6 +150,13 @@ def test_only_the_unlock_was_missing(scene: Scene) -> None:
     assert scene.driver.of("unlock") == [entry.processes[1]]
 
 
+def test_the_unlock_was_under_way(scene: Scene) -> None:
+    """The driver ends what a killed gpusnap had asked for: then it is unlocked already."""
+    entry = cut_off(scene, LOCKED)
+    scene.driver.when("unlock", lambda pid: scene.driver.states.update({pid: RUNNING}))
+    kept(scene, f"running: {entry.processes[0]}")
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the driver's thread may be at ends soon."""
