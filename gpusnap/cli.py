@@ -225,7 +225,7 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
             click.echo(_NOTHING, err=True)
         return
     _recover_all(
-        [(each.container, partial(halfway.recover, each.key, find_driver())) for each in cut_off]
+        [(each.container, partial(_recover_restore, each)) for each in cut_off]
         + [(each.container, partial(_recover_checkpoint, each)) for each in found]
     )
     if container is None:
@@ -234,6 +234,15 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
         orders.sweep()
         if not found and not cut_off:
             click.echo(_NOTHING, err=True)
+
+
+def _recover_restore(entry: halfway.Restore) -> str:
+    said = halfway.recover(entry.key, find_driver())
+    if not said.startswith("running: "):
+        return said
+    # Whoever had it restored was told that this failed, and may take it for a container that does not run.
+    ends = halfway.deletion(entry.command, entry.container)
+    return f"{said}; if its engine does not list it as running, this ends it: {ends}"
 
 
 def _recover_checkpoint(entry: journal.Entry) -> str:

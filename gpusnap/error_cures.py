@@ -22,6 +22,17 @@ _REGISTRY = (
 _NAME = "write the reference as registry.example/team/app:tag or …@sha256:…"
 
 CURES: Mapping[str, str] = {
+    # Processes that a dump leaves out, or that end
+    "what exec started in the container is not in its checkpoint: process <names>": (
+        "a note, no error: CRIU dumps the container's first process and its descendants. Start from the "
+        "container's own command what has to be in the checkpoint"
+    ),
+    "process <pid> (<name>) ended by itself before its GPU state could be restored; the rest of the "
+    "container runs on": "a note, no error: somebody ended it, or a process of the container did",
+    "process <pid> (<comm>) ended by itself as soon as it ran again; the rest of the container runs on": (
+        "a note, no error: most often its standard output was a pipe that nobody reads any more, as what "
+        "`podman exec` started leaves one. Its own log may say more"
+    ),
     # gpusnap
     "<path> cannot be written: it is there, and no file": (
         "name another file: a device, a pipe or a socket is not written over"

@@ -138,6 +138,9 @@ def _inspect(job: Job) -> None:
     preflight.states(found)
     preflight.complete(job.container, job.processes(), list(found))
     preflight.shared(list(found), job.settings.nvidia, job.host.driver_version)
+    if left_out := preflight.sessions(job.container, job.processes()):
+        names = ", ".join(f"{each.pid} ({each.comm})" for each in left_out)
+        note(f"what exec started in the container is not in its checkpoint: process {names}")
 
 
 def _connections(job: Job) -> criu_config.Connections:

@@ -41,6 +41,7 @@ from runtime_shim.gpu.errors import (
     DriverFailed,
     DriverNotReady,
     GpuError,
+    IllegalState,
     LockTimeout,
     NotInitialized,
     ProcessGone,
@@ -344,8 +345,12 @@ def restore(driver: Driver, pid: int, pairs: Sequence[tuple[str, str]] = ()) -> 
 
 
 def unlock(driver: Driver, pid: int) -> None:
-    """Unlock a process."""
-    call_or_run(driver, pid, lambda: driver.unlock(pid), timeout=_STUCK)
+    """Unlock a process. One that a killed gpusnap was about to unlock may be so by itself in between."""
+    try:
+        call_or_run(driver, pid, lambda: driver.unlock(pid), timeout=_STUCK)
+    except IllegalState:
+        if state(driver, pid) is not ProcessState.RUNNING:
+            raise
 
 
 def let_finish(driver: Driver, pid: int, *, within: float, quiet: float) -> None:

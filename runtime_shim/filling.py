@@ -17,9 +17,11 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from oci import reading
 from oci.blobs import Blobs
+from oci.buffers import Target
 from oci.layout import Layout
 from runtime_shim import mountns, transfer
 from runtime_shim.errors import ImageError
@@ -31,11 +33,26 @@ from runtime_shim.settings import Memory
 __all__ = ["Filling"]
 
 _SWITCH = 0.0005  # seconds
+# What is staged goes when the restore fails, so that nobody is sent to look for it.
+_CHANGED = "see with gpusnap verify whether the checkpoint is as it was made, and restore another one if not"
 
 
 def _most_of(cores: int) -> int:
     """Some are left to the runtime and to CRIU, which nobody would wait for any shorter else."""
     return max(1, cores * 3 // 4)
+
+
+@dataclass(frozen=True, slots=True)
+class _Nowhere:
+    """A region whose process has ended: oci.buffers' Target."""
+
+    size: int
+
+    def view(self, offset: int, size: int) -> None:
+        """It is no memory of ours."""
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Nobody reads it."""
 
 
 class Filling:
@@ -92,15 +109,19 @@ class Filling:
     def deliver(self, by_inner: Mapping[int, int]) -> None:
         """Have every region in its process; `by_inner` has this host's PID by the container's.
 
-        They may not go on before `right`.
+        They may not go on before `right`. Those that are not in `by_inner` have ended.
 
         Raises ImageError, and GpusnapError where a process cannot have it.
         """
         with transfer.as_image_error(self._path):
             if not self._areas:
-                self._reading.deliver(
-                    [transfer.Part(by_inner[pid], r.start, r.table.size) for pid, r in self._regions]
-                )
+                targets: list[Target] = [
+                    transfer.Part(by_inner[pid], region.start, region.table.size)
+                    if pid in by_inner
+                    else _Nowhere(region.table.size)
+                    for pid, region in self._regions
+                ]
+                self._reading.deliver(targets)
                 return
             self._reading.wait()
         for (_, region), area in zip(self._regions, self._areas, strict=True):
@@ -110,8 +131,9 @@ class Filling:
                     area.populate()
         found: dict[int, list[Area]] = {}
         for (pid, _), area in zip(self._regions, self._areas, strict=True):
-            found.setdefault(by_inner[pid], []).append(area)
-        for error in transfer.give(self._key, found).values():
+            if pid in by_inner:
+                found.setdefault(by_inner[pid], []).append(area)
+        for error in transfer.give(self._key, found, hint=_CHANGED).values():
             raise error
         self._checking = threading.Thread(target=self._check, name="gpusnap-check")
         self._checking.start()

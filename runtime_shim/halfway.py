@@ -6,10 +6,11 @@
 
 The real runtime goes on when gpusnap is killed, so there may be a container whose processes stand and miss
 their GPU state. Podman waits for it, and holds its lock, until it is gone: conmon reads what the container
-would say. `recover` lets that runtime end, and removes the container and what else is left, but never one
-that runs: one that had come up just then, or a later one of the same ID. The entry may be days old, and then
-says nothing of what runs; the driver does. Incomplete is only a container with a process whose GPU state the
-driver has not given back: none runs like that, and no other sign counts.
+would say. Is the runtime killed, too, it knows no such container, whose processes may stand all the same:
+incomplete.py finds them. `recover` lets that runtime end, and removes the container and what else is left,
+but never one that runs: one that had come up just then, or a later one of the same ID. The entry may be days
+old, and then says nothing of what runs; the driver does. Incomplete is only a container with a process whose
+GPU state the driver has not given back: none runs like that, and no other sign counts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -27,19 +29,43 @@ from oci.blobs import FirstOf
 from oci.errors import OciError
 from oci.layout import Layout
 from oci.store import Store
-from runtime_shim import bundle, driver_calls, journal, keys, leavings, manifest, proc, transfer
+from runtime_shim import (
+    bundle,
+    driver_calls,
+    incomplete,
+    journal,
+    keys,
+    leavings,
+    manifest,
+    proc,
+    transfer,
+)
 from runtime_shim import container as containers
 from runtime_shim.argv import RestoreCall
 from runtime_shim.errors import ContainerError, GpusnapError, Refused, RuntimeFailed, reason
 from runtime_shim.gpu.driver import Driver, ProcessState
 from runtime_shim.gpu.together import at_once
+from runtime_shim.incomplete import Place
 from runtime_shim.invoke import control, quiet
 from runtime_shim.manifest import Manifest
 from runtime_shim.memory import stage
 from runtime_shim.real import RealRuntime
 from runtime_shim.suspension import InCriu, let_finish, resume
 
-__all__ = ["Restore", "Stage", "begun", "changed", "delete", "entries", "forget", "read", "recover", "write"]
+__all__ = [
+    "Restore",
+    "Stage",
+    "begun",
+    "changed",
+    "delete",
+    "deletion",
+    "entries",
+    "forget",
+    "read",
+    "recover",
+    "remove",
+    "write",
+]
 
 _KIND = "restore"
 _VERSION = 1
@@ -88,6 +114,12 @@ class Restore:
     """Of config.json as changed: SHA-256, hexadecimal."""
     layouts: tuple[str, ...] = ()
     """Where its chunks are, if not in the image directory; the first that has one."""
+    state: str = ""
+    """The directory in which the real runtime keeps what it knows of the container."""
+    work: str = ""
+    """The directory in which CRIU works."""
+    place: Place | None = None
+    """By what its processes are known; None where an earlier version wrote the entry."""
 
     @property
     def container(self) -> str:
@@ -100,18 +132,22 @@ class Restore:
         return proc.same(*self.owner)
 
 
-def begun(call: RestoreCall, real: RealRuntime, record: Manifest) -> Restore:
-    """The first entry of a restore by this process."""
+def begun(call: RestoreCall, real: RealRuntime, record: Manifest, config: Mapping[str, Any]) -> Restore:
+    """The first entry of a restore by this process; `config` is the bundle's config.json."""
     own = proc.process(os.getpid())
+    root, bundle_dir = keys.root(call.globals.root, real.kind), str(call.bundle_dir())
     return Restore(
-        key=keys.key(keys.root(call.globals.root, real.kind), call.container_id),
+        key=keys.key(root, call.container_id),
         image=str(call.images(real.kind)),
         owner=(os.getpid(), own.start if own is not None else 0),
         command=tuple(quiet(call, real)),
-        bundle=str(call.bundle_dir()),
+        bundle=bundle_dir,
         pid_file=os.path.abspath(call.pid_file) if call.pid_file else "",
         detach=call.detach,
         processes=tuple(process.pid for process in record.processes),
+        state=os.path.join(root, call.container_id),
+        work=os.path.abspath(call.work() or call.images(real.kind)),
+        place=Place.of(config, bundle_dir, call.container_id),
     )
 
 
@@ -155,7 +191,7 @@ def read(key: str) -> Restore | None:
 
 
 def _decoded(document: Any, key: str) -> Restore:
-    init, config = document["init"], document["config"]
+    init, config, place = document["init"], document["config"], document.get("place")
     return Restore(
         key=key,
         image=str(document["image"]),
@@ -170,6 +206,9 @@ def _decoded(document: Any, key: str) -> Restore:
         config=None if config is None else str(config),
         digest=str(document["digest"]),
         layouts=tuple(str(path) for path in document.get("layouts", ())),
+        state=str(document.get("state", "")),
+        work=str(document.get("work", "")),
+        place=None if place is None else Place.from_json(place),
     )
 
 
@@ -191,7 +230,9 @@ def recover(key: str, driver: Driver | None, *, remove: bool = True) -> str:
         if (entry := _cut_off(key)) is None:  # somebody else did it meanwhile
             return _GONE
         # Without --detach the runtime stays until the container ends; the PID file says that it is there.
-        leavings.let_end(entry.owner, entry.container, enough=lambda: not entry.detach and _pid(entry) > 0)
+        incomplete.let_runtime_end(
+            entry.owner, entry.container, enough=lambda: not entry.detach and _pid(entry) > 0
+        )
         said = _kept(entry, driver) if entry.stage is not Stage.PREPARE else None
         if said is None:
             if not remove and entry.stage is not Stage.PREPARE:
@@ -285,14 +326,37 @@ def _states(entry: Restore, driver: Driver | None, pids: Sequence[int]) -> Mappi
 
 
 def _removed(entry: Restore) -> str:
-    """Remove what there is of the container, and put config.json back."""
+    """Remove what there is of the container, and put config.json back; what was there, in words."""
+    said = "nothing of it had been begun"
     if entry.stage is not Stage.PREPARE:
-        delete(entry.command, entry.container)
+        said = remove(entry)
     _config_back(entry)
     if entry.pid_file and not proc.running(_pid(entry)):
         with contextlib.suppress(OSError):
             os.unlink(entry.pid_file)
-    return f"the incomplete container was removed; its checkpoint in {entry.image} is unharmed"
+    return f"{said}; its checkpoint in {entry.image} is unharmed"
+
+
+def remove(entry: Restore) -> str:
+    """Remove an incomplete container, whether its runtime knows it or not; what was there, in words.
+
+    None of its processes is left afterwards. Raises GpusnapError.
+    """
+    incomplete.unmount_root([folder for folder in (entry.bundle, entry.state) if folder])
+    known = delete(entry.command, entry.container)
+    ended = incomplete.end(entry.place, entry.owner, entry.container)
+    if entry.work:
+        incomplete.unmount_yards(entry.work)
+    if known:
+        return "the incomplete container was removed"
+    name = os.path.basename(entry.command[0])
+    if ended:
+        return f"{name} knows no such container, but processes of it stood there and were ended: " + (
+            " ".join(map(str, ended))
+        )
+    if entry.place is None or not entry.place.device:
+        return f"{name} knows no such container, and of processes that it left nothing is known"
+    return f"{name} knows no such container, and no process of it was found"
 
 
 def _drop_links(entry: Restore) -> None:
@@ -320,11 +384,23 @@ def _let_go(key: str) -> None:
         ) from error
 
 
-def delete(command: Sequence[str], container: str) -> None:
-    """Kill and remove a container, if there is one. Raises RuntimeFailed."""
+def delete(command: Sequence[str], container: str) -> bool:
+    """Kill and remove a container; whether there was one. Raises RuntimeFailed."""
+    try:
+        containers.find(command, container)
+        known = True
+    except GpusnapError as error:
+        known = _NO_SUCH not in str(error)
     done = control([*command, "delete", "--force", container])
-    if done.code != 0 and "not exist" not in done.err and "no such file" not in done.err.lower():
+    missing = "not exist" in done.err or "no such file" in done.err.lower()
+    if done.code != 0 and not missing:
         raise RuntimeFailed(f"container {container} could not be removed: {done.err.strip()}")
+    return known and not missing
+
+
+def deletion(command: Sequence[str], container: str) -> str:
+    """The command line that removes a container, whether an engine knows of it or not."""
+    return shlex.join([*command, "delete", "--force", container])
 
 
 def _config_back(entry: Restore) -> None:

@@ -1,8 +1,10 @@
 """What a process of ours leaves when it is killed: files for a moment, and a real runtime that goes on.
 
 Both carry the mark of the process that made them, its PID and start time: the files in their names, and the
-runtime, with CRIU below it, in the environment, where CRIU_CONFIG_FILE names one of these files. A restored
-process has its own environment back before it runs (prctl(2), PR_SET_MM_MAP), so it is none of them.
+runtime in the environment, where CRIU_CONFIG_FILE names one of these files. CRIU writes its title over its
+environment (criu/setproctitle.c): "criu: restore --rpc -D DIR", where DIR is a directory of ours with the
+mark in its name (criu/view.py). So do the processes that CRIU makes, until they have their own memory back;
+then they are none of them.
 """
 
 from __future__ import annotations
@@ -36,12 +38,15 @@ def children(owner: tuple[int, int]) -> tuple[int, ...]:
 
     `owner` is that process' PID and start time.
     """
-    config = f"gpusnap-criu-{_mark(owner)}-"
-    return tuple(
-        pid
-        for pid in proc.pids()
-        if pid != owner[0] and os.path.basename(proc.environment(pid).get(CONFIG, "")).startswith(config)
-    )
+    mark = _mark(owner)
+    return tuple(pid for pid in proc.pids() if pid != owner[0] and _has(pid, mark))
+
+
+def _has(pid: int, mark: str) -> bool:
+    if os.path.basename(proc.environment(pid).get(CONFIG, "")).startswith(f"gpusnap-criu-{mark}-"):
+        return True
+    title = (proc.command(pid) or ("",))[0]
+    return title.startswith("criu: ") and f" {scratch()}/gpusnap-images-{mark}-" in title
 
 
 def let_end(owner: tuple[int, int], container: str, *, enough: Callable[[], bool] = lambda: False) -> None:

@@ -38,6 +38,7 @@ __all__ = [
     "room_in_memory",
     "room_on_disk",
     "room_to_restore",
+    "sessions",
     "shared",
     "sockets",
     "states",
@@ -198,6 +199,16 @@ def complete(container: Container, members: Sequence[proc.Process], users: Seque
                 f"{container.id}, and a dump would leave it out",
                 hint="end it: what podman exec starts cannot be checkpointed",
             )
+
+
+def sessions(container: Container, members: Sequence[proc.Process]) -> tuple[proc.Process, ...]:
+    """Those of a container's processes that a dump leaves out: what exec has started in it."""
+
+    def apart(process: proc.Process) -> bool:
+        return not containers.descends(process.pid, container.pid) and proc.same(process.pid, process.start)
+
+    # Twice: of one that loses its parent at this moment the way to init is cut once.
+    return tuple(each for each in members if apart(each) and apart(each))
 
 
 def _lasting(ask: Callable[[], _Found]) -> _Found:

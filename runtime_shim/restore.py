@@ -36,6 +36,7 @@ from runtime_shim import (
     preflight,
     proc,
     remap,
+    returned,
     transfer,
     volumes,
 )
@@ -63,6 +64,7 @@ from runtime_shim.filling import Filling
 from runtime_shim.foreground import Beside, pid_file
 from runtime_shim.gpu import cdi, find_driver
 from runtime_shim.gpu.driver import Driver, Host
+from runtime_shim.gpu.errors import GpuError
 from runtime_shim.gpu.libraries import Found, found
 from runtime_shim.gpu.plugin import Plugin
 from runtime_shim.halfway import Stage
@@ -100,6 +102,8 @@ class _Job:
     record: manifest.Manifest
     driver: Driver | None
     """None where no process has GPU state."""
+    present: Driver | None
+    """This host's first driver, whatever the checkpoint says of GPUs."""
     transaction: Transaction
     images: str
     """The image directory as the runtime is to read it."""
@@ -148,12 +152,12 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
         ExitStack() as cleanup,
         Transaction() as transaction,
     ):
-        job = _Job(call, real, settings, record, driver, transaction, images, held, room, cleanup)
+        job = _Job(call, real, settings, record, driver, found, transaction, images, held, room, cleanup)
         with transaction.step("plan"):
             held.enter_context(journal.held(job.key))
             _absent(job)
             _nothing_waits(job)
-            _begin(job)
+            _begin(job, config)
             _plan(job, config)
         with transaction.step("volumes"):
             volumes.put_back(images, config)
@@ -166,9 +170,9 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
         return _in_foreground(job)
 
 
-def _begin(job: _Job) -> None:
+def _begin(job: _Job, config: dict[str, Any]) -> None:
     """Have it on file what to take away, should this be killed. There is no such container yet."""
-    job.entry = halfway.begun(job.call, job.real, job.record)
+    job.entry = halfway.begun(job.call, job.real, job.record, config)
     job.transaction.undo("forgetting the restore", lambda: _forget(job))
     halfway.write(job.entry)
 
@@ -217,7 +221,8 @@ def _absent(job: _Job) -> None:
         return
     raise Refused(
         f"there is a container {found.id} already, and it is {found.status}",
-        hint="remove it, or restore under another name",
+        hint="remove it, or restore under another name; if its engine does not know of it (the one that "
+        f"restored it was killed): {halfway.deletion(quiet(job.call, job.real), found.id)}",
     )
 
 
@@ -293,7 +298,7 @@ def _plan(job: _Job, config: dict[str, Any]) -> None:
     if job.driver is not None and any(process.regions for process in job.record.processes):
         filling = Filling(job.images, job.record, job.settings.memory, job.key, job.fetching)
         job.filling = job.cleanup.enter_context(filling)
-    job.images = job.cleanup.enter_context(view(job.images, replaced, elsewhere))
+    job.images = job.cleanup.enter_context(view(job.images, replaced, elsewhere, always=True))
     criu_mounts.checked(job.record.mounts, job.remap.mounts if job.remap is not None else None)
     edits = job.remap.edits if job.remap is not None else None
     noted = partial(_config_changes, job)
@@ -396,6 +401,8 @@ def _finish(job: _Job) -> None:
         _settle(job, container, job.remap, job.driver)
         _note(job, stage=Stage.GPUS)
         _restore_gpus(job, job.driver, container, members)
+    else:
+        returned.none_suspended(job.present, members)
     job.room.close()
 
 
@@ -425,17 +432,17 @@ def _restore_gpus(
     """Give the restored processes their GPU memory back, and check that none was forgotten."""
     inner = containers.inner_pids(container.pid, members)
     by_inner = {inner[process.pid]: process for process in members}
-    for wanted in job.record.processes:
-        # One that a plugin brought back has gone on by now, and may be done.
-        if wanted.pid not in by_inner and driver.plugin is None:
-            raise GpusnapError(
-                f"process {wanted.pid} ({wanted.name}) ended before its GPU state could be restored",
-                hint="its own log may say why",
-            )
+    if driver.plugin is None:  # those of a plugin run since then, and may be done
+        returned.all_there(job.record.processes, by_inner, job.images)
     suspended = [by_inner[each.pid] for each in job.record.processes if each.pid in by_inner]
-    if driver.plugin is None:
-        _fill(job, driver, container, suspended, by_inner)
-    by_plugin.came_back(driver, suspended)
+    others = [process for process in members if process not in suspended]
+    if driver.plugin is not None:
+        by_plugin.came_back(driver, suspended)
+        returned.none_forgotten(driver, others)
+        return
+    returned.none_forgotten(driver, others)  # first: no other one has gone on
+    gone_on = _fill(job, driver, container, suspended, by_inner)
+    by_plugin.came_back(driver, returned.without_ended(suspended, gone_on, container.pid))
 
 
 def _fill(
@@ -444,35 +451,46 @@ def _fill(
     container: containers.Container,
     suspended: Sequence[proc.Process],
     by_inner: Mapping[int, proc.Process],
-) -> None:
-    """Put the memory of processes that stand in place, and have the driver restore them."""
+) -> set[int]:
+    """Put the memory of processes that stand in place, and have the driver restore them; who went on."""
     pids = [process.pid for process in suspended]
     assert job.remap is not None
     pairs = {
         by_inner[wanted.pid].pid: job.remap.of(uuid for uuid, _ in wanted.gpus)
         for wanted in job.record.processes
+        if wanted.pid in by_inner
     }
+    gone_on: set[int] = set()
     with job.transaction.step("fill"):
         # CRIU restores them stopped; should it ever not, they must be all the same.
         stop(pids, timeout=job.settings.nvidia.lock_timeout)
         if job.filling is not None:
             job.filling.deliver({inner: process.pid for inner, process in by_inner.items()})
     with job.transaction.step("driver restore"):
-        right = partial(_right, job.key, job.filling)
-        resume(driver, pids, InCriu(), pairs=pairs, right=right)
+        right = partial(_right, job.key, job.filling, gone_on)
+        try:
+            resume(driver, pids, InCriu(), pairs=pairs, right=right)
+        except GpuError:
+            # The driver's words for memory that is not what it was tell of the GPU, which is not to blame.
+            if job.filling is not None:
+                job.filling.right()
+            raise
         for text in driver_calls.take_notes():
             job.transaction.note(text)
+    return gone_on
 
 
-def _right(key: str, filling: Filling | None, pid: int) -> None:
+def _right(key: str, filling: Filling | None, gone_on: set[int], pid: int) -> None:
     """Before a process goes on: its memory is what it was, and its own."""
     if filling is not None:
         filling.right()
         transfer.own(key, pid)
+    gone_on.add(pid)
 
 
 def _kill(job: _Job) -> None:
-    halfway.delete(quiet(job.call, job.real), job.call.container_id)
+    assert job.entry is not None
+    halfway.remove(job.entry)
     job.removed = True
 
 

@@ -229,9 +229,15 @@ def _right(job: Job, pid: int) -> None:
 
 
 def newcomers(job: Job) -> list[proc.Process]:
-    """The GPU processes that have not been suspended."""
-    others = [process for process in job.processes() if process.pid not in job.records]
-    return list(users(job.driver, others, job.held))
+    """The GPU processes that have not been suspended.
+
+    Raises Refused for one that a dump would leave out: `podman exec` may start it at any moment.
+    """
+    members = job.processes()
+    found = list(users(job.driver, [each for each in members if each.pid not in job.records], job.held))
+    if found:
+        preflight.complete(job.container, members, found)
+    return found
 
 
 def all_suspended(job: Job) -> None:

@@ -117,11 +117,12 @@ def fill(layout: Layout, wanted: Mapping[int, Iterable[tuple[Region, Table]]], s
         )
 
 
-def give(key: str, wanted: Mapping[int, Sequence[Area]]) -> dict[int, GpusnapError]:
+def give(key: str, wanted: Mapping[int, Sequence[Area]], *, hint: str = "") -> dict[int, GpusnapError]:
     """Map staged regions into their processes; those that ended are left out. What kept some from it, by PID.
 
     What a process writes there does not get into the file. Where it cannot have the file (SELinux; a limit on
-    its descriptors), the bytes are copied. `key`: the container's.
+    its descriptors), the bytes are copied. `key`: the container's; `hint`: what to do where that fails, if
+    the bytes do not stay in the stage.
     """
 
     def one(pid: int) -> None:
@@ -139,7 +140,8 @@ def give(key: str, wanted: Mapping[int, Sequence[Area]]) -> dict[int, GpusnapErr
                 raise GpusnapError(
                     f"the GPU memory of process {pid} ({proc.comm(pid)}) cannot be given back: "
                     f"{reason(error)}",
-                    hint=f"its bytes are in {os.path.dirname(wanted[pid][0].path)}; run gpusnap recover",
+                    hint=hint
+                    or f"its bytes are in {os.path.dirname(wanted[pid][0].path)}; run gpusnap recover",
                 ) from error
 
     return at_once(one, [pid for pid in wanted if proc.running(pid)]).errors

@@ -11,7 +11,7 @@ from gpusnap.doctor.check import Ask, Check, asked, ok, refused, warning
 from gpusnap.doctor.files import Opened
 from gpusnap.doctor.gpu_use import Use
 from gpusnap.doctor.subject import Subject
-from runtime_shim import by_plugin, proc
+from runtime_shim import by_plugin, preflight, proc
 from runtime_shim.criu import mounts as criu_mounts
 from runtime_shim.errors import GpusnapError
 from runtime_shim.gpu.driver import Driver, ProcessState
@@ -82,6 +82,7 @@ def _of_criu(of: Subject, opened: tuple[Opened, ...], used: Use) -> Iterator[Ask
     spaces = {process.pid: proc.namespace(process.pid, "ipc") for process in processes}
     own = proc.namespace(os.getpid(), "ipc")
     limit = settings.criu.ghost_limit
+    yield "exec sessions", lambda: _sessions(of)
     yield "kernel files", lambda: files.anonymous(opened)
     yield "open devices", lambda: files.character_devices(opened, ours)
     yield "deleted files", lambda: files.deleted(processes, opened, limit)
@@ -93,6 +94,19 @@ def _of_criu(of: Subject, opened: tuple[Opened, ...], used: Use) -> Iterator[Ask
     yield "TCP connections", lambda: sockets.connections(opened, closed=settings.criu.tcp_close)
     yield "mounts", lambda: mounts.check(proc.mounts(container.pid), of.config, _drivers(of))
     yield "duration", lambda: _duration(of, used)
+
+
+def _sessions(of: Subject) -> Iterator[Check]:
+    found = preflight.sessions(of.container, of.processes)
+    facts = {"processes": [{"pid": each.pid, "command": each.comm} for each in found]}
+    if found:
+        names = ", ".join(f"{each.pid} ({each.comm})" for each in found)
+        says = f"exec started in the container: process {names}; a checkpoint leaves it out"
+        yield warning(
+            "exec sessions", says, "start from the container's own command what has to be in it", **facts
+        )
+    else:
+        yield ok("exec sessions", "all processes descend from the container's init", **facts)
 
 
 def _drivers(of: Subject) -> set[str]:

@@ -32,16 +32,21 @@ _MOST = 65536
 
 @contextmanager
 def view(
-    image_path: str, replaced: Mapping[str, bytes], elsewhere: Mapping[str, str] = MappingProxyType({})
+    image_path: str,
+    replaced: Mapping[str, bytes],
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+    *,
+    always: bool = False,
 ) -> Iterator[str]:
     """A directory that shows `image_path` with some images, by name, as given; gone afterwards.
 
     `replaced` has their content, `elsewhere` the paths of files.
 
-    With nothing to replace it is `image_path` itself. What is written there is lost: CRIU's log has to go to
-    a work directory. Raises ImageError.
+    With nothing to replace it is `image_path` itself, unless it is `always` to be a directory of our own, by
+    whose name CRIU's processes are known (leavings.py). What is written there is lost: CRIU's log has to go
+    to a work directory. Raises ImageError.
     """
-    if not replaced and not elsewhere:
+    if not replaced and not elsewhere and not always:
         yield image_path
         return
     for name in (*replaced, *elsewhere):

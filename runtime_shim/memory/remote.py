@@ -74,13 +74,14 @@ class Remote:
         self._at = _instruction(tracee.pid, self.machine, self.machine.value(registers, self.machine.counter))
 
     def call(self, name: str, *arguments: int) -> int:
-        """Make one of the machine's calls; its result."""
+        """Make one of the machine's calls; its result. Raises GpusnapError where it came upon another one."""
         registers = self._tracee.registers()
         number = self.machine.calls[name]
         with self._without_seccomp():
             try:
                 self._tracee.set_registers(self.machine.call(registers, self._at, number, arguments))
                 self._tracee.to_call()
+                self._check(name, number)
                 self._tracee.to_call()
                 result = self.machine.outcome(self._tracee.registers())
             finally:
@@ -91,6 +92,27 @@ class Remote:
         if result < 0:
             raise OSError(-result, f"{name} inside process {self._tracee.pid}: {os.strerror(-result)}")
         return result
+
+    def _check(self, name: str, number: int) -> None:
+        """See that the thread enters the call that it was led to; any other one is not made.
+
+        Its filters may be suspended, and another thread may have put other code where our instruction was.
+        Raises GpusnapError.
+        """
+        found = self._tracee.registers()
+        behind = self._at + len(self.machine.instruction)
+        if (self.machine.value(found, self.machine.counter), self.machine.under_way(found)[0]) == (
+            behind,
+            number,
+        ):
+            return
+        # The kernel skips a call whose number the tracer makes -1 (ptrace(2), seccomp(2)).
+        self._tracee.set_registers(self.machine.changed(found, {self.machine.number: -1}))
+        raise GpusnapError(
+            f"thread {self._tracee.tid} of process {self._tracee.pid} entered another system call than "
+            f"{name}, and was kept from making it",
+            hint="its program changes its own code while it is worked on: do not trust it",
+        )
 
     def mmap(
         self, address: int, size: int, protection: int, flags: int, fd: int = -1, offset: int = 0

@@ -527,6 +527,33 @@ def test_a_late_starter(scene: Scene) -> None:
     assert len(whole(scene).processes) == 2
 
 
+def test_one_that_exec_starts_meanwhile(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dump would leave it out, and every restore miss it: refused, as before the first lock."""
+    pid = scene.driver.use(scene.family.spawn())
+    late: list[int] = []
+    scene.driver.when("checkpoint", lambda _: late.append(scene.driver.use(scene.family.spawn())))
+    descends = containers.descends
+    monkeypatch.setattr(containers, "descends", lambda pid, init: pid not in late and descends(pid, init))
+    sentence = scene.checkpoint().sentence()
+    assert f"GPU process {late[0]} (sleep) is not a descendant of the init" in sentence
+    assert scene.driver.of("lock") == [pid]
+    assert scene.runtime.calls("checkpoint") == []
+    assert scene.all_running()
+
+
+def test_an_exec_session_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU it is left out, and the user is told before anything is done."""
+    scene.gpu_processes(1)
+    session = scene.family.spawn()
+    descends = containers.descends
+    monkeypatch.setattr(containers, "descends", lambda pid, init: pid != session and descends(pid, init))
+    outcome = scene.checkpoint()
+    assert outcome.code == 0
+    assert outcome.stderr == (
+        f"gpusnap: what exec started in the container is not in its checkpoint: process {session} (sleep)\n"
+    )
+
+
 def test_no_retries(scene: Scene) -> None:
     """With retries = 0 a container whose processes keep to themselves is checkpointed all the same."""
     scene.set(retries=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -149,6 +150,13 @@ def test_only_the_unlock_was_missing(scene: Scene) -> None:
     assert scene.driver.of("unlock") == [entry.processes[1]]
 
 
+def test_the_unlock_was_under_way(scene: Scene) -> None:
+    """The driver ends what a killed gpusnap had asked for: then it is unlocked already."""
+    entry = cut_off(scene, LOCKED)
+    scene.driver.when("unlock", lambda pid: scene.driver.states.update({pid: RUNNING}))
+    kept(scene, f"running: {entry.processes[0]}")
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the driver's thread may be at ends soon."""
@@ -291,9 +299,29 @@ def test_the_runtime_does_not_say(scene: Scene) -> None:
 
 def test_it_ended(scene: Scene) -> None:
     """A container without an init, or none at all: what the runtime has of it goes."""
-    cut_off(scene, stage=Stage.RESTORE, init=None)
+    entry = cut_off(scene, stage=Stage.RESTORE, init=None)
     (scene.runtime.folder / "state.json").unlink()
-    removed(scene)
+    assert halfway.recover(KEY, scene.driver) == (
+        "crun knows no such container, and of processes that it left nothing is known; "
+        f"its checkpoint in {entry.image} is unharmed"
+    )
+    assert halfway.entries() == ()
+
+
+def test_its_runtime_does_not_know_it(scene: Scene) -> None:
+    """Killed with its runtime and CRIU: what stands there is ended, and only that is said."""
+    entry = cut_off(scene, stage=Stage.RESTORE, init=None)
+    (scene.runtime.folder / "state.json").unlink()
+    mark = f"{entry.owner[0]}.{entry.owner[1]}"
+    config = str(scene.folder / f"gpusnap-criu-{mark}-abc.conf")
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, leavings.CONFIG: config}) as left:
+        wait_for(lambda: leavings.children(entry.owner), "its environment")
+        assert halfway.recover(KEY, scene.driver) == (
+            "crun knows no such container, but processes of it stood there and were ended: "
+            f"{left.pid}; its checkpoint in {entry.image} is unharmed"
+        )
+        assert left.wait(10) == -signal.SIGKILL
+    assert halfway.entries() == ()
 
 
 def test_config_was_written_since(scene: Scene) -> None:

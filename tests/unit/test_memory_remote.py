@@ -337,6 +337,43 @@ def test_a_filter_is_suspended(target: Target) -> None:
     assert target.process.returncode == -signal.SIGSYS
 
 
+EXIT_GROUP, GETPID = 231, 39
+
+
+@pytest.mark.parametrize("number", [EXIT_GROUP, GETPID])
+def test_other_code_in_the_place_of_our_instruction(target: Target, number: int) -> None:
+    """While filters are suspended no other call is made than ours: not by code that was put there since."""
+    target.stop()
+    with inside(target.pid, target.tid) as there:
+        protection = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
+        page = there.mmap(0, 4096, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        code = b"\xb8" + number.to_bytes(4, "little") + b"\x0f\x05"  # mov eax, number; syscall
+        copies.write(target.pid, page, code, threads=1)
+        right, there._at = there._at, page
+        with pytest.raises(GpusnapError, match="entered another system call than madvise"):
+            there.madvise(0, 0, 0)
+        there._at = right
+        there.madvise(0, 0, 0)
+    assert target.well()
+
+
+def test_another_number(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number at the entry counts, too."""
+    target.stop()
+    with inside(target.pid, target.tid) as there:
+        call = type(there.machine).call
+        monkeypatch.setattr(
+            type(there.machine),
+            "call",
+            lambda self, found, at, _, given: call(self, found, at, GETPID, given),
+        )
+        with pytest.raises(GpusnapError, match="entered another system call than madvise"):
+            there.madvise(0, 0, 0)
+        monkeypatch.undo()
+        there.madvise(0, 0, 0)
+    assert target.well()
+
+
 @pytest.mark.parametrize(("action", "error"), [(TRAP, errno.EPERM), (REFUSE, errno.EACCES)])
 def test_a_filter_that_refuses(
     target: Target, monkeypatch: pytest.MonkeyPatch, action: int, error: int

@@ -194,6 +194,40 @@ def test_filling(way: str, holders: list[Holder], tmp_path: Path) -> None:
     assert [holder.say("digest") for holder in holders] == digests
 
 
+def test_a_region_that_a_process_does_not_take(way: str, holders: list[Holder], tmp_path: Path) -> None:
+    """A manifest that was changed: nobody is sent to a file that goes with the failed restore."""
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", SMALL)
+    suspended(chunks, holders)
+    pid = holders[0].pid
+    chunks.take([pid])
+    chunks.commit(kept=False)
+    record = made(chunks, holders[0])
+    wrong = tuple(replace(each, start=1 << 50) for each in record.processes[0].regions)
+    record = replace(record, processes=(replace(record.processes[0], regions=wrong),))
+    with (
+        Filling(str(path), record, SMALL, "other") as filling,
+        pytest.raises(GpusnapError) as caught,
+    ):
+        filling.deliver({7: pid})
+    assert stage.FOLDER not in caught.value.sentence()
+    assert ("gpusnap verify" in caught.value.hint) == (way == "staged")
+    chunks.close()
+
+
+def test_one_that_has_ended_is_left_out(way: str, holders: list[Holder], tmp_path: Path) -> None:
+    """What was its memory goes nowhere."""
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", SMALL)
+    suspended(chunks, holders)
+    chunks.take([holders[0].pid])
+    chunks.commit(kept=False)
+    with Filling(str(path), made(chunks, holders[0]), SMALL, "other") as filling:
+        filling.deliver({})
+        filling.right()
+    chunks.close()
+
+
 def test_a_blob_that_is_damaged(
     way: str, holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,14 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from criu_images import INVENTORY, PAGE, pagemap
+from criu_images import CORE, INVENTORY, PAGE, pagemap
 from fakes import ID, KEY, HandedOver, Scene, a_manifest, gpu, uuid, wait_for
 
-from runtime_shim import choosing, journal, keys, proc, restore, room
+from oci.chunks import Chunk, Table
+from runtime_shim import choosing, journal, keys, proc, restore, room, suspension
 from runtime_shim.draft import Draft
+from runtime_shim.errors import ImageError
 from runtime_shim.gpu.driver import Node, ProcessState
 from runtime_shim.gpu.errors import DriverFailed
-from runtime_shim.manifest import DriverMount, Manifest
+from runtime_shim.manifest import DriverMount, Manifest, RegionRecord
 
 CHECKPOINTED = ProcessState.CHECKPOINTED
 
@@ -288,7 +290,8 @@ def test_the_same_gpu_needs_no_pairs(scene: Scene) -> None:
     before = (scene.bundle / "config.json").stat()
     assert scene.restore("--detach").code == 0
     assert set(scene.driver.pairs.values()) == {()}
-    assert (scene.bundle / "config.json").stat() == before
+    after = (scene.bundle / "config.json").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 @pytest.mark.parametrize("how", ["option", "environment", "annotation", "settings"])
@@ -407,6 +410,99 @@ def test_a_container_without_gpu_processes(scene: Scene) -> None:
     assert moved(scene) == {}
 
 
+# Processes that the manifest does not list, and some that end.
+
+
+def test_one_is_not_listed(scene: Scene) -> None:
+    """A suspended process that the manifest has forgotten would stand for ever: the restore fails instead."""
+    first, second = (scene.driver.use(scene.family.spawn(), state=CHECKPOINTED) for _ in range(2))
+    image(scene, a_manifest(pids=[first]))
+    sentence = scene.restore("--detach").sentence()
+    assert f"process {second} (sleep) came back with its GPU state checkpointed" in sentence
+    assert "does not list it" in sentence
+    assert scene.driver.of("restore") == [], "none goes on before all are known"
+    assert len(scene.runtime.calls("delete")) == 1
+
+
+@pytest.mark.parametrize("gpus", [True, False], ids=["of a GPU", "of none"])
+def test_none_is_listed(scene: Scene, gpus: bool) -> None:
+    """A manifest without any process, or of a checkpoint that is said to have none, is asked about, too."""
+    pid = scene.driver.use(scene.family.spawn(), state=CHECKPOINTED)
+    record = replace(a_manifest(), processes=())
+    image(scene, record if gpus else of_no_gpu())
+    assert f"process {pid} (sleep) came back with" in scene.restore("--detach").sentence()
+    assert len(scene.runtime.calls("delete")) == 1
+
+
+def test_none_is_suspended_without_the_interface(scene: Scene) -> None:
+    """A driver that does not open has suspended none, and is no reason to fail."""
+    image(scene, of_no_gpu())
+    scene.driver.fail("open", None, DriverFailed("the driver is asleep"))
+    assert scene.restore("--detach").code == 0
+
+
+def of_no_gpu() -> Manifest:
+    """A manifest that has no use for this host's driver."""
+    record = a_manifest()
+    return replace(record, host=replace(record.host, vendor="amd"), processes=(), gpus=(), nodes=())
+
+
+def test_one_has_ended_before(scene: Scene) -> None:
+    """CRIU brought it back and it ended: that is a note, and the others run on."""
+    first, second = suspended(scene)
+    (scene.image / f"core-{first}.img").write_bytes(CORE)
+    scene.runtime.script("restore", f"kill -9 {first}", default=True)
+    outcome = scene.restore("--detach")
+    assert outcome.code == 0
+    assert outcome.stderr == (
+        f"gpusnap: process {first} (sleep) ended by itself before its GPU state could be restored; the rest "
+        "of the container runs on\n"
+    )
+    assert scene.driver.of("restore") == [second]
+    assert scene.runtime.calls("delete") == []
+
+
+def test_one_was_never_dumped(scene: Scene) -> None:
+    """What CRIU's images do not have did not end by itself."""
+    first, _ = suspended(scene)
+    scene.runtime.script("restore", f"kill -9 {first}", default=True)
+    sentence = scene.restore("--detach").sentence()
+    assert (
+        f"process {first} (sleep) of the checkpoint did not come back: CRIU's images do not have" in sentence
+    )
+    assert len(scene.runtime.calls("delete")) == 1
+
+
+def test_one_ends_as_it_goes_on(scene: Scene) -> None:
+    """It had all of its state, and nobody reads its pipe any more, say: a note."""
+    first, second = suspended(scene)
+    gone = suspension.resume
+
+    def resume(*given: object, **more: object) -> None:
+        gone(*given, **more)  # type: ignore[arg-type]
+        scene.family.end(first)
+
+    scene.monkeypatch.setattr(restore, "resume", resume)
+    outcome = scene.restore("--detach")
+    assert outcome.code == 0
+    assert f"process {first} (sleep) ended by itself as soon as it ran again" in outcome.stderr
+    assert proc.running(second)
+
+
+def test_its_init_ends(scene: Scene) -> None:
+    """Without its init there is no container."""
+    init = scene.driver.use(scene.family.init, state=CHECKPOINTED)
+    image(scene, a_manifest(pids=[init]))
+    gone = suspension.resume
+
+    def resume(*given: object, **more: object) -> None:
+        gone(*given, **more)  # type: ignore[arg-type]
+        scene.family.end(init)
+
+    scene.monkeypatch.setattr(restore, "resume", resume)
+    assert "did not come back with its GPU state" in scene.restore("--detach").sentence()
+
+
 # It fails.
 
 
@@ -419,6 +515,37 @@ def test_it_ends_at_once(scene: Scene) -> None:
     assert "ended as soon as it was restored" in scene.restore("--detach").sentence()
     assert scene.driver.of("restore") == []
     assert len(scene.runtime.calls("delete")) == 1
+
+
+class WrongContent:
+    """A Filling whose digests are found wrong in the end."""
+
+    def __init__(self, *_: object) -> None:
+        self.deliver = self.right = self.close = lambda *_: None
+
+    def __enter__(self) -> WrongContent:
+        self.right = self._wrong
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def _wrong(self, *_: object) -> None:
+        raise ImageError("the GPU memory in /image: blob sha256:00 is not what its digest says")
+
+
+def test_wrong_content_makes_the_driver_fail(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the driver says of it then is not the cause."""
+    monkeypatch.setattr(restore, "Filling", WrongContent)
+    pid = scene.driver.use(scene.family.spawn(), state=CHECKPOINTED)
+    chunk = Chunk(0, 9, "sha256:" + "0" * 64, "sha256:" + "0" * 64, 9, "plain")
+    region = RegionRecord(4096, Table(9, (chunk,)))
+    process = replace(a_manifest(pids=[pid]).processes[0], regions=(region,))
+    image(scene, replace(a_manifest(), processes=(process,), pages="chunks"))
+    scene.driver.fail("restore", pid, DriverFailed("bad bytes", hint="look for NVRM and Xid lines"))
+    sentence = scene.restore("--detach").sentence()
+    assert "is not what its digest says" in sentence
+    assert "NVRM" not in sentence
 
 
 def test_the_runtime_fails(scene: Scene) -> None:
@@ -435,6 +562,17 @@ def test_the_runtime_fails(scene: Scene) -> None:
     )
     assert scene.driver.of("restore") == []
     assert [line.split()[:2] for line in scene.runtime.calls("delete")] == [["delete", "--force"]]
+
+
+def test_what_a_killed_runtime_leaves(scene: Scene) -> None:
+    """CRIU goes on without it, and the runtime knows no container: nothing of that stays."""
+    suspended(scene)
+    left = scene.folder / "left"
+    scene.runtime.script("restore", f"sleep 600 </dev/null >/dev/null 2>&1 & echo $! >{left}; kill -9 $$")
+    scene.runtime.script("delete", 'say "container does not exist"; exit 1')
+    assert scene.restore("--detach").code == 137
+    assert not proc.running(int(left.read_text("ascii")))
+    assert os.listdir(journal.FOLDER) == []
 
 
 FOREGROUND = 'cp "$here/restored.json" "$here/state.json"; cat "$here/pid" >"$pid_file"; exec sleep 600'

@@ -1,0 +1,221 @@
+"""Its runtime, CRIU, Podman, or all of them at once are killed during a restore."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import shimhost
+from support import Container, faults, good, podman, run, until
+
+from runtime_shim import proc
+
+COMMAND = "/usr/local/bin/gpusnap"
+WORK = "gpuwork"
+# Large enough that CRIU is at it for a while.
+MIB = "100"
+
+
+def processes(name: str) -> list[int]:
+    """The processes of that name that are no zombies, by PID."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            named = entry.name.isdigit() and (entry / "comm").read_text().strip() == name
+            if named and (entry / "stat").read_text().rpartition(") ")[2][0] not in "ZX":
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def inside() -> list[int]:
+    """What CRIU has made of the container so far: it is in the container's PID namespace."""
+    found = []
+    for pid in (*processes(WORK), *processes("criu")):
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            if any(line.startswith("NSpid:") and len(line.split()) > 2 for line in lines):
+                found.append(pid)
+    return found
+
+
+def outside(*names: str) -> list[int]:
+    """The processes of these names on the host."""
+    return [pid for name in names for pid in processes(name) if pid not in inside()]
+
+
+def kill(*pids: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def nothing_left() -> None:
+    """No process, no note, nothing for a moment, nothing mounted."""
+    assert processes(WORK) == []
+    assert processes("criu") == []
+    assert [name for name in os.listdir("/run") if name.startswith("gpusnap-")] == []
+    assert [name for name in os.listdir("/run/gpusnap/journal") if not name.endswith(".lock")] == []
+    mounts = Path("/proc/self/mountinfo").read_text()
+    assert "criu-root" not in mounts
+    assert ".criu." not in mounts
+
+
+def checkpointed(pages: str, mib: str = MIB) -> Container:
+    """A container that has a file of its own in its root, and ended with its checkpoint."""
+    container = Container.start("w", "--mib", mib)
+    good(podman("exec", "w", "sh", "-c", "echo precious >/mark"))
+    good(podman("container", "checkpoint", "w"))
+    return container
+
+
+def restored(container: Container) -> None:
+    """It can be restored, has all of its files, and goes on."""
+    good(podman("container", "restore", "w"))
+    container.goes_on()
+    assert good(podman("exec", "w", "cat", "/mark")) == "precious"
+
+
+@contextmanager
+def restoring() -> Iterator[subprocess.Popen[str]]:
+    """Podman restores; it is not waited for."""
+    with subprocess.Popen(
+        ["podman", "--runtime", "gpusnap-runtime", "container", "restore", "w"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as engine:
+        try:
+            yield engine
+        finally:
+            engine.kill()
+            kill(*inside())  # a failed test's: Podman's pipe ends with them
+
+
+def settings(real: str, pages: str) -> None:
+    shimhost.write_settings(f'runtime = "{real}"\n[memory]\npages = "{pages}"\nchunk-size = "1M"\n')
+
+
+@pytest.mark.parametrize("with_criu", [False, True], ids=["alone", "with CRIU"])
+def test_the_runtime(real: str, *, with_criu: bool) -> None:
+    """gpusnap lives: it ends what CRIU has brought back, and nobody has to recover anything."""
+    settings(real, "criu")
+    container = checkpointed("criu")
+    with restoring() as engine:
+        until(inside, "a process of the container")
+        runtimes = outside(real)
+        kill(*runtimes, *(outside("criu") if with_criu else ()))
+        assert runtimes, "it had ended already"
+        _, said = engine.communicate(timeout=60)
+        assert engine.returncode != 0
+        assert "could not restore container" in said
+        nothing_left()
+        assert "nothing to recover" in run(COMMAND, "recover").err
+    restored(container)
+
+
+@pytest.mark.parametrize(
+    ("real", "early"), [("crun", False), ("crun", True), ("runc", True)], indirect=["real"]
+)
+def test_all_at_once(real: str, *, early: bool) -> None:
+    """Nobody lives: `recover` ends what stands there, and says so; of what was not there it says nothing.
+
+    Early: before it has its own name and environment back.
+    """
+    settings(real, "criu")
+    container = checkpointed("criu")
+    with restoring() as engine:
+        until(inside if early else lambda: processes(WORK), "a process of the container")
+        runtimes = outside(real)
+        kill(*processes("gpusnap-runtime"), *runtimes, *outside("criu"))
+        assert runtimes, "it had ended already"
+        until(lambda: not outside("criu"), "the end of CRIU")
+        stood = inside()
+        assert stood
+        said = good(run(COMMAND, "recover"))
+        nothing_left()
+        found = re.search(rf"{real} knows no such container, but .* were ended: ([\d ]+);", said)
+        # A runtime that was killed late had written the container down.
+        assert found is not None or (not early and "the incomplete container was removed" in said), said
+        assert found is None or set(stood) <= {int(pid) for pid in found[1].split()}
+        assert engine.wait(60) != 0
+        assert engine.stderr is not None
+        engine.stderr.close()
+    restored(container)
+
+
+def test_nothing_stood(crun: None) -> None:
+    """Where nothing of it is there any more, that is what `recover` says."""
+    settings("crun", "criu")
+    container = checkpointed("criu")
+    with restoring() as engine:
+        until(lambda: processes(WORK), "a restored process")
+        kill(*processes("gpusnap-runtime"), *outside("crun", "criu"))
+        kill(*until(lambda: processes(WORK), "what is left"))
+        until(lambda: not processes(WORK), "their end")
+        assert engine.wait(60) != 0
+        assert engine.stderr is not None
+        engine.stderr.close()
+        said = good(run(COMMAND, "recover"))
+        assert "crun knows no such container, and no process of it was found" in said
+        nothing_left()
+    restored(container)
+
+
+def test_podman(real: str) -> None:
+    """The container comes up, and Podman does not know: the next restore names a command that works."""
+    settings(real, "chunks")
+    container = checkpointed("chunks", "8")
+    with restoring() as engine:
+        until(lambda: processes(WORK), "a restored process")
+        engine.kill()
+        until(lambda: not processes("gpusnap-runtime"), "the end of gpusnap")
+        assert processes(WORK)
+        done = podman("container", "restore", "w")
+        assert "already, and it is running" in done.err
+        found = re.search(rf"(\S*{real}(?: \S+)* delete --force {container.id})", done.err)
+        assert found is not None, done.err
+        good(run(*found[1].split()))
+        until(lambda: not processes(WORK), "the end of the container")
+        assert engine.stderr is not None
+        engine.stderr.close()
+    restored(container)
+
+
+def test_gpusnap_at_its_end(crun: None, tmp_path: Path) -> None:
+    """All has been restored, but Podman is never told: `recover` leaves it, and names what ends it."""
+    settings("crun", "chunks")
+    container = checkpointed("chunks", "8")
+    ident = container.id  # later nobody can ask: Podman waits, and holds its lock
+    faults("unlock hang=3000")
+    with restoring() as engine:
+
+        def runs() -> bool:
+            notes = Path("/run/gpusnap/journal").glob("*.restore")
+            if [json.loads(note.read_text())["stage"] for note in notes] != ["gpus"]:
+                return False
+            states = {state for pid in processes(WORK) for state in proc.states(pid)}
+            return bool(states) and not states & set("TtX")
+
+        until(runs, "that it runs")
+        kill(*processes("gpusnap-runtime"))
+        faults("")
+        said = run(COMMAND, "recover")
+        assert "running: " in said.out, said
+        found = re.search(rf"(\S*crun(?: \S+)* delete --force {ident})", said.out)
+        assert found is not None, said
+        assert processes(WORK)
+        good(run(*found[1].split()))
+        assert engine.wait(60) != 0
+        assert engine.stderr is not None
+        engine.stderr.close()
+        nothing_left()
+    restored(container)
