@@ -71,7 +71,7 @@ class Hung(Bad):
 
 
 def descendants(root: int) -> dict[int, str]:
-    """The processes below `root` and itself, by PID, with what each runs; those that end meanwhile left out."""
+    """The processes below `root` and itself, by PID, and what each runs; without those that end meanwhile."""
     children: dict[int, list[int]] = {}
     for each in Path("/proc").iterdir():
         if each.name.isdigit():
@@ -138,7 +138,7 @@ def limited(
 
 
 def _line(argv: Sequence[str | os.PathLike[str]]) -> str:
-    return " ".join(map(os.fspath, argv))
+    return " ".join(os.fspath(word) for word in argv)
 
 
 def _end(root: int) -> None:
@@ -309,7 +309,10 @@ def parser(description: str, rounds: int) -> argparse.ArgumentParser:
         "--seconds", type=float, default=1e9, help="begin no round after so many seconds [default: no limit]"
     )
     made.add_argument(
-        "--keep", type=Path, default=Path("/var/tmp/faults"), help="where failures are kept [default: %(default)s]"
+        "--keep",
+        type=Path,
+        default=Path("/var/tmp/faults"),
+        help="where failures are kept [default: %(default)s]",
     )
     return made
 

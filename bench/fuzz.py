@@ -3,10 +3,10 @@
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 [--bind DIR:/keep] --
         /opt/gpusnap/bin/python -B /src/bench/fuzz.py [--rounds 500] [--seed 1] [--only TEXT] [--keep /keep]
 
-Half of the rounds are cases by hand (mutations.py), spread over all there are, the others are made at random.
-Each goes to `gpusnap verify` and to a restore, by Podman or by `gpusnap restore`. A refusal is a sentence on
-stderr within the deadline, without a traceback; what is restored goes on with every byte of GPU memory right.
-What verify refuses a restore refuses, and the reverse, but for content without digests: CRIU's images and the
+Half of the rounds are cases by hand (fuzz_cases.py), spread over all there are, the others are made at
+random. Each goes to `gpusnap verify` and to a restore, by Podman or by `gpusnap restore`. A refusal is a
+sentence on stderr within the deadline, without a traceback; what is restored goes on with every byte of GPU
+memory right. What verify refuses a restore refuses, and the reverse, but for content without digests: CRIU's images and the
 engine's files in an archive ("unseen"). Afterwards no process, mount, container or file is left, and nothing
 outside was written.
 """
@@ -38,7 +38,9 @@ from faulthost import (
     start,
     waited,
 )
-from mutations import CANARY, NAME_IN_STORE, Base, Case, at_random, by_hand
+from fuzz_cases import at_random, by_hand
+from mutations import CANARY, Base, Case
+from mutations_store import NAME_IN_STORE
 from support import good, podman, run
 
 NAME = "fuzzed"
@@ -96,13 +98,15 @@ def round_of(case: Case, folder: Path, *, by_podman: bool, report: Report, befor
     locator = case.make(folder)
     verify = limited([COMMAND, "verify", locator])
     verdict = _verdict(verify)
-    said, how = restored(locator, by_podman)
+    said, how = restored(locator, by_podman and case.podman)
     if how:
         how = goes_on()
     remove_all()
     left = [*before.left(), *(str(path) for path in CANARY.iterdir())]
     if left:
-        raise Bad(f"left behind by {'podman' if by_podman else 'gpusnap'} restore ({said or how}): {left[:10]}")
+        raise Bad(
+            f"left behind by {'podman' if by_podman else 'gpusnap'} restore ({said or how}): {left[:10]}"
+        )
     outcome = _outcome(case, verdict, said, how)
     report.note(f"{case.name} | {outcome} | {verdict[:300]} | {said[:300]}")
     report.counts[outcome] += 1

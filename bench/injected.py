@@ -1,14 +1,14 @@
 """ENOSPC, EIO, ENOMEM and EMFILE at every system call of a checkpoint and of a restore in turn.
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 [--bind DIR:/keep] --
-        /opt/gpusnap/bin/python -B /src/bench/injected.py [--rounds 400 | --stride 1] [--seed 1] [--runtimes crun]
-        [--ways checkpoint,restore] [--errors ENOSPC,EIO,ENOMEM,EMFILE]
+        /opt/gpusnap/bin/python -B /src/bench/injected.py [--rounds 400 | --stride 1] [--seed 1]
+        [--runtimes crun] [--ways checkpoint,restore] [--errors ENOSPC,EIO,ENOMEM,EMFILE]
 
 Calls of gpusnap-runtime itself, not of crun and CRIU, from where it begins to import its own modules
-(injecting.py). Each round fails one call once: --stride 1 takes each call with each error that its manual page
-knows, --rounds as many, spread evenly. Then either it has worked all the same, and the image or the container
-is right; or one sentence says why not, the workload runs on with every byte right (or the image is whole), and
-nothing is left.
+(injecting.py). Each round fails one call once: --stride 1 takes each call with each error that its manual
+page knows, --rounds as many, spread evenly. Then either it has worked all the same, and the image or the
+container is right; or one sentence says why not, the workload runs on with every byte right (or the image is
+whole), and nothing is left.
 """
 
 from __future__ import annotations
@@ -69,7 +69,11 @@ def points(calls: list[str], errors: list[str], *, rounds: int, stride: int) -> 
         return found[random.randrange(stride) :: stride]
     step = max(1.0, len(found) / max(1, rounds))
     shift = random.uniform(0, step)
-    return [found[int(shift + at * step)] for at in range(min(rounds, len(found))) if shift + at * step < len(found)]
+    return [
+        found[int(shift + at * step)]
+        for at in range(min(rounds, len(found)))
+        if shift + at * step < len(found)
+    ]
 
 
 @dataclass
@@ -189,14 +193,20 @@ class Restores:
         """Ticks on what it was given as stdout, each with every byte right."""
 
         def ticks() -> list[str]:
-            return [line for line in Path("/var/tmp/faults-output/out").read_text().splitlines()[1:] if "tick=" in line]
+            return [
+                line
+                for line in Path("/var/tmp/faults-output/out").read_text().splitlines()[1:]
+                if "tick=" in line
+            ]
 
         until(lambda: len(ticks()) > 3, "ticks of the restored container")
         if wrong := [line for line in ticks()[:-1] if " ok" not in line]:
             raise Bad(f"wrong bytes: {wrong[0]}")
 
 
-def rounds(report: Report, way: str, runtime: str, given: list[str], *, number: int, stride: int, end: float) -> None:
+def rounds(
+    report: Report, way: str, runtime: str, given: list[str], *, number: int, stride: int, end: float
+) -> None:
     """All rounds of a checkpoint or of a restore."""
 
     def begin() -> Checkpoints | Restores:

@@ -20,8 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from runtime_shim.memory import ptrace  # noqa: E402
-from runtime_shim.memory.machine import X86_64  # noqa: E402
+from runtime_shim.memory import ptrace
+from runtime_shim.memory.machine import X86_64
 
 # linux/ptrace.h
 _TRACEFORK, _TRACEVFORK, _TRACECLONE, _EXITKILL = 1 << 1, 1 << 2, 1 << 3, 1 << 20
@@ -58,8 +58,9 @@ FITTING = {
     "EIO": f"{_FILES} read pread64 readv stat lstat newfstatat statx readlink readlinkat getdents64 unlink "
     "unlinkat rmdir close ptrace mount ioctl",
     "ENOMEM": f"{_BY_PATH} {_DESCRIPTORS} mmap mprotect mremap stat lstat newfstatat statx access faccessat "
-    "faccessat2 readlink readlinkat unlink unlinkat rmdir clone clone3 fork vfork mount ioctl connect sendmsg "
-    "recvmsg poll ppoll unshare setns process_vm_readv process_vm_writev move_mount fallocate getdents64",
+    "faccessat2 readlink readlinkat unlink unlinkat rmdir clone clone3 fork vfork mount ioctl connect "
+    "sendmsg recvmsg poll ppoll unshare setns process_vm_readv process_vm_writev move_mount fallocate "
+    "getdents64",
     "EMFILE": f"{_DESCRIPTORS} fcntl",
 }
 _OF_CONTENT = {"read", "write", "pread64", "pwrite64", "readv", "writev", "close", "sendfile"}
@@ -141,7 +142,9 @@ class Tracer:
             at = _PATH_AT.get(name)
             self.begun = at is not None and _text(tid, arguments[at]).endswith(self.after)
             return
-        errors = [error for error in FITTING if name in _FITTING[error] and _fits(tid, name, arguments, error)]
+        errors = [
+            error for error in FITTING if name in _FITTING[error] and _fits(tid, name, arguments, error)
+        ]
         if not errors:
             return
         line = f"{','.join(errors)} {name}"
@@ -201,7 +204,9 @@ def _text(tid: int, address: int) -> str:
 
 def main() -> int:
     """Read the command line, and follow the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--calls", type=Path, required=True)
     parser.add_argument("--at", type=int)
     parser.add_argument("--error", choices=FITTING, default="EIO")

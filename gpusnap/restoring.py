@@ -11,10 +11,11 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 
 from gpusnap import kept, moving, podman, where
+from gpusnap.archives import entries
 from gpusnap.containerd_archive import is_layout
 from gpusnap.damage import within_artifact
 from gpusnap.failures import Damaged, told
@@ -24,7 +25,7 @@ from gpusnap.progress import Progress, grown
 from gpusnap.stand_in import stand_in
 from gpusnap.verifying_files import in_archive
 from oci.archive import read_member
-from oci.errors import BlobError, DiskError, OciError, RegistryError, StoreError
+from oci.errors import ArchiveError, BlobError, DiskError, OciError, RegistryError, StoreError
 from oci.image import CRIU
 from oci.json_text import parse_json
 from oci.store import Staging, Store
@@ -116,12 +117,28 @@ def _from_file(wish: Wish, path: str, progress: Progress) -> str:
             f"{path} is an image layout, such as containerd exports, which Podman cannot restore",
             hint="ctr images import --no-unpack takes it, and ctr container restore --live restores it",
         )
+    _check_dumps(path)
     try:
         return _run(wish, path, {}, progress, lambda: _name_in(path))
     except GpusnapError as error:
         if not isinstance(error, Interrupted) and _OF_ITS_CONTENT.search(str(error)):
             _check_archive(path, error, progress)
         raise
+
+
+def _check_dumps(path: str) -> None:
+    """Raise ArchiveError where one of the engine's records is no file: Podman waits for ever at a FIFO.
+
+    They come first in an archive, so little of it is read.
+    """
+    wanted = set(FIRST)
+    with closing(entries(path)) as found:
+        for entry in found:
+            if entry.name in wanted and entry.content is None:
+                raise ArchiveError(f"{path} is no checkpoint of a container: its {entry.name} is no file")
+            wanted.discard(entry.name)
+            if not wanted:
+                return
 
 
 def _check_archive(path: str, error: GpusnapError, progress: Progress) -> None:
