@@ -6,9 +6,9 @@
 Half of the rounds are cases by hand (fuzz_cases.py), spread over all there are, the others are made at
 random. Each goes to `gpusnap verify` and to a restore, by Podman or by `gpusnap restore`. A refusal is a
 sentence on stderr within the deadline, without a traceback; what is restored goes on with every byte of GPU
-memory right. What verify refuses a restore refuses, and the reverse, but for content without digests: CRIU's images and the
-engine's files in an archive ("unseen"). Afterwards no process, mount, container or file is left, and nothing
-outside was written.
+memory right. What verify refuses a restore refuses, and the reverse, but for content without digests: CRIU's
+images and the engine's files in an archive ("unseen"). Afterwards no process, mount, container or file is
+left, and nothing outside was written.
 """
 
 from __future__ import annotations
