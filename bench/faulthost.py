@@ -44,6 +44,7 @@ __all__ = [
     "limited",
     "parser",
     "prepare",
+    "program",
     "start",
     "waited",
 ]

@@ -14,6 +14,7 @@ whole), and nothing is left.
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,10 @@ CALLS = FOLDER / "calls"
 _TRACED = [sys.executable, "-B", str(CHECKOUT / "bench/injecting.py"), "--calls", str(CALLS)]
 _FROM = ["--after", "/runtime_shim/argv.py"]
 Point = tuple[int, str]
+# Modules and the folders that they are looked for in.
+_OF_IMPORTS = re.compile(
+    r"\.py[c.\d]*$|__pycache__|/(site|dist)-packages|/lib/python3|\.so\b|^\S+ \w+ /src(/\w+)*$"
+)
 
 
 def traced(line: list[str], point: Point | None) -> tuple[Done, list[str]]:
@@ -57,16 +62,25 @@ def traced(line: list[str], point: Point | None) -> tuple[Done, list[str]]:
 
 
 def points(calls: list[str], errors: list[str], *, rounds: int, stride: int) -> list[Point]:
-    """Each call with each error that fits it; of these every `stride`th, or as many as are wanted."""
-    found = [
-        (at, error)
-        for error in errors
-        for at, call in enumerate(calls)
-        if error in call.partition(" ")[0].split(",")
-    ]
-    print(f"{len(calls)} calls, {len(found)} with each error that fits", flush=True)
+    """Each call with each error that fits it; of these every `stride`th, or as many as are wanted.
+
+    Of the calls of imports, which are most and all alike, --rounds takes a tenth of its rounds.
+    """
+    found, imports = [], []
+    for error in errors:
+        for at, call in enumerate(calls):
+            if error in call.partition(" ")[0].split(","):
+                (imports if _OF_IMPORTS.search(call) else found).append((at, error))
+    print(
+        f"{len(calls)} calls; {len(found)} with each error that fits, {len(imports)} of imports", flush=True
+    )
     if stride:
-        return found[random.randrange(stride) :: stride]
+        return sorted(found + imports)[random.randrange(stride) :: stride]
+    return [*_spread(found, rounds - rounds // 10), *_spread(imports, rounds // 10)]
+
+
+def _spread(found: list[Point], rounds: int) -> list[Point]:
+    """So many of them, at even distances."""
     step = max(1.0, len(found) / max(1, rounds))
     shift = random.uniform(0, step)
     return [

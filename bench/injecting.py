@@ -4,8 +4,8 @@
 
 The calls that could fail so are numbered from 0 in the order in which gpusnap makes them, all threads and
 forks together; a child that begins another program (crun, CRIU) is let go there. Numbering begins when a file
-is opened whose path ends in --after. FILE gets, per call, which errors fit it, and its name; the injected one
-has its arguments, too. The exit status is the command's.
+is opened whose path ends in --after. FILE gets, per call, which errors fit it, its name, and what it is about
+(only the injected one, where there is one). The exit status is the command's.
 """
 
 from __future__ import annotations
@@ -148,6 +148,8 @@ class Tracer:
         if not errors:
             return
         line = f"{','.join(errors)} {name}"
+        if self.inject is None:
+            line += f" {_described(tid, name, arguments)}"
         if self.inject is not None and self.inject[0] == self.number and self.inject[1] in errors:
             error: int = getattr(errno, self.inject[1])
             self.failing[tid] = -error
@@ -187,7 +189,7 @@ def _described(tid: int, name: str, arguments: tuple[int, ...]) -> str:
     if at is not None:
         return _text(tid, arguments[at])
     try:
-        return os.readlink(f"/proc/{tid}/fd/{arguments[0]}")
+        return os.readlink(f"/proc/{tid}/fd/{arguments[4 if name == 'mmap' else 0]}")
     except OSError:
         return " ".join(hex(each) for each in arguments[:4])
 

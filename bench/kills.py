@@ -41,6 +41,7 @@ from faulthost import (
     plain,
     prepare,
     processes,
+    program,
     remove_all,
     settings,
     start,
@@ -79,11 +80,12 @@ class Killer:
         while process.poll() is None:
             victims = [*self._victims().items()]
             awaited = any(_kind(name) == self.wanted[0] and _at_work(pid, name) for pid, name in victims)
-            if (self.after >= 0 and time.monotonic() - begun >= self.after) or (self.after < 0 and awaited):
+            due = self.after >= 0 and victims and time.monotonic() - begun >= self.after
+            if due or (self.after < 0 and awaited):
                 if self.after < 0:
                     time.sleep(-self.after)
                     victims = [*self._victims().items()]
-                elif victims:
+                else:
                     victims = random.sample(victims, random.randint(1, len(victims)))
                 for pid, name in victims:
                     with suppress(ProcessLookupError):
@@ -91,13 +93,15 @@ class Killer:
                         self.killed.append(name)
                         self.root |= pid == process.pid
                 return
-            time.sleep(0.002)
+            time.sleep(0.001)
 
     def _victims(self) -> dict[int, str]:
         found = {}
-        for pid, name in processes().items():
-            if pid not in self.before and _kind(name) in self.wanted:
-                found[pid] = name
+        for each in os.listdir("/proc"):
+            if each.isdigit() and (pid := int(each)) not in self.before and pid != os.getpid():
+                name = program(pid)
+                if _kind(name) in self.wanted:
+                    found[pid] = name
         return found
 
 
@@ -150,6 +154,7 @@ class Bench:
         waited(lambda: not self._behind(killer.before), seconds=_ENDING)
         if going_on := self._behind(killer.before):
             raise Bad(f"{killer.killed} killed, and {going_on} still run after {_ENDING:g} s")
+        self.report.counts["killed"] += bool(killer.killed)
         self.report.counts[f"{way}: {'+'.join(sorted(set(killer.killed))) or 'none'} killed"] += 1
         if done.code and not killer.root:
             self.report.said[plain(checked_message(done))] += 1
