@@ -68,9 +68,9 @@ def points(calls: list[str], errors: list[str], *, rounds: int, stride: int) -> 
     """
     found, imports = [], []
     for error in errors:
-        for at, call in enumerate(calls):
-            if error in call.partition(" ")[0].split(","):
-                (imports if _OF_IMPORTS.search(call) else found).append((at, error))
+        fitting = [call for call in calls if error in call.partition(" ")[0].split(",")]
+        for at, call in enumerate(fitting):
+            (imports if _OF_IMPORTS.search(call) else found).append((at, error))
     print(
         f"{len(calls)} calls; {len(found)} with each error that fits, {len(imports)} of imports", flush=True
     )
@@ -241,12 +241,12 @@ def rounds(
         call = ""
         try:
             done, calls = traced(job.line(), point)
-            call = next((each for each in calls if " injected " in each), "")
+            call = calls[0] if calls else ""
             report.counts[point[1] if call else "not met"] += 1
             outcome = job.check(done)
             report.counts[f"{way}: {outcome}"] += 1
             said = done.err.strip().splitlines()[-1][:300] if done.code else ""
-            report.note(f"{name} {call.partition(' ')[2]}: {outcome} | {said}")
+            report.note(f"{name}, {call}: {outcome} | {said}")
             if done.code:
                 report.said[plain(said)] += 1
         except (Bad, AssertionError, OSError, subprocess.SubprocessError) as error:

@@ -2,10 +2,10 @@
 
     injecting.py --calls FILE [--at N --error ENOSPC] [--after PATH] -- COMMAND…
 
-The calls that could fail so are numbered from 0 in the order in which gpusnap makes them, all threads and
-forks together; a child that begins another program (crun, CRIU) is let go there. Numbering begins when a file
-is opened whose path ends in --after. FILE gets, per call, which errors fit it, its name, and what it is about
-(only the injected one, where there is one). The exit status is the command's.
+The calls that could fail so are numbered from 0 for each error in the order in which gpusnap makes them, all
+threads and forks together; a child that begins another program (crun, CRIU) is let go there. Numbering begins
+when a file is opened whose path ends in --after. FILE gets the name and the path of the call that failed;
+without --at, those of all calls, and which errors fit each. The exit status is the command's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TRACEFORK, _TRACEVFORK, _TRACECLONE, _EXITKILL = 1 << 1, 1 << 2, 1 << 3, 1 << 2
 _OPTIONS = ptrace.TRACESYSGOOD | ptrace.TRACEEXEC | _TRACEFORK | _TRACEVFORK | _TRACECLONE | _EXITKILL
 _WALL = 0x40000000  # linux/wait.h
 _O_CREAT, _F_DUPFD, _F_DUPFD_CLOEXEC = 0o100, 0, 1030  # asm-generic/fcntl.h, linux/fcntl.h
-_AT_FDCWD = (1 << 64) - 100
+_TCGETS = 0x5401  # asm-generic/ioctls.h
 
 # arch/x86/entry/syscalls/syscall_64.tbl: the calls that may answer one of these errors (their manual pages).
 CALLS = {
@@ -83,6 +83,7 @@ class Tracer:
     inject: tuple[int, str] | None
     number: int = 0
     begun: bool = False
+    done: bool = False
     inside: set[int] = field(default_factory=set)
     """Threads within a system call."""
     failing: dict[int, int] = field(default_factory=dict)
@@ -126,11 +127,9 @@ class Tracer:
                 else:
                     self.inside.add(tid)
                     self._enters(tid)
-                ptrace.go_to_call(tid)
-            elif stop.event:
-                ptrace.go_to_call(tid)
+                self._go(tid)
             else:
-                ptrace.go_to_call(tid, stop.signal)
+                self._go(tid, 0 if stop.event else stop.signal)
         except ProcessLookupError:  # killed meanwhile
             self.inside.discard(tid)
 
@@ -147,23 +146,33 @@ class Tracer:
         ]
         if not errors:
             return
-        line = f"{','.join(errors)} {name}"
         if self.inject is None:
-            line += f" {_described(tid, name, arguments)}"
-        if self.inject is not None and self.inject[0] == self.number and self.inject[1] in errors:
-            error: int = getattr(errno, self.inject[1])
-            self.failing[tid] = -error
-            if name != "close":  # which closes, whatever it answers
-                ptrace.set_registers(tid, X86_64.changed(registers, {X86_64.number: -1}))
-            line += f" injected {_described(tid, name, arguments)}"
+            self._write(f"{','.join(errors)} {name} {_described(tid, name, arguments)}")
+        elif self.inject[1] in errors:
+            if self.number == self.inject[0]:
+                self._write(f"{name} {_described(tid, name, arguments)}")
+                error: int = getattr(errno, self.inject[1])
+                self.failing[tid] = -error
+                if name != "close":  # which closes, whatever it answers
+                    ptrace.set_registers(tid, X86_64.changed(registers, {X86_64.number: -1}))
+            self.number += 1
+
+    def _write(self, line: str) -> None:
         os.write(self.calls, f"{line}\n".encode())
-        self.number += 1
+
+    def _go(self, tid: int, which: int = 0) -> None:
+        """Let a thread run on: to its next call, until one has failed; then at its own speed."""
+        if self.done:
+            ptrace.go(tid, which)
+        else:
+            ptrace.go_to_call(tid, which)
 
     def _leaves(self, tid: int) -> None:
         answer = self.failing.pop(tid, None)
         if answer is not None:
             registers = ptrace.registers(tid)
             ptrace.set_registers(tid, X86_64.changed(registers, {X86_64.result: answer}))
+            self.done = True
 
 
 def _fits(tid: int, name: str, arguments: tuple[int, ...], error: str) -> bool:
@@ -173,6 +182,8 @@ def _fits(tid: int, name: str, arguments: tuple[int, ...], error: str) -> bool:
         return error != "ENOSPC" or bool(flags & _O_CREAT)
     if name == "fcntl":
         return arguments[1] in (_F_DUPFD, _F_DUPFD_CLOEXEC)
+    if name == "ioctl":
+        return arguments[1] != _TCGETS  # Python asks each file whether it is a terminal, and takes any no
     if name in _OF_CONTENT:
         try:
             target = os.readlink(f"/proc/{tid}/fd/{arguments[0]}")
