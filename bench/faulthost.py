@@ -30,7 +30,7 @@ for folder in (".", "tests/host", "tests/integration"):
 
 import gpuhost  # noqa: E402
 import shimhost  # noqa: E402
-from support import GPUS_CONF, GPUWORK, STATE, Container, Done, good, podman, run  # noqa: E402
+from support import GPUS_CONF, GPUWORK, STATE, STORAGE, Container, Done, good, podman, run  # noqa: E402
 
 __all__ = [
     "COMMAND",
@@ -41,6 +41,7 @@ __all__ = [
     "State",
     "checked_message",
     "descendants",
+    "goes_on",
     "limited",
     "parser",
     "prepare",
@@ -167,6 +168,28 @@ def waited(condition: Callable[[], Any], *, seconds: float = SETTLING) -> Any:
     while not (found := condition()) and time.monotonic() < end:
         time.sleep(0.05)
     return found
+
+
+def goes_on(identity: str, more: int = 3) -> None:
+    """Wait for more ticks of a container, by its full ID, each with every byte right. Raises Bad.
+
+    Its log is read where conmon writes it: Podman would take longer to show it.
+    """
+    log = STORAGE / identity / "userdata/ctr.log"
+    begun = log.stat().st_size if log.exists() else 0
+
+    def ticks() -> list[bytes]:
+        with log.open("rb") as file:
+            file.seek(begun)
+            lines = file.read().split(b"\n")[:-1]
+        return [line for line in lines if b" tick=" in line]
+
+    waited(lambda: log.exists() and (len(ticks()) > more or any(b" BAD" in line for line in ticks())))
+    found = ticks() if log.exists() else []
+    if wrong := [line.decode(errors="replace") for line in found if b" BAD" in line]:
+        raise Bad(f"wrong bytes: {wrong[0]}")
+    if len(found) <= more:
+        raise Bad(f"the container does not go on: {len(found)} ticks in {SETTLING:g} s")
 
 
 def checked_message(done: Done) -> str:

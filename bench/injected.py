@@ -30,6 +30,7 @@ from faulthost import (
     Report,
     State,
     checked_message,
+    goes_on,
     limited,
     parser,
     plain,
@@ -66,7 +67,8 @@ def points(calls: list[str], errors: list[str], *, rounds: int, stride: int) -> 
 
     Of the calls of imports, which are most and all alike, --rounds takes a tenth of its rounds.
     """
-    found, imports = [], []
+    found: list[Point] = []
+    imports: list[Point] = []
     for error in errors:
         fitting = [call for call in calls if error in call.partition(" ")[0].split(",")]
         for at, call in enumerate(fitting):
@@ -94,7 +96,8 @@ def _spread(found: list[Point], rounds: int) -> list[Point]:
 class Checkpoints:
     """A container that is checkpointed, where Podman would restore it from."""
 
-    container: Container
+    id: str
+    pid: int
     before: State
     leave: bool = True
 
@@ -103,31 +106,33 @@ class Checkpoints:
         remove_all()
         run(COMMAND, "recover")
         container = start(NAME)
-        return cls(container, State.now())
+        return cls(container.id, container.pid, State.now())
+
+    @property
+    def image(self) -> Path:
+        return STORAGE / self.id / "userdata/checkpoint"
 
     def line(self) -> list[str]:
         work = FOLDER / "work"
         work.mkdir(exist_ok=True)
-        image = self.container.image_path
-        shutil.rmtree(image, ignore_errors=True)
-        paths = ["--image-path", str(image), "--work-path", str(work)]
-        return [RUNTIME, "checkpoint", *paths, *["--leave-running"] * self.leave, self.container.id]
+        shutil.rmtree(self.image, ignore_errors=True)
+        paths = ["--image-path", str(self.image), "--work-path", str(work)]
+        return [RUNTIME, "checkpoint", *paths, *["--leave-running"] * self.leave, self.id]
 
     def check(self, done: Done) -> str:
         """The outcome. Raises Bad."""
-        init, image = self.container.pid, self.container.image_path
         outcome = "worked" if done.code == 0 else "refused"
         if done.code:
             checked_message(done)
-        if self._waits():
+        if _waits():
             if "gpusnap recover" not in done.err:
                 raise Bad(f"it needs `gpusnap recover`, and does not say so: {done.err[-1000:]}")
             good(limited([COMMAND, "recover"]))
             outcome = "recovered"
-        if done.code == 0:
-            good(limited([COMMAND, "verify", str(image)]))
-        if init and Path(f"/proc/{init}").exists() and (done.code or self.leave):
-            self.container.goes_on()
+        if Path(f"/proc/{self.pid}").exists() and (done.code or self.leave):
+            goes_on(self.id)
+            if done.code == 0:
+                good(limited([COMMAND, "verify", str(self.image)]))
         else:
             self._restore(outcome)
             outcome += ", restored"
@@ -136,14 +141,18 @@ class Checkpoints:
         return outcome
 
     def _restore(self, outcome: str) -> None:
-        waited(lambda: self.container.inspect()["State"]["Status"] == "exited")
+        container = Container(NAME)
+        waited(lambda: container.inspect()["State"]["Status"] == "exited")
         again = limited(["podman", "--runtime", "gpusnap-runtime", "container", "restore", "--keep", NAME])
         if again.code:
             raise Bad(f"{outcome}: it has ended, and cannot be restored: {again.err[-1500:]}")
-        self.container.goes_on()
+        self.pid = container.pid
+        goes_on(self.id)
 
-    def _waits(self) -> bool:
-        return bool(good(limited([COMMAND, "recover", "--list"])))
+
+def _waits() -> bool:
+    """Whether the journal has something for `gpusnap recover`."""
+    return any(path.suffix not in (".lock", ".new") for path in Path("/run/gpusnap/journal").glob("*"))
 
 
 @dataclass
@@ -188,9 +197,9 @@ class Restores:
             said = checked_message(done)
             if known:
                 raise Bad(f"it failed, and {self.real} has the container: {said}")
-            if waiting := good(limited([COMMAND, "recover", "--list"])):
+            if _waits():
                 if "gpusnap recover" not in done.err:
-                    raise Bad(f"it needs `gpusnap recover`, and does not say so: {said}; {waiting}")
+                    raise Bad(f"it needs `gpusnap recover`, and does not say so: {said}")
                 good(limited([COMMAND, "recover"]))
                 return "recovered"
             if (self.bundle / "config.json").read_bytes() != self.config:

@@ -36,6 +36,7 @@ from faulthost import (
     Report,
     State,
     checked_message,
+    goes_on,
     limited,
     parser,
     plain,
@@ -193,14 +194,6 @@ class Bench:
             good(limited([COMMAND, "verify", "--all"]))
 
 
-def goes_on(container: Container) -> None:
-    """Three more ticks with every byte right; what was logged before the restore does not count."""
-    try:
-        container.goes_on()
-    except AssertionError as error:
-        raise Bad(f"the container does not go on: {error}") from error
-
-
 def restore_from(locator: str) -> Line:
     return [COMMAND, "restore", locator]
 
@@ -227,7 +220,7 @@ def checkpoint(bench: Bench) -> str:
     what = f"{kind}{' --leave-running' if leave else ''}, {killer.killed} killed after {killer.after:.2f} s"
     said = bench.recover()
     if Path(f"/proc/{init}").exists():
-        goes_on(bench.container)
+        goes_on(bench.container.id)
         outcome = "ran on"
     else:
         outcome = _brought_back(bench, kind, name, archive, done, what)
@@ -235,7 +228,7 @@ def checkpoint(bench: Bench) -> str:
     bench.nothing_left(f"{what}; recover: {said}")
     if random.random() < 0.3:
         good(podman("container", "checkpoint", "--leave-running", NAME))
-        goes_on(bench.container)
+        goes_on(bench.container.id)
     return f"{what}: {outcome}"
 
 
@@ -261,7 +254,7 @@ def _brought_back(bench: Bench, kind: str, name: str, archive: Path, done: Done,
         outcome = "restored in place"
     if again.code:
         raise Bad(f"{what}: the container has ended, and cannot be restored: {again.err[-1500:]}")
-    goes_on(bench.container)
+    goes_on(bench.container.id)
     return outcome
 
 
@@ -275,22 +268,22 @@ def restore(bench: Bench) -> str:
     said = bench.recover()
     status = podman("inspect", "--format", "{{.State.Status}}", NAME).out.strip()
     if done.code == 0 or (status == "running" and _ticks_on(bench)):
-        goes_on(bench.container)
+        goes_on(bench.container.id)
         outcome = "ran"
     else:
         podman("rm", "--force", "--time", "0", NAME)
         if left := bare.left():
             raise Bad(f"left behind by {what}; recover: {said!r}; podman said {status!r}: {left[:10]}")
         good(limited(restore_from(whole)))
-        goes_on(bench.container)
+        goes_on(bench.container.id)
         outcome = "restored again"
     bench.nothing_left(f"{what}; recover: {said}")
     return f"{what}: {outcome}"
 
 
 def _ticks_on(bench: Bench) -> bool:
-    with suppress(AssertionError):
-        bench.container.goes_on()
+    with suppress(Bad):
+        goes_on(bench.container.id)
         return True
     return False
 

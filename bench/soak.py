@@ -25,6 +25,7 @@ from faulthost import (
     Bad,
     Report,
     State,
+    goes_on,
     limited,
     parser,
     prepare,
@@ -58,7 +59,7 @@ def cycle(container: Container, number: int) -> None:
     container.remove()
     good(limited(restore))
     archive.unlink(missing_ok=True)
-    container.goes_on()
+    goes_on(container.id)
     if checkpoint is to_store[0]:
         good(limited([COMMAND, "rm", kept]))
         good(limited([COMMAND, "gc", f"oci:{STORE}"]))

@@ -17,6 +17,7 @@ from signal import SIGKILL, SIGSTOP
 from runtime_shim.errors import GpusnapError, reason
 
 __all__ = [
+    "PASSING",
     "Mount",
     "Process",
     "activity",
@@ -55,8 +56,9 @@ __all__ = [
 ]
 
 PROC = "/proc"
-# What the kernel says for a moment, and not of the process. Seconds to ask again, and between two times.
-_PASSING = frozenset((errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.EIO))
+PASSING = frozenset((errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.EIO))
+"""What the kernel says for a moment, and not of the process."""
+# Seconds to ask again, and between two times.
 _PATIENCE, _PAUSE = 2.0, 0.01
 # include/linux/sched.h, PF_EXITING; field 9 of proc_pid_stat(5)
 _EXITING = 0x4
@@ -88,7 +90,7 @@ def _read(path: str) -> str | None:
             with open(path, "rb") as file:
                 return file.read().decode("utf-8", "surrogateescape")
         except OSError as error:
-            if error.errno not in _PASSING:
+            if error.errno not in PASSING:
                 return None
             if time.monotonic() > deadline:
                 raise GpusnapError(
@@ -173,7 +175,7 @@ def threads(pid: int) -> list[int]:
         try:
             return [int(name) for name in os.listdir(f"{PROC}/{pid}/task")]
         except OSError as error:
-            if error.errno not in _PASSING:
+            if error.errno not in PASSING:
                 return []
             if time.monotonic() > deadline:
                 raise GpusnapError(
