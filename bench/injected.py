@@ -240,6 +240,7 @@ def rounds(
     good(done)
     job.check(done)
     chosen = points(calls, given, rounds=number, stride=stride)
+    random.shuffle(chosen)  # a run that has too little time takes some of each
     for at, point in enumerate(chosen):
         if report.over(end):
             return

@@ -209,7 +209,9 @@ def compressed_cases(base: Base) -> Iterator[Case]:
                 made[:place] + bytes([made[place] ^ 1 << chance.randrange(8)]) + made[place + 1 :]
             )
         for name, changed in edits.items():
-            yield Case(f"{kind}: {name}", written(partial(bytes, changed), f"archive.{kind}"))
+            # Podman reads up to the end of the tar, and not the checksum behind that; verify does.
+            unseen = name.startswith("bit ")
+            yield Case(f"{kind}: {name}", written(partial(bytes, changed), f"archive.{kind}"), unseen)
     # RFC 8878: a frame with the largest window, and a skippable frame of 4 GiB
     window = b"\x28\xb5\x2f\xfd\x00\xff" + b"\x01\x00\x00"
     yield Case("tar.zst: a huge window", written(lambda: window, "archive.tar.zst"))
