@@ -21,6 +21,7 @@ __all__ = [
     "Mount",
     "Process",
     "activity",
+    "alive",
     "available_memory",
     "cgroups",
     "comm",
@@ -139,6 +140,12 @@ def running(pid: int) -> bool:
     """Whether the process is there and no zombie."""
     stat = _stat(pid)
     return stat is not None and stat[0] not in "ZX"
+
+
+def alive(pid: int) -> bool:
+    """Whether the process is there, is no zombie and not on its way out."""
+    stat = _stat(pid)
+    return stat is not None and stat[0] not in "ZXx" and not int(stat[6]) & _EXITING
 
 
 def dying(pid: int) -> bool:
