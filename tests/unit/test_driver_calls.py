@@ -18,7 +18,7 @@ from runtime_shim.driver_calls import call_or_run
 from runtime_shim.errors import GpusnapError
 from runtime_shim.gpu.errors import DriverNotReady, LockTimeout, NotSupported
 from runtime_shim.memory.tracer import Tracer
-from runtime_shim.stillness import stop
+from runtime_shim.stillness import only, stop
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_a_tracer_that_fails(family: Family, driver: FakeDriver, monkeypatch: py
     with a_process(family, driver) as pid:
         monkeypatch.setattr(Tracer, "_answer_stops", _fail)
         with pytest.raises(DriverNotReady, match=r"its thread cannot be let run: .*Input/output error"):
-            driver_calls.call(driver, pid, end.wait, thread=driver_calls.only)
+            driver_calls.call(driver, pid, end.wait, thread=only)
         end.set()
 
 

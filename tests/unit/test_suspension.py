@@ -166,7 +166,7 @@ def test_a_driver_that_does_not_find_a_process(
         forgotten[0] -= 1
         return None if forgotten[0] >= 0 else real(asked)
 
-    driver.state = forgetful  # type: ignore[method-assign]
+    monkeypatch.setattr(driver, "state", forgetful)
     resume(driver, [pid], InCriu())
     assert driver.states[pid] is RUNNING
     driver.states[pid] = state
