@@ -153,8 +153,8 @@ def test_a_state_that_cannot_be_read(family: Family, driver: FakeDriver) -> None
 
 
 @pytest.mark.parametrize("state", [LOCKED, CHECKPOINTED], ids=lambda state: state.name)
-def test_a_driver_that_does_not_find_a_process(
-    family: Family, driver: FakeDriver, state: ProcessState
+def test_a_driver_that_finds_no_process(
+    family: Family, driver: FakeDriver, state: ProcessState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a moment, it is asked again; for good, that process stays stopped: its GPU memory is away."""
     pid = driver.use(family.spawn(), state=state)
