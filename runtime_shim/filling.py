@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from oci import reading
 from oci.blobs import Blobs
 from oci.layout import Layout
-from runtime_shim import mountns, transfer
+from runtime_shim import mountns, threads, transfer
 from runtime_shim.errors import ImageError
 from runtime_shim.manifest import FOLDER, Manifest
 from runtime_shim.memory import copies
@@ -113,8 +113,9 @@ class Filling:
             found.setdefault(by_inner[pid], []).append(area)
         for error in transfer.give(self._key, found).values():
             raise error
-        self._checking = threading.Thread(target=self._check, name="gpusnap-check")
-        self._checking.start()
+        checking = threading.Thread(target=self._check, name="gpusnap-check")
+        threads.start(checking)
+        self._checking = checking
 
     def right(self) -> None:
         """Return when all of it is known to be right. From any thread. Raises ImageError."""
