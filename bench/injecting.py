@@ -53,12 +53,13 @@ _DESCRIPTORS = (
     "open openat dup dup3 pipe2 socket socketpair accept4 epoll_create1 eventfd2 memfd_create pidfd_open "
     "userfaultfd inotify_init1 open_tree fsopen"
 )
+# Without unlink and rmdir: what cannot be removed is left.
 FITTING = {
     "ENOSPC": f"{_FILES} setxattr fsetxattr mount",
-    "EIO": f"{_FILES} read pread64 readv stat lstat newfstatat statx readlink readlinkat getdents64 unlink "
-    "unlinkat rmdir close ptrace mount ioctl",
+    "EIO": f"{_FILES} read pread64 readv stat lstat newfstatat statx readlink readlinkat getdents64 "
+    "close ptrace mount ioctl",
     "ENOMEM": f"{_BY_PATH} {_DESCRIPTORS} mmap mprotect mremap stat lstat newfstatat statx access faccessat "
-    "faccessat2 readlink readlinkat unlink unlinkat rmdir clone clone3 fork vfork mount ioctl connect "
+    "faccessat2 readlink readlinkat clone clone3 fork vfork mount ioctl connect "
     "sendmsg recvmsg poll ppoll unshare setns process_vm_readv process_vm_writev move_mount fallocate "
     "getdents64",
     "EMFILE": f"{_DESCRIPTORS} fcntl",

@@ -46,3 +46,26 @@ def test_a_restore_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
         filling.deliver({})
     filling.close()
     assert done == ["wait", "close", "drop"]
+
+
+def test_what_is_staged_is_removed_at_last(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A failure that passes does not leave it in RAM; one that stays is said."""
+    filling = Filling.__new__(Filling)
+    filling._areas = []
+    failures = [1]
+
+    class Stage:
+        def remove(self) -> None:
+            if failures:
+                failures.pop()
+                raise OSError(12, "Cannot allocate memory")
+
+    filling._stage = Stage()  # type: ignore[assignment]
+    filling._drop()
+    assert not failures
+    assert capsys.readouterr().err == ""
+    failures += [1] * 10
+    filling._drop()
+    assert "still takes RAM: Cannot allocate memory; gpusnap recover frees it" in capsys.readouterr().err
