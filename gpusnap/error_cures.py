@@ -54,6 +54,7 @@ CURES: Mapping[str, str] = {
     ),
     "<name> in <path> has <left> bytes, and <limit> are allowed": _UNTRUSTED,
     "nothing is kept in <path>": "`gpusnap checkpoint --to oci:DIR` or `gpusnap pull` keeps something there",
+    "what was staged still takes RAM: <reason>; gpusnap recover frees it": "`gpusnap recover`",
     "there is no file <word>": "see the path; a name in this host's store has no / or . at its beginning",
     "the checkpoint is in <store> as <name>, and was not pushed: <said>": (
         "nothing is lost: the checkpoint is in this host's store. Put right what the sentence says, and run "

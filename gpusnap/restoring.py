@@ -45,7 +45,7 @@ from oci.store import Staging, Store
 from runtime_shim import fetching
 from runtime_shim import settings as settings_file
 from runtime_shim.choosing import GPU_MAP
-from runtime_shim.errors import GpusnapError, Interrupted, Refused, UsageError
+from runtime_shim.errors import GpusnapError, ImageError, Interrupted, Refused, UsageError
 
 __all__ = ["Restored", "Wish", "restore"]
 
@@ -159,7 +159,7 @@ def _from_layout(wish: Wish, path: str, found: InLayout, progress: Progress) -> 
 def _from_archive(wish: Wish, path: str, progress: Progress) -> str:
     """From Podman's own archive."""
     progress.stage(f"looking through {path}")
-    _check_links(path)
+    _check_files(path)
     try:
         return _run(wish, path, {}, progress, lambda: _name_in(path))
     except GpusnapError as error:
@@ -168,12 +168,17 @@ def _from_archive(wish: Wish, path: str, progress: Progress) -> str:
         raise
 
 
-def _check_links(path: str) -> None:
-    """Raise ImageError for an archive with a link in the place of a file; what cannot be read Podman says."""
+def _check_files(path: str) -> None:
+    """Raise ImageError where a link or a FIFO is in the place of a file; what cannot be read Podman says."""
     links = Links(path)
     with suppress(ArchiveError), closing(entries(path)) as found:
         for entry in found:
             links.check(entry)
+            if entry.name in FIRST and entry.content is None:  # Podman waits for ever at a FIFO
+                raise ImageError(
+                    f"{path} is no checkpoint of a container: its {entry.name} is no file",
+                    hint="do not restore from it",
+                )
 
 
 def _check_archive(path: str, error: GpusnapError, progress: Progress) -> None:

@@ -12,7 +12,7 @@ import gzip
 import os
 import tarfile
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -68,7 +68,7 @@ def entries(
     `where` is the archive's name in messages.
 
     Raises ArchiveError where it cannot be read, is none, is cut short, holds something that no checkpoint
-    has, or a name that leads out of it.
+    has, or a name that leads out of it, be it through a link that came before.
     """
     with ExitStack() as opened:
         where = where or (archive if isinstance(archive, str) else "the archive")
@@ -81,7 +81,12 @@ def entries(
         else:
             file = archive
         source = _Source(file, where, plain)
+        links: set[str] = set()
         while (info := source.header()) is not None:
+            if links:
+                source.check_parents(info.name, links)
+            if info.issym() or info.islnk():
+                links.add(info.name)
             size = info.size  # the caller may make something else of the header
             content = Content(source, size) if info.isreg() else None
             if info.name:
@@ -210,6 +215,14 @@ class _Source:
         """The next entry's; None at the end."""
         with self._reading():
             return tar.read_header(self.exactly)
+
+    def check_parents(self, name: str, links: Collection[str]) -> None:
+        """Raise ArchiveError where a name is below one of the links: who unpacks it would follow that."""
+        parent = os.path.dirname(name)
+        while parent:
+            if parent in links:
+                raise self._broken(f"the name {name[:200]!r} leads through the link {parent[:200]!r}")
+            parent = os.path.dirname(parent)
 
     def exactly(self, size: int) -> bytes:
         """So many bytes, never less."""

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from oci.catalog import Catalog
 from oci.digests import PREFIX, encoded
-from oci.errors import DigestError, LayoutError, OciError, StoreError
+from oci.errors import DigestError, DiskError, LayoutError, OciError, StoreError
 from oci.files import open_folder
 from oci.graph import INDEXES, MANIFESTS, check_known, is_document, walk
+from oci.known import Known
 from oci.layout import Layout
 from oci.locks import stands, try_exclusive, unlock
 from oci.manifest import DOCUMENT_LIMIT, Descriptor, parse_document
@@ -72,6 +73,7 @@ def collect(tree: Tree, *, dry_run: bool) -> Collected:
         stagings, spared = _stagings(tree, after, dry_run=dry_run)
         if not dry_run:
             _clear(tree.path)
+            _forget(tree)
     return Collected(len(dead), size, stagings, spared, len(live), live_size)
 
 
@@ -222,6 +224,14 @@ def _stagings(tree: Tree, after: ExitStack, *, dry_run: bool) -> tuple[tuple[str
                 after.enter_context(now.pop_all())
                 after.callback(discard, gone)
     return tuple(dead), tuple(spared)
+
+
+def _forget(tree: Tree) -> None:
+    """Take the chunks whose blobs have gone out of the index of known ones, which would grow for ever."""
+    known = Known(tree.known)
+    if known.prune():
+        with contextlib.suppress(DiskError):  # it saves work, and is needed for nothing
+            known.save()
 
 
 def _clear(path: str) -> None:

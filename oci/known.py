@@ -95,6 +95,14 @@ class Known:
             while len(self._places) > MOST_ENTRIES:
                 del self._places[next(iter(self._places))]
 
+    def prune(self) -> int:
+        """Forget the chunks whose blobs are no longer there or no longer right; how many these were."""
+        with self._lock:
+            gone = [plain for plain, place in self._places.items() if not place.right()]
+            for plain in gone:
+                del self._places[plain]
+        return len(gone)
+
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:

@@ -280,7 +280,11 @@ def _complete(job: Job, draft: Draft) -> None:
         _not_written(job, error, failure)
         raise
     if failure is not None:
-        _add(failure, f"the checkpoint in {job.image_path} is whole and can be restored")
+        _add(
+            failure,
+            f"the checkpoint in {job.image_path} is whole and can be restored; gpusnap recover "
+            f"{job.container.id} brings back what still stands",
+        )
         raise failure
     job.pages.close()
     journal.remove(job.container.key)

@@ -399,6 +399,8 @@ def _run_threads(
         while not why and not answer.wait(_LOOK):
             with contextlib.suppress(GpusnapError):  # the kernel is short of memory: no news
                 why = watch.look()
+            if not why and tracer.lost:
+                why = f"its thread cannot be let run: {tracer.lost}"
             if not why and time.monotonic() > deadline:
                 why = f"none came within {within:g} s"
     watch.tell()

@@ -16,6 +16,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,14 +24,18 @@ from oci import reading
 from oci.blobs import Blobs
 from oci.buffers import Target
 from oci.layout import Layout
-from runtime_shim import mountns, transfer
-from runtime_shim.errors import ImageError
+from runtime_shim import mountns, threads, transfer
+from runtime_shim.errors import ImageError, reason
+from runtime_shim.log import note
 from runtime_shim.manifest import FOLDER, Manifest
 from runtime_shim.memory import copies
 from runtime_shim.memory.stage import Area, Stage
 from runtime_shim.settings import Memory
 
 __all__ = ["Filling"]
+
+# To remove what is staged, and seconds in between: this host may lack memory or descriptors for a moment.
+_TRIES, _PAUSE = 3, 0.05
 
 _SWITCH = 0.0005  # seconds
 # What is staged goes when the restore fails, so that nobody is sent to look for it.
@@ -135,8 +140,9 @@ class Filling:
                 found.setdefault(by_inner[pid], []).append(area)
         for error in transfer.give(self._key, found, hint=_CHANGED).values():
             raise error
-        self._checking = threading.Thread(target=self._check, name="gpusnap-check")
-        self._checking.start()
+        checking = threading.Thread(target=self._check, name="gpusnap-check")
+        threads.start(checking)
+        self._checking = checking
 
     def right(self) -> None:
         """Return when all of it is known to be right. From any thread. Raises ImageError."""
@@ -174,5 +180,11 @@ class Filling:
     def _drop(self) -> None:
         for area in self._areas:
             area.close()
-        with contextlib.suppress(OSError):  # a leftover takes RAM until `gpusnap recover`
-            self._stage.remove()
+        for attempt in range(_TRIES):
+            try:
+                self._stage.remove()
+                return
+            except OSError as error:
+                if attempt == _TRIES - 1:
+                    note(f"what was staged still takes RAM: {reason(error)}; gpusnap recover frees it")
+            time.sleep(_PAUSE)

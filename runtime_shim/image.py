@@ -66,13 +66,19 @@ def drop_earlier(image_path: str, *, before: int) -> None:
 def sync(image_path: str, *, but: Collection[str] = (), failed: Callable[[str], object]) -> None:
     """Have the images on disk, `but` some, before the manifest says that they are.
 
-    Raises ImageError, once `failed` was told why: what the kernel could not write it takes for written then,
-    and a second call would succeed (fsync(2)). Nobody can write these images again.
+    Raises ImageError; where it was fsync(2) that failed, once `failed` was told why: what the kernel could
+    not write it takes for written then, and a second call would succeed. Nobody can write these images again.
     """
+
+    lost: list[str] = []
 
     def one(name: str) -> None:
         with open_below(image_path, name)[0] as file:
-            os.fsync(file.fileno())
+            try:
+                os.fsync(file.fileno())
+            except OSError as error:
+                lost.append(reason(error))
+                raise
 
     try:
         names = [
@@ -80,10 +86,15 @@ def sync(image_path: str, *, but: Collection[str] = (), failed: Callable[[str], 
         ]
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(one, names))
-        sync_folder(image_path)
+        try:
+            sync_folder(image_path)
+        except OSError as error:
+            lost.append(reason(error))
+            raise
     except (OSError, ValueError) as error:
         why = reason(error) if isinstance(error, OSError) else str(error)
-        failed(why)
+        if lost:
+            failed(lost[0])
         raise ImageError(
             f"the images in {image_path} cannot be brought to disk: {why}",
             hint="the dump itself succeeded; the checkpoint has no manifest yet",

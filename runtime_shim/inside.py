@@ -55,16 +55,35 @@ def mounted_nodes(init: int) -> tuple[tuple[str, int, int], ...]:
 def device_nodes(init: int) -> tuple[tuple[str, int, int, str], ...]:
     """("c" or "b", major, minor, path) of each device that lies in a container's /dev itself, by path.
 
-    None where /dev is this host's own; what is mounted in it is not in it. No link is followed.
+    None where /dev is this host's own, or the process is gone; what is mounted in it is not in it. No link is
+    followed. Raises ContainerError where this host lacks memory or descriptors to look.
     """
-    found = []
-    with suppress(OSError), ExitStack() as stack:
+    found: list[tuple[str, int, int, str]] = []
+    try:
+        _add_device_nodes(init, found)
+    except OSError as error:
+        if error.errno in proc.PASSING:
+            raise ContainerError(
+                f"/dev of the container of process {init} cannot be read: {reason(error)}",
+                hint="free memory or files, and try again",
+            ) from error
+    return tuple(sorted(found, key=lambda each: each[3]))
+
+
+def _add_device_nodes(init: int, found: list[tuple[str, int, int, str]]) -> None:
+    """Add them in any order. Raises OSError."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    with ExitStack() as stack:
         root = _opened(stack, f"/proc/{init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         top = _opened(stack, "dev", _FOLDER, root)
         own = os.fstat(top).st_dev
         if own == os.stat("/dev").st_dev:
-            return ()
-        for folder, folders, names, descriptor in os.fwalk("dev", dir_fd=root, follow_symlinks=False):
+            return
+        walk = os.fwalk("dev", onerror=fail, dir_fd=root, follow_symlinks=False)
+        for folder, folders, names, descriptor in walk:
             inner = (os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_dev for name in folders)
             folders[:] = [
                 name for name, device in zip(list(folders), list(inner), strict=True) if device == own
@@ -75,7 +94,6 @@ def device_nodes(init: int) -> tuple[tuple[str, int, int, str], ...]:
                 if kind is not None and info.st_dev == own:
                     numbers = os.major(info.st_rdev), os.minor(info.st_rdev)
                     found.append((kind, *numbers, f"/{folder}/{name}"))
-    return tuple(sorted(found, key=lambda each: each[3]))
 
 
 def replace_nodes(init: int, changes: Sequence[Change]) -> None:

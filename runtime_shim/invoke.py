@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import IO
@@ -51,8 +53,8 @@ def invoke(
     `capture` and `started` as in `child.run`; without capture, why the runtime failed is only in that log.
     `environment` is added to the caller's own, and reaches CRIU, the runtime's child.
     """
-    with _log_file() as own:
-        own_log = replace(call.globals, log=own.name, log_format="json")
+    with _log_file() as (own, path):
+        own_log = replace(call.globals, log=path, log_format="json")
         argv = render(replace(call, globals=own_log), real)
         with config_file(criu_text) as env:
             status = call.status_fd if isinstance(call, CheckpointCall) else None
@@ -72,13 +74,19 @@ def invoke(
     return Invoked(done.code, said, done.err)
 
 
-def _log_file() -> IO[str]:
+@contextmanager
+def _log_file() -> Iterator[tuple[IO[str], str]]:
+    """A file for the runtime's log. One that cannot be removed is no reason to fail, and stays."""
     try:
-        return tempfile.NamedTemporaryFile(
-            "r", prefix=leavings.prefix("log"), encoding="utf-8", errors="replace", dir=scratch()
-        )
+        descriptor, path = tempfile.mkstemp(prefix=leavings.prefix("log"), dir=scratch())
     except OSError as error:
         raise RuntimeFailed(f"no log can be made for the runtime: {reason(error)}") from error
+    try:
+        with open(descriptor, encoding="utf-8", errors="replace") as file:
+            yield file, path
+    finally:
+        with suppress(OSError):
+            os.unlink(path)
 
 
 def quiet(call: CheckpointCall | RestoreCall, real: RealRuntime) -> list[str]:

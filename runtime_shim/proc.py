@@ -6,20 +6,22 @@ A kernel that cannot answer is no process that is gone: GpusnapError.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from signal import SIGKILL, SIGSTOP
+from typing import TypeVar
 
 from runtime_shim.errors import GpusnapError, reason
 
 __all__ = [
+    "PASSING",
     "Mount",
     "Process",
     "activity",
+    "alive",
     "available_memory",
     "cgroups",
     "comm",
@@ -54,9 +56,12 @@ __all__ = [
     "unix_sockets",
 ]
 
+_T = TypeVar("_T")
+
 PROC = "/proc"
-# What the kernel says for a moment, and not of the process. Seconds to ask again, and between two times.
-_PASSING = frozenset((errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.EIO))
+PASSING = frozenset((errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.EIO))
+"""What the kernel says for a moment, and not of the process."""
+# Seconds to ask again, and between two times.
 _PATIENCE, _PAUSE = 2.0, 0.01
 # include/linux/sched.h, PF_EXITING; field 9 of proc_pid_stat(5)
 _EXITING = 0x4
@@ -77,7 +82,22 @@ class Process:
 
 
 def _read(path: str) -> str | None:
-    """The text of a file of /proc; None where there is none, or it is not for us.
+    """The text of a file of /proc; None where there is none, or it is not for us. Raises GpusnapError."""
+    return _answer(path, _content)
+
+
+def _names(path: str) -> list[str]:
+    """The names in a folder of /proc; none where that is gone. Raises GpusnapError."""
+    return _answer(path, os.listdir) or []
+
+
+def _content(path: str) -> str:
+    with open(path, "rb") as file:
+        return file.read().decode("utf-8", "surrogateescape")
+
+
+def _answer(path: str, ask: Callable[[str], _T]) -> _T | None:
+    """What the kernel answers of a path; None where there is none, or it is not for us.
 
     Nothing else counts as gone: a kernel that is short of memory or descriptors for a moment is asked again.
     Raises GpusnapError where it still says no.
@@ -85,10 +105,9 @@ def _read(path: str) -> str | None:
     deadline = time.monotonic() + _PATIENCE
     while True:
         try:
-            with open(path, "rb") as file:
-                return file.read().decode("utf-8", "surrogateescape")
+            return ask(path)
         except OSError as error:
-            if error.errno not in _PASSING:
+            if error.errno not in PASSING:
                 return None
             if time.monotonic() > deadline:
                 raise GpusnapError(
@@ -108,7 +127,7 @@ def _lines(text: str) -> list[str]:
 
 def pids() -> Iterator[int]:
     """Every process that our PID namespace sees."""
-    yield from (int(name) for name in os.listdir(PROC) if name.isdigit())
+    yield from (int(name) for name in _names(PROC) if name.isdigit())
 
 
 def _stat(pid: int | str) -> list[str] | None:
@@ -121,6 +140,12 @@ def running(pid: int) -> bool:
     """Whether the process is there and no zombie."""
     stat = _stat(pid)
     return stat is not None and stat[0] not in "ZX"
+
+
+def alive(pid: int) -> bool:
+    """Whether the process is there, is no zombie and not on its way out."""
+    stat = _stat(pid)
+    return stat is not None and stat[0] not in "ZXx" and not int(stat[6]) & _EXITING
 
 
 def dying(pid: int) -> bool:
@@ -168,19 +193,7 @@ def states(pid: int) -> Iterator[str]:
 
 def threads(pid: int) -> list[int]:
     """The TIDs of a process; none where it is gone."""
-    deadline = time.monotonic() + _PATIENCE
-    while True:
-        try:
-            return [int(name) for name in os.listdir(f"{PROC}/{pid}/task")]
-        except OSError as error:
-            if error.errno not in _PASSING:
-                return []
-            if time.monotonic() > deadline:
-                raise GpusnapError(
-                    f"the threads of process {pid} cannot be read: {reason(error)}",
-                    hint="free memory or files, and try again",
-                ) from error
-        time.sleep(_PAUSE)
+    return [int(name) for name in _names(f"{PROC}/{pid}/task")]
 
 
 def stopped_thread(pid: int, tid: int) -> bool:
@@ -346,14 +359,10 @@ def unix_sockets(pid: int) -> tuple[str, ...]:
     left out.
     """
     held: set[str] = set()
-    try:
-        for number in os.listdir(f"{PROC}/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                target = os.readlink(f"{PROC}/{pid}/fd/{number}")
-                if target.startswith("socket:["):
-                    held.add(target[8:-1])
-    except OSError:
-        return ()
+    for number in _names(f"{PROC}/{pid}/fd"):
+        target = _answer(f"{PROC}/{pid}/fd/{number}", os.readlink) or ""
+        if target.startswith("socket:["):
+            held.add(target[8:-1])
     lines = (line.split() for line in _lines(_read(f"{PROC}/{pid}/net/unix") or "")[1:])
     named = (fields for fields in lines if len(fields) > 7 and fields[6] in held)
     return tuple(fields[7][0] + fields[7][1:].rstrip("@") for fields in named)

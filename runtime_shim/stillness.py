@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from runtime_shim import pidfds, proc
+from runtime_shim import pidfds, proc, threads
 from runtime_shim.errors import GpusnapError, reason
 from runtime_shim.gpu.errors import PermissionRefused
 
@@ -167,13 +167,7 @@ class Guard:
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpusnap-guard", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            raise GpusnapError(
-                f"no thread could be started: {error}",
-                hint="raise the limit on processes and threads for gpusnap (ulimit -u, pids.max)",
-            ) from error
+        threads.start(self._thread)
 
     def release(self, pid: int) -> None:
         """Leave one of them alone: it is to go on."""

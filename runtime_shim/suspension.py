@@ -18,7 +18,7 @@ from runtime_shim import driver_calls, journal, proc
 from runtime_shim.errors import GpusnapError, ImageError, Interrupted, Refused
 from runtime_shim.gpu import holders
 from runtime_shim.gpu.driver import Driver, Host, ProcessState
-from runtime_shim.gpu.errors import DriverFailed, PermissionRefused
+from runtime_shim.gpu.errors import DriverFailed, NotInitialized, PermissionRefused
 from runtime_shim.gpu.together import Outcome, at_once
 from runtime_shim.manifest import FileRecord, Manifest, Written
 from runtime_shim.stillness import go_on, populated, settle, stop
@@ -44,6 +44,8 @@ __all__ = [
 # A restore can fail for a passing reason, such as another process that just has the memory; giving up would
 # leave the work suspended, so it is tried a few times.
 _ATTEMPTS = 4
+# How often a driver is asked that does not know a process any more, and seconds in between.
+_ASKED, _BETWEEN = 4, 0.05
 _PAUSE = 0.5
 # Seconds until a process that is stopped counts as one that stays so.
 _STOPPED = 1.0
@@ -391,12 +393,18 @@ def _bring_back(
     """Restore one process if it is suspended, and let it go on."""
     if not proc.still(pid):
         # Somebody has let it go on, or the kernel has not stopped it again yet since CRIU let it go.
-        if driver_calls.state(driver, pid) is not ProcessState.CHECKPOINTED:
+        if _asked_again(driver, pid) is not ProcessState.CHECKPOINTED:
             if let_go is None:
                 go_on([pid])  # a stop of ours may be under way
             return
         stop([pid], timeout=_STOPPING)
-    state = driver_calls.state(driver, pid)
+    state = _asked_again(driver, pid)
+    if state is None and proc.running(pid):
+        raise NotInitialized(
+            f"the GPU driver does not know process {pid} ({proc.comm(pid)}), whose GPU state it had taken",
+            hint="it stays stopped; see with nvidia-smi that the driver works",
+            pid=pid,
+        )
     if state is ProcessState.FAILED:
         raise DriverFailed(
             f"the GPU state of process {pid} ({proc.comm(pid)}) cannot be restored any more: the driver has "
@@ -408,11 +416,25 @@ def _bring_back(
         driver_calls.restore(driver, pid, pairs.get(pid, ()))
     right(pid)
     if let_go is not None:
-        if driver_calls.state(driver, pid) is ProcessState.LOCKED:
+        if _asked_again(driver, pid) is ProcessState.LOCKED:
             driver_calls.unlock(driver, pid)
         let_go(pid)
     else:
         go_on([pid])
+
+
+def _asked_again(driver: Driver, pid: int) -> ProcessState | None:
+    """The state of a process that had one; None where it has ended, or the driver says so again and again.
+
+    A driver that lacks memory or descriptors for a moment does not find the process in /proc.
+    """
+    for attempt in range(_ASKED):
+        if attempt:
+            time.sleep(_BETWEEN)
+        state = driver_calls.state(driver, pid)
+        if state is not None or not proc.running(pid):
+            return state
+    return None
 
 
 def _those(driver: Driver, pids: Iterable[int], wanted: ProcessState) -> list[int]:
@@ -420,7 +442,7 @@ def _those(driver: Driver, pids: Iterable[int], wanted: ProcessState) -> list[in
 
     def there(pid: int) -> bool:
         try:
-            return driver_calls.state(driver, pid) is wanted
+            return _asked_again(driver, pid) is wanted
         except GpusnapError:
             return True
 

@@ -45,6 +45,8 @@ _MOST_PARENTS = 64
 _IN_PARENT, _PRESENT = 1 << 0, 1 << 2
 # A message; the largest are of processes with many mappings, at some MiB.
 _LARGEST_MESSAGE = 64 << 20
+# Messages that are empty: one whose fields are all optional may be. Zeros without end are as many of them.
+_MOST_EMPTY = 1000
 _PIECE = 1 << 20
 _PAGE_SIZES = {"x86_64": (4096,)}
 _OTHER_PAGE_SIZES = (4096, 16384, 65536)
@@ -243,6 +245,7 @@ class _Source:
 
     def __init__(self, content: Readable, size: int) -> None:
         self._content, self.left = content, size
+        self._empty = 0
 
     def take(self, size: int) -> bytes:
         """Exactly so many bytes."""
@@ -267,6 +270,9 @@ class _Source:
         size = self.number()
         if size > _LARGEST_MESSAGE:
             raise Damage(f"has a message of {size} bytes")
+        self._empty += size == 0
+        if self._empty > _MOST_EMPTY:
+            raise Damage("consists of zeros")
         return self.take(size)
 
     def skip(self, size: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from runtime_shim import proc
 from runtime_shim.gpu import handles
 from runtime_shim.gpu.driver import Driver
 
@@ -61,7 +62,7 @@ def holders(driver: Driver, pids: Iterable[int]) -> tuple[int, ...]:
 
 def _holds(driver: Driver, pid: int) -> bool:
     # A process on its way out still has its files open for a while.
-    return handles.alive(pid) and bool(driver.handles(pid) or _has_library(driver.vendor, pid))
+    return proc.alive(pid) and bool(driver.handles(pid) or _has_library(driver.vendor, pid))
 
 
 def _has_library(vendor: str, pid: int) -> bool:

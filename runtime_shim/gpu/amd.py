@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
+from runtime_shim import proc
 from runtime_shim.gpu import amd_handles, amd_topology, handles
 from runtime_shim.gpu.amd_handles import DRM_MAJOR
 from runtime_shim.gpu.driver import Held, Host, ProcessState
@@ -54,7 +55,7 @@ class Amd:
 
     def state(self, pid: int) -> ProcessState | None:
         """Running for a process that holds /dev/kfd or a render node; there is no other state to see."""
-        if not handles.alive(pid):
+        if not proc.alive(pid):
             return None
         return ProcessState.RUNNING if self.handles(pid) else None
 

@@ -12,6 +12,7 @@ import os
 import stat
 from collections.abc import Collection, Iterator
 
+from runtime_shim import proc
 from runtime_shim.errors import reason
 from runtime_shim.gpu import handles
 from runtime_shim.gpu.driver import Held
@@ -120,7 +121,7 @@ def _number(found: os.stat_result) -> Number | None:
 
 
 def _gone_or_raise(error: OSError, pid: int) -> None:
-    if error.errno in (errno.ENOENT, errno.ESRCH) or not handles.alive(pid):
+    if error.errno in (errno.ENOENT, errno.ESRCH) or not proc.alive(pid):
         return
     message = (
         f"the files that process {pid} ({handles.comm(pid)}) has open could not be listed: {reason(error)}"

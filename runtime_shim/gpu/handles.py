@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+from runtime_shim import proc
 from runtime_shim.errors import reason
 from runtime_shim.gpu.driver import Held
 from runtime_shim.gpu.errors import GpuError, PermissionRefused
@@ -23,7 +24,6 @@ from runtime_shim.gpu.errors import GpuError, PermissionRefused
 __all__ = [
     "LAST_GPU_MINOR",
     "Node",
-    "alive",
     "character_drivers",
     "comm",
     "dev_minors",
@@ -46,8 +46,6 @@ LAST_GPU_MINOR = 247
 
 # What /proc/devices calls that major: "nvidia" and "nvidiactl", "nvidia-frontend" with older drivers.
 _FRONTENDS = frozenset({"nvidia", "nvidiactl", "nvidia-frontend"})
-
-_PF_EXITING = 0x4  # linux/sched.h
 
 _PREFIX = "/dev/nvidia"
 _DELETED = " (deleted)"
@@ -141,17 +139,6 @@ def comm(pid: int) -> str:
     return "".join(c if c.isprintable() else "?" for c in name)
 
 
-def alive(pid: int) -> bool:
-    """Whether the process exists, is no zombie and not on its way out (/proc/PID/stat, proc_pid_stat(5))."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name, in parentheses, may itself hold parentheses and spaces.
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return False
-    return len(fields) > 6 and fields[0] not in (b"Z", b"X", b"x") and not int(fields[6]) & _PF_EXITING
-
-
 def ends(pid: int, *, within: float) -> bool:
     """Whether the process is gone, or goes within so many seconds: one that was killed needs a moment."""
     try:
@@ -159,11 +146,11 @@ def ends(pid: int, *, within: float) -> bool:
     except ProcessLookupError:
         return True
     except OSError:
-        return not alive(pid)  # No descriptor left, or a kernel before 5.3.
+        return not proc.alive(pid)  # No descriptor left, or a kernel before 5.3.
     try:
         poll = select.poll()
         poll.register(process, select.POLLIN)
-        return not alive(pid) or bool(poll.poll(within * 1000))
+        return not proc.alive(pid) or bool(poll.poll(within * 1000))
     finally:
         os.close(process)
 
@@ -272,7 +259,7 @@ def _is_gpu(node: Node, frontends: frozenset[int]) -> bool:
 def _gone_or_raise(error: OSError, pid: int) -> None:
     """Return where the process, or the descriptor, is gone; raise for any other reason."""
     # A process that is ending has no memory by which the kernel could allow us: EACCES, for any but root.
-    if error.errno in (errno.ENOENT, errno.ESRCH) or not alive(pid):
+    if error.errno in (errno.ENOENT, errno.ESRCH) or not proc.alive(pid):
         return
     message = f"the files that process {pid} ({comm(pid)}) has open could not be listed: {reason(error)}"
     if error.errno in (errno.EACCES, errno.EPERM):

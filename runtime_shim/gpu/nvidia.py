@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from runtime_shim import proc
 from runtime_shim.gpu import handles, nvml
 from runtime_shim.gpu.driver import Held, Host, ProcessState
 from runtime_shim.gpu.errors import (
@@ -99,7 +100,7 @@ class Nvidia:
 
     def state(self, pid: int) -> ProcessState | None:
         """The state of a process; None where it has no GPU state (NOT_INITIALIZED) or is gone."""
-        if not handles.alive(pid):
+        if not proc.alive(pid):
             return None
         result, state = self._cuda().state(pid)
         if result == _NOT_INITIALIZED:
@@ -205,7 +206,7 @@ class Nvidia:
     def _ready(self, pid: int) -> Library:
         """The library, once it is known that there is a process to work on."""
         library = self._cuda()
-        if not handles.alive(pid):
+        if not proc.alive(pid):
             raise ProcessGone(f"process {pid} has ended", hint=ProcessGone.advice, pid=pid)
         return library
 

@@ -6,6 +6,7 @@ the state of a process cannot be read, and one that holds the device files count
 
 from __future__ import annotations
 
+from runtime_shim import proc
 from runtime_shim.gpu import handles
 from runtime_shim.gpu.driver import ProcessState
 from runtime_shim.gpu.errors import DriverTooOld
@@ -32,4 +33,4 @@ class NvidiaByPlugin(Nvidia):
         try:
             return super().state(pid)
         except DriverTooOld:
-            return ProcessState.RUNNING if handles.alive(pid) and handles.gpu_minors(pid) else None
+            return ProcessState.RUNNING if proc.alive(pid) and handles.gpu_minors(pid) else None

@@ -84,6 +84,8 @@ class Tracer:
         self._over = False
         self._refusal: OSError | GpusnapError | None = None
         self._failure: OSError | None = None
+        self.lost = ""
+        """Why it lets none of them run any more, long before its end."""
         self._thread = threading.Thread(target=self._run, name=f"gpusnap-tracer-{pid}", daemon=True)
 
     def __enter__(self) -> Tracer:
@@ -152,6 +154,8 @@ class Tracer:
         self._started.set()
         try:
             self._loop()
+        except (OSError, GpusnapError) as error:
+            self.lost = str(error)
         finally:
             try:
                 self._release()

@@ -122,6 +122,19 @@ def test_a_fifo_is_not_waited_for(unpacked: Path, name: str) -> None:
     assert "FIFO" in text
 
 
+@pytest.mark.parametrize("name", ["config.dump", "spec.dump"])
+def test_podman_does_not_wait_for_a_fifo(unpacked: Path, name: str) -> None:
+    """`gpusnap restore` refuses an archive that Podman would open a FIFO of."""
+    (unpacked / name).unlink()
+    os.mkfifo(unpacked / name)
+    done = run(GPUSNAP, "restore", packed(unpacked))
+    assert done.code == 4
+    text = sentence(done)
+    assert name in text
+    assert "FIFO" in text
+    nothing_left()
+
+
 def manifest_of(folder: Path) -> Path:
     return folder / "checkpoint/gpusnap/manifest.json"
 

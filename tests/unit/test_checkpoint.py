@@ -131,7 +131,7 @@ def test_leave_running_and_resume_fails(scene: Scene) -> None:
     scene.driver.fail("restore", broken, DriverFailed("the GPU fell off the bus"))
     sentence = scene.checkpoint("--leave-running").sentence()
     assert "the GPU fell off the bus" in sentence
-    assert sentence.endswith(f"the checkpoint in {scene.image} is whole and can be restored")
+    assert f"the checkpoint in {scene.image} is whole and can be restored; gpusnap recover " in sentence
     assert scene.driver.states[other] is ProcessState.RUNNING
     assert scene.driver.of("restore").count(broken) > 1
     assert len(whole(scene).processes) == 2

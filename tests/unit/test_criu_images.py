@@ -151,6 +151,7 @@ def test_cut_short(folder: Path, name: str, size: int) -> None:
         (image("core", entry(b"\x0a\x7fshort")), "does not decode"),
         (image("core", entry(b"\x08" + b"\xff" * 12)), "does not decode"),
         (image("core", struct.pack("<I", 1 << 31)), "has a message of"),
+        (image("core", entry(numbers((1, 1))) + bytes(1 << 20)), "consists of zeros"),
         (image("mm", entry(numbers((1, 1)))), "does not begin as an image"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -16,7 +17,8 @@ from runtime_shim import driver_calls, proc
 from runtime_shim.driver_calls import call_or_run
 from runtime_shim.errors import GpusnapError
 from runtime_shim.gpu.errors import DriverNotReady, LockTimeout, NotSupported
-from runtime_shim.stillness import stop
+from runtime_shim.memory.tracer import Tracer
+from runtime_shim.stillness import only, stop
 
 
 @pytest.fixture
@@ -112,6 +114,20 @@ def test_no_answer(family: Family, driver: FakeDriver, monkeypatch: pytest.Monke
         with pytest.raises(DriverNotReady, match=f"does not answer for process {pid} "):
             call_or_run(driver, pid, end.wait, timeout=0.05)
         end.set()
+
+
+def test_a_tracer_that_fails(family: Family, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's thread runs no more, so no answer is waited for."""
+    end = threading.Event()
+    with a_process(family, driver) as pid:
+        monkeypatch.setattr(Tracer, "_answer_stops", _fail)
+        with pytest.raises(DriverNotReady, match=r"its thread cannot be let run: .*Input/output error"):
+            driver_calls.call(driver, pid, end.wait, thread=only)
+        end.set()
+
+
+def _fail(tracer: Tracer) -> bool:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def test_one_that_is_killed(family: Family, driver: FakeDriver) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
 import mmap
 import os
 import signal
@@ -9,10 +11,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import runtime_shim.gpu as gpu
+from runtime_shim import proc
 from runtime_shim.gpu import handles
 from runtime_shim.gpu.errors import PermissionRefused
 from runtime_shim.gpu.handles import Node
@@ -195,10 +199,10 @@ def test_the_library_is_seen(start: Start, tmp_path: Path, name: str, expected: 
 def test_a_process_that_is_gone() -> None:
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert not handles.alive(child.pid)  # a zombie
+    assert not proc.alive(child.pid)  # a zombie
     assert handles.nodes(child.pid) == ()
     child.wait()
-    assert not handles.alive(child.pid)
+    assert not proc.alive(child.pid)
     assert handles.comm(child.pid) == "?"
     assert handles.nodes(child.pid) == ()
     assert handles.gpu_minors(child.pid) == ()
@@ -218,15 +222,31 @@ def test_a_process_that_is_about_to_end(start: Start) -> None:
 def test_a_stopped_process_is_alive(start: Start) -> None:
     pid = start(sys.executable, "-c", HOLD)
     os.kill(pid, signal.SIGSTOP)
-    assert handles.alive(pid)
-    assert handles.alive(os.getpid())
+    assert proc.alive(pid)
+    assert proc.alive(os.getpid())
+
+
+def test_a_process_that_cannot_be_read_is_alive(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This host lacks descriptors, or memory, for a moment: nobody has ended, and the GPU is in use."""
+    pid = start(sys.executable, "-c", HOLD)
+    failures = [errno.EMFILE, errno.ENOMEM]
+    real = builtins.open
+
+    def failing(path: Any, *words: Any, **options: Any) -> Any:
+        if str(path) == f"/proc/{pid}/stat" and failures:
+            raise OSError(failures.pop(), "injected")
+        return real(path, *words, **options)
+
+    monkeypatch.setattr(builtins, "open", failing)
+    assert not handles.ends(pid, within=0)
+    assert not failures
 
 
 def test_names_that_try_to_confuse(start: Start) -> None:
     name = ") Z 1 (x\n"
     hold = f"open('/proc/self/comm', 'w').write({name!r})\n" + HOLD
     pid = start(sys.executable, "-c", hold)
-    assert handles.alive(pid)
+    assert proc.alive(pid)
     assert handles.comm(pid) in (") Z 1 (x", ") Z 1 (x?")
 
 
@@ -259,5 +279,5 @@ class Held:
 
 
 def test_holders_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handles, "alive", lambda pid: pid != 5)
+    monkeypatch.setattr(proc, "alive", lambda pid: pid != 5)
     assert gpu.holders(Held(), [3, 2, 5, 1]) == (3, 1)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ import pytest
 from runtime_shim import mountns, proc
 from runtime_shim.errors import ContainerError
 from runtime_shim.gpu.nodes import Change, Node
-from runtime_shim.inside import mounted_nodes, replace_nodes
+from runtime_shim.inside import device_nodes, mounted_nodes, replace_nodes
 
 DEADLINE = 20.0
 ROOT = Path(__file__).parents[2]
@@ -389,3 +389,21 @@ def test_mounted_nodes(make: Make) -> None:
     container.do("open('/elsewhere/x', 'w').close(); mount('/dev/full', '/elsewhere/x', None, BIND)")
     container.do("os.symlink('/elsewhere', '/dev/link')")
     assert mounted_nodes(container.pid) == (("/dev/full", 1, 7), ("/dev/null", 1, 3))
+
+
+def test_device_nodes_are_not_missed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in /dev is found; where this host lacks something to look, that is said."""
+    container = make()
+    container.do("os.mknod('/dev/x', 0o020600, os.makedev(10, 229))")
+    assert device_nodes(container.pid) == (("c", 10, 229, "/dev/x"),)
+    for number in (errno.EIO, errno.EMFILE):
+
+        def fail(path: object, number: int = number) -> None:
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "scandir", fail)
+            with pytest.raises(ContainerError, match=r"/dev of the container .* cannot be read"):
+                device_nodes(container.pid)
+    container.end()
+    assert device_nodes(container.pid) == ()

@@ -179,6 +179,22 @@ def test_hostile(tmp_path: Path, what: str) -> None:
         read_all(write(tmp_path, entry_tar(info)))
 
 
+def _tar_of(*entries: tarfile.TarInfo) -> bytes:
+    """A tar of empty entries."""
+    return b"".join(each.tobuf(tarfile.USTAR_FORMAT) for each in entries) + tar.END
+
+
+@pytest.mark.parametrize(
+    "link", [entry("a/l", tarfile.SYMTYPE, "/var"), entry("a/l", tarfile.LNKTYPE, "a/m")]
+)
+def test_a_name_below_a_link(tmp_path: Path, link: tarfile.TarInfo) -> None:
+    """What lies below a link would be written wherever that leads; beside it is fine."""
+    assert read_all(write(tmp_path, _tar_of(link, entry("a/lx"), entry("l/b"))))["a/lx"] == b""
+    for name in ("a/l/b", "a/./l//b/c", "a/l/b/c"):
+        with pytest.raises(ArchiveError, match="leads through the link 'a/l'"):
+            read_all(write(tmp_path, _tar_of(link, entry(name))))
+
+
 def test_sparse_and_global(tmp_path: Path) -> None:
     """GNU's sparse files, headers for all entries, and folders with content are refused."""
     for kind, words in ((b"S", "is a sparse file"), (b"g", "header for all"), (b"5", "is no file, but has")):

@@ -13,6 +13,7 @@ from oci_checkpoints import blob_path, commit, index, names, put, stagings, whol
 
 from oci.digests import digest_of
 from oci.errors import BlobError, NotThere, StoreError
+from oci.known import Place
 from oci.manifest import INDEX, Descriptor, Index, written_document
 from oci.store import Store
 from oci.verify import verify
@@ -67,6 +68,24 @@ def test_gc_during_a_hold(store: Store) -> None:
     assert store.collect().blobs == 4
     with pytest.raises(NotThere, match=f"has the digest {root.digest}"), store.hold(root.digest):
         pass
+
+
+def test_gc_forgets_what_it_removed(store: Store) -> None:
+    """The index of known chunks does not grow with checkpoints that have gone; what is there stays known."""
+    commit(store, b"stays", names=("a",))
+    root = commit(store, b"goes", names=("b",))
+    known = store.known()
+    for data in (b"stays", b"goes"):
+        file = blob_path(store.layout, digest_of(data)).stat()
+        place = Place(digest_of(data), len(data), "plain", store.path, file.st_ino, file.st_mtime_ns)
+        known.add(digest_of(data), place)
+    known.save()
+    store.remove(root.digest)
+    store.collect(dry_run=True)
+    assert len(store.known()) == 2
+    store.collect()
+    assert len(store.known()) == 1
+    assert store.known().find(digest_of(b"stays")) is not None
 
 
 def test_gc_and_an_index_that_is_held(store: Store) -> None:

@@ -255,3 +255,23 @@ def test_a_kernel_that_cannot_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     failures += [errno.ENOMEM] * 1000
     with pytest.raises(GpusnapError, match=r"/stat cannot be read"):
         proc.still(os.getpid())
+
+
+def test_a_kernel_that_cannot_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same of lists: of all processes, and of the threads and files of one."""
+    failures = [errno.EIO, errno.EMFILE]
+    real = os.listdir
+
+    def failing(path: str) -> list[str]:
+        if failures:
+            raise OSError(failures.pop(), "injected")
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", failing)
+    assert os.getpid() in set(proc.pids())
+    assert not failures
+    monkeypatch.setattr(proc, "_PATIENCE", 0.05)
+    failures += [errno.EIO] * 10000
+    for ask in (lambda: list(proc.pids()), lambda: proc.threads(1), lambda: proc.unix_sockets(1)):
+        with pytest.raises(GpusnapError, match=r"^/proc\S* cannot be read: "):
+            ask()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import functools
 import os
 import shutil
@@ -20,6 +21,7 @@ from fakes import wait_for
 from runtime_shim import proc
 from runtime_shim.errors import GpusnapError
 from runtime_shim.gpu.errors import PermissionRefused
+from runtime_shim.memory.tracer import Tracer
 from runtime_shim.stillness import Guard, drop_stops, go_on, only, populated, stop
 
 # Two threads that count, each in a file of its own; the first line says the second one's TID. In C without
@@ -220,6 +222,22 @@ def test_it_stands_when_the_block_has_ended(counters: Counters) -> None:
         for burner in burners:
             burner.kill()
             burner.wait()
+
+
+def test_a_tracer_that_fails(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so, so that nobody waits for a thread that it does not let run; and the process stands."""
+    pid = counters.pid
+    stop([pid], timeout=5)
+
+    def fail(tracer: Tracer) -> bool:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with only(pid, pid) as tracer:
+        monkeypatch.setattr(Tracer, "_answer_stops", fail)
+        wait_for(lambda: tracer.lost, "the tracer's failure")
+        assert "Input/output error" in tracer.lost
+        monkeypatch.undo()
+    assert proc.still(pid)
 
 
 def test_a_process_that_dies_in_the_block(counters: Counters) -> None:

@@ -10,7 +10,7 @@ from fakes import FakeDriver, Family, gpu, uuid, wait_for
 from runtime_shim import container, proc, suspension
 from runtime_shim.errors import GpusnapError, ImageError, Refused
 from runtime_shim.gpu.driver import ProcessState
-from runtime_shim.gpu.errors import DriverFailed, GpuError, PermissionRefused
+from runtime_shim.gpu.errors import DriverFailed, GpuError, NotInitialized, PermissionRefused
 from runtime_shim.stillness import stop
 from runtime_shim.suspension import InCriu, idle_holders, record, resume, suspend, users
 
@@ -150,6 +150,32 @@ def test_a_state_that_cannot_be_read(family: Family, driver: FakeDriver) -> None
     with pytest.raises(GpuError):
         resume(driver, [first, second], InCriu())
     assert driver.states[second] is RUNNING
+
+
+@pytest.mark.parametrize("state", [LOCKED, CHECKPOINTED], ids=lambda state: state.name)
+def test_a_driver_that_finds_no_process(
+    family: Family, driver: FakeDriver, state: ProcessState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a moment, it is asked again; for good, that process stays stopped: its GPU memory is away."""
+    pid = driver.use(family.spawn(), state=state)
+    stop([pid], timeout=5)
+    forgotten = [3]
+    real = driver.state
+
+    def forgetful(asked: int) -> ProcessState | None:
+        forgotten[0] -= 1
+        return None if forgotten[0] >= 0 else real(asked)
+
+    monkeypatch.setattr(driver, "state", forgetful)
+    resume(driver, [pid], InCriu())
+    assert driver.states[pid] is RUNNING
+    driver.states[pid] = state
+    stop([pid], timeout=5)
+    forgotten[0] = 10**6
+    with pytest.raises(NotInitialized, match=f"does not know process {pid} .* had taken"):
+        resume(driver, [pid], InCriu())
+    assert proc.still(pid)
+    assert driver.states[pid] is state
 
 
 class Elsewhere(InCriu):

@@ -1,0 +1,375 @@
+"""What the programs that inject faults share: the host, commands with a deadline, and what may not be left.
+
+fuzz.py, kills.py, injected.py and soak.py run in the test host. Each ends with one line of JSON, the counts,
+and exit status 1 if anything was lost, left behind or hung.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+for folder in (".", "tests/host", "tests/integration"):
+    sys.path.insert(0, str(CHECKOUT / folder))
+
+import gpuhost  # noqa: E402
+import shimhost  # noqa: E402
+from support import GPUS_CONF, GPUWORK, STATE, STORAGE, Container, Done, good, podman, run  # noqa: E402
+
+__all__ = [
+    "COMMAND",
+    "Bad",
+    "Done",
+    "Hung",
+    "Report",
+    "State",
+    "checked_message",
+    "descendants",
+    "goes_on",
+    "limited",
+    "parser",
+    "prepare",
+    "program",
+    "start",
+    "waited",
+]
+
+COMMAND = "/usr/local/bin/gpusnap"
+STORE = Path("/var/lib/gpusnap-faults")
+LIMIT = 90.0
+"""Seconds for a command; Podman's own limits are below that."""
+SETTLING = 20.0
+"""Seconds until what Podman does behind a container's end has been done."""
+_LARGEST_MESSAGE = 64 << 10  # bytes on stderr
+# What appears in /run/gpusnap and stays: locks, and an unnamed file that the next writer replaces.
+_STAYS = ("lock", ".new")
+_LEFT = ("/run/gpusnap", "/run/gpusnap-*", "/var/tmp/gpusnap-*", "/tmp/gpusnap-*", "/dev/shm/gpusnap*")
+# Helpers of Podman's that run on for good.
+_OTHERS = ("catatonit", "aardvark-dns")
+
+
+class Bad(Exception):
+    """Something was lost, or left behind."""
+
+
+class Hung(Bad):
+    """A command did not end in time."""
+
+
+def descendants(root: int) -> dict[int, str]:
+    """The processes below `root` and itself, by PID, and what each runs; without those that end meanwhile."""
+    children: dict[int, list[int]] = {}
+    for each in Path("/proc").iterdir():
+        if each.name.isdigit():
+            with suppress(OSError, IndexError, ValueError):
+                parent = int((each / "stat").read_text().rpartition(") ")[2].split()[1])
+                children.setdefault(parent, []).append(int(each.name))
+    found: dict[int, str] = {}
+    waiting = [root]
+    while waiting:
+        pid = waiting.pop()
+        found[pid] = program(pid)
+        waiting += children.get(pid, [])
+    return {pid: name for pid, name in found.items() if name}
+
+
+def program(pid: int) -> str:
+    """What a process runs: gpusnap, gpusnap-runtime, or the name of its program; "" where it has ended."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+    for word in words[:4]:
+        if word in (COMMAND, str(shimhost.ENTRY), str(shimhost.LAUNCHER)):
+            return Path(word).name
+    return name
+
+
+def limited(
+    argv: Sequence[str | os.PathLike[str]],
+    *,
+    limit: float = LIMIT,
+    env: dict[str, str] | None = None,
+    during: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
+) -> Done:
+    """Run a command to its end; `during` is called while it runs. Raises Hung where it does not end in time.
+
+    Its output goes to files: a restored container may keep a pipe open.
+    """
+    environment = {"PATH": os.environ["PATH"], "HOME": "/root", **(env or {})}
+    folder = Path("/var/tmp/faults-output")
+    folder.mkdir(exist_ok=True)
+    with (folder / "out").open("wb+") as out, (folder / "err").open("wb+") as err:
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
+        )
+        try:
+            during(process)
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            stands = _stands(process.pid)
+            _end(process.pid)
+            process.wait()
+            raise Hung(f"not within {limit:g} s: {_line(argv)}\n{stands}") from None
+        except BaseException:
+            _end(process.pid)
+            process.wait()
+            raise
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read(1 << 20).decode(errors="replace"))
+    return Done(code, *texts)
+
+
+def _line(argv: Sequence[str | os.PathLike[str]]) -> str:
+    return " ".join(os.fspath(word) for word in argv)
+
+
+def _end(root: int) -> None:
+    for pid in descendants(root):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _stands(root: int) -> str:
+    """Where the threads below `root`, and of the workload, stand."""
+    lines = []
+    pids = {*descendants(root), *(int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit())}
+    for pid in sorted(pids):
+        for task in Path(f"/proc/{pid}/task").glob("*"):
+            with suppress(OSError):
+                state = Path(task, "stat").read_text().rpartition(") ")[2][0]
+                call = Path(task, "syscall").read_text().strip()
+                lines.append(f"{pid}/{task.name} {program(pid)} {state} {call}")
+    return "\n".join(lines)
+
+
+def waited(condition: Callable[[], Any], *, seconds: float = SETTLING) -> Any:
+    """What the condition gives once it is true, or at the deadline."""
+    end = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
+def goes_on(identity: str, more: int = 3) -> None:
+    """Wait for more ticks of a container, by its full ID, each with every byte right. Raises Bad.
+
+    Its log is read where conmon writes it: Podman would take longer to show it.
+    """
+    log = STORAGE / identity / "userdata/ctr.log"
+    begun = log.stat().st_size if log.exists() else 0
+
+    def ticks() -> list[bytes]:
+        with log.open("rb") as file:
+            file.seek(begun)
+            lines = file.read().split(b"\n")[:-1]
+        return [line for line in lines if b" tick=" in line]
+
+    waited(lambda: log.exists() and (len(ticks()) > more or any(b" BAD" in line for line in ticks())))
+    found = ticks() if log.exists() else []
+    if wrong := [line.decode(errors="replace") for line in found if b" BAD" in line]:
+        raise Bad(f"wrong bytes: {wrong[0]}")
+    if len(found) <= more:
+        raise Bad(f"the container does not go on: {len(found)} ticks in {SETTLING:g} s")
+
+
+def checked_message(done: Done) -> str:
+    """The last line on stderr of a command that failed; Bad where it is none for people."""
+    if "Traceback (most recent call last)" in done.err:
+        raise Bad(f"a traceback:\n{done.err[-4000:]}")
+    if len(done.err) + len(done.out) > _LARGEST_MESSAGE:
+        raise Bad(f"{len(done.err)} bytes on stderr, {len(done.out)} on stdout")
+    lines = [line for line in done.err.splitlines() if line.strip()]
+    if not lines:
+        raise Bad(f"exit code {done.code} without a word")
+    if done.code < 0:
+        raise Bad(f"ended by signal {-done.code}: {lines[-1]}")
+    found = [line for line in lines if re.search(r"gpusnap: |^Error: ", line)]
+    return (found or lines)[-1]
+
+
+@dataclass(frozen=True)
+class State:
+    """What there is on the host that a command might leave: taken before, compared afterwards.
+
+    PIDs and IDs do not count, as a restored container has others: how many there are of each does.
+    """
+
+    there: Counter[str]
+
+    @classmethod
+    def now(cls) -> State:
+        return cls(Counter(_things()))
+
+    def left(self, *, seconds: float = SETTLING) -> list[str]:
+        """What has been left since; what goes away within `seconds` is not."""
+        new: list[str] = []
+
+        def gone() -> bool:
+            new[:] = sorted((Counter(_things()) - self.there).elements())
+            return not new
+
+        waited(gone, seconds=seconds)
+        return new
+
+
+def _things() -> list[str]:
+    found = [f"process {name}" for name in processes().values()]
+    found += [f"mount {line.split()[4]}" for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    for pattern in _LEFT:
+        for top in Path("/").glob(pattern[1:]):
+            below = [top, *top.rglob("*")] if top.is_dir() else [top]
+            found += [f"file {path}" for path in below if not path.name.endswith(_STAYS)]
+    for runtime in ("/run/crun", "/run/runc"):
+        found += [f"{runtime}/{name}" for name in (os.listdir(runtime) if os.path.isdir(runtime) else ())]
+    found += [f"softgpu {path.name}" for path in STATE.glob("*") if path.name.isdigit()]
+    kept = (each for each in found if not re.fullmatch(r"file /run/gpusnap(/\w+)?", each))
+    return [re.sub(r"[0-9a-f]{64}|\b[A-Z0-9]{26}\b|\d+", "N", each) for each in kept]
+
+
+def processes() -> dict[int, str]:
+    """All that run but for this program and kernel threads; zombies are left out."""
+    found = {}
+    for each in Path("/proc").iterdir():
+        if not each.name.isdigit() or int(each.name) == os.getpid():
+            continue
+        with suppress(OSError):
+            state = (each / "stat").read_text().rpartition(") ")[2][0]
+            name = program(int(each.name))
+            if state != "Z" and name and name not in _OTHERS:
+                found[int(each.name)] = name
+    return found
+
+
+@dataclass
+class Report:
+    """What has become of the rounds. A failure keeps what is needed to repeat it in a folder of its own."""
+
+    program: str
+    seed: int
+    keep: Path
+    counts: Counter[str] = field(default_factory=Counter)
+    said: Counter[str] = field(default_factory=Counter)
+    failures: int = 0
+    begun: float = field(default_factory=time.monotonic)
+
+    def failed(self, name: str, error: BaseException, *files: Path) -> None:
+        """Print what happened, and keep it with the files that show it again."""
+        self.failures += 1
+        self.counts["hung" if isinstance(error, Hung) else "bad"] += 1
+        folder = self.keep / f"{self.program}-{self.seed}-{self.failures}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        unforeseen = not isinstance(error, Bad | AssertionError)
+        text = "".join(traceback.format_exception(error)) if unforeseen else str(error)
+        (folder / "what").write_text(f"{name}\n{text}\n")
+        for path in files:
+            with suppress(OSError):
+                if path.is_dir():
+                    shutil.copytree(path, folder / path.name, symlinks=True)
+                elif path.exists():
+                    shutil.copy(path, folder)
+        print(f"BAD {name}: {text[:3000]}\n    kept in {folder}", flush=True)
+
+    def note(self, line: str) -> None:
+        """Add a line to the list of rounds that is kept."""
+        self.keep.mkdir(parents=True, exist_ok=True)
+        with (self.keep / f"{self.program}-{self.seed}.log").open("a") as file:
+            file.write(f"{time.monotonic() - self.begun:7.1f} {line}\n")
+
+    def over(self, seconds: float) -> bool:
+        """Whether no further round is to begin."""
+        return time.monotonic() - self.begun > seconds
+
+    def end(self) -> int:
+        """Print the counts as the last line; the exit status."""
+        for said, number in self.said.most_common(40):
+            print(f"{number:5} {said}")
+        found = {
+            "program": self.program,
+            "seed": self.seed,
+            "seconds": round(time.monotonic() - self.begun),
+            "failures": self.failures,
+            **dict(sorted(self.counts.items())),
+        }
+        print(json.dumps(found), flush=True)
+        return 1 if self.failures else 0
+
+
+def plain(message: str) -> str:
+    """A message without what differs from round to round, to count those that are alike."""
+    message = re.sub(r"^.*?gpusnap: ", "", message)
+    message = re.sub(r"\b[0-9a-f]{12,64}\b", "ID", message)
+    return re.sub(r"\d+", "N", message)[:160]
+
+
+def parser(description: str, rounds: int) -> argparse.ArgumentParser:
+    """The options that all of them have."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--seed", type=int, default=1, help="makes a run repeatable [default: 1]")
+    made.add_argument("--rounds", type=int, default=rounds, help=f"how many [default: {rounds}]")
+    made.add_argument(
+        "--seconds", type=float, default=1e9, help="begin no round after so many seconds [default: no limit]"
+    )
+    made.add_argument(
+        "--keep",
+        type=Path,
+        default=Path("/var/tmp/faults"),
+        help="where failures are kept [default: %(default)s]",
+    )
+    return made
+
+
+def prepare(program: str, given: argparse.Namespace) -> Report:
+    """Put gpusnap and softgpu in place; a report, and random numbers by the seed."""
+    if os.environ.get("GPUSNAP_TESTHOST") != "1":
+        print(f"{program}: it changes this machine: run it in the test host, as --help says", file=sys.stderr)
+        raise SystemExit(2)
+    shimhost.install(CHECKOUT)
+    gpuhost.install(str(CHECKOUT / "softgpu/build"), GPUS_CONF)
+    shutil.copy(CHECKOUT / "softgpu/build/bin/gpuwork", GPUWORK)
+    random.seed(given.seed)
+    good(podman("ps"))
+    return Report(program, given.seed, given.keep)
+
+
+def settings(runtime: str, *, pages: str = "chunks") -> None:
+    """Write the settings file."""
+    shimhost.write_settings(
+        f'runtime = "{runtime}"\n[memory]\npages = "{pages}"\nchunk-size = "1M"\n[store]\npath = "{STORE}"\n'
+    )
+
+
+def start(name: str, *words: str) -> Container:
+    """A container of the workload on GPU 0, which checks its GPU memory at each tick."""
+    return Container.start(name, "--mib", "6", *words, gpus=("0",))
+
+
+def remove_all() -> None:
+    """Remove all containers, whatever state they are in."""
+    for name in run("podman", "ps", "--all", "--quiet", "--no-trunc").out.split():
+        podman("rm", "--force", "--time", "0", name)
+    for runtime in ("crun", "runc"):
+        for name in run(runtime, "list", "-q").out.split():
+            run(runtime, "delete", "--force", name)

@@ -1,0 +1,305 @@
+"""ENOSPC, EIO, ENOMEM and EMFILE at every system call of a checkpoint and of a restore in turn.
+
+    make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 [--bind DIR:/keep] --
+        /opt/gpusnap/bin/python -B /src/bench/injected.py [--rounds 400 | --stride 1] [--seed 1]
+        [--runtimes crun] [--ways checkpoint,restore] [--errors ENOSPC,EIO,ENOMEM,EMFILE]
+
+Calls of gpusnap-runtime itself, not of crun and CRIU, from where it begins to import its own modules
+(injecting.py). Each round fails one call once: --stride 1 takes each call with each error that its manual
+page knows, --rounds as many, spread evenly. Then either it has worked all the same, and the image or the
+container is right; or one sentence says why not, the workload runs on with every byte right (or the image is
+whole), and nothing is left.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from faulthost import (
+    CHECKOUT,
+    COMMAND,
+    Bad,
+    Done,
+    Report,
+    State,
+    checked_message,
+    goes_on,
+    limited,
+    parser,
+    plain,
+    prepare,
+    remove_all,
+    settings,
+    start,
+    waited,
+)
+from injecting import FITTING
+from support import RUNTIME, STORAGE, Container, good, podman, run, until
+
+NAME = "injected"
+FOLDER = Path("/var/tmp/injected")
+CALLS = FOLDER / "calls"
+_TRACED = [sys.executable, "-B", str(CHECKOUT / "bench/injecting.py"), "--calls", str(CALLS)]
+_FROM = ["--after", "/runtime_shim/argv.py"]
+Point = tuple[int, str]
+# Modules and the folders that they are looked for in.
+_OF_IMPORTS = re.compile(
+    r"\.py[c.\d]*$|__pycache__|/(site|dist)-packages|/lib/python3|\.so\b|^\S+ \w+ /src(/\w+)*$"
+)
+
+
+def traced(line: list[str], point: Point | None) -> tuple[Done, list[str]]:
+    """Run a command with a call failing, and the calls that it made."""
+    words = [] if point is None else ["--at", str(point[0]), "--error", point[1]]
+    done = limited([*_TRACED, *_FROM, *words, "--", *line])
+    return done, CALLS.read_text().splitlines()
+
+
+def points(calls: list[str], errors: list[str], *, rounds: int, stride: int) -> list[Point]:
+    """Each call with each error that fits it; of these every `stride`th, or as many as are wanted.
+
+    Of the calls of imports, which are most and all alike, --rounds takes a tenth of its rounds.
+    """
+    found: list[Point] = []
+    imports: list[Point] = []
+    for error in errors:
+        fitting = [call for call in calls if error in call.partition(" ")[0].split(",")]
+        for at, call in enumerate(fitting):
+            (imports if _OF_IMPORTS.search(call) else found).append((at, error))
+    print(
+        f"{len(calls)} calls; {len(found)} with each error that fits, {len(imports)} of imports", flush=True
+    )
+    if stride:
+        return sorted(found + imports)[random.randrange(stride) :: stride]
+    return [*_spread(found, rounds - rounds // 10), *_spread(imports, rounds // 10)]
+
+
+def _spread(found: list[Point], rounds: int) -> list[Point]:
+    """So many of them, at even distances."""
+    step = max(1.0, len(found) / max(1, rounds))
+    shift = random.uniform(0, step)
+    return [
+        found[int(shift + at * step)]
+        for at in range(min(rounds, len(found)))
+        if shift + at * step < len(found)
+    ]
+
+
+@dataclass
+class Checkpoints:
+    """A container that is checkpointed, where Podman would restore it from."""
+
+    id: str
+    pid: int
+    before: State
+    leave: bool = True
+
+    @classmethod
+    def begin(cls) -> Checkpoints:
+        remove_all()
+        run(COMMAND, "recover")
+        container = start(NAME)
+        return cls(container.id, container.pid, State.now())
+
+    @property
+    def image(self) -> Path:
+        return STORAGE / self.id / "userdata/checkpoint"
+
+    def line(self) -> list[str]:
+        work = FOLDER / "work"
+        work.mkdir(exist_ok=True)
+        shutil.rmtree(self.image, ignore_errors=True)
+        paths = ["--image-path", str(self.image), "--work-path", str(work)]
+        return [RUNTIME, "checkpoint", *paths, *["--leave-running"] * self.leave, self.id]
+
+    def check(self, done: Done) -> str:
+        """The outcome. Raises Bad."""
+        outcome = "worked" if done.code == 0 else "refused"
+        if done.code:
+            checked_message(done)
+        if _waits():
+            if "gpusnap recover" not in done.err:
+                raise Bad(f"it needs `gpusnap recover`, and does not say so: {done.err[-1000:]}")
+            outcome = self._recover()
+        if Path(f"/proc/{self.pid}").exists() and (done.code or self.leave):
+            goes_on(self.id)
+            if done.code == 0:
+                good(limited([COMMAND, "verify", str(self.image)]))
+        else:
+            self._restore(outcome)
+            outcome += ", restored"
+        if left := self.before.left():
+            raise Bad(f"left behind ({outcome}): {left[:10]}; {done.err[-500:]}")
+        return outcome
+
+    def _recover(self) -> str:
+        """Have `gpusnap recover` put it right; where an fsync failed, do what its message says."""
+        done = limited([COMMAND, "recover"])
+        if done.code and "did not come to disk" in done.err:
+            folder = self.image / "gpusnap"
+            (folder / "manifest.pending").rename(folder / "manifest.json")
+            good(limited([COMMAND, "recover"]))
+            return "doubtful, renamed by hand"
+        good(done)
+        return "recovered"
+
+    def _restore(self, outcome: str) -> None:
+        container = Container(NAME)
+        waited(lambda: container.inspect()["State"]["Status"] == "exited")
+        again = limited(["podman", "--runtime", "gpusnap-runtime", "container", "restore", "--keep", NAME])
+        if again.code:
+            raise Bad(f"{outcome}: it has ended, and cannot be restored: {again.err[-1500:]}")
+        self.pid = container.pid
+        goes_on(self.id)
+
+
+def _waits() -> bool:
+    """Whether the journal has something for `gpusnap recover`."""
+    return any(path.suffix not in (".lock", ".new") for path in Path("/run/gpusnap/journal").glob("*"))
+
+
+@dataclass
+class Restores:
+    """A checkpoint that is restored by gpusnap-runtime itself."""
+
+    id: str
+    real: str
+    config: bytes
+    before: State
+
+    @classmethod
+    def begin(cls, real: str) -> Restores:
+        remove_all()
+        run(COMMAND, "recover")
+        container = start(NAME)
+        good(podman("container", "checkpoint", "--keep", NAME))
+        good(podman("mount", NAME))
+        config = (STORAGE / container.id / "userdata/config.json").read_bytes()
+        image = container.image_path
+        shutil.rmtree(FOLDER / "image", ignore_errors=True)
+        shutil.copytree(image, FOLDER / "image", symlinks=True)
+        return cls(container.id, real, config, State.now())
+
+    @property
+    def bundle(self) -> Path:
+        return STORAGE / self.id / "userdata"
+
+    def line(self) -> list[str]:
+        work = FOLDER / "work"
+        work.mkdir(exist_ok=True)
+        paths = ["--bundle", self.bundle, "--image-path", FOLDER / "image", "--work-path", work]
+        return [RUNTIME, "restore", "--detach", *map(str, paths), "--pid-file", str(FOLDER / "pid"), self.id]
+
+    def check(self, done: Done) -> str:
+        """The outcome; nothing is left of the container afterwards. Raises Bad."""
+        known = self.id in run(self.real, "list", "-q").out.split()
+        try:
+            if done.code == 0:
+                self._ticks()
+                return "worked"
+            said = checked_message(done)
+            if known:
+                raise Bad(f"it failed, and {self.real} has the container: {said}")
+            if _waits():
+                if "gpusnap recover" not in done.err:
+                    raise Bad(f"it needs `gpusnap recover`, and does not say so: {said}")
+                good(limited([COMMAND, "recover"]))
+                return "recovered"
+            if (self.bundle / "config.json").read_bytes() != self.config:
+                raise Bad(f"config.json is not as it was: {said}")
+            return "refused"
+        finally:
+            if known:
+                good(run(self.real, "delete", "--force", self.id))
+            (self.bundle / "config.json").write_bytes(self.config)
+            if (left := self.before.left()) and sys.exc_info()[0] is None:
+                raise Bad(f"left behind: {left[:10]}; {done.err[-500:]}")
+
+    def _ticks(self) -> None:
+        """Ticks on what it was given as stdout, each with every byte right."""
+
+        def ticks() -> list[str]:
+            return [
+                line
+                for line in Path("/var/tmp/faults-output/out").read_text().splitlines()[1:]
+                if "tick=" in line
+            ]
+
+        until(lambda: len(ticks()) > 3, "ticks of the restored container")
+        if wrong := [line for line in ticks()[:-1] if " ok" not in line]:
+            raise Bad(f"wrong bytes: {wrong[0]}")
+
+
+def rounds(
+    report: Report, way: str, runtime: str, given: list[str], *, number: int, stride: int, end: float
+) -> None:
+    """All rounds of a checkpoint or of a restore."""
+
+    def begin() -> Checkpoints | Restores:
+        return Checkpoints.begin() if way == "checkpoint" else Restores.begin(runtime)
+
+    job = begin()
+    done, calls = traced(job.line(), None)
+    good(done)
+    job.check(done)
+    chosen = points(calls, given, rounds=number, stride=stride)
+    random.shuffle(chosen)  # a run that has too little time takes some of each
+    for at, point in enumerate(chosen):
+        if report.over(end):
+            return
+        if isinstance(job, Checkpoints):
+            job.leave = at % 3 != 0
+        name = f"{runtime} {way}, call {point[0]}, {point[1]}"
+        report.counts[f"{way}s"] += 1
+        call = ""
+        try:
+            done, calls = traced(job.line(), point)
+            call = calls[0] if calls else ""
+            report.counts[point[1] if call else "not met"] += 1
+            outcome = job.check(done)
+            report.counts[f"{way}: {outcome}"] += 1
+            said = done.err.strip().splitlines()[-1][:300] if done.code else ""
+            report.note(f"{name}, {call}: {outcome} | {said}")
+            if done.code:
+                report.said[plain(said)] += 1
+        except (Bad, AssertionError, OSError, subprocess.SubprocessError) as error:
+            logs = [Path("/var/tmp/faults-output"), CALLS, FOLDER / "work", Path("/run/gpusnap/journal")]
+            report.note(f"{name} {call}: BAD {error}")
+            report.failed(f"{name}: {call}", error, *logs)
+            run(COMMAND, "recover")
+            podman("umount", "--all", "--force")
+            with suppress(OSError):
+                shutil.rmtree("/run/gpusnap/journal")
+            job = begin()
+
+
+def main() -> int:
+    """Run the rounds."""
+    given = parser(__doc__ or "", 400)
+    given.add_argument("--stride", type=int, default=0, help="every Nth call instead of --rounds")
+    given.add_argument("--runtimes", default="crun")
+    given.add_argument("--ways", default="checkpoint,restore")
+    given.add_argument("--errors", default=",".join(FITTING))
+    options = given.parse_args()
+    report = prepare("injected", options)
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
+    runs = [(runtime, way) for runtime in options.runtimes.split(",") for way in options.ways.split(",")]
+    for at, (runtime, way) in enumerate(runs):
+        settings(runtime)
+        end = options.seconds * (at + 1) / len(runs)
+        number = options.rounds // len(runs)
+        rounds(report, way, runtime, options.errors.split(","), number=number, stride=options.stride, end=end)
+    remove_all()
+    return report.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,432 @@
+"""SIGKILL at random moments: of gpusnap, gpusnap-runtime, crun, runc, CRIU and Podman, alone and together.
+
+    make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 [--bind DIR:/keep] --
+        /opt/gpusnap/bin/python -B /src/bench/kills.py [--rounds 300] [--seed 1] [--runtimes crun,runc]
+        [--ways checkpoint,restore,push,pull,gc] [--victims gpusnap,gpusnap-runtime,runtime,criu,podman]
+
+A round kills some of the processes that a command has started, at a moment of its usual duration or soon
+after one of them has begun. Then `gpusnap recover` succeeds, and the work is there: the container runs with
+every byte right, or its checkpoint restores so. The next checkpoint works, what the killed command left is
+gone, and the store is whole. A command that was itself not killed ends in time, with a sentence where it
+failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from faulthost import (
+    COMMAND,
+    STORE,
+    Bad,
+    Done,
+    Report,
+    State,
+    checked_message,
+    goes_on,
+    limited,
+    parser,
+    plain,
+    prepare,
+    processes,
+    program,
+    remove_all,
+    settings,
+    start,
+    waited,
+)
+from registryhost import running
+from support import Container, faults, good, podman
+
+NAME = "killed"
+FOLDER = Path("/var/tmp/kills")
+WAYS = ("checkpoint", "restore", "push", "pull", "gc")
+VICTIMS = ("gpusnap", "gpusnap-runtime", "runtime", "criu", "podman")
+_RUNTIMES = ("crun", "runc")
+# Seconds after a victim has begun: most of the time that it works.
+_SOON = {"gpusnap": 1.0, "gpusnap-runtime": 0.8, "runtime": 0.15, "criu": 0.08, "podman": 1.5}
+_ENDING = 60.0  # seconds for what goes on behind a killed command
+Line = list[str]
+
+
+@dataclass
+class Killer:
+    """Kills some of what a command has started, once."""
+
+    wanted: tuple[str, ...]
+    """The victims."""
+    after: float
+    """Seconds from the command's start, when some victims that are there are killed; negative: so long after
+    the first of them has begun, when all are killed that are there."""
+    before: frozenset[int] = frozenset()
+    killed: list[str] = field(default_factory=list)
+    root: bool = False
+    """Whether the command itself was killed."""
+
+    def __call__(self, process: subprocess.Popen[bytes]) -> None:
+        begun = time.monotonic()
+        while process.poll() is None:
+            victims = [*self._victims().items()]
+            awaited = any(_kind(name) == self.wanted[0] and _at_work(pid, name) for pid, name in victims)
+            due = self.after >= 0 and victims and time.monotonic() - begun >= self.after
+            if due or (self.after < 0 and awaited):
+                if self.after < 0:
+                    time.sleep(-self.after)
+                    victims = [*self._victims().items()]
+                else:
+                    victims = random.sample(victims, random.randint(1, len(victims)))
+                for pid, name in victims:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                        self.killed.append(name)
+                        self.root |= pid == process.pid
+                return
+            time.sleep(0.001)
+
+    def _victims(self) -> dict[int, str]:
+        found = {}
+        for each in os.listdir("/proc"):
+            if each.isdigit() and (pid := int(each)) not in self.before and pid != os.getpid():
+                name = program(pid)
+                if _kind(name) in self.wanted:
+                    found[pid] = name
+        return found
+
+
+def _kind(name: str) -> str:
+    return "runtime" if name in _RUNTIMES else name
+
+
+def _at_work(pid: int, name: str) -> bool:
+    """Whether it is no runtime that is only asked for something."""
+    if name not in _RUNTIMES:
+        return True
+    with suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return b"checkpoint" in words or b"restore" in words
+    return False
+
+
+@dataclass
+class Bench:
+    """The container, how long commands usually take, and what they left."""
+
+    report: Report
+    runtime: str
+    victims: tuple[str, ...]
+    registry: str
+    container: Container = field(init=False)
+    before: State = field(init=False)
+    usual: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    number: int = 0
+
+    def begin(self) -> None:
+        """A container as on the first day."""
+        remove_all()
+        good(limited([COMMAND, "recover"]))
+        self.container = start(NAME)
+        self.before = State.now()
+
+    def run(self, way: str, line: Line, *, victims: tuple[str, ...] | None = None) -> tuple[Done, Killer]:
+        """Run a command and kill some of it; waits for the end of what goes on behind it."""
+        usual = statistics.median(self.usual[way]) if self.usual[way] else 1.0
+        among = victims or self.victims
+        if random.random() < 0.5:
+            wanted, after = among, random.uniform(0, usual)
+        else:  # soon after one of them has begun, with others or alone
+            first = random.choice(among)
+            wanted = (first, *random.sample(among, random.choice([0, 0, 0, *range(len(among))])))
+            after = -random.uniform(0, _SOON[first])
+        killer = Killer(wanted, after, frozenset(processes()))
+        done = limited(line, during=killer)
+        waited(lambda: not self._behind(killer.before), seconds=_ENDING)
+        if going_on := self._behind(killer.before):
+            raise Bad(f"{killer.killed} killed, and {going_on} still run after {_ENDING:g} s")
+        self.report.counts["killed"] += bool(killer.killed)
+        self.report.counts[f"{way}: {'+'.join(sorted(set(killer.killed))) or 'none'} killed"] += 1
+        if done.code and not killer.root:
+            self.report.said[plain(checked_message(done))] += 1
+        return done, killer
+
+    def _behind(self, before: frozenset[int]) -> list[str]:
+        """What a killed command has left that still works."""
+        names = (*VICTIMS, *_RUNTIMES)
+        return [name for pid, name in processes().items() if pid not in before and name in names]
+
+    def measure(self, way: str, line: Line) -> None:
+        """Run a command to its end, for its duration."""
+        begun = time.monotonic()
+        good(limited(line))
+        self.usual[way].append(time.monotonic() - begun)
+
+    def recover(self) -> str:
+        """What `gpusnap recover` says; it may be told to wait."""
+        done = limited([COMMAND, "recover"])
+        end = time.monotonic() + _ENDING
+        while done.code and "at work" in done.err and time.monotonic() < end:
+            time.sleep(0.5)
+            done = limited([COMMAND, "recover"])
+        if done.code:
+            raise Bad(f"recover: {checked_message(done)}")
+        return done.out.strip()
+
+    def nothing_left(self, what: str) -> None:
+        """Nothing beside the container that runs, and nothing in the store that nobody needs."""
+        if left := self.before.left():
+            raise Bad(f"left behind by {what}: {left[:10]}")
+        if STORE.exists() and (what.startswith("gpusnap, ") or random.random() < 0.2):
+            good(limited([COMMAND, "gc", f"oci:{STORE}"]))
+            if staged := [str(path) for path in (STORE / "staging").glob("*")]:
+                raise Bad(f"left in the store by {what}: {staged[:10]}")
+            good(limited([COMMAND, "verify", "--all"]))
+
+
+def restore_from(locator: str) -> Line:
+    return [COMMAND, "restore", locator]
+
+
+# A round of each way
+
+
+def checkpoint(bench: Bench) -> str:
+    """A checkpoint is killed: the container runs on, or its checkpoint restores."""
+    bench.number += 1
+    name, leave = f"n{bench.number}", random.random() < 0.5
+    archive = FOLDER / f"{name}.tar"
+    lines: dict[str, Line] = {
+        "gpusnap": [COMMAND, "checkpoint", NAME, "--to", f"oci:{STORE}:{name}"],
+        "gpusnap to a file": [COMMAND, "checkpoint", NAME, "--to", str(archive)],
+        "podman": [*_PODMAN, "checkpoint", "--compress", "none", "--export", str(archive), NAME],
+        "podman in place": [*_PODMAN, "checkpoint", NAME],
+    }
+    kind = random.choice(list(lines))
+    line = lines[kind] + ["--leave-running"] * leave
+    init = bench.container.pid
+    by_podman = tuple(each for each in bench.victims if each != "gpusnap") if line[0] == "podman" else None
+    done, killer = bench.run("checkpoint", line, victims=by_podman)
+    what = f"{kind}{' --leave-running' if leave else ''}, {killer.killed} killed after {killer.after:.2f} s"
+    said = bench.recover()
+    if Path(f"/proc/{init}").exists():
+        goes_on(bench.container.id)
+        outcome = "ran on"
+    else:
+        outcome = _brought_back(bench, kind, name, archive, done, what)
+    archive.unlink(missing_ok=True)
+    bench.nothing_left(f"{what}; recover: {said}")
+    if random.random() < 0.3:
+        good(podman("container", "checkpoint", "--leave-running", NAME))
+        goes_on(bench.container.id)
+    return f"{what}: {outcome}"
+
+
+_PODMAN = ["podman", "--runtime", "gpusnap-runtime", "container"]
+
+
+def _brought_back(bench: Bench, kind: str, name: str, archive: Path, done: Done, what: str) -> str:
+    """Restore what has ended: in place, or from what the command has said that it made."""
+    from_elsewhere = {
+        "gpusnap": f"oci:{STORE}:{name}",
+        "gpusnap to a file": str(archive),
+        "podman": str(archive),
+    }
+    waited(
+        lambda: podman("inspect", "--format", "{{.State.Status}}", NAME).out.strip() in ("exited", "stopped")
+    )
+    if done.code == 0 and kind in from_elsewhere:
+        podman("rm", "--force", "--time", "0", NAME)
+        again = limited(restore_from(from_elsewhere[kind]))
+        outcome = "restored from what was made"
+    else:
+        again = limited([*_PODMAN, "restore", NAME])
+        outcome = "restored in place"
+    if again.code:
+        raise Bad(f"{what}: the container has ended, and cannot be restored: {again.err[-1500:]}")
+    goes_on(bench.container.id)
+    return outcome
+
+
+def restore(bench: Bench) -> str:
+    """A restore is killed: it runs, or it can be restored again."""
+    whole = f"oci:{STORE}:whole"
+    bench.container.remove()
+    bare = State.now()
+    done, killer = bench.run("restore", restore_from(whole))
+    what = f"restore, {killer.killed} killed after {killer.after:.2f} s"
+    said = bench.recover()
+    status = podman("inspect", "--format", "{{.State.Status}}", NAME).out.strip()
+    if done.code == 0 or (status == "running" and _ticks_on(bench)):
+        goes_on(bench.container.id)
+        outcome = "ran"
+    else:
+        podman("rm", "--force", "--time", "0", NAME)
+        if left := bare.left():
+            raise Bad(f"left behind by {what}; recover: {said!r}; podman said {status!r}: {left[:10]}")
+        good(limited(restore_from(whole)))
+        goes_on(bench.container.id)
+        outcome = "restored again"
+    bench.nothing_left(f"{what}; recover: {said}")
+    return f"{what}: {outcome}"
+
+
+def _ticks_on(bench: Bench) -> bool:
+    with suppress(Bad):
+        goes_on(bench.container.id)
+        return True
+    return False
+
+
+def push(bench: Bench) -> str:
+    """A push is killed: the next one succeeds, and what is in the registry is whole."""
+    bench.number += 1
+    reference = f"{bench.registry}/team/w{bench.number}:v1"
+    line = [COMMAND, "push", f"oci:{STORE}:whole", reference, "--plain-http"]
+    _, killer = bench.run("push", line, victims=("gpusnap",))
+    good(limited(line))
+    good(limited([COMMAND, "verify", "--deep", "--plain-http", reference]))
+    bench.nothing_left("push")
+    return f"push, {killer.killed} killed after {killer.after:.2f} s"
+
+
+def pull(bench: Bench) -> str:
+    """A pull is killed: no half of a checkpoint is there, and the next one succeeds."""
+    folder = FOLDER / "pulled"
+    folder.mkdir()
+    to_file = random.random() < 0.5
+    place = ["-o", str(folder / "w.tar")] if to_file else ["--to", f"oci:{folder}/store:w"]
+    line = [COMMAND, "pull", f"{bench.registry}/team/w:v1", "--plain-http", *place]
+    _, killer = bench.run("pull", line, victims=("gpusnap",))
+    found = str(folder / "w.tar") if to_file else f"oci:{folder}/store:w"
+    if to_file and (folder / "w.tar").exists():
+        good(limited([COMMAND, "verify", found]))
+    else:
+        good(limited(line))
+        good(limited([COMMAND, "verify", found]))
+    if not to_file:
+        good(limited([COMMAND, "gc", f"oci:{folder}/store"]))
+    staging = folder / "store/staging"
+    left = [str(path) for path in (staging if not to_file else folder).glob("*") if path.name != "w.tar"]
+    if left:
+        raise Bad(f"left behind by a pull killed after {killer.after:.2f} s: {left}")
+    shutil.rmtree(folder)
+    bench.nothing_left("pull")
+    return f"pull, {killer.killed} killed after {killer.after:.2f} s"
+
+
+def gc(bench: Bench) -> str:
+    """A gc is killed: what is named is whole, and the next one removes the rest."""
+    folder = FOLDER / "collected"
+    shutil.copytree(STORE, folder, symlinks=True)
+    index = json.loads((folder / "index.json").read_text())
+    names = [each["annotations"]["org.opencontainers.image.ref.name"] for each in index["manifests"]]
+    for name in names:
+        if name != "whole":
+            good(limited([COMMAND, "rm", f"oci:{folder}:{name}"]))
+    for number in range(300):
+        data = random.randbytes(64)
+        import hashlib
+
+        (folder / "blobs/sha256" / hashlib.sha256(data).hexdigest()).write_bytes(data + b"%d" % number)
+    _, killer = bench.run("gc", [COMMAND, "gc", f"oci:{folder}"], victims=("gpusnap",))
+    good(limited([COMMAND, "verify", f"oci:{folder}:whole"]))
+    good(limited([COMMAND, "gc", f"oci:{folder}"]))
+    good(limited([COMMAND, "verify", "--all", f"oci:{folder}"]))
+    found = json.loads(good(limited([COMMAND, "gc", "--dry-run", "--json", f"oci:{folder}"])))
+    if found["blobs"] or found["stagings"] or [*(folder / "staging").iterdir()]:
+        raise Bad(f"left behind by a gc killed after {killer.after:.2f} s: {found}")
+    shutil.rmtree(folder)
+    bench.nothing_left("gc")
+    return f"gc, {killer.killed} killed after {killer.after:.2f} s"
+
+
+ROUNDS: dict[str, Callable[[Bench], str]] = {
+    "checkpoint": checkpoint,
+    "restore": restore,
+    "push": push,
+    "pull": pull,
+    "gc": gc,
+}
+
+
+def ready(bench: Bench, ways: tuple[str, ...]) -> None:
+    """A checkpoint that stays whole, and how long each command takes."""
+    bench.begin()
+    line = [COMMAND, "checkpoint", NAME, "--to", f"oci:{STORE}:whole", "--leave-running"]
+    bench.measure("checkpoint", line)
+    if "restore" in ways:
+        bench.container.remove()
+        bench.measure("restore", restore_from(f"oci:{STORE}:whole"))
+        bench.before = State.now()
+    if {"push", "pull"} & {*ways}:
+        reference = f"{bench.registry}/team/w:v1"
+        bench.measure("push", [COMMAND, "push", f"oci:{STORE}:whole", reference, "--plain-http"])
+        bench.measure("pull", [COMMAND, "pull", reference, "--plain-http", "--to", f"oci:{FOLDER}/first:w"])
+        shutil.rmtree(FOLDER / "first")
+    bench.measure("gc", [COMMAND, "gc", f"oci:{STORE}"])
+
+
+def main() -> int:
+    """Run the rounds, under each runtime in turn."""
+    given = parser(__doc__ or "", 300)
+    given.add_argument("--runtimes", default="crun,runc")
+    given.add_argument("--ways", default=",".join(WAYS))
+    given.add_argument("--victims", default=",".join(VICTIMS))
+    options = given.parse_args()
+    report = prepare("kills", options)
+    ways = tuple(options.ways.split(","))
+    runtimes = options.runtimes.split(",")
+    with ExitStack() as stack:
+        registry = stack.enter_context(running()).host
+        for runtime in runtimes:
+            settings(runtime)
+            faults("")
+            shutil.rmtree(FOLDER, ignore_errors=True)
+            shutil.rmtree(STORE, ignore_errors=True)
+            FOLDER.mkdir(parents=True)
+            bench = Bench(report, runtime, tuple(options.victims.split(",")), registry)
+            ready(bench, ways)
+            for number in range(options.rounds // len(runtimes)):
+                if report.over(options.seconds * (1 + runtimes.index(runtime)) / len(runtimes)):
+                    break
+                way = ways[number % len(ways)]
+                one_round(bench, way, f"{runtime}, round {number}, {way}")
+            remove_all()
+    return report.end()
+
+
+def one_round(bench: Bench, way: str, name: str) -> None:
+    """One command that is killed; after a failure everything begins anew."""
+    bench.report.counts[f"{way}s"] += 1
+    try:
+        said = ROUNDS[way](bench)
+        bench.report.note(f"{name}: {said}")
+        bench.report.counts["good"] += 1
+    except (Bad, AssertionError, OSError, subprocess.SubprocessError) as error:
+        bench.report.note(f"{name}: BAD {error}")
+        logs = Path("/var/lib/containers/storage/overlay-containers").glob("*/userdata/*.log")
+        bench.report.failed(name, error, Path("/run/gpusnap/journal"), *logs)
+        for left in FOLDER.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        for pid, what in processes().items():
+            if what == "gpuwork" or what in ("criu", *_RUNTIMES):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        podman("rm", "--force", "--all", "--time", "0")
+        shutil.rmtree("/run/gpusnap/journal", ignore_errors=True)
+        bench.begin()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
