@@ -70,7 +70,7 @@ def test_a_restore_tells_criu(
         (scene.image / "inventory.img").write_bytes(INVENTORY)
         written(scene.image, OWN)
         monkeypatch.setattr(restore, "find_driver", lambda: None)
-        monkeypatch.setattr(restore, "view", lambda images, *_: view(images, replaced))
+        monkeypatch.setattr(restore, "view", lambda images, *_, **__: view(images, replaced))
         assert scene.restore("--detach").code == 0
         assert f"external mnt[{OWN}]:{DUMPED}\n" in scene.runtime.criu_config()
 

@@ -22,7 +22,13 @@ ROOT = Path(__file__).parents[2]
 # From the top down; a module may import from its own floor and from those below.
 FLOORS = ["gpusnap", "hooks", "runtime_shim", "oci"]
 # Of their own floor, the GPU room and the memory room need no more than this, and not one another.
-GROUND = {"oci.json_text", "runtime_shim.errors", "runtime_shim.gpu", "runtime_shim.memory"}
+GROUND = {
+    "oci.json_text",
+    "runtime_shim.errors",
+    "runtime_shim.proc",
+    "runtime_shim.gpu",
+    "runtime_shim.memory",
+}
 # Named in no __all__: click finds its commands by itself, and the reader of --version has no other caller.
 UNLISTED = {"gpusnap.cli": {"command", "gpus", "inspect", "plan", "recover", "resume", "settings"}}
 HEAVY = (
