@@ -13,8 +13,16 @@ from fakes import wait_for
 
 from gpusnap import cli
 from oci.store import Store
+from runtime_shim import pidfds
 from runtime_shim import settings as settings_file
 from runtime_shim.settings import Settings
+
+
+@pytest.fixture(autouse=True)
+def pids_of_other_tests() -> Iterator[None]:
+    """PIDs come round again in a run of thousands of tests: what one test remembers is not another's."""
+    yield
+    pidfds.forget()
 
 
 @pytest.fixture
