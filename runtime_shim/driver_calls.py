@@ -77,8 +77,9 @@ _HANDLER = "cuda-EvtHandlr"
 # Seconds without any progress until a call has failed: in a futex, and in anything else. A driver that works
 # for a GPU sleeps in its own calls of the kernel, for minutes where the GPU is large.
 _STUCK, _ASLEEP = 10.0, 600.0
-# Seconds that all of a call may take.
-_LONGEST = 3600.0
+# Seconds that all of a call may take. A whole GPU takes a driver one or two minutes (docs/benchmarks.md); a
+# thread that spins in a damaged process never ends.
+_LONGEST = 900.0
 # Seconds for the state of a process.
 _SHORT = 30.0
 # Seconds for a process to stand that is to stand.
