@@ -133,6 +133,9 @@ def restore(
     WHAT is a name or a digest in this host's store, oci:DIR[:NAME], an archive of Podman or an oci-archive of
     skopeo, or a REF in a registry.
 
+    A checkpoint in a local image (`podman container checkpoint --create-image`) is restored by `podman
+    container restore IMAGE` instead.
+
     From a registry, the memory is fetched while the container is being restored, or before it if there are 8
     GiB or more or the network is slow. It is kept in this host's store. If the registry does not answer, and
     the store has a checkpoint of the same name, that one is restored, and a note says so.
