@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect as inspect_module
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ import click
 from gpusnap import commands_doctor, commands_install, commands_move, commands_store, exits, show, waiting
 from gpusnap.commands_store import inspected
 from gpusnap.completing import complete_checkpoint, completion
-from gpusnap.failures import failure
+from gpusnap.failures import NotFound, failure
 from gpusnap.hooks_command import install_hooks
 from gpusnap.progress import Progress
 from gpusnap.source import needed, opened
@@ -40,6 +41,8 @@ def main() -> int:
     forgive_closed_pipes()
     try:
         command.main(prog_name="gpusnap", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # what fails only here fails as well
     except click.exceptions.Exit as done:
         return done.exit_code
     except click.ClickException as error:
@@ -80,29 +83,31 @@ class _Commands(click.Group):
 def command() -> None:
     """Checkpoint and restore containers that use GPUs.
 
-    The work on processes and GPUs is done by gpusnap-runtime, which Podman and containerd run in place of
-    crun or runc. A checkpoint is named by what it is kept in:
+    A checkpoint (WHAT) is written as one of:
 
     \b
-    NAME, DIGEST          in this host's store; of a digest, the first 6 digits or more
-    oci:DIR:NAME          in the store in the folder DIR
-    ./FILE.tar.zst        an archive of Podman's, or a folder of images
+    NAME or DIGEST        in this host's store; the first 6 digits of a digest are enough
+    oci:DIR:NAME          in the store in the directory DIR
+    ./FILE.tar.zst        an archive of Podman, or a directory of CRIU images
     HOST/REPOSITORY:TAG   in a registry
+
+    Start with `gpusnap doctor`, which checks this host. Containers must be started with gpusnap-runtime,
+    which Podman and containerd run in place of crun or runc.
     """
 
 
 @command.command()
 @click.argument("what", metavar="WHAT", shell_complete=complete_checkpoint)
 @click.option(
-    "--plain-http", is_flag=True, help="Speak to the registry without TLS, as http:// before REF does."
+    "--plain-http", is_flag=True, help="Use plain HTTP, without TLS. http:// before REF does the same."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
 def inspect(what: str, plain_http: bool, as_json: bool) -> None:
-    """Show what the checkpoint WHAT holds: GPUs, processes, memory, and how long each step took.
+    """Show the contents of the checkpoint WHAT: GPUs, processes, memory, and how long each step took.
 
-    WHAT is in a store or a registry, an archive made by `podman container checkpoint --export` or by
-    skopeo (oci-archive), or a directory of CRIU images. In a store it is shown which other checkpoints
-    have the same blobs. Of a registry the chunks are not fetched.
+    WHAT is in a store or a registry, an archive made by `podman container checkpoint --export` or by skopeo
+    (oci-archive), or a directory of CRIU images. For a checkpoint in a store, the output also lists the other
+    checkpoints that share blobs with it. From a registry, only the records are fetched, not the memory.
 
     As JSON: the manifest (docs/format.md), with statistics (size, zero, repeated, chunks, blobs, plain, zstd,
     stored, ratio) where it has chunks, and artifact (where, names, digest, mediaType, size, records, rootfs,
@@ -113,17 +118,17 @@ def inspect(what: str, plain_http: bool, as_json: bool) -> None:
 
 @command.command()
 @click.argument("what", metavar="WHAT", shell_complete=complete_checkpoint)
-@click.option("--gpu-map", metavar="MAP", help="Which GPU takes which one's place: 0=3,1=2; UUIDs too.")
+@click.option("--gpu-map", metavar="MAP", help="Restore old GPUs onto new ones: 0=3,1=2, or UUIDs.")
 @click.option(
-    "--plain-http", is_flag=True, help="Speak to the registry without TLS, as http:// before REF does."
+    "--plain-http", is_flag=True, help="Use plain HTTP, without TLS. http:// before REF does the same."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(what: str, gpu_map: str | None, plain_http: bool, as_json: bool) -> None:
-    """Show on which of this host's GPUs the checkpoint WHAT would be restored now, and why not on others.
+    """Show which of this host's GPUs a restore of the checkpoint WHAT would use now, and why not the others.
 
-    Nothing is restored and nothing is kept free. A number in MAP is nvidia-smi's: on the left as it was on
-    the host of the checkpoint, on the right of this host. Without it the settings' gpu-map counts; a
-    container's own annotation is not looked at. Exit code 1 where no GPU fits.
+    Nothing is restored or reserved. Numbers in MAP are those of nvidia-smi: on the left the GPU on the host
+    of the checkpoint, on the right the GPU on this host. Without --gpu-map, the setting gpu-map is used; an
+    annotation of the container is ignored. The exit code is 1 if no GPU fits.
     """
     with Progress() as progress:
         progress.stage(f"reading {what}")
@@ -146,7 +151,7 @@ def plan(what: str, gpu_map: str | None, plain_http: bool, as_json: bool) -> Non
 @command.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the inventory as JSON.")
 def gpus(as_json: bool) -> None:
-    """List this host's GPUs as gpusnap sees them."""
+    """List the GPUs of this host."""
     host = _driver().host()
     if as_json:
         click.echo(json.dumps(asdict(host), indent=1))
@@ -164,7 +169,9 @@ def gpus(as_json: bool) -> None:
     help="The settings file to read.",
 )
 def settings(path: str) -> None:
-    """Check the settings file, and that the real runtime runs, and print every setting with its value."""
+    """Print every setting, and check the settings file and the real runtime."""
+    if path != settings_file.SETTINGS_FILE and not os.path.exists(path):
+        raise NotFound(f"there is no settings file {path}", hint="check the path")
     found = settings_file.load(path)
     show.settings(show.output(), found)
     real.identify(real.find(found.runtime or None))
@@ -173,14 +180,18 @@ def settings(path: str) -> None:
 @command.command()
 @click.argument("pids", type=click.IntRange(min=1), nargs=-1, required=True, metavar="PID...")
 def resume(pids: tuple[int, ...]) -> None:
-    """Bring back processes that a killed gpusnap left stopped, with their GPU memory in RAM.
+    """Resume GPU processes that a killed gpusnap left stopped, with their GPU memory in RAM.
 
-    Each PID is one of this host's, as `ps` shows it. A process that runs already is left alone.
+    Use `gpusnap recover` first; it resumes whole containers. Each PID is a PID on this host, as `ps` shows
+    it. A process that is already running is left alone.
     """
     driver = _driver()
     missing = [pid for pid in pids if pid not in holders(driver, pids)]
     if missing:
-        raise GpusnapError(f"process {missing[0]} is no GPU process", hint="see the PIDs with ps")
+        raise GpusnapError(
+            f"process {missing[0]} is no GPU process",
+            hint="gpusnap recover --list shows what a killed gpusnap left",
+        )
     noted = {
         p.pid: entry for entry in journal.entries() for p in recovery.alive(entry) if p.regions or p.staged
     }
@@ -197,23 +208,26 @@ def resume(pids: tuple[int, ...]) -> None:
 
 @command.command()
 @click.argument("container", required=False, metavar="[CONTAINER]")
-@click.option("--list", "only_list", is_flag=True, help="Show what waits, and change nothing.")
+@click.option("--list", "only_list", is_flag=True, help="List what needs recovery, and change nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --list: print it as JSON.")
 def recover(container: str | None, only_list: bool, as_json: bool) -> None:
-    """Put right what a killed gpusnap left undone, of the container CONTAINER (its full ID) or of all.
+    """Clean up after a killed gpusnap, for all containers or for CONTAINER (its full ID).
 
-    Of a checkpoint: the processes stand still, their GPU memory is in RAM or in files, and they are brought
-    back. Of a restore: the incomplete container is removed, so that it can be restored again. A container
-    that runs is left alone. Where the command `gpusnap checkpoint` alone was killed, Podman and its runtime
-    go on and complete the checkpoint: then nothing is to be put right, and podman container restore NAME
-    brings the container back.
+    After a killed checkpoint, the processes are stopped and their GPU memory is in RAM or in files: they are
+    resumed. After a killed restore, the incomplete container is removed, so that it can be restored again. A
+    running container is left alone. If only the command `gpusnap checkpoint` was killed, Podman and its
+    runtime continue and complete the checkpoint: then there is nothing to recover, and `podman container
+    restore NAME` restores the container.
     """
     if as_json and not only_list:
         raise click.UsageError("--json goes with --list")
     found = [entry for entry in journal.entries() if container in (None, entry.container)]
     cut_off = [entry for entry in halfway.entries() if container in (None, entry.container)]
     if container is not None and not found and not cut_off:
-        raise GpusnapError(f"nothing waits for container {container}", hint="gpusnap recover --list")
+        raise GpusnapError(
+            f"there is nothing to recover for container {container}",
+            hint="gpusnap recover --list shows what there is, by full container IDs",
+        )
     if only_list:
         waits = waiting.waiting(found, cut_off)
         if as_json:

@@ -35,7 +35,7 @@ _MARKS = {Verdict.OK: "OK", Verdict.WARNING: "warning", Verdict.FAILURE: "failur
 @click.option("--runtime", default="", metavar="NAME", help="Check this real runtime, not the settings' one.")
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
 def doctor(container: str | None, namespace: str, runtime: str, as_json: bool) -> None:
-    """Check whether this host can checkpoint containers, or what would stop a checkpoint of CONTAINER.
+    """Check whether this host, or the running CONTAINER, can be checkpointed.
 
     Each line is OK, a warning or a failure, with what to do about it; docs/doctor.md explains each.
     CONTAINER is a running one of Podman's, by name or ID, or the ID of a task of containerd's. Nothing is

@@ -71,7 +71,7 @@ def install(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Put gpusnap between this host's container engines and crun or runc.
+    """Register gpusnap-runtime with the container engines of this host.
 
     Without the name of an engine: all of Podman, containerd and CRI-O that the host has. Each gets a
     configuration file of its own, and none that somebody else wrote is changed; where an engine takes no
@@ -107,7 +107,7 @@ def install(
 @_dry_run
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def uninstall(root: str, force: bool, dry_run: bool, as_json: bool) -> None:
-    """Take away what `gpusnap install` put on this host, and nothing else.
+    """Remove what `gpusnap install` put on this host.
 
     Files that somebody changed since stay. It is refused while there are containers whose runtime is
     gpusnap-runtime, which their engine could neither stop nor start then, and while a file of an engine's

@@ -19,7 +19,7 @@ __all__ = ["checkpoint", "pull", "push", "restore"]
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
 _plain_http = click.option(
-    "--plain-http", is_flag=True, help="Speak to the registry without TLS, as http:// before REF does."
+    "--plain-http", is_flag=True, help="Use plain HTTP, without TLS. http:// before REF does the same."
 )
 
 
@@ -28,18 +28,18 @@ _plain_http = click.option(
 @click.option(
     "--to",
     metavar="PLACE",
-    help="Where to: oci:DIR[:NAME], an archive such as ./w.tar.zst, or a REF in a registry. "
+    help="Destination: oci:DIR[:NAME], an archive such as ./w.tar.zst, or a REF in a registry. "
     "[default: this host's store]",
 )
-@click.option("--name", default="", help="Its name in the store. [default: CONTAINER:UTC time]")
-@click.option("--leave-running", is_flag=True, help="Let the container run on.")
-@click.option("--tcp-established", is_flag=True, help="Take open TCP connections along.")
-@click.option("--file-locks", is_flag=True, help="Take file locks along.")
-@click.option("--ignore-rootfs", is_flag=True, help="Leave files that changed out of it.")
+@click.option("--name", default="", help="Name of the checkpoint in the store. [default: CONTAINER:UTC time]")
+@click.option("--leave-running", is_flag=True, help="Do not stop the container: it continues to run.")
+@click.option("--tcp-established", is_flag=True, help="Include open TCP connections.")
+@click.option("--file-locks", is_flag=True, help="Include file locks.")
+@click.option("--ignore-rootfs", is_flag=True, help="Leave out the files of the container that changed.")
 @click.option(
     "--force",
     is_flag=True,
-    help="Also where processes share GPU memory in a way that does not come back (NCCL, CUDA IPC).",
+    help="Checkpoint even if processes share GPU memory in a way that cannot be restored (NCCL, CUDA IPC).",
 )
 @_plain_http
 @_as_json
@@ -55,16 +55,20 @@ def checkpoint(
     plain_http: bool,
     as_json: bool,
 ) -> None:
-    """Checkpoint the running CONTAINER of Podman's, GPUs and all.
+    """Checkpoint a running Podman container, including its GPU state.
 
-    Its memory goes straight into a store, and what is there from earlier checkpoints is not written again. A
-    checkpoint for a registry is kept in this host's store, too. Podman ends the container, unless
-    --leave-running is given. Where another checkpoint had the name, that one stays, by its digest.
+    Without --to, the checkpoint goes into this host's store. With --to REF it goes into the store and is then
+    pushed. With --to FILE or --to oci:DIR it goes only there. A store does not write again what it has from
+    earlier checkpoints. If another checkpoint in the store has the same name, it loses the name and stays
+    under its digest.
 
-    Whatever fails then, `podman container restore` has the container again. One that Podman removes at its
-    end (--rm, Quadlet) it has from what it exported, which is kept where the message says. If that export
-    itself fails, such a container is gone: therefore room for all of it is asked for first, and Ctrl-C waits
-    for its end.
+    The container ends, unless --leave-running is given, and Podman keeps it as a stopped container. To
+    restore under the same name, remove it first (`podman rm CONTAINER`).
+
+    If something fails after the container has ended, `podman container restore CONTAINER` restores it. If
+    Podman removes the container when it ends (--rm, Quadlet), the message names the archive to restore from.
+    If writing that archive fails, such a container is lost; gpusnap therefore checks for free space first,
+    and Ctrl-C waits until the archive is written.
 
     As JSON: container, containerId, name, digest, store, file, memory (bytes used of GPUs), size (bytes of
     all blobs), new (bytes of those that the store did not have), seconds, and pushed where it was, as
@@ -91,22 +95,26 @@ def checkpoint(
         _print(_made(made))
         return
     what = f"{made.name}  {made.digest}" if made.name else made.file
-    size = f"{human(made.new)} new of {human(made.size)}" if made.name else human(made.size)
-    click.echo(f"{what}  GPU memory {human(made.gpu_memory)}, {size}, {made.seconds:.1f} s")
+    new = f" ({human(made.new)} of it new in {made.store})" if made.name else ""
+    size = f"GPU memory {human(made.gpu_memory)}, checkpoint {human(made.size)}{new}"
+    click.echo(f"{what}  {size}, {made.seconds:.1f} s")
     if made.pushed is not None:
-        click.echo(f"{made.pushed.reference}  {_figures(made.pushed.moved)}")
+        click.echo(f"pushed to {made.pushed.reference}: {_figures(made.pushed.moved)}")
+    if not leave_running and not made.container.auto_remove:
+        name = made.container.name
+        click.echo(f"{name} has ended; run podman rm {name} before a restore under the same name", err=True)
 
 
 @click.command()
 @click.argument("what", shell_complete=complete_checkpoint)
-@click.option("--name", default="", help="The container's new name. [default: the one it had]")
+@click.option("--name", default="", help="Name of the restored container. [default: its old name]")
 @click.option(
-    "--gpu-map", default="", metavar="MAP", help="Which GPU takes which one's place: 0=3,1=2; UUIDs too."
+    "--gpu-map", default="", metavar="MAP", help="Restore old GPUs onto new ones: 0=3,1=2, or UUIDs."
 )
-@click.option("--tcp-established", is_flag=True, help="Bring TCP connections back.")
-@click.option("--tcp-close", is_flag=True, help="Bring TCP connections back closed.")
-@click.option("--ignore-static-ip", is_flag=True, help="Let it have another IP address.")
-@click.option("--ignore-rootfs", is_flag=True, help="Leave the files that had changed as the image has them.")
+@click.option("--tcp-established", is_flag=True, help="Restore TCP connections.")
+@click.option("--tcp-close", is_flag=True, help="Restore TCP connections as closed.")
+@click.option("--ignore-static-ip", is_flag=True, help="Allow another IP address.")
+@click.option("--ignore-rootfs", is_flag=True, help="Do not restore changed files; use those of the image.")
 @_plain_http
 @_as_json
 def restore(
@@ -120,14 +128,20 @@ def restore(
     plain_http: bool,
     as_json: bool,
 ) -> None:
-    """Have the container of the checkpoint WHAT run again.
+    """Restore the container of the checkpoint WHAT.
 
-    WHAT is a name or a digest in this host's store, oci:DIR[:NAME], an archive of Podman's or an
-    oci-archive of skopeo's, or a REF in a registry, whose memory is fetched while the container is being
-    restored, from 8 GiB on or over a slow network before that, and kept in this host's store. Where the
-    registry does not answer, what that store has under the same name is taken, and a note says so. A
-    container that still has its name, such as the one that the checkpoint ended, has to be removed first
-    (podman rm), or --name gives another.
+    WHAT is a name or a digest in this host's store, oci:DIR[:NAME], an archive of Podman or an oci-archive of
+    skopeo, or a REF in a registry.
+
+    A checkpoint in a local image (`podman container checkpoint --create-image`) is restored by `podman
+    container restore IMAGE` instead.
+
+    From a registry, the memory is fetched while the container is being restored, or before it if there are 8
+    GiB or more or the network is slow. It is kept in this host's store. If the registry does not answer, and
+    the store has a checkpoint of the same name, that one is restored, and a note says so.
+
+    If Podman still has a container of that name, such as the one that the checkpoint ended, remove it first
+    (`podman rm`), or give another name with --name.
 
     As JSON: container, containerId, digest (empty for an archive), kept (the name in the store of what came
     from a registry, empty where that did not keep it) and seconds.
@@ -181,7 +195,7 @@ def restore(
 def push(
     what: str, ref: str, form: moving.Format, packing: Packing | None, plain_http: bool, as_json: bool
 ) -> None:
-    """Bring the checkpoint WHAT into a registry as REF.
+    """Push the checkpoint WHAT to a registry as REF.
 
     WHAT is a name or a digest in this host's store, oci:DIR[:NAME], an archive of Podman's, of skopeo's
     (oci-archive) or of ctr images export, or containerd:[NAMESPACE/]IMAGE, a checkpoint that ctr
@@ -237,13 +251,12 @@ def push(
 @_plain_http
 @_as_json
 def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -> None:
-    """Bring the checkpoint REF out of a registry, into a store, an archive, or containerd.
+    """Pull the checkpoint REF from a registry into a store, an archive, or containerd.
 
-    In the store its name is REF, and chunks that the store has do not come again. What refers to it in
-    the registry, such as a signature or an SBOM, comes along. One that was interrupted goes on from where
-    it was when it is run again. A FILE that is there is not replaced. CAs and client certificates of a
-    registry are taken from /etc/containers/certs.d or /etc/docker/certs.d, a proxy from HTTPS_PROXY and
-    NO_PROXY.
+    In the store its name is REF, and chunks that the store has are not fetched again. What refers to it in
+    the registry, such as a signature or an SBOM, is pulled as well. Run an interrupted pull again to continue
+    it. An existing FILE is not replaced. CAs and client certificates of a registry are taken from
+    /etc/containers/certs.d or /etc/docker/certs.d, a proxy from HTTPS_PROXY and NO_PROXY.
 
     containerd gets what its ctr has checkpointed, to be restored by ctr container restore --live NAME IMAGE,
     and the base image as well where the checkpoint has it (--image), unless it has another one of that name,
@@ -325,5 +338,5 @@ def _moved(moved: Moved) -> dict[str, object]:
 
 
 def _figures(moved: Moved) -> str:
-    there = f", {human(moved.skipped_bytes)} in {moved.skipped_blobs} were there"
-    return f"{human(moved.bytes)} in {moved.blobs} blobs" + (there if moved.skipped_blobs else "")
+    there = f"; {human(moved.skipped_bytes)} in {moved.skipped_blobs} blobs were already there"
+    return f"transferred {human(moved.bytes)} in {moved.blobs} blobs" + (there if moved.skipped_blobs else "")

@@ -30,7 +30,7 @@ __all__ = ["diff", "gc", "inspected", "ls", "rm", "tag", "verify"]
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 _plain_http = click.option(
-    "--plain-http", is_flag=True, help="Speak to the registry without TLS, as http:// before REF does."
+    "--plain-http", is_flag=True, help="Use plain HTTP, without TLS. http:// before REF does the same."
 )
 
 
@@ -38,12 +38,12 @@ _plain_http = click.option(
 @click.argument("store", required=False, metavar="[STORE]", shell_complete=complete_store)
 @_as_json
 def ls(store: str | None, as_json: bool) -> None:
-    """List the checkpoints that a store keeps.
+    """List the checkpoints in a store.
 
-    STORE is oci:DIR; without it, this host's store. The size of a checkpoint is that of all its blobs; its
-    own are those that nothing else in the store has, so that gc frees them once it is removed. What is
-    marked "pages only" is the memory of a checkpoint whose records are in an archive of Podman's. What
-    refers to a checkpoint, such as a signature, came with it in a pull, and goes with it in a push.
+    STORE is oci:DIR; without it, this host's store. "size" counts all blobs of a checkpoint, "own" those that
+    nothing else in the store uses: `gpusnap rm --gc` would free that much. An entry marked "pages only" is
+    the memory of a checkpoint whose records are in an archive of Podman. What refers to a checkpoint, such as
+    a signature, is pulled and pushed with it.
 
     As JSON: store, checkpoints (each with digest, names, created, kind, which is checkpoint, pages, referrer,
     other or damaged, container, containerId, gpus, memory, processes, size, own, subject, which is the digest
@@ -91,11 +91,11 @@ def inspected(what: str, *, as_json: bool, plain_http: bool) -> None:
 @_plain_http
 @_as_json
 def diff(a: str, b: str, plain_http: bool, as_json: bool) -> None:
-    """Show what checkpoint B has otherwise than checkpoint A.
+    """Show the differences between the checkpoints A and B.
 
-    Memory in chunks is compared place by place, GPU processes by PID, GPUs by UUID; CRIU's images, the
-    engine's records, and the files of the rootfs that changed, by name, size and content. A and B are named
-    as for `gpusnap inspect`. The exit code does not say whether they differ.
+    Memory is compared chunk by chunk, GPU processes by PID, GPUs by UUID. CRIU's images, the engine's records
+    and the changed files of the rootfs are compared by name, size and content. The exit code is 0 whether
+    they differ or not.
 
     As JSON: a and b (what, digest, created), chunks (same, changed, onlyA, onlyB in bytes of memory, newInB,
     the blobs that A has not, and parts: the same for each process and region, or image), processes (same,
@@ -123,17 +123,18 @@ def diff(a: str, b: str, plain_http: bool, as_json: bool) -> None:
 @click.command()
 @click.argument("what", nargs=-1, metavar="[WHAT]...", shell_complete=complete_checkpoint)
 @click.option(
-    "--all", "everything", is_flag=True, help="Check all that this host's store, or oci:DIR, keeps."
+    "--all", "everything", is_flag=True, help="Check every checkpoint in this host's store, or in oci:DIR."
 )
-@click.option("--deep", is_flag=True, help="Of a checkpoint in a registry, read all blobs.")
+@click.option("--deep", is_flag=True, help="Read all blobs of a checkpoint in a registry.")
 @_plain_http
 @_as_json
 def verify(what: tuple[str, ...], everything: bool, deep: bool, plain_http: bool, as_json: bool) -> None:
-    """Check each WHAT against its digests, and name every blob that is damaged.
+    """Check that checkpoints are complete and undamaged, and name every damaged blob.
 
-    All of a checkpoint in a store is read. Of an archive, that it is whole, its manifest and its chunks; what
-    else is in it has no digests. CRIU's images are looked at as a restore does: what the one refuses, the
-    other does. A registry is asked whether it has everything. Exit code 4 where something is damaged.
+    A checkpoint in a store is read completely, and compared with its digests. In an archive, its end, the
+    manifest and the chunks are checked; the rest has no digests. CRIU's images are checked as a restore does
+    it. A registry is asked whether it has every blob; --deep reads them. The exit code is 4 if something is
+    damaged.
 
     As JSON: a list of what, digest, blobs, size, read (false where content was not read), damaged (digest,
     mediaType, size, what, belongsTo), note.
@@ -170,14 +171,14 @@ def verify(what: tuple[str, ...], everything: bool, deep: bool, plain_http: bool
 
 @click.command()
 @click.argument("what", nargs=-1, required=True, metavar="WHAT...", shell_complete=complete_stored)
-@click.option("--gc", "at_once", is_flag=True, help="Free the room at once, as `gpusnap gc` does.")
+@click.option("--gc", "at_once", is_flag=True, help="Free the disk space at once, as `gpusnap gc` does.")
 @_as_json
 def rm(what: tuple[str, ...], at_once: bool, as_json: bool) -> None:
-    """Take each WHAT out of its store: a name, or by its digest a checkpoint with all its names.
+    """Remove checkpoints from a store.
 
-    What refers to it, such as a signature, goes with it. Its blobs stay until `gpusnap gc`, which frees those
-    that nothing else needs. After that Podman cannot restore the container either that the checkpoint ended,
-    though it may still be there.
+    A name removes that name, and the checkpoint with its last name; a digest removes the checkpoint with all
+    its names. What refers to it, such as a signature, is removed with it. The blobs stay on disk until
+    `gpusnap gc`. After that, Podman cannot restore the stopped container of that checkpoint either.
 
     As JSON: removed (what, store, digest, names, and left, the names that it still has), collected (null, or
     a list of what `gpusnap gc` says).
@@ -201,13 +202,14 @@ def rm(what: tuple[str, ...], at_once: bool, as_json: bool) -> None:
 
 @click.command()
 @click.argument("store", required=False, metavar="[STORE]", shell_complete=complete_store)
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option("--dry-run", is_flag=True, help="Print what would be removed, and change nothing.")
 @_as_json
 def gc(store: str | None, dry_run: bool, as_json: bool) -> None:
-    """Remove from a store the blobs that no checkpoint needs, and what killed writers left.
+    """Free the disk space in a store that no checkpoint needs any more.
 
-    STORE is oci:DIR; without it, this host's store. What somebody reads or writes at the moment stays, as
-    does what a killed checkpoint needs for `gpusnap recover`. Where the store is damaged, nothing is removed.
+    STORE is oci:DIR; without it, this host's store. It removes blobs that no checkpoint uses, and what killed
+    writers left. Nothing is removed that another command is reading or writing, or that `gpusnap recover`
+    needs. If the store is damaged, nothing is removed.
 
     As JSON: store, dryRun, blobs, size, stagings, spared (path, why), liveBlobs, liveSize.
     """
@@ -224,9 +226,10 @@ def gc(store: str | None, dry_run: bool, as_json: bool) -> None:
 @click.argument("name", metavar="NAME")
 @_as_json
 def tag(what: str, name: str, as_json: bool) -> None:
-    """Give the checkpoint WHAT of a store the further name NAME.
+    """Give a checkpoint in a store another name.
 
-    A name that another checkpoint there had is taken from it; that one stays, by its digest.
+    WHAT keeps the names that it has. If another checkpoint in the store has NAME, it loses the name and stays
+    under its digest.
 
     As JSON: store, digest, name, movedFrom (the digest that had the name before; empty for a new name).
     """
@@ -242,8 +245,8 @@ def tag(what: str, name: str, as_json: bool) -> None:
     if as_json:
         _print({"store": store.path, "digest": digest, "name": name, "movedFrom": moved})
         return
-    was = f"; it was {show_store.short(moved)}" if moved else ""
-    show.say(show.output(), f"{name} is {show_store.short(digest)}{was}")
+    was = f"; before, {show_store.short(moved)} had this name" if moved else ""
+    show.say(show.output(), f"{name} names {show_store.short(digest)}{was}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,6 @@ CURES: Mapping[str, str] = {
         "the engine gave a log that cannot be written; the sentence is on stderr in any case. See the "
         "[reason](#reasons)"
     ),
-    "step <name>": "`--debug` asked for it",
     # A restore
     "the manifest asks to mount <path>, which is no file of the GPU's driver": _UNTRUSTED,
     "the checkpoint asks to mount <source>, the device of GPU <gpu>, which is not its own": _UNTRUSTED,

@@ -35,7 +35,11 @@ _KINDS: tuple[tuple[type[errors.OciError], type[GpusnapError], str], ...] = (
     (errors.StoreError, GpusnapError, ""),
     (errors.NotInRegistry, NotFound, "check the name, the tag, and who may see it"),
     (errors.Unauthorized, GpusnapError, "log in with podman login, or look into the auth file"),
-    (errors.Unreachable, GpusnapError, "run the same command again to go on from where it was"),
+    (
+        errors.Unreachable,
+        GpusnapError,
+        "run the same command again later; a transfer continues where it stopped",
+    ),
     (errors.RegistryError, GpusnapError, ""),
     (errors.DiskFull, GpusnapError, "make room there, for example with gpusnap rm and gpusnap gc"),
     (errors.DiskError, GpusnapError, ""),

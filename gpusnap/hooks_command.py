@@ -44,7 +44,7 @@ def install_hooks(
     dry_run: bool,
     remove: bool,
 ) -> None:
-    """Make Podman run gpusnap's hooks, by files in the hooks directory DIR (oci-hooks(5)).
+    """Write configuration files for gpusnap's OCI hooks into the directory DIR (oci-hooks(5)).
 
     DIR is then named by `podman --hooks-dir DIR …` or by hooks_dir in containers.conf; give it for gpusnap
     alone, such as /etc/gpusnap/hooks.d.

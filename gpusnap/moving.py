@@ -288,7 +288,7 @@ def check_free(path: str) -> None:
     """Raise GpusnapError where something has the name that an archive shall have."""
     if os.path.lexists(path):
         raise GpusnapError(
-            f"{path} is there already", hint="a checkpoint replaces no file: remove it first, or name another"
+            f"{path} exists already", hint="gpusnap overwrites no file: remove it, or give another name"
         )
 
 

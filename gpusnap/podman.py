@@ -25,6 +25,7 @@ from gpusnap.failures import NotFound
 from oci.json_text import parse_json
 from runtime_shim import proc
 from runtime_shim.errors import ContainerError, GpusnapError, Interrupted, reason
+from runtime_shim.log import NOTE, note
 
 __all__ = ["Container", "check", "checkpoint", "container", "ids", "not_running", "remove", "restore"]
 
@@ -36,6 +37,8 @@ _EVERY = 0.25
 _LONGEST = 64 << 10
 # How Podman names what its runtime did: by its command line, or by what it wrote into its log.
 _OF_THE_RUNTIME = re.compile(r"failed: (?:exit status|signal: )|OCI runtime|conmon|gpusnap: ")
+# How Podman says that the runtime was killed: its own child at a checkpoint, a child of conmon at a restore.
+_KILLED = re.compile(r"^Error: .*(?:failed: signal: killed|no logs from conmon)", re.MULTILINE)
 _LOG_LINE = re.compile(r'^time="[^"]*" level=\w+ msg="(.*)"$')
 
 
@@ -132,11 +135,11 @@ def not_running(found: Container) -> ContainerError:
     """The error for one that does not run: of one that a checkpoint ended, podman start loses the memory."""
     if found.checkpointed:
         return ContainerError(
-            f"the container {found.name} does not run: a checkpoint has ended it",
-            hint=f"podman container restore {found.name} has it go on, and podman start begins it anew",
+            f"the container {found.name} is not running: a checkpoint ended it",
+            hint=f"podman container restore {found.name} restores it; podman start would lose its memory",
         )
     return ContainerError(
-        f"the container {found.name} does not run: it is {found.status}", hint=f"podman start {found.name}"
+        f"the container {found.name} is not running: it is {found.status}", hint=f"podman start {found.name}"
     )
 
 
@@ -202,7 +205,16 @@ def _work(
     if done.code:
         if relay.passed:
             raise Interrupted(_own(done) or f"podman {words[0]} {words[1]} was interrupted")
+        if not _own(done) and _KILLED.search(done.err):
+            raise GpusnapError(
+                f"{_RUNTIME}, which Podman runs for the {words[1]}, was killed or ended without a message",
+                hint="run gpusnap recover, then try again",
+            )
         raise GpusnapError(_sentence(done))
+    for line in done.err.splitlines():
+        _, ours, text = line.partition(f"gpusnap: {NOTE}")
+        if ours:
+            note(text)
     return done.out.strip(), bool(relay.came)
 
 
@@ -322,7 +334,7 @@ def _own(done: _Done) -> str:
         return ""  # then what the runtime said is a note
     for line in lines:
         before, ours, text = line.partition("gpusnap: ")
-        if ours and "level=warning" not in before:
+        if ours and "level=warning" not in before and not text.startswith(NOTE):
             return text.strip().removesuffix('"')
     return ""
 

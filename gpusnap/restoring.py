@@ -309,9 +309,10 @@ def _run(
             wanted = wish.name or name()
             _remove_new(wanted, before)
         if _NAME.fullmatch(wanted) and "already in use" in str(error):
+            force = "--force " * _is_running(wanted)
             raise GpusnapError(
                 f"Podman has a container {wanted} already",
-                hint=f"remove it with podman rm {wanted}, or give another name with --name",
+                hint=f"remove it with podman rm {force}{wanted}, or give another name with --name",
             ) from error
         raise
 
@@ -329,6 +330,13 @@ def _of_damage(error: GpusnapError, found: Kept, store: Store) -> Damaged | None
                     f"{error}; that is of {place}", hint="gpusnap verify finds all that is damaged"
                 )
     return None
+
+
+def _is_running(name: str) -> bool:
+    """Whether Podman has it running, so that `podman rm` alone would refuse; no where Podman cannot say."""
+    with suppress(GpusnapError):
+        return podman.container(name).status == "running"
+    return False
 
 
 def _remove_new(name: str, before: set[str]) -> None:

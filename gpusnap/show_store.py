@@ -63,7 +63,7 @@ def short(digest: str) -> str:
 def listing(console: Console, found: Listing) -> None:
     """What a store keeps."""
     if not found.rows:
-        say(console, f"nothing is kept in {found.store}")
+        say(console, f"no checkpoints in {found.store}")
         return
     titles = ("name", "created", "container", "GPUs", "memory", "size", "own", "digest")
     rows = table("", *titles, fixed=("GPUs", "memory", "size", "own", "digest"))
@@ -228,7 +228,7 @@ def _spans(console: Console, found: Comparison) -> None:
     if len(different) > _MOST_LINES:
         say(console, f"and {len(different) - _MOST_LINES} more that differ less (see --json)")
     new = f"{human(found.new.size)} in {found.new.blobs} blobs" if found.new.blobs else "nothing"
-    say(console, f"B has {new} that A has not")
+    say(console, f"B has {new} that A does not have")
     say(console, "")
 
 
@@ -239,7 +239,7 @@ def _sizes(span: Span) -> tuple[str, ...]:
 def _processes(console: Console, found: Comparison) -> None:
     gone, come, changed = found.processes_only_a, found.processes_only_b, found.processes_changed
     if not (gone or come or changed):
-        say(console, f"GPU processes: the same {found.processes_same}")
+        say(console, f"GPU processes: {found.processes_same}, the same in both")
         return
     rows = table("GPU processes", "PID", "", "command")
     for what, some in (("only A", gone), ("only B", come)):
@@ -270,7 +270,7 @@ def _files(console: Console, what: str, found: records.Difference) -> None:
     lines += [("only A", name, file.size, 0) for name, file in found.only_a]
     lines += [("only B", name, 0, file.size) for name, file in found.only_b]
     if not lines:
-        say(console, f"{what}: the same {found.same} files" if found.same else f"{what}: none")
+        say(console, f"{what}: {found.same} files, the same in both" if found.same else f"{what}: none")
         return
     rows = table(f"{what} ({found.same} more are the same)", "name", "", "size in A", "size in B")
     for kind, name, size_a, size_b in lines[:_MOST_LINES]:
@@ -341,7 +341,7 @@ def verified(console: Console, found: Verified) -> None:
     """What was checked, and each blob that is damaged."""
     what = f"{found.what}: {human(found.size)} in {found.blobs} blobs"
     if not found.damaged:
-        done = "right" if found.read else "there, their content was not read (see --deep)"
+        done = "no damage" if found.read else "all there; their content was not read (see --deep)"
         say(console, f"{what}: {done}" if found.blobs else f"{found.what}: nothing to check")
     for each in found.damaged:
         name = each.digest or found.what

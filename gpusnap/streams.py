@@ -1,12 +1,13 @@
 """stdout and stderr of a command whose reader may go away, as in `gpusnap ls | head -1`.
 
 What nobody reads is dropped, and the command goes on: a checkpoint is not cut off in its middle, and the exit
-code is that of the work. Python would raise BrokenPipeError, and once more when it flushes at its end, where
-the exit code becomes 120.
+code is that of the work. Another failure to write, as on a full disk, is raised once. Python would raise
+either again when it flushes at its end, with a traceback and the exit code 120.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
 from typing import TYPE_CHECKING, TextIO
@@ -18,14 +19,21 @@ __all__ = ["forgive_closed_pipes"]
 
 
 class _Pipe(io.FileIO):
-    """A descriptor to write to; what comes after its reader has gone is dropped."""
+    """A descriptor to write to; what comes after its reader has gone, or after a failure, is dropped."""
+
+    _failed = False
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """As FileIO.write, but for a pipe that nobody reads."""
-        try:
-            return super().write(data)
-        except BrokenPipeError:
-            return memoryview(data).nbytes
+        """As FileIO.write, but for a pipe that nobody reads; a full disk (ENOSPC) and the like raise once."""
+        if not self._failed:
+            try:
+                return super().write(data)
+            except BrokenPipeError:
+                pass
+            except OSError as error:
+                self._failed = error.errno != errno.EINTR
+                raise
+        return memoryview(data).nbytes
 
 
 def forgive_closed_pipes() -> None:

@@ -44,7 +44,7 @@ def line(each: Waiting) -> str:
     elif each.kind == "restore":
         state = "its restore was cut off"
     else:
-        state = "processes: " + (" ".join(map(str, each.processes)) or "none")
+        state = "its checkpoint was cut off; processes: " + (" ".join(map(str, each.processes)) or "none")
     return f"{each.container}  {state}  image: {each.image}"
 
 

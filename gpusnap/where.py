@@ -132,10 +132,14 @@ def find(word: str, *, remote: bool = True) -> Place:
         return _in_folder(word)
     if _is_file(word):
         if not os.path.exists(word):
-            raise NotFound(f"there is no file {word}", hint=_hint())
+            raise NotFound(
+                f"there is no file {word}",
+                hint="check the path; gpusnap ls lists the checkpoints in the store",
+            )
         if os.path.isdir(word) and not _has_images(word):
             raise NotFound(
-                f"{word} is a folder that holds no checkpoint", hint="one in a store is named oci:DIR:NAME"
+                f"{word} is a directory without a checkpoint",
+                hint="a checkpoint in a store is named oci:DIR:NAME",
             )
         return InFile(word)
     if remote and (found := _in_registry(word)) is not None:
@@ -196,9 +200,9 @@ def destination(word: str) -> Place:
     found = _in_registry(word)
     if found is None:
         raise UsageError(
-            f"{word[:120]!r} is no place for a checkpoint: it is neither oci:DIR[:NAME], nor a file such as "
-            "./w.tar, nor in a registry, such as registry.example/w:v1",
-            hint="a name in this host's store is given with --name",
+            f"{word[:120]!r} is no destination for a checkpoint: write oci:DIR[:NAME], a file "
+            "such as ./w.tar, or a reference in a registry such as registry.example/w:v1",
+            hint="for a name in this host's store, use --name instead of --to",
         )
     return found
 
@@ -224,7 +228,8 @@ def open_store(store: Store, *, write: bool = False) -> Store:
     """
     if not os.path.exists(os.path.join(store.path, "oci-layout")):
         raise NotFound(
-            f"{store.path} is no store: nothing was kept there yet", hint="gpusnap checkpoint keeps something"
+            f"{store.path} is no store, or has no checkpoint yet",
+            hint="gpusnap checkpoint CONTAINER makes one in this host's store",
         )
     with told():
         if write:
@@ -271,7 +276,8 @@ def _in_folder(word: str, *, new: bool = False) -> InStore:
         named(wanted)
     if not new and not os.path.isdir(path):
         raise NotFound(
-            f"there is no store {path}: it is no folder", hint=f"gpusnap checkpoint --to oci:{path} makes one"
+            f"there is no store {path}: there is no such directory",
+            hint=f"gpusnap checkpoint --to oci:{path} makes one",
         )
     return InStore(Store(path), wanted)
 

@@ -143,7 +143,7 @@ class Client:
                     most = min(most, _STRANGE)
                 if broken >= most:
                     raise Unreachable(
-                        f"{what}: {broken} attempts broke, the last one because {error}: try again later"
+                        f"{what}: {broken} attempts failed, the last one because {error}"
                     ) from error
                 self._pause(max(error.wait, self._backoff(broken)), check)
             else:

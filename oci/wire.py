@@ -341,7 +341,7 @@ def _why(error: BaseException) -> str:
     words = "the connection broke"
     for each in _chain(error):
         if isinstance(each, socket.gaierror):
-            return "its name is not known"
+            return "the host name is not known"
         if isinstance(each, TimeoutError | urllib3.exceptions.TimeoutError):
             words = "it did not answer in time"
         elif isinstance(each, http.client.RemoteDisconnected):

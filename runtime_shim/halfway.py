@@ -334,6 +334,8 @@ def _removed(entry: Restore) -> str:
     if entry.pid_file and not proc.running(_pid(entry)):
         with contextlib.suppress(OSError):
             os.unlink(entry.pid_file)
+    if not os.path.isdir(entry.image):  # Podman removes its copy with a container that it could not import
+        return f"{said}; restore it again from where the checkpoint is"
     return f"{said}; its checkpoint in {entry.image} is unharmed"
 
 

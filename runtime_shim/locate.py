@@ -83,7 +83,7 @@ SETTINGS_SIZE = 65536
 RUN = "/run"
 SYSTEM_LOG = "/dev/log"
 
-_HINT = "correct it, and see with gpusnap settings that it is right"
+_HINT = "correct it, then check it with gpusnap settings"
 _PATH_MAX = 4096  # linux/limits.h, with the final NUL
 _own_files = [os.path.abspath(sys.argv[0])] if sys.argv and sys.argv[0] else []
 

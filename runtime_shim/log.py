@@ -17,13 +17,16 @@ from datetime import UTC, datetime
 from oci.json_text import parse_json
 from runtime_shim.errors import GpusnapError, printable, reason
 
-__all__ = ["note", "report", "runtime_message", "runtime_warnings"]
+__all__ = ["NOTE", "note", "report", "runtime_message", "runtime_warnings", "say"]
+
+NOTE = "note: "
+"""What a sentence on stderr begins with that is no error; gpusnap.podman tells the two apart by it."""
 
 
 def report(error: GpusnapError, *, log: str | None = None, log_format: str | None = None) -> None:
     """Tell stderr and the caller's log; a log that cannot be written does not hide the error."""
     sentence = error.sentence()
-    note(sentence)
+    say(sentence)
     path = (log or "").removeprefix("file:")
     if not path or path.startswith(("journald:", "syslog:")):
         return
@@ -44,7 +47,12 @@ def report(error: GpusnapError, *, log: str | None = None, log_format: str | Non
 
 
 def note(text: str) -> None:
-    """Say something on stderr that is no error; what somebody waits for goes on where nobody reads it."""
+    """Say something on stderr that is no error."""
+    say(NOTE + text)
+
+
+def say(text: str) -> None:
+    """Write a line on stderr; what somebody waits for goes on where nobody reads it."""
     with contextlib.suppress(OSError):
         print(f"gpusnap: {printable(text)}", file=sys.stderr, flush=True)
 

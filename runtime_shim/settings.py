@@ -9,6 +9,7 @@ somebody's archive, so it can set only what grants nothing on this host: no prog
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -42,7 +43,7 @@ __all__ = [
 ANNOTATION_PREFIX = "io.gpusnap."
 
 _LARGEST = 1 << 20
-_HINT = "correct it, and see with gpusnap settings that it is right"
+_HINT = "correct it, then check it with gpusnap settings"
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _CGROUP_MODES = ("", "ignore", "soft", "full", "strict")
 _AMD_CHECKS = ("firmware", "sdma-firmware", "caches", "gws", "vram", "numa", "capability")
@@ -424,12 +425,16 @@ def annotated(settings: Settings, annotations: Mapping[str, str]) -> Settings:
     return _apply(settings, own, "an annotation", prefix=ANNOTATION_PREFIX)
 
 
+_ALL = f"the settings are {', '.join(sorted(TABLE))}"
+
+
 def _unknown(name: str, where: str) -> SettingsError:
     table, _, rest = name.partition(".")
     if rest in TABLE and any(key.startswith(f"{table}.") for key in TABLE):
         hint = f"it stands below [{table}], and so belongs to that: write {rest} above the first [...]"
     else:
-        hint = f"the settings are {', '.join(sorted(TABLE))}"
+        near = difflib.get_close_matches(name.removeprefix(ANNOTATION_PREFIX), TABLE, n=1)
+        hint = f"did you mean {near[0]}? docs/settings.md lists all" if near else _ALL
     return SettingsError(f"unknown setting {name} in {where}", hint=hint)
 
 

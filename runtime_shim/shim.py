@@ -151,7 +151,7 @@ def _announce(call: CheckpointCall | RestoreCall) -> None:
     """With --debug each step is said as it begins, but not in --log: Podman reads one line of that."""
     from runtime_shim.transaction import announce
 
-    announce((lambda name: log.note(f"step {name}")) if call.globals.debug else None)
+    announce((lambda name: log.say(f"step {name}")) if call.globals.debug else None)
 
 
 def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | SettingsError) -> int:

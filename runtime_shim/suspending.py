@@ -17,7 +17,7 @@ from runtime_shim.gpu.driver import Driver, Host
 from runtime_shim.gpu.nodes import Node
 from runtime_shim.invoke import quiet
 from runtime_shim.locking import lock
-from runtime_shim.log import note
+from runtime_shim.log import note, say
 from runtime_shim.lull import Lull
 from runtime_shim.real import RealRuntime
 from runtime_shim.settings import Settings
@@ -140,7 +140,7 @@ def for_the_dump(job: Job) -> Iterator[None]:
                 f"container {job.container.id} is still paused: {error}",
                 hint=f"gpusnap recover {job.container.id}",
             )
-            note(job.stuck.sentence())
+            say(job.stuck.sentence())
 
 
 def _begin_lull(job: Job, lull: Lull) -> None:

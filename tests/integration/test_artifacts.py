@@ -130,7 +130,7 @@ def test_what_cannot_be_checkpointed(store: Store) -> None:
     good(podman("run", "-d", "--name", "plain", "localhost/base", "sleep", "100", runtime="crun"))
     assert "runs under crun" in sentence(gpusnap("checkpoint", "plain"))
     good(podman("stop", "--time", "0", "plain"))
-    assert "does not run: it is exited" in sentence(gpusnap("checkpoint", "plain"))
+    assert "is not running: it is exited" in sentence(gpusnap("checkpoint", "plain"))
     assert gpusnap("restore", "nothing").code == 3
 
 

@@ -225,7 +225,7 @@ def test_one_that_does_not_run(crun: None) -> None:
     until(lambda: container.inspect()["State"]["Status"] == "exited", "its end")
     done = run(GPUSNAP, "doctor", "w")
     assert (done.code, done.out) == (1, "")
-    assert "does not run" in done.err
+    assert "is not running" in done.err
     assert run(GPUSNAP, "doctor", "nobody").code == 3
 
 

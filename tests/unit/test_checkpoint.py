@@ -221,7 +221,7 @@ def test_warnings_are_passed_on(scene: Scene) -> None:
     warn = """echo '{"msg":"careful","level":"warning"}' >>"$log" """
     scene.runtime.script("checkpoint", warn, default=True)
     outcome = scene.checkpoint()
-    assert (outcome.code, outcome.stderr, outcome.log) == (0, "gpusnap: careful\n", ())
+    assert (outcome.code, outcome.stderr, outcome.log) == (0, "gpusnap: note: careful\n", ())
 
 
 # It fails.
@@ -550,7 +550,8 @@ def test_an_exec_session_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) 
     outcome = scene.checkpoint()
     assert outcome.code == 0
     assert outcome.stderr == (
-        f"gpusnap: what exec started in the container is not in its checkpoint: process {session} (sleep)\n"
+        "gpusnap: note: what exec started in the container is not in its checkpoint: "
+        f"process {session} (sleep)\n"
     )
 
 

@@ -172,7 +172,7 @@ def test_what_is_no_file(fake: FakePodman, tmp_path: Path, kind: str) -> None:
 def test_a_file_that_is_there(fake: FakePodman, tmp_path: Path) -> None:
     """It may be an earlier checkpoint, and is not replaced."""
     (tmp_path / "w.tar").write_text("earlier")
-    with pytest.raises(GpusnapError, match=r"w\.tar is there already"):
+    with pytest.raises(GpusnapError, match=r"w\.tar exists already"):
         made(to=where.InFile(f"{tmp_path}/w.tar"))
     assert fake.status() == "running"
     assert (tmp_path / "w.tar").read_text() == "earlier"

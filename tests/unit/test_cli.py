@@ -180,7 +180,7 @@ def test_inspect_of_a_checkpoint_without_gpu(tmp_path: Path, gpusnap: Run) -> No
     assert "plain.tar holds no checkpoint/gpusnap/manifest.json" in err
     (tmp_path / "images").mkdir()
     code, _, err = gpusnap("inspect", str(tmp_path / "images"))
-    assert (code, "is a folder that holds no checkpoint" in err) == (exits.NOT_FOUND, True)
+    assert (code, "is a directory without a checkpoint" in err) == (exits.NOT_FOUND, True)
     (tmp_path / "images/inventory.img").touch()
     code, _, err = gpusnap("inspect", str(tmp_path / "images"))
     assert code == exits.DAMAGED
@@ -244,6 +244,16 @@ def test_closed_pipes(line: tuple[str, ...], code: int | None, closed: str) -> N
     assert done.returncode == whole.returncode
     assert code in (None, done.returncode)
     assert done.stderr in (None, whole.stderr)
+
+
+@pytest.mark.parametrize("word", ["--help", "--version"])
+def test_a_full_disk_behind_stdout(word: str) -> None:
+    """One sentence, and an exit code that says so; no traceback when Python flushes at its end."""
+    with open("/dev/full", "wb") as full:
+        words = [sys.executable, "-B", "-m", "gpusnap.cli", word]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    said = "gpusnap: a file, or the output, cannot be used: No space left on device\n"
+    assert (done.returncode, done.stderr) == (exits.FAILED, said)
 
 
 @pytest.mark.parametrize("line", [("--help",), ("-h",), ("inspect", "-h"), ("gpus", "--help")])
@@ -330,6 +340,13 @@ def test_settings_that_are_wrong(tmp_path: Path, gpusnap: Run, crun: Path, text:
     assert (code, out) == (1, "")
     assert said in err
     assert "; " in err
+
+
+def test_settings_that_are_not_there(tmp_path: Path, gpusnap: Run, crun: Path) -> None:
+    """A file that is named must exist; the defaults stand for the usual one only."""
+    code, out, err = gpusnap("settings", "--file", f"{tmp_path}/none.toml")
+    assert (code, out) == (exits.NOT_FOUND, "")
+    assert err == f"gpusnap: there is no settings file {tmp_path}/none.toml; check the path\n"
 
 
 @pytest.mark.parametrize(

@@ -94,15 +94,16 @@ def test_compression(registry: FakeRegistry, tmp_path: Path) -> None:
 
 
 def test_lines(store: Store, registry: FakeRegistry, tmp_path: Path) -> None:
-    """One line each, with the whole digest."""
+    """One line each on stdout, with the whole digest; what to do next is on stderr."""
     made = ran("checkpoint", "w", "--name", "mine")
     digest = store.find("mine").descriptor.digest
     assert made.stdout.startswith(f"mine  {digest}  GPU memory 1.0 MiB, ")
     assert made.stdout.count("\n") == 1
+    assert made.stderr == "w has ended; run podman rm w before a restore under the same name\n"
     ref = f"{registry.host}/team/app:v1"
     pushed = ran("push", "mine", f"http://{ref}")
     assert pushed.stdout.startswith(f"{ref}  {digest}  ")
-    assert ran("pull", f"http://{ref}").stdout.startswith(f"{ref}  {digest}  0 B in 0 blobs, ")
+    assert ran("pull", f"http://{ref}").stdout.startswith(f"{ref}  {digest}  transferred 0 B in 0 blobs; ")
     assert ran("restore", "mine").stdout.startswith(f"w  {ID}  ")
 
 
@@ -122,7 +123,7 @@ def test_a_push_that_fails(store: Store, registry: FakeRegistry) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["checkpoint", "w", "--to", "name"], "is no place for a checkpoint"),
+        (["checkpoint", "w", "--to", "name"], "is no destination for a checkpoint"),
         (["checkpoint", "w", "--to", "./w.tar", "--name", "x"], "an archive has no name"),
         (["checkpoint", "w", "--name", "a b"], "cannot be a name"),
         (["checkpoint", "w", "--to", "oci:there:x", "--name", "y"], "are the same thing"),

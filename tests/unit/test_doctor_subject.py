@@ -78,7 +78,7 @@ def test_what_podman_cannot_have_checkpointed(
 def test_one_that_does_not_run(monkeypatch: pytest.MonkeyPatch, bundle: Path, init: int, status: str) -> None:
     """There is nothing to look into."""
     podmans(monkeypatch, of_podman(bundle, init, status))
-    with pytest.raises(ContainerError, match=f"does not run: it is {status}"):
+    with pytest.raises(ContainerError, match=f"is not running: it is {status}"):
         subject.find("w")
 
 

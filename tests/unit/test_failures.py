@@ -53,7 +53,7 @@ def test_kinds(kind: type[errors.OciError], expected: type[GpusnapError]) -> Non
     [
         ("r:1 does not speak TLS: plain HTTP has to be asked for", "--plain-http"),
         ("the certificate of r:1 is not trusted (x): have its CA among the system's", ""),
-        ("r:1: 6 attempts broke", "run the same command again"),
+        ("r:1: 6 attempts failed", "run the same command again"),
     ],
 )
 def test_unreachable(words: str, hint: str) -> None:

@@ -58,6 +58,7 @@ def cut_off(
     (scene.folder / "pid").write_text("4194304", "ascii")
     init = proc.process(scene.family.init)
     assert init is not None
+    scene.image.mkdir(exist_ok=True)
     entry = Restore(
         key=KEY,
         image=str(scene.image),
@@ -308,6 +309,15 @@ def test_it_ended(scene: Scene) -> None:
     assert halfway.entries() == ()
 
 
+def test_its_image_has_gone(scene: Scene) -> None:
+    """Podman removes its copy with a container that it could not import: no word that this is unharmed."""
+    cut_off(scene, stage=Stage.RESTORE, init=None)
+    (scene.runtime.folder / "state.json").unlink()
+    scene.image.rmdir()
+    said = halfway.recover(KEY, scene.driver)
+    assert said.endswith("; restore it again from where the checkpoint is")
+
+
 def test_its_runtime_does_not_know_it(scene: Scene) -> None:
     """Killed with its runtime and CRIU: what stands there is ended, and only that is said."""
     entry = cut_off(scene, stage=Stage.RESTORE, init=None)
@@ -466,7 +476,7 @@ def test_nothing_waits(scene: Scene) -> None:
 def suspended(scene: Scene) -> list[int]:
     """An image of two GPU processes, which are what the runtime brings back."""
     pids = [scene.driver.use(scene.family.spawn(), state=CHECKPOINTED) for _ in range(2)]
-    scene.image.mkdir()
+    scene.image.mkdir(exist_ok=True)
     draft, record = Draft(str(scene.image)), a_manifest(pids=pids)
     draft.begin()
     draft.prepare(record)
@@ -520,7 +530,7 @@ def test_the_next_restore(scene: Scene) -> None:
     outcome = scene.restore("--detach")
     assert (outcome.code, outcome.log) == (0, ())
     assert outcome.stderr.startswith(
-        "gpusnap: an earlier restore was cut off; the incomplete container was removed"
+        "gpusnap: note: an earlier restore was cut off; the incomplete container was removed"
     )
     assert scene.all_running()
 
@@ -552,7 +562,7 @@ def test_the_next_checkpoint_of_one_that_runs(scene: Scene, quick: None, since: 
         wait_for(lambda: proc.still(first), "that it stands")
     outcome = scene.checkpoint("--leave-running")
     assert outcome.code == 0, outcome.stderr
-    assert outcome.stderr.startswith("gpusnap: an earlier restore was cut off; running: ")
+    assert outcome.stderr.startswith("gpusnap: note: an earlier restore was cut off; running: ")
     assert scene.runtime.calls("delete") == []
     assert [pid for pid in (first, second) if proc.running(pid) and not proc.stopped(pid)] == (
         [second] if since == "an end" else [first, second]

@@ -293,7 +293,7 @@ def test_say(tree: Tree, capsys: pytest.CaptureFixture[str], count: int, begin: 
     pids = [tree.child() for _ in range(count)]
     leftover.say([cleared(pid) for pid in pids])
     said = f"{begin}inherited and never used; replaced by /dev/null: {' '.join(map(str, pids))}"
-    assert capsys.readouterr().err == f"gpusnap: {said}\n"
+    assert capsys.readouterr().err == f"gpusnap: note: {said}\n"
 
 
 def test_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -403,8 +403,8 @@ def test_a_checkpoint(scene: Scene) -> None:
     outcome = scene.checkpoint("--leave-running")
     assert outcome.code == 0, outcome.stderr
     assert outcome.stderr.splitlines() == [
-        "gpusnap: 3 processes hold GPU files that they inherited and never used; replaced by /dev/null: "
-        + " ".join(map(str, sorted(pids)))
+        "gpusnap: note: 3 processes hold GPU files that they inherited and never used; "
+        "replaced by /dev/null: " + " ".join(map(str, sorted(pids)))
     ]
     found = read(str(scene.image)).neutralised
     assert [(each.pid, each.descriptors, each.mappings) for each in found] == [

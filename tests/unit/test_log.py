@@ -60,7 +60,7 @@ def test_a_log_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_note(capsys: pytest.CaptureFixture[str]) -> None:
     """A note is told on stderr and is no error."""
     note("CRIU is old")
-    assert capsys.readouterr() == ("", "gpusnap: CRIU is old\n")
+    assert capsys.readouterr() == ("", "gpusnap: note: CRIU is old\n")
 
 
 LOG = """

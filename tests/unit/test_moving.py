@@ -94,7 +94,7 @@ def test_an_archive_and_back(registry: FakeRegistry, store: Store, archive: str,
 def test_pull_to_a_file_that_is_there(registry: FakeRegistry, tmp_path: Path) -> None:
     """It is not replaced, and nothing is asked for."""
     (tmp_path / "out.tar").write_text("earlier")
-    with pytest.raises(GpusnapError, match=r"out\.tar is there already"):
+    with pytest.raises(GpusnapError, match=r"out\.tar exists already"):
         moving.pull(at(registry), file=str(tmp_path / "out.tar"), progress=QUIET)
     assert (tmp_path / "out.tar").read_text() == "earlier"
 

@@ -60,7 +60,7 @@ def test_no_podman(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ("runtime", "status", "said"),
     [
         ("gpusnap-runtime", "paused", "podman unpause w"),
-        ("gpusnap-runtime", "exited", "does not run: it is exited; podman start w"),
+        ("gpusnap-runtime", "exited", "is not running: it is exited; podman start w"),
         ("crun", "running", "runs under crun, which knows no GPUs; create it with podman --runtime"),
         ("/usr/bin/runc", "running", "runs under /usr/bin/runc"),
     ],
@@ -79,7 +79,7 @@ def test_one_that_a_checkpoint_ended(fake: FakePodman) -> None:
     fake.has(status="exited", checkpointed=True)
     with pytest.raises(ContainerError) as raised:
         podman.check(podman.container("w"))
-    assert "a checkpoint has ended it; podman container restore w has it go on" in raised.value.sentence()
+    assert "a checkpoint ended it; podman container restore w restores it" in raised.value.sentence()
 
 
 def test_in_the_place_of_another(fake: FakePodman, tmp_path: Path) -> None:
@@ -114,9 +114,34 @@ def test_a_restore(fake: FakePodman, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "stderr",
+    [
+        "Error: `/usr/local/bin/gpusnap-runtime checkpoint --image-path /x` failed: signal: killed\n",
+        'Error: container create failed (no logs from conmon): conmon bytes "": readObjectStart: expect {\n',
+        "gpusnap: note: a\nError: `/usr/local/bin/gpusnap-runtime checkpoint x` failed: signal: killed\n",
+    ],
+)
+def test_a_runtime_that_was_killed(fake: FakePodman, stderr: str) -> None:
+    """In place of Podman's words for it, what to do: the container may stand still."""
+    fake.fails(stderr)
+    with pytest.raises(GpusnapError, match="restore, was killed or ended without a message") as raised:
+        podman.restore("x", [], {})
+    assert "gpusnap recover" in raised.value.hint
+
+
+def test_notes_are_passed_on(fake: FakePodman, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What gpusnap-runtime noted in a success reaches the user; its other lines and Podman's do not."""
+    fake.has(status="exited")
+    (fake.folder / "first.sh").write_text("printf 'gpusnap: note: a\\ngpusnap: step b\\nc\\n' >&2\n")
+    podman.restore(str(tmp_path / "archive"), [], {})
+    assert capsys.readouterr().err == "gpusnap: note: a\n"
+
+
+@pytest.mark.parametrize(
     ("stderr", "said"),
     [
         ("gpusnap: too old; get a new one\nError: `/x` failed: exit status 1\n", "too old; get a new one"),
+        ("gpusnap: note: a\ngpusnap: too old\nError: `/x` failed: exit status 1\n", "too old"),
         ("Error: OCI runtime error: gpusnap-runtime: gpusnap: too old\n", "too old"),
         (
             'time="2026" level=warning msg="gpusnap: x"\nError: the name "w" is in use\n',

@@ -43,7 +43,7 @@ def test_markdown() -> None:
         assert link in {heading.replace(" ", "-") for heading in headings}
     for row in (line for line in text.splitlines() if line.startswith("|")):
         assert len(re.findall(r"(?<!\\)\|", row)) == 3, row
-    assert "    oci:DIR:NAME          in the store in the folder DIR\n" in text
+    assert "    oci:DIR:NAME          in the store in the directory DIR\n" in text
     assert "\b" not in text
     for code in MEANINGS:
         assert f"| {code} | " in text

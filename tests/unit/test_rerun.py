@@ -137,7 +137,7 @@ def test_hostile_words(host: Host, args: list[str]) -> None:
     host.program()
     said = host.rerun(hook(args))
     assert host.calls() == []
-    assert said.startswith("gpusnap: a hook of the container was not run again: ")
+    assert said.startswith("gpusnap: note: a hook of the container was not run again: ")
     assert len(said.splitlines()) == 1
 
 
@@ -205,7 +205,7 @@ def test_failure_is_a_note(host: Host) -> None:
     """What it said is in the note, and the next hook runs all the same."""
     host.program("echo broken >&2; exit 3")
     said = host.rerun(hook(LDCACHE), hook(LDCACHE)).splitlines()
-    assert said == ["gpusnap: NVIDIA's hook update-ldcache failed with exit code 3: broken"] * 2
+    assert said == ["gpusnap: note: NVIDIA's hook update-ldcache failed with exit code 3: broken"] * 2
 
 
 def test_program_that_cannot_start(host: Host) -> None:
@@ -275,7 +275,7 @@ def test_the_mounts_are_shown(host: Host) -> None:
         said = host.rerun(hook(LDCACHE), show=show_mounts)
         assert (proc.mounts("self"), os.getcwd(), proc.namespace(os.getpid(), "mnt")) == before
         init.communicate(b"\n", timeout=DEADLINE)
-    assert said == "gpusnap: NVIDIA's hook update-ldcache said: seen\n"
+    assert said == "gpusnap: note: NVIDIA's hook update-ldcache said: seen\n"
     assert (host.folder / "new").read_text() == "made\n"
     assert list(host.root.iterdir()) == []
 

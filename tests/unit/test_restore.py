@@ -455,8 +455,8 @@ def test_one_has_ended_before(scene: Scene) -> None:
     outcome = scene.restore("--detach")
     assert outcome.code == 0
     assert outcome.stderr == (
-        f"gpusnap: process {first} (sleep) ended by itself before its GPU state could be restored; the rest "
-        "of the container runs on\n"
+        f"gpusnap: note: process {first} (sleep) ended by itself before its GPU state could be restored; "
+        "the rest of the container runs on\n"
     )
     assert scene.driver.of("restore") == [second]
     assert scene.runtime.calls("delete") == []

@@ -183,6 +183,17 @@ def test_the_container_is_there(
     )
 
 
+def test_the_container_runs(fake: FakePodman, store: Store, tmp_path: Path) -> None:
+    """`podman rm` alone would refuse, so the command has --force."""
+    keep(store, an_archive(tmp_path), ["w"])
+    fake.has(name="x")
+    fake.lists(ID)
+    fake.fails('Error: creating container storage: the container name "x" is already in use by abc.\n')
+    with pytest.raises(GpusnapError) as raised:
+        restored(InStore(store, "w"), name="x")
+    assert raised.value.hint == "remove it with podman rm --force x, or give another name with --name"
+
+
 @pytest.mark.parametrize("what", ["store", "file"])
 @pytest.mark.parametrize("known", [False, True])
 def test_nothing_is_left(fake: FakePodman, store: Store, tmp_path: Path, what: str, known: bool) -> None:
@@ -207,7 +218,7 @@ def test_pages_only(fake: FakePodman, store: Store) -> None:
 
 def test_not_there(fake: FakePodman, store: Store) -> None:
     """No store, no name."""
-    with pytest.raises(NotFound, match="nothing was kept there yet"):
+    with pytest.raises(NotFound, match="is no store, or has no checkpoint yet"):
         restored(InStore(store, "w"))
     store.create()
     with pytest.raises(NotFound):

@@ -200,12 +200,20 @@ def test_bad_value(tmp_path: Path, key: str, toml: str) -> None:
     ],
 )
 def test_unknown_key(tmp_path: Path, toml: str, named: str) -> None:
-    """An unknown key or section is named, and the known ones are listed."""
+    """An unknown key or section is named, and the nearest known one, or else all of them."""
     path = file_with(tmp_path, toml + "\n")
     with pytest.raises(SettingsError) as caught:
         load(path)
     assert str(caught.value) == f"unknown setting {named} in {path}"
-    assert all(key in caught.value.hint for key in TABLE)
+    near = re.match("did you mean (.*)[?]", caught.value.hint)
+    assert near[1] in TABLE if near else all(key in caught.value.hint for key in TABLE)
+
+
+def test_a_misspelt_key(tmp_path: Path) -> None:
+    """What was meant is named, without the list of all."""
+    with pytest.raises(SettingsError) as caught:
+        load(file_with(tmp_path, 'runtme = "crun"\n'))
+    assert caught.value.hint == "did you mean runtime? docs/settings.md lists all"
 
 
 def test_without_a_file(tmp_path: Path) -> None:

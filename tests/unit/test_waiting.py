@@ -31,8 +31,8 @@ def test_waiting() -> None:
         assert [line(each) for each in found] == [
             "a  gpusnap is at work on it  image: /image",
             "b  its restore was cut off  image: /image",
-            f"c  processes: {process.pid}  image: /i",
-            "d  processes: none  image: /i",
+            f"c  its checkpoint was cut off; processes: {process.pid}  image: /i",
+            "d  its checkpoint was cut off; processes: none  image: /i",
         ]
     assert json.loads(as_json(found))[2] == {
         "container": "c",

@@ -78,7 +78,7 @@ def test_a_name_that_looks_like_a_reference() -> None:
         ("oci:", UsageError, "names no folder"),
         ("oci:gone:w", NotFound, "there is no store gone"),
         ("./gone.tar", NotFound, "there is no file ./gone.tar"),
-        ("./empty", NotFound, "./empty is a folder that holds no checkpoint"),
+        ("./empty", NotFound, "./empty is a directory without a checkpoint"),
         ("two words", UsageError, "'two words' is no checkpoint"),
         ("http://nohost/x", UsageError, "names no registry"),
         ("registry.example/W:v1", UsageError, "is no name of a repository"),
@@ -148,7 +148,7 @@ def test_an_entry(default: Store) -> None:
 
 def test_opening(default: Store) -> None:
     """A store that is not there is one sentence; another tool's layout becomes a store for who writes."""
-    with pytest.raises(NotFound, match="nothing was kept there yet"):
+    with pytest.raises(NotFound, match="is no store, or has no checkpoint yet"):
         where.open_store(default)
     foreign = Layout("foreign").create()
     foreign.commit(Index())
