@@ -17,7 +17,7 @@ from runtime_shim.gpu.driver import Driver, Host
 from runtime_shim.gpu.nodes import Node
 from runtime_shim.invoke import quiet
 from runtime_shim.locking import lock
-from runtime_shim.log import note, say
+from runtime_shim.log import say
 from runtime_shim.lull import Lull
 from runtime_shim.real import RealRuntime
 from runtime_shim.settings import Settings
