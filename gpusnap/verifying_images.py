@@ -7,7 +7,7 @@ from oci.archive import Entry
 from oci.artifact import Artifact
 from oci.errors import ArchiveError, LayoutError
 from oci.layout import Layout
-from runtime_shim.criu.images import Checker
+from runtime_shim.criu.images import LINK, PARENT, Checker, check_parent
 from runtime_shim.errors import ImageError
 from runtime_shim.manifest import Manifest
 
@@ -27,12 +27,15 @@ class Images:
     def add(self, entry: Entry) -> None:
         """Look at an entry, and read it if it is an image. Raises ArchiveError."""
         name = entry.name.removeprefix(_FOLDER)
+        if name.startswith(f"{PARENT}/"):
+            name = PARENT  # a directory, which an archive need not have an entry for
         if self._fault or not entry.name.startswith(_FOLDER) or "/" in name:
             return
         try:
-            if entry.content is None:
-                what = "a directory" if entry.info.isdir() else "a link"
-                self._checker.add_special(name, what)
+            if name == PARENT:
+                self._checker.add_special(name, LINK if entry.info.issym() else "a directory or a file")
+            elif entry.content is None:
+                self._checker.add_special(name, "a directory" if entry.info.isdir() else "a link")
             else:
                 self._checker.add(name, entry.info.size, entry.content)
         except ImageError as error:
@@ -63,7 +66,7 @@ class Links:
         """Raise ImageError for a link in the place of a file that Podman or CRIU reads: both would follow it.
 
         A hard link is a file, unless it is one of a symbolic link. `checkpoint/parent` is a link that CRIU
-        makes itself.
+        makes itself, to a directory beside.
         """
         info = entry.info
         if not info.issym() and not (info.islnk() and info.linkname.strip("/") in self._symbolic):
@@ -71,7 +74,9 @@ class Links:
         self._symbolic.add(entry.name)
         folder, _, name = entry.name.rpartition("/")
         if f"{folder}/" == _FOLDER:
-            Checker(self._where).add_special(name, "a symbolic link")
+            Checker(self._where).add_special(name, LINK)
+            if name == PARENT:
+                check_parent(info.linkname, f"{self._where}: {folder}")
         elif not folder:
             raise ImageError(
                 f"{entry.name} in {self._where} is a link, which Podman would follow",

@@ -215,6 +215,26 @@ def test_an_earlier_dump(folder: Path, tmp_path: Path) -> None:
         check(str(folder), "x86_64")
 
 
+@pytest.mark.parametrize("link", ["../../other/earlier", "{other}/earlier", "../beside", ".."])
+def test_an_earlier_dump_elsewhere(folder: Path, tmp_path: Path, link: str) -> None:
+    """A link out, to the memory of another container, is not followed, nor one by way of another link."""
+    other = tmp_path.parent / "other"
+    (other / "earlier").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "beside").symlink_to(other / "earlier")
+    (folder / "parent").symlink_to(link.format(other=other))
+    with pytest.raises(ImageError, match="leads to no directory beside it"):
+        check(str(folder), "x86_64")
+
+
+def test_an_earlier_dump_within(folder: Path) -> None:
+    """CRIU would read images there that nobody has looked at."""
+    (folder / "parent").mkdir()
+    assert "parent in" in refused(folder)
+    (folder / "parent").rmdir()
+    os.mkfifo(folder / "parent")
+    assert "is a FIFO, not a link to the images" in refused(folder)
+
+
 def test_other_page_sizes(folder: Path) -> None:
     """Of a host whose pages are larger."""
     (folder / "pages-1.img").write_bytes(bytes(3 * 65536))
