@@ -41,6 +41,8 @@ _ACCEPT = ", ".join((*MANIFESTS, *INDEXES))
 # Of a list (RFC 8288): what comes after it; and no list is longer.
 _NEXT = re.compile(r'<([^<>]{1,4000})>\s*;\s*rel="?next"?', re.ASCII)
 _MOST_PAGES = 64
+# Of what refers to a manifest: a page of 4 MiB may list tens of thousands.
+_MOST_REFERRERS = 4096
 # What servers say of a document that they have no type for.
 _VAGUE = ("", "application/json", "text/plain", "application/octet-stream")
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/(?:[0-9]{1,18}|\*)", re.ASCII)
@@ -184,6 +186,8 @@ class Repository:
     def read_referrers(self, digest: str, *, pushing: bool = False) -> tuple[Descriptor, ...] | None:
         """What refers to a manifest, as far as the registry lists it; None where it keeps no such lists.
 
+        Of a list that goes on and on only the first pages.
+
         pushing: as for `resolve`. Raises LayoutError, DigestError, too.
         """
         encoded(digest)
@@ -203,7 +207,7 @@ class Repository:
                 parse_document(content, f"the list of what refers to {digest}")
             ).manifests
             match = _NEXT.search(more)
-            if match is None:
+            if match is None or len(found) >= _MOST_REFERRERS:
                 break
             url = self._client.resolved(url, match[1])
         return tuple(found)

@@ -226,7 +226,7 @@ def check_parent(link: str, where: str) -> None:
 
 def _leads_out(where: str) -> ImageError:
     return ImageError(
-        f"the link {PARENT} in {where} leads to no directory beside it, and CRIU would take memory from there",
+        f"the link {PARENT} in {where} leads to no directory beside it, and CRIU would read memory there",
         hint="do not restore from it, or put the images of the earlier dump beside the others yourself",
     )
 

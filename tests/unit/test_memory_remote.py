@@ -437,7 +437,7 @@ def test_no_end_of_memory_to_search(target: Target, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(remote, "_peek", peek)
     target.stop()
-    with pytest.raises(GpusnapError, match="no instruction for a system call"), inside(target.pid, target.tid):
+    with pytest.raises(GpusnapError, match="no instruction for a"), inside(target.pid, target.tid):
         pass
     assert found in looked
 
@@ -455,7 +455,7 @@ def test_a_descriptor_for_another_socket(target: Target) -> None:
     with open("/dev/null", "rb") as file, pytest.raises(BlockingIOError):
         remote._send(target.pid, getfd, number, file.fileno())
     null = target.number("os.open('/dev/null', os.O_RDWR)")
-    with open("/dev/null", "rb") as file, pytest.raises(OSError, match="not a socket|non-socket"):
+    with open("/dev/null", "rb") as file, pytest.raises(OSError, match=r"not a socket|non-socket"):
         remote._send(target.pid, getfd, null, file.fileno())
     assert sorted(os.listdir("/proc/self/fd")) == before
 
