@@ -21,25 +21,31 @@ class Images:
 
     def __init__(self, where: str) -> None:
         """`where` names the archive in messages."""
-        self._checker = Checker(where)
+        self._checker, self._links = Checker(where), Links(where)
         self._fault = ""
 
     def add(self, entry: Entry) -> None:
         """Look at an entry, and read it if it is an image. Raises ArchiveError."""
+        if self._fault:
+            return
+        try:
+            self._links.check(entry)
+            self._look(entry)
+        except ImageError as error:
+            self._fault = str(error)
+
+    def _look(self, entry: Entry) -> None:
         name = entry.name.removeprefix(_FOLDER)
         if name.startswith(f"{PARENT}/"):
             name = PARENT  # a directory, which an archive need not have an entry for
-        if self._fault or not entry.name.startswith(_FOLDER) or "/" in name:
+        if not entry.name.startswith(_FOLDER) or "/" in name:
             return
-        try:
-            if name == PARENT:
-                self._checker.add_special(name, LINK if entry.info.issym() else "a directory or a file")
-            elif entry.content is None:
-                self._checker.add_special(name, "a directory" if entry.info.isdir() else "a link")
-            else:
-                self._checker.add(name, entry.info.size, entry.content)
-        except ImageError as error:
-            self._fault = str(error)
+        if name == PARENT:
+            self._checker.add_special(name, LINK if entry.info.issym() else "a directory or a file")
+        elif entry.content is None:
+            self._checker.add_special(name, "a directory" if entry.info.isdir() else "a link")
+        else:
+            self._checker.add(name, entry.info.size, entry.content)
 
     def fault(self, record: Manifest | None) -> str:
         """What is wrong with the first image that a restore would refuse; empty where nothing is."""

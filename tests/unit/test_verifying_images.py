@@ -51,3 +51,21 @@ def test_an_earlier_dump_within(name: str) -> None:
     for entry in entries(file, where="a.tar"):
         images.add(entry)
     assert "parent in a.tar is a directory or a file, not a link" in images.fault(None)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        one("config.dump", tarfile.SYMTYPE, "/etc/passwd"),
+        one("checkpoint/parent", tarfile.SYMTYPE, "../../other/earlier"),
+        one("checkpoint/core-1.img", tarfile.SYMTYPE, "core-2.img"),
+    ],
+    ids=lambda entry: str(entry.name),
+)
+def test_verify_says_what_a_restore_refuses(entry: Entry) -> None:
+    """Of links in the place of files."""
+    with pytest.raises(ImageError) as refused:
+        Links("a.tar").check(entry)
+    images = Images("a.tar")
+    images.add(entry)
+    assert images.fault(None) == str(refused.value)
