@@ -15,13 +15,14 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from typing import Any
 
 from runtime_shim import proc, volume_image
 from runtime_shim.bundle import binds
+from runtime_shim.container_files import directory
 from runtime_shim.errors import ImageError, Refused, reason
 from runtime_shim.flat import OF_CRI
 from runtime_shim.units import human
@@ -38,7 +39,6 @@ _SUBPATH = re.compile(r"(/.*)/volume-subpaths/([^/]+)/[^/]+/\d+")
 _SHM = re.compile(r"/.*/(?:sandboxes/[^/]+|userdata)/shm")
 
 _DELETED = " (deleted)"
-_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,27 +150,10 @@ def _is_deleted(pid: int, target: str, info: os.stat_result) -> bool:
         return False
     folder, _, name = target.rpartition("/")
     try:
-        with _directory(pid, folder) as above:
+        with directory(pid, folder) as above:
             return not os.path.samestat(os.stat(name, dir_fd=above, follow_symlinks=False), info)
     except OSError:
         return True
-
-
-@contextmanager
-def _directory(pid: int, path: str) -> Iterator[int]:
-    """A descriptor of a directory by its path in a process' root. Raises OSError, also for a link on the way.
-
-    A link in there leads nowhere that we want: an absolute one leads out, to a path on this host.
-    """
-    descriptor = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for name in filter(None, path.split("/")):
-            inner = os.open(name, _FOLDER, dir_fd=descriptor)
-            os.close(descriptor)
-            descriptor = inner
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _renamed(process: proc.Process, target: str) -> Refused:
@@ -187,7 +170,7 @@ def _add_directories(
     while path := os.path.dirname(path):
         if (volume, path) in found:
             return
-        with suppress(OSError), _directory(process.pid, f"{volume}/{path}") as folder:
+        with suppress(OSError), directory(process.pid, f"{volume}/{path}") as folder:
             found[volume, path] = Opened(volume, path, "", process, os.fstat(folder))
 
 
