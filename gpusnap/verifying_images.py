@@ -7,7 +7,7 @@ from oci.archive import Entry
 from oci.artifact import Artifact
 from oci.errors import ArchiveError, LayoutError
 from oci.layout import Layout
-from runtime_shim.criu.images import Checker
+from runtime_shim.criu.images import LINK, PARENT, Checker, check_parent
 from runtime_shim.errors import ImageError
 from runtime_shim.manifest import Manifest
 
@@ -21,22 +21,31 @@ class Images:
 
     def __init__(self, where: str) -> None:
         """`where` names the archive in messages."""
-        self._checker = Checker(where)
+        self._checker, self._links = Checker(where), Links(where)
         self._fault = ""
 
     def add(self, entry: Entry) -> None:
         """Look at an entry, and read it if it is an image. Raises ArchiveError."""
-        name = entry.name.removeprefix(_FOLDER)
-        if self._fault or not entry.name.startswith(_FOLDER) or "/" in name:
+        if self._fault:
             return
         try:
-            if entry.content is None:
-                what = "a directory" if entry.info.isdir() else "a link"
-                self._checker.add_special(name, what)
-            else:
-                self._checker.add(name, entry.info.size, entry.content)
+            self._links.check(entry)
+            self._look(entry)
         except ImageError as error:
             self._fault = str(error)
+
+    def _look(self, entry: Entry) -> None:
+        name = entry.name.removeprefix(_FOLDER)
+        if name.startswith(f"{PARENT}/"):
+            name = PARENT  # a directory, which an archive need not have an entry for
+        if not entry.name.startswith(_FOLDER) or "/" in name:
+            return
+        if name == PARENT:
+            self._checker.add_special(name, LINK if entry.info.issym() else "a directory or a file")
+        elif entry.content is None:
+            self._checker.add_special(name, "a directory" if entry.info.isdir() else "a link")
+        else:
+            self._checker.add(name, entry.info.size, entry.content)
 
     def fault(self, record: Manifest | None) -> str:
         """What is wrong with the first image that a restore would refuse; empty where nothing is."""
@@ -63,7 +72,7 @@ class Links:
         """Raise ImageError for a link in the place of a file that Podman or CRIU reads: both would follow it.
 
         A hard link is a file, unless it is one of a symbolic link. `checkpoint/parent` is a link that CRIU
-        makes itself.
+        makes itself, to a directory beside.
         """
         info = entry.info
         if not info.issym() and not (info.islnk() and info.linkname.strip("/") in self._symbolic):
@@ -71,7 +80,9 @@ class Links:
         self._symbolic.add(entry.name)
         folder, _, name = entry.name.rpartition("/")
         if f"{folder}/" == _FOLDER:
-            Checker(self._where).add_special(name, "a symbolic link")
+            Checker(self._where).add_special(name, LINK)
+            if name == PARENT:
+                check_parent(info.linkname, f"{self._where}: {folder}")
         elif not folder:
             raise ImageError(
                 f"{entry.name} in {self._where} is a link, which Podman would follow",

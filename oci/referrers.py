@@ -34,6 +34,8 @@ __all__ = ["below", "pull", "push", "subject_of"]
 
 # Of one checkpoint, and how far from it: the signature of an SBOM is at 2.
 _MOST, _DEEPEST = 256, 3
+# Of what a registry lists; it may list anything, and each is asked for.
+_MOST_LISTED = 1024
 
 
 def subject_of(content: bytes) -> str:
@@ -80,12 +82,15 @@ def pull(
     have: as for oci.transfer.pull. Raises as that does.
     """
     found: dict[str, Descriptor] = {}
-    moved = Moved()
+    moved, seen = Moved(), set[tuple[str, str]]()
     waiting = [(subject, 1)]
     for at, depth in waiting:
         for each in _listed(repository, at):
-            if each.digest in found or each.digest == subject or len(found) >= _MOST:
+            if each.digest in found or each.digest == subject or (each.digest, at) in seen:
                 continue
+            if len(found) >= _MOST or len(seen) >= _MOST_LISTED:
+                return tuple(found.values()), moved
+            seen.add((each.digest, at))
             with suppress(NotInRegistry):  # the list may be older
                 if subject_of(repository.read_manifest(each.digest)[1]) != at:
                     continue

@@ -41,8 +41,11 @@ _ACCEPT = ", ".join((*MANIFESTS, *INDEXES))
 # Of a list (RFC 8288): what comes after it; and no list is longer.
 _NEXT = re.compile(r'<([^<>]{1,4000})>\s*;\s*rel="?next"?', re.ASCII)
 _MOST_PAGES = 64
+# Of what refers to a manifest: a page of 4 MiB may list tens of thousands.
+_MOST_REFERRERS = 4096
 # What servers say of a document that they have no type for.
 _VAGUE = ("", "application/json", "text/plain", "application/octet-stream")
+_LENGTH = re.compile(r"[0-9]{1,18}", re.ASCII)
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/(?:[0-9]{1,18}|\*)", re.ASCII)
 
 
@@ -135,8 +138,8 @@ class Repository:
             with self._client.ask(request) as answer:
                 told = answer.header("Docker-Content-Digest")
                 content = answer.body(DOCUMENT_LIMIT + 1)
-                length = answer.header("Content-Length")
-                if length.isdigit() and len(content) < min(int(length), DOCUMENT_LIMIT + 1):
+                length = _length(answer)
+                if length is not None and len(content) < min(length, DOCUMENT_LIMIT + 1):
                     raise Broken(f"the manifest ended after {len(content)} of {length} bytes")
                 return answer.header("Content-Type"), told, content
 
@@ -184,6 +187,8 @@ class Repository:
     def read_referrers(self, digest: str, *, pushing: bool = False) -> tuple[Descriptor, ...] | None:
         """What refers to a manifest, as far as the registry lists it; None where it keeps no such lists.
 
+        Of a list that goes on and on only the first pages.
+
         pushing: as for `resolve`. Raises LayoutError, DigestError, too.
         """
         encoded(digest)
@@ -203,7 +208,7 @@ class Repository:
                 parse_document(content, f"the list of what refers to {digest}")
             ).manifests
             match = _NEXT.search(more)
-            if match is None:
+            if match is None or len(found) >= _MOST_REFERRERS:
                 break
             url = self._client.resolved(url, match[1])
         return tuple(found)
@@ -291,11 +296,10 @@ class Repository:
                         f"{self._to.shown} gave another part of {wanted.digest} than asked for"
                     )
                 at = start
-            length = answer.header("Content-Length")
-            if length.isdigit() and at + int(length) != wanted.size:
+            length = _length(answer)
+            if length is not None and at + length != wanted.size:
                 raise BlobError(
-                    f"the blob {wanted.digest} has {at + int(length)} bytes in {self._to.shown}, "
-                    f"not {wanted.size}"
+                    f"the blob {wanted.digest} has {at + length} bytes in {self._to.shown}, not {wanted.size}"
                 )
             for piece in answer.pieces():
                 # A server that knows no ranges sends all of it again.
@@ -342,18 +346,24 @@ def _named(name: str, wanted: str) -> str:
     return f"{name}{'@' if _is_digest(wanted) else ':'}{wanted[:200]}"
 
 
+def _length(answer: Answer) -> int | None:
+    """What an answer says of its length; None where that is no number, or one as no body has."""
+    text = answer.header("Content-Length")
+    return int(text) if _LENGTH.fullmatch(text) else None
+
+
 def _media_type(header: str) -> str:
     return header.partition(";")[0].strip()
 
 
 def _told(answer: Answer, wanted: str) -> Descriptor | None:
     """The descriptor that the head of an answer amounts to; None where it does not say all of it."""
-    digest, length = answer.header("Docker-Content-Digest"), answer.header("Content-Length")
+    digest, length = answer.header("Docker-Content-Digest"), _length(answer)
     media_type = _media_type(answer.header("Content-Type"))
-    if media_type in _VAGUE or not length.isdigit() or (_is_digest(wanted) and digest != wanted):
+    if media_type in _VAGUE or length is None or (_is_digest(wanted) and digest != wanted):
         return None
     try:
         encoded(digest)
-        return Descriptor.from_json({"mediaType": media_type, "digest": digest, "size": int(length)})
+        return Descriptor.from_json({"mediaType": media_type, "digest": digest, "size": length})
     except (LayoutError, DigestError):
         return None

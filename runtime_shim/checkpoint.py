@@ -184,6 +184,7 @@ def _dump(job: Job, draft: Draft) -> None:
             job.record = _manifest(job)
             draft.prepare(job.record if job.pages.records() is not None else None)
             job.dumping = draft.written_at()
+            job.earlier = image.earlier(job.image_path)
             # An earlier checkpoint's would tell of a dump that was none.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(job.image_path, image.INVENTORY))
@@ -264,8 +265,7 @@ def _complete(job: Job, draft: Draft) -> None:
                 job.pages.resumed()
             _write(job)
         with job.transaction.step("sync"):
-            if job.dumping is not None:
-                image.drop_earlier(job.image_path, before=job.dumping)
+            image.drop_earlier(job.image_path, job.earlier)
             job.pages.commit(kept=job.call.leave_running)
             files = job.pages.images()
             frozen.thaw_image(job.image_path)

@@ -8,8 +8,10 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 
+from oci.files import open_regular
 from runtime_shim import manifest, proc
 from runtime_shim.container import Container
+from runtime_shim.container_files import directory
 from runtime_shim.criu import dev
 from runtime_shim.criu.version import criu_version
 from runtime_shim.gpu.driver import Host
@@ -95,14 +97,22 @@ def _host(host: Host, real: RealRuntime) -> manifest.HostRecord:
 
 
 def _libraries(pids: Iterable[int]) -> tuple[manifest.DriverLibrary, ...]:
-    """The driver's files that GPU processes have mapped; of these CRIU wants the same build back."""
+    """The driver's files that GPU processes have mapped; of these CRIU wants the same build back.
+
+    What lies there now may be a link to a file of this host, or a FIFO.
+    """
     found: dict[str, manifest.DriverLibrary] = {}
     for pid in pids:
         for path in mapped_files(pid):
             if path in found or not is_driver_file(path):
                 continue
-            with contextlib.suppress(OSError):
-                seen = mapped(path, f"/proc/{pid}/root{path}")
+            folder, name = os.path.split(path)
+            with (
+                contextlib.suppress(OSError, ValueError),
+                directory(pid, folder) as above,
+                open_regular(name, above)[0] as file,
+            ):
+                seen = mapped(path, f"/proc/self/fd/{file.fileno()}")
                 found[path] = manifest.DriverLibrary(path, seen.size, seen.build_id, seen.mode)
     return tuple(found[path] for path in sorted(found))
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TypeAlias
 
 from oci.files import open_below, sync_folder
 from runtime_shim.criu.images import is_image
 from runtime_shim.errors import ImageError, reason
 
-__all__ = ["INVENTORY", "clean", "drop_earlier", "make", "sync"]
+__all__ = ["INVENTORY", "Earlier", "clean", "drop_earlier", "earlier", "make", "sync"]
+
+Earlier: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Images by name, and what tells each from what is written in its place."""
 
 INVENTORY = "inventory.img"
 """CRIU writes it last of what a restore cannot do without; Podman refuses an archive without it."""
@@ -45,22 +50,44 @@ def clean(image_path: str, *, since: int) -> None:
         ) from error
 
 
-def drop_earlier(image_path: str, *, before: int) -> None:
-    """After a dump, remove CRIU's images that are older than that (st_mtime_ns). Raises ImageError.
+def earlier(image_path: str) -> Earlier:
+    """CRIU's images that are there before a dump. Raises ImageError."""
+    try:
+        return {
+            entry.name: _version(entry.stat(follow_symlinks=False))
+            for entry in os.scandir(image_path)
+            if is_image(entry.name) and entry.is_file(follow_symlinks=False)
+        }
+    except OSError as error:
+        raise ImageError(
+            f"the checkpoint's directory {image_path} cannot be read: {reason(error)}"
+        ) from error
+
+
+def drop_earlier(image_path: str, there: Earlier) -> None:
+    """After a dump, remove those images that it did not write anew. Raises ImageError.
 
     Podman dumps a container that is left running into the same directory each time, and what CRIU does not
-    write anew stays: the memory of processes that are no more, which would be carried along.
+    write anew stays: the memory of processes that are no more, which would be carried along. The time alone
+    does not tell: where the clock was put back meanwhile, what was just written looks older than that, and
+    may be all that is left of the container.
     """
     try:
-        for entry in list(os.scandir(image_path)):
-            ours = is_image(entry.name) and entry.is_file(follow_symlinks=False)
-            if ours and entry.stat(follow_symlinks=False).st_mtime_ns < before:
-                os.unlink(entry.path)
+        for name, version in there.items():
+            path = os.path.join(image_path, name)
+            with suppress(FileNotFoundError):
+                if _version(os.lstat(path)) == version:
+                    os.unlink(path)
     except OSError as error:
         raise ImageError(
             f"what an earlier dump left in {image_path} cannot be removed: {reason(error)}",
             hint="the dump itself succeeded; the checkpoint has no manifest yet",
         ) from error
+
+
+def _version(found: os.stat_result) -> tuple[int, ...]:
+    """Another one once something has been written to the file, whatever the clock says by then."""
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def sync(image_path: str, *, but: Collection[str] = (), failed: Callable[[str], object]) -> None:

@@ -46,7 +46,9 @@ def _has(pid: int, mark: str) -> bool:
     if os.path.basename(proc.environment(pid).get(CONFIG, "")).startswith(f"gpusnap-criu-{mark}-"):
         return True
     title = (proc.command(pid) or ("",))[0]
-    return title.startswith("criu: ") and f" {scratch()}/gpusnap-images-{mark}-" in title
+    # The first path of all: any process may give itself a title, and one that lists many is of nobody.
+    folder = f"{scratch()}/gpusnap-images-{mark}-"
+    return title.startswith("criu: ") and title.startswith(folder, title.find("/"))
 
 
 def let_end(owner: tuple[int, int], container: str, *, enough: Callable[[], bool] = lambda: False) -> None:

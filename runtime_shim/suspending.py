@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from runtime_shim import container as containers
-from runtime_shim import driver_calls, frozen, keep, leftover, manifest, preflight, proc, transfer
+from runtime_shim import driver_calls, frozen, image, keep, leftover, manifest, preflight, proc, transfer
 from runtime_shim.argv import CheckpointCall
 from runtime_shim.errors import GpusnapError, Refused
 from runtime_shim.gpu import holders
@@ -74,6 +74,8 @@ class Job:
     """Who keeps the suspended processes stopped."""
     dumping: int | None = None
     """When CRIU began to write (st_mtime_ns); an earlier checkpoint in the same place is no more since."""
+    earlier: image.Earlier = field(default_factory=dict)
+    """That one's images."""
 
     @property
     def image_path(self) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 
 from runtime_shim import proc, volume_image
 from runtime_shim.bundle import binds
+from runtime_shim.container_files import directory
 from runtime_shim.errors import ImageError, Refused, reason
 from runtime_shim.flat import OF_CRI
 from runtime_shim.units import human
@@ -57,7 +58,7 @@ class Opened:
     path: str
     """Below the volume."""
     link: str
-    """Where it can be opened: in /proc."""
+    """Where it can be opened, in /proc; empty for a directory above."""
     process: proc.Process
     info: os.stat_result
 
@@ -108,12 +109,18 @@ def opened(processes: Iterable[proc.Process], volumes: Sequence[Volume]) -> tupl
                 elif info.st_nlink and stat.S_ISREG(info.st_mode):
                     raise _renamed(process, target)
             _add_directories(found, process, volume, path)
+        for name in proc.unix_sockets(process.pid):  # CRIU binds them anew, in their directory
+            _add_directories(found, process, *_place(os.path.normpath(name), mounts, volumes))
     known = (each for each in found.values() if stat.S_IFMT(each.info.st_mode) in KINDS and each.path)
     return tuple(sorted(known, key=lambda each: (each.volume, each.path.split("/"))))
 
 
 def _links(pid: int) -> Iterator[tuple[str, str]]:
-    """(link in /proc, path) of each file that a process has open or mapped, works in, or is bound to."""
+    """(link in /proc, path) of each file that a process has open or mapped, or works in.
+
+    Each link leads to the very file. Paths of the container's are only names: what lies there by now may be a
+    link, which from here leads to a file of this host.
+    """
     base = f"/proc/{pid}"
     links = [f"{base}/cwd"]
     with suppress(OSError):
@@ -126,9 +133,6 @@ def _links(pid: int) -> Iterator[tuple[str, str]]:
         if fields[5].startswith("/"):
             start, _, end = fields[0].partition("-")
             yield f"{base}/map_files/{int(start, 16):x}-{int(end, 16):x}", fields[5].replace("\\012", "\n")
-    for name in proc.unix_sockets(pid):  # CRIU binds them anew, in their directory
-        if name.startswith("/"):
-            yield f"{base}/root{name}", name
 
 
 def _place(target: str, mounts: Iterable[str], volumes: Sequence[Volume]) -> tuple[str, str]:
@@ -144,8 +148,10 @@ def _is_deleted(pid: int, target: str, info: os.stat_result) -> bool:
     """Whether the file has not its name any more: the kernel says so by what may be a name's end, too."""
     if not target.endswith(_DELETED):
         return False
+    folder, _, name = target.rpartition("/")
     try:
-        return not os.path.samestat(os.lstat(f"/proc/{pid}/root{target}"), info)
+        with directory(pid, folder) as above:
+            return not os.path.samestat(os.stat(name, dir_fd=above, follow_symlinks=False), info)
     except OSError:
         return True
 
@@ -164,11 +170,8 @@ def _add_directories(
     while path := os.path.dirname(path):
         if (volume, path) in found:
             return
-        link = f"/proc/{process.pid}/root{volume.rstrip('/')}/{path}"
-        with suppress(OSError):
-            info = os.lstat(link)
-            if stat.S_ISDIR(info.st_mode):
-                found[volume, path] = Opened(volume, path, link, process, info)
+        with suppress(OSError), directory(process.pid, f"{volume}/{path}") as folder:
+            found[volume, path] = Opened(volume, path, "", process, os.fstat(folder))
 
 
 def check(found: Iterable[Opened], limit: int) -> None:

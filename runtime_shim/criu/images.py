@@ -30,7 +30,7 @@ from runtime_shim.errors import ImageError, reason
 if TYPE_CHECKING:
     from oci.compression import Readable
 
-__all__ = ["Checker", "check", "is_image"]
+__all__ = ["LINK", "PARENT", "Checker", "check", "check_parent", "is_image"]
 
 _COMMON, _SERVICE = 0x54564319, 0x55105940
 _PAGES = re.compile(r"pages-([0-9]{1,10})\.img", re.ASCII)
@@ -38,8 +38,9 @@ _PAGEMAP = re.compile(r"pagemap-([0-9]{1,10})\.img", re.ASCII)
 """Of a task, by its PID; those of shared memory are called otherwise."""
 # What CRIU and the runtime read beside images.
 _OTHERS = ("descriptors.json", "stats-dump")
-_PARENT = "parent"
+PARENT = "parent"
 """A link to the directory of an earlier dump (CR_PARENT_LINK in criu/include/image.h)."""
+LINK = "a symbolic link"
 _MOST_PARENTS = 64
 # criu/include/pagemap.h
 _IN_PARENT, _PRESENT = 1 << 0, 1 << 2
@@ -84,6 +85,8 @@ class Checker:
         """Something that is no regular file; `what` says so in words."""
         if _is_read(name):
             raise self._wrong(name, f"is {what}, not a regular file")
+        if name == PARENT and what != LINK:
+            raise self._wrong(name, f"is {what}, not a link to the images of an earlier dump")
 
     def add_size(self, name: str, size: int) -> None:
         """An image of pages, whose content nobody needs to look at."""
@@ -183,9 +186,11 @@ def check(image_path: str, architecture: str, elsewhere: Mapping[str, int] = Map
     """Check the images of a directory. `elsewhere`: the sizes of images of pages that are to be put there.
 
     Raises ImageError for the first one that is not a regular file, that is cut short or does not decode, for
-    pages that are more or less than the pagemap lists, and for an image that is missing.
+    pages that are more or less than the pagemap lists, for an image that is missing, and where an earlier
+    dump's are not in a directory beside.
     """
     top = os.path.realpath(image_path)
+    beside = os.path.dirname(top)
     for depth in range(_MOST_PARENTS):
         checker = Checker(top)
         try:
@@ -201,10 +206,30 @@ def check(image_path: str, architecture: str, elsewhere: Mapping[str, int] = Map
             checker.finish_pages(architecture)
         if parent is None:
             return
+        # CRIU would give a container the memory that it finds there, and that may be another one's.
+        if os.path.dirname(parent) != beside:
+            raise _leads_out(top)
         top = parent
     raise ImageError(
         f"the images in {image_path} have more than {_MOST_PARENTS} earlier dumps below them",
         hint="do not restore from them: no engine makes so many",
+    )
+
+
+def check_parent(link: str, where: str) -> None:
+    """See that the link to an earlier dump leads to a directory beside; `where` names the directory it is in.
+
+    Raises ImageError.
+    """
+    parts = os.path.normpath(os.path.join("images", link)).split("/")
+    if len(parts) != 1 or parts[0] in ("", ".", ".."):
+        raise _leads_out(where)
+
+
+def _leads_out(where: str) -> ImageError:
+    return ImageError(
+        f"the link {PARENT} in {where} leads to no directory beside it, and CRIU would read memory there",
+        hint="do not restore from it, or put the images of the earlier dump beside the others yourself",
     )
 
 
@@ -213,7 +238,8 @@ def _add_all(checker: Checker, top: str) -> str | None:
     parent = None
     with os.scandir(top) as found:
         for entry in found:
-            if entry.name == _PARENT and entry.is_symlink():
+            if entry.name == PARENT and entry.is_symlink():
+                check_parent(os.readlink(entry.path), top)
                 parent = os.path.realpath(entry.path)
             elif not entry.is_file(follow_symlinks=False):
                 checker.add_special(entry.name, _kind_in_words(entry.stat(follow_symlinks=False).st_mode))
@@ -229,7 +255,7 @@ def _add_all(checker: Checker, top: str) -> str | None:
 
 def _kind_in_words(mode: int) -> str:
     words: tuple[tuple[Callable[[int], bool], str], ...] = (
-        (stat.S_ISLNK, "a symbolic link"),
+        (stat.S_ISLNK, LINK),
         (stat.S_ISDIR, "a directory"),
         (stat.S_ISFIFO, "a FIFO"),
         (stat.S_ISSOCK, "a socket"),

@@ -87,6 +87,9 @@ Fields = dict[int, int]
 """The numbers of a message by field."""
 
 
+_HIGHEST = 32
+
+
 class Damage(Exception):
     """What is wrong with an image."""
 
@@ -100,7 +103,7 @@ def kind_of(name: str) -> str:
 
 
 def fields(message: bytes, kind: str) -> tuple[Fields, list[int]]:
-    """The numbers in a protobuf message by field, the last of each, and all of field 5.
+    """The numbers in a protobuf message by field, the last of each, and all of field 5; no high fields.
 
     From protobuf.dev/programming-guides/encoding: varints, fixed numbers, and what has a length.
     """
@@ -117,9 +120,11 @@ def fields(message: bytes, kind: str) -> tuple[Fields, list[int]]:
         key, at = _varint(message, at)
         field, wire = key >> 3, key & 7
         if wire == 0:
-            found[field], at = _varint(message, at)
-            if field == 5:
-                fifth.append(found[field])
+            number, at = _varint(message, at)
+            if field <= _HIGHEST:  # there may be millions of others
+                found[field] = number
+            if field == 5 and kind == "pstree":
+                fifth.append(number)
         elif wire == 2:
             size, at = _varint(message, at)
             if field == 5:

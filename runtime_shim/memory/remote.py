@@ -34,6 +34,7 @@ __all__ = ["Remote", "Saved", "inside", "put_back"]
 
 _AT_FDCWD = -100  # linux/fcntl.h
 _WINDOW = 1 << 20
+_MOST_SEARCHED = 1 << 30
 _FIXED = 0x10  # asm-generic/mman-common.h, MAP_FIXED
 _RSEQ_CS = 8  # linux/rseq.h: offset of rseq_cs in struct rseq
 _CRITICAL = struct.Struct("=8xQQ8x")  # linux/rseq.h, struct rseq_cs: start_ip and post_commit_offset
@@ -287,18 +288,20 @@ def _in_critical_section(tracee: Tracee, machine: Machine) -> bool:
 def _instruction(pid: int, machine: Machine, counter: int) -> int:
     """The address of an instruction in the process that makes a system call.
 
-    A thread that waits in one stands right behind it; else the vdso has some, and every C library.
+    A thread that waits in one stands right behind it; else the vdso has some, and every C library. No more
+    than _MOST_SEARCHED is searched: a process may have as much memory with execute permission as it likes.
     """
-    wanted = machine.instruction
+    wanted, left = machine.instruction, _MOST_SEARCHED
     with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
         if _peek(memory.fileno(), counter - len(wanted), len(wanted)) == wanted:
             return counter - len(wanted)
         found = [each for each in mappings(pid) if "x" in each.permissions and each.name != "[vsyscall]"]
-        for mapping in sorted(found, key=lambda each: each.name != "[vdso]"):
-            for start in range(mapping.start, mapping.end, _WINDOW):
+        for mapping in sorted(found, key=lambda each: (each.name != "[vdso]", not each.inode)):
+            for start in range(mapping.start, min(mapping.end, mapping.start + left), _WINDOW):
                 text = _peek(memory.fileno(), start, min(_WINDOW, mapping.end - start))
                 if (at := text.find(wanted)) >= 0:
                     return start + at
+            left -= min(left, mapping.size)
     raise GpusnapError(
         f"process {pid} has no instruction for a system call in its memory",
         hint="see that it is an ordinary program of this architecture",
@@ -316,8 +319,15 @@ def _send(pid: int, getfd: int, number: int, descriptor: int) -> None:
             )
     finally:
         os.close(process)
-    with socket.socket(fileno=ours) as end:
-        socket.send_fds(end, [b"\0"], [descriptor])
+    try:
+        end = socket.socket(fileno=ours)
+    except OSError:  # which of its descriptors this is stands in its memory, and may be any
+        os.close(ours)
+        raise
+    with end:
+        # Not waited for, should it be full. socket.send_fds forgets the flags (Python 3.11).
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("=i", descriptor))
+        end.sendmsg([b"\0"], [rights], socket.MSG_DONTWAIT)
 
 
 def _peek(memory: int, address: int, size: int) -> bytes:

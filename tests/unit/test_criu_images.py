@@ -13,7 +13,7 @@ import pytest
 from criu_images import CORE, INVENTORY, PAGE, entry, image, images, numbers, pagemap
 
 from runtime_shim.criu.images import check
-from runtime_shim.criu.messages import kind_of
+from runtime_shim.criu.messages import fields, kind_of
 from runtime_shim.errors import ImageError
 
 
@@ -214,6 +214,33 @@ def test_an_earlier_dump(folder: Path, tmp_path: Path) -> None:
     (earlier / "pages-1.img").write_bytes(bytes(2 * PAGE))
     with pytest.raises(ImageError, match="earlier dumps"):
         check(str(folder), "x86_64")
+
+
+def test_no_end_of_fields() -> None:
+    """A message may have millions of fields that no message of CRIU's has; they take no memory."""
+    keys = range(1 << 14, 1 << 18, 8)  # varints of three bytes, of the wire type for varints
+    message = b"".join(bytes((at & 0x7F | 0x80, at >> 7 & 0x7F | 0x80, at >> 14, 1)) for at in keys)
+    assert fields(numbers((1, 7)) + message, "none") == ({1: 7}, [])
+
+
+@pytest.mark.parametrize("link", ["../../other/earlier", "{other}/earlier", "../beside", ".."])
+def test_an_earlier_dump_elsewhere(folder: Path, tmp_path: Path, link: str) -> None:
+    """A link out, to the memory of another container, is not followed, nor one by way of another link."""
+    other = tmp_path.parent / "other"
+    (other / "earlier").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "beside").symlink_to(other / "earlier")
+    (folder / "parent").symlink_to(link.format(other=other))
+    with pytest.raises(ImageError, match="leads to no directory beside it"):
+        check(str(folder), "x86_64")
+
+
+def test_an_earlier_dump_within(folder: Path) -> None:
+    """CRIU would read images there that nobody has looked at."""
+    (folder / "parent").mkdir()
+    assert "parent in" in refused(folder)
+    (folder / "parent").rmdir()
+    os.mkfifo(folder / "parent")
+    assert "is a FIFO, not a link to the images" in refused(folder)
 
 
 def test_other_page_sizes(folder: Path) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+import pytest
+
 from runtime_shim import image
 from runtime_shim.errors import ImageError
 
@@ -35,16 +37,19 @@ def write(path: Path, *, at: int) -> None:
     os.utime(path, ns=(at, at))
 
 
-def test_drop_earlier(tmp_path: Path) -> None:
-    """CRIU's images that are older than the dump are removed; other files, links and directories stay."""
+@pytest.mark.parametrize("clock", [10, 1], ids=["goes on", "was put back"])
+def test_drop_earlier(tmp_path: Path, clock: int) -> None:
+    """CRIU's images that a dump did not write are removed; other files, links and directories stay."""
     gone = ["mm-7.img", "pages-3.img", "pagemap-7.img", "core-7.img"]
     new = ["mm-8.img", "pages-4.img", "inventory.img"]
     others = ["disk.img", "pages-old.img", "dump.log", "stats-dump"]
-    for name in (*gone, *others):
+    for name in (*gone, *others, "mm-8.img"):
         write(tmp_path / name, at=5)
-    for name in new:
-        write(tmp_path / name, at=10)
     (tmp_path / "parent").symlink_to("../first")
     (tmp_path / "gpusnap").mkdir()
-    image.drop_earlier(str(tmp_path), before=10)
+    there = image.earlier(str(tmp_path))
+    (tmp_path / gone.pop()).unlink()
+    for name in new:
+        write(tmp_path / name, at=clock)
+    image.drop_earlier(str(tmp_path), there)
     assert sorted(os.listdir(tmp_path)) == sorted([*new, *others, "parent", "gpusnap"])

@@ -155,6 +155,8 @@ def test_what_is_marked_is_ended(start: Callable[..., int]) -> None:
     """CRIU by its title, which it writes over its environment; nobody else's."""
     by_title, by_environment = start(title(MARK)), start("criu", **marked())
     others = [start(title("4194000.78")), start("sleep"), start(title(MARK).replace("criu: ", "less: "))]
+    # A program that does not know the mark, and names all that it may be.
+    others.append(start(title("4194000.76") + title(MARK).removeprefix("criu: restore --rpc")))
     assert set(incomplete.end(None, OWNER, ID)) == {by_title, by_environment}
     assert not proc.running(by_title)
     assert not proc.running(by_environment)

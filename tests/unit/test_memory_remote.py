@@ -423,6 +423,43 @@ def test_where_the_instruction_is_found(target: Target, monkeypatch: pytest.Monk
         remote._instruction(target.pid, replace(X86_64, instruction=os.urandom(16)), 0)
 
 
+def test_no_end_of_memory_to_search(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may have as much memory to execute as it likes, and nothing in it."""
+    size = 1 << 44
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+    found = target.number(f"new({size}, {flags}, {mmap.PROT_READ | mmap.PROT_EXEC})")
+    looked: list[int] = []
+
+    def peek(memory: int, address: int, size: int) -> bytes:
+        looked.append(address)
+        assert len(looked) < 1 << 12
+        return b""
+
+    monkeypatch.setattr(remote, "_peek", peek)
+    target.stop()
+    with pytest.raises(GpusnapError, match="no instruction for a"), inside(target.pid, target.tid):
+        pass
+    assert found in looked
+
+
+def test_a_descriptor_for_another_socket(target: Target) -> None:
+    """The numbers of the pair stand in the program's memory: one that takes nothing is not waited for."""
+    target.ask("globals().update(a_pair=__import__('socket').socketpair())")
+    target.ask("a_pair[0].setblocking(False)")
+    full = "[a_pair[0].send(bytes(4096)) for _ in range(1 << 12)]"
+    assert "BlockingIOError" in target.ask(full)
+    target.ask("a_pair[0].setblocking(True)")
+    number = target.number("a_pair[0].fileno()")
+    getfd = X86_64.calls["pidfd_getfd"]
+    before = sorted(os.listdir("/proc/self/fd"))
+    with open("/dev/null", "rb") as file, pytest.raises(BlockingIOError):
+        remote._send(target.pid, getfd, number, file.fileno())
+    null = target.number("os.open('/dev/null', os.O_RDWR)")
+    with open("/dev/null", "rb") as file, pytest.raises(OSError, match=r"not a socket|non-socket"):
+        remote._send(target.pid, getfd, null, file.fileno())
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
 def test_another_architecture(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program with other registers is refused and runs on; so is a machine that is not known."""
     small = replace(X86_64, registers=X86_64.registers[:17])

@@ -144,6 +144,33 @@ def test_lies(registry: FakeRegistry, pushed: dict[str, Descriptor], store: Stor
     assert [each.digest for each in found] == [pushed["signature"].digest]
 
 
+def test_no_end_of_lies(registry: FakeRegistry, pushed: dict[str, Descriptor], store: Store) -> None:
+    """Each is asked for, so there may not be any number of them."""
+    registry.page = 100
+    root = pushed["root"]
+    gone = [dataclasses.replace(pushed["sbom"], digest=f"sha256:{at:064x}") for at in range(3000)]
+    content = written_document(Index(tuple(gone)).to_json())
+    registry.manifests["team/app", root.digest.replace(":", "-")] = INDEX, content
+    registry.lists_referrers = False
+    assert referrers.pull(registry.repository(), root.digest, store.layout)[0] == ()
+    assert len(registry.asked("GET", "/manifests/sha256:")) == referrers._MOST_LISTED
+
+
+def test_no_end_of_pages(registry: FakeRegistry, pushed: dict[str, Descriptor]) -> None:
+    """Large ones are not all kept in memory."""
+    root = pushed["root"]
+    lists = Index((pushed["sbom"],) * 3000).to_json()
+    body = json.dumps(lists).encode()
+    path = f"/v2/team/app/referrers/{root.digest}"
+    say = Say(200, {"Content-Type": INDEX, "Link": f'<{path}?n=1>; rel="next"', **length(body)}, body)
+    registry.rule("GET", "/referrers/", say, times=99)
+    assert len(registry.repository().read_referrers(root.digest) or ()) == 6000
+
+
+def length(body: bytes) -> dict[str, str]:
+    return {"Content-Length": str(len(body))}
+
+
 @pytest.mark.parametrize("status", [400, 403, 404, 405])
 def test_registries_without_lists(registry: FakeRegistry, pushed: dict[str, Descriptor], status: int) -> None:
     """Whatever they answer to such a question; one that breaks is asked again."""

@@ -192,6 +192,20 @@ def wanted(registry: FakeRegistry, data: bytes = DATA) -> Descriptor:
     return Descriptor("a/b", registry.add_blob(data), len(data))
 
 
+@pytest.mark.parametrize("length", ["\u00b2", "9" * 5000])
+def test_a_length_that_is_no_number(registry: FakeRegistry, layout: Layout, length: str) -> None:
+    """Python takes it for digits, or for too many: what comes is looked at all the same."""
+    content, repository = manifest(registry), registry.repository()
+    put, blob = repository.put_manifest(content, MANIFEST, "v1"), wanted(registry, DATA)
+    headers = {"Content-Type": MANIFEST, "Content-Length": length, "Connection": "close"}
+    registry.rule("HEAD", "manifests", Say(200, {"Docker-Content-Digest": put.digest, **headers}))
+    registry.rule("GET", "manifests", Say(200, headers, content))
+    assert repository.resolve("v1") == put
+    registry.rule("GET", "blobs", Say(200, headers, DATA))
+    repository.fetch_blob(blob, layout)
+    assert layout.read_blob(blob) == DATA
+
+
 def test_has_blob(registry: FakeRegistry) -> None:
     """It has what it has."""
     assert registry.repository().has_blob(registry.add_blob(DATA))

@@ -6,9 +6,11 @@ import json
 import mmap
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from socket import AF_UNIX, socket
 from typing import Any
 
 import pytest
@@ -149,6 +151,43 @@ def test_open_and_mapped(old: Path, new: Path, image: Path, seen: ExitStack) -> 
     assert (inside / "hole").read_bytes() == bytes(64 << 20) + b"end"
     assert (inside / "hole").stat().st_blocks * 512 < 1 << 20
     assert (new / "fifo").is_fifo()
+
+
+def test_link_in_the_place_of_a_socket(tmp_path: Path, old: Path, seen: ExitStack) -> None:
+    """A name that leads out of the volume by now is not followed: what lies there is this host's."""
+    host = tmp_path / "host"
+    (host / "inner").mkdir(parents=True)
+    (host / "secret").write_text("of this host")
+    (host / "inner/secret").write_text("of this host")
+    for path in (old / "a/secret", old / "b/inner/secret", old / "c/secret"):
+        path.parent.mkdir(parents=True)
+        seen.enter_context(socket(AF_UNIX)).bind(str(path))
+    (old / "a").rename(old / "moved")
+    (old / "a").symlink_to(host)
+    (old / "b").rename(old / "moved too")
+    (old / "b").symlink_to(host)
+    (old / "c/secret").unlink()
+    (old / "c/secret").symlink_to(host / "secret")
+    assert [(each.path, stat.S_IFMT(each.info.st_mode)) for each in found(old)] == [("c", stat.S_IFDIR)]
+
+
+def test_socket_by_a_roundabout_name(new: Path, image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is bound by any name; the image has none that a restore refuses, nor one out of the volume."""
+    process = proc.process(os.getpid())
+    assert process is not None
+    with ExitStack() as stack:
+        # A socket's name is short.
+        pod = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
+        old = pod / "volume"
+        mounts = [Mount("0:1", "/", path, (), (), "ext4") for path in ("/", str(old))]
+        monkeypatch.setattr(proc, "mounts", lambda pid: tuple(mounts))
+        (pod / "beside/inner").mkdir(parents=True)
+        (old / "a/b").mkdir(parents=True)
+        for name in (f"{old}/a/../a/./b/one", f"{old}/../beside/inner/two"):
+            stack.enter_context(socket(AF_UNIX)).bind(name)
+        volumes.take(str(image), volumes.opened([process], [Volume(str(old), str(old))]))
+    restore(image, old, new)
+    assert sorted(each.relative_to(new) for each in new.rglob("*")) == [Path("a"), Path("a/b")]
 
 
 def test_another_file_meanwhile(old: Path, image: Path, seen: ExitStack) -> None:
