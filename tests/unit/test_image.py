@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-import pytest
-
 from runtime_shim import image
 from runtime_shim.errors import ImageError
 
