@@ -22,7 +22,7 @@ except ImportError:  # setuptools before 70.1
     from wheel.bdist_wheel import bdist_wheel
 
 LAUNCHER = Path("runtime_shim/launcher")
-# As gpusnap/install_runtime.py has it, which makes this a link to the environment's console script.
+# As gpusnap/engines/install/launcher.py has it, which makes this a link to the environment's console script.
 ENTRY = "/usr/local/libexec/gpusnap/gpusnap-runtime"
 # PEP 600 and PEP 656: what needs no C library runs with the oldest of both.
 TAGS = {

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from chunks import in_threads, seconds
 
-from oci.buffers import Memory
-from oci.digests import digest_of
+from oci.chunks.buffers import Memory
+from oci.layout.digests import digest_of
 
 __all__ = ["Floor", "measure"]
 

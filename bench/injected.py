@@ -47,7 +47,7 @@ NAME = "injected"
 FOLDER = Path("/var/tmp/injected")
 CALLS = FOLDER / "calls"
 _TRACED = [sys.executable, "-B", str(CHECKOUT / "bench/injecting.py"), "--calls", str(CALLS)]
-_FROM = ["--after", "/runtime_shim/argv.py"]
+_FROM = ["--after", "/runtime_shim/runtime/command_line.py"]
 Point = tuple[int, str]
 # Modules and the folders that they are looked for in.
 _OF_IMPORTS = re.compile(

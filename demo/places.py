@@ -30,7 +30,7 @@ CDI_DEVICE = "nvidia.com/gpu"
 _ENTRY = """#!{python} -I
 import sys
 sys.path[:0] = {path!r}
-from runtime_shim.entry import main
+from runtime_shim.shim.entry import main
 sys.exit(main())
 """
 
@@ -73,7 +73,7 @@ def here(folder: Path) -> Place:
     options = [*_cdi_device(), "--env", f"LD_LIBRARY_PATH={search}"]
     if not _cdi_device():
         options = [*_nodes(), *_mounts(libraries), *options]
-    gpusnap = f"{sys.executable} -m gpusnap.cli"
+    gpusnap = f"{sys.executable} -m gpusnap.cli.main"
     return Place(str(runtime), (*options, *_without_pids_limit()), libraries, gpusnap)
 
 

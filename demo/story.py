@@ -154,7 +154,7 @@ class Story:
     def checkpoint(self) -> None:
         title("3. Checkpoint it to a file. Podman knows nothing of GPUs: gpusnap-runtime does that part")
         seconds = self._podman("container", "checkpoint", "--export", str(ARCHIVE), NAME)
-        from gpusnap.source import load_manifest
+        from gpusnap.operations.open import load_manifest
 
         own = max(step.start + step.seconds for step in load_manifest(str(ARCHIVE)).timing)
         say(f"  took {seconds:.1f} s: {own:.1f} s gpusnap-runtime with CRIU, the rest Podman's packing")
@@ -198,7 +198,7 @@ class Story:
         title("7. What gpusnap did at the checkpoint")
         say(f"$ {self._place.gpusnap} inspect {ARCHIVE}")
         os.environ.setdefault("COLUMNS", "110")
-        from gpusnap import cli
+        from gpusnap.cli import main as cli
 
         cli.command.main(["inspect", str(ARCHIVE)], prog_name="gpusnap", standalone_mode=False)
 

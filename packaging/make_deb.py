@@ -107,9 +107,10 @@ def _epoch() -> int:
 
 def _modules(tree: Path, settings: dict[str, Any]) -> None:
     """The packages that a wheel has, with their data."""
-    for package in settings["packages"]:
-        source = CHECKOUT / package.replace(".", "/")
-        target = tree / MODULES / package.replace(".", "/")
+    tops = [CHECKOUT / word.removesuffix("*") for word in settings["packages"]["find"]["include"]]
+    for source in sorted(init.parent for top in tops for init in top.rglob("__init__.py")):
+        inner = source.relative_to(CHECKOUT)
+        package, target = ".".join(inner.parts), tree / MODULES / inner
         patterns = ["*.py", *settings["package-data"].get(package, [])]
         for path in sorted(each for pattern in patterns for each in source.glob(pattern) if each.is_file()):
             # The launcher, should a build have left it there, is in /usr/bin.

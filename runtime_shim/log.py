@@ -14,13 +14,13 @@ import os
 import sys
 from datetime import UTC, datetime
 
-from oci.json_text import parse_json
+from oci.base.json_text import parse_json
 from runtime_shim.errors import GpusnapError, printable, reason
 
 __all__ = ["NOTE", "note", "report", "runtime_message", "runtime_warnings", "say"]
 
 NOTE = "note: "
-"""What a sentence on stderr begins with that is no error; gpusnap.podman tells the two apart by it."""
+"""What a sentence on stderr begins with that is no error; engines/podman.py tells the two apart."""
 
 
 def report(error: GpusnapError, *, log: str | None = None, log_format: str | None = None) -> None:

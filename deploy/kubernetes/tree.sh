@@ -33,8 +33,8 @@ sys.exit(main())
 END
     chmod 755 "$tree/bin/$1"
 }
-program gpusnap gpusnap.cli
-program gpusnap-runtime runtime_shim.entry
+program gpusnap gpusnap.cli.main
+program gpusnap-runtime runtime_shim.shim.entry
 program gpusnap-hook hooks.main
 
 # By its content: the same wheels make the same version, and a node that has it is left alone.

@@ -6,18 +6,22 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from gpusnap.doctor import cdi, duration, files, gpu_use, kubernetes, mounts, room, sockets
-from gpusnap.doctor.check import Ask, Check, asked, ok, refused, warning
-from gpusnap.doctor.files import Opened
-from gpusnap.doctor.gpu_use import Use
-from gpusnap.doctor.subject import Subject
-from runtime_shim import by_plugin, preflight, proc
-from runtime_shim.criu import mounts as criu_mounts
+from gpusnap.doctor.base import free_space
+from gpusnap.doctor.base.check import Ask, Check, asked, ok, refused, warning
+from gpusnap.doctor.base.subject import Subject
+from gpusnap.doctor.container_checks import duration, files, gpu_use, kubernetes, mounts, sockets
+from gpusnap.doctor.container_checks.files import Opened
+from gpusnap.doctor.container_checks.gpu_use import Use
+from gpusnap.doctor.host_checks import cdi
 from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu.driver import Driver, ProcessState
-from runtime_shim.gpu.handles import nvidia_majors
-from runtime_shim.gpu.libraries import is_driver_file
-from runtime_shim.proc import Process
+from runtime_shim.gpu.api.device_files import nvidia_majors
+from runtime_shim.gpu.api.driver import Driver, ProcessState
+from runtime_shim.gpu.nvidia.driver_files import is_driver_file
+from runtime_shim.process import proc
+from runtime_shim.process.proc import Process
+from runtime_shim.runtime.criu import external_mounts as criu_mounts
+from runtime_shim.snapshot.preflight import checks as preflight
+from runtime_shim.snapshot.suspend import criu_plugin
 
 __all__ = ["checks"]
 
@@ -36,7 +40,7 @@ def checks(of: Subject, driver: Driver | None) -> tuple[Check, ...]:
         found.append(warning("GPU processes", says, "resume it, and run gpusnap doctor again"))
     else:
         try:
-            driver = by_plugin.chosen(driver, of.container, of.settings)
+            driver = criu_plugin.chosen(driver, of.container, of.settings)
             driver.open()
             used, states = gpu_use.use(driver, of.processes)
         except GpusnapError as error:
@@ -122,7 +126,7 @@ def _duration(of: Subject, used: Use) -> Iterator[Check]:
         place = settings.store.path
     resident = sum(proc.memory(process.pid) for process in of.processes)
     before = duration.earlier(settings.store.path, of.container.id)
-    disk = None if room.in_memory(place) else room.speed(place)
+    disk = None if free_space.in_memory(place) else free_space.speed(place)
     gpu = sum(each.used for each in used.values())
     for check in duration.check(of.container.id, gpu, resident, before, disk):
         yield check

@@ -6,14 +6,15 @@ import os
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 
-from gpusnap.doctor import cdi, criu, engines, gpus, kernel, room, site
-from gpusnap.doctor.check import Ask, Check, asked
-from gpusnap.doctor.sources import program
-from runtime_shim.criu.version import criu_version
+from gpusnap.doctor.base import free_space
+from gpusnap.doctor.base.check import Ask, Check, asked
+from gpusnap.doctor.base.sources import program
+from gpusnap.doctor.host_checks import cdi, criu, engines, gpus, kernel, site
 from runtime_shim.errors import GpusnapError
 from runtime_shim.gpu import find_drivers
-from runtime_shim.gpu.driver import Gpu
-from runtime_shim.gpu.plugin import AMDGPU, CUDA
+from runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA
+from runtime_shim.gpu.api.driver import Gpu
+from runtime_shim.runtime.criu.version import criu_version
 from runtime_shim.settings import SETTINGS_FILE, Settings
 
 __all__ = ["checks"]
@@ -78,14 +79,14 @@ def _of_gpus(own: tuple[Gpu, ...], root: str) -> Iterator[Ask]:
 
 
 def _of_room(own: tuple[Gpu, ...], chosen: Settings, root: str) -> Iterator[Ask]:
-    yield "disk", lambda: room.disks(own, chosen.store.path, room.graph_root(root), root)
+    yield "disk", lambda: free_space.disks(own, chosen.store.path, free_space.graph_root(root), root)
     if program("containerd") is not None:
         folder = os.environ.get("TMPDIR") or "/tmp"
-        yield "disk, containerd", lambda: room.unpacking(own, root, folder)
-    yield "RAM", lambda: room.memory(own, root)
+        yield "disk, containerd", lambda: free_space.unpacking(own, root, folder)
+    yield "RAM", lambda: free_space.memory(own, root)
     if own:
-        yield "Podman's limit", lambda: _limit(own, room.graph_root(root))
+        yield "Podman's limit", lambda: _limit(own, free_space.graph_root(root))
 
 
 def _limit(own: tuple[Gpu, ...], folder: str) -> Iterator[Check]:
-    return room.podmans_limit(own, room.speed(folder), folder)
+    return free_space.podmans_limit(own, free_space.speed(folder), folder)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from runtime_shim import proc
-from runtime_shim.gpu import handles
-from runtime_shim.gpu.driver import Driver
+from runtime_shim.gpu.api import device_files
+from runtime_shim.gpu.api.driver import Driver
+from runtime_shim.process import proc
 
 __all__ = ["driver_of", "find_driver", "find_drivers", "holders"]
 
@@ -24,7 +24,8 @@ def find_driver() -> Driver | None:
 
 def find_drivers() -> tuple[Driver, ...]:
     """The drivers of all vendors that have GPUs here, not yet opened; NVIDIA's first."""
-    from runtime_shim.gpu import amd, nvidia
+    from runtime_shim.gpu.amd import driver as amd
+    from runtime_shim.gpu.nvidia import driver as nvidia
 
     found: list[Driver] = []
     if nvidia.present():
@@ -39,7 +40,7 @@ def driver_of(vendor: str, plugin: str = "") -> Driver | None:
 
     None where this host has none of that vendor's, or gpusnap no such way.
     """
-    from runtime_shim.gpu.plugin_nvidia import NvidiaByPlugin
+    from runtime_shim.gpu.nvidia.criu_plugin import NvidiaByPlugin
 
     found = next((driver for driver in find_drivers() if driver.vendor == vendor), None)
     ways: tuple[Driver | None, ...] = (found, NvidiaByPlugin() if found and vendor == "nvidia" else None)
@@ -66,4 +67,4 @@ def _holds(driver: Driver, pid: int) -> bool:
 
 
 def _has_library(vendor: str, pid: int) -> bool:
-    return vendor == "nvidia" and handles.maps_libcuda(pid)
+    return vendor == "nvidia" and device_files.maps_libcuda(pid)

@@ -1,5 +1,5 @@
 /*
- * Which runtimes a command may go to, the first of them first: find_all() in locate.py.
+ * Which runtimes a command may go to, the first of them first: find_all() in runtime/find.py.
  *
  * crun and runc do not know each other's containers. So whatever the settings say by now, a container's own
  * runtime has to stop and remove it; each leaves a file of its own in ROOT/ID.
@@ -12,10 +12,10 @@
 #include "lookup.h"
 #include "text.h"
 
-/* These begin a container, which has no runtime yet. BEGINNINGS in locate.py. */
+/* These begin a container, which has no runtime yet. BEGINNINGS in runtime/find.py. */
 static const char *const beginnings[] = {"create", "run", NULL};
 
-/* Values of --root, or directories above it, with which runc comes first. RUNC_ROOTS in locate.py. */
+/* Values of --root, or directories above it, with which runc comes first. RUNC_ROOTS in runtime/find.py. */
 static const char *const runc_roots[] = {"/run/containerd/runc", "/run/crio-gpusnap", NULL};
 
 #define RUNTIMES (sizeof(runtime_names) / sizeof(*runtime_names) - 1)
@@ -78,7 +78,7 @@ static const char *creator(const struct line *line, int argc, char **argv, char 
     return NULL;
 }
 
-/* Whether runc comes before crun; preferred() in locate.py. */
+/* Whether runc comes before crun; preferred() in runtime/find.py. */
 static int prefers_runc(const struct line *line, int argc, char **argv)
 {
     if (line->root == NULL)

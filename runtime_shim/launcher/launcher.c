@@ -3,7 +3,7 @@
  *
  * They run it for every state, kill and delete, where crun itself takes 2 ms and Python's start alone more than 10.
  * So this program becomes the real runtime by exec for every command but checkpoint and restore. For those it
- * becomes the Python entry (runtime_shim/entry.py), which decides by the same rules;
+ * becomes the Python entry (runtime_shim/shim/entry.py), which decides by the same rules;
  * tests/unit/test_launcher.py runs both on the same command lines.
  *
  * Nothing that is wrong with gpusnap's settings or its Python may keep a command from a real runtime: the first of

@@ -1,10 +1,10 @@
-/* Whose command line it is: the same rules as classify() in entry.py and probe() in argv.py. */
+/* Whose command line it is: the same rules as classify() in shim/entry.py and probe() in runtime/command_line.py. */
 #ifndef GPUSNAP_LINE_H
 #define GPUSNAP_LINE_H
 
 #include "text.h"
 
-/* The same lists as GLOBAL_VALUES, GLOBAL_FLAGS, VERSION_OPTIONS, OUR_COMMANDS and COMMANDS in entry.py. */
+/* The same lists as GLOBAL_VALUES, GLOBAL_FLAGS, VERSION_OPTIONS, OUR_COMMANDS and COMMANDS in shim/entry.py. */
 static const char *const global_values[] = {
     "root", "log", "log-format", "log-level", "cgroup-manager", "rootless", "criu", NULL,
 };
@@ -15,10 +15,10 @@ static const char *const commands[] = {
     "checkpoint", "create", "delete",  "events", "exec",  "features", "h",    "help",  "init",  "kill",   "list",
     "mounts",     "pause",  "ps",      "restore", "resume", "run",    "spec", "start", "state", "update", NULL,
 };
-/* HELP and FALSE in words.py. */
+/* HELP and FALSE in runtime/command_line_words.py. */
 static const char *const help_options[] = {"help", "h", "usage", "?", NULL};
 static const char *const false_words[] = {"0", "f", "F", "FALSE", "false", "False", NULL};
-/* The options of options.py that take a value, but for network-lock: crun would read past its arguments. */
+/* The options of runtime/options.py that take a value, but for network-lock: crun would read past its arguments. */
 static const char *const checkpoint_values[] = {
     "image-path",  "work-path", "manage-cgroups-mode", "empty-ns",
     "parent-path", "status-fd", "page-server",         NULL,

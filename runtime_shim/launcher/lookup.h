@@ -1,4 +1,4 @@
-/* Where the real runtime is: the same rules as runtime_shim/locate.py. */
+/* Where the real runtime is: the same rules as runtime_shim/runtime/find.py. */
 #ifndef GPUSNAP_LOOKUP_H
 #define GPUSNAP_LOOKUP_H
 
@@ -10,7 +10,7 @@
 
 /*
  * Searched after PATH, of which Podman and containerd may give little: Podman's own places for crun and runc
- * (containers-common, pkg/config/default.go) and libexec. The same list as SYSTEM_DIRECTORIES in locate.py.
+ * (containers-common, pkg/config/default.go) and libexec. The same list as SYSTEM_DIRECTORIES in runtime/find.py.
  */
 static const char *const system_directories[] = {
     "/usr/bin",
@@ -25,10 +25,10 @@ static const char *const system_directories[] = {
     NULL,
 };
 
-/* The real runtimes, the one that is preferred first, but under CRI (choice.h). The same list as NAMES in locate.py. */
+/* The real runtimes, the one that is preferred first, but under CRI (choice.h). The same list as NAMES in runtime/find.py. */
 static const char *const runtime_names[] = {"crun", "runc", NULL};
 
-/* What each of them has in a container's directory of its state, in their order; STATE_FILES in locate.py.
+/* What each of them has in a container's directory of its state, in their order; STATE_FILES in runtime/find.py.
  * Sources: crun, src/libcrun/status.c; runc, libcontainer/factory_linux.go. */
 static const char *const state_files[] = {"status", "state.json", NULL};
 

@@ -1,5 +1,5 @@
 /*
- * The setting `runtime`, as written() in locate.py reads it.
+ * The setting `runtime`, as written() in runtime/find.py reads it.
  *
  * It is the value of the first line `runtime = NAME` before the first [table], quoted or not, so that no mistake
  * elsewhere in the file can keep a command from the real runtime. Where TOML would read another value,
@@ -12,7 +12,7 @@
 #include "lookup.h"
 #include "text.h"
 
-#define SETTINGS_SIZE 65536 /* of a longer file the beginning; SETTINGS_SIZE in locate.py */
+#define SETTINGS_SIZE 65536 /* of a longer file the beginning; SETTINGS_SIZE in runtime/find.py */
 
 enum setting { SETTING_ABSENT, SETTING_FOUND, SETTING_BAD, SETTING_UNREADABLE };
 

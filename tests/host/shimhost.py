@@ -39,7 +39,7 @@ def install(checkout: Path, *, python: str = sys.executable, path: tuple[str, ..
     `path`: more folders for Python to import from.
     """
     folders = [str(checkout), *path]
-    modules = {ENTRY: "runtime_shim.entry", COMMAND: "gpusnap.cli", HOOK: "hooks.main"}
+    modules = {ENTRY: "runtime_shim.shim.entry", COMMAND: "gpusnap.cli.main", HOOK: "hooks.main"}
     for target, module in modules.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(_SCRIPT.format(python=f"{python} -I", path=folders, module=module))

@@ -18,7 +18,8 @@ from types import TracebackType
 
 from support import Container, good, podman, run, until
 
-from runtime_shim import proc, sockets
+from runtime_shim.process import proc
+from runtime_shim.snapshot.preflight import sockets
 
 PORT = 8077
 

@@ -19,7 +19,7 @@ import shimhost
 from faulty_proxy import FaultyProxy
 from support import DEADLINE, Container, Done, faults, good, podman, run, sentence, until
 
-from oci.store import Store
+from oci.store.store import Store
 
 COMMAND = "/usr/local/bin/gpusnap"
 JOURNAL = Path("/run/gpusnap/journal")
@@ -285,7 +285,11 @@ def removed(container: Container) -> None:
 def test_a_failure_with_rm(store: Store, tmp_path: Path, to: str) -> None:
     """Podman has removed the container with its checkpoint: what it exported stays, and brings it back."""
     container = Container.start("w", *WORK, options=["--rm"])
-    broken = "gpusnap.convert.take_in" if to == "store" else "gpusnap.checkpointing._put"
+    broken = (
+        "gpusnap.checkpoints.formats.podman.take_in"
+        if to == "store"
+        else "gpusnap.operations.checkpoint._put"
+    )
     module, _, name = broken.rpartition(".")
     words = ["checkpoint", "w", *(["--to", str(tmp_path / "w.tar.zst")] if to == "file" else [])]
     script = (
@@ -293,7 +297,7 @@ def test_a_failure_with_rm(store: Store, tmp_path: Path, to: str) -> None:
         "def fails(*_, **__): raise OSError(28, 'full')\n"
         f"broken.{name} = fails\n"
         f"sys.argv = {['gpusnap', *words]!r}\n"
-        "from gpusnap.cli import main\n"
+        "from gpusnap.cli.main import main\n"
         "sys.exit(main())\n"
     )
     said = sentence(run(sys.executable, "-B", "-c", script))

@@ -32,7 +32,7 @@ def _huge() -> None:
 def _without_package() -> None:
     """As after an upgrade of the system's Python, whose environments have lost what was in them."""
     ENTRY.write_text(
-        f"#!{sys.executable} -IS\nfrom runtime_shim.entry import main\nraise SystemExit(main())\n"
+        f"#!{sys.executable} -IS\nfrom runtime_shim.shim.entry import main\nraise SystemExit(main())\n"
     )
 
 
@@ -99,7 +99,7 @@ def default(host: None) -> Iterator[None]:
     configuration = shimhost.PODMAN.read_text()
     shimhost.PODMAN.unlink()
     INSTALLED.mkdir(parents=True)
-    text = f"#!{sys.executable}\nimport sys\nfrom gpusnap.cli import main\nsys.exit(main())\n"
+    text = f"#!{sys.executable}\nimport sys\nfrom gpusnap.cli.main import main\nsys.exit(main())\n"
     (INSTALLED / "gpusnap").write_text(text)
     (INSTALLED / "gpusnap").chmod(0o755)
     shutil.copy(RUNTIME, INSTALLED)

@@ -109,9 +109,9 @@ def test_a_host_with_nothing(crun: None, tmp_path: Path) -> None:
     shimhost.write_settings('runtime = "/nowhere/runc"\n')
     code = (
         "import os, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534); "
-        "sys.argv = ['gpusnap', 'doctor']; from gpusnap.doctor import sources; "
+        "sys.argv = ['gpusnap', 'doctor']; from gpusnap.doctor.base import sources; "
         "sources._FOLDERS = '/nowhere'; "
-        "from gpusnap.cli import main; sys.exit(main())"
+        "from gpusnap.cli.main import main; sys.exit(main())"
     )
     done = run(sys.executable, "-B", "-c", code, env={"PATH": "/nowhere", "PYTHONPATH": "/src"})
     assert done.code == 1, done.out + done.err

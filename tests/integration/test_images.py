@@ -14,14 +14,14 @@ import pytest
 import shimhost
 from support import Container, good, podman, run, until
 
-from gpusnap.convert import Taken, give_out, take_in
-from oci.archive import Compression
-from oci.artifact import Artifact
-from oci.blobs import FirstOf
-from oci.image import Format, write_image
-from oci.layout import Layout
-from oci.manifest import Descriptor, Index
-from oci.store import Store
+from gpusnap.checkpoints.formats.podman import Taken, give_out, take_in
+from oci.chunks.artifact import Artifact
+from oci.layout.blobs import FirstOf
+from oci.layout.documents import Descriptor, Index
+from oci.layout.layout import Layout
+from oci.layout.single_layer_image import Format, write_image
+from oci.store.store import Store
+from oci.tar.archive import Compression
 
 WORK = ("--mib", "24")
 NAME = "org.opencontainers.image.ref.name"

@@ -17,7 +17,11 @@ from support import GPUS_CONF, GPUWORK, Container, containers_left, good, podman
 SRC = Path(__file__).resolve().parents[2]
 BIN = Path("/opt/installed/bin")
 GPUSNAP = BIN / "gpusnap"
-MODULES = {"gpusnap": "gpusnap.cli", "gpusnap-runtime": "runtime_shim.entry", "gpusnap-hook": "hooks.main"}
+MODULES = {
+    "gpusnap": "gpusnap.cli.main",
+    "gpusnap-runtime": "runtime_shim.shim.entry",
+    "gpusnap-hook": "hooks.main",
+}
 PODMAN = Path("/etc/containers/containers.conf.d/90-gpusnap.conf")
 CONTAINERD = Path("/etc/containerd/config.toml")
 

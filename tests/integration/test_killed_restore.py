@@ -16,7 +16,7 @@ import pytest
 import shimhost
 from support import Container, faults, good, podman, run, until
 
-from runtime_shim import proc
+from runtime_shim.process import proc
 
 COMMAND = "/usr/local/bin/gpusnap"
 WORK = "gpuwork"

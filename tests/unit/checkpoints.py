@@ -13,15 +13,15 @@ import zstandard
 from fakes import a_manifest
 from oci_regions import save
 
-from oci import artifact
-from oci.artifact import Artifact
-from oci.chunks import Table
-from oci.layout import Layout
-from oci.manifest import Descriptor, empty_descriptor
-from oci.store import Store
-from runtime_shim import manifest
-from runtime_shim.chunk_home import labelled
-from runtime_shim.manifest import FileRecord, Manifest, RegionRecord
+from oci.chunks import artifact
+from oci.chunks.artifact import Artifact
+from oci.chunks.table import Table
+from oci.layout.documents import Descriptor, empty_descriptor
+from oci.layout.layout import Layout
+from oci.store.store import Store
+from runtime_shim.records import manifest
+from runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
+from runtime_shim.snapshot.memory.destination import labelled
 
 __all__ = ["CHUNK", "START", "blob_path", "damage", "keep", "noise", "packed", "tar_of", "with_memory"]
 

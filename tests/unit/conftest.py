@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from fakes import wait_for
 
-from gpusnap import cli
-from oci.store import Store
-from runtime_shim import pidfds
+from gpusnap.cli import main as cli
+from oci.store.store import Store
 from runtime_shim import settings as settings_file
+from runtime_shim.process import pidfd
 from runtime_shim.settings import Settings
 
 
@@ -22,7 +22,7 @@ from runtime_shim.settings import Settings
 def pids_of_other_tests() -> Iterator[None]:
     """PIDs come round again in a run of thousands of tests: what one test remembers is not another's."""
     yield
-    pidfds.forget()
+    pidfd.forget()
 
 
 @pytest.fixture

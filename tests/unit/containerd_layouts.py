@@ -14,10 +14,10 @@ import pytest
 from archives import record, regions
 from oci_regions import text
 
-from oci import tar
-from oci.digests import digest_of
-from oci.layout import Layout
-from runtime_shim import manifest
+from oci.layout.digests import digest_of
+from oci.layout.layout import Layout
+from oci.tar import headers as tar
+from runtime_shim.records import manifest
 
 __all__ = ["BASE", "IMAGE", "FakeCtr", "Made", "a_checkpoint", "files_of", "packed"]
 

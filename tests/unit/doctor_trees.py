@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from gpusnap.doctor.check import Check
-from gpusnap.doctor.sources import Answer
-from runtime_shim.proc import Process
+from gpusnap.doctor.base.check import Check
+from gpusnap.doctor.base.sources import Answer
+from runtime_shim.process.proc import Process
 
 __all__ = ["Programs", "a_process", "only", "tree"]
 

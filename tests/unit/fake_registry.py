@@ -21,9 +21,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from registry_faults import CutAnswer, CutBody, NoAnswer, Rule, Say, Seen
 
-from oci.credentials import Credentials
-from oci.reference import Reference
-from oci.registry import Repository
+from oci.layout.reference import Reference
+from oci.registry.credentials import Credentials
+from oci.registry.repository import Repository
 
 __all__ = ["CutAnswer", "CutBody", "FakeRegistry", "NoAnswer", "Rule", "Say", "Seen"]
 

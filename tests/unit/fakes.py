@@ -1,8 +1,9 @@
 """A container of real processes, a driver and a real runtime that do as they are told.
 
-`FakeDriver` implements `runtime_shim.gpu.driver.Driver` over real child processes; only their GPU state is
-made up. `FakeRuntime` is a program that answers as crun 1.21 does. `Scene` puts both under gpusnap-runtime's
-command line, so that a test sees what Podman would: exit code, stderr, log, image directory.
+`FakeDriver` implements `runtime_shim.gpu.api.driver.Driver` over real child processes; only their GPU state
+is made up. `FakeRuntime` is a program that answers as crun 1.21 does. `Scene` puts both under
+gpusnap-runtime's command line, so that a test sees what Podman would: exit code, stderr, log, image
+directory.
 """
 
 from __future__ import annotations
@@ -24,15 +25,28 @@ from typing import Any
 
 import pytest
 
-from runtime_shim import by_plugin, journal, keys, locate, proc, remap, room, shim, suspension
-from runtime_shim.gpu.driver import Gpu, Held, Host, ProcessState
-from runtime_shim.gpu.errors import GpuError, IllegalState, ProcessGone
-from runtime_shim.gpu.nodes import Node
-from runtime_shim.gpu.plugin import Plugin
-from runtime_shim.manifest import DeviceNode, DriverLibrary, GpuProcess, GpuRecord, HostRecord, Manifest
-from runtime_shim.memory.regions import mappings
-from runtime_shim.real import RealRuntime, identify
+from runtime_shim.gpu.api.criu_plugin import Plugin
+from runtime_shim.gpu.api.device_nodes import Node
+from runtime_shim.gpu.api.driver import Gpu, Held, Host, ProcessState
+from runtime_shim.gpu.api.errors import GpuError, IllegalState, ProcessGone
+from runtime_shim.process import proc
+from runtime_shim.process.memory.maps import mappings
+from runtime_shim.records.manifest import (
+    DeviceNode,
+    DriverLibrary,
+    GpuProcess,
+    GpuRecord,
+    HostRecord,
+    Manifest,
+)
+from runtime_shim.runtime import container_key
+from runtime_shim.runtime import find as locate
+from runtime_shim.runtime.identify import RealRuntime, identify
 from runtime_shim.settings import Memory, Settings
+from runtime_shim.shim import dispatch
+from runtime_shim.snapshot.devices import remap, reservations
+from runtime_shim.snapshot.records import journal
+from runtime_shim.snapshot.suspend import criu_plugin, gpu_state
 from runtime_shim.transaction import Step
 
 __all__ = [
@@ -55,7 +69,7 @@ __all__ = [
 
 DEADLINE = 20.0
 ID = "c0ffee"
-KEY = keys.key(keys.root(None, "crun"), ID)
+KEY = container_key.key(container_key.root(None, "crun"), ID)
 """What gpusnap calls it in its own files, under a crun without --root."""
 MIB = 1 << 20
 POISON = (
@@ -448,20 +462,20 @@ class Scene:
         self.bundle.mkdir()
         self.write_config({})
         self.family = Family(*before)
-        monkeypatch.setattr(shim, "find_driver", lambda: self.driver)
-        monkeypatch.setattr(shim, "find_drivers", lambda: (self.driver,))
-        monkeypatch.setattr(by_plugin, "find_drivers", lambda: (self.driver,))
-        monkeypatch.setattr(shim, "usable", lambda: self.settings)
+        monkeypatch.setattr(dispatch, "find_driver", lambda: self.driver)
+        monkeypatch.setattr(dispatch, "find_drivers", lambda: (self.driver,))
+        monkeypatch.setattr(criu_plugin, "find_drivers", lambda: (self.driver,))
+        monkeypatch.setattr(dispatch, "usable", lambda: self.settings)
         monkeypatch.setattr(locate, "setting", lambda: self.settings.runtime)
         monkeypatch.setattr(locate, "become", _never_become)
-        monkeypatch.setattr(suspension, "_PAUSE", 0.0)
-        from runtime_shim import restore
+        monkeypatch.setattr(gpu_state, "_PAUSE", 0.0)
+        from runtime_shim.snapshot import restore
 
         monkeypatch.setattr(restore, "find_driver", lambda: self.driver)
         monkeypatch.setattr(remap, "_hosts_dev", lambda init: False)  # though these processes share it
         monkeypatch.setattr(journal, "FOLDER", str(folder / "gpusnap" / "journal"))
-        monkeypatch.setattr(shim, "JOURNAL", journal.FOLDER)
-        monkeypatch.setattr(restore, "claim", lambda: room.claim(str(folder / "gpusnap" / "room")))
+        monkeypatch.setattr(dispatch, "JOURNAL", journal.FOLDER)
+        monkeypatch.setattr(restore, "claim", lambda: reservations.claim(str(folder / "gpusnap" / "room")))
 
     def __enter__(self) -> Scene:
         return self
@@ -499,7 +513,7 @@ class Scene:
     def _run(self, *line: str) -> Outcome:
         self.log.unlink(missing_ok=True)
         self._capfd.readouterr()
-        code = shim.main(["--log", str(self.log), "--log-format", "json", *line])
+        code = dispatch.main(["--log", str(self.log), "--log-format", "json", *line])
         text = self.log.read_text("utf-8") if self.log.exists() else ""
         return Outcome(
             code, self._capfd.readouterr().err, tuple(json.loads(line) for line in text.splitlines())

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from archives import record, regions, written
 
-from gpusnap.convert import take_in
-from oci import artifact
-from oci.layout import Layout
-from oci.store import Store
-from runtime_shim.chunk_home import as_artifact
+from gpusnap.checkpoints.formats.podman import take_in
+from oci.chunks import artifact
+from oci.layout.layout import Layout
+from oci.store.store import Store
+from runtime_shim.snapshot.memory.destination import as_artifact
 
 __all__ = ["an_archive", "keep", "keep_pages"]
 

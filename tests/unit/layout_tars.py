@@ -9,9 +9,9 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from oci.graph import walk
-from oci.layout import Layout
-from oci.manifest import Descriptor
+from oci.layout.documents import Descriptor
+from oci.layout.graph import walk
+from oci.layout.layout import Layout
 
 __all__ = ["oci_archive"]
 

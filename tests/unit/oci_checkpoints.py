@@ -11,13 +11,13 @@ from typing import Any
 
 from oci_regions import save
 
-from oci import artifact
-from oci.artifact import Artifact, chunk_layers
-from oci.chunks import MEDIA_TYPES, Table
-from oci.layout import Layout
-from oci.manifest import Descriptor
-from oci.store import Staging, Store
-from oci.verify import verify
+from oci.chunks import artifact
+from oci.chunks.artifact import Artifact, chunk_layers
+from oci.chunks.table import MEDIA_TYPES, Table
+from oci.chunks.verify import verify
+from oci.layout.documents import Descriptor
+from oci.layout.layout import Layout
+from oci.store.store import Staging, Store
 
 __all__ = [
     "begin",

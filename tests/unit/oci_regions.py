@@ -7,11 +7,11 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from oci.buffers import Buffer
-from oci.chunks import Table
-from oci.layout import Layout
-from oci.reading import read
-from oci.writing import write
+from oci.chunks.buffers import Buffer
+from oci.chunks.reader import read
+from oci.chunks.table import Table
+from oci.chunks.writer import write
+from oci.layout.layout import Layout
 
 __all__ = ["CEILING", "PAGE", "blobs", "fill", "load", "region", "save", "text"]
 

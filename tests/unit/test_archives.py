@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpusnap.archives import entries, read_member
+from gpusnap.checkpoints.formats.entries import entries, read_member
 
 FILES = {
     "checkpoint/gpusnap%2Fblobs%2Fsha256%2F00ff": b"chunk",

@@ -1,4 +1,4 @@
-"""argv.py and options.py: reading any command line, and writing one that the real runtime takes."""
+"""Command lines of runtimes: any is read, and one is written that the real runtime takes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime_shim import argv, options, real
-from runtime_shim.argv import CheckpointCall, Globals, RestoreCall, parse, probe, render, render_globals
-from runtime_shim.entry import classify
 from runtime_shim.errors import UsageError
-from runtime_shim.options import Option, Takes
-from runtime_shim.real import RealRuntime
+from runtime_shim.runtime import command_line, options
+from runtime_shim.runtime import identify as real
+from runtime_shim.runtime.command_line import (
+    CheckpointCall,
+    Globals,
+    RestoreCall,
+    parse,
+    probe,
+    render,
+    render_globals,
+)
+from runtime_shim.runtime.identify import RealRuntime
+from runtime_shim.runtime.options import Option, Takes
+from runtime_shim.shim.entry import classify
 
 Call = CheckpointCall | RestoreCall
 
@@ -346,5 +355,5 @@ def test_probe(line: str, probed: str | None) -> None:
 
 
 def test_all() -> None:
-    modules: list[Any] = [argv, options, real]
+    modules: list[Any] = [command_line, options, real]
     assert all(hasattr(module, name) for module in modules for name in module.__all__)

@@ -11,16 +11,19 @@ import pytest
 from criu_images import INVENTORY
 from fakes import FakeDriver, Scene, a_manifest, gpu, uuid, wait_for
 
-from runtime_shim import by_plugin, choosing, manifest, proc
-from runtime_shim import container as containers
-from runtime_shim.container import Container
-from runtime_shim.criu import plugins
-from runtime_shim.draft import Draft
 from runtime_shim.errors import Refused
-from runtime_shim.gpu.driver import Host, ProcessState
-from runtime_shim.gpu.plugin import AMDGPU, CUDA
-from runtime_shim.manifest import Manifest
+from runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA
+from runtime_shim.gpu.api.driver import Host, ProcessState
+from runtime_shim.process import proc
+from runtime_shim.records import manifest
+from runtime_shim.records.manifest import Manifest
+from runtime_shim.records.manifest_file import Draft
+from runtime_shim.runtime import container as containers
+from runtime_shim.runtime.container import Container
+from runtime_shim.runtime.criu import plugins
 from runtime_shim.settings import Criu, Memory, Nvidia, Settings
+from runtime_shim.snapshot.devices import choose as choosing
+from runtime_shim.snapshot.suspend import criu_plugin
 
 STEPS = ("lock", "checkpoint", "restore", "unlock")
 
@@ -108,7 +111,7 @@ def test_none_is_needed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container that was given a GPU and uses none needs no plugin."""
     os.unlink(scene.folder / "plugins" / "cuda_plugin.so")
     scene.family.spawn()
-    monkeypatch.setattr("runtime_shim.shim._concerns_us", lambda driver, container: True)
+    monkeypatch.setattr("runtime_shim.shim.dispatch._concerns_us", lambda driver, container: True)
     assert scene.checkpoint().code == 0
     assert manifest.read(str(scene.image)).processes == ()
 
@@ -117,10 +120,10 @@ def test_paused(scene: Scene) -> None:
     """The plugin waits for an answer of processes that cannot give one."""
     here = replace(container(scene.family.init), status="paused")
     with pytest.raises(Refused, match="is paused, and CRIU's CUDA plugin waits") as caught:
-        by_plugin.possible(scene.driver, here, (), scene.settings)
+        criu_plugin.possible(scene.driver, here, (), scene.settings)
     assert 'nvidia.driver = "native"' in caught.value.hint
-    by_plugin.possible(FakeDriver(), here, (), scene.settings)
-    by_plugin.possible(FakeDriver(vendor="amd", plugin=AMDGPU), here, (), scene.settings)
+    criu_plugin.possible(FakeDriver(), here, (), scene.settings)
+    criu_plugin.possible(FakeDriver(vendor="amd", plugin=AMDGPU), here, (), scene.settings)
 
 
 def test_inherited_files(scene: Scene) -> None:
@@ -130,9 +133,9 @@ def test_inherited_files(scene: Scene) -> None:
     scene.driver.idle[child] = ("/dev/nvidia0",)
     members = [each for each in (proc.process(child),) if each is not None]
     with pytest.raises(Refused, match="leaves that file to CRIU") as caught:
-        by_plugin.inherited(scene.driver, members)
+        criu_plugin.inherited(scene.driver, members)
     assert "spawn" in caught.value.hint
-    by_plugin.inherited(FakeDriver(idle=scene.driver.idle), members)  # that is gpusnap's own way
+    criu_plugin.inherited(FakeDriver(idle=scene.driver.idle), members)  # that is gpusnap's own way
 
 
 def test_room_in_memory(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,33 +196,33 @@ def test_the_way_of_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of this host's first driver, nor of its settings."""
     native, plugged, amd = FakeDriver(), FakeDriver(plugin=CUDA), FakeDriver(vendor="amd", plugin=AMDGPU)
     ways = {("nvidia", "cuda_plugin"): plugged, ("nvidia", ""): native, ("amd", "amdgpu_plugin"): amd}
-    monkeypatch.setattr(by_plugin, "driver_of", lambda vendor, plugin="": ways.get((vendor, plugin)))
+    monkeypatch.setattr(criu_plugin, "driver_of", lambda vendor, plugin="": ways.get((vendor, plugin)))
     ours, theirs = a_manifest(), replace(a_manifest(), plugin="cuda_plugin")
     other = replace(
         theirs, plugin="amdgpu_plugin", host=replace(theirs.host, vendor="amd", cuda_version="unknown")
     )
-    assert by_plugin.of_record(ours, native) is native
-    assert by_plugin.of_record(theirs, native) is plugged
-    assert by_plugin.of_record(other, native) is amd
-    assert by_plugin.of_record(other, amd) is amd
-    assert by_plugin.of_record(ours, amd) is native
-    assert by_plugin.of_record(ours, None) is None
+    assert criu_plugin.of_record(ours, native) is native
+    assert criu_plugin.of_record(theirs, native) is plugged
+    assert criu_plugin.of_record(other, native) is amd
+    assert criu_plugin.of_record(other, amd) is amd
+    assert criu_plugin.of_record(ours, amd) is native
+    assert criu_plugin.of_record(ours, None) is None
 
 
 def test_gpus_stay(scene: Scene) -> None:
     """For a plugin that cannot change them: the map is the same GPUs, or there is a sentence why not."""
     record = replace(a_manifest(), plugin="cuda_plugin")
     here = Host("nvidia", "580.159.04", "13.0", (gpu(0), gpu(1)))
-    assert by_plugin.same_gpus(record, here, ()) == ((uuid(0), uuid(0)),)
-    assert by_plugin.same_gpus(record, here, (("0", "0"),)) == ((uuid(0), uuid(0)),)
+    assert criu_plugin.same_gpus(record, here, ()) == ((uuid(0), uuid(0)),)
+    assert criu_plugin.same_gpus(record, here, (("0", "0"),)) == ((uuid(0), uuid(0)),)
     with pytest.raises(Refused, match="the GPU map asks for 1") as caught:
-        by_plugin.same_gpus(record, here, (("0", "1"),))
+        criu_plugin.same_gpus(record, here, (("0", "1"),))
     assert "nvidia.driver = native can move" in caught.value.hint
     elsewhere = replace(here, gpus=(gpu(1),))
     with pytest.raises(Refused, match="this host does not have it"):
-        by_plugin.same_gpus(record, elsewhere, ())
-    assert by_plugin.same_gpus(replace(record, plugin="amdgpu_plugin"), elsewhere, (("0", "1"),)) == ()
-    assert by_plugin.same_gpus(a_manifest(), elsewhere, ()) == ()
+        criu_plugin.same_gpus(record, elsewhere, ())
+    assert criu_plugin.same_gpus(replace(record, plugin="amdgpu_plugin"), elsewhere, (("0", "1"),)) == ()
+    assert criu_plugin.same_gpus(a_manifest(), elsewhere, ()) == ()
     # What the settings say for all containers does not move it, and is no reason to refuse.
     assert choosing.choose(record, here, (), (("0", "1"),), {}).pairs == ((uuid(0), uuid(0)),)
 
@@ -234,7 +237,7 @@ def container(pid: int) -> Container:
 @pytest.fixture
 def two(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> tuple[FakeDriver, FakeDriver]:
     nvidia, amd = FakeDriver(), FakeDriver(vendor="amd", plugin=AMDGPU)
-    monkeypatch.setattr(by_plugin, "find_drivers", lambda: (nvidia, amd))
+    monkeypatch.setattr(criu_plugin, "find_drivers", lambda: (nvidia, amd))
     members = lambda pid, name: [proc.process(each) for each in scene.family.pids]  # noqa: E731
     monkeypatch.setattr(containers, "processes", members)
     return nvidia, amd
@@ -245,24 +248,24 @@ def test_the_vendor_that_is_held(scene: Scene, two: tuple[FakeDriver, FakeDriver
     nvidia, amd = two
     pid = scene.family.spawn()
     here, settings = container(scene.family.init), Settings()
-    assert by_plugin.chosen(nvidia, here, settings) is nvidia
+    assert criu_plugin.chosen(nvidia, here, settings) is nvidia
     amd.use(pid)
-    assert by_plugin.chosen(nvidia, here, settings) is amd
+    assert criu_plugin.chosen(nvidia, here, settings) is amd
     nvidia.use(pid)
     with pytest.raises(Refused, match="use GPUs of NVIDIA and AMD"):
-        by_plugin.chosen(nvidia, here, settings)
+        criu_plugin.chosen(nvidia, here, settings)
 
 
 def test_the_way_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """NVIDIA's by plugin where it is asked for; AMD's in any case."""
     plugged = FakeDriver(plugin=CUDA)
-    monkeypatch.setattr(by_plugin, "find_drivers", lambda: ())
-    monkeypatch.setattr(by_plugin, "driver_of", lambda vendor, plugin: plugged)
+    monkeypatch.setattr(criu_plugin, "find_drivers", lambda: ())
+    monkeypatch.setattr(criu_plugin, "driver_of", lambda vendor, plugin: plugged)
     asked = Settings(nvidia=Nvidia(driver="criu-plugin"))
     native, amd = FakeDriver(), FakeDriver(vendor="amd", plugin=AMDGPU)
-    assert by_plugin.chosen(native, container(0), Settings()) is native
-    assert by_plugin.chosen(native, container(0), asked) is plugged
-    assert by_plugin.chosen(amd, container(0), asked) is amd
+    assert criu_plugin.chosen(native, container(0), Settings()) is native
+    assert criu_plugin.chosen(native, container(0), asked) is plugged
+    assert criu_plugin.chosen(amd, container(0), asked) is amd
 
 
 def test_pages() -> None:
@@ -270,4 +273,4 @@ def test_pages() -> None:
     here = container(1)
     for pages, name in (("chunks", "criu"), ("criu", "criu"), ("store", "store")):
         settings = Settings(memory=Memory(pages=pages), criu=Criu())
-        assert by_plugin.pages("/nowhere", here, settings).name == name
+        assert criu_plugin.pages("/nowhere", here, settings).name == name

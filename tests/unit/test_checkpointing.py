@@ -15,16 +15,21 @@ from fake_podman import ID, FakePodman
 from fake_registry import FakeRegistry, Say
 from kept_checkpoints import an_archive, keep_pages
 
-from gpusnap import checkpointing, convert, fits, kept, podman, where
-from gpusnap.checkpointing import Made, Wish
+from gpusnap.checkpoints import artifact as kept
+from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.formats import podman as convert
+from gpusnap.engines import podman
+from gpusnap.operations import checkpoint as checkpointing
+from gpusnap.operations import disk_space
+from gpusnap.operations.checkpoint import Made, Wish
 from gpusnap.progress import Progress
-from oci.errors import DiskFull
-from oci.reference import parse
-from oci.store import Store
-from runtime_shim import orders
+from oci.base.errors import DiskFull
+from oci.layout.reference import parse
+from oci.store.store import Store
 from runtime_shim import settings as settings_file
 from runtime_shim.errors import GpusnapError, Interrupted, SettingsError
 from runtime_shim.settings import Settings, load
+from runtime_shim.shim import overrides
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +37,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """This host's."""
     found = Settings(store=settings_file.Store(path=str(tmp_path / "store")))
     monkeypatch.setattr(settings_file, "load", lambda: found)
-    monkeypatch.setattr(orders, "FOLDER", str(tmp_path / "orders"))
+    monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "orders"))
     return Store(tmp_path / "store")
 
 
@@ -71,7 +76,7 @@ def test_pages_in_the_store(pages: FakePodman, store: Store) -> None:
     (entry,) = store.entries()
     assert entry.name == done.name
     assert re.fullmatch(r"w:\d{8}-\d{6}", done.name)
-    with kept.held(where.InStore(store, done.name)) as (_, found):
+    with kept.held(locator.InStore(store, done.name)) as (_, found):
         assert found.root.digest == done.digest
         assert found.artifact.records is not None
         assert found.record is not None
@@ -83,7 +88,7 @@ def test_pages_in_the_store(pages: FakePodman, store: Store) -> None:
     assert done.gpu_memory == 1 << 20
     assert pages.status() == "exited"
     assert os.listdir(store.path + "/staging") == []
-    assert not os.path.exists(f"{orders.FOLDER}/{ID}.json")
+    assert not os.path.exists(f"{overrides.FOLDER}/{ID}.json")
 
 
 def test_words_for_podman(fake: FakePodman) -> None:
@@ -102,7 +107,7 @@ def test_words_for_podman(fake: FakePodman) -> None:
 def test_force_reaches_the_runtime(fake: FakePodman, tmp_path: Path, archive: bool, force: bool) -> None:
     """By the order, since Podman hands down no option that it does not know."""
     fake.first(f"grep -q '\"force\": {str(force).lower()}}}' {tmp_path}/orders/{ID}.json || exit 9\n")
-    made(force=force, to=where.destination(str(tmp_path / "w.tar")) if archive else None)
+    made(force=force, to=locator.destination(str(tmp_path / "w.tar")) if archive else None)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +129,7 @@ def test_a_bad_name_is_said_first(fake: FakePodman) -> None:
 
 def test_another_store(fake: FakePodman, tmp_path: Path, store: Store) -> None:
     """oci:DIR:NAME."""
-    done = made(to=where.destination(f"oci:{tmp_path}/there:x"))
+    done = made(to=locator.destination(f"oci:{tmp_path}/there:x"))
     assert (done.store, done.name) == (f"{tmp_path}/there", "x")
     assert not os.path.exists(store.path)
 
@@ -139,7 +144,7 @@ def test_a_file(
     """Podman's own archive, under its name when it is whole."""
     monkeypatch.chdir(tmp_path / "podman")
     fake.first(f'grep -q \'"pages": "chunks"\' {tmp_path}/orders/{ID}.json || exit 9\n')
-    done = made(to=where.destination(name))
+    done = made(to=locator.destination(name))
     assert done.file == str(tmp_path / "podman" / name)
     assert Path(done.file).read_bytes() == Path(fake.folder, "archive").read_bytes()
     assert done.size == os.path.getsize(done.file)
@@ -152,7 +157,7 @@ def test_a_file(
 def test_a_file_in_no_folder(fake: FakePodman, tmp_path: Path) -> None:
     """Said before anything is done."""
     with pytest.raises(GpusnapError, match="is no folder"):
-        made(to=where.InFile(f"{tmp_path}/gone/w.tar"))
+        made(to=locator.InFile(f"{tmp_path}/gone/w.tar"))
     assert fake.status() == "running"
 
 
@@ -164,7 +169,7 @@ def test_what_is_no_file(fake: FakePodman, tmp_path: Path, kind: str) -> None:
     else:
         os.mkfifo(tmp_path / "backup")
     with pytest.raises(GpusnapError, match="backup cannot be written: it is"):
-        made(to=where.InFile(f"{tmp_path}/backup"))
+        made(to=locator.InFile(f"{tmp_path}/backup"))
     assert fake.status() == "running"
     assert [name for name in os.listdir(tmp_path) if "backup" in name] == ["backup"]
 
@@ -173,7 +178,7 @@ def test_a_file_that_is_there(fake: FakePodman, tmp_path: Path) -> None:
     """It may be an earlier checkpoint, and is not replaced."""
     (tmp_path / "w.tar").write_text("earlier")
     with pytest.raises(GpusnapError, match=r"w\.tar exists already"):
-        made(to=where.InFile(f"{tmp_path}/w.tar"))
+        made(to=locator.InFile(f"{tmp_path}/w.tar"))
     assert fake.status() == "running"
     assert (tmp_path / "w.tar").read_text() == "earlier"
 
@@ -189,7 +194,7 @@ def test_a_file_that_somebody_made_meanwhile(
     folder.mkdir()
     fake.first(f"echo the other one >{folder}/w.tar.zst\n")
     with pytest.raises(GpusnapError, match=r"w\.tar\.zst was made by somebody else meanwhile") as raised:
-        made(to=where.InFile(f"{folder}/w.tar.zst"), leave_running=leave_running)
+        made(to=locator.InFile(f"{folder}/w.tar.zst"), leave_running=leave_running)
     assert (folder / "w.tar.zst").read_text() == "the other one\n"
     (aside,) = set(os.listdir(folder)) - {"w.tar.zst"}
     assert re.fullmatch(r"checkpoint-of-w-[0-9a-f]{8}\.tar\.zst", aside)
@@ -210,7 +215,7 @@ def test_a_file_that_cannot_be_made(
 
     monkeypatch.setattr(os, "open", refuses)
     with pytest.raises(GpusnapError, match=r"w\.tar cannot be written: Disk quota exceeded"):
-        made(to=where.InFile(f"{tmp_path}/w.tar"))
+        made(to=locator.InFile(f"{tmp_path}/w.tar"))
     assert fake.status() == "running"
 
 
@@ -220,7 +225,7 @@ def test_a_file_in_a_folder_that_is_read_only(
     """Said before the container is ended for it."""
     monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path))
     with pytest.raises(GpusnapError, match=f"w.tar cannot be written: {tmp_path} is read-only"):
-        made(to=where.InFile(f"{tmp_path}/w.tar"))
+        made(to=locator.InFile(f"{tmp_path}/w.tar"))
     assert fake.status() == "running"
 
 
@@ -249,7 +254,7 @@ def test_the_runtime_fails_after_the_end(fake: FakePodman, tmp_path: Path) -> No
     fake.first(fake.ends("inventory.img", "gpusnap/manifest.pending"))
     fake.fails(f"gpusnap: the store is busy; the container is dumped: gpusnap recover {ID} tries again\n")
     with pytest.raises(GpusnapError) as raised:
-        made(to=where.destination(f"oci:{tmp_path}/there"))
+        made(to=locator.destination(f"oci:{tmp_path}/there"))
     assert raised.value.sentence() == (
         f"the store is busy; the container is dumped: gpusnap recover {ID} tries again; nothing is lost: "
         "Podman has the checkpoint of w in its storage, but for its end; "
@@ -331,7 +336,7 @@ def test_we_fail_and_podman_removes_it(
     pages.has(auto_remove=True)
     monkeypatch.setattr(checkpointing, "_ask", lambda *_, **__: None)
     monkeypatch.setattr(convert, "take_in", fails)
-    place = where.destination(f"oci:{store.path}" if to == "oci" else to) if to else None
+    place = locator.destination(f"oci:{store.path}" if to == "oci" else to) if to else None
     with pytest.raises(GpusnapError) as raised:
         made(to=place)
     said = raised.value.sentence()
@@ -395,7 +400,7 @@ def test_a_removed_container_and_a_file(
     (tmp_path / "to").mkdir()
     monkeypatch.setattr(checkpointing, "_put", fails)
     with pytest.raises(GpusnapError) as raised:
-        made(to=where.InFile(f"{tmp_path}/to/w.tar.zst"))
+        made(to=locator.InFile(f"{tmp_path}/to/w.tar.zst"))
     (left,) = os.listdir(tmp_path / "to")
     assert re.fullmatch(r"checkpoint-of-w-[0-9a-f]{8}\.tar\.zst", left)
     assert f"podman container restore --import {tmp_path}/to/{left} brings it back" in raised.value.sentence()
@@ -426,7 +431,7 @@ def test_an_archive_without_its_memory(fake: FakePodman, tmp_path: Path) -> None
     fake.exports(an_archive(tmp_path / "with", pages="store"))
     fake.has(auto_remove=True)
     with pytest.raises(GpusnapError, match="has not its memory, which went to a store"):
-        made(to=where.InFile(f"{tmp_path}/w.tar"))
+        made(to=locator.InFile(f"{tmp_path}/w.tar"))
     assert not (tmp_path / "w.tar").exists()
 
 
@@ -435,7 +440,7 @@ def test_an_archive_without_records(fake: FakePodman, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "bad.tar", "w") as tar:
         tar.addfile(tarfile.TarInfo("config.dump"))
     fake.exports(tmp_path / "bad.tar")
-    for to in (None, where.InFile(f"{tmp_path}/w.tar")):
+    for to in (None, locator.InFile(f"{tmp_path}/w.tar")):
         fake.has()
         with pytest.raises(
             GpusnapError, match=r"exported of w has no spec\.dump; nothing is lost: Podman has"
@@ -446,8 +451,8 @@ def test_an_archive_without_records(fake: FakePodman, tmp_path: Path) -> None:
 
 def test_two_at_once(fake: FakePodman, tmp_path: Path) -> None:
     """The second one is refused, and changes nothing."""
-    with orders.ordered(ID, pages="chunks"):
-        for to in (None, where.InFile(f"{tmp_path}/w.tar")):
+    with overrides.ordered(ID, pages="chunks"):
+        for to in (None, locator.InFile(f"{tmp_path}/w.tar")):
             with pytest.raises(
                 GpusnapError, match=r"another gpusnap checkpoint of the container abababababab is"
             ):
@@ -462,14 +467,14 @@ def test_no_room(fake: FakePodman, store: Store, tmp_path: Path, monkeypatch: py
     (tmp_path / "upper/etc/large").write_bytes(b"x" * (5 << 20))
     fake.has(upper=str(tmp_path / "upper"))
     real = os.statvfs
-    monkeypatch.setattr(fits, "_RECORDS", 1 << 20)
+    monkeypatch.setattr(disk_space, "_RECORDS", 1 << 20)
 
     def room(free: int) -> None:
         found = list(real(tmp_path))
         found[0], found[1], found[4] = 4096, 4096, free // 4096
         monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(found))
 
-    for to, need in ((None, 12 << 20), (where.InFile(f"{tmp_path}/w.tar"), 6 << 20)):
+    for to, need in ((None, 12 << 20), (locator.InFile(f"{tmp_path}/w.tar"), 6 << 20)):
         room(need - 4096)
         with pytest.raises(
             GpusnapError, match=r"the checkpoint of w needs up to .* in .*, where .* are free"
@@ -495,7 +500,7 @@ def test_a_registry_is_asked_first(fake: FakePodman, store: Store, tmp_path: Pat
     """One that does not let us in costs no container: it runs on, and nothing was made of it."""
     with FakeRegistry(tmp_path / "registry") as registry:
         registry.rule("HEAD", "/blobs/", Say(403), times=99)
-        to = where.InRegistry(parse(f"{registry.host}/team/app:v1"), plain_http=True)
+        to = locator.InRegistry(parse(f"{registry.host}/team/app:v1"), plain_http=True)
         with pytest.raises(GpusnapError, match="team/app"):
             made(to=to)
         assert fake.calls() == []

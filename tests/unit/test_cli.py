@@ -19,16 +19,22 @@ import zstandard
 from fakes import POISON, FakeDriver, a_manifest, gpu, uuid
 from rich.console import Console
 
-from gpusnap import cli, exits, show
-from gpusnap.source import load_manifest
-from oci.errors import ArchiveError, BlobError, DiskFull, NotInRegistry, NotThere, Unreachable
-from runtime_shim import halfway, journal, keep, manifest, orders
-from runtime_shim import recover as recovery
+from gpusnap.cli import exit_codes
+from gpusnap.cli import main as cli
+from gpusnap.cli import tables as show
+from gpusnap.operations.open import load_manifest
+from oci.base.errors import ArchiveError, BlobError, DiskFull, NotInRegistry, NotThere, Unreachable
 from runtime_shim._version import __version__
-from runtime_shim.draft import Draft
 from runtime_shim.errors import GpusnapError, Interrupted, ManifestError, Refused, UsageError
-from runtime_shim.manifest import GpuProcess, Manifest, NeutralisedProcess, Written
+from runtime_shim.records import manifest
+from runtime_shim.records.manifest import GpuProcess, Manifest, NeutralisedProcess, Written
+from runtime_shim.records.manifest_file import Draft
 from runtime_shim.settings import TABLE, Settings, load
+from runtime_shim.shim import overrides
+from runtime_shim.snapshot import recover_checkpoint as recovery
+from runtime_shim.snapshot import recover_restore
+from runtime_shim.snapshot.memory import chunk_cache
+from runtime_shim.snapshot.records import journal
 from runtime_shim.transaction import Step
 
 ROOT = Path(__file__).parents[2]
@@ -147,7 +153,7 @@ def test_inspect_of_a_broken_manifest(tmp_path: Path, gpusnap: Run, content: byt
     directory(tmp_path, a_manifest())
     (tmp_path / "gpusnap" / "manifest.json").write_bytes(content)
     code, out, err = gpusnap("inspect", str(tmp_path))
-    assert (code, out) == (exits.FAILED if b"2.0" in content else exits.DAMAGED, "")
+    assert (code, out) == (exit_codes.FAILED if b"2.0" in content else exit_codes.DAMAGED, "")
     assert err.startswith("gpusnap: ")
     assert err.count("\n") == 1
     assert not [words for words in POISON if words in err.lower()]
@@ -167,7 +173,7 @@ def test_a_wrong_command_line(gpusnap: Run, line: tuple[str, ...]) -> None:
 def test_a_file_that_is_not_there(gpusnap: Run, command: str) -> None:
     """Exit code 3, and its name."""
     code, out, err = gpusnap(command, "/none.tar")
-    assert (code, out) == (exits.NOT_FOUND, "")
+    assert (code, out) == (exit_codes.NOT_FOUND, "")
     assert err.startswith("gpusnap: there is no file /none.tar; ")
 
 
@@ -176,32 +182,32 @@ def test_inspect_of_a_checkpoint_without_gpu(tmp_path: Path, gpusnap: Run) -> No
     with tarfile.open(tmp_path / "plain.tar", "w") as tar:
         tar.addfile(tarfile.TarInfo("config.dump"))
     code, _, err = gpusnap("inspect", str(tmp_path / "plain.tar"))
-    assert code == exits.FAILED
+    assert code == exit_codes.FAILED
     assert "plain.tar holds no checkpoint/gpusnap/manifest.json" in err
     (tmp_path / "images").mkdir()
     code, _, err = gpusnap("inspect", str(tmp_path / "images"))
-    assert (code, "is a directory without a checkpoint" in err) == (exits.NOT_FOUND, True)
+    assert (code, "is a directory without a checkpoint" in err) == (exit_codes.NOT_FOUND, True)
     (tmp_path / "images/inventory.img").touch()
     code, _, err = gpusnap("inspect", str(tmp_path / "images"))
-    assert code == exits.DAMAGED
+    assert code == exit_codes.DAMAGED
     assert "is not complete" in err
 
 
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (GpusnapError("x"), exits.FAILED),
-        (Refused("x"), exits.FAILED),
-        (UsageError("x"), exits.USAGE),
-        (Interrupted("x"), exits.INTERRUPTED),
-        (NotThere("x"), exits.NOT_FOUND),
-        (NotInRegistry("x"), exits.NOT_FOUND),
-        (BlobError("x"), exits.DAMAGED),
-        (ArchiveError("x"), exits.DAMAGED),
-        (DiskFull("x"), exits.FAILED),
-        (Unreachable("x"), exits.FAILED),
-        (BrokenPipeError(), exits.FAILED),
-        (click.Abort(), exits.INTERRUPTED),
+        (GpusnapError("x"), exit_codes.FAILED),
+        (Refused("x"), exit_codes.FAILED),
+        (UsageError("x"), exit_codes.USAGE),
+        (Interrupted("x"), exit_codes.INTERRUPTED),
+        (NotThere("x"), exit_codes.NOT_FOUND),
+        (NotInRegistry("x"), exit_codes.NOT_FOUND),
+        (BlobError("x"), exit_codes.DAMAGED),
+        (ArchiveError("x"), exit_codes.DAMAGED),
+        (DiskFull("x"), exit_codes.FAILED),
+        (Unreachable("x"), exit_codes.FAILED),
+        (BrokenPipeError(), exit_codes.FAILED),
+        (click.Abort(), exit_codes.INTERRUPTED),
     ],
 )
 def test_exit_codes(gpusnap: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int) -> None:
@@ -213,22 +219,22 @@ def test_exit_codes(gpusnap: Run, monkeypatch: pytest.MonkeyPatch, error: Except
     monkeypatch.setattr(cli.command, "main", fail)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     assert gpusnap()[0] == code
-    assert code in exits.MEANINGS
+    assert code in exit_codes.MEANINGS
 
 
 @pytest.mark.parametrize(
     ("line", "code"),
     [
-        (("--version",), exits.DONE),
-        (("checkpoint", "--help"), exits.DONE),
+        (("--version",), exit_codes.DONE),
+        (("checkpoint", "--help"), exit_codes.DONE),
         (("settings", "--file", "/nowhere/gpusnap.toml"), None),
-        (("inspect", "/nowhere/x.tar"), exits.NOT_FOUND),
+        (("inspect", "/nowhere/x.tar"), exit_codes.NOT_FOUND),
     ],
 )
 @pytest.mark.parametrize("closed", ["stdout", "both"])
 def test_closed_pipes(line: tuple[str, ...], code: int | None, closed: str) -> None:
     """As in `gpusnap ls | head -0`: the code is that of the work, and nothing is said of the pipe."""
-    words = [sys.executable, "-B", "-m", "gpusnap.cli", *line]
+    words = [sys.executable, "-B", "-m", "gpusnap.cli.main", *line]
     whole = subprocess.run(words, capture_output=True, check=False)
     reading, writing = os.pipe()
     os.close(reading)
@@ -250,10 +256,10 @@ def test_closed_pipes(line: tuple[str, ...], code: int | None, closed: str) -> N
 def test_a_full_disk_behind_stdout(word: str) -> None:
     """One sentence, and an exit code that says so; no traceback when Python flushes at its end."""
     with open("/dev/full", "wb") as full:
-        words = [sys.executable, "-B", "-m", "gpusnap.cli", word]
+        words = [sys.executable, "-B", "-m", "gpusnap.cli.main", word]
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     said = "gpusnap: a file, or the output, cannot be used: No space left on device\n"
-    assert (done.returncode, done.stderr) == (exits.FAILED, said)
+    assert (done.returncode, done.stderr) == (exit_codes.FAILED, said)
 
 
 @pytest.mark.parametrize("line", [("--help",), ("-h",), ("inspect", "-h"), ("gpus", "--help")])
@@ -303,7 +309,7 @@ def crun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_text("#!/bin/sh\necho crun version 1.21\n")
     path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
-    monkeypatch.setattr("runtime_shim.locate.SYSTEM_DIRECTORIES", ())
+    monkeypatch.setattr("runtime_shim.runtime.find.SYSTEM_DIRECTORIES", ())
     return path
 
 
@@ -345,7 +351,7 @@ def test_settings_that_are_wrong(tmp_path: Path, gpusnap: Run, crun: Path, text:
 def test_settings_that_are_not_there(tmp_path: Path, gpusnap: Run, crun: Path) -> None:
     """A file that is named must exist; the defaults stand for the usual one only."""
     code, out, err = gpusnap("settings", "--file", f"{tmp_path}/none.toml")
-    assert (code, out) == (exits.NOT_FOUND, "")
+    assert (code, out) == (exit_codes.NOT_FOUND, "")
     assert err == f"gpusnap: there is no settings file {tmp_path}/none.toml; check the path\n"
 
 
@@ -386,7 +392,7 @@ def test_nobody_reads_on(tmp_path: Path) -> None:
     os.close(reading)
     with os.fdopen(writing, "wb") as closed:
         done = subprocess.run(
-            [sys.executable, "-B", "-m", "gpusnap.cli", "inspect", "--json", str(tmp_path)],
+            [sys.executable, "-B", "-m", "gpusnap.cli.main", "inspect", "--json", str(tmp_path)],
             cwd=ROOT,
             stdout=closed,
             stderr=subprocess.PIPE,
@@ -436,7 +442,7 @@ def test_plan_of_a_registry_without_tls(gpusnap: Run, monkeypatch: pytest.Monkey
         raise GpusnapError("enough")
 
     monkeypatch.setattr(cli, "opened", opened)
-    assert gpusnap("plan", "registry.example/w:v1", "--plain-http")[0] == exits.FAILED
+    assert gpusnap("plan", "registry.example/w:v1", "--plain-http")[0] == exit_codes.FAILED
     assert said == [True]
 
 
@@ -445,11 +451,11 @@ def test_nothing_to_recover(
     gpusnap: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str]
 ) -> None:
     """That is said; programs get an empty list. What a killed command ordered is removed."""
-    for module in (journal, halfway):
+    for module in (journal, recover_restore):
         monkeypatch.setattr(module, "entries", tuple)
-    for module, name in ((recovery, "sweep"), (keep, "tidy")):
+    for module, name in ((recovery, "sweep"), (chunk_cache, "tidy")):
         monkeypatch.setattr(module, name, lambda *_: None)
-    monkeypatch.setattr(orders, "FOLDER", str(tmp_path))
+    monkeypatch.setattr(overrides, "FOLDER", str(tmp_path))
     (tmp_path / "w.json").write_text('{"owner": [1, 1]}')
     assert gpusnap("recover", *words) == (0, "", "nothing to recover\n")
     assert [path.name for path in tmp_path.iterdir()] == (["w.json"] if words else [])

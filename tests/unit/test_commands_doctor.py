@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gpusnap import commands_doctor, exits
-from gpusnap.doctor import host, subject
-from gpusnap.doctor.check import Check, failure, ok, warning
-from gpusnap.failures import NotFound
+from gpusnap.cli import doctor as commands_doctor
+from gpusnap.cli import exit_codes
+from gpusnap.doctor import host
+from gpusnap.doctor.base import subject
+from gpusnap.doctor.base.check import Check, failure, ok, warning
+from gpusnap.user_errors import NotFound
 
 Run = Callable[..., tuple[int, str, str]]
 FINE, WELL, BAD = (
@@ -37,7 +39,7 @@ def test_text(gpusnap: Run, checks: list[Check]) -> None:
     """A line for each, what to do below it, a count; 1 for a failure."""
     checks += [FINE, WELL, BAD]
     code, out, err = gpusnap("doctor")
-    assert code == exits.FAILED
+    assert code == exit_codes.FAILED
     assert out.splitlines() == [
         "OK      one     fine",
         "warning second  well",
@@ -53,14 +55,14 @@ def test_text(gpusnap: Run, checks: list[Check]) -> None:
 def test_warnings_are_no_failure(gpusnap: Run, checks: list[Check]) -> None:
     """0, and nothing on stderr."""
     checks += [FINE, WELL]
-    assert gpusnap("doctor")[::2] == (exits.DONE, "")
+    assert gpusnap("doctor")[::2] == (exit_codes.DONE, "")
 
 
 def test_json(gpusnap: Run, checks: list[Check]) -> None:
     """All of it, with the same exit code."""
     checks += [FINE, BAD]
     code, out, _ = gpusnap("doctor", "--json")
-    assert code == exits.FAILED
+    assert code == exit_codes.FAILED
     assert [each["name"] for each in json.loads(out)["checks"]] == ["one", "third"]
 
 
@@ -78,7 +80,7 @@ def test_colours() -> None:
 @pytest.mark.parametrize("line", [("--containerd", "default"), ("--runtime", "crun", "w")])
 def test_usage(gpusnap: Run, line: tuple[str, ...]) -> None:
     """What does not go together."""
-    assert gpusnap("doctor", *line)[0] == exits.USAGE
+    assert gpusnap("doctor", *line)[0] == exit_codes.USAGE
 
 
 def test_no_such_container(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +91,7 @@ def test_no_such_container(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(subject, "find", nobody)
     code, out, err = gpusnap("doctor", "--containerd", "default", "w")
-    assert (code, out) == (exits.NOT_FOUND, "")
+    assert (code, out) == (exit_codes.NOT_FOUND, "")
     assert "there is no container w default" in err
 
 
@@ -107,7 +109,7 @@ def test_every_check_is_in_the_docs() -> None:
     """docs/doctor.md explains each name that a check has."""
     root = Path(__file__).parents[2]
     told = (root / "docs/doctor.md").read_text("utf-8")
-    names = {f'"{name}"' for path in (root / "gpusnap/doctor").glob("*.py") for name in names_in(path)}
+    names = {f'"{name}"' for path in (root / "gpusnap/doctor").rglob("*.py") for name in names_in(path)}
     assert len(names) > 30
     assert [name for name in sorted(names) if f"| {name[1:-1]} |" not in told] == []
 

@@ -10,16 +10,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from gpusnap import (
-    commands_install,
-    install_engines,
-    install_mentions,
-    install_runtime,
-    install_trust,
-    installing,
-)
-from gpusnap.commands_install import install, uninstall
-from gpusnap.install_engines import Used
+from gpusnap.cli import install as commands_install
+from gpusnap.cli.install import install, uninstall
+from gpusnap.engines.install import detect as install_engines
+from gpusnap.engines.install import installer
+from gpusnap.engines.install import launcher as install_runtime
+from gpusnap.engines.install import permissions as install_trust
+from gpusnap.engines.install import references as install_mentions
+from gpusnap.engines.install.detect import Used
 from runtime_shim.errors import GpusnapError
 
 PODMAN = "/etc/containers/containers.conf.d/90-gpusnap.conf"
@@ -206,8 +204,8 @@ def test_from_a_wheel_to_a_package(tree: Path, wheel: Path) -> None:
 def test_a_launcher_in_use(tree: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it go under a container that is run by it."""
     plan = commands_install._Plan([], [], "")
-    plain = installing.load
-    monkeypatch.setattr(installing, "load", lambda root: plain(str(tree)))
+    plain = installer.load
+    monkeypatch.setattr(installer, "load", lambda root: plain(str(tree)))
     monkeypatch.setattr(install_mentions, "lines", lambda *_: [])
     monkeypatch.setattr(install_engines, "used", lambda: [Used("crio", "0123", "server")])
     parts, notes = commands_install._parts(plan, "/")
@@ -228,8 +226,8 @@ def test_a_program_of_others(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         reached.append(given["force"])
         return []
 
-    monkeypatch.setattr(installing, "install", put)
-    monkeypatch.setattr(installing, "load", lambda root: installing.Record())
+    monkeypatch.setattr(installer, "install", put)
+    monkeypatch.setattr(installer, "load", lambda root: installer.Record())
     done = CliRunner().invoke(install, ["--crio"], standalone_mode=False)
     with pytest.raises(
         GpusnapError, match=r"would run .*/gpusnap-runtime as root, and everybody can"
@@ -271,8 +269,8 @@ def test_containers_that_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
         reached.append(given)
         return []
 
-    monkeypatch.setattr(installing, "uninstall", taken)
-    monkeypatch.setattr(installing, "load", lambda root: installing.Record())
+    monkeypatch.setattr(installer, "uninstall", taken)
+    monkeypatch.setattr(installer, "load", lambda root: installer.Record())
     one = Used("podman", "0123", "server")
     many = [one, *(Used("containerd", f"task{number}") for number in range(6))]
     for found, names in (([one], "of Podman .*: server$"), (many, "of Podman and containerd .* and 2 more$")):

@@ -12,12 +12,12 @@ from fake_podman import ID, FakePodman
 from fake_registry import FakeRegistry, Say
 from kept_checkpoints import an_archive
 
-from gpusnap import cli
-from oci.store import Store
-from runtime_shim import orders
+from gpusnap.cli import main as cli
+from oci.store.store import Store
 from runtime_shim import settings as settings_file
 from runtime_shim.errors import GpusnapError, UsageError
 from runtime_shim.settings import Settings
+from runtime_shim.shim import overrides
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """This host's, and a container under a Podman that exports an archive with its chunks."""
     found = Settings(store=settings_file.Store(path=str(tmp_path / "store")))
     monkeypatch.setattr(settings_file, "load", lambda: found)
-    monkeypatch.setattr(orders, "FOLDER", str(tmp_path / "orders"))
+    monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "orders"))
     monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "auth.json"))
     (tmp_path / "auth.json").write_text("{}")
     fake = FakePodman(tmp_path / "podman", monkeypatch)

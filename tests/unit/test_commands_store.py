@@ -15,13 +15,15 @@ from criu_images import CORE, INVENTORY
 from fake_registry import FakeRegistry
 from fakes import POISON, a_manifest
 
-from gpusnap import cli, exits
-from oci import artifact, transfer
-from oci.errors import binary_size
-from oci.manifest import Descriptor, Manifest
-from oci.store import Store
-from runtime_shim import manifest
-from runtime_shim.manifest import GpuProcess
+from gpusnap.cli import exit_codes
+from gpusnap.cli import main as cli
+from oci.base.errors import binary_size
+from oci.chunks import artifact
+from oci.layout.documents import Descriptor, Manifest
+from oci.registry import copy as transfer
+from oci.store.store import Store
+from runtime_shim.records import manifest
+from runtime_shim.records.manifest import GpuProcess
 from runtime_shim.settings import Settings
 from runtime_shim.settings import Store as StoreSettings
 
@@ -173,13 +175,13 @@ def test_ls_of_nothing(gpusnap: Run, tmp_path: Path) -> None:
     assert gpusnap("ls") == (0, f"no checkpoints in {path}\n", "")
     assert json_of(gpusnap, "ls") == {"store": str(path), "checkpoints": [], "blobs": 0, "size": 0}
     code, out, err = gpusnap("ls", f"oci:{tmp_path}/none")
-    assert (code, out) == (exits.NOT_FOUND, "")
+    assert (code, out) == (exit_codes.NOT_FOUND, "")
     assert err == (
         f"gpusnap: there is no store {tmp_path}/none: there is no such directory; gpusnap checkpoint --to "
         f"oci:{tmp_path}/none makes one\n"
     )
     code, _, err = gpusnap("ls", f"oci:{tmp_path}")
-    assert code == exits.NOT_FOUND
+    assert code == exit_codes.NOT_FOUND
     assert f"{tmp_path} is no store" in err
 
 
@@ -188,7 +190,7 @@ def test_ls_of_nothing(gpusnap: Run, tmp_path: Path) -> None:
 def test_what_is_no_store(gpusnap: Run, kept: Kept, command: str, word: str) -> None:
     """Exit code 2, and how a store is named."""
     code, out, err = gpusnap(command, word)
-    assert (code, out) == (exits.USAGE, "")
+    assert (code, out) == (exit_codes.USAGE, "")
     assert "a store is named oci:DIR" in err
 
 
@@ -288,7 +290,7 @@ def test_inspect_by_digest(gpusnap: Run, kept: Kept) -> None:
     assert json_of(gpusnap, "inspect", digits)["artifact"]["digest"] == kept.second.digest
     assert json_of(gpusnap, "inspect", kept.of(digits))["artifact"]["digest"] == kept.second.digest
     code, _, err = gpusnap("inspect", "w:3")
-    assert code == exits.NOT_FOUND
+    assert code == exit_codes.NOT_FOUND
     assert "has the name or digest 'w:3'; did you mean w:2 or w:1?" in err
 
 
@@ -301,7 +303,7 @@ def test_inspect_of_odd_ones(gpusnap: Run, kept: Kept) -> None:
     code, out, _ = gpusnap("inspect", kept.pages.digest)
     assert "records: none, these are the pages of a checkpoint whose archive lies elsewhere" in out
     code, _, err = gpusnap("plan", "plain")
-    assert code == exits.FAILED
+    assert code == exit_codes.FAILED
     assert "plain is the checkpoint of a container without GPU state" in err
 
 
@@ -309,7 +311,7 @@ def test_inspect_of_a_damaged_manifest(gpusnap: Run, kept: Kept) -> None:
     """Exit code 4; the blob is named, and so is what finds more."""
     damage(blob_path(kept.store, config(kept.store, kept.first)))
     code, out, err = gpusnap("inspect", "w:1")
-    assert (code, out) == (exits.DAMAGED, "")
+    assert (code, out) == (exit_codes.DAMAGED, "")
     assert config(kept.store, kept.first, check=False) in err
     assert "gpusnap verify finds all that is damaged" in err
 
@@ -415,7 +417,7 @@ def test_verify_finds_every_damage(gpusnap: Run, kept: Kept, kind: str, line: tu
             path.write_bytes(path.read_bytes()[:-1])
     said = {"flipped": "holds something else", "cut short": "cut short: has ", "gone": "missing"}[kind]
     code, out, err = gpusnap("verify", *line)
-    assert code == exits.DAMAGED
+    assert code == exit_codes.DAMAGED
     for digest, belongs_to in hit.items():
         assert f"{digest}: {said}" in out
         assert belongs_to in out
@@ -423,7 +425,7 @@ def test_verify_finds_every_damage(gpusnap: Run, kept: Kept, kind: str, line: tu
     assert err.startswith("gpusnap: 4 damaged in ")
     code, out, _ = gpusnap("verify", *line, "--json")
     (found,) = json.loads(out)
-    assert code == exits.DAMAGED
+    assert code == exit_codes.DAMAGED
     assert {each["digest"] for each in found["damaged"]} == {*hit}
     # The chunks of both: with --all it says of which checkpoint.
     chunk = next(each for each in found["damaged"] if each["digest"] == whole.chunks[0].digest)
@@ -447,7 +449,7 @@ def test_verify_of_broken_manifests(gpusnap: Run, kept: Kept) -> None:
 def test_verify_goes_on(gpusnap: Run, kept: Kept) -> None:
     """One that is not there does not keep the others from being checked."""
     code, out, err = gpusnap("verify", "none", "w:1")
-    assert code == exits.NOT_FOUND
+    assert code == exit_codes.NOT_FOUND
     assert "w:1: " in out
     assert "'none'" in err
 
@@ -456,7 +458,7 @@ def test_verify_goes_on(gpusnap: Run, kept: Kept) -> None:
 def test_verify_of_what(gpusnap: Run, kept: Kept, line: tuple[str, ...]) -> None:
     """Something, or all, but not both."""
     code, _, err = gpusnap("verify", *line)
-    assert code == exits.USAGE
+    assert code == exit_codes.USAGE
     assert "give one or more of WHAT, or --all" in err
 
 
@@ -502,13 +504,13 @@ def test_rm(gpusnap: Run, kept: Kept) -> None:
         }
     ]
     assert found["collected"] is None
-    assert gpusnap("inspect", kept.second.digest)[0] == exits.NOT_FOUND
+    assert gpusnap("inspect", kept.second.digest)[0] == exit_codes.NOT_FOUND
 
 
 def test_rm_goes_on(gpusnap: Run, kept: Kept) -> None:
     """What can be removed is, and what cannot is told."""
     code, out, err = gpusnap("rm", "none", "w:1", "nothing")
-    assert code == exits.NOT_FOUND
+    assert code == exit_codes.NOT_FOUND
     assert "removed w:1" in out
     assert "gpusnap gc frees the room that it took" in out
     assert [line.count("nothing in") for line in err.splitlines()] == [1, 1]
@@ -520,7 +522,7 @@ def test_what_is_not_in_a_store(gpusnap: Run, kept: Kept, command: str, word: st
     """Exit code 2: a whole store, a file, and what cannot be a name."""
     line = (command, word.format(kept.store.path), *(("x",) if command == "tag" else ()))
     code, out, err = gpusnap(*line)
-    assert (code, out) == (exits.USAGE, "")
+    assert (code, out) == (exit_codes.USAGE, "")
     assert err.startswith("gpusnap: ")
     assert len(kept.store.entries()) == 5
 
@@ -543,7 +545,7 @@ def test_gc_of_a_damaged_store(gpusnap: Run, kept: Kept) -> None:
     """Nothing is removed, and the sentence says of which checkpoint it cannot be told."""
     blob_path(kept.store, kept.first.digest).unlink()
     code, out, err = gpusnap("gc")
-    assert (code, out) == (exits.FAILED, "")
+    assert (code, out) == (exit_codes.FAILED, "")
     assert "gc removed nothing" in err
     assert kept.first.digest in err
 
@@ -571,7 +573,7 @@ def test_tag(gpusnap: Run, kept: Kept) -> None:
     assert json_of(gpusnap, "tag", "w:2", "prod")["movedFrom"] == ""
     assert json_of(gpusnap, "inspect", "w:1")["artifact"]["names"] == ["w:1"]
     code, _, err = gpusnap("tag", "w:1", "sha256:ab")
-    assert code == exits.USAGE
+    assert code == exit_codes.USAGE
     assert "cannot be a name" in err
 
 
@@ -596,7 +598,7 @@ def test_inspect_in_a_registry(gpusnap: Run, kept: Kept, registry: FakeRegistry)
     assert found["artifact"]["shared"] == []
     assert len(registry.asked("GET", "/blobs/")) == 1
     assert json_of(gpusnap, "inspect", f"http://{word}") == found
-    assert gpusnap("inspect", f"http://{registry.host}/team/app:v2")[0] == exits.NOT_FOUND
+    assert gpusnap("inspect", f"http://{registry.host}/team/app:v2")[0] == exit_codes.NOT_FOUND
 
 
 def test_diff_with_a_registry(gpusnap: Run, kept: Kept, registry: FakeRegistry) -> None:
@@ -620,7 +622,7 @@ def test_verify_in_a_registry(gpusnap: Run, kept: Kept, registry: FakeRegistry) 
     damage(registry.folder / "blobs" / chunks[0].digest.removeprefix("sha256:"))
     registry.members["team/app"].discard(chunks[1].digest.removeprefix("sha256:"))
     code, out, _ = gpusnap("verify", word, "--deep")
-    assert code == exits.DAMAGED
+    assert code == exit_codes.DAMAGED
     assert f"{chunks[1].digest}: missing\n  the region {ADDRESS} of process 1 (sleep), at 4.0 KiB" in out
     assert f"{chunks[0].digest}: " in out
     assert "2 damaged" in out
@@ -670,5 +672,5 @@ def test_verify_of_a_lie(gpusnap: Run, kept: Kept, tmp_path: Path, line: tuple[s
         transfer.push(root, kept.store.layout, registry.repository(), tag="v1")
         words = [f"http://{registry.host}/team/app:v1" if word == "registry" else word for word in line]
         code, out, _ = gpusnap("verify", *words)
-    assert code == exits.DAMAGED
+    assert code == exit_codes.DAMAGED
     assert f"{chunk.blob}: does not hold the chunk sha256:{fake} of {chunk.size} bytes" in out

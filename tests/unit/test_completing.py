@@ -13,8 +13,9 @@ import pytest
 from checkpoints import keep
 from click.shell_completion import ShellComplete, ZshComplete
 
-from gpusnap import cli, completing
-from oci.store import Store
+from gpusnap.cli import completion as completing
+from gpusnap.cli import main as cli
+from oci.store.store import Store
 from runtime_shim.settings import Settings
 from runtime_shim.settings import Store as StoreSettings
 
@@ -134,7 +135,7 @@ def test_bash(tmp_path: Path, store: Store, line: str, replies: list[str]) -> No
         f"#!{sys.executable} -B\nimport sys\nsys.path.insert(0, {str(ROOT)!r})\n"
         "from runtime_shim import settings\n"
         f"mine = settings.Settings(store=settings.Store(path={store.path!r}))\n"
-        "settings.load = lambda: mine\nfrom gpusnap.cli import main\nraise SystemExit(main())\n"
+        "settings.load = lambda: mine\nfrom gpusnap.cli.main import main\nraise SystemExit(main())\n"
     )
     program.chmod(0o755)
     script = (

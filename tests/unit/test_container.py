@@ -10,9 +10,17 @@ import pytest
 from cells import cgroup_top
 from fakes import ID, POISON, FakeRuntime, Family, unshare_works
 
-from runtime_shim import container, proc
-from runtime_shim.container import Container, bundle_annotations, bundle_config, find, inner_pids, processes
 from runtime_shim.errors import ContainerError, RuntimeFailed, SettingsError
+from runtime_shim.process import proc
+from runtime_shim.runtime import container
+from runtime_shim.runtime.container import (
+    Container,
+    bundle_annotations,
+    bundle_config,
+    find,
+    inner_pids,
+    processes,
+)
 
 PID_NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child")
 needs_pid_namespace = pytest.mark.skipif(

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from containerd_layouts import BASE, IMAGE, Made, a_checkpoint
 
-from gpusnap import containerd
-from gpusnap.containerd import Image, container_name, digested, load, named, remade, top
-from oci.digests import digest_of
-from oci.errors import BlobError, DigestError, LayoutError
-from oci.manifest import INDEX, Descriptor
+from gpusnap.checkpoints.formats import containerd
+from gpusnap.checkpoints.formats.containerd import Image, container_name, digested, load, named, remade, top
+from oci.base.errors import BlobError, DigestError, LayoutError
+from oci.layout.digests import digest_of
+from oci.layout.documents import INDEX, Descriptor
 from runtime_shim.errors import ImageError
 
 

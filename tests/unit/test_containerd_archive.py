@@ -10,15 +10,15 @@ import pytest
 from archives import written
 from containerd_layouts import IMAGE, Made, a_checkpoint, packed
 
-from gpusnap.containerd import blob_of
-from gpusnap.containerd_archive import Archive
-from gpusnap.failures import Damaged
-from gpusnap.layout_files import opened_layout, refuse_containerd
-from oci import layout_archive
-from oci.digests import digest_of
-from oci.errors import BlobError, LayoutError
-from oci.layout_archive import is_layout
-from oci.manifest import Descriptor
+from gpusnap.checkpoints.formats.containerd import blob_of
+from gpusnap.checkpoints.formats.containerd_archive import Archive
+from gpusnap.checkpoints.formats.layout_archive import opened_layout, refuse_containerd
+from gpusnap.user_errors import Damaged
+from oci.base.errors import BlobError, LayoutError
+from oci.layout import archive as layout_archive
+from oci.layout.archive import is_layout
+from oci.layout.digests import digest_of
+from oci.layout.documents import Descriptor
 from runtime_shim.errors import ImageError, Refused, UsageError
 
 

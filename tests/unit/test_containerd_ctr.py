@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from containerd_layouts import BASE, IMAGE, FakeCtr, Made, a_checkpoint
 
-from gpusnap.containerd import blob_of
-from gpusnap.containerd_ctr import InContainerd, Target, digest_in, unpack
-from gpusnap.failures import NotFound
-from oci.digests import digest_of
-from oci.errors import BlobError
-from oci.manifest import Descriptor
+from gpusnap.checkpoints.formats.containerd import blob_of
+from gpusnap.engines.ctr import InContainerd, Target, digest_in, unpack
+from gpusnap.user_errors import NotFound
+from oci.base.errors import BlobError
+from oci.layout.digests import digest_of
+from oci.layout.documents import Descriptor
 from runtime_shim.errors import GpusnapError, ImageError
 
 

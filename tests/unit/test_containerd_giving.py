@@ -13,18 +13,20 @@ import pytest
 import zstandard
 from containerd_layouts import BASE, IMAGE, Made, a_checkpoint, files_of, packed
 
-from gpusnap import containerd_giving, kept
-from gpusnap.containerd_archive import Archive
-from gpusnap.containerd_giving import give_out, origin
-from gpusnap.containerd_taking import take_in
-from gpusnap.kept import Kept
-from oci import artifact, tar
-from oci.chunks import Progress
-from oci.compression import as_file, squeezed
-from oci.digests import digest_of
-from oci.errors import BlobError, LayoutError
-from oci.layout import Layout
-from oci.manifest import Descriptor
+from gpusnap.checkpoints import artifact as kept
+from gpusnap.checkpoints.artifact import Kept
+from gpusnap.checkpoints.formats import containerd_writer
+from gpusnap.checkpoints.formats.containerd_archive import Archive
+from gpusnap.checkpoints.formats.containerd_reader import take_in
+from gpusnap.checkpoints.formats.containerd_writer import give_out, origin
+from oci.base.errors import BlobError, LayoutError
+from oci.chunks import artifact
+from oci.chunks.table import Progress
+from oci.layout.digests import digest_of
+from oci.layout.documents import Descriptor
+from oci.layout.layout import Layout
+from oci.tar import headers as tar
+from oci.tar.compression import as_file, squeezed
 from runtime_shim.errors import ImageError
 
 
@@ -172,7 +174,7 @@ def test_no_image_in_the_records(tmp_path: Path, layout: Layout, monkeypatch: py
     files["containerd/index.json"] = json.dumps({**index, "manifests": index["manifests"] * 2}).encode()
     with pytest.raises(LayoutError, match="name 2 images"):
         given(with_records(found, layout, packed(files)), layout)
-    monkeypatch.setattr(containerd_giving, "_MOST_BESIDE", 100)
+    monkeypatch.setattr(containerd_writer, "_MOST_BESIDE", 100)
     with pytest.raises(LayoutError, match="more than 100 bytes"):
         given(found, layout)
 

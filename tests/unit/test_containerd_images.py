@@ -13,15 +13,17 @@ from containerd_layouts import BASE, IMAGE, FakeCtr, Made, a_checkpoint, files_o
 from fake_registry import FakeRegistry
 from kept_checkpoints import an_archive
 
-from gpusnap import moving, restoring, where
-from gpusnap.commands_move import pull
-from gpusnap.containerd import REF_NAME
-from gpusnap.containerd_images import Brought
+from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.formats.containerd import REF_NAME
+from gpusnap.checkpoints.formats.containerd_images import Brought
+from gpusnap.checkpoints.locator import InContainerd, InFile, InRegistry, InStore
+from gpusnap.cli.checkpoint_commands import pull
+from gpusnap.operations import push_pull
+from gpusnap.operations import restore as restoring
 from gpusnap.progress import Progress
-from gpusnap.where import InContainerd, InFile, InRegistry, InStore
-from oci.digests import digest_of
-from oci.manifest import INDEX
-from oci.store import Store
+from oci.layout.digests import digest_of
+from oci.layout.documents import INDEX
+from oci.store.store import Store
 from runtime_shim.errors import GpusnapError, Refused, UsageError
 
 QUIET = Progress(shown=False)
@@ -52,7 +54,7 @@ def made(tmp_path: Path) -> Made:
 
 
 def at(registry: FakeRegistry, rest: str = "team/app:v1") -> InRegistry:
-    return where.registry(f"http://{registry.host}/{rest}")
+    return locator.registry(f"http://{registry.host}/{rest}")
 
 
 def test_there_and_back(
@@ -60,17 +62,17 @@ def test_there_and_back(
 ) -> None:
     """Out of containerd or an archive it is the same; in again, the base image is ready by its name."""
     ctr.has(made)
-    pushed = moving.push(THERE, at(registry), progress=QUIET)
+    pushed = push_pull.push(THERE, at(registry), progress=QUIET)
     archive = made.written(tmp_path / "cp.tar")
-    again = moving.push(InFile(archive), at(registry), progress=QUIET)
+    again = push_pull.push(InFile(archive), at(registry), progress=QUIET)
     assert (again.digest, again.moved.blobs) == (pushed.digest, 0)
-    pulled = moving.pull(at(registry), to=InContainerd("x", "y:z"), progress=QUIET)
+    pulled = push_pull.pull(at(registry), to=InContainerd("x", "y:z"), progress=QUIET)
     assert (pulled.digest, pulled.image, pulled.name) == (pushed.digest, Brought("y:z", BASE, True), "")
     files = files_of(ctr.imported.read_bytes())
     assert b'"io.containerd.image.name":"y:z"' in files["index.json"]
     base = made.member("image.manifest")["digest"]
     assert ctr.calls()[-1] == f"--namespace x snapshots --snapshotter overlayfs unpack {base}"
-    moving.pull(at(registry), file=str(tmp_path / "out.tar"), progress=QUIET)
+    push_pull.pull(at(registry), file=str(tmp_path / "out.tar"), progress=QUIET)
     out = files_of((tmp_path / "out.tar").read_bytes())
     assert {name: data for name, data in out.items() if name != "index.json"} == {
         name: data for name, data in files.items() if name != "index.json"
@@ -83,34 +85,34 @@ def test_there_and_back(
 
 def test_by_a_store(registry: FakeRegistry, store: Store, made: Made, tmp_path: Path) -> None:
     """A store keeps it as any, and it goes on from there."""
-    pushed = moving.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
-    moving.pull(at(registry), to=InStore(store, "w"), progress=QUIET)
+    pushed = push_pull.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
+    push_pull.pull(at(registry), to=InStore(store, "w"), progress=QUIET)
     other = at(registry, "team/other:v1")
-    assert moving.push(InStore(store, "w"), other, progress=QUIET).digest == pushed.digest
+    assert push_pull.push(InStore(store, "w"), other, progress=QUIET).digest == pushed.digest
     with pytest.raises(Refused, match="checkpoint of containerd's, which Podman cannot restore"):
         restoring.restore(restoring.Wish(what=InStore(store, "w")), QUIET)
     with pytest.raises(Refused, match="which Podman cannot restore"):
-        moving.push(InStore(store, "w"), other, format="podman", progress=QUIET)
+        push_pull.push(InStore(store, "w"), other, format="podman", progress=QUIET)
 
 
 @pytest.mark.parametrize("form", ["podman", "cri"])
 def test_no_images_for_others(
-    registry: FakeRegistry, ctr: FakeCtr, made: Made, tmp_path: Path, form: moving.Format
+    registry: FakeRegistry, ctr: FakeCtr, made: Made, tmp_path: Path, form: push_pull.Format
 ) -> None:
     """Neither Podman nor CRI-O could restore them."""
     archive = made.written(tmp_path / "cp.tar")
     for what in (InFile(archive), THERE):
         with pytest.raises(Refused, match=f"no image for {form} can be made"):
-            moving.push(what, at(registry), format=form, progress=QUIET)
+            push_pull.push(what, at(registry), format=form, progress=QUIET)
     with pytest.raises(Refused, match="is an image layout"):
         restoring.restore(restoring.Wish(what=InFile(archive)), QUIET)
 
 
 def test_podmans(registry: FakeRegistry, ctr: FakeCtr, tmp_path: Path) -> None:
     """What Podman made is none of containerd's, and nothing is asked of it."""
-    moving.push(InFile(an_archive(tmp_path)), at(registry), progress=QUIET)
+    push_pull.push(InFile(an_archive(tmp_path)), at(registry), progress=QUIET)
     with pytest.raises(Refused, match="which ctr cannot restore") as caught:
-        moving.pull(at(registry), to=THERE, progress=QUIET)
+        push_pull.pull(at(registry), to=THERE, progress=QUIET)
     assert "gpusnap restore" in caught.value.hint
     # Nor has more of it come than its manifest.
     assert len(registry.asked("GET", "blobs/")) == 1
@@ -119,35 +121,35 @@ def test_podmans(registry: FakeRegistry, ctr: FakeCtr, tmp_path: Path) -> None:
 
 def test_another_base_image(registry: FakeRegistry, ctr: FakeCtr, made: Made, tmp_path: Path) -> None:
     """A checkpoint cannot put its own image in the place of another."""
-    moving.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
+    push_pull.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
     ctr.lists(BASE, digest_of(b"another"), "a/b")
     with pytest.raises(Refused, match=f"containerd has another image {BASE}"):
-        moving.pull(at(registry), to=THERE, progress=QUIET)
+        push_pull.pull(at(registry), to=THERE, progress=QUIET)
     assert not ctr.imported.exists()
 
 
 def test_names_that_are_taken(registry: FakeRegistry, ctr: FakeCtr, made: Made, tmp_path: Path) -> None:
     """Neither its own base image nor any other image is replaced by it; an earlier checkpoint may be."""
-    moving.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
+    push_pull.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
     with pytest.raises(Refused, match=f"cannot be called {BASE}, which is the name of its base image"):
-        moving.pull(at(registry), to=InContainerd("team", BASE), progress=QUIET)
+        push_pull.pull(at(registry), to=InContainerd("team", BASE), progress=QUIET)
     base = made.member("image.manifest")
     for name, kind in (("localhost/plain:1", base["mediaType"]), ("localhost/all:1", INDEX)):
         ctr.lists(name, str(base["digest"]), str(kind))
         (ctr.folder / "blobs" / str(base["digest"])).write_bytes(made.blobs[str(base["digest"])])
         with pytest.raises(Refused, match=f"has an image {name} already, and it is no checkpoint"):
-            moving.pull(at(registry), to=InContainerd("team", name), progress=QUIET)
+            push_pull.pull(at(registry), to=InContainerd("team", name), progress=QUIET)
     assert not ctr.imported.exists()
     (tmp_path / "b").mkdir()
     ctr.has(a_checkpoint(tmp_path / "b", images={"core-7.img": b"earlier"}))
-    moving.pull(at(registry), to=THERE, progress=QUIET)
+    push_pull.pull(at(registry), to=THERE, progress=QUIET)
     assert ctr.imported.exists()
 
 
 def test_the_name_in_a_file(registry: FakeRegistry, made: Made, tmp_path: Path) -> None:
     """It is the reference that was typed, and what the maker called it is not there; both names are said."""
     made.name = "docker.io/library/alpine:latest"
-    moving.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
+    push_pull.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
     out = tmp_path / "out.tar"
     done = CliRunner().invoke(pull, [f"http://{registry.host}/team/app:v1", "-o", str(out)])
     assert done.exit_code == 0, done.output
@@ -155,9 +157,9 @@ def test_the_name_in_a_file(registry: FakeRegistry, made: Made, tmp_path: Path) 
     assert f"sets the images {name} and {BASE}, in the place of any" in done.stderr
     assert b"alpine" not in b"".join(files_of(out.read_bytes()).values())
     made.index["annotations"] = {**made.index["annotations"], REF_NAME: name}  # type: ignore[dict-item]
-    moving.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
+    push_pull.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
     with pytest.raises(Refused, match=f"cannot be called {name}, which is the name of its base image"):
-        moving.pull(at(registry), file=str(tmp_path / "b.tar"), progress=QUIET)
+        push_pull.pull(at(registry), file=str(tmp_path / "b.tar"), progress=QUIET)
 
 
 def test_what_comes_before_it_is_refused(
@@ -165,14 +167,14 @@ def test_what_comes_before_it_is_refused(
 ) -> None:
     """A name, a base image or a ctr that will not do costs no more than a manifest and the records."""
     made = a_checkpoint(tmp_path)
-    moving.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
+    push_pull.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
     ctr.lists(BASE, digest_of(b"another"), "a/b")
     ctr.lists("localhost/plain:1", digest_of(b"plain"), "a/b")
 
     def blobs(error: type[GpusnapError], says: str, **more: Any) -> int:
         before = len(registry.asked("GET", "blobs/"))
         with pytest.raises(error, match=says):
-            moving.pull(at(registry), progress=QUIET, **more)
+            push_pull.pull(at(registry), progress=QUIET, **more)
         return len(registry.asked("GET", "blobs/")) - before
 
     # The config, which is kept; the records where they have to be looked into.
@@ -185,9 +187,9 @@ def test_what_comes_before_it_is_refused(
 
 def test_what_was_moved(registry: FakeRegistry, ctr: FakeCtr, made: Made, tmp_path: Path) -> None:
     """What came to be looked into counts as what came."""
-    moving.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
-    plain = moving.pull(at(registry), to=InStore(Store(tmp_path / "other"), "w"), progress=QUIET)
-    brought = moving.pull(at(registry), to=THERE, progress=QUIET)
+    push_pull.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
+    plain = push_pull.pull(at(registry), to=InStore(Store(tmp_path / "other"), "w"), progress=QUIET)
+    brought = push_pull.pull(at(registry), to=THERE, progress=QUIET)
     assert brought.moved.bytes == plain.moved.bytes
     assert (brought.moved.blobs, brought.moved.skipped_blobs) == (
         plain.moved.blobs,
@@ -198,40 +200,40 @@ def test_what_was_moved(registry: FakeRegistry, ctr: FakeCtr, made: Made, tmp_pa
 def test_without_the_base_image(registry: FakeRegistry, ctr: FakeCtr, tmp_path: Path) -> None:
     """It is said whether containerd has it."""
     made = a_checkpoint(tmp_path, base=False)
-    moving.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
+    push_pull.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
     for there in (False, True):
-        assert moving.pull(at(registry), to=THERE, progress=QUIET).image == Brought(IMAGE, BASE, there)
+        assert push_pull.pull(at(registry), to=THERE, progress=QUIET).image == Brought(IMAGE, BASE, there)
         ctr.lists(BASE, digest_of(b"any"), "a/b")
     assert not [call for call in ctr.calls() if "unpack " in call.replace("--no-unpack", "")]
 
 
 def test_the_base_image_is_not_sent_twice(registry: FakeRegistry, made: Made, tmp_path: Path) -> None:
     """Another checkpoint of the same image brings only what is new."""
-    moving.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
+    push_pull.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
     (tmp_path / "b").mkdir()
     second = a_checkpoint(tmp_path / "b", images={"core-7.img": b"new"})
-    moved = moving.push(InFile(second.written(tmp_path / "2.tar")), at(registry), progress=QUIET).moved
+    moved = push_pull.push(InFile(second.written(tmp_path / "2.tar")), at(registry), progress=QUIET).moved
     assert moved.blobs == 2  # the records and the manifest
     assert moved.skipped_bytes > 2 << 20
 
 
 def test_other_endings(registry: FakeRegistry, made: Made, tmp_path: Path) -> None:
     """ctr takes plain tars."""
-    moving.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
+    push_pull.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
     with pytest.raises(UsageError, match="no plain tar"):
-        moving.pull(at(registry), file=str(tmp_path / "out.tar.zst"), progress=QUIET)
+        push_pull.pull(at(registry), file=str(tmp_path / "out.tar.zst"), progress=QUIET)
     assert not (tmp_path / "out.tar.zst").exists()
 
 
 def test_an_unpacking_that_fails(registry: FakeRegistry, ctr: FakeCtr, made: Made, tmp_path: Path) -> None:
     """What is there by then, and what is left to do."""
-    moving.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
+    push_pull.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
     script = ctr.folder / "ctr"
     script.write_text(
         script.read_text() + 'case "$*" in *overlayfs*) echo "ctr: no room" >&2; exit 1;; esac\n'
     )
     with pytest.raises(GpusnapError, match=r"in containerd, but its base image .* no room") as caught:
-        moving.pull(at(registry), to=THERE, progress=QUIET)
+        push_pull.pull(at(registry), to=THERE, progress=QUIET)
     assert "snapshots unpack sha256:" in caught.value.hint
     assert ctr.imported.exists()
 
@@ -251,16 +253,16 @@ def test_an_unpacking_that_fails(registry: FakeRegistry, ctr: FakeCtr, made: Mad
 def test_words(word: str, place: InContainerd | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which word is which image."""
     monkeypatch.delenv("CONTAINERD_NAMESPACE", raising=False)
-    assert where.in_containerd(word) == place
+    assert locator.in_containerd(word) == place
 
 
 def test_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """ctr's own variable is the default; what is no name is said."""
     monkeypatch.setenv("CONTAINERD_NAMESPACE", "blue")
-    assert where.in_containerd("containerd:w") == InContainerd("blue", "w")
+    assert locator.in_containerd("containerd:w") == InContainerd("blue", "w")
     for word in ("containerd:", "containerd:team/", "containerd:-x", 'containerd:a"b', "containerd:a b"):
         with pytest.raises(UsageError, match="names no image"):
-            where.in_containerd(word)
-    for ask in (where.find, where.destination):
+            locator.in_containerd(word)
+    for ask in (locator.find, locator.destination):
         with pytest.raises(UsageError, match="only gpusnap push and gpusnap pull --to know"):
             ask("containerd:w")

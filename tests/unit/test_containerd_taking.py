@@ -11,19 +11,19 @@ import pytest
 from containerd_layouts import BASE, IMAGE, Made, a_checkpoint, files_of, packed
 from oci_regions import load
 
-from gpusnap import containerd_taking
-from gpusnap.containerd_archive import Archive
-from gpusnap.containerd_taking import take_in
-from oci import artifact
-from oci.archive import entries
-from oci.artifact import Artifact
-from oci.chunks import Progress
-from oci.digests import digest_of
-from oci.errors import ArchiveError, BlobError
-from oci.layout import Layout
-from oci.manifest import EMPTY
-from runtime_shim import manifest
+from gpusnap.checkpoints.formats import containerd_reader
+from gpusnap.checkpoints.formats.containerd_archive import Archive
+from gpusnap.checkpoints.formats.containerd_reader import take_in
+from oci.base.errors import ArchiveError, BlobError
+from oci.chunks import artifact
+from oci.chunks.artifact import Artifact
+from oci.chunks.table import Progress
+from oci.layout.digests import digest_of
+from oci.layout.documents import EMPTY
+from oci.layout.layout import Layout
+from oci.tar.archive import entries
 from runtime_shim.errors import ImageError, ManifestError
+from runtime_shim.records import manifest
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def test_a_broken_manifest(tmp_path: Path, layout: Layout) -> None:
 
 def test_many_small_ones(tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in memory together is bounded: the rest are layers."""
-    monkeypatch.setattr(containerd_taking, "_MOST_SMALL", 110)
+    monkeypatch.setattr(containerd_reader, "_MOST_SMALL", 110)
     made = a_checkpoint(tmp_path, gpu=False)
     found = taken(made, tmp_path, layout)
     assert len(found.carried) > 1

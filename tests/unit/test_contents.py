@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oci_regions import PAGE, save
 
-from gpusnap.contents import Span, compare, compare_tables, parts, shared, statistics
-from oci.chunks import Chunk, Table, validated
-from oci.layout import Layout
-from runtime_shim.manifest import GpuProcess, GpuRecord
+from gpusnap.checkpoints.statistics import Span, compare, compare_tables, parts, shared, statistics
+from oci.chunks.table import Chunk, Table, validated
+from oci.layout.layout import Layout
+from runtime_shim.records.manifest import GpuProcess, GpuRecord
 
 
 @pytest.fixture

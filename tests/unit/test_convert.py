@@ -14,22 +14,23 @@ import pytest
 from archives import CONFIG_DUMP, CREATED, listed, record, regions, written
 from oci_regions import load
 
-import oci.archive
-import oci.files
-from gpusnap import members, taking
-from gpusnap.convert import Taken, give_out, take_in
-from oci import artifact
-from oci.archive import ArchiveError, Compression, Writer, entries
-from oci.artifact import Artifact
-from oci.blobs import FirstOf
-from oci.chunks import Chunk, Progress, descriptors, validated
-from oci.digests import digest_of
-from oci.errors import BlobError, DiskFull
-from oci.layout import Layout
-from oci.manifest import EMPTY, Descriptor
-from runtime_shim import manifest
+import oci.base.files
+import oci.tar.archive
+from gpusnap.checkpoints.formats import names as members
+from gpusnap.checkpoints.formats import podman_reader
+from gpusnap.checkpoints.formats.podman import Taken, give_out, take_in
+from oci.base.errors import BlobError, DiskFull
+from oci.chunks import artifact
+from oci.chunks.artifact import Artifact
+from oci.chunks.table import Chunk, Progress, descriptors, validated
+from oci.layout.blobs import FirstOf
+from oci.layout.digests import digest_of
+from oci.layout.documents import EMPTY, Descriptor
+from oci.layout.layout import Layout
+from oci.tar.archive import ArchiveError, Compression, Writer, entries
 from runtime_shim._version import __version__
 from runtime_shim.errors import ImageError, ManifestError
+from runtime_shim.records import manifest
 
 BLOB = "checkpoint/gpusnap/blobs/sha256/"
 MANIFEST = "checkpoint/gpusnap/manifest.json"
@@ -288,7 +289,7 @@ def test_wrong_blob(
     tmp_path: Path, source: Layout, staging: Layout, monkeypatch: pytest.MonkeyPatch, small: int
 ) -> None:
     """A blob that its name does not fit is found, whether it passes in one piece or in many."""
-    monkeypatch.setattr(taking, "SMALL", small)
+    monkeypatch.setattr(podman_reader, "SMALL", small)
     tables = regions(source)
     chunk = tables[0].chunks[0]
     spoilt = {BLOB + chunk.blob.removeprefix("sha256:"): bytes(chunk.stored)}
@@ -371,7 +372,7 @@ def test_give_out_wrong(
     tmp_path: Path, source: Layout, monkeypatch: pytest.MonkeyPatch, which: str, damage: str, small: int
 ) -> None:
     """A flipped bit, a blob cut short, and one that is missing: it is named, and no archive is made."""
-    monkeypatch.setattr("gpusnap.giving.SMALL", small)
+    monkeypatch.setattr("gpusnap.checkpoints.formats.podman_writer.SMALL", small)
     found, layout, config = parts(tmp_path, source)
     part = {"records": found.records, "rootfs": found.rootfs, "chunk": found.chunks[1]}[which]
     assert part is not None
@@ -395,7 +396,7 @@ def test_give_out_wrong(
 def test_give_out_full(tmp_path: Path, source: Layout, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     """A disk that is full after some writes: the path is named, nothing is left."""
     found, layout, config = parts(tmp_path, source)
-    left, real = room, oci.files.all_written
+    left, real = room, oci.base.files.all_written
 
     def all_written(descriptor: int, data: bytes) -> None:
         nonlocal left
@@ -404,7 +405,7 @@ def test_give_out_full(tmp_path: Path, source: Layout, monkeypatch: pytest.Monke
         left -= 1
         real(descriptor, data)
 
-    monkeypatch.setattr(oci.archive, "all_written", all_written)
+    monkeypatch.setattr(oci.tar.archive, "all_written", all_written)
     before = set(os.listdir(tmp_path))
     with pytest.raises(DiskFull, match=r"is full: the archive out\.tar"):
         give_out(found, layout, str(tmp_path / "out.tar"), config=config)

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from fakes import POISON
 
-from runtime_shim.argv import CheckpointCall, RestoreCall
-from runtime_shim.criu import config
-from runtime_shim.criu.config import (
+from runtime_shim.errors import ImageError, SettingsError
+from runtime_shim.records.manifest import DriverMount
+from runtime_shim.runtime.command_line import CheckpointCall, RestoreCall
+from runtime_shim.runtime.criu import config
+from runtime_shim.runtime.criu.config import (
     VARIABLE,
     Connections,
     config_file,
@@ -23,9 +25,7 @@ from runtime_shim.criu.config import (
     restore_text,
     with_flags,
 )
-from runtime_shim.errors import ImageError, SettingsError
-from runtime_shim.manifest import DriverMount
-from runtime_shim.real import parse_version
+from runtime_shim.runtime.identify import parse_version
 from runtime_shim.settings import Criu
 
 CRUN = parse_version(Path("/usr/bin/crun"), "crun version 1.21\n+CRIU")

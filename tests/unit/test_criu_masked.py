@@ -10,13 +10,13 @@ import pytest
 from criu_images import INVENTORY
 from fakes import Scene, a_manifest
 
-from runtime_shim import restore
-from runtime_shim.criu import masked
-from runtime_shim.criu.config import restore_text
-from runtime_shim.criu.view import view
-from runtime_shim.draft import Draft
 from runtime_shim.errors import ImageError
+from runtime_shim.records.manifest_file import Draft
+from runtime_shim.runtime.criu.config import restore_text
+from runtime_shim.runtime.criu.images import masked_paths
+from runtime_shim.runtime.criu.images.overlay import view
 from runtime_shim.settings import Criu
+from runtime_shim.snapshot import restore
 
 DUMPED = "/run/crun/.empty-directory"
 OWN = "/run/containerd/runc/k8s.io/.empty-directory"
@@ -48,7 +48,7 @@ def written(folder: Path, *keys: str) -> Path:
 def test_another_root(tmp_path: Path) -> None:
     """What was dumped by the default root's name is the folder in this root."""
     images = written(tmp_path, "/dev/null", DUMPED, DUMPED, "gpusnap-0")
-    [mount] = masked.mounts(str(images), "crun", ROOT, {})
+    [mount] = masked_paths.mounts(str(images), "crun", ROOT, {})
     assert f"external mnt[{DUMPED}]:{OWN}" in restore_text(Criu(), [mount]).splitlines()
 
 
@@ -78,7 +78,9 @@ def test_a_restore_tells_criu(
 @pytest.mark.parametrize("key", [f"/{'a' * 45}/.empty-directory", f"/{'b' * 150}/.empty-directory"])
 def test_lengths(tmp_path: Path, key: str) -> None:
     """Where the length looks like a part of the name, and where it takes two bytes."""
-    assert [mount.key for mount in masked.mounts(str(written(tmp_path, key)), "crun", ROOT, {})] == [key]
+    assert [mount.key for mount in masked_paths.mounts(str(written(tmp_path, key)), "crun", ROOT, {})] == [
+        key
+    ]
 
 
 @pytest.mark.parametrize(
@@ -97,11 +99,11 @@ def test_nothing_to_be_told(
     tmp_path: Path, kind: str, root: str | None, environ: dict[str, str], key: str
 ) -> None:
     """The same name, another runtime, and names that no crun gives."""
-    assert masked.mounts(str(written(tmp_path, key)), kind, root, environ) == ()
+    assert masked_paths.mounts(str(written(tmp_path, key)), kind, root, environ) == ()
 
 
 def test_not_readable(tmp_path: Path) -> None:
     """An image that cannot be read is named."""
     os.mkdir(tmp_path / "mountpoints-12.img")
     with pytest.raises(ImageError, match=r"mountpoints-12\.img cannot be read"):
-        masked.mounts(str(tmp_path), "crun", ROOT, {})
+        masked_paths.mounts(str(tmp_path), "crun", ROOT, {})

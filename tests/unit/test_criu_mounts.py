@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim import proc
-from runtime_shim.criu import mounts
-from runtime_shim.criu.mounts import checked, undeclared
 from runtime_shim.errors import Refused
-from runtime_shim.manifest import DriverMount
+from runtime_shim.process import proc
+from runtime_shim.records.manifest import DriverMount
+from runtime_shim.runtime.criu import external_mounts
+from runtime_shim.runtime.criu.external_mounts import checked, undeclared
 
 DRIVER = [
     "/usr/lib/x86_64-linux-gnu/libcuda.so.580.159.04",
@@ -42,7 +42,7 @@ OTHER = [
 @pytest.mark.parametrize("path", DRIVER)
 def test_the_drivers(path: str) -> None:
     """The places at which NVIDIA's container tools mount the driver's files."""
-    assert mounts._ours(path)
+    assert external_mounts._ours(path)
 
 
 @pytest.mark.parametrize("path", OTHER)
@@ -77,7 +77,7 @@ def lay(monkeypatch: pytest.MonkeyPatch, *found: tuple[str, tuple[str, ...]], re
     theirs = tuple(proc.Mount("8:1", "/x", where, ("ro",), tags, "ext4") for where, tags in found)
     monkeypatch.setattr(proc, "mounts", lambda _: theirs)
     monkeypatch.setattr(proc, "host_path", lambda mount: f"/host{mount.destination}" if reachable else None)
-    monkeypatch.setattr(mounts, "_same_file", lambda one, other: True)
+    monkeypatch.setattr(external_mounts, "_same_file", lambda one, other: True)
 
 
 def test_undeclared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_not_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
     lay(monkeypatch, (DRIVER[0], ()), reachable=False)
     assert undeclared(7, {}) == ((), False)
     lay(monkeypatch, (DRIVER[0], ()))
-    monkeypatch.setattr(mounts, "_same_file", lambda one, other: False)
+    monkeypatch.setattr(external_mounts, "_same_file", lambda one, other: False)
     assert undeclared(7, {}) == ((), False)
 
 
@@ -120,5 +120,5 @@ def test_same_file(tmp_path: Path) -> None:
     """Files are compared as such; one that is gone is no match."""
     (tmp_path / "a").touch()
     (tmp_path / "b").symlink_to("a")
-    assert mounts._same_file(str(tmp_path / "a"), str(tmp_path / "b"))
-    assert not mounts._same_file(str(tmp_path / "a"), str(tmp_path / "none"))
+    assert external_mounts._same_file(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert not external_mounts._same_file(str(tmp_path / "a"), str(tmp_path / "none"))

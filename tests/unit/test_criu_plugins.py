@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from fakes import POISON
 
-from runtime_shim import locate
-from runtime_shim.criu import plugins
-from runtime_shim.criu.plugins import VARIABLE, find, injected
 from runtime_shim.errors import ImageError, Refused
-from runtime_shim.gpu.plugin import AMDGPU, CUDA
+from runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA
+from runtime_shim.runtime import find as locate
+from runtime_shim.runtime.criu import plugins
+from runtime_shim.runtime.criu.plugins import VARIABLE, find, injected
 from runtime_shim.settings import Amd, Criu, Nvidia, Settings
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim.criu import scratch
-from runtime_shim.criu import view as module
-from runtime_shim.criu.view import view
 from runtime_shim.errors import ImageError
+from runtime_shim.runtime.criu.images import overlay as module
+from runtime_shim.runtime.criu.images.overlay import view
+from runtime_shim.runtime.criu.scratch_files import scratch
 
 # Goes where a restored process is when it opens images: into mounts of its own, with another root.
 INSIDE = """

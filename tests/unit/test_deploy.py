@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
-from gpusnap import install_containerd, install_crio
+from gpusnap.engines.install import containerd as install_containerd
+from gpusnap.engines.install import crio as install_crio
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy" / "kubernetes"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from doctor_trees import only, tree
 
-from gpusnap.doctor import cdi
+from gpusnap.doctor.host_checks import cdi
 
 LIBRARY = "/usr/lib/libcuda.so.580.159.04"
 

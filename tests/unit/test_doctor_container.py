@@ -9,17 +9,20 @@ from pathlib import Path
 import pytest
 from fakes import ID, MIB, FakeDriver, Family, gpu
 
-from gpusnap.doctor import container, gpu_use, room
-from gpusnap.doctor.check import Check
-from gpusnap.doctor.subject import Subject
-from runtime_shim import container as containers
-from runtime_shim import inside, preflight
+from gpusnap.doctor import container
+from gpusnap.doctor.base import free_space
+from gpusnap.doctor.base.check import Check
+from gpusnap.doctor.base.subject import Subject
+from gpusnap.doctor.container_checks import gpu_use
 from runtime_shim.errors import ContainerError, Refused
-from runtime_shim.flat import OF_CRI
-from runtime_shim.gpu.driver import ProcessState
-from runtime_shim.gpu.errors import DriverTooOld, GpuBusy
+from runtime_shim.gpu.api.driver import ProcessState
+from runtime_shim.gpu.api.errors import DriverTooOld, GpuBusy
+from runtime_shim.records.cri_layout import OF_CRI
+from runtime_shim.runtime import container as containers
 from runtime_shim.settings import Nvidia, Settings, Store
-from runtime_shim.sharing import Sharing
+from runtime_shim.snapshot.devices import bind_mounted_nodes
+from runtime_shim.snapshot.preflight import checks as preflight
+from runtime_shim.snapshot.preflight.nccl import Sharing
 
 
 @pytest.fixture
@@ -30,7 +33,7 @@ def family() -> Iterator[Family]:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    monkeypatch.setattr(inside, "device_nodes", lambda init: ())
+    monkeypatch.setattr(bind_mounted_nodes, "device_nodes", lambda init: ())
     return FakeDriver(gpus=(gpu(0),))
 
 
@@ -122,8 +125,8 @@ def test_where_containerds_checkpoints_go(
     assert gpu_use.place(task) == wanted
     assert gpu_use.place(subject) == subject.container.bundle
     driver.use(family.init, memory=1 << 60)
-    monkeypatch.setattr(room, "in_memory", lambda path: path == wanted)
-    monkeypatch.setattr(room, "speed", lambda path: pytest.fail(f"{path} was measured"))
+    monkeypatch.setattr(free_space, "in_memory", lambda path: path == wanted)
+    monkeypatch.setattr(free_space, "speed", lambda path: pytest.fail(f"{path} was measured"))
     found = by_name(container.checks(task, driver))
     assert found["disk"].verdict.value == "warning"
     assert "containerd may be told of another folder" in found["disk"].says
@@ -168,7 +171,7 @@ def test_refusals(
 ) -> None:
     """Each of pre-flight's is told, not the first alone."""
     driver.use(family.init, memory=1 << 60, state=ProcessState.CHECKPOINTED)
-    monkeypatch.setattr(inside, "device_nodes", lambda init: (("c", 10, 229, "/dev/fuse"),))
+    monkeypatch.setattr(bind_mounted_nodes, "device_nodes", lambda init: (("c", 10, 229, "/dev/fuse"),))
     found = by_name(container.checks(subject, driver))
     for name, said in (
         ("GPU state", "is checkpointed already"),

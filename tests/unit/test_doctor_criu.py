@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from doctor_trees import Programs, only, tree
 
-from gpusnap.doctor import criu
-from gpusnap.doctor.sources import Answer
+from gpusnap.doctor.base.sources import Answer
+from gpusnap.doctor.host_checks import criu
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from checkpoints import keep
 from doctor_trees import only
 from fakes import ID, a_manifest
 
-from gpusnap.doctor import duration
-from gpusnap.doctor.duration import Earlier
-from gpusnap.doctor.room import Speed
-from oci.store import Store
+from gpusnap.doctor.base.free_space import Speed
+from gpusnap.doctor.container_checks import duration
+from gpusnap.doctor.container_checks.duration import Earlier
+from oci.store.store import Store
 from runtime_shim.transaction import Step
 
 GIB = 1 << 30

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from doctor_trees import Programs, only, tree
 
-from gpusnap.doctor import engines
-from gpusnap.doctor.sources import Answer
-from runtime_shim import locate
+from gpusnap.doctor.base.sources import Answer
+from gpusnap.doctor.host_checks import engines
 from runtime_shim._version import __version__
+from runtime_shim.runtime import find as locate
 
 OURS = "/usr/bin/gpusnap-runtime"
 

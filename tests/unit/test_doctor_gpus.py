@@ -9,10 +9,10 @@ import pytest
 from doctor_trees import only, tree
 from fakes import FakeDriver, gpu
 
-from gpusnap.doctor import gpus
+from gpusnap.doctor.host_checks import gpus
 from runtime_shim.errors import Refused
-from runtime_shim.gpu.errors import DriverMissing, DriverTooOld
-from runtime_shim.gpu.plugin import AMDGPU
+from runtime_shim.gpu.api.criu_plugin import AMDGPU
+from runtime_shim.gpu.api.errors import DriverMissing, DriverTooOld
 from runtime_shim.settings import Settings
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from doctor_trees import only, tree
 
-from gpusnap.doctor import kernel
+from gpusnap.doctor.host_checks import kernel
 
 OPTIONS = (*kernel._NEEDED, *kernel._USEFUL)
 RELEASE = "6.18.1"

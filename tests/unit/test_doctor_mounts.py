@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from doctor_trees import only
 
-from gpusnap.doctor import mounts
-from runtime_shim.proc import Mount
+from gpusnap.doctor.container_checks import mounts
+from runtime_shim.process.proc import Mount
 
 CONFIG = {
     "mounts": [{"destination": "/proc"}, {"destination": "/dev"}, {"destination": "/data"}],

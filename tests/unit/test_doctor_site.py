@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from doctor_trees import only, tree
 
-from gpusnap.doctor import site
-from oci import credentials
+from gpusnap.doctor.host_checks import site
+from oci.registry import credentials
 from runtime_shim.settings import Settings
 
 SECRET = "c2VjcmV0OnNlY3JldA=="

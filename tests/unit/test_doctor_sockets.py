@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from doctor_trees import a_process, only, tree
 
-from gpusnap.doctor import files, sockets
-from gpusnap.doctor.files import Opened
-from runtime_shim import proc
+from gpusnap.doctor.container_checks import files, sockets
+from gpusnap.doctor.container_checks.files import Opened
+from runtime_shim.process import proc
 
 SOCKET = Opened(a_process(), 3, "socket:[77]", None)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from fakes import ID, Family
 
-from gpusnap import podman
-from gpusnap.doctor import subject
-from gpusnap.failures import NotFound
+from gpusnap.doctor.base import subject
+from gpusnap.engines import podman
+from gpusnap.user_errors import NotFound
 from runtime_shim.errors import ContainerError, GpusnapError, SettingsError
 
 TASKS = "io.containerd.runtime.v2.task"

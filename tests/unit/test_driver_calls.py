@@ -13,12 +13,13 @@ from contextlib import contextmanager
 import pytest
 from fakes import FakeDriver, Family
 
-from runtime_shim import driver_calls, proc
-from runtime_shim.driver_calls import call_or_run
 from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu.errors import DriverNotReady, LockTimeout, NotSupported
-from runtime_shim.memory.tracer import Tracer
-from runtime_shim.stillness import only, stop
+from runtime_shim.gpu.api.errors import DriverNotReady, LockTimeout, NotSupported
+from runtime_shim.process import proc
+from runtime_shim.process.ptrace.tracer import Tracer
+from runtime_shim.snapshot.suspend import driver_calls
+from runtime_shim.snapshot.suspend.driver_calls import call_or_run
+from runtime_shim.stopping.stop import only, stop
 
 
 @pytest.fixture

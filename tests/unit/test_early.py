@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from fakes import wait_for
 
-from oci import writing
-from oci.known import Known
-from oci.layout import Layout
-from oci.reading import read
-from runtime_shim.early import Early
-from runtime_shim.memory.stage import Area
+from oci.chunks import writer as writing
+from oci.chunks.index import Known
+from oci.chunks.reader import read
+from oci.layout.layout import Layout
+from runtime_shim.process.memory.tmpfs import Area
 from runtime_shim.settings import Memory
+from runtime_shim.snapshot.memory.write_ahead import Early
 
 SIZE = 64 << 10
 CHUNKS = 32

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from gpusnap import error_docs, error_messages
-from gpusnap.error_messages import Message, Messages
+from tools.docs import error_docs, error_messages
+from tools.docs.error_messages import Message, Messages
 
 
 @pytest.fixture(scope="module")
@@ -23,14 +23,14 @@ def test_every_message_has_a_cure(found: Messages) -> None:
 
 def test_every_cure_has_a_message(found: Messages) -> None:
     """No entry of CURES is left of a message that has gone or was worded anew."""
-    assert not error_docs.unused(found), "take these from CURES of gpusnap/error_cures.py"
+    assert not error_docs.unused(found), "take these from CURES of tools/docs/error_cures.py"
 
 
 def test_the_file_is_up_to_date(found: Messages) -> None:
-    """What lies in docs/ is what the code makes: `python -m gpusnap.error_docs` writes it."""
+    """What lies in docs/ is what the code makes: `python -m tools.docs.error_docs` writes it."""
     made = error_docs.markdown(found)
     there = (error_docs.ROOT / "docs" / "errors.md").read_text("utf-8")
-    assert there == made, "run: python -m gpusnap.error_docs"
+    assert there == made, "run: python -m tools.docs.error_docs"
 
 
 def test_all_is_on_the_page(found: Messages) -> None:
@@ -53,4 +53,4 @@ def test_a_message_without_a_cure() -> None:
     (said,) = error_docs.uncured(Messages((strange,), {}))
     assert "runtime_shim.new" in said
     assert "the <thing> has broken" in said
-    assert "gpusnap/error_cures.py" in said
+    assert "tools/docs/error_cures.py" in said

@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from gpusnap import error_messages
+from tools.docs import error_messages
 
 ERRORS = '''
 class GpusnapError(Exception):

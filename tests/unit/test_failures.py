@@ -6,8 +6,8 @@ import errno
 
 import pytest
 
-from gpusnap.failures import Damaged, NotFound, failure, told
-from oci import errors
+from gpusnap.user_errors import Damaged, NotFound, failure, told
+from oci.base import errors
 from runtime_shim.errors import GpusnapError, Interrupted
 
 KINDS = [

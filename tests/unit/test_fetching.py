@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 from fakes import a_manifest
 
-from oci.buffers import Buffer
-from oci.chunks import Table
-from oci.errors import BlobError, Unreachable
-from oci.layout import Layout
-from oci.manifest import Descriptor
-from oci.reading import read
-from oci.registry import Repository
-from oci.store import Store
-from oci.writing import write
-from runtime_shim import fetching as module
-from runtime_shim.chunk_home import as_artifact, labelled
+from oci.base.errors import BlobError, Unreachable
+from oci.chunks.buffers import Buffer
+from oci.chunks.reader import read
+from oci.chunks.table import Table
+from oci.chunks.writer import write
+from oci.layout.documents import Descriptor
+from oci.layout.layout import Layout
+from oci.registry.repository import Repository
+from oci.store.store import Store
 from runtime_shim.errors import ImageError, Refused
-from runtime_shim.fetching import Fetching, rebuild
-from runtime_shim.manifest import FileRecord, Manifest, RegionRecord
+from runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
 from runtime_shim.settings import Store as Settings
+from runtime_shim.snapshot.memory import source as module
+from runtime_shim.snapshot.memory.destination import as_artifact, labelled
+from runtime_shim.snapshot.memory.source import Fetching, rebuild
 
 KIB = 1 << 10
 SIZE = 64 * KIB
@@ -233,7 +233,7 @@ def test_a_store_that_cannot_be_written_to(
     store = stored(tmp_path / "store", record, layout)
 
     def read_only(self: Store, name: str = "") -> None:
-        from oci.errors import DiskError
+        from oci.base.errors import DiskError
 
         raise DiskError("it is read-only")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim import flat, manifest
 from runtime_shim.errors import ImageError
+from runtime_shim.records import cri_layout, manifest
 
 FILES = {
     "inventory.img": b"criu",
@@ -33,18 +33,18 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def test_there_and_back(images: Path) -> None:
     """Folded there are files alone, each of the same content; unfolded all is as it was."""
-    flat.fold(str(images))
+    cri_layout.fold(str(images))
     assert not manifest.belongs(str(images))
     assert all(entry.is_file() for entry in os.scandir(images))
-    assert {flat.natural(name): data for name, data in content(images).items()} == FILES
+    assert {cri_layout.natural(name): data for name, data in content(images).items()} == FILES
     for _ in range(2):
-        flat.unfold(str(images))
+        cri_layout.unfold(str(images))
         assert content(images) == FILES
 
 
 def test_the_manifest_comes_back_last(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restore that was cut off has left nothing that looks whole, and the next one goes on."""
-    flat.fold(str(images))
+    cri_layout.fold(str(images))
     rename = os.rename
     done: list[str] = []
 
@@ -57,9 +57,9 @@ def test_the_manifest_comes_back_last(images: Path, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", fails)
         with pytest.raises(ImageError, match=r"cannot be renamed to gpusnap/manifest\.json"):
-            flat.unfold(str(images))
+            cri_layout.unfold(str(images))
     assert not (images / "gpusnap/manifest.json").exists()
-    flat.unfold(str(images))
+    cri_layout.unfold(str(images))
     assert content(images) == FILES
 
 
@@ -69,15 +69,15 @@ def test_the_manifest_comes_back_last(images: Path, monkeypatch: pytest.MonkeyPa
 )
 def test_names_that_stay(tmp_path: Path, name: str) -> None:
     """What we have not written leads nowhere."""
-    assert flat.natural(name) == name
+    assert cri_layout.natural(name) == name
     (tmp_path / name).write_bytes(b"")
-    flat.unfold(str(tmp_path))
+    cri_layout.unfold(str(tmp_path))
     assert os.listdir(tmp_path) == [name]
 
 
 def test_a_directory_that_is_not_there() -> None:
     """It is for others to say so."""
-    flat.unfold("/no/such/folder")
+    cri_layout.unfold("/no/such/folder")
 
 
 def test_fold_says_what_failed(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_fold_says_what_failed(tmp_path: Path) -> None:
     (tmp_path / "gpusnap" / "manifest.json").write_bytes(b"")
     (tmp_path / "gpusnap%2Fmanifest.json").mkdir()
     with pytest.raises(ImageError, match=r"cannot be renamed, as containerd wants them"):
-        flat.fold(str(tmp_path))
+        cri_layout.fold(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -101,31 +101,31 @@ def test_fold_says_what_failed(tmp_path: Path) -> None:
 )
 def test_wanted(path: str, annotations: dict[str, str], expected: bool) -> None:
     """Only where the path and the container are CRI's; ctr keeps folders."""
-    assert flat.wanted(path, annotations) is expected
+    assert cri_layout.wanted(path, annotations) is expected
 
 
 @pytest.mark.parametrize("folder", ["gpusnap", "gpusnap/blobs", "gpusnap/blobs/sha256"])
 def test_no_link_is_followed(images: Path, tmp_path_factory: pytest.TempPathFactory, folder: str) -> None:
     """An archive that brings a link where a folder of ours goes writes nothing outside of its images."""
     outside = tmp_path_factory.mktemp("outside")
-    flat.fold(str(images))
+    cri_layout.fold(str(images))
     link = images / folder
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(outside)
     with pytest.raises(ImageError, match="cannot be renamed"):
-        flat.unfold(str(images))
+        cri_layout.unfold(str(images))
     assert not list(outside.iterdir())
 
 
 def test_nothing_gives_way(images: Path) -> None:
     """A file that is there under the name stays, and a link is not moved."""
-    flat.fold(str(images))
+    cri_layout.fold(str(images))
     (images / "gpusnap").mkdir()
     (images / "gpusnap/manifest.json").write_bytes(b"there")
     with pytest.raises(ImageError, match=r"manifest\.json"):
-        flat.unfold(str(images))
+        cri_layout.unfold(str(images))
     assert (images / "gpusnap/manifest.json").read_bytes() == b"there"
     (images / "gpusnap%2Fother").symlink_to("/etc/passwd")
     with pytest.raises(ImageError, match="gpusnap%2Fother"):
-        flat.unfold(str(images))
+        cri_layout.unfold(str(images))
     assert not (images / "gpusnap/other").is_symlink()

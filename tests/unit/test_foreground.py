@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 from fakes import wait_for
 
-from runtime_shim import descendants, foreground, proc
 from runtime_shim.errors import Interrupted, RuntimeFailed
-from runtime_shim.foreground import Beside
-from runtime_shim.invoke import Invoked
+from runtime_shim.process import proc
+from runtime_shim.runtime.criu import descendants
+from runtime_shim.runtime.criu.run import Invoked
+from runtime_shim.snapshot import foreground
+from runtime_shim.snapshot.foreground import Beside
 from runtime_shim.transaction import held_signals, interruptible
 
 # A runtime with a child, and a grandchild in a session of its own.

@@ -14,10 +14,13 @@ from cells import ID, Cell, cell, container, folder, pause
 from fakes import Scene, wait_for
 from pairs import Pair, a_pair
 
-from runtime_shim import container as containers
-from runtime_shim import freezer, frozen, journal, proc
 from runtime_shim.errors import GpusnapError, ImageError
-from runtime_shim.journal import Entry, Pause
+from runtime_shim.process import proc
+from runtime_shim.runtime import cgroup_freezer
+from runtime_shim.runtime import container as containers
+from runtime_shim.snapshot.records import journal
+from runtime_shim.snapshot.records.journal import Entry, Pause
+from runtime_shim.snapshot.suspend import paused_container
 
 __all__ = ["cell", "folder"]
 
@@ -73,7 +76,7 @@ def test_in_the_cgroup_of_its_configuration(cell: Cell, tmp_path: Path, path: ob
     """Restored under another name it has the old one's, which its configuration names."""
     (tmp_path / "config.json").write_text(json.dumps({"linux": {"cgroupsPath": path}}))
     restored = containers.Container("renamed", cell.pids[0], "paused", str(tmp_path), {})
-    found = frozen.find(restored)
+    found = paused_container.find(restored)
     assert (found is not None) == (isinstance(path, str) and path.endswith(ID))
 
 
@@ -129,8 +132,8 @@ def test_one_waits_for_good(cell: Cell, tmp_path: Path) -> None:
 def test_not_frozen(cell: Cell) -> None:
     """A container that runs has no pause; nor has one that has no cgroup of its own."""
     cell.freeze(0)
-    assert frozen.find(container(cell.pids[0])) is None
-    assert frozen.find(container(os.getpid())) is None
+    assert paused_container.find(container(cell.pids[0])) is None
+    assert paused_container.find(container(os.getpid())) is None
 
 
 def test_a_frozen_cgroup_within(cell: Cell) -> None:
@@ -168,7 +171,7 @@ def killed(cell: Cell, *, thawed: bool) -> Entry:
 def test_left_by_a_killed_one(cell: Cell, *, thawed: bool) -> None:
     """It is frozen again, with everything as it was."""
     before, entry = cell.counts(), killed(cell, thawed=thawed)
-    paused = frozen.left(entry, cell.pids[:1])
+    paused = paused_container.left(entry, cell.pids[:1])
     assert paused is not None
     paused.hold(timeout=5)
     paused.let_go(cell.pids[0])
@@ -183,23 +186,23 @@ def test_left_and_resumed(cell: Cell) -> None:
     """Where somebody has resumed the container since, it is not paused again."""
     entry = killed(cell, thawed=False)
     cell.freeze(0)
-    assert frozen.left(entry, cell.pids[:1]) is None
+    assert paused_container.left(entry, cell.pids[:1]) is None
     assert proc.halted(cell.pids[0])  # its GPU state comes first
 
 
 def test_left_under_crun(cell: Cell) -> None:
     """crun resumes what is thawed already without a word, so that it may have: it is not frozen again."""
-    paused = frozen.find(container(cell.pids[0]), "crun")
+    paused = paused_container.find(container(cell.pids[0]), "crun")
     assert paused is not None
     paused.hold(timeout=5)
     entry = journal.read(ID)
     assert entry is not None
-    assert frozen.left(entry, cell.pids[:1]) is None
+    assert paused_container.left(entry, cell.pids[:1]) is None
     assert proc.halted(cell.pids[0])  # its GPU state comes first
     assert not proc.halted(cell.pids[1])
     paused.freeze()
     entry = journal.read(ID)
-    assert entry is None or frozen.left(entry, cell.pids[:1]) is not None
+    assert entry is None or paused_container.left(entry, cell.pids[:1]) is not None
 
 
 @pytest.mark.parametrize("at", ["_send", "settle"])
@@ -213,7 +216,7 @@ def test_noted_before_and_after(cell: Cell, monkeypatch: pytest.MonkeyPatch, at:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(freezer if at == "settle" else frozen, at, killed)
+        patch.setattr(cgroup_freezer if at == "settle" else paused_container, at, killed)
         with pytest.raises(KeyboardInterrupt):
             paused.freeze() if at == "settle" else paused.hold(timeout=5)
     entry = journal.read(ID)
@@ -237,7 +240,7 @@ def test_a_kept_one_that_ended(cell: Cell) -> None:
 def test_left_without_a_note(cell: Cell) -> None:
     """A container that somebody paused after gpusnap was killed is thawed for the driver, too."""
     entry = Entry(ID, "/i", (1, 1), ())
-    paused = frozen.left(entry, cell.pids)
+    paused = paused_container.left(entry, cell.pids)
     assert paused is not None
     assert sorted(paused.held) == sorted(cell.pids)
 
@@ -260,7 +263,7 @@ def test_an_image_thaws(tmp_path: Path) -> None:
     others = prop("name", "FROZEN") + prop("xfreezer.state", "FROZEN") + prop("cgroup.freeze", "1")
     path.write_bytes(b"head" + prop("freezer.state", "FROZEN") + others + prop("freezer.state", "FROZEN"))
     for _ in range(2):
-        frozen.thaw_image(str(tmp_path))
+        paused_container.thaw_image(str(tmp_path))
         thawed = prop("freezer.state", "THAWED")
         assert path.read_bytes() == b"head" + thawed + others + thawed
 
@@ -279,7 +282,7 @@ def test_a_checkpoint_thaws_its_image(
 
 def test_no_image_to_thaw(tmp_path: Path) -> None:
     """There is none where CRIU left control groups alone; one that cannot be changed is named."""
-    frozen.thaw_image(str(tmp_path))
+    paused_container.thaw_image(str(tmp_path))
     (tmp_path / "cgroup.img").mkdir()
     with pytest.raises(ImageError, match=r"cgroup\.img cannot be changed"):
-        frozen.thaw_image(str(tmp_path))
+        paused_container.thaw_image(str(tmp_path))

@@ -11,11 +11,21 @@ import pytest
 from amd_tree import MI210, tree
 
 from runtime_shim import gpu
-from runtime_shim.gpu import amd, amd_handles, amd_topology, handles, nodes, nvidia
-from runtime_shim.gpu.amd import Amd
-from runtime_shim.gpu.driver import Driver, Node, ProcessState
-from runtime_shim.gpu.errors import DriverMissing, NoDevice, NotInitialized, NotSupported, PermissionRefused
-from runtime_shim.gpu.plugin import AMDGPU
+from runtime_shim.gpu.amd import device_files, topology
+from runtime_shim.gpu.amd import driver as amd
+from runtime_shim.gpu.amd.driver import Amd
+from runtime_shim.gpu.api import device_files as handles
+from runtime_shim.gpu.api import device_nodes
+from runtime_shim.gpu.api.criu_plugin import AMDGPU
+from runtime_shim.gpu.api.driver import Driver, Node, ProcessState
+from runtime_shim.gpu.api.errors import (
+    DriverMissing,
+    NoDevice,
+    NotInitialized,
+    NotSupported,
+    PermissionRefused,
+)
+from runtime_shim.gpu.nvidia import driver as nvidia
 
 ME = os.getpid()
 ONE, TWO = "GPU-0000000000000001", "GPU-0000000000000002"
@@ -27,8 +37,8 @@ KFD = (os.major(NULL), os.minor(NULL))  # any device will do, which every proces
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two GPUs; /dev/null is its /dev/kfd."""
     root = tree(tmp_path, [(MI210, 1), (MI210, 2)])
-    monkeypatch.setattr(amd_topology, "SYS", root)
-    monkeypatch.setattr(amd_handles, "kfd_number", lambda: KFD)
+    monkeypatch.setattr(topology, "SYS", root)
+    monkeypatch.setattr(device_files, "kfd_number", lambda: KFD)
 
 
 @pytest.fixture
@@ -51,11 +61,11 @@ def test_host(host: None) -> None:
 
 def test_a_host_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No module, or one without a GPU: said which."""
-    monkeypatch.setattr(amd_topology, "SYS", str(tmp_path))
-    monkeypatch.setattr(amd_handles, "kfd_number", lambda: None)
+    monkeypatch.setattr(topology, "SYS", str(tmp_path))
+    monkeypatch.setattr(device_files, "kfd_number", lambda: None)
     with pytest.raises(DriverMissing, match="no /dev/kfd"):
         Amd().open()
-    monkeypatch.setattr(amd_handles, "kfd_number", lambda: KFD)
+    monkeypatch.setattr(device_files, "kfd_number", lambda: KFD)
     with pytest.raises(NoDevice, match="lists no GPU"):
         Amd().open()
 
@@ -69,7 +79,7 @@ def test_holders(host: None, opened: int) -> None:
 
 
 def test_no_holder(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amd_handles, "kfd_number", lambda: (240, 0))
+    monkeypatch.setattr(device_files, "kfd_number", lambda: (240, 0))
     assert Amd().handles(ME) == ()
     assert Amd().state(ME) is None
     assert gpu.holders(Amd(), [ME]) == ()
@@ -88,23 +98,23 @@ def test_not_ours_to_see(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(PermissionRefused):
-        amd_handles.held(ME, [KFD])
+        device_files.held(ME, [KFD])
 
 
 def test_visible(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPUs whose render node it holds or has in its /dev, and no others."""
-    monkeypatch.setattr(amd_handles, "numbers_in_dev", lambda pid: frozenset({(226, 129), KFD}))
+    monkeypatch.setattr(device_files, "numbers_in_dev", lambda pid: frozenset({(226, 129), KFD}))
     assert Amd().visible(ME) == (TWO,)
-    monkeypatch.setattr(amd_handles, "numbers_held", lambda pid: frozenset({(226, 128)}))
+    monkeypatch.setattr(device_files, "numbers_held", lambda pid: frozenset({(226, 128)}))
     assert Amd().visible(ME) == (ONE, TWO)
 
 
 def test_numbers_in_dev() -> None:
-    assert KFD in amd_handles.numbers_in_dev(ME)
+    assert KFD in device_files.numbers_in_dev(ME)
 
 
 def test_numbers_held(opened: int) -> None:
-    assert KFD in amd_handles.numbers_held(ME)
+    assert KFD in device_files.numbers_held(ME)
 
 
 def devices(*paths: tuple[str, int, int]) -> Callable[[str], Iterator[tuple[str, int]]]:
@@ -113,8 +123,8 @@ def devices(*paths: tuple[str, int, int]) -> Callable[[str], Iterator[tuple[str,
 
 def test_nodes(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """kfd and the GPUs' DRM nodes by their minors; what is NVIDIA's on the same host is not among them."""
-    monkeypatch.setattr(nodes, "_listed", lambda: {"kfd": 240, "nvidia": 195})
-    monkeypatch.setattr(nodes, "_pci", lambda minor: "0000:42:00.0" if minor == 1 else "")
+    monkeypatch.setattr(device_nodes, "_listed", lambda: {"kfd": 240, "nvidia": 195})
+    monkeypatch.setattr(device_nodes, "_pci", lambda minor: "0000:42:00.0" if minor == 1 else "")
     there = devices(
         ("kfd", 240, 0),
         ("nvidiactl", 195, 255),
@@ -124,7 +134,7 @@ def test_nodes(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
         ("dri/renderD130", 226, 130),
         ("dri/card1", 226, 1),
     )
-    monkeypatch.setattr(nodes, "_devices", there)
+    monkeypatch.setattr(device_nodes, "_devices", there)
     expected = (
         Node("/dev/dri/card1", 226, 1, TWO),
         Node("/dev/dri/renderD128", 226, 128, ONE),
@@ -157,11 +167,11 @@ def test_memory(host: None, tmp_path: Path) -> None:
 def test_kfds_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By /proc/devices, or where that is masked by the node."""
     monkeypatch.setattr(handles, "character_drivers", lambda: (("mem", 1), ("kfd", 241)))
-    assert amd_handles.kfd_number() == (241, 0)
+    assert device_files.kfd_number() == (241, 0)
     monkeypatch.setattr(handles, "character_drivers", lambda: ())
-    assert amd_handles.kfd_number("/dev/null") == KFD
-    assert amd_handles.kfd_number(str(tmp_path)) is None
-    assert amd_handles.kfd_number(str(tmp_path / "none")) is None
+    assert device_files.kfd_number("/dev/null") == KFD
+    assert device_files.kfd_number(str(tmp_path)) is None
+    assert device_files.kfd_number(str(tmp_path / "none")) is None
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from amd_tree import APU, MI210, MI300X, tree
 
-from runtime_shim.gpu import amd_topology
-from runtime_shim.gpu.amd_topology import driver_version, gpus, vram_used
+from runtime_shim.gpu.amd import topology
+from runtime_shim.gpu.amd.topology import driver_version, gpus, vram_used
 
 
 def test_one_gpu_and_two_processors(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_no_number_is_no_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     uuids = set()
     for name in ("one", "other"):
         (tmp_path / name).write_text(name)
-        monkeypatch.setattr(amd_topology, "_MACHINE", str(tmp_path / name))
+        monkeypatch.setattr(topology, "_MACHINE", str(tmp_path / name))
         uuids.add(gpus(root)[0].gpu.uuid)
     assert len(uuids) == 2
 

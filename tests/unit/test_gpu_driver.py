@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import runtime_shim.gpu as gpu
-from runtime_shim.gpu import cuda, driver, handles, nvidia, nvml
-from runtime_shim.gpu.driver import Driver, Gpu, Host, ProcessState
-from runtime_shim.gpu.errors import (
+from runtime_shim.gpu.api import device_files, driver
+from runtime_shim.gpu.api.driver import Driver, Gpu, Host, ProcessState
+from runtime_shim.gpu.api.errors import (
     DriverFailed,
     DriverMissing,
     DriverTooOld,
@@ -27,7 +27,9 @@ from runtime_shim.gpu.errors import (
     NotSupported,
     ProcessGone,
 )
-from runtime_shim.gpu.nvidia import Nvidia
+from runtime_shim.gpu.nvidia import cuda, nvml
+from runtime_shim.gpu.nvidia import driver as nvidia
+from runtime_shim.gpu.nvidia.driver import Nvidia
 
 ME = os.getpid()
 UUIDS = [f"GPU-{i:08x}-0000-0000-0000-000000000000" for i in range(4)]
@@ -262,7 +264,7 @@ def test_refusals(fake: Fake, step: str, result: int, kind: type[Exception], wor
     sentence = caught.value.sentence()  # type: ignore[attr-defined]
     assert type(caught.value) is kind
     assert words in sentence
-    assert f"process {ME} ({handles.comm(ME)})" in sentence
+    assert f"process {ME} ({device_files.comm(ME)})" in sentence
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -292,8 +294,8 @@ def test_visible_goes_by_minor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvml, "inventory", lambda: host(4, 2, 0, mig=6))
     held: tuple[int, ...] = (2,)
     in_dev: tuple[int, ...] = (0, 9, 6)
-    monkeypatch.setattr(handles, "gpu_minors", lambda pid: held)
-    monkeypatch.setattr(handles, "dev_minors", lambda pid: in_dev)
+    monkeypatch.setattr(device_files, "gpu_minors", lambda pid: held)
+    monkeypatch.setattr(device_files, "dev_minors", lambda pid: in_dev)
     # A node in its /dev that is no GPU of this host, or is split by MIG, means nothing; one that it holds
     # does.
     assert Nvidia().visible(ME) == (UUIDS[2], UUIDS[1])
@@ -305,8 +307,8 @@ def test_visible_goes_by_minor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_handles_are_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = (handles.Node("/dev/nvidia0", -1, -1), handles.Node("/dev/nvidia0", 195, 0))
-    monkeypatch.setattr(handles, "nodes", lambda pid: found)
+    found = (device_files.Node("/dev/nvidia0", -1, -1), device_files.Node("/dev/nvidia0", 195, 0))
+    monkeypatch.setattr(device_files, "nodes", lambda pid: found)
     assert Nvidia().handles(ME) == ("/dev/nvidia0",)
 
 
@@ -328,7 +330,8 @@ def test_the_kernel_driver_alone_is_enough(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_looking_for_holders_loads_no_library() -> None:
     script = (
-        "import sys, os; from runtime_shim.gpu import holders; from runtime_shim.gpu.nvidia import Nvidia\n"
+        "import sys, os; from runtime_shim.gpu import holders; "
+        "from runtime_shim.gpu.nvidia.driver import Nvidia\n"
         "assert holders(Nvidia(), [os.getpid()]) == ()\n"
         "assert not {'ctypes', 'pynvml'} & set(sys.modules)"
     )

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu import errors, results
-from runtime_shim.gpu.errors import DriverFailed, GpuError
+from runtime_shim.gpu.api import errors
+from runtime_shim.gpu.api.errors import DriverFailed, GpuError
+from runtime_shim.gpu.nvidia import result_codes
 
 CUDA_H = Path("/usr/local/cuda/include/cuda.h")
 
@@ -24,8 +25,8 @@ CLASSES = [getattr(errors, name) for name in errors.__all__]
 def test_all_names_exist_and_are_all_there_is() -> None:
     defined = {n for n, v in vars(errors).items() if isinstance(v, type) and v.__module__ == errors.__name__}
     assert set(errors.__all__) == defined
-    for name in results.__all__:
-        assert hasattr(results, name)
+    for name in result_codes.__all__:
+        assert hasattr(result_codes, name)
 
 
 def test_the_tree_in_the_docstring_is_the_tree() -> None:
@@ -49,7 +50,7 @@ def test_words_of_each_class(kind: type[GpuError]) -> None:
 def test_no_result_of_cuda_bindings_is_left_out() -> None:
     driver = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
     theirs = {int(m): m.name for m in driver.CUresult if m.name != "CUDA_SUCCESS"}
-    ours = {number: name for number, (name, _) in results.CUDA_RESULTS.items()}
+    ours = {number: name for number, (name, _) in result_codes.CUDA_RESULTS.items()}
     # An older cuda-bindings may know fewer; what it knows, we have under the same name.
     assert theirs.items() <= ours.items()
 
@@ -61,19 +62,19 @@ def test_no_result_of_cuda_h_is_left_out() -> None:
         for name, number in re.findall(r"^\s+(CUDA_ERROR_\w+)\s*=\s*(\d+)", CUDA_H.read_text(), re.MULTILINE)
     }
     assert len(theirs) >= 100
-    assert theirs.items() <= {n: name for n, (name, _) in results.CUDA_RESULTS.items()}.items()
+    assert theirs.items() <= {n: name for n, (name, _) in result_codes.CUDA_RESULTS.items()}.items()
 
 
 def test_no_nvml_error_is_left_out() -> None:
     pynvml = pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
     theirs = {value: name for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_")}
-    assert theirs.items() <= {n: name for n, (name, _) in results.NVML_RESULTS.items()}.items()
+    assert theirs.items() <= {n: name for n, (name, _) in result_codes.NVML_RESULTS.items()}.items()
 
 
-@pytest.mark.parametrize("result", sorted(results.CUDA_RESULTS))
+@pytest.mark.parametrize("result", sorted(result_codes.CUDA_RESULTS))
 def test_cuda_error_says_what_who_and_why(result: int) -> None:
-    name, kind = results.CUDA_RESULTS[result]
-    error = results.cuda_error(result, "lock process 7 (python3)", pid=7)
+    name, kind = result_codes.CUDA_RESULTS[result]
+    error = result_codes.cuda_error(result, "lock process 7 (python3)", pid=7)
     assert type(error) is kind
     assert (error.code_name, error.pid) == (name, 7)
     assert (
@@ -82,10 +83,10 @@ def test_cuda_error_says_what_who_and_why(result: int) -> None:
     assert error.hint
 
 
-@pytest.mark.parametrize("value", sorted(results.NVML_RESULTS))
+@pytest.mark.parametrize("value", sorted(result_codes.NVML_RESULTS))
 def test_nvml_error_says_what_and_why(value: int) -> None:
-    name, kind = results.NVML_RESULTS[value]
-    error = results.nvml_error(value, "count the GPUs")
+    name, kind = result_codes.NVML_RESULTS[value]
+    error = result_codes.nvml_error(value, "count the GPUs")
     assert type(error) is kind
     assert error.code_name == name
     assert str(error).startswith("NVML could not count the GPUs: ")
@@ -93,18 +94,18 @@ def test_nvml_error_says_what_and_why(value: int) -> None:
 
 
 def test_a_number_of_a_driver_to_come() -> None:
-    error = results.cuda_error(4242, "lock process 7 (x)")
+    error = result_codes.cuda_error(4242, "lock process 7 (x)")
     assert type(error) is DriverFailed
     assert "4242" in str(error)
-    named = results.cuda_error(4242, "lock process 7 (x)", name="CUDA_ERROR_NEW")
+    named = result_codes.cuda_error(4242, "lock process 7 (x)", name="CUDA_ERROR_NEW")
     assert named.code_name == "CUDA_ERROR_NEW"
     assert "(CUDA_ERROR_NEW, 4242)" in str(named)
-    assert type(results.nvml_error(4242, "start")) is DriverFailed
-    assert "4242" in str(results.nvml_error(4242, "start"))
+    assert type(result_codes.nvml_error(4242, "start")) is DriverFailed
+    assert "4242" in str(result_codes.nvml_error(4242, "start"))
 
 
 def test_the_caller_may_know_better() -> None:
-    kind = results.CUDA_RESULTS[801][1]
-    error = results.cuda_error(801, "checkpoint it", because={kind: "of this"}, hints={kind: "do that"})
+    kind = result_codes.CUDA_RESULTS[801][1]
+    error = result_codes.cuda_error(801, "checkpoint it", because={kind: "of this"}, hints={kind: "do that"})
     assert str(error) == "the GPU driver could not checkpoint it: of this (CUDA_ERROR_NOT_SUPPORTED, 801)"
     assert error.hint == "do that"

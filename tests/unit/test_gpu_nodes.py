@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime_shim.errors import Refused
-from runtime_shim.gpu import nodes
-from runtime_shim.gpu.driver import Gpu
-from runtime_shim.gpu.nodes import Change, Node, changes
+from runtime_shim.gpu.api import device_nodes
+from runtime_shim.gpu.api.device_nodes import Change, Node, changes
+from runtime_shim.gpu.api.driver import Gpu
 
 
 def uuid(number: int) -> str:
@@ -139,12 +139,14 @@ def dev(tmp_path: Path) -> Path:
 
 def test_in_a_container(dev: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Character devices by number; no link, no block device, no GPU that this host does not list."""
-    monkeypatch.setattr(nodes, "_listed", lambda: {"nvidia": 195})
-    found = dict(nodes._devices(str(dev)))
+    monkeypatch.setattr(device_nodes, "_listed", lambda: {"nvidia": 195})
+    found = dict(device_nodes._devices(str(dev)))
     assert "nvidia2" not in found
     assert "nvidia7" not in found
     gpus = (gpu(0), gpu(1))
-    known = [nodes._known(p, os.major(d), os.minor(d), {"nvidia": 195}, gpus) for p, d in found.items()]
+    known = [
+        device_nodes._known(p, os.major(d), os.minor(d), {"nvidia": 195}, gpus) for p, d in found.items()
+    ]
     assert sorted(n for n in known if n is not None) == [
         Node("/dev/nvidia-uvm", 511, 0),
         Node("/dev/nvidia0", 195, 0, uuid(0)),
@@ -159,19 +161,21 @@ def test_majors(dev: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     table.write_text(
         "Character devices:\n  1 mem\n195 nvidia\n195 nvidiactl\n240 nvidia-uvm\n\nBlock devices:\n8 sd\n"
     )
-    listed = nodes._listed(str(table))
+    listed = device_nodes._listed(str(table))
     assert listed == {"mem": 1, "nvidia": 195, "nvidiactl": 195, "nvidia-uvm": 240}
-    monkeypatch.setattr(nodes, "_listed", lambda: listed)
-    assert nodes._majors(str(dev))["nvidia-uvm"] == 240
-    monkeypatch.setattr(nodes, "_listed", dict)
-    assert nodes._majors(str(dev))["nvidia-uvm"] == 511
+    monkeypatch.setattr(device_nodes, "_listed", lambda: listed)
+    assert device_nodes._majors(str(dev))["nvidia-uvm"] == 240
+    monkeypatch.setattr(device_nodes, "_listed", dict)
+    assert device_nodes._majors(str(dev))["nvidia-uvm"] == 511
 
 
 def test_on_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A GPU has its node by its minor, whether or not somebody has made it; AMD's kfd by its own major."""
-    monkeypatch.setattr(nodes, "_listed", lambda: {"nvidia-frontend": 195, "nvidia-uvm": 240, "kfd": 235})
-    monkeypatch.setattr(nodes, "_devices", lambda dev: iter(()))
-    found = nodes.on_host([gpu(0, 5)])
+    monkeypatch.setattr(
+        device_nodes, "_listed", lambda: {"nvidia-frontend": 195, "nvidia-uvm": 240, "kfd": 235}
+    )
+    monkeypatch.setattr(device_nodes, "_devices", lambda dev: iter(()))
+    found = device_nodes.on_host([gpu(0, 5)])
     assert Node("/dev/nvidia5", 195, 5, uuid(0)) in found
     assert Node("/dev/nvidia-uvm-tools", 240, 1) in found
     assert Node("/dev/kfd", 235, 0) in found
@@ -179,9 +183,9 @@ def test_on_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_render_nodes_go_by_pci_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """/dev/dri/renderD129 is the GPU's whose PCI address sysfs gives for it."""
-    monkeypatch.setattr(nodes, "_pci", {128: "0000:00:00.0", 129: "0000:01:00.0"}.get)
+    monkeypatch.setattr(device_nodes, "_pci", {128: "0000:00:00.0", 129: "0000:01:00.0"}.get)
     of = {
-        path: nodes._known(path, 226, minor, {}, [gpu(0), gpu(1)])
+        path: device_nodes._known(path, 226, minor, {}, [gpu(0), gpu(1)])
         for path, minor in (("dri/renderD128", 128), ("dri/renderD129", 129))
     }
     assert [n.gpu for n in of.values() if n is not None] == [uuid(0), uuid(1)]

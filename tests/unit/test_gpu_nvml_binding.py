@@ -14,7 +14,7 @@ import pytest
 from test_gpu_nvidia import CALLER, Caller, loaded
 from test_softgpu_box import LIB, ROOT, Agent, Box, gpu_line, open_boxes
 
-from runtime_shim.gpu import nvml, nvml_binding
+from runtime_shim.gpu.nvidia import nvml, nvml_ctypes
 
 
 @pytest.fixture
@@ -54,23 +54,23 @@ def test_has_what_is_called() -> None:
     """Of the real one nothing is called, or caught, that ours lacks."""
     called = set(re.findall(r"\bnvml\.(nvml\w+)", Path(nvml.__file__).read_text()))
     assert called
-    assert called | {"NVMLError"} <= set(nvml_binding.__all__)
-    assert all(hasattr(nvml_binding, name) for name in nvml_binding.__all__)
+    assert called | {"NVMLError"} <= set(nvml_ctypes.__all__)
+    assert all(hasattr(nvml_ctypes, name) for name in nvml_ctypes.__all__)
 
 
 def test_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml_binding, "_LIBRARY", "libnvidia-ml-of-no-host.so.1")
-    nvml_binding._library.cache_clear()
-    with pytest.raises(nvml_binding.NVMLError) as caught:
-        nvml_binding.nvmlInit()
+    monkeypatch.setattr(nvml_ctypes, "_LIBRARY", "libnvidia-ml-of-no-host.so.1")
+    nvml_ctypes._library.cache_clear()
+    with pytest.raises(nvml_ctypes.NVMLError) as caught:
+        nvml_ctypes.nvmlInit()
     assert caught.value.value == 12
-    nvml_binding._library.cache_clear()
+    nvml_ctypes._library.cache_clear()
 
 
 def test_a_driver_that_lacks_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml_binding, "_library", SimpleNamespace)
-    with pytest.raises(nvml_binding.NVMLError) as caught:
-        nvml_binding.nvmlDeviceGetMigMode(ctypes.c_void_p())
+    monkeypatch.setattr(nvml_ctypes, "_library", SimpleNamespace)
+    with pytest.raises(nvml_ctypes.NVMLError) as caught:
+        nvml_ctypes.nvmlDeviceGetMigMode(ctypes.c_void_p())
     assert caught.value.value == 13
 
 
@@ -89,7 +89,7 @@ def test_processes_that_come_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0
 
     library = SimpleNamespace(nvmlDeviceGetComputeRunningProcesses_v3=answer)
-    monkeypatch.setattr(nvml_binding, "_library", lambda: library)
-    found = nvml_binding.nvmlDeviceGetComputeRunningProcesses(ctypes.c_void_p())
+    monkeypatch.setattr(nvml_ctypes, "_library", lambda: library)
+    found = nvml_ctypes.nvmlDeviceGetComputeRunningProcesses(ctypes.c_void_p())
     assert [(each.pid, each.usedGpuMemory) for each in found] == [(11, 5), (12, None)]
     assert sizes == [0, 17, 29]

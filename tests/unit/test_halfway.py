@@ -18,17 +18,22 @@ import pytest
 from criu_images import INVENTORY
 from fakes import ID, KEY, Scene, a_manifest, wait_for
 
-from oci.chunks import Chunk, Table
-from oci.layout import Layout
-from runtime_shim import halfway, journal, leavings, manifest, proc, shim
-from runtime_shim.draft import Draft
+from oci.chunks.table import Chunk, Table
+from oci.layout.layout import Layout
 from runtime_shim.errors import GpusnapError, RuntimeFailed
-from runtime_shim.gpu.driver import ProcessState
-from runtime_shim.gpu.errors import NotInitialized
-from runtime_shim.halfway import Restore, Stage
-from runtime_shim.manifest import RegionRecord
-from runtime_shim.memory import stage
-from runtime_shim.suspension import let_finish
+from runtime_shim.gpu.api.driver import ProcessState
+from runtime_shim.gpu.api.errors import NotInitialized
+from runtime_shim.process import proc
+from runtime_shim.process.memory import tmpfs as stage
+from runtime_shim.records import manifest
+from runtime_shim.records.manifest import RegionRecord
+from runtime_shim.records.manifest_file import Draft
+from runtime_shim.runtime.criu import scratch_files
+from runtime_shim.shim import dispatch
+from runtime_shim.snapshot import recover_restore
+from runtime_shim.snapshot.records import journal
+from runtime_shim.snapshot.recover_restore import Restore, Stage
+from runtime_shim.snapshot.suspend.gpu_state import let_finish
 
 RUNNING, LOCKED, CHECKPOINTED = ProcessState.RUNNING, ProcessState.LOCKED, ProcessState.CHECKPOINTED
 BEFORE, AFTER = b'{"before":  1}', b'{"after": 1}'
@@ -38,7 +43,7 @@ BEFORE, AFTER = b'{"before":  1}', b'{"after": 1}'
 def scene(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[Scene]:
-    monkeypatch.setattr(leavings, "scratch", lambda: str(tmp_path))
+    monkeypatch.setattr(scratch_files, "scratch", lambda: str(tmp_path))
     monkeypatch.setattr(stage, "FOLDER", str(tmp_path / "stage"))
     with Scene(tmp_path, monkeypatch, capfd) as found:
         yield found
@@ -71,29 +76,29 @@ def cut_off(
         stage=Stage.GPUS,
         init=(init.pid, init.start),
     )
-    fields: dict[str, Any] = {**halfway.changed(BEFORE, AFTER), **changed}
+    fields: dict[str, Any] = {**recover_restore.changed(BEFORE, AFTER), **changed}
     entry = replace(entry, **fields)
-    halfway.write(entry)
+    recover_restore.write(entry)
     return entry
 
 
 def removed(scene: Scene) -> None:
     """Take it away, and see that nothing is left."""
-    assert halfway.recover(KEY, scene.driver) == (
+    assert recover_restore.recover(KEY, scene.driver) == (
         f"the incomplete container was removed; its checkpoint in {scene.image} is unharmed"
     )
     assert scene.runtime.calls("delete") == [f"delete --force {ID}"]
     assert (scene.bundle / "config.json").read_bytes() == BEFORE
     assert not (scene.folder / "pid").exists()
-    assert halfway.entries() == ()
+    assert recover_restore.entries() == ()
 
 
 def kept(scene: Scene, said: str) -> None:
     """It runs, and stays as it is."""
-    assert halfway.recover(KEY, scene.driver) == said
+    assert recover_restore.recover(KEY, scene.driver) == said
     assert scene.runtime.calls("delete") == []
     assert (scene.bundle / "config.json").read_bytes() == AFTER
-    assert halfway.entries() == ()
+    assert recover_restore.entries() == ()
     assert proc.running(scene.family.init)
 
 
@@ -103,19 +108,21 @@ ALONE = "another container of that ID runs by now, and was left alone"
 def test_the_journal(scene: Scene) -> None:
     """What was written is read; what another version wrote is said to."""
     entry = cut_off(scene, CHECKPOINTED)
-    assert halfway.entries() == (entry,)
-    assert halfway.read(KEY) == entry
+    assert recover_restore.entries() == (entry,)
+    assert recover_restore.read(KEY) == entry
     assert journal.entries() == (), "it is no checkpoint's"
     Path(journal.FOLDER, f"{KEY}.restore").write_text('{"version": 0}')
     with pytest.raises(GpusnapError, match=f"restore of container {ID} is not as gpusnap writes it"):
-        halfway.read(KEY)
+        recover_restore.read(KEY)
 
 
 @pytest.mark.parametrize("reached", [Stage.RESTORE, Stage.SETTLE, Stage.GPUS])
 def test_it_stands(scene: Scene, reached: Stage) -> None:
     """Processes as CRIU restores them, of which the driver's thread alone is let run, to answer."""
     entry = cut_off(scene, CHECKPOINTED, CHECKPOINTED, standing=True)
-    halfway.write(replace(entry, stage=reached, init=None if reached is Stage.RESTORE else entry.init))
+    recover_restore.write(
+        replace(entry, stage=reached, init=None if reached is Stage.RESTORE else entry.init)
+    )
     stood: list[bool] = []
     for pid in entry.processes:
         scene.driver.when("state", lambda pid: stood.append(proc.stopped(pid)), pid)
@@ -161,7 +168,7 @@ def test_the_unlock_was_under_way(scene: Scene) -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the driver's thread may be at ends soon."""
-    monkeypatch.setattr(halfway, "let_finish", partial(let_finish, quiet=0.01))
+    monkeypatch.setattr(recover_restore, "let_finish", partial(let_finish, quiet=0.01))
 
 
 every_stage = pytest.mark.parametrize("reached", [Stage.SETTLE, Stage.GPUS])
@@ -259,7 +266,7 @@ def test_a_later_container_stands(scene: Scene) -> None:
 def test_the_runtime_was_not_called(scene: Scene) -> None:
     """Whatever container there is, it is not from that restore; config.json is put back."""
     cut_off(scene, RUNNING, stage=Stage.PREPARE, init=None)
-    halfway.recover(KEY, scene.driver)
+    recover_restore.recover(KEY, scene.driver)
     assert scene.runtime.calls("delete") == []
     assert (scene.bundle / "config.json").read_bytes() == BEFORE
 
@@ -269,23 +276,23 @@ def test_the_runtime_was_not_called(scene: Scene) -> None:
 def test_without_gpu_processes(scene: Scene, reached: Stage, host: str) -> None:
     """Nothing stands then, and without a driver SETTLE is the last stage: it runs."""
     cut_off(scene, stage=reached)
-    said = halfway.recover(KEY, scene.driver if host == "GPUs" else None)
+    said = recover_restore.recover(KEY, scene.driver if host == "GPUs" else None)
     assert said == f"running: {scene.family.init}"
     assert scene.runtime.calls("delete") == []
     assert proc.running(scene.family.init)
-    assert halfway.entries() == ()
+    assert recover_restore.entries() == ()
 
 
 def test_without_a_driver(scene: Scene) -> None:
     """Nobody can say whether a container with GPU processes is complete, so nothing is done."""
     cut_off(scene, RUNNING)
     with pytest.raises(GpusnapError) as caught:
-        halfway.recover(KEY, None)
+        recover_restore.recover(KEY, None)
     assert caught.value.sentence() == (
         "this host has no GPU driver now, which alone could tell whether the restore of container "
         f"{ID} was complete; load the driver, then gpusnap recover {ID}"
     )
-    assert halfway.read(KEY) is not None
+    assert recover_restore.read(KEY) is not None
     assert scene.runtime.calls("delete") == []
 
 
@@ -302,11 +309,11 @@ def test_it_ended(scene: Scene) -> None:
     """A container without an init, or none at all: what the runtime has of it goes."""
     entry = cut_off(scene, stage=Stage.RESTORE, init=None)
     (scene.runtime.folder / "state.json").unlink()
-    assert halfway.recover(KEY, scene.driver) == (
+    assert recover_restore.recover(KEY, scene.driver) == (
         "crun knows no such container, and of processes that it left nothing is known; "
         f"its checkpoint in {entry.image} is unharmed"
     )
-    assert halfway.entries() == ()
+    assert recover_restore.entries() == ()
 
 
 def test_its_image_has_gone(scene: Scene) -> None:
@@ -314,7 +321,7 @@ def test_its_image_has_gone(scene: Scene) -> None:
     cut_off(scene, stage=Stage.RESTORE, init=None)
     (scene.runtime.folder / "state.json").unlink()
     scene.image.rmdir()
-    said = halfway.recover(KEY, scene.driver)
+    said = recover_restore.recover(KEY, scene.driver)
     assert said.endswith("; restore it again from where the checkpoint is")
 
 
@@ -324,21 +331,21 @@ def test_its_runtime_does_not_know_it(scene: Scene) -> None:
     (scene.runtime.folder / "state.json").unlink()
     mark = f"{entry.owner[0]}.{entry.owner[1]}"
     config = str(scene.folder / f"gpusnap-criu-{mark}-abc.conf")
-    with subprocess.Popen(["sleep", "600"], env={**os.environ, leavings.CONFIG: config}) as left:
-        wait_for(lambda: leavings.children(entry.owner), "its environment")
-        assert halfway.recover(KEY, scene.driver) == (
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, scratch_files.CONFIG: config}) as left:
+        wait_for(lambda: scratch_files.children(entry.owner), "its environment")
+        assert recover_restore.recover(KEY, scene.driver) == (
             "crun knows no such container, but processes of it stood there and were ended: "
             f"{left.pid}; its checkpoint in {entry.image} is unharmed"
         )
         assert left.wait(10) == -signal.SIGKILL
-    assert halfway.entries() == ()
+    assert recover_restore.entries() == ()
 
 
 def test_config_was_written_since(scene: Scene) -> None:
     """Podman writes it at every start: only our own change is taken back."""
     cut_off(scene, CHECKPOINTED, standing=True)
     (scene.bundle / "config.json").write_bytes(b"{}")
-    halfway.recover(KEY, scene.driver)
+    recover_restore.recover(KEY, scene.driver)
     assert (scene.bundle / "config.json").read_bytes() == b"{}"
 
 
@@ -346,8 +353,8 @@ def test_the_bundle_is_gone(scene: Scene) -> None:
     """`podman rm` takes it away; then there is nothing to put back."""
     cut_off(scene, CHECKPOINTED, standing=True)
     (scene.bundle / "config.json").unlink()
-    halfway.recover(KEY, scene.driver)
-    assert halfway.entries() == ()
+    recover_restore.recover(KEY, scene.driver)
+    assert recover_restore.entries() == ()
 
 
 def test_files_for_a_moment(scene: Scene) -> None:
@@ -367,15 +374,15 @@ def test_files_for_a_moment(scene: Scene) -> None:
 def refused(scene: Scene) -> str:
     """The sentence of a recover that does nothing, or not all."""
     with pytest.raises(GpusnapError) as caught:
-        halfway.recover(KEY, scene.driver)
-    assert halfway.read(KEY) is not None
+        recover_restore.recover(KEY, scene.driver)
+    assert recover_restore.read(KEY) is not None
     return caught.value.sentence()
 
 
 def test_it_is_under_way(scene: Scene) -> None:
     """A restore whose gpusnap is there is not touched, by nobody."""
     entry = cut_off(scene, CHECKPOINTED, standing=True)
-    halfway.write(replace(entry, owner=entry.init))  # type: ignore[arg-type]
+    recover_restore.write(replace(entry, owner=entry.init))  # type: ignore[arg-type]
     said = f"gpusnap (process {scene.family.init}) is still at work on container {ID}; wait for it"
     assert refused(scene) == said
     assert scene.restore("--detach", "--tcp-established").sentence() != ""
@@ -396,7 +403,7 @@ def test_two_at_once(scene: Scene) -> None:
     at_it, go = scene.folder / "at-it", scene.folder / "go"
     scene.runtime.script("delete", f"touch {at_it}; until [ -e {go} ]; do sleep 0.01; done", default=True)
     said: list[str] = []
-    first = threading.Thread(target=lambda: said.append(halfway.recover(KEY, scene.driver)))
+    first = threading.Thread(target=lambda: said.append(recover_restore.recover(KEY, scene.driver)))
     first.start()
     try:
         wait_for(at_it.exists, "the removal")
@@ -407,7 +414,7 @@ def test_two_at_once(scene: Scene) -> None:
         first.join()
     assert said == [f"the incomplete container was removed; its checkpoint in {scene.image} is unharmed"]
     assert len(scene.runtime.calls("delete")) == 1
-    assert halfway.recover(KEY, scene.driver) == "nothing is left of it"
+    assert recover_restore.recover(KEY, scene.driver) == "nothing is left of it"
 
 
 def test_a_checkpoint_meanwhile(scene: Scene) -> None:
@@ -429,7 +436,7 @@ def test_a_restore_began_meanwhile(scene: Scene, monkeypatch: pytest.MonkeyPatch
     @contextmanager
     def late(container: str) -> Iterator[None]:
         with held(container):
-            halfway.write(replace(entry, owner=entry.init or (0, 0)))
+            recover_restore.write(replace(entry, owner=entry.init or (0, 0)))
             yield
 
     monkeypatch.setattr(journal, "held", late)
@@ -452,22 +459,22 @@ def test_it_cannot_be_removed(scene: Scene) -> None:
     scene.runtime.script("delete", 'say "device busy"; exit 1')
     assert refused(scene) == f"container {ID} could not be removed: device busy"
     scene.runtime.script("delete", "", default=True)
-    halfway.recover(KEY, scene.driver)
-    assert halfway.entries() == ()
+    recover_restore.recover(KEY, scene.driver)
+    assert recover_restore.entries() == ()
 
 
 def test_delete_of_nothing(scene: Scene) -> None:
     """A container that is not there needs no removing; any other failure is told."""
     scene.runtime.script("delete", 'say "container does not exist"; exit 1')
-    halfway.delete([str(scene.runtime.path)], ID)
+    recover_restore.delete([str(scene.runtime.path)], ID)
     scene.runtime.script("delete", 'say "device busy"; exit 1')
     with pytest.raises(RuntimeFailed, match="device busy"):
-        halfway.delete([str(scene.runtime.path)], ID)
+        recover_restore.delete([str(scene.runtime.path)], ID)
 
 
 def test_nothing_waits(scene: Scene) -> None:
     """Somebody else may have done it."""
-    assert halfway.recover(KEY, scene.driver) == "nothing is left of it"
+    assert recover_restore.recover(KEY, scene.driver) == "nothing is left of it"
 
 
 # What a restore writes.
@@ -492,8 +499,8 @@ def test_the_stages(scene: Scene) -> None:
     at_restore = scene.folder / "at-restore.json"
     note = Path(journal.FOLDER, f"{KEY}.restore")
     scene.runtime.script("restore", f"cp {note} {at_restore}", default=True)
-    scene.driver.when("host", lambda _: seen.append(halfway.read(KEY)))
-    scene.driver.when("restore", lambda _: seen.append(halfway.read(KEY)))
+    scene.driver.when("host", lambda _: seen.append(recover_restore.read(KEY)))
+    scene.driver.when("restore", lambda _: seen.append(recover_restore.read(KEY)))
     assert scene.restore("--detach").code == 0
     prepare, gpus = seen
     assert prepare is not None
@@ -516,7 +523,7 @@ def test_a_failed_restore(scene: Scene, removable: bool) -> None:
     if not removable:
         scene.runtime.script("delete", 'say "device busy"; exit 1')
     assert scene.restore("--detach").code == 3
-    assert [entry.stage for entry in halfway.entries()] == ([] if removable else [Stage.RESTORE])
+    assert [entry.stage for entry in recover_restore.entries()] == ([] if removable else [Stage.RESTORE])
 
 
 def test_the_next_restore(scene: Scene) -> None:
@@ -539,13 +546,13 @@ def test_the_next_restore(scene: Scene) -> None:
 def test_the_next_checkpoint(scene: Scene, reached: Stage) -> None:
     """A checkpoint removes nothing, not even half a container: it says who does."""
     entry = cut_off(scene, CHECKPOINTED, RUNNING, stage=reached)
-    halfway.write(replace(entry, init=None if reached is Stage.RESTORE else entry.init))
+    recover_restore.write(replace(entry, init=None if reached is Stage.RESTORE else entry.init))
     assert scene.checkpoint().sentence() == (
         f"a restore of container {ID} was cut off, and what it left has to be removed; gpusnap recover {ID}"
     )
     assert scene.runtime.calls("delete") == []
     assert all(proc.running(pid) for pid in entry.processes)
-    assert halfway.read(KEY) is not None
+    assert recover_restore.read(KEY) is not None
 
 
 @pytest.mark.parametrize("since", ["nothing", "an end", "done with the GPU", "a stop"])
@@ -568,7 +575,7 @@ def test_the_next_checkpoint_of_one_that_runs(scene: Scene, quick: None, since: 
         [second] if since == "an end" else [first, second]
     )
     assert scene.all_running()
-    assert halfway.entries() == ()
+    assert recover_restore.entries() == ()
 
 
 def test_the_steps_are_announced(scene: Scene, capfd: pytest.CaptureFixture[str]) -> None:
@@ -577,7 +584,7 @@ def test_the_steps_are_announced(scene: Scene, capfd: pytest.CaptureFixture[str]
     scene.runtime.knows(scene.state(), [*scene.family.pids, scene.family.init], restored=True)
     first = ["--debug", "--log", str(scene.log), "--log-format", "json"]
     place = ["--image-path", str(scene.image), "--bundle", str(scene.bundle)]
-    assert shim.main([*first, "restore", "--detach", *place, ID]) == 0
+    assert dispatch.main([*first, "restore", "--detach", *place, ID]) == 0
     said = capfd.readouterr().err.splitlines()
     steps = [line.removeprefix("gpusnap: step ") for line in said if line.startswith("gpusnap: step ")]
     assert len(steps) == len(said)

@@ -25,16 +25,17 @@ from kept_checkpoints import an_archive
 from oci_checkpoints import stagings, whole
 from oci_regions import text
 
-from gpusnap import cli, exits
-from oci import artifact
-from oci.manifest import Descriptor
-from oci.store import Store
-from runtime_shim import orders
+from gpusnap.cli import exit_codes
+from gpusnap.cli import main as cli
+from oci.chunks import artifact
+from oci.layout.documents import Descriptor
+from oci.store.store import Store
 from runtime_shim import settings as settings_file
 from runtime_shim.settings import Settings
+from runtime_shim.shim import overrides
 
 ROOT = Path(__file__).parents[2]
-# Of a push or a pull, see oci.transfer.
+# Of a push or a pull, see oci.registry.copy.
 CONNECTIONS = 8
 Run = Callable[..., tuple[int, str]]
 REF = "team/app:v1"
@@ -47,7 +48,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "store"
     mine = Settings(store=settings_file.Store(path=str(path)))
     monkeypatch.setattr(settings_file, "load", lambda: mine)
-    monkeypatch.setattr(orders, "FOLDER", str(tmp_path / "orders"))
+    monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "orders"))
     monkeypatch.setattr(os, "fsync", lambda _: None)  # the host does not crash here
     monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "auth.json"))
     (tmp_path / "auth.json").write_text("{}")
@@ -63,7 +64,7 @@ def gpusnap(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         code = cli.main()
         said = capsys.readouterr()
         assert not [each for each in POISON if each in said.err.lower()]
-        assert code == exits.DONE or said.err.startswith("gpusnap: ")
+        assert code == exit_codes.DONE or said.err.startswith("gpusnap: ")
         return code, said.out + said.err
 
     return run
@@ -116,9 +117,9 @@ def as_it_fills(disk: Path, step: int, work: Callable[[int], bool]) -> None:
 def refused(disk: Path, outcome: tuple[int, str]) -> bool:
     """Whether it failed for want of room, which the sentence says, and where, and what to do."""
     code, said = outcome
-    if code == exits.DONE:
+    if code == exit_codes.DONE:
         return False
-    assert code == exits.FAILED
+    assert code == exit_codes.FAILED
     assert str(disk) in said or "no space left on device" in said.lower(), said
     assert said.count("\n") == 1
     assert ("is full" in said and "make room" in said) or "nothing is lost" in said or "Podman" in said, said
@@ -140,7 +141,7 @@ def test_a_checkpoint_without_room(
     fake.exports(an_archive(tmp_path))
     fake.first(PODMAN_FAILS)
     # Others fill the disk after it was looked at.
-    monkeypatch.setattr("gpusnap.fits.check", lambda *_, **__: None)
+    monkeypatch.setattr("gpusnap.operations.disk_space.check", lambda *_, **__: None)
     store = Store(small_disk / "store")
     a_checkpoint(store, "before")
     file = small_disk / "w.tar"
@@ -160,7 +161,7 @@ def test_a_checkpoint_without_room(
     as_it_fills(small_disk, 32 << 10, attempt)
     assert "running" in seen
     check_whole(store, "before", *["now"] * (to == "store"))
-    assert gpusnap("verify", f"oci:{store.path}", "--all")[0] == exits.DONE
+    assert gpusnap("verify", f"oci:{store.path}", "--all")[0] == exit_codes.DONE
 
 
 def test_a_push_without_room(gpusnap: Run, small_disk: Path, registry: FakeRegistry, tmp_path: Path) -> None:
@@ -174,10 +175,10 @@ def test_a_push_without_room(gpusnap: Run, small_disk: Path, registry: FakeRegis
         outcome = gpusnap("push", archive, ref(registry))
         check_whole(store, "before")
         assert not refused(small_disk, outcome) or not registry.manifests
-        return outcome[0] == exits.DONE
+        return outcome[0] == exit_codes.DONE
 
     as_it_fills(small_disk, 16 << 10, attempt)
-    assert gpusnap("verify", ref(registry), "--deep")[0] == exits.DONE
+    assert gpusnap("verify", ref(registry), "--deep")[0] == exit_codes.DONE
 
 
 def test_a_pull_without_room(gpusnap: Run, small_disk: Path, registry: FakeRegistry, tmp_path: Path) -> None:
@@ -229,7 +230,7 @@ def test_an_archive_without_room(
         return False
 
     as_it_fills(small_disk, 32 << 10, attempt)
-    assert gpusnap("verify", file)[0] == exits.DONE
+    assert gpusnap("verify", file)[0] == exit_codes.DONE
     check_whole(store, "w")
 
 
@@ -252,7 +253,7 @@ def test_no_temporary_folder(
             patch.chdir(place.parent)
             patch.setattr("tempfile._os.mkdir", full)
             code, said = gpusnap(*words)
-        assert code == exits.FAILED
+        assert code == exit_codes.FAILED
         assert "is full" in said or "No space left" in said
         assert not (place.parent / "w.tar").exists()
 
@@ -269,8 +270,8 @@ def test_a_name_without_room(gpusnap: Run, small_disk: Path) -> None:
         words[1] = f"oci:{store.path}:w"
         assert refused(small_disk, gpusnap(*words)), words
         assert Path(store.path, "index.json").read_bytes() == index
-    assert gpusnap("gc", f"oci:{store.path}")[0] == exits.DONE
-    assert gpusnap("tag", f"oci:{store.path}:w", "x")[0] == exits.DONE
+    assert gpusnap("gc", f"oci:{store.path}")[0] == exit_codes.DONE
+    assert gpusnap("tag", f"oci:{store.path}:w", "x")[0] == exit_codes.DONE
     check_whole(store, "w", "x")
 
 
@@ -279,7 +280,7 @@ def test_a_name_without_room(gpusnap: Run, small_disk: Path) -> None:
 
 PROGRAM = """
 import sys
-from gpusnap import cli
+from gpusnap.cli import main as cli
 from runtime_shim import settings
 mine = settings.Settings(store=settings.Store(path=sys.argv.pop(1)))
 settings.load = lambda: mine
@@ -329,19 +330,19 @@ def test_a_killed_push(
     if what == "archive":
         word = str(tmp_path / "w.tar")
         gpusnap("push", "w", ref(registry, "other/app:v1"))
-        assert gpusnap("pull", ref(registry, "other/app:v1"), "-o", word)[0] == exits.DONE
+        assert gpusnap("pull", ref(registry, "other/app:v1"), "-o", word)[0] == exit_codes.DONE
         registry.may_mount = False
     killed(registry, "PUT", place, "push", word, ref(registry))
     assert not [name for repository, name in registry.manifests if repository == "team/app"]
     if collected:
-        assert gpusnap("gc")[0] == exits.DONE
+        assert gpusnap("gc")[0] == exit_codes.DONE
         assert stagings(store) == []
     code, said = gpusnap("push", word, ref(registry), "--json")
-    assert code == exits.DONE
+    assert code == exit_codes.DONE
     done = json.loads(said)
     assert done["skippedBlobs"] >= 15
     assert len(registry.asked("PUT", "/blobs/")) == done["blobs"] - 1 <= 30
-    assert gpusnap("verify", ref(registry), "--deep")[0] == exits.DONE
+    assert gpusnap("verify", ref(registry), "--deep")[0] == exit_codes.DONE
 
 
 @pytest.mark.parametrize("collected", [True, False])
@@ -356,9 +357,9 @@ def test_a_killed_pull(
     store = Store(place)
     assert whole(store) == {}
     if collected:
-        assert gpusnap("gc")[0] == exits.DONE
+        assert gpusnap("gc")[0] == exit_codes.DONE
         assert stagings(store) == []
-    assert gpusnap("pull", ref(registry), "--to", f"oci:{place}:now")[0] == exits.DONE
+    assert gpusnap("pull", ref(registry), "--to", f"oci:{place}:now")[0] == exit_codes.DONE
     asked = len(registry.asked("GET", "/blobs/"))
     assert asked > 40 if collected else asked <= 30
     check_whole(store, "now")
@@ -372,7 +373,7 @@ def test_two_pushes(gpusnap: Run, registry: FakeRegistry, place: Path) -> None:
     a_checkpoint(Store(place), "w", chunks=40)
     both = [started(place, "push", "w", ref(registry)) for _ in range(2)]
     assert [ended(each) for each in both] == [(0, "")] * 2
-    assert gpusnap("verify", ref(registry), "--deep")[0] == exits.DONE
+    assert gpusnap("verify", ref(registry), "--deep")[0] == exit_codes.DONE
 
 
 def during(registry: FakeRegistry, method: str, path: str, work: Callable[[], object]) -> list[object]:
@@ -403,7 +404,7 @@ def test_two_pulls(gpusnap: Run, registry: FakeRegistry, place: Path, tmp_path: 
         until(others[0], lambda: len(registry.asked("HEAD", "/manifests/")) > 1)
 
     during(registry, "GET", "/blobs/", another)
-    assert gpusnap("pull", ref(registry), "--to", f"oci:{place}:mine")[0] == exits.DONE
+    assert gpusnap("pull", ref(registry), "--to", f"oci:{place}:mine")[0] == exit_codes.DONE
     assert [ended(each) for each in others] == [(0, "")]
     blobs = [each.path for each in registry.asked("GET", "/blobs/")]
     assert len(blobs) == len(set(blobs)) > 40
@@ -427,9 +428,9 @@ def test_gc_during_a_push(
         return store.collect().blobs
 
     results = during(registry, "PUT", "/blobs/", collect)
-    assert gpusnap("push", word, ref(registry))[0] == exits.DONE
+    assert gpusnap("push", word, ref(registry))[0] == exit_codes.DONE
     assert results == [0]
-    assert gpusnap("verify", ref(registry), "--deep")[0] == exits.DONE
+    assert gpusnap("verify", ref(registry), "--deep")[0] == exit_codes.DONE
     gpusnap("gc")
     assert os.listdir(place / "blobs/sha256") == []
 
@@ -445,6 +446,6 @@ def test_gc_during_a_pull(gpusnap: Run, registry: FakeRegistry, place: Path, tmp
     store.remove("some")
     blob_path(store, gone.digest).unlink()
     results = during(registry, "GET", gone.digest, store.collect)
-    assert gpusnap("pull", ref(registry), "--to", f"oci:{place}:now")[0] == exits.DONE
+    assert gpusnap("pull", ref(registry), "--to", f"oci:{place}:now")[0] == exit_codes.DONE
     assert results
     check_whole(store, "now")

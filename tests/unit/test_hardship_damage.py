@@ -18,18 +18,20 @@ from fake_registry import FakeRegistry
 from fakes import POISON
 from oci_regions import CEILING, text
 
-import oci.artifact
-from gpusnap import cli, exits
-from oci import artifact, transfer
-from oci.artifact import Artifact, chunk_layers
-from oci.buffers import Buffer
-from oci.chunks import MEDIA_TYPES
-from oci.digests import digest_of
-from oci.manifest import Descriptor
-from oci.store import Store
-from oci.transfer import Moved
-from oci.verify import verify
-from oci.writing import write
+import oci.chunks.artifact
+from gpusnap.cli import exit_codes
+from gpusnap.cli import main as cli
+from oci.chunks import artifact
+from oci.chunks.artifact import Artifact, chunk_layers
+from oci.chunks.buffers import Buffer
+from oci.chunks.table import MEDIA_TYPES
+from oci.chunks.verify import verify
+from oci.chunks.writer import write
+from oci.layout.digests import digest_of
+from oci.layout.documents import Descriptor
+from oci.registry import copy as transfer
+from oci.registry.copy import Moved
+from oci.store.store import Store
 from runtime_shim import settings as settings_file
 from runtime_shim.settings import Settings
 
@@ -52,7 +54,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """This host's. Two chunks more make an index of manifests of a checkpoint."""
     mine = Settings(store=settings_file.Store(path=str(tmp_path / "store")))
     monkeypatch.setattr(settings_file, "load", lambda: mine)
-    monkeypatch.setattr(oci.artifact, "LARGEST_DOCUMENT", 4000)
+    monkeypatch.setattr(oci.chunks.artifact, "LARGEST_DOCUMENT", 4000)
     monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "auth.json"))
     (tmp_path / "auth.json").write_text("{}")
     return Store(tmp_path / "store")
@@ -124,7 +126,7 @@ def test_in_the_store(
     ref = f"http://{registry.host}/team/app:v1"
     for words in (["w"], ["--all"]):
         code, said = gpusnap("verify", "--json", *words)
-        assert code == exits.DAMAGED
+        assert code == exit_codes.DAMAGED
         assert blob.digest in said
         assert BELONGS[part] in said
     lines = [["push", "w", ref], ["push", "w", ref, "--format", "podman"]]
@@ -132,12 +134,12 @@ def test_in_the_store(
     lines += [["restore", "w"]] * (part not in CHUNKS)
     for words in lines:
         code, said = gpusnap(*words)
-        assert code == exits.DAMAGED, words
+        assert code == exit_codes.DAMAGED, words
         assert blob.digest in said
         assert registry.manifests == {}
         assert not podman.imported.exists()
     blob_path(store, blob.digest).write_bytes(before)
-    assert gpusnap("push", "w", ref)[0] == exits.DONE
+    assert gpusnap("push", "w", ref)[0] == exit_codes.DONE
 
 
 @pytest.mark.parametrize("how", ["flip", "cut", "gone"])
@@ -146,13 +148,13 @@ def test_what_the_runtime_finds(gpusnap: Run, store: Store, podman: FakePodman, 
     blob = a_part(store, a_checkpoint(store), "plain")
     podman.fails(f"gpusnap: the blob {blob.digest} is not to be had")
     code, said = gpusnap("restore", "w")
-    assert code == exits.FAILED
+    assert code == exit_codes.FAILED
     if how == "gone":
         blob_path(store, blob.digest).unlink()
     else:
         harm(blob_path(store, blob.digest), how)
     code, said = gpusnap("restore", "w")
-    assert code == exits.DAMAGED
+    assert code == exit_codes.DAMAGED
     assert f"the blob {blob.digest} is not to be had; that is of the region " in said
 
 
@@ -163,14 +165,14 @@ def test_mended(gpusnap: Run, registry: FakeRegistry, store: Store, part: str, h
     root = a_checkpoint(store)
     blob = a_part(store, root, part)
     ref = f"http://{registry.host}/team/app:v1"
-    assert gpusnap("push", "w", ref)[0] == exits.DONE
+    assert gpusnap("push", "w", ref)[0] == exit_codes.DONE
     harm(blob_path(store, blob.digest), how)
     code, said = gpusnap("pull", ref, "--json")
-    assert code == exits.DONE
+    assert code == exit_codes.DONE
     assert json.loads(said)["blobs"] <= 1
     found = [each for each in registry.asked("GET", "/(manifests|blobs)/") if blob.digest in each.path]
     assert len(found) == 1
-    assert gpusnap("verify", "--all")[0] == exits.DONE
+    assert gpusnap("verify", "--all")[0] == exit_codes.DONE
 
 
 @pytest.mark.parametrize("how", ["flip", "cut"])
@@ -201,7 +203,7 @@ def test_in_the_registry(
         ref = f"http://{registry.host}/team/app@{root.digest}"
         registry.manifests[names[0][0], blob.digest] = (kind, stored.read_bytes())
     code, said = gpusnap("verify", "--deep", "--json", ref)
-    assert code == exits.DAMAGED
+    assert code == exit_codes.DAMAGED
     assert blob.digest in said
     if part != "manifest":
         assert BELONGS[part] in said
@@ -209,7 +211,7 @@ def test_in_the_registry(
     lines += [["restore", ref]] * (part not in CHUNKS)
     for words in lines:
         code, said = gpusnap(*words)
-        assert code == exits.DAMAGED, words
+        assert code == exit_codes.DAMAGED, words
         assert blob.digest in said
         assert store.entries() == ()
         assert not file.exists()
@@ -217,7 +219,7 @@ def test_in_the_registry(
     if names:
         registry.manifests[names[0][0], blob.digest] = (kind, before)
     stored.write_bytes(before)
-    assert gpusnap("pull", ref)[0] == exits.DONE
+    assert gpusnap("pull", ref)[0] == exit_codes.DONE
     assert verify(store.layout, root, threads=2) == ()
 
 
@@ -226,7 +228,7 @@ def test_in_the_registry(
 
 def test_ten_checkpoints(store: Store, registry: FakeRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of memory that changes by 5 % between them: 1.6 times as large as one, and a push sends what is new."""
-    monkeypatch.setattr(oci.artifact, "LARGEST_DOCUMENT", 1 << 20)
+    monkeypatch.setattr(oci.chunks.artifact, "LARGEST_DOCUMENT", 1 << 20)
     region, chunk = noise(3200, 0), 32 * CHUNK
     share, sizes, blobs, moved = len(region) // 20, [], dict[str, int](), Moved()
     for number in range(10):

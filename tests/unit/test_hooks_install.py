@@ -14,13 +14,13 @@ import pytest
 from click.testing import CliRunner
 from fakes import POISON
 
-from gpusnap import hooks_command
-from gpusnap.hooks_command import install_hooks, takes_annotation
+from gpusnap.engines.install import hooks as hooks_command
+from gpusnap.engines.install.hooks import install_hooks, takes_annotation
 from hooks import hooksd
 from hooks.main import SECONDS
-from runtime_shim import real
 from runtime_shim.errors import GpusnapError
-from runtime_shim.real import parse_version
+from runtime_shim.runtime import identify as real
+from runtime_shim.runtime.identify import parse_version
 
 NAMES = ["gpusnap-create-runtime.json", "gpusnap-poststop.json", "gpusnap-precreate.json"]
 

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 from fakes import unshare_works, wait_for
 
-from runtime_shim import incomplete, leavings, pidfds, proc
-from runtime_shim.criu import scratch
 from runtime_shim.errors import GpusnapError
-from runtime_shim.incomplete import Place
+from runtime_shim.process import pidfd, proc
+from runtime_shim.runtime.criu import scratch_files
+from runtime_shim.runtime.criu.scratch_files import scratch
+from runtime_shim.snapshot import incomplete_restore
+from runtime_shim.snapshot.incomplete_restore import Place
 
 ID = "c0ffee"
 OWNER = (4194000, 77)
@@ -46,7 +48,7 @@ def start() -> Iterator[Callable[..., int]]:
 
 
 def marked(kind: str = "abc.conf") -> dict[str, str]:
-    return {leavings.CONFIG: f"{scratch()}/gpusnap-criu-{MARK}-{kind}"}
+    return {scratch_files.CONFIG: f"{scratch()}/gpusnap-criu-{MARK}-{kind}"}
 
 
 def title(mark: str) -> str:
@@ -105,7 +107,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Processes:
 
 
 def found() -> list[int]:
-    return [each.pid for each in incomplete.find(PLACE, 100)]
+    return [each.pid for each in incomplete_restore.find(PLACE, 100)]
 
 
 def test_what_is_found(made_up: Processes) -> None:
@@ -148,7 +150,7 @@ def test_what_is_not(made_up: Processes, changed: dict[str, Any]) -> None:
 def test_without_a_root(made_up: Processes) -> None:
     """Where nobody knows its root, nothing is found by its cgroup alone."""
     made_up.add(11, device="")
-    assert incomplete.find(replace(PLACE, device=""), 100) == ()
+    assert incomplete_restore.find(replace(PLACE, device=""), 100) == ()
 
 
 def test_what_is_marked_is_ended(start: Callable[..., int]) -> None:
@@ -157,36 +159,36 @@ def test_what_is_marked_is_ended(start: Callable[..., int]) -> None:
     others = [start(title("4194000.78")), start("sleep"), start(title(MARK).replace("criu: ", "less: "))]
     # A program that does not know the mark, and names all that it may be.
     others.append(start(title("4194000.76") + title(MARK).removeprefix("criu: restore --rpc")))
-    assert set(incomplete.end(None, OWNER, ID)) == {by_title, by_environment}
+    assert set(incomplete_restore.end(None, OWNER, ID)) == {by_title, by_environment}
     assert not proc.running(by_title)
     assert not proc.running(by_environment)
     assert all(map(proc.running, others))
-    assert incomplete.end(None, OWNER, ID) == ()
+    assert incomplete_restore.end(None, OWNER, ID) == ()
 
 
 def test_the_runtime_is_left_to_end(start: Callable[..., int]) -> None:
     """While it is there so is its CRIU; without it nobody waits for CRIU."""
     runtime, criu = start("crun", "restore", ID, **marked()), start(title(MARK))
-    assert incomplete.end(None, OWNER, ID) == ()
+    assert incomplete_restore.end(None, OWNER, ID) == ()
     assert proc.running(criu)
     os.kill(runtime, 9)
     wait_for(lambda: not proc.running(runtime), "its end")
-    incomplete.let_runtime_end(OWNER, ID)
-    assert incomplete.end(None, OWNER, ID) == (criu,)
+    incomplete_restore.let_runtime_end(OWNER, ID)
+    assert incomplete_restore.end(None, OWNER, ID) == (criu,)
 
 
 def test_one_that_does_not_end(start: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not waited for without end."""
     criu = start(title(MARK))
-    monkeypatch.setattr(incomplete, "_PATIENCE", 0.05)
-    monkeypatch.setattr(pidfds, "send", lambda pid, number: None)
+    monkeypatch.setattr(incomplete_restore, "_PATIENCE", 0.05)
+    monkeypatch.setattr(pidfd, "send", lambda pid, number: None)
     with pytest.raises(GpusnapError, match=f"do not end though they were killed: {criu}"):
-        incomplete.end(None, OWNER, ID)
+        incomplete_restore.end(None, OWNER, ID)
 
 
 _UNMOUNT = """\
 import os, subprocess, sys
-from runtime_shim import incomplete, proc
+from runtime_shim.snapshot import incomplete_restore as incomplete; from runtime_shim.process import proc
 place, rootfs = sys.argv[1:]
 for _ in range(2):
     subprocess.run(["mount", "--rbind", rootfs, place + "/criu-root"], check=True)

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim import mountns, proc
 from runtime_shim.errors import ContainerError
-from runtime_shim.gpu.nodes import Change, Node
-from runtime_shim.inside import device_nodes, mounted_nodes, replace_nodes
+from runtime_shim.gpu.api.device_nodes import Change, Node
+from runtime_shim.process import mount_namespace, proc
+from runtime_shim.snapshot.devices.bind_mounted_nodes import device_nodes, mounted_nodes, replace_nodes
 
 DEADLINE = 20.0
 ROOT = Path(__file__).parents[2]
@@ -130,7 +130,7 @@ def lacking() -> str:
     if os.geteuid():
         return "needs root"
     try:
-        os.close(mountns.open_tree("/dev/null"))
+        os.close(mount_namespace.open_tree("/dev/null"))
     except OSError as error:
         if error.errno == errno.ENOSYS:
             return "needs open_tree(2)"
@@ -232,7 +232,9 @@ def test_no_peer_of_the_hosts(make: Make) -> None:
     """Where this host's mounts are shared, as systemd makes them, the container's new one still is not."""
     container = make("/dev/full")
     program = (
-        "from runtime_shim import inside, proc; from runtime_shim.gpu.nodes import Change, Node;"
+        "from runtime_shim.snapshot.devices import bind_mounted_nodes as inside; "
+        "from runtime_shim.process import proc; "
+        "from runtime_shim.gpu.api.device_nodes import Change, Node;"
         "assert all(mount.tags for mount in proc.mounts('self') if mount.destination == '/dev');"
         "change = Change(Node('/dev/full', 1, 7), (Node('/dev/zero', 1, 5),));"
         f"inside.replace_nodes({container.pid}, [change])"
@@ -375,7 +377,7 @@ def test_a_process_that_is_gone(make: Make) -> None:
 def test_an_old_kernel(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel without the calls is told as such."""
     container = make("/dev/full")
-    monkeypatch.setattr(mountns, "_OPEN_TREE", 100_000)
+    monkeypatch.setattr(mount_namespace, "_OPEN_TREE", 100_000)
     with pytest.raises(ContainerError, match="open_tree") as caught:
         replace_nodes(container.pid, [change("full", "zero")])
     assert "Linux 5.2" in caught.value.hint

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpusnap.install_containerd import CONFIG, DROP_IN, FRAGMENT, Planned, files, planned
+from gpusnap.engines.install.containerd import CONFIG, DROP_IN, FRAGMENT, Planned, files, planned
 from runtime_shim.errors import GpusnapError
 
 PROGRAM = "/usr/local/bin/gpusnap-runtime"

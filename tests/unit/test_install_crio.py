@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpusnap.install_crio import DROP_IN, items
+from gpusnap.engines.install.crio import DROP_IN, items
 from runtime_shim.errors import GpusnapError
 
 PROGRAM = "/usr/local/bin/gpusnap-runtime"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from gpusnap import install_engines
-from gpusnap.install_engines import Used, containerd_version, find, used
-from runtime_shim import locate
+from gpusnap.engines.install import detect as install_engines
+from gpusnap.engines.install.detect import Used, containerd_version, find, used
 from runtime_shim.errors import GpusnapError
+from runtime_shim.runtime import find as locate
 
 
 def program(path: Path, text: str) -> Path:

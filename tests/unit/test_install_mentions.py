@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from gpusnap import install_containerd, install_crio, install_podman
-from gpusnap.install_mentions import lines
+from gpusnap.engines.install import containerd as install_containerd
+from gpusnap.engines.install import crio as install_crio
+from gpusnap.engines.install import podman as install_podman
+from gpusnap.engines.install.references import lines
 
 PROGRAMS = ("/usr/local/bin/gpusnap-runtime", "/usr/bin/gpusnap-runtime")
 PODMAN = "/etc/containers/containers.conf"

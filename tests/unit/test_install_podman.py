@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpusnap.install_podman import DROP_IN, items, notes
+from gpusnap.engines.install.podman import DROP_IN, items, notes
 from hooks import hooksd
 from runtime_shim.errors import GpusnapError
 

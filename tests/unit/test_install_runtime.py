@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpusnap.install_runtime import (
+from gpusnap.engines.install.launcher import (
     ANOTHER_LAUNCHER,
     ENTRY,
     LAUNCHER,
@@ -111,7 +111,7 @@ def test_the_launcher_does_not_call_itself(
     place.chmod(0o755)
     monkeypatch.setattr("sys.argv", [str(place.parent / "gpusnap")])
     root = str(tmp_path)
-    monkeypatch.setattr("gpusnap.install_runtime.LAUNCHER", str(place))
+    monkeypatch.setattr("gpusnap.engines.install.launcher.LAUNCHER", str(place))
     assert find_program() == script
     monkeypatch.undo()
     monkeypatch.setattr("sys.argv", [script.removesuffix("-runtime")])
@@ -130,7 +130,7 @@ def test_the_launcher_does_not_call_itself(
     (place.parent / "gpusnap").touch()
     monkeypatch.setattr("sys.argv", [str(place.parent / "gpusnap")])
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(place.parent))
-    monkeypatch.setattr("gpusnap.install_runtime.LAUNCHER", str(place))
+    monkeypatch.setattr("gpusnap.engines.install.launcher.LAUNCHER", str(place))
     found = program(packaged=packaged)
     assert (found.path, found.items) == (str(place), ())
     assert "30 ms" in found.notes[0]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gpusnap import install_trust
-from gpusnap.install_trust import fault
+from gpusnap.engines.install import permissions as install_trust
+from gpusnap.engines.install.permissions import fault
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="files of other users are made by root")
 

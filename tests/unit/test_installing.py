@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from gpusnap import install_files
-from gpusnap.installing import RECORD, Change, Item, install, load, uninstall
+from gpusnap.engines.install import files as install_files
+from gpusnap.engines.install.installer import RECORD, Change, Item, install, load, uninstall
 from runtime_shim.errors import GpusnapError
 
 CONF = "/etc/engine/conf.d/90-gpusnap.conf"

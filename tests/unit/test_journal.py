@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim import halfway, journal, proc
 from runtime_shim.errors import GpusnapError
+from runtime_shim.process import proc
+from runtime_shim.snapshot import recover_restore
+from runtime_shim.snapshot.records import journal
 
 # In a PID namespace of its own, as in a toolbox that has the host's /run.
 _ELSEWHERE = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c"]
 _READ = (
-    "import sys; from runtime_shim import journal; from runtime_shim.errors import GpusnapError\n"
+    "import sys; from runtime_shim.snapshot.records import journal; "
+    "from runtime_shim.errors import GpusnapError\n"
     "journal.FOLDER = sys.argv[1]\n"
     "try: print(journal.entries())\n"
     "except GpusnapError as error: print(error.sentence())"
@@ -49,7 +52,7 @@ def test_what_else_names_processes(kind: str, monkeypatch: pytest.MonkeyPatch) -
         else:
             journal.note_pause("w", journal.Pause((1, 1), "", False, ()))
     with pytest.raises(GpusnapError, match="was written in another PID namespace"):
-        halfway.read("w") if kind == "restore" else journal.read("w")
+        recover_restore.read("w") if kind == "restore" else journal.read("w")
 
 
 def test_of_an_earlier_version(folder: Path) -> None:

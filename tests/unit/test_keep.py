@@ -17,15 +17,15 @@ from pathlib import Path
 import pytest
 from oci_regions import CEILING, PAGE, blobs, fill, load, save
 
-from oci.buffers import Buffer
-from oci.chunks import Progress, Table
-from oci.digests import digest_of
-from oci.known import Known
-from oci.layout import Layout
-from oci.writing import write
-from runtime_shim import keep
-from runtime_shim.keep import Kept, make_room, tidy
+from oci.chunks.buffers import Buffer
+from oci.chunks.index import Known
+from oci.chunks.table import Progress, Table
+from oci.chunks.writer import write
+from oci.layout.digests import digest_of
+from oci.layout.layout import Layout
 from runtime_shim.settings import Memory
+from runtime_shim.snapshot.memory import chunk_cache
+from runtime_shim.snapshot.memory.chunk_cache import Kept, make_room, tidy
 
 ROOT = Path(__file__).parents[2]
 REGION = bytearray(b"".join(fill(PAGE, kind, at) for at in range(6) for kind in ("text", "random")))
@@ -447,7 +447,8 @@ def test_the_lock_of_one_that_was_killed(tmp_path: Path, settings: Memory, bundl
     """It ends with its process."""
     checkpoint(tmp_path / "1", settings, bundle)
     program = (
-        "import sys; from runtime_shim.keep import Kept; from runtime_shim.settings import Memory\n"
+        "import sys; from runtime_shim.snapshot.memory.chunk_cache import Kept; "
+        "from runtime_shim.settings import Memory\n"
         "kept = Kept.open(Memory(keep_folder=sys.argv[1]), 'c', sys.argv[2])\n"
         "print(kept.known is not None, flush=True); sys.stdin.read()"
     )
@@ -543,7 +544,7 @@ def test_make_room(tmp_path: Path, settings: Memory, bundle: Path, monkeypatch: 
     make_room(settings, str(tmp_path), 1, container="own")
     assert sorted(os.listdir(settings.keep_folder)) == ["new", "old", "own"]
     # As much is free as sets are gone.
-    monkeypatch.setattr(keep, "_free", lambda _path: 3 - len(os.listdir(settings.keep_folder)))
+    monkeypatch.setattr(chunk_cache, "_free", lambda _path: 3 - len(os.listdir(settings.keep_folder)))
     make_room(settings, str(tmp_path), 1, container="own")
     assert sorted(os.listdir(settings.keep_folder)) == ["new", "own"]
     make_room(settings, str(tmp_path), 2, container="own")

@@ -10,14 +10,14 @@ import pytest
 from archives import CREATED, record, regions
 from kept_checkpoints import an_archive, keep, keep_pages
 
-from gpusnap import kept
-from gpusnap.failures import Damaged, NotFound
-from gpusnap.where import InStore
-from oci import artifact
-from oci.errors import DiskError, disk_error
-from oci.store import Store
+from gpusnap.checkpoints import artifact as kept
+from gpusnap.checkpoints.locator import InStore
+from gpusnap.user_errors import Damaged, NotFound
+from oci.base.errors import DiskError, disk_error
+from oci.chunks import artifact
+from oci.store.store import Store
 from runtime_shim.errors import Refused
-from runtime_shim.manifest import encode
+from runtime_shim.records.manifest import encode
 
 
 @pytest.fixture

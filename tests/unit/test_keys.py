@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim import journal, keys
+from runtime_shim.runtime import container_key
+from runtime_shim.snapshot.records import journal
 
 
 @pytest.mark.parametrize(
@@ -21,24 +22,27 @@ from runtime_shim import journal, keys
 )
 def test_the_root(given: str | None, kind: str, environment: dict[str, str], root: str) -> None:
     """As the runtimes themselves find it."""
-    assert keys.root(given, kind, environment) == root
+    assert container_key.root(given, kind, environment) == root
 
 
 def test_keys_differ_by_root_and_id(tmp_path: Path) -> None:
     """Each of the two makes another container; a link to the root, or a slash at its end, does not."""
     (tmp_path / "root").mkdir()
     (tmp_path / "link").symlink_to("root")
-    one = keys.key(str(tmp_path / "root"), "w")
-    assert one == keys.key(f"{tmp_path}/link/", "w")
-    assert len({one, keys.key(str(tmp_path), "w"), keys.key(str(tmp_path / "root"), "v"), "w"}) == 4
-    assert keys.id_of(one) == keys.id_of("w") == "w"
-    assert keys.key("", "w") == "w"
+    one = container_key.key(str(tmp_path / "root"), "w")
+    assert one == container_key.key(f"{tmp_path}/link/", "w")
+    assert (
+        len({one, container_key.key(str(tmp_path), "w"), container_key.key(str(tmp_path / "root"), "v"), "w"})
+        == 4
+    )
+    assert container_key.id_of(one) == container_key.id_of("w") == "w"
+    assert container_key.key("", "w") == "w"
 
 
 @pytest.mark.parametrize("name", ["w", "w@0123456789ab", "a.b-c+d_e", "ab" * 32])
 def test_what_is_a_key(name: str) -> None:
     """An ID as engines make them, with or without a root."""
-    assert keys.is_key(name)
+    assert container_key.is_key(name)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +51,6 @@ def test_what_is_a_key(name: str) -> None:
 def test_what_is_none(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else becomes part of a file's name, or is looked for."""
     monkeypatch.setattr(journal, "FOLDER", str(tmp_path))
-    assert not keys.is_key(name)
+    assert not container_key.is_key(name)
     assert journal.read(name) is None
     assert journal.load(name, "restore") is None

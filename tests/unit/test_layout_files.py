@@ -15,18 +15,23 @@ from fake_registry import FakeRegistry
 from kept_checkpoints import an_archive, keep
 from layout_tars import oci_archive
 
-from gpusnap import kept, moving, restoring, source, where
-from gpusnap.exits import exit_code
-from gpusnap.failures import Damaged
-from gpusnap.layout_files import opened_layout
+from gpusnap.checkpoints import artifact as kept
+from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.formats.layout_archive import opened_layout
+from gpusnap.checkpoints.locator import InFile, InStore
+from gpusnap.cli.exit_codes import exit_code
+from gpusnap.operations import open as source
+from gpusnap.operations import push_pull
+from gpusnap.operations import restore as restoring
+from gpusnap.operations.restore import Wish
+from gpusnap.operations.verify import verify_one
 from gpusnap.progress import Progress
-from gpusnap.restoring import Wish
-from gpusnap.verifying import verify_one
-from gpusnap.where import InFile, InStore
-from oci import artifact, image
-from oci.archive import Writer
-from oci.manifest import Descriptor, Manifest
-from oci.store import Store
+from gpusnap.user_errors import Damaged
+from oci.chunks import artifact
+from oci.layout import single_layer_image
+from oci.layout.documents import Descriptor, Manifest
+from oci.store.store import Store
+from oci.tar.archive import Writer
 from runtime_shim.errors import GpusnapError, ImageError, Refused, UsageError
 
 QUIET = Progress(shown=False)
@@ -75,11 +80,14 @@ def copied(request: pytest.FixtureRequest, tmp_path: Path, other: Store) -> str:
     return oci_archive(tmp_path / "w.oci.tar", other.layout, [root], names=names)
 
 
-def an_image(other: Store, archive: str, form: image.Format = "podman") -> Descriptor:
+def an_image(other: Store, archive: str, form: single_layer_image.Format = "podman") -> Descriptor:
     """A checkpoint as an ordinary image, in a store as "i"."""
     with other.create().stage() as staging:
-        notes = {f"{image.CRIU}runtime.name": "crun", f"{image.CRIU}container.name": "w"}
-        root = image.write_image(staging.layout, archive, format=form, annotations=notes)
+        notes = {
+            f"{single_layer_image.CRIU}runtime.name": "crun",
+            f"{single_layer_image.CRIU}container.name": "w",
+        }
+        root = single_layer_image.write_image(staging.layout, archive, format=form, annotations=notes)
         staging.commit(root, names=["i"])
     return root
 
@@ -122,14 +130,16 @@ def test_damage(tmp_path: Path, other: Store) -> None:
 
 def test_push(copied: str, other: Store, registry: FakeRegistry) -> None:
     """The same bytes under the same digest; nothing is kept here."""
-    pushed = moving.push(InFile(copied), where.registry(f"http://{registry.host}/team/w:v1"), progress=QUIET)
+    pushed = push_pull.push(
+        InFile(copied), locator.registry(f"http://{registry.host}/team/w:v1"), progress=QUIET
+    )
     root = root_of(other)
     assert pushed.digest == root.digest
     assert registry.manifests["team/w", "v1"][1] == other.read(root)
     for each in artifact.read(root, other.read).blobs():
         assert registry.has(each.digest, "team/w")
-    form = where.registry(f"http://{registry.host}/team/w:image")
-    moving.push(InFile(copied), form, format="podman", progress=QUIET)
+    form = locator.registry(f"http://{registry.host}/team/w:image")
+    push_pull.push(InFile(copied), form, format="podman", progress=QUIET)
     assert len(json.loads(registry.manifests["team/w", "image"][1])["layers"]) == 1
 
 
@@ -150,7 +160,7 @@ def test_restore(copied: str, podmans: str, other: Store, store: Store, fake: Fa
 def test_which_one(tmp_path: Path, other: Store) -> None:
     """One among ordinary images is found; of two it cannot be told, and none is no damage."""
     with other.stage() as staging:
-        config = staging.layout.add_blob(b"{}", media_type=image.CONFIG)
+        config = staging.layout.add_blob(b"{}", media_type=single_layer_image.CONFIG)
         layer = staging.layout.add_blob(b"layer", media_type="application/vnd.oci.image.layer.v1.tar")
         ordinary = staging.layout.add_manifest(Manifest(config, (layer,)))
         staging.commit(ordinary, names=["debian"])
@@ -180,13 +190,13 @@ def _folder(tmp_path: Path, name: str) -> Path:
 @pytest.fixture(params=["store", "file", "registry"])
 def image_word(
     request: pytest.FixtureRequest, tmp_path: Path, other: Store, podmans: str, registry: FakeRegistry
-) -> Callable[[image.Format], str]:
+) -> Callable[[single_layer_image.Format], str]:
     """A checkpoint as an image: what it is called where it lies."""
 
-    def word(form: image.Format) -> str:
+    def word(form: single_layer_image.Format) -> str:
         if request.param == "registry":
             ref = f"http://{registry.host}/team/i:v1"
-            moving.push(InStore(other, "w"), where.registry(ref), format=form, progress=QUIET)
+            push_pull.push(InStore(other, "w"), locator.registry(ref), format=form, progress=QUIET)
             return ref
         root = an_image(other, podmans, form)
         if request.param == "file":
@@ -197,7 +207,7 @@ def image_word(
 
 
 def test_podmans_image(
-    image_word: Callable[[image.Format], str], podmans: str, fake: FakePodman, store: Store
+    image_word: Callable[[single_layer_image.Format], str], podmans: str, fake: FakePodman, store: Store
 ) -> None:
     """It is read and restored as the archive in it; nothing of it is kept."""
     word = image_word("podman")
@@ -205,7 +215,7 @@ def test_podmans_image(
         assert found.manifest == same.manifest
         assert found.stored is None
     assert verify_one(word, deep=True).damaged == ()
-    restoring.restore(Wish(what=where.find(word), name="x"), QUIET)
+    restoring.restore(Wish(what=locator.find(word), name="x"), QUIET)
     given, before = listed(str(fake.imported)), listed(podmans)
     assert given["config.dump"] == before["config.dump"]
     assert given["checkpoint/gpusnap/manifest.json"] == before["checkpoint/gpusnap/manifest.json"]
@@ -215,21 +225,21 @@ def test_podmans_image(
         assert os.listdir(store.path + "/staging") == []
 
 
-def test_kubernetes_image(image_word: Callable[[image.Format], str], fake: FakePodman) -> None:
+def test_kubernetes_image(image_word: Callable[[single_layer_image.Format], str], fake: FakePodman) -> None:
     """Podman cannot; what can is said, and it is not called damaged."""
     word = image_word("cri")
     with pytest.raises(GpusnapError, match="a checkpoint as an image, which Kubernetes restores") as raised:
-        restoring.restore(Wish(what=where.find(word)), QUIET)
+        restoring.restore(Wish(what=locator.find(word)), QUIET)
     assert exit_code(raised.value) == 1
     assert "in a new pod" in raised.value.hint
 
 
 def test_an_image_is_not_pulled(other: Store, podmans: str, registry: FakeRegistry) -> None:
     """Who takes it is said."""
-    ref = where.registry(f"http://{registry.host}/team/i:v1")
-    moving.push(InStore(other, "w"), ref, format="podman", progress=QUIET)
+    ref = locator.registry(f"http://{registry.host}/team/i:v1")
+    push_pull.push(InStore(other, "w"), ref, format="podman", progress=QUIET)
     with pytest.raises(GpusnapError, match="which Podman restores") as raised:
-        moving.pull(ref, progress=QUIET)
+        push_pull.pull(ref, progress=QUIET)
     assert exit_code(raised.value) == 1
     assert "podman container restore IMAGE" in raised.value.hint
 
@@ -295,7 +305,7 @@ def test_links(
         pytest.raises(ImageError, match=_REFUSED),
         store.create().stage() as made,
     ):
-        moving.taken_in(made, str(path), QUIET)
+        push_pull.taken_in(made, str(path), QUIET)
 
 
 def test_links_in_records(tmp_path: Path, fake: FakePodman, store: Store, other: Store) -> None:
@@ -319,4 +329,4 @@ def test_links_in_records(tmp_path: Path, fake: FakePodman, store: Store, other:
         restoring.restore(Wish(what=InStore(other, "links")), QUIET)
     assert not (fake.folder / "calls").exists() or fake.calls() == []
     with kept.held(InStore(other, "links")) as (_, found), pytest.raises(ImageError, match="is a symbolic"):
-        moving.write_archive(found, other.layout, str(tmp_path / "out.tar"), progress=QUIET)
+        push_pull.write_archive(found, other.layout, str(tmp_path / "out.tar"), progress=QUIET)

@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 from fakes import wait_for
 
-from runtime_shim import leavings, proc
-from runtime_shim.criu import scratch
-from runtime_shim.criu.config import VARIABLE
 from runtime_shim.errors import GpusnapError
+from runtime_shim.process import proc
+from runtime_shim.runtime.criu import scratch_files
+from runtime_shim.runtime.criu.config import VARIABLE
+from runtime_shim.runtime.criu.scratch_files import scratch
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(leavings, "scratch", lambda: str(tmp_path))
+    monkeypatch.setattr(scratch_files, "scratch", lambda: str(tmp_path))
     return tmp_path
 
 
@@ -41,16 +42,16 @@ def called(config: str) -> Iterator[subprocess.Popen[bytes]]:
 
 def test_children() -> None:
     """The runtime that a process called is found by the configuration that it made, and no other is."""
-    config = f"{scratch()}/{leavings.prefix('criu')}abc.conf"
+    config = f"{scratch()}/{scratch_files.prefix('criu')}abc.conf"
     with called(config) as ours, called("/run/gpusnap-criu-1.1-abc.conf"):
-        assert leavings.children(own()) == (ours.pid,)
-    assert leavings.children(own()) == ()
+        assert scratch_files.children(own()) == (ours.pid,)
+    assert scratch_files.children(own()) == ()
 
 
 def test_let_end() -> None:
     """It waits for the end, or until that is enough; past its patience it names what is still at work."""
-    with called(f"/run/{leavings.prefix('criu')}abc.conf") as ours:
-        leavings.let_end(own(), "c0ffee", enough=lambda: True)
+    with called(f"/run/{scratch_files.prefix('criu')}abc.conf") as ours:
+        scratch_files.let_end(own(), "c0ffee", enough=lambda: True)
         looks = []
 
         def end() -> bool:
@@ -59,15 +60,18 @@ def test_let_end() -> None:
             ours.wait()
             return False
 
-        leavings.let_end(own(), "c0ffee", enough=end)
+        scratch_files.let_end(own(), "c0ffee", enough=end)
         assert looks == [1]
 
 
 def test_let_end_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sentence says which process, and what to do."""
-    monkeypatch.setattr(leavings, "_PATIENCE", -1.0)
-    with called(f"/run/{leavings.prefix('criu')}abc.conf") as ours, pytest.raises(GpusnapError) as caught:
-        leavings.let_end(own(), "c0ffee")
+    monkeypatch.setattr(scratch_files, "_PATIENCE", -1.0)
+    with (
+        called(f"/run/{scratch_files.prefix('criu')}abc.conf") as ours,
+        pytest.raises(GpusnapError) as caught,
+    ):
+        scratch_files.let_end(own(), "c0ffee")
     assert caught.value.sentence() == (
         f"what a killed gpusnap called for container c0ffee is still at work: process {ours.pid}; wait for "
         f"it, or kill {ours.pid}, and run gpusnap recover again"
@@ -76,15 +80,15 @@ def test_let_end_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sweep(folder: Path) -> None:
     """Files and folders of that process go, and no link is followed; those of others stay."""
-    (folder / f"{leavings.prefix('criu')}abc.conf").touch()
-    inner = folder / f"{leavings.prefix('images')}abc"
+    (folder / f"{scratch_files.prefix('criu')}abc.conf").touch()
+    inner = folder / f"{scratch_files.prefix('images')}abc"
     inner.mkdir()
     (folder / "kept").mkdir()
     (folder / "kept" / "file").touch()
     (inner / "link").symlink_to(folder / "kept")
-    (folder / f"{leavings.prefix('images')}link").symlink_to(folder / "kept")
+    (folder / f"{scratch_files.prefix('images')}link").symlink_to(folder / "kept")
     other = "gpusnap-criu-1.1-abc.conf"
     (folder / other).touch()
-    leavings.sweep(own())
+    scratch_files.sweep(own())
     assert sorted(os.listdir(folder)) == [other, "kept"]
     assert (folder / "kept" / "file").exists()

@@ -12,17 +12,19 @@ import pytest
 from fakes import DEADLINE, ID, FakeDriver, Scene, wait_for
 from leftover_tree import CLONE_FILES, CLONE_VM, MAPPED, OPENED, Tree
 
-from runtime_shim import journal, kcmp, leftover, proc
 from runtime_shim.errors import GpusnapError, Refused
-from runtime_shim.gpu.driver import ProcessState
-from runtime_shim.gpu.errors import DriverFailed
-from runtime_shim.manifest import read
-from runtime_shim.memory.handles import Neutralised
-from runtime_shim.memory.regions import Mapping
-from runtime_shim.memory.tracee import Tracee
-from runtime_shim.recover import recover
+from runtime_shim.gpu.api.driver import ProcessState
+from runtime_shim.gpu.api.errors import DriverFailed
+from runtime_shim.process import kcmp, proc
+from runtime_shim.process.memory.maps import Mapping
+from runtime_shim.process.ptrace.neutralise import Neutralised
+from runtime_shim.process.ptrace.tracee import Tracee
+from runtime_shim.records.manifest import read
 from runtime_shim.settings import Memory
-from runtime_shim.stillness import go_on, stop
+from runtime_shim.snapshot.records import journal
+from runtime_shim.snapshot.recover_checkpoint import recover
+from runtime_shim.snapshot.suspend import inherited_handles
+from runtime_shim.stopping.stop import go_on, stop
 
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="of x86-64 alone")
 
@@ -59,11 +61,11 @@ def files(pid: int) -> list[str]:
     return [path for _, path in held.descriptors] + [path for *_, path in held.mappings]
 
 
-def clear(tree: Tree, driver: FakeDriver) -> tuple[leftover.Cleared, ...]:
+def clear(tree: Tree, driver: FakeDriver) -> tuple[inherited_handles.Cleared, ...]:
     """As a checkpoint has it done: the GPU process stands, and is let go on afterwards."""
     stop([tree.pid], timeout=DEADLINE)
     try:
-        return leftover.clear(driver, ID, {tree.pid}, tree.processes, timeout=DEADLINE)
+        return inherited_handles.clear(driver, ID, {tree.pid}, tree.processes, timeout=DEADLINE)
     finally:
         go_on([tree.pid])
 
@@ -74,7 +76,7 @@ ALL = [OPENED, OPENED, MAPPED]
 def test_clear(tree: Tree, driver: FakeDriver, folder: Path) -> None:
     """Children and grandchildren lose what they inherited, and nothing else; the parent keeps it."""
     pids = [tree.child(), *tree.grandchild()]
-    assert leftover.strangers(driver, tree.processes()) == {}
+    assert inherited_handles.strangers(driver, tree.processes()) == {}
     numbers = [number for number, _ in driver.held(pids[0]).descriptors]
     done = clear(tree, driver)
     assert [each.process.pid for each in done] == sorted(pids)
@@ -92,7 +94,7 @@ def test_clear(tree: Tree, driver: FakeDriver, folder: Path) -> None:
 def test_nothing_to_clear(tree: Tree, driver: FakeDriver, folder: Path) -> None:
     """A child that closed everything is no concern of ours, and is not even stopped."""
     pid = tree.child("libc.munmap(keep[0], 8192); [os.close(number) for number in numbers]")
-    assert leftover.strangers(driver, tree.processes()) == {}
+    assert inherited_handles.strangers(driver, tree.processes()) == {}
     assert clear(tree, driver) == ()
     assert not folder.exists()
     assert tree.well(pid)
@@ -101,7 +103,7 @@ def test_nothing_to_clear(tree: Tree, driver: FakeDriver, folder: Path) -> None:
 def test_nobody_holds_anything(driver: FakeDriver, tree: Tree) -> None:
     """The GPU processes are not asked for their states when there is nobody to compare with them."""
     driver.calls.clear()
-    assert leftover.strangers(driver, tree.processes()) == {}
+    assert inherited_handles.strangers(driver, tree.processes()) == {}
     assert driver.of("state") == [tree.pid]
 
 
@@ -118,7 +120,7 @@ def test_what_it_opened_by_itself(tree: Tree, driver: FakeDriver, deed: str, nam
     """A child with a file or a mapping of its own is told apart, with that file, and left alone."""
     heir, stranger = tree.child(), tree.child(deed)
     before = files(stranger)
-    found = leftover.strangers(driver, tree.processes())
+    found = inherited_handles.strangers(driver, tree.processes())
     assert {process.pid: own for process, own in found.items()} == {stranger: (named,)}
     assert [each.process.pid for each in clear(tree, driver)] == [heir]
     assert files(stranger) == before
@@ -129,7 +131,7 @@ def test_what_it_opened_by_itself(tree: Tree, driver: FakeDriver, deed: str, nam
 def test_what_it_shares_with_the_parent(tree: Tree, driver: FakeDriver, flags: int) -> None:
     """A child with the GPU process' own memory or descriptors is no heir, and the GPU process keeps both."""
     heir, sharer = tree.child(), tree.sharing(flags)
-    found = leftover.strangers(driver, tree.processes())
+    found = inherited_handles.strangers(driver, tree.processes())
     assert {process.pid: own for process, own in found.items()} == {sharer: (OPENED, MAPPED)}
     assert [each.process.pid for each in clear(tree, driver)] == [heir]
     assert files(tree.pid) == files(sharer) == ALL
@@ -138,13 +140,13 @@ def test_what_it_shares_with_the_parent(tree: Tree, driver: FakeDriver, flags: i
 def test_one_in_the_middle_of_vfork(tree: Tree, driver: FakeDriver) -> None:
     """Heirs that share their memory are left alone, both; once it is over, one that is left is an heir."""
     heir, borrower = tree.in_vfork()
-    found = leftover.strangers(driver, tree.processes())
+    found = inherited_handles.strangers(driver, tree.processes())
     assert {process.pid for process in found} == {heir, borrower}
     assert clear(tree, driver) == ()
     assert files(heir) == files(borrower) == ALL
     os.kill(borrower, signal.SIGKILL)
     wait_for(lambda: waits(heir), "the child waits")
-    assert leftover.strangers(driver, tree.processes()) == {}
+    assert inherited_handles.strangers(driver, tree.processes()) == {}
     assert [each.process.pid for each in clear(tree, driver)] == [heir]
 
 
@@ -158,7 +160,7 @@ def test_one_that_shares_before_it_stands(
         share()
         stop(pids, timeout=timeout)
 
-    monkeypatch.setattr(leftover, "stop", late)
+    monkeypatch.setattr(inherited_handles, "stop", late)
     assert clear(tree, driver) == ()
     assert len(tree.children) == 2
     assert files(pid) == ALL
@@ -176,8 +178,10 @@ def test_what_the_kernel_does_not_tell(
         return compared(pid, other, kind, *numbers) if numbers else -number
 
     pid = tree.child()
-    monkeypatch.setattr(leftover, "compared", silent)
-    assert [each.pid for each in leftover.strangers(driver, tree.processes())] == ([pid] if shared else [])
+    monkeypatch.setattr(inherited_handles, "compared", silent)
+    assert [each.pid for each in inherited_handles.strangers(driver, tree.processes())] == (
+        [pid] if shared else []
+    )
 
 
 def test_what_the_parent_has_no_longer(tree: Tree, driver: FakeDriver) -> None:
@@ -185,7 +189,7 @@ def test_what_the_parent_has_no_longer(tree: Tree, driver: FakeDriver) -> None:
     pid = tree.child()
     tree.tell("os.close(numbers[0])")
     wait_for(lambda: len(files(tree.pid)) == 2, "the parent closes a descriptor")
-    found = leftover.strangers(driver, tree.processes())
+    found = inherited_handles.strangers(driver, tree.processes())
     assert {process.pid: own for process, own in found.items()} == {pid: (OPENED,)}
 
 
@@ -194,7 +198,7 @@ def test_a_parent_of_gpu_processes(tree: Tree) -> None:
     pid = tree.child()
     driver = FakeDriver(files=(OPENED, MAPPED))
     driver.use(pid)
-    found = leftover.strangers(driver, tree.processes())
+    found = inherited_handles.strangers(driver, tree.processes())
     assert {process.pid: own for process, own in found.items()} == {tree.pid: (OPENED, MAPPED)}
 
 
@@ -208,7 +212,7 @@ def test_a_child_that_is_born_meanwhile(tree: Tree, driver: FakeDriver) -> None:
         return seen[-1]
 
     stop([tree.pid], timeout=DEADLINE)
-    done = leftover.clear(driver, ID, {tree.pid}, processes, timeout=DEADLINE)
+    done = inherited_handles.clear(driver, ID, {tree.pid}, processes, timeout=DEADLINE)
     assert [each.process.pid for each in done] == sorted(heirs)
     assert [len(each) for each in seen] == [2, 3, 3]
 
@@ -229,7 +233,7 @@ def test_one_that_cannot_be_traced(tree: Tree, driver: FakeDriver, monkeypatch: 
     def traced(*_: object, **__: object) -> Neutralised:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr(leftover, "neutralise", traced)
+    monkeypatch.setattr(inherited_handles, "neutralise", traced)
     with pytest.raises(GpusnapError, match=f"process {pid} .* cannot be replaced") as caught:
         clear(tree, driver)
     assert "debugger" in caught.value.hint
@@ -247,7 +251,7 @@ def test_one_that_ends(tree: Tree, driver: FakeDriver, monkeypatch: pytest.Monke
         wait_for(lambda: not proc.running(pid), "its end")
         raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
 
-    monkeypatch.setattr(leftover, "neutralise", ended)
+    monkeypatch.setattr(inherited_handles, "neutralise", ended)
     assert clear(tree, driver) == ()
     assert not proc.running(pid)
 
@@ -260,17 +264,17 @@ def test_a_machine_without_kcmp(tree: Tree, driver: FakeDriver, monkeypatch: pyt
 
     pid = tree.child()
     monkeypatch.setattr(kcmp, "this_machine", unknown)
-    assert [each.pid for each in leftover.strangers(driver, tree.processes())] == [pid]
+    assert [each.pid for each in inherited_handles.strangers(driver, tree.processes())] == [pid]
 
 
 # What is said of it.
 
 
-def cleared(pid: int, *sizes: int) -> leftover.Cleared:
+def cleared(pid: int, *sizes: int) -> inherited_handles.Cleared:
     found = proc.process(pid)
     assert found is not None
     mapped = tuple(Mapping(0, size, "rw-s", 0, "00:06", 7, "/dev/nvidiactl") for size in sizes)
-    return leftover.Cleared(found, Neutralised(((4, "/dev/nvidia0"),), mapped))
+    return inherited_handles.Cleared(found, Neutralised(((4, "/dev/nvidia0"),), mapped))
 
 
 def test_records(tree: Tree) -> None:
@@ -279,7 +283,7 @@ def test_records(tree: Tree) -> None:
     both = [cleared(here, 4096, 8192), cleared(gone)]
     os.kill(gone, signal.SIGKILL)
     wait_for(lambda: not proc.running(gone), "its end")
-    (record,) = leftover.records(both, tree.pid)
+    (record,) = inherited_handles.records(both, tree.pid)
     assert (record.pid, record.name) == (here, proc.comm(here))
     assert (record.descriptors, record.mappings, record.mapped) == (((4, "/dev/nvidia0"),), 2, 12288)
 
@@ -291,14 +295,14 @@ def test_records(tree: Tree) -> None:
 def test_say(tree: Tree, capsys: pytest.CaptureFixture[str], count: int, begin: str) -> None:
     """One line, with the PIDs."""
     pids = [tree.child() for _ in range(count)]
-    leftover.say([cleared(pid) for pid in pids])
+    inherited_handles.say([cleared(pid) for pid in pids])
     said = f"{begin}inherited and never used; replaced by /dev/null: {' '.join(map(str, pids))}"
     assert capsys.readouterr().err == f"gpusnap: note: {said}\n"
 
 
 def test_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """Where nothing was replaced."""
-    leftover.say([])
+    inherited_handles.say([])
     assert capsys.readouterr().err == ""
 
 
@@ -322,7 +326,7 @@ def killed(tree: Tree, driver: FakeDriver, image: Path, calls: int) -> journal.E
         Tracee.to_call = counted  # type: ignore[method-assign]
         journal.write(ID, str(image), {tree.pid: ()})
         stop([tree.pid], timeout=DEADLINE)
-        leftover.clear(driver, ID, {tree.pid}, tree.processes, timeout=DEADLINE)
+        inherited_handles.clear(driver, ID, {tree.pid}, tree.processes, timeout=DEADLINE)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(gpusnap, 0)[1]) == -signal.SIGKILL
     entry = journal.read(ID)
@@ -348,7 +352,7 @@ def test_killed(tree: Tree, driver: FakeDriver, tmp_path: Path, calls: int) -> N
     assert list(Path(journal.FOLDER).iterdir()) == []
     # What was not replaced is still the parent's, so the next checkpoint can take it.
     driver.states[tree.pid] = ProcessState.RUNNING
-    assert leftover.strangers(driver, tree.processes()) == {}
+    assert inherited_handles.strangers(driver, tree.processes()) == {}
     clear(tree, driver)
     assert files(pid) == []
     assert tree.well(pid)

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from test_softgpu_box import GPUWORK, Box, open_boxes, wait_until
 
-from runtime_shim import proc
-from runtime_shim.memory import positions, ptrace
-from runtime_shim.memory.machine import X86_64
-from runtime_shim.memory.tracee import Tracee
-from runtime_shim.stillness import go_on
+from runtime_shim.process import proc
+from runtime_shim.process.ptrace import calls as ptrace
+from runtime_shim.process.ptrace import positions
+from runtime_shim.process.ptrace.arch import X86_64
+from runtime_shim.process.ptrace.tracee import Tracee
+from runtime_shim.stopping.stop import go_on
 
 CALLER = Path(__file__).with_name("gpu_caller.py")
 # By kind of lock, the system calls in which a thread has it.

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import pytest
 from fakes import FakeDriver, Family
 
-from runtime_shim import proc
 from runtime_shim.errors import Interrupted
-from runtime_shim.gpu.driver import ProcessState
-from runtime_shim.gpu.errors import LockTimeout, NotSupported
-from runtime_shim.locking import lock
-from runtime_shim.stillness import stop
+from runtime_shim.gpu.api.driver import ProcessState
+from runtime_shim.gpu.api.errors import LockTimeout, NotSupported
+from runtime_shim.process import proc
+from runtime_shim.snapshot.suspend.lock import lock
+from runtime_shim.stopping.stop import stop
 from runtime_shim.transaction import interruptible
 
 RUNNING, LOCKED = ProcessState.RUNNING, ProcessState.LOCKED

@@ -12,14 +12,18 @@ import pytest
 from cells import ID, Cell, cell, folder
 from fakes import Scene, wait_for
 
-from runtime_shim import container as containers
-from runtime_shim import journal, leavings, lull, proc, vforks
 from runtime_shim.errors import GpusnapError, Interrupted
-from runtime_shim.gpu.driver import ProcessState
-from runtime_shim.journal import Entry, Pause
-from runtime_shim.lull import Lull
-from runtime_shim.stillness import stop
-from runtime_shim.vforks import Waiting
+from runtime_shim.gpu.api.driver import ProcessState
+from runtime_shim.process import proc
+from runtime_shim.runtime import container as containers
+from runtime_shim.runtime.criu import scratch_files
+from runtime_shim.snapshot.records import journal
+from runtime_shim.snapshot.records.journal import Entry, Pause
+from runtime_shim.snapshot.suspend import dump_pause
+from runtime_shim.snapshot.suspend.dump_pause import Lull
+from runtime_shim.stopping import vfork
+from runtime_shim.stopping.stop import stop
+from runtime_shim.stopping.vfork import Waiting
 
 __all__ = ["cell", "folder"]
 
@@ -54,7 +58,7 @@ def waits(monkeypatch: pytest.MonkeyPatch, times: float, look: Callable[[], None
         if next(looks) < times:
             yield Waiting(*sorted(pids))
 
-    monkeypatch.setattr(vforks, "waiting", waiting)
+    monkeypatch.setattr(vfork, "waiting", waiting)
 
 
 def test_paused_and_let_go(cell: Cell, command: list[str], folder: Path, tmp_path: Path) -> None:
@@ -148,7 +152,7 @@ def test_the_runtime_does_not_pause_it(
     pause = made(cell, command)
     pause.begin(timeout=5)
     assert (tmp_path / "calls").read_text().split() == ["pause", "resume"][: 2 - code]
-    assert (tmp_path / "marks").read_text() == (leavings.prefix("criu") + "none\n") * (2 - code)
+    assert (tmp_path / "marks").read_text() == (scratch_files.prefix("criu") + "none\n") * (2 - code)
     pause.end()
     cell.run()
     assert list(folder.iterdir()) == []
@@ -159,7 +163,7 @@ def test_left_by_a_killed_one(cell: Cell, command: list[str]) -> None:
     made(cell, command).begin(timeout=5)
     entry = journal.read(ID)
     assert entry is not None
-    assert lull.put_right(entry).paused is None
+    assert dump_pause.put_right(entry).paused is None
     cell.run()
     assert journal.read(ID) is None
 
@@ -168,7 +172,9 @@ def test_noted_before_the_pause(cell: Cell, command: list[str]) -> None:
     """Killed as the runtime freezes it: by then the note has the groups that it may freeze."""
     Path(command[0]).write_text(f"#!/bin/sh\necho 1 >{cell.group}/cgroup.freeze\nkill -9 $PPID\n")
     program = (
-        "import sys\nfrom runtime_shim import container, journal\nfrom runtime_shim.lull import Lull\n"
+        "import sys\nfrom runtime_shim.runtime import container; "
+        "from runtime_shim.snapshot.records import journal\n"
+        "from runtime_shim.snapshot.suspend.dump_pause import Lull\n"
         "journal.FOLDER, container.UNIFIED = sys.argv[1:3]\n"
         "one = container.Container(sys.argv[3], int(sys.argv[4]), 'running', '/b', {})\n"
         "Lull(one, sys.argv[5:]).begin(timeout=5)\n"
@@ -178,7 +184,7 @@ def test_noted_before_the_pause(cell: Cell, command: list[str]) -> None:
     wait_for(cell.frozen, "the pause")
     entry = journal.read(ID)
     assert entry is not None
-    lull.put_right(entry)
+    dump_pause.put_right(entry)
     cell.run()
 
 
@@ -197,7 +203,7 @@ def test_nothing_to_put_right(cell: Cell) -> None:
         Pause((1, 1), "", False, (), lull=(own.pid, own.start), groups=()),
         Pause((1, 1), "", False, (), lull=(init.pid, init.start), groups=("/none",)),
     ):
-        lull.put_right(Entry(ID, "", (1, 1), (), paused=pause))
+        dump_pause.put_right(Entry(ID, "", (1, 1), (), paused=pause))
         assert cell.frozen()
 
 
@@ -211,7 +217,7 @@ def test_a_signal_in_the_pause(
         if next(asked):
             raise Interrupted("interrupted by SIGINT")
 
-    monkeypatch.setattr(lull, "stop_if_asked", stop_if_asked)
+    monkeypatch.setattr(dump_pause, "stop_if_asked", stop_if_asked)
     waits(monkeypatch, 1)
     with pytest.raises(Interrupted):
         made(cell, command).begin(timeout=5)

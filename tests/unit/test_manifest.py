@@ -18,13 +18,12 @@ from fakes import POISON, a_manifest, uuid
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oci.digests import digest_of
-from oci.layout import Layout
-from oci.manifest import Index
-from runtime_shim import manifest
-from runtime_shim.draft import Draft
+from oci.layout.digests import digest_of
+from oci.layout.documents import Index
+from oci.layout.layout import Layout
 from runtime_shim.errors import ImageError, ManifestError, ManifestVersion
-from runtime_shim.manifest import (
+from runtime_shim.records import manifest
+from runtime_shim.records.manifest import (
     DriverMount,
     GpuProcess,
     GpuRecord,
@@ -34,6 +33,7 @@ from runtime_shim.manifest import (
     decode,
     encode,
 )
+from runtime_shim.records.manifest_file import Draft
 from runtime_shim.transaction import Step
 
 TEXT = st.text(min_size=1, max_size=20)

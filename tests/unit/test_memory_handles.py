@@ -10,10 +10,10 @@ import pytest
 from memory_target import Target
 
 from runtime_shim.errors import Refused
-from runtime_shim.memory import handles
-from runtime_shim.memory.handles import neutralise
-from runtime_shim.memory.regions import Mapping, mappings
-from runtime_shim.memory.remote import Saved, put_back
+from runtime_shim.process.memory.maps import Mapping, mappings
+from runtime_shim.process.ptrace import neutralise as handles
+from runtime_shim.process.ptrace.neutralise import neutralise
+from runtime_shim.process.ptrace.remote_syscall import Saved, put_back
 
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="of x86-64 alone")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim import mountns, proc
+from runtime_shim.process import mount_namespace, proc
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_what_is_no_namespace(null: int) -> None:
     """It is not joined, nothing is done, and this process is where it was."""
     before = proc.namespace(os.getpid(), "mnt"), os.getcwd()
     done: list[str] = []
-    error = failed(mountns.run_joined, null, "/dev/null", lambda: done.append("work"))
+    error = failed(mount_namespace.run_joined, null, "/dev/null", lambda: done.append("work"))
     assert (error.errno, error.filename) == (errno.EINVAL, "setns /dev/null")
     assert (proc.namespace(os.getpid(), "mnt"), os.getcwd()) == before
     assert done == []
@@ -43,21 +43,21 @@ def test_what_is_no_namespace(null: int) -> None:
 def test_the_call_and_the_path_are_named(null: int) -> None:
     """Each failure says what failed on what; a place that is open goes by the path that was given for it."""
     none = "/dev/gpusnap-none"
-    assert failed(mountns.open_tree, none).filename == f"open_tree {none}"
-    assert failed(mountns.move_mount, null, none).filename == f"move_mount {none}"
-    assert failed(mountns.move_mount, null, none, onto=null).filename == f"move_mount {none}"
+    assert failed(mount_namespace.open_tree, none).filename == f"open_tree {none}"
+    assert failed(mount_namespace.move_mount, null, none).filename == f"move_mount {none}"
+    assert failed(mount_namespace.move_mount, null, none, onto=null).filename == f"move_mount {none}"
     folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        assert failed(mountns.detach, folder, "gpusnap-none", none).filename == f"umount2 {none}"
-        assert failed(mountns.make_private, folder, "gpusnap-none", none).filename == f"mount {none}"
+        assert failed(mount_namespace.detach, folder, "gpusnap-none", none).filename == f"umount2 {none}"
+        assert failed(mount_namespace.make_private, folder, "gpusnap-none", none).filename == f"mount {none}"
     finally:
         os.close(folder)
 
 
 def test_an_old_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel without a call is known by its errno."""
-    monkeypatch.setattr(mountns, "_OPEN_TREE", 100_000)
-    assert failed(mountns.open_tree, "/dev/null").errno == errno.ENOSYS
+    monkeypatch.setattr(mount_namespace, "_OPEN_TREE", 100_000)
+    assert failed(mount_namespace.open_tree, "/dev/null").errno == errno.ENOSYS
 
 
 @pytest.mark.skipif(bool(os.geteuid()), reason="needs root, who may take another user's name")
@@ -70,9 +70,9 @@ def test_in_the_name_of_another(tmp_path: Path) -> None:
         os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, dir_fd=folder))
 
     try:
-        with mountns.in_the_name_of(12345, 54321):
+        with mount_namespace.in_the_name_of(12345, 54321):
             make("theirs")
-        with suppress(FileExistsError), mountns.in_the_name_of(12345, 54321):
+        with suppress(FileExistsError), mount_namespace.in_the_name_of(12345, 54321):
             make("theirs")
         make("ours")
     finally:
@@ -98,4 +98,4 @@ def test_a_namespace_of_our_own(
     """What is mounted there goes with us: by the namespace of PID 1, or by how mounts spread."""
     monkeypatch.setattr(proc, "namespace", lambda pid, _: init if pid == 1 else "ours")
     monkeypatch.setattr(proc, "mounts", lambda _: (proc.Mount("0:1", "/", "/run", (), tags, "tmpfs"),))
-    assert mountns.lasting() is lasting
+    assert mount_namespace.lasting() is lasting

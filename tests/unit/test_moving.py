@@ -14,16 +14,19 @@ from fake_registry import FakeRegistry, Say
 from fakes import wait_for
 from kept_checkpoints import an_archive, keep, keep_pages
 
-from gpusnap import kept, moving, pulling, where
-from gpusnap.failures import NotFound
+from gpusnap.checkpoints import artifact as kept
+from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.locator import InFile, InRegistry, InStore
+from gpusnap.operations import pull as pulling
+from gpusnap.operations import push_pull
 from gpusnap.progress import Progress
-from gpusnap.where import InFile, InRegistry, InStore
-from oci import transfer
-from oci.layout import Layout
-from oci.manifest import Descriptor
-from oci.reference import Reference, parse
-from oci.store import Store
-from oci.transfer import Moved
+from gpusnap.user_errors import NotFound
+from oci.layout.documents import Descriptor
+from oci.layout.layout import Layout
+from oci.layout.reference import Reference, parse
+from oci.registry import copy as transfer
+from oci.registry.copy import Moved
+from oci.store.store import Store
 from runtime_shim.errors import GpusnapError, Refused, UsageError
 
 
@@ -49,18 +52,18 @@ QUIET = Progress(shown=False)
 
 
 def at(registry: FakeRegistry, rest: str = "team/app:v1") -> InRegistry:
-    return where.registry(f"http://{registry.host}/{rest}")
+    return locator.registry(f"http://{registry.host}/{rest}")
 
 
 def test_there_and_back(registry: FakeRegistry, store: Store, archive: str, tmp_path: Path) -> None:
     """Store, registry, another store: the same digest, every byte there, under the reference as its name."""
     digest = keep(store, archive, ["w"])
-    pushed = moving.push(InStore(store, "w"), at(registry), progress=QUIET)
+    pushed = push_pull.push(InStore(store, "w"), at(registry), progress=QUIET)
     assert (pushed.reference, pushed.digest) == (f"{registry.host}/team/app:v1", digest)
-    again = moving.push(InStore(store, "w"), at(registry), progress=QUIET)
+    again = push_pull.push(InStore(store, "w"), at(registry), progress=QUIET)
     assert again.moved.blobs == 0
     other = Store(tmp_path / "other")
-    pulled = moving.pull(at(registry), to=InStore(other, ""), progress=QUIET)
+    pulled = push_pull.pull(at(registry), to=InStore(other, ""), progress=QUIET)
     assert (pulled.digest, pulled.name, pulled.store) == (digest, pushed.reference, other.path)
     with kept.held(InStore(other, pulled.name)) as (_, found):
         for each in found.artifact.blobs():
@@ -75,9 +78,9 @@ def test_there_and_back(registry: FakeRegistry, store: Store, archive: str, tmp_
 
 def test_an_archive_and_back(registry: FakeRegistry, store: Store, archive: str, tmp_path: Path) -> None:
     """What Podman exported can be imported again; nothing of it stays in the store."""
-    moving.push(InFile(archive), at(registry), progress=QUIET)
+    push_pull.push(InFile(archive), at(registry), progress=QUIET)
     for name in ("out.tar", "out.tar.zst"):
-        pulled = moving.pull(at(registry), file=str(tmp_path / name), progress=QUIET)
+        pulled = push_pull.pull(at(registry), file=str(tmp_path / name), progress=QUIET)
         assert (pulled.store, pulled.name, pulled.file) == ("", "", str(tmp_path / name))
         before, after = listed(archive), listed(pulled.file)
         ours = {name for name in before if name.startswith("checkpoint/gpusnap/")}
@@ -88,21 +91,23 @@ def test_an_archive_and_back(registry: FakeRegistry, store: Store, archive: str,
     assert store.entries() == ()
     assert os.listdir(store.path + "/staging") == []
     with pytest.raises(UsageError, match="compressed by gzip"):
-        moving.pull(at(registry), file="out.tgz", progress=QUIET)
+        push_pull.pull(at(registry), file="out.tgz", progress=QUIET)
 
 
 def test_pull_to_a_file_that_is_there(registry: FakeRegistry, tmp_path: Path) -> None:
     """It is not replaced, and nothing is asked for."""
     (tmp_path / "out.tar").write_text("earlier")
     with pytest.raises(GpusnapError, match=r"out\.tar exists already"):
-        moving.pull(at(registry), file=str(tmp_path / "out.tar"), progress=QUIET)
+        push_pull.pull(at(registry), file=str(tmp_path / "out.tar"), progress=QUIET)
     assert (tmp_path / "out.tar").read_text() == "earlier"
 
 
 def test_both(registry: FakeRegistry, store: Store, archive: str, tmp_path: Path) -> None:
     """-o with --to."""
-    moving.push(InFile(archive), at(registry), progress=QUIET)
-    pulled = moving.pull(at(registry), file=str(tmp_path / "out.tar"), to=InStore(store, "x"), progress=QUIET)
+    push_pull.push(InFile(archive), at(registry), progress=QUIET)
+    pulled = push_pull.pull(
+        at(registry), file=str(tmp_path / "out.tar"), to=InStore(store, "x"), progress=QUIET
+    )
     assert [each.name for each in store.entries()] == ["x"] == [pulled.name]
     assert os.path.exists(pulled.file)
 
@@ -111,7 +116,7 @@ def test_a_pull_that_broke_goes_on(
     registry: FakeRegistry, store: Store, archive: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What had come is not asked for again, and nothing was named before all had."""
-    moving.push(InFile(archive), at(registry), progress=QUIET)
+    push_pull.push(InFile(archive), at(registry), progress=QUIET)
     document = registry.manifests["team/app", "v1"][1]
     layers = [each["digest"] for each in json.loads(document)["layers"]]
     registry.rule("GET", layers[-1], Say(403), times=99)
@@ -125,11 +130,11 @@ def test_a_pull_that_broke_goes_on(
     with monkeypatch.context() as patched:
         patched.setattr(registry, "act", late)
         with pytest.raises(GpusnapError):
-            moving.pull(at(registry), progress=QUIET)
+            push_pull.pull(at(registry), progress=QUIET)
     assert store.entries() == ()
     registry.rules.clear()
     registry.seen.clear()
-    moving.pull(at(registry), progress=QUIET)
+    push_pull.pull(at(registry), progress=QUIET)
     assert len(registry.asked("GET", "blobs/")) < len(layers)
     assert len(store.entries()) == 1
     assert os.listdir(store.path + "/staging") == []
@@ -138,9 +143,9 @@ def test_a_pull_that_broke_goes_on(
 def test_what_the_store_has_does_not_come(registry: FakeRegistry, store: Store, archive: str) -> None:
     """Though it has it under another name."""
     keep(store, archive, ["w"])
-    moving.push(InStore(store, "w"), at(registry), progress=QUIET)
+    push_pull.push(InStore(store, "w"), at(registry), progress=QUIET)
     registry.seen.clear()
-    assert moving.pull(at(registry), progress=QUIET).moved.bytes == 0
+    assert push_pull.pull(at(registry), progress=QUIET).moved.bytes == 0
     assert registry.asked("GET", "blobs/") == []
     assert {each.name for each in store.entries()} == {"w", f"{registry.host}/team/app:v1"}
 
@@ -148,19 +153,21 @@ def test_what_the_store_has_does_not_come(registry: FakeRegistry, store: Store, 
 def test_siblings(registry: FakeRegistry, store: Store, archive: str) -> None:
     """What went to another repository of the registry is taken from there."""
     keep(store, archive, ["w", f"{registry.host}/team/app:v1"])
-    moving.push(InStore(store, "w"), at(registry), progress=QUIET)
-    moved = moving.push(InStore(store, "w"), at(registry, "team/other:v1"), progress=QUIET).moved
+    push_pull.push(InStore(store, "w"), at(registry), progress=QUIET)
+    moved = push_pull.push(InStore(store, "w"), at(registry, "team/other:v1"), progress=QUIET).moved
     assert moved.mounted > 0
     assert moved.blobs == 1
 
 
 @pytest.mark.parametrize("form", ["podman", "cri"])
 @pytest.mark.parametrize("what", ["store", "file"])
-def test_images(registry: FakeRegistry, store: Store, archive: str, form: moving.Format, what: str) -> None:
+def test_images(
+    registry: FakeRegistry, store: Store, archive: str, form: push_pull.Format, what: str
+) -> None:
     """An ordinary image of one layer, from either, that says what it is to the engine."""
     keep(store, archive, ["w"])
     source = InStore(store, "w") if what == "store" else InFile(archive)
-    pushed = moving.push(source, at(registry), format=form, progress=QUIET)
+    pushed = push_pull.push(source, at(registry), format=form, progress=QUIET)
     manifest = json.loads(registry.manifests["team/app", "v1"][1])
     assert manifest["config"]["mediaType"] == "application/vnd.oci.image.config.v1+json"
     assert len(manifest["layers"]) == 1
@@ -171,34 +178,34 @@ def test_images(registry: FakeRegistry, store: Store, archive: str, form: moving
     assert manifest["annotations"][notes[form]]
     assert os.listdir(store.path + "/staging") == []
     with pytest.raises(GpusnapError, match="is a checkpoint as an image, which"):
-        moving.pull(at(registry, f"team/app@{pushed.digest}"), progress=QUIET)
+        push_pull.pull(at(registry, f"team/app@{pushed.digest}"), progress=QUIET)
 
 
 def test_the_latest(registry: FakeRegistry, store: Store, archive: str) -> None:
     """Without a tag, both ways; a digest of something else is no place to push to."""
     digest = keep(store, archive, ["w"])
-    pushed = moving.push(InStore(store, "w"), at(registry, "team/app"), progress=QUIET)
+    pushed = push_pull.push(InStore(store, "w"), at(registry, "team/app"), progress=QUIET)
     assert pushed.reference.endswith("/team/app:latest")
-    assert moving.pull(at(registry, "team/app"), progress=QUIET).digest == digest
-    assert moving.pull(at(registry, f"team/app@{digest}"), progress=QUIET).digest == digest
+    assert push_pull.pull(at(registry, "team/app"), progress=QUIET).digest == digest
+    assert push_pull.pull(at(registry, f"team/app@{digest}"), progress=QUIET).digest == digest
     with pytest.raises(UsageError, match="names another digest"):
-        moving.push(InStore(store, "w"), at(registry, f"team/app@sha256:{'0' * 64}"), progress=QUIET)
+        push_pull.push(InStore(store, "w"), at(registry, f"team/app@sha256:{'0' * 64}"), progress=QUIET)
 
 
 def test_what_is_not_there(registry: FakeRegistry, store: Store) -> None:
     """In the registry, and in the store."""
     store.create()
     with pytest.raises(NotFound):
-        moving.pull(at(registry, "team/gone:v1"), progress=QUIET)
+        push_pull.pull(at(registry, "team/gone:v1"), progress=QUIET)
     with pytest.raises(NotFound):
-        moving.push(InStore(store, "gone"), at(registry), progress=QUIET)
+        push_pull.push(InStore(store, "gone"), at(registry), progress=QUIET)
 
 
 def test_tls_is_for_all(registry: FakeRegistry, store: Store, archive: str) -> None:
     """Without a word nothing goes over plain HTTP, to loopback neither."""
     keep(store, archive, ["w"])
     with pytest.raises(GpusnapError):
-        moving.push(InStore(store, "w"), where.registry(f"{registry.host}/a:b"), progress=QUIET)
+        push_pull.push(InStore(store, "w"), locator.registry(f"{registry.host}/a:b"), progress=QUIET)
     assert registry.asked("PUT") == []
 
 
@@ -213,14 +220,14 @@ def test_tls_is_for_all(registry: FakeRegistry, store: Store, archive: str) -> N
 def test_names_in_the_store(text: str, name: str) -> None:
     """A reference, in the narrower grammar of a store."""
     found: Reference = parse(text)
-    assert moving.store_name(found) == name
+    assert push_pull.store_name(found) == name
 
 
 def test_pages_only_is_no_archive(registry: FakeRegistry, store: Store) -> None:
     """It has no records."""
     digest = keep_pages(store)
     with pytest.raises(Refused, match="has only the memory"):
-        moving.push(InStore(store, digest), at(registry), format="podman", progress=QUIET)
+        push_pull.push(InStore(store, digest), at(registry), format="podman", progress=QUIET)
 
 
 @pytest.mark.parametrize(("speed", "stays"), [(1 << 30, True), (1, False)])
@@ -233,7 +240,7 @@ def test_a_slow_network(
     stays: bool,
 ) -> None:
     """What would not come in time comes first, by how fast some of it does."""
-    moving.push(InFile(archive), at(registry), progress=QUIET)
+    push_pull.push(InFile(archive), at(registry), progress=QUIET)
     monkeypatch.setattr(pulling, "_NOTHING", 0)
     now = 0.0
     real = transfer.pull
@@ -246,7 +253,7 @@ def test_a_slow_network(
 
     monkeypatch.setattr(transfer, "pull", pull)
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    with moving.fetched(store, at(registry), leave=1 << 30, seconds=1.0, progress=QUIET) as (
+    with push_pull.fetched(store, at(registry), leave=1 << 30, seconds=1.0, progress=QUIET) as (
         staging,
         found,
         _,
@@ -262,7 +269,7 @@ def test_what_the_store_has_is_not_read_for_a_restore(
 ) -> None:
     """It is read when it is used; a pull reads it, and brings what is damaged."""
     keep(store, archive, ["w"])
-    moving.push(InStore(store, "w"), at(registry), progress=QUIET)
+    push_pull.push(InStore(store, "w"), at(registry), progress=QUIET)
     read: list[str] = []
     real = Layout.check_blob
 
@@ -271,10 +278,10 @@ def test_what_the_store_has_is_not_read_for_a_restore(
         real(layout, wanted)
 
     monkeypatch.setattr(Layout, "check_blob", check)
-    with moving.fetched(store, at(registry), leave=1 << 30, seconds=1.0, progress=QUIET) as (_, found, _):
+    with push_pull.fetched(store, at(registry), leave=1 << 30, seconds=1.0, progress=QUIET) as (_, found, _):
         chunks = {each.digest for each in found.artifact.chunks}
         assert not chunks & set(read)
-    with moving.fetched(store, at(registry), progress=QUIET):
+    with push_pull.fetched(store, at(registry), progress=QUIET):
         assert sorted(chunks) == sorted(set(read) & chunks)
         assert all(read.count(each) == 1 for each in chunks)
 
@@ -283,10 +290,10 @@ def test_another_pull_of_the_same_that_does_not_end(
     registry: FakeRegistry, store: Store, archive: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not waited for without end."""
-    moving.push(InFile(archive), at(registry), progress=QUIET)
+    push_pull.push(InFile(archive), at(registry), progress=QUIET)
     monkeypatch.setattr(pulling, "_PATIENCE", 0)
     with (
-        moving.fetched(store, at(registry), progress=QUIET),
+        push_pull.fetched(store, at(registry), progress=QUIET),
         pytest.raises(GpusnapError, match="another process is at work"),
     ):
-        moving.pull(at(registry), progress=QUIET)
+        push_pull.pull(at(registry), progress=QUIET)

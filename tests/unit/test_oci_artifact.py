@@ -12,14 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from oci import artifact
-from oci.artifact import CHECKPOINT, CHUNKS, CONFIG, RECORDS, ROOTFS, Artifact, chunk_layers
-from oci.chunks import CHUNK_SIZE, MEDIA_TYPES, Chunk, Table, validated
-from oci.digests import digest_of
-from oci.errors import LayoutError
-from oci.graph import walk
-from oci.layout import Layout
-from oci.manifest import DOCUMENT_LIMIT, EMPTY, INDEX, MANIFEST, Descriptor, empty_descriptor
+from oci.base.errors import LayoutError
+from oci.chunks import artifact
+from oci.chunks.artifact import CHECKPOINT, CHUNKS, CONFIG, RECORDS, ROOTFS, Artifact, chunk_layers
+from oci.chunks.table import CHUNK_SIZE, MEDIA_TYPES, Chunk, Table, validated
+from oci.layout.digests import digest_of
+from oci.layout.documents import DOCUMENT_LIMIT, EMPTY, INDEX, MANIFEST, Descriptor, empty_descriptor
+from oci.layout.graph import walk
+from oci.layout.layout import Layout
 
 ZSTD = MEDIA_TYPES["zstd"]
 

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from fake_registry import FakeRegistry, NoAnswer, Say
 
-from oci import client as client_module
-from oci.client import Client
-from oci.credentials import Credentials
-from oci.errors import Cancelled, RegistryError, Unreachable
-from oci.layout import Layout
-from oci.manifest import Descriptor
-from oci.reference import Reference
-from oci.registry import Repository
-from oci.wire import PIECE, Broken
+from oci.base.errors import Cancelled, RegistryError, Unreachable
+from oci.layout.documents import Descriptor
+from oci.layout.layout import Layout
+from oci.layout.reference import Reference
+from oci.registry import client as client_module
+from oci.registry.client import Client
+from oci.registry.credentials import Credentials
+from oci.registry.http import PIECE, Broken
+from oci.registry.repository import Repository
 
 DATA = random.Random(1).randbytes(3 << 16)
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from oci_checkpoints import blob_path, commit, index, names, put, stagings, whole
 
-from oci.digests import digest_of
-from oci.errors import BlobError, NotThere, StoreError
-from oci.known import Place
-from oci.manifest import INDEX, Descriptor, Index, written_document
-from oci.store import Store
-from oci.verify import verify
+from oci.base.errors import BlobError, NotThere, StoreError
+from oci.chunks.index import Place
+from oci.chunks.verify import verify
+from oci.layout.digests import digest_of
+from oci.layout.documents import INDEX, Descriptor, Index, written_document
+from oci.store.store import Store
 
 DOCKER = "application/vnd.docker.distribution.manifest.v2+json"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from oci import files
-from oci.files import name_new
+from oci.base import files
+from oci.base.files import name_new
 
 
 @pytest.fixture(params=["renameat2", "links", "neither"])

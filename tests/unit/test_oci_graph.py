@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oci.digests import digest_of
-from oci.errors import DigestError, LayoutError
-from oci.graph import INDEXES, MANIFESTS, children, is_document, walk
-from oci.manifest import Descriptor
+from oci.base.errors import DigestError, LayoutError
+from oci.layout.digests import digest_of
+from oci.layout.documents import Descriptor
+from oci.layout.graph import INDEXES, MANIFESTS, children, is_document, walk
 
 CONFIG = {"mediaType": "a/config", "digest": digest_of(b"config"), "size": 6}
 LAYER = {"mediaType": "a/layer", "digest": digest_of(b"layer"), "size": 5, "annotations": {"a": "b"}}

@@ -14,11 +14,11 @@ import zstandard
 from archives import COMPRESS, written
 from oci_regions import text
 
-from oci.archive import ArchiveError
-from oci.digests import digest_of
-from oci.image import CRI_NAME, PODMAN, Format, Packing, write_image
-from oci.layout import Layout
-from oci.manifest import MANIFEST, Descriptor, Manifest
+from oci.layout.digests import digest_of
+from oci.layout.documents import MANIFEST, Descriptor, Manifest
+from oci.layout.layout import Layout
+from oci.layout.single_layer_image import CRI_NAME, PODMAN, Format, Packing, write_image
+from oci.tar.archive import ArchiveError
 
 NOTES = {
     "org.opencontainers.image.created": "2026-02-03T04:05:06Z",

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from oci.json_text import parse_json
+from oci.base.json_text import parse_json
 
 ROOT = Path(__file__).parents[2]
 # The hooks run at every start of a container, and have a parser of their own, as strict; the schema is ours.
-OTHERS = {"oci/json_text.py", "hooks/document.py", "hooks/schema.py"}
+OTHERS = {"oci/base/json_text.py", "hooks/document.py", "hooks/schema.py"}
 
 
 @pytest.mark.parametrize(

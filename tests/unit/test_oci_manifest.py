@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oci.digests import check_digest, digest_of, encoded
-from oci.errors import DigestError, LayoutError
-from oci.manifest import (
+from oci.base.errors import DigestError, LayoutError
+from oci.layout.digests import check_digest, digest_of, encoded
+from oci.layout.documents import (
     EMPTY_BLOB,
     Descriptor,
     Index,

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from fake_registry import FakeRegistry
 
-from oci.errors import RegistryError, Unreachable
-from oci.proxies import proxy_for
-from oci.reference import Reference
-from oci.registry import Repository
+from oci.base.errors import RegistryError, Unreachable
+from oci.layout.reference import Reference
+from oci.registry.proxies import proxy_for
+from oci.registry.repository import Repository
 
 PROXY = "http://proxy.example:3128"
 

@@ -14,12 +14,12 @@ import pytest
 import zstandard
 from oci_regions import CEILING, PAGE, Far, fill, load, save
 
-from oci.buffers import Buffer
-from oci.chunks import MEDIA_TYPES, Chunk, Progress, Table
-from oci.digests import digest_of
-from oci.errors import BlobError, Cancelled, CeilingError, ChunkError, OciError
-from oci.layout import Layout
-from oci.reading import Reading, read
+from oci.base.errors import BlobError, Cancelled, CeilingError, ChunkError, OciError
+from oci.chunks.buffers import Buffer
+from oci.chunks.reader import Reading, read
+from oci.chunks.table import MEDIA_TYPES, Chunk, Progress, Table
+from oci.layout.digests import digest_of
+from oci.layout.layout import Layout
 
 KINDS = ("text", "random", "zero")
 MIXED = bytearray(b"".join(fill(PAGE, kind, at) for at in range(8) for kind in KINDS))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oci.errors import RegistryError
-from oci.reference import Reference, parse
+from oci.base.errors import RegistryError
+from oci.layout.reference import Reference, parse
 
 DIGEST = "sha256:" + "ab" * 32
 

@@ -12,15 +12,18 @@ from click.testing import CliRunner
 from fake_registry import FakeRegistry, Say
 from kept_checkpoints import an_archive, keep
 
-from gpusnap import cli, moving, where
-from gpusnap.listing import listing
+from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.list import listing
+from gpusnap.checkpoints.locator import InFile, InStore
+from gpusnap.cli import main as cli
+from gpusnap.operations import push_pull
 from gpusnap.progress import Progress
-from gpusnap.where import InFile, InStore
-from oci import referrers, transfer
-from oci.errors import Unreachable
-from oci.layout import Layout
-from oci.manifest import INDEX, Descriptor, Index, Manifest, empty_descriptor, written_document
-from oci.store import Store
+from oci.base.errors import Unreachable
+from oci.layout.documents import INDEX, Descriptor, Index, Manifest, empty_descriptor, written_document
+from oci.layout.layout import Layout
+from oci.registry import copy as transfer
+from oci.registry import referrers
+from oci.store.store import Store
 
 QUIET = Progress(shown=False)
 
@@ -76,8 +79,8 @@ def pushed(registry: FakeRegistry, tmp_path: Path) -> dict[str, Descriptor]:
     return found
 
 
-def ref(registry: FakeRegistry, name: str) -> where.InRegistry:
-    return where.registry(f"http://{registry.host}/{name}")
+def ref(registry: FakeRegistry, name: str) -> locator.InRegistry:
+    return locator.registry(f"http://{registry.host}/{name}")
 
 
 def known(registry: FakeRegistry, name: str, digest: str) -> set[str]:
@@ -91,23 +94,23 @@ def known(registry: FakeRegistry, name: str, digest: str) -> set[str]:
 
 def test_there_and_back(registry: FakeRegistry, pushed: dict[str, Descriptor], store: Store) -> None:
     """Out of one repository and into another: all of them, under their digests; twice is once."""
-    pulled = moving.pull(ref(registry, "team/app:v1"), progress=QUIET)
+    pulled = push_pull.pull(ref(registry, "team/app:v1"), progress=QUIET)
     assert {each.descriptor.digest for each in store.entries()} == {each.digest for each in pushed.values()}
     assert [each.name for each in store.entries() if each.name] == [pulled.name]
     for _ in range(2):
-        moving.push(InStore(store, pulled.name), ref(registry, "copy/w:v1"), progress=QUIET)
+        push_pull.push(InStore(store, pulled.name), ref(registry, "copy/w:v1"), progress=QUIET)
         root, sbom = pushed["root"].digest, pushed["sbom"].digest
         assert known(registry, "copy/w", root) == {sbom, pushed["signature"].digest}
         assert known(registry, "copy/w", sbom) == {pushed["of the sbom"].digest}
     assert registry.has(Manifest.from_json(json.loads(store.read(pushed["sbom"]))).layers[0].digest, "copy/w")
     # A second pull brings none of it again.
-    again = moving.pull(ref(registry, "team/app:v1"), progress=QUIET)
+    again = push_pull.pull(ref(registry, "team/app:v1"), progress=QUIET)
     assert again.moved.bytes == 0
 
 
 def test_in_the_store(registry: FakeRegistry, pushed: dict[str, Descriptor], store: Store) -> None:
     """gc keeps them with the checkpoint, which is still the one that the store has; rm takes them along."""
-    pulled = moving.pull(ref(registry, "team/app:v1"), progress=QUIET)
+    pulled = push_pull.pull(ref(registry, "team/app:v1"), progress=QUIET)
     assert store.collect().blobs == 0
     rows = {row.digest: row for row in listing(store).rows}
     assert rows[pushed["sbom"].digest].kind == "referrer"
@@ -125,9 +128,9 @@ def test_nothing_of_it_in_a_file(
     registry: FakeRegistry, pushed: dict[str, Descriptor], store: Store, tmp_path: Path
 ) -> None:
     """An archive of Podman's has no place for them: they are not asked for."""
-    moving.pull(ref(registry, "team/app:v1"), file=str(tmp_path / "out.tar"), progress=QUIET)
+    push_pull.pull(ref(registry, "team/app:v1"), file=str(tmp_path / "out.tar"), progress=QUIET)
     assert not registry.asked("GET", "/referrers/")
-    assert moving.push(InFile(str(tmp_path / "out.tar")), ref(registry, "again/w:v1"), progress=QUIET)
+    assert push_pull.push(InFile(str(tmp_path / "out.tar")), ref(registry, "again/w:v1"), progress=QUIET)
 
 
 def test_lies(registry: FakeRegistry, pushed: dict[str, Descriptor], store: Store) -> None:

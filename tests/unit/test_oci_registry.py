@@ -16,9 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oci_regions import blobs
 
-from oci.credentials import Credentials
-from oci.digests import digest_of
-from oci.errors import (
+from oci.base.errors import (
     BlobError,
     DigestError,
     DiskFull,
@@ -28,8 +26,10 @@ from oci.errors import (
     Rejected,
     Unreachable,
 )
-from oci.layout import Layout
-from oci.manifest import DOCUMENT_LIMIT, INDEX, MANIFEST, Descriptor
+from oci.layout.digests import digest_of
+from oci.layout.documents import DOCUMENT_LIMIT, INDEX, MANIFEST, Descriptor
+from oci.layout.layout import Layout
+from oci.registry.credentials import Credentials
 
 DATA = random.Random(1).randbytes(5 << 18)
 KINDS = [MANIFEST, INDEX, "application/vnd.docker.distribution.manifest.v2+json"]

@@ -13,17 +13,17 @@ import pytest
 from oci_checkpoints import blob_path, commit, names, put, save_to, stagings, whole
 from oci_regions import CEILING, PAGE, fill
 
-from oci import artifact
-from oci.artifact import Artifact, chunk_layers
-from oci.buffers import Buffer
-from oci.chunks import Table
-from oci.digests import digest_of
-from oci.errors import BlobError, DigestError, DiskError, LayoutError, NotThere, StoreBusy, StoreError
-from oci.manifest import INDEX, Index, written_document
-from oci.reading import read
-from oci.store import Spared, Store
-from oci.verify import verify
-from oci.writing import write
+from oci.base.errors import BlobError, DigestError, DiskError, LayoutError, NotThere, StoreBusy, StoreError
+from oci.chunks import artifact
+from oci.chunks.artifact import Artifact, chunk_layers
+from oci.chunks.buffers import Buffer
+from oci.chunks.reader import read
+from oci.chunks.table import Table
+from oci.chunks.verify import verify
+from oci.chunks.writer import write
+from oci.layout.digests import digest_of
+from oci.layout.documents import INDEX, Index, written_document
+from oci.store.store import Spared, Store
 
 
 @pytest.fixture

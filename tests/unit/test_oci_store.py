@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oci_checkpoints import begin, commit, end, names, put, stagings, whole
 
-from oci.digests import digest_of
-from oci.errors import Ambiguous, LayoutError, NotThere, OciError, StoreBusy, StoreError
-from oci.layout import Layout
-from oci.manifest import Index
-from oci.store import Store
-from oci.verify import verify
+from oci.base.errors import Ambiguous, LayoutError, NotThere, OciError, StoreBusy, StoreError
+from oci.chunks.verify import verify
+from oci.layout.digests import digest_of
+from oci.layout.documents import Index
+from oci.layout.layout import Layout
+from oci.store.store import Store
 
 
 @pytest.fixture

@@ -17,13 +17,13 @@ import pytest
 from fake_registry import CutAnswer, CutBody, FakeRegistry, NoAnswer, Say
 from oci_regions import blobs
 
-import oci.uploads
-from oci.credentials import Credentials
-from oci.errors import BlobError, Cancelled, NotInRegistry, Unreachable
-from oci.graph import walk
-from oci.layout import Layout
-from oci.manifest import INDEX, Descriptor, Index, Manifest, written_document
-from oci.transfer import Moved, Underway, pull, push
+import oci.registry.upload
+from oci.base.errors import BlobError, Cancelled, NotInRegistry, Unreachable
+from oci.layout.documents import INDEX, Descriptor, Index, Manifest, written_document
+from oci.layout.graph import walk
+from oci.layout.layout import Layout
+from oci.registry.copy import Moved, Underway, pull, push
+from oci.registry.credentials import Credentials
 
 ROOT = Path(__file__).parents[2]
 SIZES = [0, 1, 70_000, 300_000, 5, 250_000, 1000, 100_000]
@@ -31,7 +31,7 @@ SIZES = [0, 1, 70_000, 300_000, 5, 250_000, 1000, 100_000]
 
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRegistry]:
-    monkeypatch.setattr(oci.uploads, "MONOLITHIC", 100_000)
+    monkeypatch.setattr(oci.registry.upload, "MONOLITHIC", 100_000)
     with FakeRegistry(tmp_path / "registry") as made:
         yield made
         assert made.wrong == []
@@ -306,11 +306,11 @@ def test_cancelled(registry: FakeRegistry, layout: Layout, other: Layout) -> Non
 
 PROGRAM = """
 import sys
-from oci.layout import Layout
-from oci.manifest import Descriptor
-from oci.reference import Reference
-from oci.registry import Repository
-from oci.transfer import pull, push
+from oci.layout.layout import Layout
+from oci.layout.documents import Descriptor
+from oci.layout.reference import Reference
+from oci.registry.repository import Repository
+from oci.registry.copy import pull, push
 way, host, path, digest, kind, size = sys.argv[1:]
 repository = Repository(Reference(host, "team/app"), plain_http=True)
 if way == "push":

@@ -10,14 +10,22 @@ import pytest
 from oci_checkpoints import blob_path, put
 from oci_regions import PAGE, fill, save, text
 
-from oci import artifact
-from oci.artifact import Artifact, chunk_layers
-from oci.chunks import Chunk, Table
-from oci.digests import digest_of
-from oci.errors import LayoutError
-from oci.layout import Layout
-from oci.manifest import INDEX, MANIFEST, Descriptor, Index, Manifest, empty_descriptor, written_document
-from oci.verify import Checked, Fault, verify
+from oci.base.errors import LayoutError
+from oci.chunks import artifact
+from oci.chunks.artifact import Artifact, chunk_layers
+from oci.chunks.table import Chunk, Table
+from oci.chunks.verify import Checked, Fault, verify
+from oci.layout.digests import digest_of
+from oci.layout.documents import (
+    INDEX,
+    MANIFEST,
+    Descriptor,
+    Index,
+    Manifest,
+    empty_descriptor,
+    written_document,
+)
+from oci.layout.layout import Layout
 
 CONTENTS = [b"one" * 999, b"two" * 999, b"three" * 999]
 

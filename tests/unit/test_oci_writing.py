@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from oci_regions import CEILING, PAGE, Far, blobs, fill, load, save
 
-from oci.buffers import Buffer
-from oci.chunks import MEDIA_TYPES, Progress
-from oci.digests import digest_of
-from oci.errors import Cancelled, CeilingError, ChunkError, DiskFull, LayoutError
-from oci.known import Known
-from oci.layout import Layout
-from oci.manifest import Descriptor
-from oci.writing import worker_memory, write
+from oci.base.errors import Cancelled, CeilingError, ChunkError, DiskFull, LayoutError
+from oci.chunks.buffers import Buffer
+from oci.chunks.index import Known
+from oci.chunks.table import MEDIA_TYPES, Progress
+from oci.chunks.writer import worker_memory, write
+from oci.layout.digests import digest_of
+from oci.layout.documents import Descriptor
+from oci.layout.layout import Layout
 
 MIXED = bytearray(b"".join(fill(PAGE, kind, at) for at in range(8) for kind in ("text", "random", "zero")))
 
@@ -75,7 +75,7 @@ def test_a_region_that_somebody_changes_meanwhile(
             region[:] = fill(8 * PAGE, "random", len(hashed))
             return hashed[-1]
 
-        monkeypatch.setattr("oci.writing.digest_of", change)
+        monkeypatch.setattr("oci.chunks.writer.digest_of", change)
         (table,) = write([Buffer(region)], layout, threads=1, ceiling=CEILING, chunk_size=PAGE, level=level)
     assert len(table.chunks) == 8
     for chunk in table.chunks:

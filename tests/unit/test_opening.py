@@ -1,4 +1,4 @@
-"""Every file in a directory that somebody else can fill is opened by oci.files: the code is walked.
+"""Every file in a directory that somebody else can fill is opened by oci.base.files: the code is walked.
 
 Image directories, the engines' directories that they unpack archives into, and layouts.
 """
@@ -13,50 +13,56 @@ from pathlib import Path
 
 import pytest
 
-from oci.files import open_below, read_below, replace_below
+from oci.base.files import open_below, read_below, replace_below
 
 ROOT = Path(__file__).parents[2]
 # The modules that touch such directories.
 TOUCHING = (
-    "runtime_shim/bundle.py",
-    "runtime_shim/checkpoint.py",
-    "runtime_shim/chunk_home.py",
-    "runtime_shim/draft.py",
-    "runtime_shim/fetching.py",
-    "runtime_shim/filling.py",
-    "runtime_shim/flat.py",
-    "runtime_shim/foreground.py",
-    "runtime_shim/image.py",
+    "runtime_shim/runtime/bundle.py",
+    "runtime_shim/snapshot/checkpoint.py",
+    "runtime_shim/snapshot/memory/destination.py",
+    "runtime_shim/records/manifest_file.py",
+    "runtime_shim/snapshot/memory/source.py",
+    "runtime_shim/snapshot/memory/prefetch.py",
+    "runtime_shim/records/cri_layout.py",
+    "runtime_shim/snapshot/foreground.py",
+    "runtime_shim/runtime/criu/images/directory.py",
     "runtime_shim/log.py",
-    "runtime_shim/manifest.py",
-    "runtime_shim/remap.py",
-    "runtime_shim/restore.py",
-    "runtime_shim/transfer.py",
-    "runtime_shim/criu/dev.py",
-    "runtime_shim/criu/images.py",
-    "runtime_shim/criu/inventory.py",
-    "runtime_shim/criu/log.py",
-    "runtime_shim/criu/masked.py",
-    "runtime_shim/criu/tar.py",
-    "runtime_shim/criu/view.py",
-    "oci/artifact.py",
-    "oci/layout.py",
-    "oci/reading.py",
-    "oci/verify.py",
-    "gpusnap/damage.py",
-    "gpusnap/verifying_images.py",
-    "gpusnap/where.py",
+    "runtime_shim/records/manifest.py",
+    "runtime_shim/snapshot/devices/remap.py",
+    "runtime_shim/snapshot/restore.py",
+    "runtime_shim/snapshot/memory/transfer.py",
+    "runtime_shim/runtime/criu/images/dev.py",
+    "runtime_shim/runtime/criu/images/check.py",
+    "runtime_shim/runtime/criu/images/inventory.py",
+    "runtime_shim/runtime/criu/log.py",
+    "runtime_shim/runtime/criu/images/masked_paths.py",
+    "runtime_shim/runtime/criu/images/dev_tar.py",
+    "runtime_shim/runtime/criu/images/overlay.py",
+    "oci/chunks/artifact.py",
+    "oci/layout/layout.py",
+    "oci/chunks/reader.py",
+    "oci/chunks/verify.py",
+    "gpusnap/checkpoints/damage.py",
+    "gpusnap/checkpoints/formats/criu_images.py",
+    "gpusnap/checkpoints/locator.py",
 )
 # What opens otherwise there, and why it may.
 OTHERS = {
-    ("runtime_shim/bundle.py", "write"): "config.json, which the engine writes after it has unpacked",
-    ("runtime_shim/bundle.py", "_replace"): "a new file of tempfile.mkstemp",
-    ("runtime_shim/fetching.py", "rebuild"): "a new file (O_EXCL) in a directory of tempfile.mkdtemp",
-    ("runtime_shim/flat.py", "unfold"): "the image directory itself",
-    ("runtime_shim/flat.py", "_move"): "directories, without following a link",
+    ("runtime_shim/runtime/bundle.py", "write"): "config.json, which the engine writes after it has unpacked",
+    ("runtime_shim/runtime/bundle.py", "_replace"): "a new file of tempfile.mkstemp",
+    (
+        "runtime_shim/snapshot/memory/source.py",
+        "rebuild",
+    ): "a new file (O_EXCL) in a directory of tempfile.mkdtemp",
+    ("runtime_shim/records/cri_layout.py", "unfold"): "the image directory itself",
+    ("runtime_shim/records/cri_layout.py", "_move"): "directories, without following a link",
     ("runtime_shim/log.py", "report"): "the caller's log, without following a link or waiting for a FIFO",
-    ("runtime_shim/manifest.py", "_validator"): "the schema, in this package",
-    ("runtime_shim/criu/view.py", "_fill"): "a new file (O_EXCL) in a directory of tempfile.mkdtemp",
+    ("runtime_shim/records/manifest.py", "_validator"): "the schema, in this package",
+    (
+        "runtime_shim/runtime/criu/images/overlay.py",
+        "_fill",
+    ): "a new file (O_EXCL) in a directory of tempfile.mkdtemp",
 }
 _OPENING = {"open", "fdopen", "FileIO", "read_text", "read_bytes", "write_text", "write_bytes", "copyfile"}
 
@@ -87,7 +93,7 @@ def test_no_other_way_of_opening() -> None:
 
 def test_the_walk_finds_them() -> None:
     """The walk sees what it is there for."""
-    assert set(opens(ROOT / "oci/files.py")) >= {"open_folder", "open_regular", "new_file"}
+    assert set(opens(ROOT / "oci/base/files.py")) >= {"open_folder", "open_regular", "new_file"}
 
 
 SPECIAL: dict[str, Callable[[Path], object]] = {

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DEBIAN = ROOT / "packaging/debian"
 # The Debian package that has a module of ours to import, by the name of the dependency in pyproject.toml.
-# nvidia-ml-py is in contrib there, and not needed: see runtime_shim.gpu.nvml.
+# nvidia-ml-py is in contrib there, and not needed: see runtime_shim.gpu.nvidia.nvml.
 OF_DEBIAN = {
     "jsonschema": "python3-jsonschema",
     "click": "python3-click",
@@ -33,13 +33,11 @@ def project() -> dict[str, Any]:
 
 def test_every_package_is_listed(project: dict[str, Any]) -> None:
     """A package that pyproject.toml forgets is missing from wheels and from the Debian package."""
-    listed = project["tool"]["setuptools"]["packages"]
-    found = {
-        str(path.parent.relative_to(ROOT)).replace("/", ".")
-        for top in ("gpusnap", "hooks", "oci", "runtime_shim")
-        for path in (ROOT / top).rglob("__init__.py")
-    }
-    assert sorted(listed) == sorted(found)
+    listed = project["tool"]["setuptools"]["packages"]["find"]
+    tops = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tools"}
+    assert {word.removesuffix("*") for word in listed["include"]} == tops
+    inside = {path.parent for top in tops for path in (ROOT / top).rglob("*.py")}
+    assert [path for path in inside if not (path / "__init__.py").exists()] == []
 
 
 def test_every_dependency_is_debians_too(project: dict[str, Any]) -> None:
@@ -83,7 +81,11 @@ def test_the_debian_package(tree: Path) -> None:
     launcher = (tree / "usr/bin/gpusnap-runtime").read_bytes()
     assert launcher.startswith(b"\x7fELF")
     assert b"/usr/libexec/gpusnap/gpusnap-runtime\0" in launcher
-    for module in ("gpusnap/cli.py", "runtime_shim/gpu/nvml.py", "runtime_shim/manifest.schema.json"):
+    for module in (
+        "gpusnap/cli/main.py",
+        "runtime_shim/gpu/nvidia/nvml.py",
+        "runtime_shim/records/manifest.schema.json",
+    ):
         assert (tree / "usr/lib/gpusnap" / module).is_file()
     assert not list(tree.rglob("__pycache__"))
     # What an engine reads is not a package's to write.

@@ -15,18 +15,26 @@ from pathlib import Path
 import pytest
 from fakes import FakeDriver, a_manifest
 
-from oci.buffers import is_zero
-from runtime_shim import journal, keys, manifest, mountns, pages, recover, transfer
-from runtime_shim.draft import Draft
+from oci.chunks.buffers import is_zero
 from runtime_shim.errors import GpusnapError, ImageError
-from runtime_shim.filling import Filling
-from runtime_shim.manifest import Manifest
-from runtime_shim.memory import copies, regions, stage
-from runtime_shim.memory.remote import inside
-from runtime_shim.memory.stage import Area, Stage
-from runtime_shim.pages import Chunks
+from runtime_shim.process import mount_namespace
+from runtime_shim.process.memory import copy as copies
+from runtime_shim.process.memory import maps as regions
+from runtime_shim.process.memory import tmpfs as stage
+from runtime_shim.process.memory.tmpfs import Area, Stage
+from runtime_shim.process.ptrace.remote_syscall import inside
+from runtime_shim.records import manifest
+from runtime_shim.records.manifest import Manifest
+from runtime_shim.records.manifest_file import Draft
+from runtime_shim.runtime import container_key
 from runtime_shim.settings import Memory
-from runtime_shim.stillness import go_on, stop
+from runtime_shim.snapshot import recover_checkpoint
+from runtime_shim.snapshot.memory import capture as pages
+from runtime_shim.snapshot.memory import transfer
+from runtime_shim.snapshot.memory.capture import Chunks
+from runtime_shim.snapshot.memory.prefetch import Filling
+from runtime_shim.snapshot.records import journal
+from runtime_shim.stopping.stop import go_on, stop
 
 MIB = 1 << 20
 SMALL = Memory(pages="chunks", chunk_size=MIB, threads=2, ceiling=64 * MIB)
@@ -160,11 +168,11 @@ def test_a_killed_gpusnap(way: str, holders: list[Holder], tmp_path: Path) -> No
     chunks.take(pids)
     (entry,) = journal.entries()
     assert entry.at_work
-    assert [process.pid for process in recover.alive(entry)] == pids
+    assert [process.pid for process in recover_checkpoint.alive(entry)] == pids
     assert all(bool(process.staged) == (way == "staged") for process in entry.processes)
-    assert all(map(recover._mapped, entry.processes))
-    recover._give_back(entry, entry.processes, SMALL)  # the driver is not at hand here
-    assert all(map(recover._mapped, entry.processes))
+    assert all(map(recover_checkpoint._mapped, entry.processes))
+    recover_checkpoint._give_back(entry, entry.processes, SMALL)  # the driver is not at hand here
+    assert all(map(recover_checkpoint._mapped, entry.processes))
     go_on(pids)
     assert [holder.say("digest") for holder in holders] == digests
     journal.remove("c0ffee")
@@ -388,10 +396,10 @@ def test_what_recover_calls_whole_is_on_disk(
     entry = journal.read("c0ffee")
     assert entry is not None
     with pytest.raises(ImageError, match=damaged.name[:12]):
-        recover._finish(entry, SMALL)
+        recover_checkpoint._finish(entry, SMALL)
     assert not (path / "gpusnap/manifest.json").exists()
     damaged.write_bytes(good)
-    assert "is whole" in recover._finish(entry, SMALL)
+    assert "is whole" in recover_checkpoint._finish(entry, SMALL)
     # Written anew: of the dead one's files nobody could tell any more.
     assert {file.stat().st_ino for file in (*files, path / "inventory.img")} <= synced
     assert manifest.read(str(path)).processes == record.processes
@@ -402,7 +410,7 @@ def test_what_is_freed_is_on_disk(
     holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A region that is nowhere else but in chunks stays in its process where the disk fails."""
-    monkeypatch.setattr(mountns, "lasting", lambda: False)
+    monkeypatch.setattr(mount_namespace, "lasting", lambda: False)
     path = image(tmp_path)
     chunks = Chunks(str(path), "c0ffee", replace(SMALL, sync=False))
     digests = suspended(chunks, holders)
@@ -438,7 +446,7 @@ def test_killed_while_it_wrote_behind(holders: list[Holder], tmp_path: Path) -> 
     journal_read = journal.read
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journal, "read", lambda _: entry)
-        said = recover.recover(entry, FakeDriver(), SMALL)
+        said = recover_checkpoint.recover(entry, FakeDriver(), SMALL)
     assert said == "it runs on, and its checkpoint came to nothing"
     assert [each.name for each in path.iterdir() if each.name != "gpusnap"] == []
     assert not (path / "gpusnap").exists()
@@ -453,10 +461,10 @@ def test_what_is_staged_for_nobody(holders: list[Holder]) -> None:
         Stage(name).area("a", 0, MIB).close()
     journal.write("other", "/image", {})
     with journal.held("busy"):
-        recover.sweep()
+        recover_checkpoint.sweep()
         assert stage.containers() == ["busy", "other"]
     journal.remove("other")
-    recover.sweep()
+    recover_checkpoint.sweep()
     assert not os.path.ismount(stage.FOLDER)
 
 
@@ -464,7 +472,7 @@ def test_a_container_of_that_id_elsewhere(holders: list[Holder], tmp_path: Path)
     """A restore of another engine's container of the same ID leaves alone what is staged for this one."""
     path, other = image(tmp_path), tmp_path / "other"
     other.mkdir()
-    here, there = (keys.key(f"/run/containerd/runc/{name}", "w") for name in ("default", "k8s.io"))
+    here, there = (container_key.key(f"/run/containerd/runc/{name}", "w") for name in ("default", "k8s.io"))
     chunks = Chunks(str(path), here, SMALL)
     digests = suspended(chunks, holders)
     pids = [holder.pid for holder in holders]
@@ -500,7 +508,7 @@ def test_nothing_is_staged_where_it_would_not_last(
     holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a mount namespace of our own the bytes go to the disk before they are freed, and come from there."""
-    monkeypatch.setattr(mountns, "lasting", lambda: False)
+    monkeypatch.setattr(mount_namespace, "lasting", lambda: False)
     path = image(tmp_path)
     chunks = Chunks(str(path), "c0ffee", SMALL)
     digests = suspended(chunks, holders)

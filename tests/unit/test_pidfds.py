@@ -13,14 +13,14 @@ from contextlib import contextmanager
 import pytest
 from fakes import wait_for
 
-from runtime_shim import pidfds, proc
+from runtime_shim.process import pidfd, proc
 
 
 @pytest.fixture(autouse=True)
 def nobody() -> Iterator[None]:
-    pidfds.forget()
+    pidfd.forget()
     yield
-    pidfds.forget()
+    pidfd.forget()
 
 
 @contextmanager
@@ -57,39 +57,39 @@ def open_pidfds() -> int:
 
 def test_sent(child: subprocess.Popen[bytes]) -> None:
     """Stopped, let go on, and ended; also one that nobody has remembered."""
-    pidfds.remember([(child.pid, start(child.pid))])
+    pidfd.remember([(child.pid, start(child.pid))])
     assert open_pidfds() == 1
-    pidfds.send(child.pid, signal.SIGSTOP)
+    pidfd.send(child.pid, signal.SIGSTOP)
     wait_for(lambda: proc.still(child.pid), "the stop")
-    pidfds.send(child.pid, signal.SIGCONT)
+    pidfd.send(child.pid, signal.SIGCONT)
     wait_for(lambda: not proc.still(child.pid), "going on")
-    pidfds.forget()
-    pidfds.send(child.pid, signal.SIGTERM)
+    pidfd.forget()
+    pidfd.send(child.pid, signal.SIGTERM)
     assert child.wait(20) == -signal.SIGTERM
 
 
 def test_one_that_has_ended(child: subprocess.Popen[bytes]) -> None:
     """No error, whether its parent has waited for it or not."""
-    pidfds.remember([(child.pid, start(child.pid))])
+    pidfd.remember([(child.pid, start(child.pid))])
     child.kill()
     wait_for(lambda: not proc.running(child.pid), "the end")
-    pidfds.send(child.pid, signal.SIGCONT)
+    pidfd.send(child.pid, signal.SIGCONT)
     child.wait()
-    pidfds.send(child.pid, signal.SIGCONT)
-    pidfds.forget()
-    pidfds.send(child.pid, signal.SIGCONT)
+    pidfd.send(child.pid, signal.SIGCONT)
+    pidfd.forget()
+    pidfd.send(child.pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_pid_that_was_used_again(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
     """The PID comes round while the first is remembered: the second process gets nothing."""
     if not kept:
-        monkeypatch.setattr(pidfds, "_FEWEST", 0)
-        monkeypatch.setattr(pidfds, "_SHARE", 1 << 30)
+        monkeypatch.setattr(pidfd, "_FEWEST", 0)
+        monkeypatch.setattr(pidfd, "_SHARE", 1 << 30)
     script = f"""
 import ctypes, os, signal, sys, time
 sys.path.insert(0, {os.getcwd()!r})
-from runtime_shim import pidfds, proc
+from runtime_shim.process import pidfd as pidfds; from runtime_shim.process import proc
 def child():
     pid = os.fork()
     if not pid:
@@ -133,25 +133,25 @@ def test_no_descriptor_is_lost() -> None:
     """Over many rounds only those of processes that are there are open; none is inherited."""
     for _ in range(60):
         with sleeper() as child:
-            pidfds.remember([(child.pid, start(child.pid)), (child.pid, start(child.pid))])
-            pidfds.remember([(child.pid, start(child.pid))])
+            pidfd.remember([(child.pid, start(child.pid)), (child.pid, start(child.pid))])
+            pidfd.remember([(child.pid, start(child.pid))])
             assert open_pidfds() <= 2  # that of the last round is closed at the next
-            assert not any(os.get_inheritable(number) for number in pidfds._kept.values())
+            assert not any(os.get_inheritable(number) for number in pidfd._kept.values())
     with sleeper() as child:
-        pidfds.remember([(child.pid, start(child.pid))])
+        pidfd.remember([(child.pid, start(child.pid))])
         assert open_pidfds() == 1
 
 
 def test_more_processes_than_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of the limit at most is used, and the rest get their signals all the same."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (16, 16))
-    monkeypatch.setattr(pidfds, "_FEWEST", 2)
+    monkeypatch.setattr(pidfd, "_FEWEST", 2)
     children = [subprocess.Popen(["sleep", "600"]) for _ in range(8)]
     try:
-        pidfds.remember([(each.pid, start(each.pid)) for each in children])
+        pidfd.remember([(each.pid, start(each.pid)) for each in children])
         assert open_pidfds() == 4
         for each in children:
-            pidfds.send(each.pid, signal.SIGTERM)
+            pidfd.send(each.pid, signal.SIGTERM)
         assert [each.wait(20) for each in children] == [-signal.SIGTERM] * 8
     finally:
         for each in children:
@@ -166,9 +166,9 @@ def test_without_a_descriptor_left(child: subprocess.Popen[bytes], monkeypatch: 
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(os, "pidfd_open", none)
-    pidfds.remember([(child.pid, start(child.pid) - 1)])
-    pidfds.send(child.pid, signal.SIGKILL)
+    pidfd.remember([(child.pid, start(child.pid) - 1)])
+    pidfd.send(child.pid, signal.SIGKILL)
     assert child.poll() is None
-    pidfds.remember([(child.pid, start(child.pid))])
-    pidfds.send(child.pid, signal.SIGTERM)
+    pidfd.remember([(child.pid, start(child.pid))])
+    pidfd.send(child.pid, signal.SIGTERM)
     assert child.wait(20) == -signal.SIGTERM

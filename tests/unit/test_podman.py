@@ -13,8 +13,8 @@ import pytest
 from fake_podman import ID, FakePodman
 from fakes import wait_for
 
-from gpusnap import podman
-from gpusnap.failures import NotFound
+from gpusnap.engines import podman
+from gpusnap.user_errors import NotFound
 from runtime_shim.errors import ContainerError, GpusnapError, Interrupted
 
 FOUND = podman.Container(ID, "w", "gpusnap-runtime", "running")

@@ -14,17 +14,19 @@ from pathlib import Path
 import pytest
 from fakes import POISON, Family, a_manifest, unshare_works, wait_for
 
-from oci.chunks import Table
-from runtime_shim import preflight, proc, sockets
-from runtime_shim.argv import CheckpointCall
-from runtime_shim.container import Container
-from runtime_shim.criu.config import Connections
+from oci.chunks.table import Table
 from runtime_shim.errors import Refused
-from runtime_shim.gpu.driver import ProcessState
-from runtime_shim.manifest import RegionRecord
-from runtime_shim.real import Kind, RealRuntime
+from runtime_shim.gpu.api.driver import ProcessState
+from runtime_shim.process import proc
+from runtime_shim.records.manifest import RegionRecord
+from runtime_shim.runtime.command_line import CheckpointCall
+from runtime_shim.runtime.container import Container
+from runtime_shim.runtime.criu.config import Connections
+from runtime_shim.runtime.identify import Kind, RealRuntime
 from runtime_shim.settings import Memory, Nvidia
-from runtime_shim.sharing import Sharing
+from runtime_shim.snapshot.preflight import checks as preflight
+from runtime_shim.snapshot.preflight import sockets
+from runtime_shim.snapshot.preflight.nccl import Sharing
 
 GIB = 1 << 30
 CONTAINER = Container("c0ffee", 1, "running", "/b", {})

@@ -9,8 +9,8 @@ import pytest
 
 from gpusnap import progress
 from gpusnap.progress import Progress, grown
-from oci.chunks import Progress as ChunkProgress
-from oci.transfer import Moved, Underway
+from oci.chunks.table import Progress as ChunkProgress
+from oci.registry.copy import Moved, Underway
 
 MIB = 1 << 20
 

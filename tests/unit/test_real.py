@@ -1,4 +1,4 @@
-"""real.py and locate.py: where the real runtime is, and what it is."""
+"""runtime/identify.py and runtime/find.py: where the real runtime is, and what it is."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim import argv, locate, real, settings, shim
+from runtime_shim import settings
 from runtime_shim.errors import RuntimeFailed, SettingsError
+from runtime_shim.runtime import command_line
+from runtime_shim.runtime import find as locate
+from runtime_shim.runtime import identify as real
+from runtime_shim.shim import dispatch
 
 CRUN_1_21 = """\
 crun version 1.21
@@ -139,10 +143,10 @@ def test_of_a_checkpoint(
         (tmp_path / "root" / f"by-{each}" / file).touch()
     (tmp_path / "settings").write_text(text)
     monkeypatch.setattr(locate, "SETTINGS_FILE", str(tmp_path / "settings"))
-    call = argv.parse(line.format(root=tmp_path / "root").split())
-    assert shim._real(call).kind == name
+    call = command_line.parse(line.format(root=tmp_path / "root").split())
+    assert dispatch._real(call).kind == name
     (tmp_path / "a" / name).write_text("#!/nosuch\n")
-    assert {shim._real(call).kind, name} == set(locate.NAMES)
+    assert {dispatch._real(call).kind, name} == set(locate.NAMES)
 
 
 WAYS: dict[str, Callable[[Path, Path], object]] = {

@@ -11,16 +11,18 @@ import pytest
 from cells import ID, Cell, cell, pause
 from fakes import FakeDriver, a_manifest
 
-from runtime_shim import frozen, journal, proc
-from runtime_shim.draft import Draft
 from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu.driver import ProcessState
-from runtime_shim.gpu.errors import GpuError
-from runtime_shim.journal import Entry, Pause, Suspended
-from runtime_shim.memory import stage
-from runtime_shim.recover import recover
+from runtime_shim.gpu.api.driver import ProcessState
+from runtime_shim.gpu.api.errors import GpuError
+from runtime_shim.process import proc
+from runtime_shim.process.memory import tmpfs as stage
+from runtime_shim.records.manifest_file import Draft
 from runtime_shim.settings import Memory
-from runtime_shim.stillness import stop
+from runtime_shim.snapshot.records import journal
+from runtime_shim.snapshot.records.journal import Entry, Pause, Suspended
+from runtime_shim.snapshot.recover_checkpoint import recover
+from runtime_shim.snapshot.suspend import paused_container
+from runtime_shim.stopping.stop import stop
 
 __all__ = ["cell"]
 
@@ -42,7 +44,7 @@ class Driver(FakeDriver):
         return max(map(int, os.listdir(f"/proc/{pid}/task")))
 
 
-def killed(cell: Cell, image: str = "") -> tuple[frozen.Paused, Entry]:
+def killed(cell: Cell, image: str = "") -> tuple[paused_container.Paused, Entry]:
     """Held and thawed, as a gpusnap leaves it; with an image, when the first process' GPU state was away."""
     paused = pause(cell)
     paused.hold(cell.pids, timeout=5)

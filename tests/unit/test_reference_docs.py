@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gpusnap import reference_docs
-from gpusnap.cli import command
-from gpusnap.exits import MEANINGS
+from gpusnap.cli.exit_codes import MEANINGS
+from gpusnap.cli.main import command
+from tools.docs import reference_docs
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -20,9 +20,9 @@ DOCS = Path(__file__).parents[2] / "docs"
     ("name", "made"), [("commands.md", reference_docs.markdown), ("gpusnap.1", reference_docs.man)]
 )
 def test_the_files_are_up_to_date(name: str, made: object) -> None:
-    """What lies in docs/ is what the declarations make: `python -m gpusnap.reference_docs` writes it."""
+    """What lies in docs/ is what the declarations make: `python -m tools.docs.reference_docs` writes it."""
     assert callable(made)
-    assert (DOCS / name).read_text("utf-8") == made(), "run: python -m gpusnap.reference_docs"
+    assert (DOCS / name).read_text("utf-8") == made(), "run: python -m tools.docs.reference_docs"
 
 
 def test_all_is_described() -> None:

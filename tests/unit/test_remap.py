@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from fakes import FakeDriver, a_manifest, gpu, uuid
 
-from runtime_shim import inside, remap
 from runtime_shim.errors import GpusnapError, ImageError, Refused
-from runtime_shim.gpu.driver import Node
-from runtime_shim.gpu.libraries import File, Found, mapped
-from runtime_shim.gpu.nodes import Change
-from runtime_shim.manifest import DeviceNode, DriverLibrary, DriverMount, Manifest
-from runtime_shim.remap import Remap
+from runtime_shim.gpu.api.device_nodes import Change
+from runtime_shim.gpu.api.driver import Node
+from runtime_shim.gpu.nvidia.driver_files import File, Found, mapped
+from runtime_shim.records.manifest import DeviceNode, DriverLibrary, DriverMount, Manifest
+from runtime_shim.snapshot.devices import bind_mounted_nodes, remap
+from runtime_shim.snapshot.devices.remap import Remap
 
 OLD, NEW = "580.159.04", "580.200.01"
 LIBRARY = "/usr/lib/x86_64-linux-gnu/libcuda.so."
@@ -171,8 +171,8 @@ def test_a_device_that_nobody_gave(tmp_path: Path) -> None:
 def test_settle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mounted nodes are replaced, the others are in the image already; then /dev must be as planned."""
     done: list[Sequence[Change]] = []
-    monkeypatch.setattr(inside, "mounted_nodes", lambda init: (("/dev/nvidia0", 195, 0),))
-    monkeypatch.setattr(inside, "replace_nodes", lambda init, changes: done.append(changes))
+    monkeypatch.setattr(bind_mounted_nodes, "mounted_nodes", lambda init: (("/dev/nvidia0", 195, 0),))
+    monkeypatch.setattr(bind_mounted_nodes, "replace_nodes", lambda init, changes: done.append(changes))
     found = made(record())
     driver = FakeDriver(gpus=(gpu(1),), dev=tuple(found.expected))
     remap.settle(7, found, driver)

@@ -14,13 +14,19 @@ import pytest
 from criu_images import CORE, INVENTORY, PAGE, pagemap
 from fakes import ID, KEY, HandedOver, Scene, a_manifest, gpu, uuid, wait_for
 
-from oci.chunks import Chunk, Table
-from runtime_shim import choosing, journal, keys, proc, restore, room, suspension
-from runtime_shim.draft import Draft
+from oci.chunks.table import Chunk, Table
 from runtime_shim.errors import ImageError
-from runtime_shim.gpu.driver import Node, ProcessState
-from runtime_shim.gpu.errors import DriverFailed
-from runtime_shim.manifest import DriverMount, Manifest, RegionRecord
+from runtime_shim.gpu.api.driver import Node, ProcessState
+from runtime_shim.gpu.api.errors import DriverFailed
+from runtime_shim.process import proc
+from runtime_shim.records.manifest import DriverMount, Manifest, RegionRecord
+from runtime_shim.records.manifest_file import Draft
+from runtime_shim.runtime import container_key
+from runtime_shim.snapshot import restore
+from runtime_shim.snapshot.devices import choose as choosing
+from runtime_shim.snapshot.devices import reservations
+from runtime_shim.snapshot.records import journal
+from runtime_shim.snapshot.suspend import gpu_state
 
 CHECKPOINTED = ProcessState.CHECKPOINTED
 
@@ -124,7 +130,7 @@ def test_no_driver_for_no_process(scene: Scene, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_mounts_are_declared(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """CRIU is told where this host has the driver's files."""
-    monkeypatch.setattr("runtime_shim.criu.mounts.checked", lambda *mounts: None)
+    monkeypatch.setattr("runtime_shim.runtime.criu.external_mounts.checked", lambda *mounts: None)
     (pid,) = [scene.driver.use(scene.family.spawn(), state=CHECKPOINTED)]
     mount = DriverMount("gpusnap-0", "/usr/bin/nvidia-smi", "/opt/nvidia-smi")
     image(scene, replace(a_manifest(pids=(pid,)), mounts=(mount,)))
@@ -203,7 +209,11 @@ def test_a_container_that_exists(scene: Scene) -> None:
 def test_a_checkpoint_that_was_cut_off(scene: Scene, whose: str) -> None:
     """What waits for its memory under the same key is not put at risk; under another it is none of ours."""
     pid, _ = suspended(scene)
-    key = {"its own": KEY, "an earlier version's": ID, "another engine's": keys.key("/run/other", ID)}[whose]
+    key = {
+        "its own": KEY,
+        "an earlier version's": ID,
+        "another engine's": container_key.key("/run/other", ID),
+    }[whose]
     journal.write(key, str(scene.image), {pid: ()})
     outcome = scene.restore("--detach")
     if whose == "its own":
@@ -385,7 +395,7 @@ def test_no_gpu_fits(scene: Scene) -> None:
 def test_somebody_else_has_the_room(scene: Scene) -> None:
     """What another restore under way has claimed is not free."""
     suspended(scene)
-    with room.claim(str(scene.folder / "gpusnap" / "room")) as other:
+    with reservations.claim(str(scene.folder / "gpusnap" / "room")) as other:
         other.take({uuid(0): scene.driver.gpus[0].memory_total})
         assert "another restore" in refused(scene)
     assert scene.restore("--detach").code == 0
@@ -476,7 +486,7 @@ def test_one_was_never_dumped(scene: Scene) -> None:
 def test_one_ends_as_it_goes_on(scene: Scene) -> None:
     """It had all of its state, and nobody reads its pipe any more, say: a note."""
     first, second = suspended(scene)
-    gone = suspension.resume
+    gone = gpu_state.resume
 
     def resume(*given: object, **more: object) -> None:
         gone(*given, **more)  # type: ignore[arg-type]
@@ -493,7 +503,7 @@ def test_its_init_ends(scene: Scene) -> None:
     """Without its init there is no container."""
     init = scene.driver.use(scene.family.init, state=CHECKPOINTED)
     image(scene, a_manifest(pids=[init]))
-    gone = suspension.resume
+    gone = gpu_state.resume
 
     def resume(*given: object, **more: object) -> None:
         gone(*given, **more)  # type: ignore[arg-type]

@@ -12,13 +12,17 @@ from fake_podman import ID, FakePodman
 from fake_registry import FakeRegistry
 from kept_checkpoints import an_archive, keep, keep_pages
 
-from gpusnap import kept, moving, podman, restoring, where
-from gpusnap.exits import exit_code
-from gpusnap.failures import Damaged, NotFound
+from gpusnap.checkpoints import artifact as kept
+from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.locator import InFile, InStore
+from gpusnap.cli.exit_codes import exit_code
+from gpusnap.engines import podman
+from gpusnap.operations import push_pull
+from gpusnap.operations import restore as restoring
+from gpusnap.operations.restore import Restored, Wish
 from gpusnap.progress import Progress
-from gpusnap.restoring import Restored, Wish
-from gpusnap.where import InFile, InStore
-from oci.store import Store
+from gpusnap.user_errors import Damaged, NotFound
+from oci.store.store import Store
 from runtime_shim import settings as settings_file
 from runtime_shim.errors import GpusnapError, Refused, SettingsError, UsageError
 from runtime_shim.settings import load
@@ -45,7 +49,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
     return found
 
 
-def restored(what: where.Place, **more: object) -> Restored:
+def restored(what: locator.Place, **more: object) -> Restored:
     return restoring.restore(Wish(what=what, **more), QUIET)  # type: ignore[arg-type]
 
 
@@ -83,14 +87,14 @@ def test_from_a_registry(fake: FakePodman, store: Store, registry: FakeRegistry,
     keep_pages(other)
     digest = keep(other, an_archive(tmp_path, pages="store"), ["w"])
     ref = f"{registry.host}/team/app:v1"
-    moving.push(InStore(other, "w"), where.registry(f"http://{ref}"), progress=QUIET)
+    push_pull.push(InStore(other, "w"), locator.registry(f"http://{ref}"), progress=QUIET)
     other.remove("w")
     fake.first(
         f"find {store.path}/staging -type f -path '*/blobs/*' >{tmp_path}/staged\n"
         f"cp {other.path}/blobs/sha256/* {store.path}/blobs/sha256/\n"
         f"cp {other.path}/index.json {store.path}/\n"
     )
-    done = restored(where.registry(f"http://{ref}"))
+    done = restored(locator.registry(f"http://{ref}"))
     assert (done.digest, done.kept) == (digest, ref)
     assert fake.environment()["GPUSNAP_PULL_FROM"] == f"http://{registry.host}/team/app"
     assert fake.environment()["GPUSNAP_STORE"] == store.path
@@ -106,15 +110,15 @@ def test_much_comes_first(
     """What Podman would not wait for is in the store, and named, before it is asked."""
     monkeypatch.setattr(restoring, "_ON_THE_WAY", 100)
     ref = f"{registry.host}/team/app:v1"
-    moving.push(InFile(an_archive(tmp_path)), where.registry(f"http://{ref}"), progress=QUIET)
+    push_pull.push(InFile(an_archive(tmp_path)), locator.registry(f"http://{ref}"), progress=QUIET)
     fake.fails("gpusnap: no GPU fits\n")
     with pytest.raises(GpusnapError, match="no GPU fits"):
-        restored(where.registry(f"http://{ref}"))
+        restored(locator.registry(f"http://{ref}"))
     assert [each.name for each in store.entries()] == [ref]
     registry.seen.clear()
     (fake.folder / "error").unlink()
     fake.has(status="exited")
-    assert restored(where.registry(f"http://{ref}")).kept == ref
+    assert restored(locator.registry(f"http://{ref}")).kept == ref
     assert registry.asked("GET", "blobs/") == []
 
 
@@ -123,8 +127,8 @@ def test_what_the_store_has_stays_while_podman_works(
 ) -> None:
     """Its name may be removed and gc run meanwhile; and others who want the same need not wait."""
     monkeypatch.setattr(restoring, "_ON_THE_WAY", 100)
-    ref = where.registry(f"http://{registry.host}/team/app:v1")
-    digest = moving.push(InFile(an_archive(tmp_path)), ref, progress=QUIET).digest
+    ref = locator.registry(f"http://{registry.host}/team/app:v1")
+    digest = push_pull.push(InFile(an_archive(tmp_path)), ref, progress=QUIET).digest
     real, free = podman.restore, []
 
     def restore(*words: object, **more: object) -> str:
@@ -145,8 +149,8 @@ def test_what_the_store_has_stays_while_podman_works(
 
 def test_all_or_no_name(fake: FakePodman, store: Store, registry: FakeRegistry, tmp_path: Path) -> None:
     """Where the runtime did not keep the chunks, the container runs, and the store names nothing."""
-    ref = where.registry(f"http://{registry.host}/team/app:v1")
-    moving.push(InFile(an_archive(tmp_path)), ref, progress=QUIET)
+    ref = locator.registry(f"http://{registry.host}/team/app:v1")
+    push_pull.push(InFile(an_archive(tmp_path)), ref, progress=QUIET)
     assert restored(ref).kept == ""
     assert store.entries() == ()
 
@@ -247,7 +251,7 @@ def test_a_registry_that_is_away(
     fake: FakePodman, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The store's copy of that name is taken, and a note says so; without one the error is the registry's."""
-    place = where.registry(f"http://{NOWHERE}")
+    place = locator.registry(f"http://{NOWHERE}")
     with pytest.raises(GpusnapError, match="Connection refused"):
         restored(place)
     digest = keep(store, an_archive(tmp_path), [NOWHERE])
@@ -263,9 +267,9 @@ def test_a_registry_that_has_it_not(
     """It answers, so the store's copy is not taken, but named."""
     ref = f"{registry.host}/team/app:v1"
     keep(store, an_archive(tmp_path), [ref])
-    for act in (restored, lambda place: moving.pull(place, progress=QUIET)):
+    for act in (restored, lambda place: push_pull.pull(place, progress=QUIET)):
         with pytest.raises(NotFound) as raised:
-            act(where.registry(f"http://{ref}"))
+            act(locator.registry(f"http://{ref}"))
         assert f"one of that name: oci:{store.path}:{ref}" in raised.value.sentence()
     assert not (fake.folder / "calls").exists()
 

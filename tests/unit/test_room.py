@@ -17,9 +17,10 @@ from fakes import POISON
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime_shim import proc, room
 from runtime_shim.errors import GpusnapError
-from runtime_shim.room import claim, reserved
+from runtime_shim.process import proc
+from runtime_shim.snapshot.devices import reservations
+from runtime_shim.snapshot.devices.reservations import claim, reserved
 
 A, B = "GPU-aaaa", "GPU-bbbb"
 # A PID that no process has: the largest there can be (include/linux/threads.h, PID_MAX_LIMIT).
@@ -28,7 +29,7 @@ NONE = 4194304
 # Takes whichever of two GPUs nobody has, says which, and keeps it until its input ends.
 RESTORE = """
 import sys
-from runtime_shim.room import claim
+from runtime_shim.snapshot.devices.reservations import claim
 with claim(sys.argv[1]) as room:
     free = [uuid for uuid in ("GPU-aaaa", "GPU-bbbb") if uuid not in room.reserved]
     room.take({free[0]: 5} if free else {})
@@ -160,7 +161,8 @@ def test_a_killed_restore(folder: str) -> None:
 def test_killed_while_choosing(folder: str) -> None:
     """The kernel lets go of the lock of who is killed."""
     program = (
-        "import sys; from runtime_shim.room import claim\nwith claim(sys.argv[1]): print(flush=True); input()"
+        "import sys; from runtime_shim.snapshot.devices import reservations as r"
+        "\nwith r.claim(sys.argv[1]): print(flush=True); input()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program, folder],
@@ -400,4 +402,4 @@ def test_show_without_a_folder(folder: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_where() -> None:
     """The folder lies on /run, which is empty after a boot: no PID of an earlier boot is met there."""
-    assert room.FOLDER == "/run/gpusnap/room"
+    assert reservations.FOLDER == "/run/gpusnap/room"

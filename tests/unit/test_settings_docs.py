@@ -6,14 +6,14 @@ import re
 
 import pytest
 
-from gpusnap import settings_docs
 from runtime_shim.settings import TABLE
+from tools.docs import settings_docs
 
 
 def test_the_document_is_up_to_date() -> None:
-    """What lies in docs/ is what the code makes: `python -m gpusnap.settings_docs` writes it."""
+    """What lies in docs/ is what the code makes: `python -m tools.docs.settings_docs` writes it."""
     document = settings_docs.DOCUMENT.read_text("utf-8")
-    assert settings_docs.written(document) == document, "run: python -m gpusnap.settings_docs"
+    assert settings_docs.written(document) == document, "run: python -m tools.docs.settings_docs"
 
 
 def test_every_key_has_a_meaning() -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim import proc, sharing
-from runtime_shim.sharing import VARIABLES
+from runtime_shim.process import proc
+from runtime_shim.snapshot.preflight import nccl
+from runtime_shim.snapshot.preflight.nccl import VARIABLES
 
 DRIVER = "580.159.04"
 SAFE = dict(VARIABLES)
@@ -63,8 +64,8 @@ class Ranks:
         self.found.append(found)
         return self
 
-    def judged(self, driver: str = DRIVER) -> sharing.Sharing | None:
-        return sharing.sharing(self.found, driver)
+    def judged(self, driver: str = DRIVER) -> nccl.Sharing | None:
+        return nccl.sharing(self.found, driver)
 
 
 @pytest.fixture
@@ -193,7 +194,7 @@ def test_nccl_without_the_socket(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) 
     path = python.split(None, 5)[5]
     monkeypatch.setattr(proc, "maps", lambda pid: maps(pid).replace(path, "/opt/libnccl.so.2"))
     assert ranks.judged() is not None
-    monkeypatch.setattr(sharing, "_NAME", b"\x7fELF")  # which this library does have
+    monkeypatch.setattr(nccl, "_NAME", b"\x7fELF")  # which this library does have
     assert ranks.judged() is None
 
 
@@ -205,14 +206,14 @@ def test_names_that_end_lines(ranks: Ranks, name: str) -> None:
 
 def test_a_word_at_a_seam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library is read in pieces, and the word may lie across two of them."""
-    monkeypatch.setattr(sharing, "_PIECE", 7)
+    monkeypatch.setattr(nccl, "_PIECE", 7)
     path = tmp_path / "lib"
     path.write_bytes(b"x" * 11 + b"nccl-socket" + b"y" * 9)
     with path.open("rb") as file:
-        assert sharing._mentions(file.fileno(), b"nccl-socket")
-        assert not sharing._mentions(file.fileno(), b"nccl-sockets")
+        assert nccl._mentions(file.fileno(), b"nccl-socket")
+        assert not nccl._mentions(file.fileno(), b"nccl-sockets")
 
 
 def test_one_that_is_gone() -> None:
     """A process that ended meanwhile shares nothing."""
-    assert sharing.sharing([proc.Process(1 << 22, (1 << 22,), "gone", (), 1)], DRIVER) is None
+    assert nccl.sharing([proc.Process(1 << 22, (1 << 22,), "gone", (), 1)], DRIVER) is None

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim import entry, errors, locate
+from runtime_shim import errors
 from runtime_shim.errors import unforeseen
+from runtime_shim.runtime import find as locate
+from runtime_shim.shim import entry
 
 
 def raised(error: Exception) -> Exception:
@@ -22,7 +24,7 @@ def raised(error: Exception) -> Exception:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (KeyError("x"), "KeyError: 'x' (test_shim_unforeseen.py:17)"),
+        (KeyError("x"), "KeyError: 'x' (test_shim_unforeseen.py:19)"),
         (FileNotFoundError(2, "No such file or directory", "/a"), "/a: it does not exist (test_shim"),
         (NameError("_driver"), "NameError: _driver (test_shim"),
     ],

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 import pytest
 from fakes import FakeDriver, Family, gpu, uuid, wait_for
 
-from runtime_shim import container, proc, suspension
 from runtime_shim.errors import GpusnapError, ImageError, Refused
-from runtime_shim.gpu.driver import ProcessState
-from runtime_shim.gpu.errors import DriverFailed, GpuError, NotInitialized, PermissionRefused
-from runtime_shim.stillness import stop
-from runtime_shim.suspension import InCriu, idle_holders, record, resume, suspend, users
+from runtime_shim.gpu.api.driver import ProcessState
+from runtime_shim.gpu.api.errors import DriverFailed, GpuError, NotInitialized, PermissionRefused
+from runtime_shim.process import proc
+from runtime_shim.runtime import container
+from runtime_shim.snapshot.suspend import gpu_state
+from runtime_shim.snapshot.suspend.gpu_state import InCriu, idle_holders, record, resume, suspend, users
+from runtime_shim.stopping.stop import stop
 
 RUNNING, LOCKED, CHECKPOINTED = ProcessState.RUNNING, ProcessState.LOCKED, ProcessState.CHECKPOINTED
 
@@ -25,7 +27,7 @@ def family() -> Iterator[Family]:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    monkeypatch.setattr(suspension, "_PAUSE", 0.0)
+    monkeypatch.setattr(gpu_state, "_PAUSE", 0.0)
     return FakeDriver()
 
 
@@ -227,7 +229,7 @@ def test_a_process_that_cannot_be_traced(
     def refused(*_: int, **__: object) -> object:
         raise PermissionRefused(f"thread {pid} cannot be traced")
 
-    monkeypatch.setattr(suspension, "populated", refused)
+    monkeypatch.setattr(gpu_state, "populated", refused)
     with pytest.raises(PermissionRefused, match="cannot be traced"):
         suspend(driver, [pid], InCriu(), timeout=5)
     wait_for(lambda: not proc.still(pid), "it goes on")

@@ -8,7 +8,7 @@ import pytest
 
 from runtime_shim import threads
 from runtime_shim.errors import GpusnapError
-from runtime_shim.filling import Filling
+from runtime_shim.snapshot.memory.prefetch import Filling
 
 
 def _refuse(thread: threading.Thread) -> None:
@@ -39,9 +39,9 @@ def test_a_restore_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     filling._reading = Reading()  # type: ignore[assignment]
     monkeypatch.setattr(Filling, "_drop", lambda _: done.append("drop"))
-    monkeypatch.setattr("runtime_shim.transfer.give", lambda *_: {})
+    monkeypatch.setattr("runtime_shim.snapshot.memory.transfer.give", lambda *_: {})
     monkeypatch.setattr(threading.Thread, "start", _refuse)
-    monkeypatch.setattr("runtime_shim.filling.zip", lambda *_, **__: (), raising=False)
+    monkeypatch.setattr("runtime_shim.snapshot.memory.prefetch.zip", lambda *_, **__: (), raising=False)
     with pytest.raises(GpusnapError, match="no thread could be started"):
         filling.deliver({})
     filling.close()

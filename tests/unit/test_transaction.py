@@ -12,7 +12,7 @@ import pytest
 from fakes import a_manifest
 
 from runtime_shim.errors import GpusnapError, ImageError, Interrupted
-from runtime_shim.manifest import decode, encode
+from runtime_shim.records.manifest import decode, encode
 from runtime_shim.transaction import Transaction, announce, held_signals, interruptible, stop_if_asked
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

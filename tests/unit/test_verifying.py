@@ -13,14 +13,15 @@ from criu_images import INVENTORY
 from fakes import a_manifest
 from kept_checkpoints import an_archive, keep, keep_pages
 
-from gpusnap import kept, verifying
-from gpusnap.verifying import verify_one
-from gpusnap.verifying_files import NO_DIGESTS
-from gpusnap.where import InStore
-from oci.layout import Layout
-from oci.store import Store
-from runtime_shim import manifest
+from gpusnap.checkpoints import artifact as kept
+from gpusnap.checkpoints.locator import InStore
+from gpusnap.operations import verify as verifying
+from gpusnap.operations.verify import verify_one
+from gpusnap.operations.verify_files import NO_DIGESTS
+from oci.layout.layout import Layout
+from oci.store.store import Store
 from runtime_shim.errors import ManifestError
+from runtime_shim.records import manifest
 from runtime_shim.settings import Settings
 from runtime_shim.settings import Store as StoreSettings
 

@@ -1,4 +1,4 @@
-"""verifying_images.py: what a restore refuses of CRIU's images, told of an archive."""
+"""checkpoints/formats/criu_images.py: what a restore refuses of CRIU's images, told of an archive."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import tarfile
 import pytest
 from criu_images import INVENTORY
 
-from gpusnap.verifying_images import Images, Links
-from oci.archive import Entry, entries
+from gpusnap.checkpoints.formats.criu_images import Images, Links
+from oci.tar.archive import Entry, entries
 from runtime_shim.errors import ImageError
 
 

@@ -13,12 +13,13 @@ import pytest
 from fakes import wait_for
 from pairs import Pair, a_pair
 
-from runtime_shim import proc, vforks
 from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu.errors import PermissionRefused
-from runtime_shim.memory import ptrace
-from runtime_shim.stillness import go_on, stand, stop
-from runtime_shim.vforks import Waiting, finish, waiting
+from runtime_shim.gpu.api.errors import PermissionRefused
+from runtime_shim.process import proc
+from runtime_shim.process.ptrace import calls as ptrace
+from runtime_shim.stopping import vfork
+from runtime_shim.stopping.stop import go_on, stand, stop
+from runtime_shim.stopping.vfork import Waiting, finish, waiting
 
 
 @pytest.fixture(params=["/bin/cat"])
@@ -168,7 +169,8 @@ def test_a_debugger_has_it(pair: Pair) -> None:
         [
             sys.executable,
             "-c",
-            "import sys, time\nfrom runtime_shim.memory import ptrace\nptrace.seize(int(sys.argv[1]))\n"
+            "import sys, time\n"
+            "from runtime_shim.process.ptrace import calls as ptrace\nptrace.seize(int(sys.argv[1]))\n"
             "print(flush=True)\ntime.sleep(60)",
             str(pair.child),
         ],
@@ -210,7 +212,7 @@ def test_a_child_that_waits_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         begun.append(each)
         left.remove(each)
 
-    monkeypatch.setattr(vforks, "_begin", begin)
-    monkeypatch.setattr(vforks, "waiting", lambda _: iter(left))
+    monkeypatch.setattr(vfork, "_begin", begin)
+    monkeypatch.setattr(vfork, "waiting", lambda _: iter(left))
     finish([1, 2, 3], timeout=1)
     assert begun == [Waiting(2, 3), Waiting(1, 2)]

@@ -6,10 +6,10 @@ import json
 
 from fakes import Family
 
-from gpusnap.waiting import as_json, line, waiting
-from runtime_shim import proc
-from runtime_shim.halfway import Restore
-from runtime_shim.journal import Entry, Suspended
+from gpusnap.cli.recover_list import as_json, line, waiting
+from runtime_shim.process import proc
+from runtime_shim.snapshot.records.journal import Entry, Suspended
+from runtime_shim.snapshot.recover_restore import Restore
 
 
 def restore(container: str, owner: tuple[int, int]) -> Restore:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from gpusnap import where
-from gpusnap.failures import NotFound
-from gpusnap.where import InFile, InRegistry, InStore
-from oci.layout import Layout
-from oci.manifest import EMPTY_BLOB, Index, Manifest, empty_descriptor
-from oci.store import Store
+from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.locator import InFile, InRegistry, InStore
+from gpusnap.user_errors import NotFound
+from oci.layout.documents import EMPTY_BLOB, Index, Manifest, empty_descriptor
+from oci.layout.layout import Layout
+from oci.store.store import Store
 from runtime_shim import settings as settings_file
 from runtime_shim.errors import UsageError
 from runtime_shim.settings import Settings
@@ -28,7 +28,7 @@ def default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     return Store(tmp_path / "default")
 
 
-def shown(place: where.Place) -> tuple[str, ...]:
+def shown(place: locator.Place) -> tuple[str, ...]:
     match place:
         case InStore(store, wanted):
             return ("store", Path(store.path).name, wanted)
@@ -63,13 +63,13 @@ def test_words(word: str, expected: tuple[str, ...]) -> None:
         Path(name).touch()
     for name in ("store", "images/checkpoint", "folder"):
         Path(name).mkdir(parents=True)
-    assert shown(where.find(word)) == expected
+    assert shown(locator.find(word)) == expected
 
 
 def test_a_name_that_looks_like_a_reference() -> None:
     """In the store for who asks for nothing else."""
-    assert shown(where.find("registry.example/w:v1", remote=False))[0] == "store"
-    assert shown(where.in_store("registry.example/w:v1")) == ("store", "default", "registry.example/w:v1")
+    assert shown(locator.find("registry.example/w:v1", remote=False))[0] == "store"
+    assert shown(locator.in_store("registry.example/w:v1")) == ("store", "default", "registry.example/w:v1")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_what_stands_for_nothing(word: str, kind: type[Exception], said: str) ->
     """One sentence each."""
     Path("empty").mkdir()
     with pytest.raises(kind, match=said.replace("(", r"\(")):
-        where.find(word)
+        locator.find(word)
 
 
 @pytest.mark.parametrize(
@@ -103,14 +103,14 @@ def test_what_stands_for_nothing(word: str, kind: type[Exception], said: str) ->
 )
 def test_destinations(word: str, expected: tuple[str, ...]) -> None:
     """They need not be there."""
-    assert shown(where.destination(word)) == expected
+    assert shown(locator.destination(word)) == expected
 
 
 @pytest.mark.parametrize("word", ["name", "oci:new:two words", "oci:new:abcdef12", "oci:"])
 def test_what_is_no_destination(word: str) -> None:
     """A name alone is none, and nor is what a store could not find again."""
     with pytest.raises(UsageError):
-        where.destination(word)
+        locator.destination(word)
 
 
 def put(store: Store, name: str) -> str:
@@ -127,7 +127,7 @@ def put(store: Store, name: str) -> str:
 def test_the_only_one(tmp_path: Path) -> None:
     """oci:DIR alone is the one checkpoint there; not where there is none, or several."""
     store = Store("store").create()
-    place = where.find("oci:store")
+    place = locator.find("oci:store")
     assert isinstance(place, InStore)
     with pytest.raises(NotFound, match=f"nothing is kept in {store.path}"):
         place.entry()
@@ -141,19 +141,19 @@ def test_the_only_one(tmp_path: Path) -> None:
 def test_an_entry(default: Store) -> None:
     """By its name, or not."""
     digest = put(default, "first")
-    assert where.in_store("first").entry().descriptor.digest == digest
+    assert locator.in_store("first").entry().descriptor.digest == digest
     with pytest.raises(NotFound, match="did you mean first"):
-        where.in_store("firs").entry()
+        locator.in_store("firs").entry()
 
 
 def test_opening(default: Store) -> None:
     """A store that is not there is one sentence; another tool's layout becomes a store for who writes."""
     with pytest.raises(NotFound, match="is no store, or has no checkpoint yet"):
-        where.open_store(default)
+        locator.open_store(default)
     foreign = Layout("foreign").create()
     foreign.commit(Index())
     before = sorted(os.listdir("foreign"))
-    assert where.open_store(Store("foreign")).entries() == ()
+    assert locator.open_store(Store("foreign")).entries() == ()
     assert sorted(os.listdir("foreign")) == before
-    assert where.open_store(Store("foreign"), write=True).entries() == ()
+    assert locator.open_store(Store("foreign"), write=True).entries() == ()
     assert "staging" in os.listdir("foreign")

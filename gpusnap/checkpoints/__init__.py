@@ -1,0 +1,1 @@
+"""A checkpoint at rest: where it is, what it consists of, in which form."""

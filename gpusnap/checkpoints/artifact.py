@@ -1,0 +1,196 @@
+"""A checkpoint that is kept as an artifact: its parts, and what it is to Podman."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+
+from gpusnap.checkpoints import locator
+from gpusnap.user_errors import Damaged
+from oci.base.errors import DiskError, NotThere, OciError, StoreError
+from oci.chunks import artifact as artifacts
+from oci.chunks.artifact import Artifact
+from oci.chunks.table import Table, descriptors
+from oci.layout.documents import EMPTY, Descriptor
+from oci.layout.layout import Layout
+from oci.store.store import Store
+from runtime_shim.errors import Refused
+from runtime_shim.records import manifest
+
+__all__ = ["Kept", "forget_pages", "forget_pages_of", "held", "hold", "load", "roots"]
+
+# As runtime_shim.snapshot.memory.destination.described writes them.
+_CONTAINER = "io.gpusnap.container.id"
+_CREATED = "org.opencontainers.image.created"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The parts of an artifact."""
+
+    root: Descriptor
+    artifact: Artifact
+    config: bytes
+    """manifest.json; empty for a container without GPU state."""
+    record: manifest.Manifest | None
+    """The same, decoded."""
+
+    @property
+    def tables(self) -> list[Table]:
+        """Of all regions, and of images that are in chunks."""
+        return self.record.tables if self.record is not None else []
+
+    @property
+    def gpu_memory(self) -> int:
+        """Bytes that the container used of its GPUs."""
+        return sum(gpu.memory_used for gpu in self.record.gpus) if self.record is not None else 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its blobs and manifests."""
+        return sum(each.size for each in (*self.artifact.blobs(), *self.artifact.documents))
+
+    def check_podman(self) -> None:
+        """Raise Refused where Podman cannot restore it: it is not whole, or containerd's."""
+        self.check_whole()
+        if self.artifact.is_image:
+            raise Refused(
+                f"{self.root.digest} is a checkpoint of containerd's, which Podman cannot restore",
+                hint="on a host with containerd: gpusnap pull REF --to containerd:IMAGE, then ctr container "
+                "restore --live NAME IMAGE",
+            )
+
+    def check_containerd(self) -> None:
+        """Raise Refused where containerd cannot restore it: it is not whole, or Podman's."""
+        self.check_whole()
+        if not self.artifact.is_image:
+            raise Refused(
+                f"{self.root.digest} is no checkpoint of containerd's, but one of Podman's or Kubernetes', "
+                "which ctr cannot restore",
+                hint="gpusnap restore REF has Podman restore it",
+            )
+
+    def check_whole(self) -> None:
+        """Raise Refused where it is only the GPU side of a checkpoint that Podman has."""
+        if self.artifact.records is None:
+            whose = self.record.container[:12] if self.record is not None else ""
+            raise Refused(
+                f"{self.root.digest} has only the memory of a checkpoint, whose records are in the archive "
+                "that Podman exported, or in Podman's storage",
+                hint=f"run podman container restore --import ARCHIVE, or podman container restore {whose}",
+            )
+
+
+def load(root: Descriptor, layout: Layout, read: Callable[[Descriptor], bytes] | None = None) -> Kept:
+    """Read an artifact and its config from a layout, manifests by `read` where that is given.
+
+    Raises OciError, ManifestError, and Damaged, also for one whose config names chunks that are no layers of
+    it: no pull would bring those, and gc would take them.
+    """
+    whole = artifacts.read(root, read or layout.read_blob)
+    config = whole.config
+    if config.media_type == EMPTY:
+        return Kept(root, whole, b"", None)
+    if config.size > manifest.LARGEST:
+        raise Damaged(
+            f"the manifest {config.digest} has {config.size} bytes, and {manifest.LARGEST} are allowed"
+        )
+    data = layout.read_blob(config, limit=manifest.LARGEST)
+    found = Kept(root, whole, data, manifest.decode(data, f"the manifest {config.digest}"))
+    layers = {(each.digest, each.size) for each in whole.chunks}
+    for chunk in descriptors(found.tables):
+        if (chunk.digest, chunk.size) not in layers:
+            raise Damaged(
+                f"{root.digest} names the chunk {chunk.digest} of {chunk.size} bytes in its manifest, and "
+                "not among its layers",
+                hint="take another copy of it, from where it was made",
+            )
+    return found
+
+
+@contextmanager
+def held(place: locator.InStore) -> Iterator[tuple[Store, Kept]]:
+    """What a store has, and no gc takes while the block runs. Raises NotFound, OciError, ManifestError."""
+    store = locator.open_store(place.store)
+    root = place.entry().descriptor
+    with ExitStack() as stack:
+        hold(store, root.digest, stack)
+        yield store, load(root, store.layout)
+
+
+def hold(store: Store, digest: str, stack: ExitStack) -> None:
+    """Keep a manifest and all below it from gc while `stack` lasts. Raises NotThere, DiskError.
+
+    Where a store is mounted read-only, or is only another tool's layout, there is no gc, and no hold either.
+    """
+    try:
+        stack.enter_context(store.hold(digest))
+    except DiskError as error:
+        if _is_foreign(store) or _is_read_only(error, store):
+            return
+        raise
+
+
+def _is_foreign(store: Store) -> bool:
+    try:
+        store.check()
+    except StoreError:
+        return True
+    return False
+
+
+def _is_read_only(error: OciError, store: Store) -> bool:
+    """Whether an error is that of a store on a file system that is mounted read-only."""
+    cause = error.__cause__
+    if isinstance(cause, OSError) and cause.errno == errno.EROFS:
+        return True
+    with suppress(OSError):
+        return bool(os.statvfs(store.path).f_flag & os.ST_RDONLY)
+    return False
+
+
+def roots(store: Store) -> set[str]:
+    """The digests of all that a store names."""
+    return {each.descriptor.digest for each in store.entries()}
+
+
+def forget_pages(store: Store, config: Descriptor, before: set[str]) -> None:
+    """Take out of the index what a runtime put there since `before`: memory without records.
+
+    `config`: its manifest. The blobs stay. What cannot be told or done is left, and shown by `gpusnap ls`.
+    """
+    _forget(store, before, lambda found: found.config.digest == config.digest)
+
+
+def forget_pages_of(store: Store, container: str, since: datetime, before: set[str]) -> None:
+    """The same for a checkpoint that came to nothing: that of a container (its full ID) and no other's.
+
+    since: when it began. Others make checkpoints into the same store meanwhile.
+    """
+
+    def ours(found: Artifact) -> bool:
+        notes = found.annotations
+        try:
+            created = datetime.fromisoformat(notes.get(_CREATED, ""))
+            # It is written in whole seconds.
+            return notes.get(_CONTAINER) == container and created >= since.replace(microsecond=0)
+        except (ValueError, TypeError):
+            return False
+
+    _forget(store, before, ours)
+
+
+def _forget(store: Store, before: set[str], ours: Callable[[Artifact], bool]) -> None:
+    for entry in store.entries():
+        digest = entry.descriptor.digest
+        if entry.name or digest in before:
+            continue
+        with suppress(OciError):
+            found = artifacts.read(entry.descriptor, store.read)
+            if found.records is None and ours(found):
+                with suppress(NotThere):
+                    store.remove(digest)

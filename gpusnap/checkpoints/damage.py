@@ -1,0 +1,146 @@
+"""What a damaged blob of a checkpoint belongs to: which region, which image, or which of the other parts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from gpusnap.checkpoints.statistics import parts
+from oci.base.errors import DigestError, LayoutError
+from oci.chunks import artifact as artifacts
+from oci.chunks.artifact import Artifact
+from oci.chunks.table import MEDIA_TYPES, Table
+from oci.chunks.verify import Fault
+from oci.layout.documents import Descriptor
+from oci.layout.graph import is_document
+from oci.layout.layout import Layout
+from runtime_shim.errors import ManifestError
+from runtime_shim.records import manifest
+from runtime_shim.records.manifest import Manifest
+from runtime_shim.units import human
+
+__all__ = [
+    "Damage",
+    "Progress",
+    "Verified",
+    "config_of",
+    "damaged",
+    "tables_of",
+    "within",
+    "within_artifact",
+    "within_manifest",
+]
+
+Progress = Callable[[int, int], object]
+"""Called with bytes that were checked, and of how many."""
+
+_WHAT = {
+    artifacts.CONFIG: "gpusnap's manifest",
+    artifacts.RECORDS: "the records: CRIU's images, and the engine's files",
+    artifacts.IMAGE: "the records: CRIU's images, and what containerd keeps with them",
+    artifacts.ROOTFS: "the rootfs diff",
+    artifacts.BLOB: "containerd's image: the files that changed, or the base image",
+}
+# Of one blob; a chunk that is used a thousand times need not be told a thousand times.
+_MOST_PLACES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A blob that is wrong, what is wrong with it, and which parts of a checkpoint it belongs to."""
+
+    digest: str
+    media_type: str
+    size: int
+    what: str
+    belongs_to: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What was looked at: the word for it, its blobs and their bytes, and what is damaged."""
+
+    what: str
+    digest: str
+    """Of its manifest; empty for a file."""
+    blobs: int
+    size: int
+    read: bool
+    """False where a registry was only asked whether it has them."""
+    damaged: tuple[Damage, ...]
+    note: str = ""
+    """What could not be looked at."""
+
+
+def damaged(fault: Fault, places: Mapping[str, Sequence[str]]) -> Damage:
+    """A fault, and what it belongs to by `places` or, for a blob that these lack, by its media type."""
+    blob = fault.descriptor
+    found = list(places.get(blob.digest, ())) or [_by_type(blob)]
+    if len(found) > _MOST_PLACES:
+        found[_MOST_PLACES:] = [f"and {len(found) - _MOST_PLACES} more places"]
+    return Damage(blob.digest, blob.media_type, blob.size, fault.what, tuple(found))
+
+
+def _by_type(blob: Descriptor) -> str:
+    """What a blob is by its descriptor alone."""
+    if is_document(blob):
+        return "the list of what the checkpoint consists of"
+    if blob.media_type in MEDIA_TYPES.values():
+        notes = blob.annotations
+        at = f" of {notes[artifacts.CHUNK_REGION][:80]}" if artifacts.CHUNK_REGION in notes else ""
+        return f"a chunk{at}"
+    return _WHAT.get(blob.media_type, "no part that gpusnap knows")
+
+
+def within(root: Descriptor, layout: Layout) -> dict[str, list[str]]:
+    """What each blob below `root` belongs to, as far as manifests and config can still be read."""
+    try:
+        artifact = artifacts.read(root, layout.read_blob)
+    except (LayoutError, DigestError):
+        return {}
+    return within_artifact(artifact, config_of(artifact, layout))
+
+
+def config_of(artifact: Artifact, layout: Layout) -> Manifest | None:
+    with suppress(LayoutError, DigestError, ManifestError):
+        data = layout.read_blob(artifact.config, limit=manifest.LARGEST)
+        return manifest.decode(data, artifact.config.digest)
+    return None
+
+
+def tables_of(root: Descriptor, layout: Layout) -> tuple[Table, ...]:
+    """The tables of an artifact's config; () where manifests or config cannot be read."""
+    try:
+        record = config_of(artifacts.read(root, layout.read_blob), layout)
+    except (LayoutError, DigestError):
+        return ()
+    return tuple(record.tables) if record is not None else ()
+
+
+def within_artifact(artifact: Artifact, record: Manifest | None) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for each in (artifact.config, artifact.records, artifact.rootfs, *artifact.carried):
+        if each is not None:
+            found[each.digest].append(_by_type(each))
+    for digest, places in within_manifest(record).items():
+        found[digest] += places
+    for chunk in artifact.chunks:
+        if chunk.digest not in found:
+            found[chunk.digest].append(_by_type(chunk))
+    return found
+
+
+def within_manifest(record: Manifest | None) -> dict[str, list[str]]:
+    """Where each chunk is used."""
+    found: dict[str, list[str]] = defaultdict(list)
+    names = {process.pid: process.name for process in record.processes} if record else {}
+    for part in parts(record):
+        if part.process is None:
+            what = f"CRIU's image {part.name}"
+        else:
+            what = f"the region {part.name} of process {part.process} ({names[part.process]})"
+        for chunk in part.table.chunks:
+            found[chunk.blob].append(f"{what}, at {human(chunk.offset)}")
+    return found

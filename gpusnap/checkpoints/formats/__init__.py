@@ -1,0 +1,1 @@
+"""The forms of a checkpoint: Podman's archive, containerd's image, our own artifact."""

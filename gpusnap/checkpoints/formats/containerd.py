@@ -1,0 +1,302 @@
+"""Checkpoints as containerd keeps them: an image index whose members are no manifests.
+
+What `ctr container checkpoint` makes, of containerd 1.7 and 2 (client/container.go, Checkpoint;
+client/container_checkpoint_opts.go; core/images/mediatypes.go):
+
+    index    annotations: org.opencontainers.image.ref.name, the name of the base image;
+             io.containerd.checkpoint.runtime and .snapshotter
+        application/vnd.containerd.container.criu.checkpoint.criu.tar          with --task: CRIU's images
+        application/vnd.containerd.container.checkpoint.config.v1+proto        the container's configuration
+        application/vnd.containerd.container.checkpoint.options.v1+proto
+        application/vnd.containerd.container.checkpoint.runtime.options+proto
+        application/vnd.oci.image.layer.v1.tar+gzip                            with --rw: files that changed
+        a manifest or an index                                                 with --image: the base image
+
+`ctr images export` writes it as an image layout in a tar, `ctr images import` takes that. The annotation
+io.containerd.image.name on an entry of index.json is the name of an image. Registries refuse such an index.
+
+What is read may come from anybody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from oci.base.errors import BlobError, LayoutError
+from oci.base.json_text import parse_json
+from oci.layout.digests import PREFIX, digest_of, encoded
+from oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor, Index, parse_document, written_document
+from oci.layout.graph import INDEXES, children, is_document
+from oci.tar.compression import Readable
+from runtime_shim.errors import ImageError
+
+__all__ = [
+    "LAYOUT",
+    "Checked",
+    "Image",
+    "Source",
+    "blob_of",
+    "container_name",
+    "digested",
+    "is_checkpoint",
+    "is_name",
+    "load",
+    "named",
+    "remade",
+    "top",
+]
+
+_TYPES = "application/vnd.containerd.container."
+CRIU = f"{_TYPES}criu.checkpoint.criu.tar"
+CONFIG = f"{_TYPES}checkpoint.config.v1+proto"
+IMAGE_NAME = "io.containerd.image.name"
+REF_NAME = "org.opencontainers.image.ref.name"
+RUNTIME = "io.containerd.checkpoint.runtime"
+SNAPSHOTTER = "io.containerd.checkpoint.snapshotter"
+LAYOUT: Mapping[str, object] = {"imageLayoutVersion": "1.0.0"}
+
+# What words on ctr's command line, and names of images, may be.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,254}", re.ASCII)
+_MOST_BLOBS = 4096
+_DEEPEST = 8
+
+
+def is_name(text: str) -> bool:
+    """Whether a text is fit to name an image."""
+    return bool(_NAME.fullmatch(text))
+
+
+class Source(Protocol):
+    """Where the blobs of an image of containerd's are: in an archive, or in containerd."""
+
+    word: str
+    """What the user calls it."""
+    name: str
+    """The image's name in containerd; empty where that is not known."""
+    root: Descriptor
+    """Of the checkpoint's index."""
+
+    def has(self, wanted: Descriptor) -> bool:
+        """Whether that blob is there."""
+        ...
+
+    def open(self, wanted: Descriptor) -> AbstractContextManager[Readable]:
+        """A blob to read in order, its size and content not checked. Raises OciError, GpusnapError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A checkpoint of containerd's, by its index."""
+
+    root: Descriptor
+    document: bytes
+    """The index."""
+    criu: Descriptor
+    others: tuple[Descriptor, ...]
+    """Every other blob below the index, each once, the base image's as far as they are there."""
+    base: Descriptor | None
+    """The base image, where it is in the index."""
+    notes: Mapping[str, str]
+    """Annotations of the index."""
+
+    @property
+    def base_name(self) -> str:
+        """The name that containerd looks for the base image by when it restores."""
+        return self.notes.get(REF_NAME, "")
+
+    @property
+    def config(self) -> Descriptor | None:
+        """The container's configuration."""
+        return next((each for each in self.others if each.media_type == CONFIG), None)
+
+
+class Checked:
+    """A blob that is read in order; `end` says whether it was right."""
+
+    def __init__(self, file: Readable, wanted: Descriptor, seen: Callable[[int], object]) -> None:
+        self._file, self._wanted, self._seen = file, wanted, seen
+        self._hashed = hashlib.sha256()
+        self._left = wanted.size
+
+    def read(self, size: int, /) -> bytes:
+        """At most `size` bytes, none at the end. Raises BlobError for more than the blob may have."""
+        data = self._file.read(size)
+        self._left -= len(data)
+        if self._left < 0:
+            raise BlobError(f"the blob {self._wanted.digest} has more than its {self._wanted.size} bytes")
+        self._hashed.update(data)
+        self._seen(len(data))
+        return data
+
+    def end(self) -> None:
+        """Raise BlobError unless all of it was read, and is what its digest says."""
+        if self._left:
+            raise BlobError(
+                f"the blob {self._wanted.digest} has {self._wanted.size - self._left} bytes instead of "
+                f"{self._wanted.size}"
+            )
+        if PREFIX + self._hashed.hexdigest() != self._wanted.digest:
+            raise BlobError(f"the blob {self._wanted.digest} holds something else than its digest says")
+
+
+def blob_of(source: Source, wanted: Descriptor, seen: Callable[[int], object] = lambda size: None) -> bytes:
+    """A small blob, checked. Raises BlobError, also above 4 MiB, and what the source raises."""
+    if wanted.size > DOCUMENT_LIMIT:
+        raise BlobError(f"the blob {wanted.digest} has {wanted.size} bytes, and {DOCUMENT_LIMIT} are allowed")
+    with source.open(wanted) as file:
+        content = Checked(file, wanted, seen)
+        data = b""
+        while piece := content.read(wanted.size + 1 - len(data)):
+            data += piece
+        content.end()
+    return data
+
+
+def is_checkpoint(index: Index) -> bool:
+    """Whether an index is a checkpoint of containerd's, with CRIU's images or without."""
+    return any(each.media_type.startswith(_TYPES) for each in index.manifests)
+
+
+def load(
+    root: Descriptor, read: Callable[[Descriptor], bytes], has: Callable[[Descriptor], bool], where: str
+) -> Image:
+    """The image of an index. `read`: the content of a small blob, its digest checked; `where`: in messages.
+
+    Raises ImageError for what is no checkpoint that can be restored, LayoutError, DigestError, and what
+    `read` raises.
+    """
+    if root.media_type != INDEX:
+        raise ImageError(
+            f"{where} is no checkpoint of containerd's, but a {root.media_type}",
+            hint="ctr container checkpoint --task makes one",
+        )
+    document = read(root)
+    index = Index.from_json(parse_document(document, f"the index {root.digest}"))
+    if not is_checkpoint(index):
+        raise ImageError(
+            f"{where} is no checkpoint of containerd's, but an ordinary image",
+            hint="ctr container checkpoint --task makes one",
+        )
+    criu = [each for each in index.manifests if each.media_type == CRIU]
+    if len(criu) != 1:
+        raise ImageError(
+            f"{where} has {len(criu) or 'no'} images of CRIU's, and one is needed",
+            hint="ctr container checkpoint writes them with --task, unless containerd has an earlier "
+            "checkpoint of the same container: then remove that first, with ctr images rm --sync",
+        )
+    encoded(criu[0].digest)
+    walked = _Walk(read, has)
+    for each in index.manifests:
+        if each.digest != criu[0].digest:
+            walked.take(each, optional=False, depth=0)
+    walked.found.pop(root.digest, None)
+    base = next((each for each in index.manifests if is_document(each)), None)
+    image = Image(root, document, criu[0], tuple(walked.found.values()), base, index.annotations)
+    if base is not None and not is_name(image.base_name):
+        raise LayoutError(f"the index {root.digest} has a base image that has no proper name")
+    return image
+
+
+class _Walk:
+    """All that some descriptors name, each blob once."""
+
+    def __init__(self, read: Callable[[Descriptor], bytes], has: Callable[[Descriptor], bool]) -> None:
+        self.found: dict[str, Descriptor] = {}
+        self._read, self._has = read, has
+
+    def take(self, one: Descriptor, *, optional: bool, depth: int) -> None:
+        encoded(one.digest)
+        first = self.found.get(one.digest)
+        if first is not None:
+            if first.size != one.size:
+                raise LayoutError(f"the blob {one.digest} is named with {first.size} bytes, and {one.size}")
+            return
+        # Of an image for several platforms, containerd has the host's.
+        if optional and not self._has(one):
+            return
+        if len(self.found) >= _MOST_BLOBS or depth > _DEEPEST:
+            raise LayoutError(f"the checkpoint names more than {_MOST_BLOBS} blobs, or nests them too deep")
+        self.found[one.digest] = one
+        if is_document(one):
+            below = optional or one.media_type in INDEXES
+            for child in children(one, self._read(one)):
+                self.take(child, optional=below, depth=depth + 1)
+
+
+def remade(image: Image, criu: Descriptor) -> bytes:
+    """The index with another tar of CRIU's images in the place of its own."""
+    index = parse_json(image.document)
+    for each in index["manifests"]:
+        if each["mediaType"] == CRIU:
+            each["digest"], each["size"] = criu.digest, criu.size
+    return written_document(index)
+
+
+def top(image: Image, root: Descriptor, name: str) -> bytes:
+    """index.json of a layout for `ctr images import`: the checkpoint, and its base image by its name.
+
+    Without an entry of its own the base image would have no name, by which it is looked for.
+    """
+    entries = [named(image.base, image.base_name)] if image.base is not None else []
+    return written_document(Index((*entries, named(root, name))).to_json())
+
+
+def named(one: Descriptor, name: str) -> Descriptor:
+    """An entry of index.json that makes it an image of that name. Raises LayoutError."""
+    if not is_name(name):
+        raise LayoutError(f"{name[:120]!r} is no name of an image in containerd")
+    last = name.rpartition("/")[2]
+    tag = last.partition(":")[2] or name
+    return replace(one, annotations={IMAGE_NAME: name, REF_NAME: tag})
+
+
+def container_name(config: bytes) -> str:
+    """The container's name by its configuration, a google.protobuf.Any of an OCI spec; "" without one.
+
+    The spec has it as the last part of its path of control groups (containerd, oci.WithNamespacedCgroup), and
+    Kubernetes in an annotation.
+    """
+    try:
+        spec = parse_json(_value(config))
+        notes = spec.get("annotations") or {}
+        path = str((spec.get("linux") or {}).get("cgroupsPath") or "")
+        return str(notes.get("io.kubernetes.cri.container-name") or re.split("[/:]", path)[-1])
+    except (ValueError, IndexError, AttributeError, RecursionError):
+        return ""
+
+
+def _value(data: bytes) -> bytes:
+    """Field 2 of a message that has fields of bytes only (protobuf.dev, Encoding: wire type 2)."""
+    at, found = 0, b""
+    while at < len(data):
+        key, at = _number(data, at)
+        size, at = _number(data, at)
+        if key & 7 != 2 or at + size > len(data):
+            raise ValueError("it has a field of another kind")
+        if key >> 3 == 2:
+            found = data[at : at + size]
+        at += size
+    return found
+
+
+def _number(data: bytes, at: int) -> tuple[int, int]:
+    """A varint of at most five bytes, and where it ends."""
+    value = 0
+    for shift in range(0, 35, 7):
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if not byte & 0x80:
+            return value, at
+    raise ValueError("it has a number without an end")
+
+
+def digested(document: bytes) -> Descriptor:
+    """The descriptor of an index."""
+    return Descriptor(INDEX, digest_of(document), len(document))

@@ -1,0 +1,142 @@
+"""A checkpoint of containerd's that came from a registry, as a file for ctr, or in containerd again."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+
+from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.artifact import Kept
+from gpusnap.checkpoints.formats import containerd_writer as giving
+from gpusnap.checkpoints.formats.containerd import SNAPSHOTTER, blob_of, is_checkpoint, is_name
+from gpusnap.engines.ctr import InContainerd, Target, digest_in, unpack
+from gpusnap.progress import Progress
+from gpusnap.user_errors import NotFound
+from oci.base.errors import OciError
+from oci.layout.blobs import Blobs
+from oci.layout.documents import INDEX, Descriptor, Index, parse_document
+from oci.layout.layout import Layout
+from oci.tar import headers as tar
+from oci.tar.archive import Writer
+from runtime_shim.errors import GpusnapError, Refused, UsageError
+
+__all__ = ["Brought", "bring", "check_base", "check_file", "check_names", "check_target", "write"]
+
+# Of containerd's (plugins/snapshots); "" is what ctr takes by itself.
+_SNAPSHOTTER = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What containerd has now, or will have of a file."""
+
+    name: str
+    """Of the checkpoint's image."""
+    base: str
+    """The name of the base image that a restore needs."""
+    base_there: bool
+    """Whether it has that one, too."""
+
+
+def check_file(path: str) -> None:
+    """Raise UsageError where an archive of that name could not be for ctr."""
+    if not path.endswith(".tar"):
+        raise UsageError(
+            f"{path} would be no plain tar, and ctr takes no other for a checkpoint", hint="name it .tar"
+        )
+
+
+def check_names(found: Kept, blobs: Blobs, name: str) -> None:
+    """Raise Refused where a checkpoint may not be called so: its base image is. Or OciError, ImageError."""
+    _check_names(giving.origin(found, blobs), name)
+
+
+def _check_names(of: giving.Origin, name: str) -> None:
+    if name == of.image.base_name:
+        raise Refused(
+            f"the checkpoint cannot be called {name}, which is the name of its base image",
+            hint="give it another name: by --to containerd:IMAGE, or by another REF",
+        )
+
+
+def check_target(to: locator.InContainerd) -> None:
+    """Raise Refused where an image that is no checkpoint has the name, GpusnapError where ctr fails."""
+    try:
+        source = InContainerd(to.namespace, to.name)
+    except NotFound:
+        return
+    with suppress(OciError):
+        index = source.root.media_type == INDEX and blob_of(source, source.root)
+        if index and is_checkpoint(Index.from_json(parse_document(index, f"the index {source.root.digest}"))):
+            return
+    raise Refused(
+        f"containerd has an image {to.name} already, and it is no checkpoint",
+        hint=f"give another name, or remove that image, with ctr -n {to.namespace} images rm",
+    )
+
+
+def check_base(found: Kept, blobs: Blobs, to: locator.InContainerd) -> None:
+    """Raise Refused where another image has the name of the base image, or the checkpoint would have it.
+
+    Raises OciError, ImageError, GpusnapError.
+    """
+    _check_base(giving.origin(found, blobs), to)
+
+
+def _check_base(of: giving.Origin, to: locator.InContainerd) -> str:
+    """The digest of what has the base image's name; "" where nothing has."""
+    _check_names(of, to.name)
+    base, name = of.image.base, of.image.base_name
+    there = digest_in(to.namespace, name) if is_name(name) else ""
+    if base is not None and there not in ("", base.digest):
+        raise Refused(
+            f"containerd has another image {name} ({there[:19]}) than the base image of the checkpoint "
+            f"({base.digest[:19]})",
+            hint=f"give that one another name first, with ctr -n {to.namespace} images tag and images rm",
+        )
+    return there
+
+
+def write(found: Kept, layout: Layout, path: str, name: str, progress: Progress) -> Brought:
+    """Write an archive for `ctr images import`; what that sets. `name`: of the image.
+
+    Raises UsageError, Refused, OciError.
+    """
+    check_file(path)
+    of = giving.origin(found, layout)
+    _check_names(of, name)
+    with Writer(path) as writer:
+        giving.give_out(found, of, layout, writer.append, name=name, progress=progress.chunks)
+    return Brought(name, of.image.base_name, of.image.base is not None)
+
+
+def bring(found: Kept, layout: Layout, to: locator.InContainerd, progress: Progress) -> Brought:
+    """Have it as an image in containerd, and its base image if that came along, ready to be used.
+
+    Raises Refused where another image has the name of the base image, or one that is no checkpoint has the
+    name that it shall have; OciError, GpusnapError.
+    """
+    of = giving.origin(found, layout)
+    base, name = of.image.base, of.image.base_name
+    # Somebody may have made one since it was looked for.
+    check_target(to)
+    there = _check_base(of, to)
+    with Target(to.namespace) as target:
+        giving.give_out(found, of, layout, target.append, name=to.name, progress=progress.chunks)
+        target.append(tar.END)
+    if base is not None:
+        _unpack(to.namespace, base, of.image.notes.get(SNAPSHOTTER, ""))
+    return Brought(to.name, name, bool(there or base is not None))
+
+
+def _unpack(namespace: str, base: Descriptor, snapshotter: str) -> None:
+    if not _SNAPSHOTTER.fullmatch(snapshotter):
+        snapshotter = ""
+    try:
+        unpack(namespace, base.digest, snapshotter)
+    except GpusnapError as error:
+        raise GpusnapError(
+            f"the checkpoint is in containerd, but its base image cannot be unpacked: {error}",
+            hint=f"ctr -n {namespace} snapshots unpack {base.digest}, before a restore",
+        ) from error

@@ -1,0 +1,168 @@
+"""A checkpoint of containerd's as an artifact.
+
+Its index, and its blobs of up to 1 MiB, go into the records, as a layout at `containerd/` that lacks the
+other blobs; CRIU's images beside them at `checkpoint/`, as in Podman's archives, their chunks and manifest
+where those of Podman's go; larger blobs, the files that changed and the base image's layers, are layers of
+their own. One pass over each blob, none of them in memory.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
+
+from gpusnap.checkpoints.formats.annotations import CREATED, bounded, time_of
+from gpusnap.checkpoints.formats.containerd import (
+    LAYOUT,
+    RUNTIME,
+    Checked,
+    Image,
+    Source,
+    blob_of,
+    container_name,
+    load,
+    named,
+)
+from gpusnap.checkpoints.formats.entries import entries
+from gpusnap.checkpoints.formats.names import IMAGE_BLOBS, IMAGE_FOLDER, PIECE
+from gpusnap.checkpoints.formats.podman_reader import Crew, Taking
+from oci.chunks import artifact
+from oci.chunks.artifact import Artifact
+from oci.chunks.table import Progress
+from oci.layout.digests import encoded
+from oci.layout.documents import Descriptor, Index, written_document
+from oci.layout.layout import Layout
+from oci.tar import headers as tar
+from oci.tar.archive import Entry
+from oci.tar.compression import Readable, kind_of
+from runtime_shim.errors import ImageError
+from runtime_shim.process.memory import copy as copies
+from runtime_shim.records.manifest import Manifest
+from runtime_shim.snapshot.memory import destination as chunk_home
+
+__all__ = ["take_in"]
+
+# A registry that has the base image has its layers, which are larger.
+_SMALL = 1 << 20
+_MOST_SMALL = 64 << 20
+
+
+def take_in(
+    source: Source,
+    layout: Layout,
+    *,
+    threads: int = 0,
+    known: Callable[[str, int], bool] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Artifact:
+    """Take an image into a layout that nobody else uses meanwhile; parameters as of podman.take_in.
+
+    Chunks that lie in a store are none of the layout's then. Raises ImageError, ManifestError, OciError, and
+    what the source raises.
+    """
+    image = load(source.root, lambda one: blob_of(source, one), source.has, source.word)
+    done, whole = 0, sum(each.size for each in (image.criu, *image.others))
+
+    def seen(size: int) -> None:
+        nonlocal done
+        done += size
+        if progress is not None:
+            progress(Progress(whole, min(done, whole)))
+
+    small, large = _sorted(image)
+    for each in large:
+        if known is None or not known(each.digest, each.size):
+            with source.open(each) as file, layout.receive(each) as incoming:
+                while piece := file.read(PIECE):
+                    incoming.write(piece)
+                    seen(len(piece))
+    beside = {each.digest: blob_of(source, each, seen) for each in small}
+    with (
+        Crew(threads or copies.cores()) as crew,
+        source.open(image.criu) as file,
+        Taking(source.word, layout, crew, known, lambda: None) as taking,
+    ):
+        content = Checked(file, image.criu, seen)
+        written: list[float] = []
+        images = taking.placed(_images(content, source.word, written))
+        pieces = chain(_beside(image, source.name, beside), images)
+        records = layout.add_blob(taking.packed(pieces), media_type=artifact.IMAGE)
+        content.end()
+        crew.join()
+        config = beside.get(image.config.digest, b"") if image.config is not None else b""
+        taken = taking.settled(records, lambda record: _notes(image, config, record, written))
+    carried = tuple(Descriptor(artifact.BLOB, each.digest, each.size) for each in large)
+    return Artifact(taken.config, records, None, taken.chunks, taken.annotations, carried=carried)
+
+
+def _sorted(image: Image) -> tuple[list[Descriptor], list[Descriptor]]:
+    """Blobs for the records, and such as are layers of their own."""
+    small: list[Descriptor] = []
+    large: list[Descriptor] = []
+    room = _MOST_SMALL
+    for each in image.others:
+        fits = each.size <= min(_SMALL, room)
+        (small if fits else large).append(each)
+        room -= each.size if fits else 0
+    return small, large
+
+
+def _beside(image: Image, name: str, beside: Mapping[str, bytes]) -> Iterator[bytes]:
+    """The records' tar up to CRIU's images. `name`: the image's, if known; `beside`: blobs by digest."""
+    index = Index((named(image.root, name) if name else replace(image.root, annotations={}),))
+    files = {
+        f"{IMAGE_FOLDER}/oci-layout": written_document(LAYOUT),
+        f"{IMAGE_FOLDER}/index.json": written_document(index.to_json()),
+        f"{IMAGE_BLOBS}/{encoded(image.root.digest)}": image.document,
+        **{f"{IMAGE_BLOBS}/{encoded(digest)}": data for digest, data in beside.items()},
+    }
+    folders = (IMAGE_FOLDER, IMAGE_BLOBS.rpartition("/")[0], IMAGE_BLOBS)
+    yield from map(_folder, folders)
+    for path, data in files.items():
+        info = tarfile.TarInfo(path)
+        info.size, info.mode = len(data), 0o600
+        yield from tar.pieces(info, io.BytesIO(data))
+    yield _folder("checkpoint")
+
+
+def _folder(path: str) -> bytes:
+    info = tarfile.TarInfo(path)
+    info.type, info.mode = tarfile.DIRTYPE, 0o700
+    return tar.header(info)
+
+
+def _images(content: Readable, where: str, written: list[float]) -> Iterator[Entry]:
+    """CRIU's images by the names that Podman's archives have; `written` gets the time of the first one."""
+    kind, content = kind_of(content)
+    if kind != "none":
+        raise ImageError(
+            f"CRIU's images in {where} are compressed, which containerd's never are",
+            hint="do not restore them",
+        )
+    for entry in entries(content, where=f"CRIU's images in {where}"):
+        info = entry.info
+        if not written:
+            written.append(info.mtime)
+        info.name = f"checkpoint/{entry.name}"
+        if info.islnk():
+            info.linkname = f"checkpoint/{info.linkname}"
+        yield Entry(info.name, info, entry.content)
+
+
+def _notes(image: Image, config: bytes, record: Manifest | None, written: Iterable[float]) -> dict[str, str]:
+    """The annotations; keys as gpusnap.checkpoints.formats.annotations has them."""
+    ours = chunk_home.described(record) if record is not None else {}
+    criu = "org.criu.checkpoint."
+    return bounded(
+        {
+            CREATED: time_of(next(iter(written), 0)),
+            **ours,
+            f"{criu}engine.name": "containerd",
+            f"{criu}container.name": container_name(config),
+            f"{criu}rootfsImageName": image.base_name,
+            f"{criu}runtime.name": image.notes.get(RUNTIME, ""),
+        }
+    )

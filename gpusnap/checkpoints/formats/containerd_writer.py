@@ -1,0 +1,262 @@
+"""An archive for `ctr images import`, out of an artifact that was a checkpoint of containerd's.
+
+CRIU's images are one blob there, whose digest and size stand before it: they are read twice, so that nothing
+of that size is ever kept on the way. All the rest is what it was, but for the index, which names that blob.
+index.json and oci-layout come last, as containerd writes them: an archive that is cut short is none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tarfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from gpusnap.checkpoints.artifact import Kept
+from gpusnap.checkpoints.formats.containerd import LAYOUT, Checked, Image, digested, load, remade, top
+from gpusnap.checkpoints.formats.names import CONFIG, IMAGE_BLOBS, IMAGE_FOLDER, OURS, PIECE
+from gpusnap.checkpoints.formats.podman_writer import Giving
+from gpusnap.checkpoints.formats.whole_archive import whole
+from oci.base.errors import ArchiveError, BlobError, LayoutError
+from oci.chunks import artifact
+from oci.chunks.table import Progress
+from oci.layout.blobs import Blobs
+from oci.layout.digests import PREFIX, digest_of, encoded
+from oci.layout.documents import DOCUMENT_LIMIT, Descriptor, Index, parse_document, written_document
+from oci.tar import headers as tar
+from oci.tar.archive import entries
+from oci.tar.compression import Readable
+from runtime_shim.errors import ImageError
+from runtime_shim.process.memory import copy as copies
+from runtime_shim.snapshot.memory.destination import labelled
+
+__all__ = ["Origin", "give_out", "origin"]
+
+Append = Callable[[bytes], object]
+
+_IMAGES = "checkpoint"
+# As much as is written, and an index.
+_MOST_BESIDE = (64 << 20) + 2 * DOCUMENT_LIMIT
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What the records say of the image that an artifact was made of."""
+
+    image: Image
+    beside: Mapping[str, bytes]
+    """Its blobs that are in the records, by digest."""
+
+
+def origin(found: Kept, blobs: Blobs) -> Origin:
+    """Read the beginning of an image's records. Raises OciError, ImageError."""
+    layer = found.artifact.records
+    assert layer is not None
+    index, beside = _beside(layer, blobs)
+    images = Index.from_json(parse_document(index, f"{IMAGE_FOLDER}/index.json")).manifests
+    if len(images) != 1:
+        raise LayoutError(
+            f"the records {layer.digest} name {len(images)} images of containerd's, and one is needed"
+        )
+    carried = {each.digest: each.size for each in found.artifact.carried}
+
+    def has(one: Descriptor) -> bool:
+        return _is_beside(one, beside) or carried.get(one.digest) == one.size
+
+    def read(one: Descriptor) -> bytes:
+        if one.size > DOCUMENT_LIMIT:
+            raise BlobError(f"the blob {one.digest} has {one.size} bytes, and {DOCUMENT_LIMIT} are allowed")
+        return b"".join(_content(one, beside, carried, blobs))
+
+    image = load(images[0], read, has, f"the checkpoint {found.root.digest}")
+    for each in image.others:
+        if not has(each):
+            raise _missing(each)
+    return Origin(image, beside)
+
+
+def _beside(layer: Descriptor, blobs: Blobs) -> tuple[bytes, dict[str, bytes]]:
+    """index.json in the records, and the blobs by digest."""
+    what = f"the records {layer.digest}"
+    beside: dict[str, bytes] = {}
+    index, left = b"", _MOST_BESIDE
+    with blobs.open_blob(layer.digest, layer.size) as file:
+        for entry in entries(file, where=what):
+            if entry.name.partition("/")[0] != IMAGE_FOLDER:
+                break
+            left -= entry.info.size
+            if left < 0:
+                raise LayoutError(f"{what} have more than {_MOST_BESIDE} bytes beside CRIU's images")
+            data = entry.content.read() if entry.content is not None else b""
+            if entry.name == f"{IMAGE_FOLDER}/index.json":
+                index = data
+            elif entry.name.startswith(f"{IMAGE_BLOBS}/"):
+                beside[digest_of(data)] = data
+    if not index:
+        raise LayoutError(f"{what} name no image of containerd's")
+    return index, beside
+
+
+def _is_beside(one: Descriptor, beside: Mapping[str, bytes]) -> bool:
+    return one.digest in beside and len(beside[one.digest]) == one.size
+
+
+def give_out(
+    found: Kept,
+    of: Origin,
+    blobs: Blobs,
+    append: Append,
+    *,
+    name: str,
+    threads: int = 0,
+    progress: Callable[[Progress], None] | None = None,
+) -> None:
+    """Write the tar of a layout with `append`, but for the blocks of zeros at its end.
+
+    name: what the checkpoint shall be called in containerd. threads: for reading chunks, all cores for 0.
+    progress: called with bytes that were read of blobs. Raises ImageError, OciError, and what `append`
+    raises.
+    """
+    image, carried = of.image, {each.digest: each.size for each in found.artifact.carried}
+    record = found.record
+    chunks = artifact.chunk_layers(labelled(record)) if record is not None else ()
+    done, whole = 0, 2 * sum(each.size for each in chunks) + sum(each.size for each in image.others)
+
+    def seen(size: int) -> None:
+        nonlocal done
+        done += size
+        if progress is not None:
+            progress(Progress(whole, min(done, whole)))
+
+    images = _Images(found, blobs, threads or copies.cores(), seen)
+    criu = images.measured(image.criu.media_type)
+    document = remade(image, criu)
+    root = digested(document)
+    for path in ("blobs", "blobs/sha256"):
+        append(_folder(path))
+    for each in image.others:
+        append(_header(each))
+        for piece in _content(each, of.beside, carried, blobs):
+            append(piece)
+            seen(len(piece))
+        append(tar.padding(each.size))
+    append(_header(criu))
+    images.written(append, criu)
+    append(tar.padding(criu.size))
+    for path, data in (
+        (f"blobs/sha256/{encoded(root.digest)}", document),
+        ("index.json", top(image, root, name)),
+        ("oci-layout", written_document(LAYOUT)),
+    ):
+        append(tar.header(_info(path, len(data))) + data + tar.padding(len(data)))
+
+
+class _Images:
+    """CRIU's images and what gpusnap has beside them, as the tar that containerd wants."""
+
+    def __init__(self, found: Kept, blobs: Blobs, threads: int, seen: Callable[[int], None]) -> None:
+        self._found, self._blobs, self._threads, self._seen = found, blobs, threads, seen
+
+    def measured(self, media_type: str) -> Descriptor:
+        """Size and digest of the tar; everything is read for it, and the records are checked."""
+        records = self._found.artifact.records
+        assert records is not None
+        self._blobs.check_blob(records)
+        hashed, size = hashlib.sha256(), 0
+
+        def count(piece: bytes) -> None:
+            nonlocal size
+            size += len(piece)
+            hashed.update(piece)
+
+        self._pieces(count)
+        return Descriptor(media_type, PREFIX + hashed.hexdigest(), size)
+
+    def written(self, append: Append, wanted: Descriptor) -> None:
+        """Write it. Raises BlobError where it is not what it was when it was measured."""
+        hashed = hashlib.sha256()
+
+        def both(piece: bytes) -> None:
+            hashed.update(piece)
+            append(piece)
+
+        self._pieces(both)
+        if PREFIX + hashed.hexdigest() != wanted.digest:
+            raise BlobError("the checkpoint has changed while it was read")
+
+    def _pieces(self, append: Append) -> None:
+        found = self._found
+        assert found.artifact.records is not None
+        sink = _Inner(append)
+        giving = Giving(found.artifact, self._blobs, sink, self._threads, self._seen)
+        giving.others(found.artifact.records, found.record.files if found.record is not None else ())
+        if found.record is not None:
+            config, record = whole(found.config, found.record)
+            giving.folder(OURS)
+            giving.file(CONFIG, config)
+            if tables := labelled(record):
+                giving.layout(tables, digest_of(config))
+        append(tar.END)
+
+
+class _Inner:
+    """Takes the entries of an archive, and writes CRIU's images by their own names."""
+
+    def __init__(self, append: Append) -> None:
+        self._append = append
+
+    def add(self, info: tarfile.TarInfo, content: Readable | None = None) -> None:
+        """One more; what is containerd's is passed over. Raises ImageError, ArchiveError."""
+        first, _, name = info.name.partition("/")
+        if first == IMAGE_FOLDER or info.name == _IMAGES:
+            return
+        if first != _IMAGES:
+            raise ImageError(f"the records hold {info.name[:200]!r}, which is none of containerd's")
+        info.name = name
+        if info.islnk():
+            first, _, info.linkname = info.linkname.partition("/")
+            if first != _IMAGES or not info.linkname:
+                raise ImageError(f"the link {name[:200]!r} in the records leads out of CRIU's images")
+        try:
+            for piece in tar.pieces(info, content):
+                self._append(piece)
+        except tar.HeaderFault as fault:
+            raise ArchiveError(f"the tar of CRIU's images cannot be written: {fault}") from fault
+
+
+def _content(
+    wanted: Descriptor, beside: Mapping[str, bytes], carried: Mapping[str, int], blobs: Blobs
+) -> Iterator[bytes]:
+    """A blob of the image in pieces, checked. Raises BlobError."""
+    if _is_beside(wanted, beside):
+        yield beside[wanted.digest]
+        return
+    if carried.get(wanted.digest) != wanted.size:
+        raise _missing(wanted)
+    with blobs.open_blob(wanted.digest, wanted.size) as file:
+        content = Checked(file, wanted, lambda size: None)
+        while piece := content.read(PIECE):
+            yield piece
+        content.end()
+
+
+def _missing(wanted: Descriptor) -> BlobError:
+    return BlobError(
+        f"the blob {wanted.digest} of {wanted.size} bytes, a {wanted.media_type}, is not in the checkpoint"
+    )
+
+
+def _header(blob: Descriptor) -> bytes:
+    return tar.header(_info(f"blobs/sha256/{encoded(blob.digest)}", blob.size))
+
+
+def _info(path: str, size: int) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(path)
+    info.size, info.mode = size, 0o444
+    return info
+
+
+def _folder(path: str) -> bytes:
+    info = tarfile.TarInfo(path)
+    info.type, info.mode = tarfile.DIRTYPE, 0o755
+    return tar.header(info)

@@ -1,0 +1,42 @@
+"""Checkpoints as ordinary images, which `gpusnap push --format podman` and Podman itself make.
+
+Their one layer is an archive of Podman's, compressed or not: what `podman container restore --import` takes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from oci.base.errors import EngineImage
+from oci.layout.digests import encoded
+from oci.layout.documents import Descriptor, Manifest, parse_document
+from oci.layout.layout import Layout
+from oci.layout.single_layer_image import engine_of, layer_of
+from runtime_shim.errors import Refused
+
+__all__ = ["archive_of", "blob_path"]
+
+
+def archive_of(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Descriptor:
+    """The layer that is Podman's archive. Raises EngineImage, Refused for another image; LayoutError."""
+    manifest = Manifest.from_json(parse_document(read(root), f"the manifest {root.digest}"))
+    if engine_of(manifest) != "podman":
+        raise EngineImage(
+            f"{root.digest} is a checkpoint as an image, which Kubernetes restores",
+            engine="cri",
+            manifest=root.digest,
+        )
+    layer = layer_of(manifest)
+    if layer is None:
+        raise Refused(
+            f"{root.digest} is a checkpoint as an image of {len(manifest.layers)} layers, which Podman alone "
+            "restores",
+            hint="podman pull it, and then podman container restore IMAGE",
+        )
+    return layer
+
+
+def blob_path(layout: Layout, digest: str) -> str:
+    """The file of a blob in the folder of a layout."""
+    return os.path.join(layout.path, "blobs", "sha256", encoded(digest))

@@ -1,0 +1,44 @@
+"""Archives, with gpusnap's files in them under the names that they stand for.
+
+In one of containerd's CRI plugin they have others, see runtime_shim/records/cri_layout.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import replace
+
+from oci.tar import archive
+from oci.tar.archive import Entry
+from oci.tar.compression import Readable
+from runtime_shim.records import cri_layout
+
+__all__ = ["entries", "natural", "read_member"]
+
+_IMAGES = "checkpoint/"
+
+
+def natural(entry: Entry) -> Entry:
+    """An entry of an archive, or of a tar of images alone, under the name that it stands for."""
+    images = _IMAGES if entry.name.startswith(_IMAGES) else ""
+    name = images + cri_layout.natural(entry.name.removeprefix(images))
+    if name == entry.name:
+        return entry
+    entry.info.name = name
+    return replace(entry, name=name)
+
+
+def entries(path: str | Readable, *, where: str = "") -> Generator[Entry, None, None]:
+    """As oci.tar.archive.entries. Raises as that does."""
+    with closing(archive.entries(path, where=where)) as found:
+        yield from map(natural, found)
+
+
+def read_member(path: str, name: str, *, limit: int) -> bytes | None:
+    """As oci.tar.archive.read_member. Raises as that does."""
+    with closing(entries(path)) as found:
+        for entry in found:
+            if entry.name == name and entry.content is not None:
+                return entry.content.read(limit)
+    return None

@@ -1,0 +1,95 @@
+"""An image layout in a file, such as `skopeo copy … oci-archive:FILE` writes: which checkpoint it has.
+
+Its index.json names it in any way or in none: skopeo sets org.opencontainers.image.ref.name only for
+oci-archive:FILE:NAME, and no other annotation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from gpusnap.checkpoints.formats.containerd import is_checkpoint
+from oci.base.errors import DigestError, EngineImage, LayoutError, NotACheckpoint
+from oci.chunks import artifact as artifacts
+from oci.layout.archive import LayoutArchive, is_layout
+from oci.layout.documents import INDEX, Descriptor, Index, parse_document
+from runtime_shim.errors import GpusnapError, Refused, UsageError
+
+__all__ = ["InLayout", "Kind", "is_layout", "opened_layout", "refuse_containerd"]
+
+Kind: TypeAlias = Literal["checkpoint", "image", "containerd"]
+
+_MOST_IMAGES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class InLayout:
+    """A checkpoint in such a file."""
+
+    layout: LayoutArchive
+    root: Descriptor
+    kind: Kind
+    """checkpoint: an artifact of gpusnap's. image: an ordinary image that an engine restores. containerd: a
+    checkpoint of ctr's."""
+
+
+@contextmanager
+def opened_layout(path: str) -> Iterator[InLayout]:
+    """The one checkpoint in a file for which `is_layout` holds.
+
+    Raises UsageError where it has several, GpusnapError where it has none; LayoutError, ArchiveError.
+    """
+    with LayoutArchive(path) as layout:
+        named = {each.digest: each for each in layout.read_index().manifests}
+        if len(named) > _MOST_IMAGES:
+            raise LayoutError(f"{path} has {len(named)} images, and {_MOST_IMAGES} are allowed")
+        found: list[InLayout] = []
+        fault: LayoutError | DigestError | None = None
+        for each in named.values():
+            try:
+                kind = _kind(layout, each)
+            except (LayoutError, DigestError) as error:
+                fault = fault or error
+                continue
+            if kind is not None:
+                found.append(InLayout(layout, each, kind))
+        if len(found) > 1:
+            raise UsageError(
+                f"{path} has {len(found)} checkpoints",
+                hint="copy each one to a file of its own, or all of them to a folder, for oci:DIR:NAME",
+            )
+        if not found:
+            if fault is not None:
+                raise fault
+            raise GpusnapError(
+                f"{path} is an image layout, and has no checkpoint in it",
+                hint="name the file of a checkpoint",
+            )
+        yield found[0]
+
+
+def refuse_containerd(found: InLayout) -> None:
+    """Raise Refused for a checkpoint of ctr's: only a push reads those."""
+    path = found.layout.path
+    if found.kind == "containerd":
+        raise Refused(
+            f"{path} is an image layout, as ctr images export writes it, and gpusnap push alone reads those",
+            hint=f"gpusnap push {path} REF, and then look at REF",
+        )
+
+
+def _kind(layout: LayoutArchive, root: Descriptor) -> Kind | None:
+    """What an entry of the index is; None for what is no checkpoint. Raises LayoutError, DigestError."""
+    try:
+        artifacts.read(root, layout.read_blob)
+    except EngineImage:
+        return "image"
+    except NotACheckpoint:
+        index = layout.read_blob(root) if root.media_type == INDEX else b""
+        if index and is_checkpoint(Index.from_json(parse_document(index, f"the index {root.digest}"))):
+            return "containerd"
+        return None
+    return "checkpoint"

@@ -1,0 +1,41 @@
+"""The names in a checkpoint archive that are looked at; see podman.py."""
+
+from __future__ import annotations
+
+from runtime_shim.records import manifest
+
+__all__ = [
+    "ARCHIVE",
+    "BLOBS",
+    "CONFIG",
+    "FIRST",
+    "FOLDERS",
+    "IMAGE_BLOBS",
+    "IMAGE_FOLDER",
+    "LARGEST_DUMP",
+    "LAYOUT",
+    "OURS",
+    "PIECE",
+    "ROOTFS",
+    "SMALL",
+]
+
+OURS = f"checkpoint/{manifest.FOLDER}"
+CONFIG = f"{OURS}/{manifest.NAME}"
+BLOBS = f"{OURS}/blobs"
+LAYOUT = (f"{OURS}/oci-layout", f"{OURS}/index.json", BLOBS)
+# A link in the place of one would lead what follows elsewhere.
+FOLDERS = ("checkpoint", OURS, BLOBS, f"{BLOBS}/sha256")
+ROOTFS = "rootfs-diff.tar"
+FIRST = ("config.dump", "spec.dump")
+# Of one of these; Podman's are some tens of KiB.
+LARGEST_DUMP = 16 << 20
+# A layout, in the records of an image of containerd's.
+IMAGE_FOLDER = "containerd"
+IMAGE_BLOBS = f"{IMAGE_FOLDER}/blobs/sha256"
+# One that is only made on the way, in a staging of a store.
+ARCHIVE = "podman.tar"
+
+PIECE = 1 << 20
+# A blob up to this size is in memory while it is checked and copied; a chunk has 16 MiB.
+SMALL = 32 << 20

@@ -1,0 +1,130 @@
+"""Podman's archive taken apart into what an artifact consists of, and put together again.
+
+In the archive (libpod, exportCheckpoint; containerd's CRI and CRI-O write the same names):
+
+    config.dump, spec.dump          the engine's and the runtime's configuration of the container
+    checkpoint/                     CRIU's images
+    checkpoint/gpusnap/             manifest.json, and a layout: oci-layout, index.json, blobs/sha256/
+    rootfs-diff.tar                 files that changed
+    …                               more of the engine's records
+
+In the artifact manifest.json is the config, blobs that the manifest's tables name are its chunks,
+rootfs-diff.tar is a layer, and all the rest another one, the records. Each way is one pass over the archive,
+with no more than some blobs in memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from gpusnap.checkpoints.formats.names import CONFIG, OURS
+from gpusnap.checkpoints.formats.podman_reader import Crew, Taken, Taking
+from gpusnap.checkpoints.formats.podman_writer import Giving
+from gpusnap.checkpoints.formats.whole_archive import whole as self_contained
+from oci.base.errors import reason
+from oci.chunks import artifact
+from oci.chunks.table import Progress
+from oci.layout.blobs import Blobs
+from oci.layout.digests import digest_of
+from oci.layout.layout import Layout
+from oci.tar.archive import Compression, Writer
+from runtime_shim.errors import ImageError
+from runtime_shim.process.memory import copy as copies
+from runtime_shim.records import manifest
+from runtime_shim.snapshot.memory.destination import labelled
+
+__all__ = ["Taken", "give_out", "take_in"]
+
+Report = Callable[[Progress], None]
+
+
+def take_in(
+    archive_path: str,
+    staging_layout: Layout,
+    *,
+    threads: int = 0,
+    known: Callable[[str, int], bool] | None = None,
+    progress: Report | None = None,
+) -> Taken:
+    """Take an archive apart, into a layout that nobody else uses meanwhile; it is not made durable.
+
+    threads: for zstd, and for blobs; all cores for 0. known: whether a blob (digest, size) has been put into
+    the layout from elsewhere, such as Staging.take; then the archive's is not read. progress: called with
+    bytes of the archive's file.
+
+    Raises ImageError where a chunk that the manifest names is missing, or the archive is no checkpoint;
+    ManifestError; ArchiveError, BlobError, and what Layout.add_blob raises. The layout may hold blobs of no
+    use then.
+    """
+    try:
+        size = os.stat(archive_path).st_size
+        file = open(archive_path, "rb")
+    except OSError as error:
+        raise ImageError(f"{archive_path} cannot be read: {reason(error)}") from error
+    with file, Crew(threads or copies.cores()) as crew:
+
+        def report() -> None:
+            if progress is not None:
+                progress(Progress(size, min(file.tell(), size)))
+
+        with Taking(archive_path, staging_layout, crew, known, report) as taking:
+            tar_of_records = taking.packed(taking.records(file))
+            records = staging_layout.add_blob(tar_of_records, media_type=artifact.RECORDS)
+            crew.join()
+            return taking.finished(records)
+
+
+def give_out(
+    whole: artifact.Artifact,
+    blobs: Blobs,
+    path: str,
+    *,
+    config: bytes,
+    compress: Compression = "none",
+    embed: bool = True,
+    threads: int = 0,
+    progress: Report | None = None,
+) -> None:
+    """Write an artifact as an archive that Podman takes, under a name that no file has.
+
+    config: what becomes manifest.json; none for a checkpoint without GPU state. embed: have the chunks that
+    it names in the archive, and CRIU's images as files, so that nothing else is needed; the manifest says so
+    then. threads: for zstd, and for reading chunks; all cores for 0. progress: called with
+    bytes of blobs.
+
+    Raises ImageError where the artifact has no records, or such as no archive has; ManifestError; BlobError
+    for a blob that is missing or wrong; ArchiveError, DiskFull, DiskError. There is no new file then.
+    """
+    if whole.records is None:
+        raise ImageError(
+            "the checkpoint has no records of an engine's, so no archive can be made of it",
+            hint="it is the GPUs' side of an archive that lies elsewhere",
+        )
+    record = manifest.decode(config, CONFIG) if config else None
+    files: tuple[manifest.FileRecord, ...] = ()
+    if record is not None and embed:
+        files = record.files
+        config, record = self_contained(config, record)
+    tables = labelled(record) if record is not None and embed else []
+    sizes = [each.size for each in (whole.records, whole.rootfs) if each is not None]
+    sizes += [each.table.size for each in files]
+    done, total = 0, sum(sizes) + sum(each.size for each in artifact.chunk_layers(tables))
+
+    def report(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(Progress(total, done))
+
+    threads = threads or copies.cores()
+    with Writer(path, compress=compress, threads=threads) as writer:
+        giving = Giving(whole, blobs, writer, threads, report)
+        giving.records(whole.records, files)
+        if config:
+            giving.folder(OURS)
+            giving.file(CONFIG, config)
+        if whole.rootfs is not None:
+            giving.rootfs(whole.rootfs)
+        if tables:
+            giving.layout(tables, digest_of(config))

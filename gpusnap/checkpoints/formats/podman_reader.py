@@ -1,0 +1,276 @@
+"""The parts of an artifact, out of an archive; see podman.py."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import IO
+
+from gpusnap.checkpoints.formats.annotations import annotations_of
+from gpusnap.checkpoints.formats.criu_images import Links
+from gpusnap.checkpoints.formats.entries import entries
+from gpusnap.checkpoints.formats.names import (
+    BLOBS,
+    CONFIG,
+    FIRST,
+    FOLDERS,
+    LARGEST_DUMP,
+    LAYOUT,
+    OURS,
+    PIECE,
+    ROOTFS,
+    SMALL,
+)
+from oci.base.errors import BlobError, DigestError, DiskError, reason
+from oci.chunks import artifact
+from oci.chunks.table import Table, descriptors
+from oci.layout.digests import PREFIX, check_digest, digest_of, encoded
+from oci.layout.documents import EMPTY, EMPTY_BLOB, Descriptor
+from oci.layout.layout import Layout
+from oci.tar import headers as tar
+from oci.tar.archive import Content, Entry
+from oci.tar.compression import Readable, as_file, squeezed
+from runtime_shim.errors import ImageError
+from runtime_shim.records import manifest
+from runtime_shim.snapshot.memory.destination import StoreHome, labelled
+
+__all__ = ["Crew", "Taken", "Taking"]
+
+# Above that, what writes the blobs is not the processors; each thread may have a blob in memory.
+_MOST_THREADS = 16
+# Of CRIU's images and rootfs files: they are read as often as written, and disks are fast.
+_LEVEL = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What an archive became: blobs of the layout, but for chunks that are in a store."""
+
+    config: Descriptor
+    records: Descriptor
+    rootfs: Descriptor | None
+    chunks: tuple[Descriptor, ...]
+    tables: tuple[tuple[str, Table], ...]
+    """With what each is of: a PID and an address, or the name of an image."""
+    annotations: Mapping[str, str]
+
+
+class Crew:
+    """Some threads, and no more work for them than each has something in memory."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._most = min(threads, _MOST_THREADS)
+        self._pool = ThreadPoolExecutor(self._most, thread_name_prefix="gpusnap-convert")
+        self._given: deque[Future[None]] = deque()
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Return when no work is under way any more. May be called twice."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def give(self, work: Callable[[], None]) -> None:
+        """Have it done; wait first while too much is under way. Raises what earlier work raised."""
+        while len(self._given) > self._most:
+            self._given.popleft().result()
+        self._given.append(self._pool.submit(work))
+
+    def join(self) -> None:
+        while self._given:
+            self._given.popleft().result()
+
+
+class Taking:
+    """An archive on its way into a layout; closed at the end of a `with`."""
+
+    def __init__(
+        self,
+        path: str,
+        layout: Layout,
+        crew: Crew,
+        known: Callable[[str, int], bool] | None,
+        report: Callable[[], None],
+    ) -> None:
+        self._path, self._layout, self._crew, self._known, self._report = path, layout, crew, known, report
+        # Another one of the same folder: what is dropped in the end was never for the first one to sync.
+        self._inner = Layout(layout.path)
+        self._added: set[str] = set()
+        self._seen: set[str] = set()
+        self._dumps: dict[str, tuple[bytes, tarfile.TarInfo]] = {}
+        self._record: manifest.Manifest | None = None
+        self._wanted: frozenset[tuple[str, int]] | None = None
+        self._config: Descriptor | None = None
+        self._rootfs: Descriptor | None = None
+        self._ours = False
+        self._links = Links(path)
+
+    def __enter__(self) -> Taking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._crew.stop()
+        self._inner.close()
+
+    def packed(self, pieces: Iterable[bytes]) -> IO[bytes]:
+        return as_file(squeezed(pieces, level=_LEVEL, threads=self._crew.threads))
+
+    def records(self, file: Readable) -> Iterator[bytes]:
+        """The tar of what has no place of its own; on the way the rest goes to its place."""
+        return self.placed(entries(file, where=self._path))
+
+    def placed(self, found: Iterable[Entry]) -> Iterator[bytes]:
+        """The same of the entries of an archive."""
+        for entry in found:
+            for piece in self._placed(entry):
+                yield piece
+                self._report()
+            self._report()
+        yield tar.END
+        self._report()
+
+    def finished(self, records: Descriptor) -> Taken:
+        """All that the archive became; blobs that nobody names are removed."""
+        if FIRST[0] not in self._dumps:
+            raise ImageError(f"{self._path} is no checkpoint of a container: it has no {FIRST[0]}")
+        config, info = self._dumps[FIRST[0]]
+        spec = self._dumps[FIRST[1]][0] if FIRST[1] in self._dumps else b""
+        return self.settled(records, lambda record: annotations_of(config, spec, record, written=info.mtime))
+
+    def settled(
+        self, records: Descriptor, notes: Callable[[manifest.Manifest | None], Mapping[str, str]]
+    ) -> Taken:
+        """The same for images without an engine's configurations; `notes` are the annotations."""
+        if self._ours and self._record is None:
+            raise ImageError(
+                f"{self._path} is not complete: it has {OURS}, but no {CONFIG}",
+                hint="it was cut off while it was written; take another copy of it",
+            )
+        if self._config is None:
+            self._config = self._layout.add_blob(EMPTY_BLOB, media_type=EMPTY)
+        tables = tuple(labelled(self._record)) if self._record is not None else ()
+        chunks = artifact.chunk_layers(tables)
+        self._settle(chunks)
+        own = (self._config, records, self._rootfs)
+        self._drop(self._added - {each.digest for each in (*chunks, *own) if each is not None})
+        return Taken(self._config, records, self._rootfs, chunks, tables, notes(self._record))
+
+    def _placed(self, entry: Entry) -> Iterable[bytes]:
+        """Put an entry where it belongs; what of it goes into the records."""
+        name = entry.name
+        self._ours = self._ours or name == OURS or name.startswith(f"{OURS}/")
+        if name in FOLDERS and not entry.info.isdir():
+            raise ImageError(f"{name} in {self._path} is no folder", hint="do not restore from it")
+        if name in (CONFIG, ROOTFS, *FIRST):
+            self._once(name)
+            content = self._file(entry)
+            if name == ROOTFS:
+                self._rootfs = self._layout.add_blob(
+                    self.packed(self._read(content)), media_type=artifact.ROOTFS
+                )
+                return ()
+            data = self._small(name, content)
+            if name != CONFIG:
+                self._dumps[name] = data, entry.info
+                return tar.pieces(entry.info, io.BytesIO(data))
+            self._record = manifest.decode(data, f"{self._path}: {name}")
+            self._config = self._layout.add_blob(data, media_type=artifact.CONFIG)
+            named = descriptors(self._record.tables)
+            self._wanted = frozenset((each.digest, each.size) for each in named)
+        elif name.startswith(f"{BLOBS}/"):
+            self._blob(entry)
+        elif name not in (OURS, *LAYOUT):
+            self._links.check(entry)
+            return tar.pieces(entry.info, entry.content)
+        return ()
+
+    def _once(self, name: str) -> None:
+        if name in self._seen:
+            raise ImageError(f"{self._path} has {name} twice", hint="it is no archive of an engine's")
+        self._seen.add(name)
+
+    def _file(self, entry: Entry) -> Content:
+        if entry.content is None:
+            raise ImageError(f"{entry.name} in {self._path} is no file", hint="do not restore from it")
+        return entry.content
+
+    def _small(self, name: str, content: Content) -> bytes:
+        limit = manifest.LARGEST if name == CONFIG else LARGEST_DUMP
+        if content.left > limit:
+            raise ImageError(f"{name} in {self._path} has {content.left} bytes, and {limit} are allowed")
+        return content.read()
+
+    def _read(self, content: Content) -> Iterator[bytes]:
+        while piece := content.read(PIECE):
+            yield piece
+            self._report()
+
+    def _blob(self, entry: Entry) -> None:
+        """Take a blob in, unless nobody names it or the store has it. Its name must be right."""
+        folder, _, name = entry.name.rpartition("/")
+        try:
+            digest = PREFIX + encoded(check_digest(PREFIX + name)) if folder == f"{BLOBS}/sha256" else ""
+        except DigestError:
+            digest = ""
+        if entry.info.isdir() or not digest:
+            return  # such as what a killed writer left
+        content, size = self._file(entry), entry.info.size
+        if self._wanted is not None and (digest, size) not in self._wanted:
+            return
+        if not self._inner.has_blob(digest, size):
+            self._added.add(digest)
+        if self._known is not None and self._known(digest, size):
+            return
+        if size <= SMALL:
+            data = content.read()
+            self._crew.give(lambda: self._add(data, digest))
+            return
+        found = self._inner.add_blob(as_file(self._read(content)))
+        self._added.add(found.digest)
+        if found.digest != digest:
+            raise self._wrong(digest)
+
+    def _add(self, data: bytes, digest: str) -> None:
+        if digest_of(data) != digest:
+            raise self._wrong(digest)
+        # In the place of one that may be there: a writer that died may have left it torn.
+        self._inner.add_blob(data, digest=digest, anew=True)
+
+    def _wrong(self, digest: str) -> BlobError:
+        return BlobError(f"the blob {digest} in {self._path} holds something else than its digest says")
+
+    def _settle(self, chunks: Sequence[Descriptor]) -> None:
+        """See that every chunk is there."""
+        elsewhere = self._record is not None and self._record.pages == StoreHome.kind
+        for each in chunks:
+            if self._inner.has_blob(each.digest, each.size):
+                # It is there: the layout only learns that it is one to sync.
+                self._layout.link_blob(each.digest, each.size, self._inner)
+            elif not elsewhere:
+                notes = each.annotations
+                raise ImageError(
+                    f"{self._path} lacks the blob {each.digest} of {each.size} bytes, the chunk at "
+                    f"{notes[artifact.CHUNK_OFFSET]} of {notes[artifact.CHUNK_REGION]}",
+                    hint="take another copy of it",
+                )
+
+    def _drop(self, digests: Iterable[str]) -> None:
+        """Remove blobs of the archive that nobody names."""
+        for digest in digests:
+            try:
+                os.unlink(os.path.join(self._layout.path, "blobs", "sha256", encoded(digest)))
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                raise DiskError(
+                    f"{self._layout.path} cannot be cleared of {digest}: {reason(error)}"
+                ) from error

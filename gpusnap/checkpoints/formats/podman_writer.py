@@ -1,0 +1,229 @@
+"""An archive out of the parts of an artifact; see podman.py."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tarfile
+import tempfile
+from collections import deque
+from collections.abc import Callable, Container, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from gpusnap.checkpoints.formats.annotations import CREATED
+from gpusnap.checkpoints.formats.criu_images import Links
+from gpusnap.checkpoints.formats.names import (
+    BLOBS,
+    CONFIG,
+    FIRST,
+    FOLDERS,
+    LAYOUT,
+    OURS,
+    PIECE,
+    ROOTFS,
+    SMALL,
+)
+from gpusnap.checkpoints.formats.whole_archive import rebuilt
+from oci.base.errors import BlobError, reason
+from oci.chunks import artifact
+from oci.chunks.table import Table
+from oci.layout.blobs import Blobs
+from oci.layout.digests import PREFIX, encoded
+from oci.layout.documents import Descriptor, Index
+from oci.layout.layout import Layout
+from oci.tar.archive import Entry, entries, unpacked
+from oci.tar.compression import Readable, as_file
+from runtime_shim.errors import ImageError
+from runtime_shim.records import manifest
+
+__all__ = ["Giving", "Sink"]
+
+_MOST_THREADS = 16
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Sink(Protocol):
+    """What takes the entries of an archive, such as oci.tar.archive.Writer."""
+
+    def add(self, info: tarfile.TarInfo, content: Readable | None = None) -> None:
+        """One more, with `info.size` bytes of content."""
+        ...
+
+
+class Giving:
+    """An artifact on its way into an archive."""
+
+    def __init__(
+        self,
+        whole: artifact.Artifact,
+        blobs: Blobs,
+        writer: Sink,
+        threads: int,
+        report: Callable[[int], None],
+    ) -> None:
+        self._whole, self._blobs, self._writer = whole, blobs, writer
+        # Each has a blob in memory, and one thread alone writes them.
+        self._threads, self._report = min(threads, _MOST_THREADS), report
+        self._time = _seconds(whole.annotations.get(CREATED, ""))
+
+    def records(self, layer: Descriptor, images: Iterable[manifest.FileRecord] = ()) -> None:
+        """The engine's own entries, its two configurations first: who reads only them need not go on.
+
+        At the end `images`, CRIU's that are in chunks, as files.
+        """
+        self._check(layer)
+        dumps: set[str] = set()
+        for entry in self._entries(layer):
+            if entry.name in FIRST and entry.name not in dumps:
+                dumps.add(entry.name)
+                self._writer.add(entry.info, entry.content)
+                if len(dumps) == len(FIRST):
+                    break
+        self.others(layer, images, dumps)
+        self._report(layer.size)
+
+    def others(
+        self,
+        layer: Descriptor,
+        images: Iterable[manifest.FileRecord] = (),
+        without: Container[str] = (),
+    ) -> None:
+        """The entries of the records, but for those of these names, and images that are in chunks."""
+        rebuilt_ones = {f"checkpoint/{each.name}": each for each in images}
+        links = Links(f"the records {layer.digest}")
+        for entry in self._entries(layer):
+            links.check(entry)
+            if entry.name in without or entry.name in rebuilt_ones:
+                continue
+            ours = entry.name in (CONFIG, ROOTFS, *LAYOUT) or entry.name.startswith(f"{BLOBS}/")
+            if ours or (entry.name in FOLDERS and not entry.info.isdir()):
+                raise ImageError(f"the records {layer.digest} hold {entry.name}, which is none of them")
+            self._writer.add(entry.info, entry.content)
+        for name, each in rebuilt_ones.items():
+            with rebuilt(each, self._blobs, self._threads) as path, open(path, "rb") as file:
+                self._writer.add(self._header(name, each.table.size), file)
+            self._report(each.table.size)
+
+    def rootfs(self, layer: Descriptor) -> None:
+        """The files that changed: their tar as it was."""
+        self._check(layer)
+        where = f"the blob {layer.digest}"
+        with self._blobs.open_blob(layer.digest, layer.size) as file:
+            size = sum(len(piece) for piece in unpacked(file, where))
+        with self._blobs.open_blob(layer.digest, layer.size) as file:
+            self._writer.add(self._header(ROOTFS, size), as_file(unpacked(file, where)))
+        self._report(layer.size)
+
+    def folder(self, name: str) -> None:
+        info = self._header(name, 0)
+        info.type, info.mode = tarfile.DIRTYPE, 0o700
+        self._writer.add(info)
+
+    def file(self, name: str, data: bytes) -> None:
+        self._writer.add(self._header(name, len(data)), io.BytesIO(data))
+
+    def layout(self, tables: Iterable[tuple[str, Table]], digest: str) -> None:
+        """The chunks as a layout, as a checkpoint has it from the start (memory/transfer.py, commit).
+
+        `digest`: of the manifest that is written beside it.
+        """
+        chunks = artifact.chunk_layers(tables)
+        for name in (BLOBS, f"{BLOBS}/sha256"):
+            self.folder(name)
+        with (
+            tempfile.TemporaryDirectory(prefix="gpusnap-") as place,
+            closing(Layout(place).create()) as made,
+        ):
+            made.write_index(Index((artifact.write(made, artifact.Artifact(chunks=chunks)),)))
+            self.file(f"{OURS}/oci-layout", Path(place, "oci-layout").read_bytes())
+            index = Path(place, manifest.INDEX).read_bytes()
+            self.file(f"{OURS}/{manifest.INDEX}", manifest.digested(index, digest))
+            for path in sorted(Path(place, "blobs", "sha256").iterdir()):
+                self.file(f"{BLOBS}/sha256/{path.name}", path.read_bytes())
+        small = (each for each in chunks if each.size <= SMALL)
+        with closing(_ahead(small, self._loaded, self._threads)) as loaded:
+            for each, data in loaded:
+                self.file(f"{BLOBS}/sha256/{encoded(each.digest)}", data)
+                self._report(each.size)
+        for each in chunks:
+            if each.size > SMALL:
+                with self._blobs.open_blob(each.digest, each.size) as file:
+                    content = _Checked(file, each)
+                    self._writer.add(
+                        self._header(f"{BLOBS}/sha256/{encoded(each.digest)}", each.size), content
+                    )
+                    content.end()
+                self._report(each.size)
+
+    def _entries(self, layer: Descriptor) -> Iterator[Entry]:
+        with self._blobs.open_blob(layer.digest, layer.size) as file:
+            yield from entries(file, where=f"the blob {layer.digest}")
+
+    def _check(self, layer: Descriptor) -> None:
+        """Before anything is made of it: its parts are not in the order in which they are written."""
+        with self._blobs.open_blob(layer.digest, layer.size) as file:
+            content = _Checked(file, layer)
+            while content.read(PIECE):
+                pass
+            content.end()
+
+    def _loaded(self, chunk: Descriptor) -> tuple[Descriptor, bytes]:
+        with self._blobs.open_blob(chunk.digest, chunk.size) as file:
+            content = _Checked(file, chunk)
+            data = b"".join(iter(lambda: content.read(chunk.size + 1), b""))
+            content.end()
+        return chunk, data
+
+    def _header(self, name: str, size: int) -> tarfile.TarInfo:
+        info = tarfile.TarInfo(name)
+        info.size, info.mode, info.mtime = size, 0o600, self._time
+        return info
+
+
+class _Checked:
+    """A blob that is read in order; `end` says whether it was right."""
+
+    def __init__(self, file: io.FileIO, wanted: Descriptor) -> None:
+        self._file, self._wanted = file, wanted
+        self._hashed = hashlib.sha256()
+
+    def read(self, size: int, /) -> bytes:
+        try:
+            data = self._file.read(size)
+        except OSError as error:
+            raise BlobError(f"the blob {self._wanted.digest} cannot be read: {reason(error)}") from error
+        self._hashed.update(data)
+        return data
+
+    def end(self) -> None:
+        if PREFIX + self._hashed.hexdigest() != self._wanted.digest:
+            raise BlobError(f"the blob {self._wanted.digest} holds something else than its digest says")
+
+
+def _ahead(items: Iterable[T], work: Callable[[T], U], threads: int) -> Generator[U, None, None]:
+    """What `work` makes of each item, in order; as many as there are threads are made ahead."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="gpusnap-convert")
+    waiting: deque[Future[U]] = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) > threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _seconds(created: str) -> int:
+    """A time of RFC 3339 in seconds; 0 for what is none."""
+    try:
+        return max(int(datetime.fromisoformat(created).timestamp()), 0)
+    except (ValueError, OverflowError):
+        return 0

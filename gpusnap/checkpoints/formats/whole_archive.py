@@ -1,0 +1,46 @@
+"""What a manifest says of an archive that has everything, for hosts and tools that have no store.
+
+A checkpoint that was made into a store has CRIU's images of memory in chunks as well. In an archive they are
+images again: checkpointctl, crit and Podman look for them there. So the manifest in it says what one of
+`memory.pages = "chunks"` does: the GPUs' memory is in chunks beside the images, and nothing else is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from oci.base.json_text import parse_json
+from oci.layout.blobs import Blobs
+from runtime_shim import settings as settings_file
+from runtime_shim.records import manifest
+from runtime_shim.records.manifest import FileRecord, Manifest
+from runtime_shim.snapshot.memory import source as fetching
+from runtime_shim.snapshot.memory import transfer
+from runtime_shim.snapshot.memory.destination import ImageHome
+
+__all__ = ["rebuilt", "whole"]
+
+
+def whole(config: bytes, record: Manifest) -> tuple[bytes, Manifest]:
+    """The manifest of the same checkpoint with all of it in one archive, written and decoded."""
+    if record.pages != "store" and not record.files:
+        return config, record
+    document = parse_json(config)
+    document.pop("files", None)
+    document["pages"] = ImageHome.kind
+    data = json.dumps(document).encode() + b"\n"
+    return data, manifest.decode(data, manifest.NAME)
+
+
+@contextmanager
+def rebuilt(one: FileRecord, blobs: Blobs, threads: int) -> Iterator[str]:
+    """The file of an image that is in chunks, put together and checked. Raises ImageError, SettingsError."""
+    folder = tempfile.TemporaryDirectory(prefix="gpusnap-", dir=os.environ.get("TMPDIR") or "/var/tmp")
+    with folder as path:
+        ceiling = transfer.ceiling(settings_file.load().memory)
+        fetching.rebuild([one], blobs, path, threads=threads, ceiling=ceiling)
+        yield os.path.join(path, one.name)

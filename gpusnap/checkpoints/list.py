@@ -1,0 +1,168 @@
+"""What a store keeps, one row for each manifest, with what it takes on disk."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from oci.base.errors import DigestError, LayoutError
+from oci.chunks import artifact as artifacts
+from oci.layout.documents import EMPTY, Descriptor, parse_document
+from oci.layout.graph import is_document, walk
+from oci.registry.referrers import subject_of
+from oci.store.store import Store
+
+__all__ = ["Kept", "Kind", "Listing", "Row", "blobs_of", "kept", "listing"]
+
+Kind: TypeAlias = Literal["checkpoint", "pages", "referrer", "other", "damaged"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a store's index names: a digest, with all its names in order."""
+
+    root: Descriptor
+    names: tuple[str, ...]
+    created: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One of them, and what its manifest says; sizes in bytes, texts empty where it says nothing."""
+
+    digest: str
+    names: tuple[str, ...]
+    created: str
+    """RFC 3339."""
+    kind: Kind
+    """pages: the chunks of a checkpoint whose archive lies elsewhere. referrer: a signature or the like, of
+    `subject`. other: not gpusnap's. damaged: a manifest of it is missing or broken."""
+    container: str
+    """Its name."""
+    container_id: str
+    gpus: str
+    """Number and model."""
+    memory: int
+    """Of the GPUs, used."""
+    processes: int
+    """With GPU state."""
+    size: int
+    """Of all blobs."""
+    own: int
+    """Of those that nothing else in the store has."""
+    subject: str
+    """The digest of what a referrer refers to."""
+    fault: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A store, the newest checkpoint last; `blobs` and `size` are of all that it names, each blob once."""
+
+    store: str
+    rows: tuple[Row, ...]
+    blobs: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """What is below one digest."""
+
+    blobs: Mapping[str, int]
+    annotations: Mapping[str, str]
+    kind: Kind
+    fault: str = ""
+    subject: str = ""
+
+
+def kept(store: Store) -> tuple[Kept, ...]:
+    """All that the index names, each digest once. Raises LayoutError."""
+    found: dict[str, list[tuple[Descriptor, str, str]]] = {}
+    for entry in store.entries():
+        found.setdefault(entry.descriptor.digest, []).append((entry.descriptor, entry.name, entry.created))
+    return tuple(
+        Kept(
+            entries[0][0],
+            tuple(sorted(name for _, name, _ in entries if name)),
+            next((created for *_, created in entries if created), ""),
+        )
+        for entries in found.values()
+    )
+
+
+def blobs_of(store: Store, root: Descriptor) -> dict[str, int]:
+    """Digest and bytes of every blob from `root` on. Raises LayoutError, DigestError."""
+    return {each.digest: each.size for each, _ in walk(root, store.read)}
+
+
+def listing(store: Store, step: Callable[[], object] = lambda: None) -> Listing:
+    """All of a store; what is damaged is a row as well. Raises LayoutError for a broken index.
+
+    step: called after each manifest.
+    """
+    found = []
+    for each in kept(store):
+        found.append((each, _looked(store, each.root)))
+        step()
+    uses = Counter(digest for _, looked in found for digest in looked.blobs)
+    rows = sorted((_row(each, looked, uses) for each, looked in found), key=lambda row: row.created)
+    every = {digest: size for _, looked in found for digest, size in looked.blobs.items()}
+    return Listing(store.path, tuple(rows), len(every), sum(every.values()))
+
+
+def _looked(store: Store, root: Descriptor) -> _Looked:
+    documents: dict[str, bytes] = {}
+
+    def read(document: Descriptor) -> bytes:
+        if document.digest not in documents:
+            documents[document.digest] = store.read(document)
+        return documents[document.digest]
+
+    if not is_document(root):
+        return _Looked({root.digest: root.size}, root.annotations, "other")
+    try:
+        blobs = {each.digest: each.size for each, _ in walk(root, read)}
+    except (LayoutError, DigestError) as error:
+        return _Looked({}, root.annotations, "damaged", str(error))
+    try:
+        artifact = artifacts.read(root, read)
+    except LayoutError:
+        subject = subject_of(read(root))
+        return _Looked(blobs, _annotations(read(root)), "referrer" if subject else "other", subject=subject)
+    pages_only = artifact.records is None and artifact.config.media_type != EMPTY
+    return _Looked(blobs, artifact.annotations, "pages" if pages_only else "checkpoint")
+
+
+def _annotations(content: bytes) -> Mapping[str, str]:
+    match parse_document(content, "the manifest"):
+        case {"annotations": dict(found)}:
+            return {str(key): str(value) for key, value in found.items()}
+        case _:
+            return {}
+
+
+def _row(each: Kept, looked: _Looked, uses: Mapping[str, int]) -> Row:
+    notes = looked.annotations
+    return Row(
+        digest=each.root.digest,
+        names=each.names,
+        created=notes.get("org.opencontainers.image.created", "") or each.created,
+        kind=looked.kind,
+        container=notes.get("org.criu.checkpoint.container.name", ""),
+        container_id=notes.get("io.gpusnap.container.id", ""),
+        gpus=notes.get("io.gpusnap.gpus", ""),
+        memory=_number(notes.get("io.gpusnap.memory", "")),
+        processes=_number(notes.get("io.gpusnap.processes", "")),
+        size=sum(looked.blobs.values()),
+        own=sum(size for digest, size in looked.blobs.items() if uses[digest] == 1),
+        subject=looked.subject,
+        fault=looked.fault,
+    )
+
+
+def _number(text: str) -> int:
+    """An annotation's number; 0 for one that is none, as anybody may have written it."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else 0

@@ -1,0 +1,307 @@
+"""What somebody means by a word that stands for a checkpoint, or for the place of a new one.
+
+    oci:DIR[:NAME]              the store in the folder DIR, which has no colon; NAME in it
+    FILE                        an archive: it is there, or begins with / ./ ../, or ends like an archive
+    [http://]HOST/NAME[:TAG]    in a registry; HOST has a dot or a port or is localhost; http: without TLS
+    NAME, DIGEST, ab12cd…       in this host's store (store.path): a name, a digest, or the beginning of one
+
+They are tried in this order. For push and pull there is one more, before the others:
+
+    containerd:[NAMESPACE/]IMAGE    an image in containerd. NAMESPACE has no dot and no colon and is not
+                                    localhost, or is k8s.io; without one it is CONTAINERD_NAMESPACE, or
+                                    default, as for ctr. So a/b:1 is b:1 in the namespace a, and
+                                    default/a/b:1 the image a/b:1
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from gpusnap.user_errors import NotFound, told
+from oci.base.errors import LayoutError, RegistryError, StoreError
+from oci.layout import reference
+from oci.layout.graph import is_document
+from oci.layout.reference import PLAIN_HTTP, Reference
+from oci.registry.referrers import subject_of
+from oci.store.store import Entry, Store, check_name
+from runtime_shim import settings as settings_file
+from runtime_shim.errors import UsageError
+
+__all__ = [
+    "InContainerd",
+    "InFile",
+    "InRegistry",
+    "InStore",
+    "Place",
+    "default_store",
+    "destination",
+    "find",
+    "in_containerd",
+    "in_store",
+    "named",
+    "open_store",
+    "registry",
+    "store_name",
+]
+
+_STORE = "oci:"
+_CONTAINERD = "containerd:"
+# containerd's grammars: pkg/identifiers of its namespaces; names of images are free, these are what there is.
+_NAMESPACE = re.compile(r"[A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*", re.ASCII)
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,254}", re.ASCII)
+_KUBERNETES = "k8s.io"
+_ENDINGS = (".tar", ".tar.zst", ".tar.gz", ".tgz")
+_BEGINNINGS = ("/", "./", "../")
+_DIGEST = re.compile(r"(?:sha256:)?[0-9a-f]{6,64}", re.ASCII)
+# What a folder of CRIU images has, or the folder that holds it.
+_IMAGES = ("inventory.img", "gpusnap", "checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class InStore:
+    """In a store; `wanted` is a name, a digest or the beginning of one, and may be empty in a destination."""
+
+    store: Store
+    wanted: str
+
+    def entry(self) -> Entry:
+        """What the store has of it. Raises NotFound, GpusnapError."""
+        with told():
+            if self.wanted:
+                return self.store.find(self.wanted)
+            entries = self.store.entries()
+            # What refers to another one, such as its signature, is not what is meant.
+            one = {each.descriptor.digest: each for each in entries if not self._refers(each)}
+            if len(one) == 1:
+                return next(iter(one.values()))
+        path = self.store.path
+        if not entries:
+            raise NotFound(f"nothing is kept in {path}")
+        raise UsageError(f"{path} keeps {len(one)} checkpoints", hint=f"name one: oci:{path}:NAME")
+
+    def _refers(self, entry: Entry) -> bool:
+        if entry.name or not is_document(entry.descriptor):
+            return False
+        try:
+            return bool(subject_of(self.store.read(entry.descriptor)))
+        except LayoutError:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class InFile:
+    """An archive, or a folder of images; as a destination an archive to be written."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class InRegistry:
+    """In a registry; `plain_http`: the word said so."""
+
+    reference: Reference
+    plain_http: bool = False
+
+    @property
+    def repository(self) -> str:
+        """As store.pull-from takes it."""
+        return (PLAIN_HTTP if self.plain_http else "") + self.reference.name
+
+
+@dataclass(frozen=True, slots=True)
+class InContainerd:
+    """An image in containerd."""
+
+    namespace: str
+    name: str
+
+
+Place = InStore | InFile | InRegistry
+
+
+def find(word: str, *, remote: bool = True) -> Place:
+    """Where the checkpoint is that a word stands for; whether a store or registry has it is not asked yet.
+
+    Without `remote` no word stands for a registry: one that looks so may be a name in the store. A store
+    must be there. Raises NotFound, UsageError, SettingsError.
+    """
+    _check_not_containerd(word)
+    if word.startswith(_STORE):
+        return _in_folder(word)
+    if _is_file(word):
+        if not os.path.exists(word):
+            raise NotFound(
+                f"there is no file {word}",
+                hint="check the path; gpusnap ls lists the checkpoints in the store",
+            )
+        if os.path.isdir(word) and not _has_images(word):
+            raise NotFound(
+                f"{word} is a directory without a checkpoint",
+                hint="a checkpoint in a store is named oci:DIR:NAME",
+            )
+        return InFile(word)
+    if remote and (found := _in_registry(word)) is not None:
+        return found
+    return in_store(word)
+
+
+def in_containerd(word: str) -> InContainerd | None:
+    """An image in containerd; None for a word that stands for something else. Raises UsageError."""
+    if not word.startswith(_CONTAINERD):
+        return None
+    name = word.removeprefix(_CONTAINERD)
+    namespace, slash, rest = name.partition("/")
+    if slash and (
+        namespace == _KUBERNETES or not ("." in namespace or ":" in namespace or namespace == "localhost")
+    ):
+        name = rest
+    else:
+        namespace = os.environ.get("CONTAINERD_NAMESPACE") or "default"
+    if not _IMAGE.fullmatch(name) or not _NAMESPACE.fullmatch(namespace):
+        raise UsageError(
+            f"{word[:120]!r} names no image in containerd",
+            hint="write it as containerd:NAMESPACE/IMAGE, such as containerd:default/w:v1",
+        )
+    return InContainerd(namespace, name)
+
+
+def in_store(word: str) -> InStore:
+    """As `find`, for a command that only looks into stores. Raises as that does."""
+    if word.startswith(_STORE):
+        return _in_folder(word)
+    if not _DIGEST.fullmatch(word):
+        try:
+            check_name(word)
+        except StoreError as error:
+            raise UsageError(f"{word[:120]!r} is no checkpoint: it is {_WHAT}", hint=_hint()) from error
+    return InStore(default_store(), word)
+
+
+def named(word: str) -> str:
+    """A word that shall be a name in a store. Raises UsageError."""
+    try:
+        return check_name(word)
+    except StoreError as error:
+        raise UsageError(str(error)) from error
+
+
+def destination(word: str) -> Place:
+    """Where a new checkpoint shall go: a store, which need not be there yet, an archive, or a registry.
+
+    Raises UsageError.
+    """
+    _check_not_containerd(word)
+    if word.startswith(_STORE):
+        return _in_folder(word, new=True)
+    if _is_file(word, endings_only=True):
+        return InFile(word)
+    found = _in_registry(word)
+    if found is None:
+        raise UsageError(
+            f"{word[:120]!r} is no destination for a checkpoint: write oci:DIR[:NAME], a file "
+            "such as ./w.tar, or a reference in a registry such as registry.example/w:v1",
+            hint="for a name in this host's store, use --name instead of --to",
+        )
+    return found
+
+
+def registry(word: str) -> InRegistry:
+    """A word that must stand for something in a registry. Raises UsageError."""
+    try:
+        return InRegistry(*reference.parse_plain(word))
+    except RegistryError as error:
+        raise UsageError(str(error)) from error
+
+
+def default_store() -> Store:
+    """This host's, by the settings; it need not be there. Raises SettingsError."""
+    return Store(settings_file.load().store.path)
+
+
+def open_store(store: Store, *, write: bool = False) -> Store:
+    """The same store, once it is known to be one that can be read.
+
+    With `write` a layout that another tool has made becomes a store; else it is left as it is. Raises
+    NotFound, GpusnapError.
+    """
+    if not os.path.exists(os.path.join(store.path, "oci-layout")):
+        raise NotFound(
+            f"{store.path} is no store, or has no checkpoint yet",
+            hint="gpusnap checkpoint CONTAINER makes one in this host's store",
+        )
+    with told():
+        if write:
+            store.create()
+        else:
+            store.layout.check()
+            store.entries()
+    return store
+
+
+def store_name(of: Reference) -> str:
+    """What a store calls something that is pushed to a reference, or comes from there."""
+    try:
+        return check_name(str(of))
+    except StoreError:  # names of stores are narrower: no brackets, no __
+        plain = re.sub(r"[^A-Za-z0-9]*([^A-Za-z0-9])[^A-Za-z0-9]*", _one, str(of)).strip("-._:@/+")
+        return check_name(plain)
+
+
+def _one(match: re.Match[str]) -> str:
+    return match[1] if match[1] in "-._:@/+" else "-"
+
+
+_WHAT = "neither a file, nor a name in a store or a registry, nor a digest"
+
+
+def _hint() -> str:
+    return "see gpusnap ls, or gpusnap --help for what a checkpoint is named by"
+
+
+def _check_not_containerd(word: str) -> None:
+    if word.startswith(_CONTAINERD):
+        raise UsageError(
+            f"{word[:120]!r} is an image in containerd, which only gpusnap push and gpusnap pull --to know",
+            hint="ctr container checkpoint and ctr container restore make and restore it",
+        )
+
+
+def _in_folder(word: str, *, new: bool = False) -> InStore:
+    path, _, wanted = word.removeprefix(_STORE).partition(":")
+    if not path:
+        raise UsageError(f"{word[:120]!r} names no folder", hint="a store is named oci:DIR or oci:DIR:NAME")
+    if new and wanted:
+        named(wanted)
+    if not new and not os.path.isdir(path):
+        raise NotFound(
+            f"there is no store {path}: there is no such directory",
+            hint=f"gpusnap checkpoint --to oci:{path} makes one",
+        )
+    return InStore(Store(path), wanted)
+
+
+def _in_registry(word: str) -> InRegistry | None:
+    """None for what is no reference and does not claim to be one."""
+    try:
+        return registry(word)
+    except UsageError:
+        host = word.removeprefix(PLAIN_HTTP).partition("/")
+        if word.startswith(PLAIN_HTTP) or (host[1] and ("." in host[0] or ":" in host[0])):
+            raise
+        return None
+
+
+def _is_file(word: str, *, endings_only: bool = False) -> bool:
+    if word.startswith(_BEGINNINGS) or word.endswith(_ENDINGS):
+        return True
+    if endings_only:
+        return False
+    if os.path.isdir(word):
+        return _has_images(word)
+    return os.path.exists(word)
+
+
+def _has_images(folder: str) -> bool:
+    return any(os.path.exists(os.path.join(folder, name)) for name in _IMAGES)

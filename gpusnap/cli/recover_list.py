@@ -1,0 +1,56 @@
+"""What waits for `gpusnap recover`, as lines for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from runtime_shim.snapshot import recover_checkpoint as recovery
+from runtime_shim.snapshot import recover_restore
+from runtime_shim.snapshot.records import journal
+
+__all__ = ["Waiting", "as_json", "line", "waiting"]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A checkpoint or restore that is under way, or was cut off."""
+
+    container: str
+    kind: str
+    """checkpoint or restore."""
+    at_work: bool
+    """Its gpusnap is still there, and nobody else may touch the container."""
+    processes: tuple[int, ...]
+    """Of a checkpoint: the PIDs that it had suspended and that are still there."""
+    image: str
+    """The image directory."""
+
+
+def waiting(
+    checkpoints: Sequence[journal.Entry], restores: Sequence[recover_restore.Restore]
+) -> tuple[Waiting, ...]:
+    """All of these, by container."""
+    found = [
+        Waiting(e.container, "checkpoint", e.at_work, tuple(p.pid for p in recovery.alive(e)), e.image)
+        for e in checkpoints
+    ]
+    found += [Waiting(e.container, "restore", e.at_work, (), e.image) for e in restores]
+    return tuple(sorted(found, key=lambda each: (each.container, each.kind)))
+
+
+def line(each: Waiting) -> str:
+    """One for people."""
+    if each.at_work:
+        state = "gpusnap is at work on it"
+    elif each.kind == "restore":
+        state = "its restore was cut off"
+    else:
+        state = "its checkpoint was cut off; processes: " + (" ".join(map(str, each.processes)) or "none")
+    return f"{each.container}  {state}  image: {each.image}"
+
+
+def as_json(found: Sequence[Waiting]) -> str:
+    """A list of objects with the fields of `Waiting`."""
+    return json.dumps([asdict(each) for each in found], indent=1)

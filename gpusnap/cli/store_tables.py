@@ -1,0 +1,366 @@
+"""What the commands of the store print: tables for people, and JSON.
+
+In JSON sizes are bytes, and names are written as in the manifest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from rich.console import Console
+
+from gpusnap.checkpoints.damage import Verified
+from gpusnap.checkpoints.list import Listing, Row
+from gpusnap.checkpoints.statistics import Comparison, Part, Shared, Span, Statistics, parts, zero
+from gpusnap.cli.tables import plain, say, table
+from gpusnap.operations import diff as records
+from gpusnap.operations.open import Stored
+from oci.store.store import Collected
+from runtime_shim.records.manifest import GpuProcess, Manifest
+from runtime_shim.units import human
+
+__all__ = [
+    "artifact_document",
+    "collected",
+    "difference",
+    "difference_document",
+    "document",
+    "heading",
+    "listing",
+    "memory",
+    "sharing",
+    "short",
+    "verified",
+]
+
+# The digits of a digest in tables; a store takes as many as tell it from the others.
+DIGITS = 12
+_MOST_LINES = 20
+_ROOMY = 120
+_MARKS = {"pages": "pages only", "other": "not gpusnap's", "damaged": "damaged"}
+
+
+def document(record: Any) -> dict[str, Any]:
+    """A dataclass for JSON: its fields, named as in the manifest ("only_a" is "onlyA"); so within it."""
+    named: dict[str, Any] = _named(asdict(record))
+    return named
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {re.sub("_(.)", lambda m: m[1].upper(), key): _named(each) for key, each in value.items()}
+    return [_named(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def short(digest: str) -> str:
+    """The first digits of a digest."""
+    return digest.partition(":")[2][:DIGITS]
+
+
+def listing(console: Console, found: Listing) -> None:
+    """What a store keeps."""
+    if not found.rows:
+        say(console, f"no checkpoints in {found.store}")
+        return
+    titles = ("name", "created", "container", "GPUs", "memory", "size", "own", "digest")
+    rows = table("", *titles, fixed=("GPUs", "memory", "size", "own", "digest"))
+    rows.title = None
+    # 80 columns are just enough, with date and time above each other.
+    if console.width < _ROOMY:
+        rows.padding = (0, 1, 0, 0)
+    for column, width in zip(rows.columns, (10, 10, 6), strict=False):
+        column.min_width = width
+    for row in found.rows:
+        rows.add_row(*map(plain, _cells(row)))
+    console.print(rows)
+    for row in found.rows:
+        if row.fault:
+            say(console, f"{short(row.digest)} is damaged: {row.fault}")
+    one = "1 checkpoint" if len(found.rows) == 1 else f"{len(found.rows)} checkpoints"
+    say(console, f"{one}, {human(found.size)} in {found.blobs} blobs, in {found.store}")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    name = ", ".join(row.names) or "(no name)"
+    if row.kind in _MARKS:
+        name += f" ({_MARKS[row.kind]})"
+    elif row.subject:
+        name += f" (refers to {short(row.subject)})"
+    known = row.kind != "damaged"
+    return (
+        name,
+        row.created[:16].replace("T", " "),
+        row.container or row.container_id[:DIGITS],
+        row.gpus.partition(" ")[0],
+        human(row.memory) if row.memory else "",
+        human(row.size) if known else "",
+        human(row.own) if known else "",
+        short(row.digest),
+    )
+
+
+def heading(console: Console, stored: Stored) -> None:
+    """Where an artifact is, its names, digest and parts."""
+    names = ", ".join(stored.names) or "(no name)"
+    artifact = stored.artifact
+    size = sum(each.size for each in (*artifact.blobs(), *artifact.documents))
+    say(console, f"{names} in {stored.where}, {human(size)}")
+    say(console, stored.root.digest)
+    for what, part in (("records", artifact.records), ("rootfs diff", artifact.rootfs)):
+        if part is not None:
+            say(console, f"{what}: {human(part.size)}, {part.digest}")
+    if artifact.carried:
+        carried = sum(each.size for each in artifact.carried)
+        say(console, f"containerd's blobs: {human(carried)} in {len(artifact.carried)}")
+    if artifact.records is None:
+        say(console, "records: none, these are the pages of a checkpoint whose archive lies elsewhere")
+    if artifact.chunks:
+        chunks = sum(each.size for each in artifact.chunks)
+        say(console, f"chunks: {human(chunks)} in {len(artifact.chunks)} blobs")
+    for key, value in sorted(artifact.annotations.items()):
+        say(console, f"  {key} = {value}")
+    say(console, "")
+
+
+def memory(console: Console, record: Manifest, figures: Statistics) -> None:
+    """What is in chunks, by process and region, and the figures of all chunks."""
+    found = sorted(parts(record), key=lambda part: -part.table.size)
+    if not found:
+        return
+    say(console, "")
+    names = {process.pid: process.name for process in record.processes}
+    rows = table("memory in chunks", "process", "region or image", "memory", "zero", "chunks", "stored")
+    for part in found[:_MOST_LINES]:
+        rows.add_row(
+            plain(_whose(part.process, names)),
+            plain(part.name),
+            human(part.table.size),
+            human(zero(part.table)),
+            str(len(part.table.chunks)),
+            human(part.table.stored),
+        )
+    console.print(rows)
+    _more(console, found[_MOST_LINES:])
+    say(
+        console,
+        f"{human(figures.size)} in {figures.chunks} chunks: {human(figures.zero)} zero, "
+        f"{human(figures.repeated)} repeated; {figures.blobs} blobs ({figures.zstd} zstd, {figures.plain} "
+        f"plain) of {human(figures.stored)}, {figures.ratio:.1f} to 1",
+    )
+    say(console, "")
+
+
+def _whose(process: int | None, names: Mapping[int, str]) -> str:
+    return "CRIU" if process is None else f"{process} {names.get(process, '')}".rstrip()
+
+
+def _more(console: Console, rest: Sequence[Part]) -> None:
+    if rest:
+        size = sum(part.table.size for part in rest)
+        say(console, f"and {len(rest)} smaller ones of {human(size)} together (see --json)")
+
+
+def sharing(console: Console, found: Sequence[Shared]) -> None:
+    """What a checkpoint has together with others of its store."""
+    if not found:
+        return
+    rows = table("shared with", "checkpoint", "size", "share", "digest", fixed=("size", "share", "digest"))
+    for each in found[:_MOST_LINES]:
+        name = ", ".join(each.names) or "(no name)"
+        rows.add_row(plain(name), human(each.size), f"{each.share:.1%}", short(each.digest))
+    console.print(rows, "")
+
+
+def artifact_document(stored: Stored, found: Sequence[Shared]) -> dict[str, Any]:
+    """An artifact for JSON."""
+    artifact = stored.artifact
+    blobs, documents = tuple(artifact.blobs()), artifact.documents
+
+    def part(name: str) -> dict[str, Any] | None:
+        layer = getattr(artifact, name)
+        return None if layer is None else {"digest": layer.digest, "size": layer.size}
+
+    return {
+        "where": stored.where,
+        "names": list(stored.names),
+        "digest": stored.root.digest,
+        "mediaType": stored.root.media_type,
+        "size": sum(each.size for each in (*blobs, *documents)),
+        "records": part("records"),
+        "rootfs": part("rootfs"),
+        "chunks": {"blobs": len(artifact.chunks), "size": sum(each.size for each in artifact.chunks)},
+        "manifests": len(documents),
+        "annotations": dict(sorted(artifact.annotations.items())),
+        "shared": [document(each) for each in found],
+    }
+
+
+# diff
+
+
+def difference(
+    console: Console, found: Comparison, files: Mapping[str, records.Difference], names: tuple[str, str]
+) -> None:
+    """What B has otherwise than A."""
+    say(console, f"A: {names[0]}")
+    say(console, f"B: {names[1]}")
+    say(console, "")
+    if found.parts:
+        _spans(console, found)
+    _processes(console, found)
+    _gpus(console, found)
+    for what, each in files.items():
+        _files(console, what, each)
+
+
+def _spans(console: Console, found: Comparison) -> None:
+    sizes = ("same", "changed", "only A", "only B")
+    rows = table("memory in chunks", "process", "region or image", *sizes, fixed=sizes)
+    different = [each for each in found.parts if each.span != replace(Span(), same=each.span.same)]
+    different.sort(key=lambda each: -(each.span.changed + each.span.only_a + each.span.only_b))
+    for each in different[:_MOST_LINES]:
+        rows.add_row(plain(_whose(each.process, {})), plain(each.name), *_sizes(each.span))
+    rows.add_row("all", f"{len(found.parts)}", *_sizes(found.total))
+    console.print(rows)
+    if len(different) > _MOST_LINES:
+        say(console, f"and {len(different) - _MOST_LINES} more that differ less (see --json)")
+    new = f"{human(found.new.size)} in {found.new.blobs} blobs" if found.new.blobs else "nothing"
+    say(console, f"B has {new} that A does not have")
+    say(console, "")
+
+
+def _sizes(span: Span) -> tuple[str, ...]:
+    return tuple(human(size) for size in (span.same, span.changed, span.only_a, span.only_b))
+
+
+def _processes(console: Console, found: Comparison) -> None:
+    gone, come, changed = found.processes_only_a, found.processes_only_b, found.processes_changed
+    if not (gone or come or changed):
+        say(console, f"GPU processes: {found.processes_same}, the same in both")
+        return
+    rows = table("GPU processes", "PID", "", "command")
+    for what, some in (("only A", gone), ("only B", come)):
+        for process in some:
+            rows.add_row(str(process.pid), what, plain(_command(process)))
+    for pair in changed:
+        rows.add_row(str(pair.a.pid), "A", plain(_command(pair.a)))
+        rows.add_row("", "B", plain(_command(pair.b)))
+    console.print(rows, "")
+
+
+def _command(process: GpuProcess) -> str:
+    return " ".join(process.command)[:200] or process.name
+
+
+def _gpus(console: Console, found: Comparison) -> None:
+    for what, some in (("only A", found.gpus_only_a), ("only B", found.gpus_only_b)):
+        for gpu in some:
+            say(console, f"GPU {gpu.uuid}, {gpu.model}: {what}, {human(gpu.memory_used)} used")
+    for pair in found.gpus_both:
+        if pair.a.memory_used != pair.b.memory_used:
+            used = f"A {human(pair.a.memory_used)}, B {human(pair.b.memory_used)} used"
+            say(console, f"GPU {pair.a.uuid}, {pair.a.model}: {used}")
+
+
+def _files(console: Console, what: str, found: records.Difference) -> None:
+    lines = [("changed", change.name, change.a.size, change.b.size) for change in found.changed]
+    lines += [("only A", name, file.size, 0) for name, file in found.only_a]
+    lines += [("only B", name, 0, file.size) for name, file in found.only_b]
+    if not lines:
+        say(console, f"{what}: {found.same} files, the same in both" if found.same else f"{what}: none")
+        return
+    rows = table(f"{what} ({found.same} more are the same)", "name", "", "size in A", "size in B")
+    for kind, name, size_a, size_b in lines[:_MOST_LINES]:
+        in_a, in_b = human(size_a) if kind != "only B" else "", human(size_b) if kind != "only A" else ""
+        rows.add_row(plain(name), kind, in_a, in_b)
+    console.print(rows)
+    if len(lines) > _MOST_LINES:
+        say(console, f"and {len(lines) - _MOST_LINES} more (see --json)")
+
+
+def difference_document(
+    found: Comparison,
+    files: Mapping[str, records.Difference],
+    a: Mapping[str, str],
+    b: Mapping[str, str],
+) -> dict[str, Any]:
+    """The same for JSON; `a` and `b` say what was compared."""
+
+    def processes(some: Sequence[GpuProcess]) -> list[dict[str, Any]]:
+        return [{"pid": p.pid, "name": p.name, "command": list(p.command)} for p in some]
+
+    return {
+        "a": a,
+        "b": b,
+        "chunks": {
+            **document(found.total),
+            "newInB": document(found.new),
+            "parts": [
+                {"process": each.process, "name": each.name, **document(each.span)} for each in found.parts
+            ],
+        },
+        "processes": {
+            "same": found.processes_same,
+            "changed": [
+                {"pid": pair.a.pid, "a": list(pair.a.command), "b": list(pair.b.command)}
+                for pair in found.processes_changed
+            ],
+            "onlyA": processes(found.processes_only_a),
+            "onlyB": processes(found.processes_only_b),
+        },
+        "gpus": {
+            "both": [
+                {"uuid": pair.a.uuid, "memoryUsedA": pair.a.memory_used, "memoryUsedB": pair.b.memory_used}
+                for pair in found.gpus_both
+            ],
+            "onlyA": [{"uuid": gpu.uuid, "memoryUsed": gpu.memory_used} for gpu in found.gpus_only_a],
+            "onlyB": [{"uuid": gpu.uuid, "memoryUsed": gpu.memory_used} for gpu in found.gpus_only_b],
+        },
+        "files": {
+            what: {
+                "same": each.same,
+                "changed": [
+                    {"name": change.name, "a": document(change.a), "b": document(change.b)}
+                    for change in each.changed
+                ],
+                "onlyA": [{"name": name, **document(file)} for name, file in each.only_a],
+                "onlyB": [{"name": name, **document(file)} for name, file in each.only_b],
+            }
+            for what, each in files.items()
+        },
+    }
+
+
+# verify, gc
+
+
+def verified(console: Console, found: Verified) -> None:
+    """What was checked, and each blob that is damaged."""
+    what = f"{found.what}: {human(found.size)} in {found.blobs} blobs"
+    if not found.damaged:
+        done = "no damage" if found.read else "all there; their content was not read (see --deep)"
+        say(console, f"{what}: {done}" if found.blobs else f"{found.what}: nothing to check")
+    for each in found.damaged:
+        name = each.digest or found.what
+        say(console, f"{name}: {each.what}")
+        for place in each.belongs_to:
+            say(console, f"  {place}")
+    if found.damaged:
+        say(console, f"{what}: {len(found.damaged)} damaged")
+    if found.note:
+        say(console, f"  {found.note}")
+
+
+def collected(console: Console, path: str, found: Collected, *, dry_run: bool) -> None:
+    """What gc removed, or would."""
+    removed = "would remove" if dry_run else "removed"
+    say(console, f"{removed} {found.blobs} blobs, {human(found.size)}, from {path}")
+    if found.stagings:
+        writers = "a dead writer" if len(found.stagings) == 1 else f"{len(found.stagings)} dead writers"
+        say(console, f"{removed} what {writers} had left")
+    for each in found.spared:
+        say(console, f"left {each.path}: {each.why}")
+    say(console, f"{found.live_blobs} blobs, {human(found.live_size)}, are in use")

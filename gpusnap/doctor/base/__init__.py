@@ -1,0 +1,1 @@
+"""What every check of `gpusnap doctor` uses."""

@@ -1,0 +1,130 @@
+"""Which container is meant: Podman's by name or ID, or one of containerd's by ID, and what is in it."""
+
+from __future__ import annotations
+
+import glob
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from gpusnap.engines import podman
+from gpusnap.user_errors import NotFound
+from runtime_shim import settings as settings_file
+from runtime_shim.errors import ContainerError, GpusnapError
+from runtime_shim.process import proc
+from runtime_shim.process.proc import Process
+from runtime_shim.runtime import container as containers
+from runtime_shim.runtime.container import Container
+from runtime_shim.settings import Settings
+
+__all__ = ["CONTAINERD", "Subject", "find", "in_containerd"]
+
+CONTAINERD = "/run/containerd"
+"""containerd's state (its config.toml, `state`)."""
+_TASKS = "io.containerd.runtime.v2.task"
+# crictl shows 13 digits of an ID, nerdctl 12.
+_SHORT = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A container that runs, or is paused, as it is at this moment."""
+
+    name: str
+    engine: str
+    """Podman or containerd."""
+    container: Container
+    processes: tuple[Process, ...]
+    config: dict[str, Any]
+    """Its config.json."""
+    settings: Settings
+    """This host's, with the container's annotations on top."""
+    objection: GpusnapError | None = None
+    """Why gpusnap checkpoint would not begin with it."""
+
+
+def find(wanted: str, *, namespace: str = "", state: str = CONTAINERD) -> Subject:
+    """The container of that name: with `namespace` containerd's, else Podman's, or else containerd's.
+
+    Raises NotFound; ContainerError where it does not run; SettingsError.
+    """
+    if namespace:
+        return _containerds(wanted, state, namespace)
+    try:
+        return _podmans(wanted)
+    except ContainerError:
+        raise
+    except GpusnapError:  # Podman does not have it, or is not here
+        if in_containerd(wanted, state):
+            return _containerds(wanted, state, "")
+        raise
+
+
+def in_containerd(wanted: str, state: str = CONTAINERD, namespace: str = "") -> tuple[str, ...]:
+    """The bundles of containerd's tasks of that ID, or beginning of one, in one namespace or in all."""
+    where = glob.escape(namespace) if namespace else "*"
+    path = f"{glob.escape(state)}/{_TASKS}/{where}/{glob.escape(wanted)}"
+    found = glob.glob(path)
+    if not found and len(wanted) >= _SHORT:
+        found = glob.glob(path + "*")
+    return tuple(sorted(found))
+
+
+def _podmans(wanted: str) -> Subject:
+    found = podman.container(wanted)
+    if not found.init or found.status not in ("running", "paused"):
+        raise podman.not_running(found)
+    objection: GpusnapError | None = None
+    try:
+        podman.check(found)
+    except GpusnapError as error:
+        objection = error
+    bundle = os.path.dirname(found.checkpoint_path)
+    return _subject(found.name, "Podman", found.id, found.init, bundle, found.status, objection)
+
+
+def _containerds(wanted: str, state: str, namespace: str) -> Subject:
+    bundles = in_containerd(wanted, state, namespace)
+    if not bundles:
+        where = f"in containerd's namespace {namespace}" if namespace else "in containerd"
+        raise NotFound(
+            f"there is no task {wanted} {where}", hint=f"see ctr --namespace {namespace or 'NS'} task ls"
+        )
+    if len(bundles) > 1:
+        tasks = ", ".join("/".join(path.split("/")[-2:]) for path in bundles)
+        raise GpusnapError(
+            f"containerd has several tasks {wanted}: {tasks}",
+            hint="give the whole ID, and --containerd NAMESPACE",
+        )
+    bundle = bundles[0]
+    try:
+        with open(f"{bundle}/init.pid", encoding="ascii") as file:
+            init = int(file.read())
+    except (OSError, ValueError):
+        init = 0
+    if not init or not proc.running(init):
+        raise ContainerError(f"the task {wanted} does not run", hint="start it with ctr task start")
+    status = "paused" if proc.stopped(init) else "running"
+    return _subject(wanted, "containerd", os.path.basename(bundle), init, bundle, status, None)
+
+
+def _subject(
+    name: str,
+    engine: str,
+    container_id: str,
+    init: int,
+    bundle: str,
+    status: str,
+    objection: GpusnapError | None,
+) -> Subject:
+    config = containers.bundle_config(bundle)
+    annotations = containers.bundle_annotations(config)
+    return Subject(
+        name,
+        engine,
+        Container(container_id, init, status, bundle, annotations),
+        containers.processes(init, container_id),
+        config,
+        settings_file.annotated(settings_file.load(), annotations),
+        objection,
+    )

@@ -1,0 +1,1 @@
+"""Whether one container can be checkpointed: one family of checks a module."""

@@ -1,0 +1,133 @@
+"""How long a checkpoint is likely to take: from earlier ones in the store, or else from rates."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from gpusnap.checkpoints import artifact as kept
+from gpusnap.doctor.base.check import Check, ok
+from gpusnap.doctor.base.free_space import Speed
+from oci.base.errors import OciError
+from oci.store.store import Store
+from runtime_shim.errors import GpusnapError
+from runtime_shim.records.manifest import Manifest
+from runtime_shim.units import human
+
+__all__ = ["Earlier", "Range", "check", "earlier", "estimate", "from_earlier"]
+
+# docs/benchmarks.md, 12.7 GiB on an H200: the driver's checkpoint with its mapping prepared took 2.1 s, as it
+# comes 4.6 s; lock, CRIU's dump of what little was left, sync and the rest 0.5 to 1 s.
+_DRIVER_FAST, _DRIVER_SLOW = 6.0 * (1 << 30), 2.7 * (1 << 30)
+_REST_FAST, _REST_SLOW = 0.5, 1.5
+# CRIU writes resident memory in one thread, into the page cache or to the disk.
+_CRIU = 1.0 * (1 << 30)
+_DISK = 0.5 * (1 << 30)
+"""Bytes a second, where the disk was not measured."""
+_PATIENCE = 0.5
+"""Seconds for reading earlier checkpoints: the manifest of a large one takes a tenth of that or more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Seconds, from and to."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A checkpoint that was made before."""
+
+    container: str
+    bytes: int
+    """Of GPU memory."""
+    seconds: float
+
+
+def estimate(gpu: int, resident: int, disk: float | None) -> Range:
+    """For so many bytes on GPUs and in RAM; `disk` is what it writes, in bytes a second.
+
+    The low end: the driver at its best, and chunks that are known, zero or written while it copies. The high
+    end: its slower way, and every byte written after it, and none compressed.
+    """
+    low = _REST_FAST + gpu / _DRIVER_FAST + resident / _CRIU
+    high = _REST_SLOW + gpu / _DRIVER_SLOW + (gpu + resident) / min(disk or _DISK, 16 * _DISK)
+    return Range(low, max(low, high))
+
+
+def from_earlier(gpu: int, before: Sequence[Earlier]) -> Range:
+    """From the seconds and bytes of earlier ones, of which there is one or more."""
+    each = [_REST_FAST + max(0.0, one.seconds - _REST_FAST) * gpu / one.bytes for one in before]
+    return Range(min(each) * 0.8, max(each) * 1.25)
+
+
+def earlier(path: str, container: str, *, patience: float = _PATIENCE) -> tuple[Earlier, ...]:
+    """Those in the store: of this container (its full ID) where there are some, else the last ones of any.
+
+    At most five, and no more than can be read within `patience` seconds, the last that were kept first.
+    """
+    end = time.monotonic() + patience
+    if not os.path.exists(os.path.join(path, "oci-layout")):
+        return ()
+    store = Store(path)
+    found: list[tuple[str, Earlier]] = []
+    seen: set[str] = set()
+    with suppress(OciError, GpusnapError):
+        for entry in reversed(store.entries()):
+            if time.monotonic() > end:
+                break
+            if entry.descriptor.digest in seen:
+                continue
+            seen.add(entry.descriptor.digest)
+            with suppress(OciError, GpusnapError):
+                record = kept.load(entry.descriptor, store.layout).record
+                if record is not None and (one := _earlier(record)) is not None:
+                    found.append((record.created, one))
+    latest = [one for _, one in sorted(found, key=lambda each: each[0], reverse=True)]
+    same = [one for one in latest if one.container == container]
+    return tuple((same or latest)[:5])
+
+
+def _earlier(record: Manifest) -> Earlier | None:
+    size = sum(gpu.memory_used for gpu in record.gpus)
+    seconds = max((step.start + step.seconds for step in record.timing), default=0.0)
+    return Earlier(record.container, size, seconds) if size and seconds else None
+
+
+def check(
+    container: str, gpu: int, resident: int, before: Sequence[Earlier], disk: Speed | None
+) -> Iterator[Check]:
+    """One line: from how many to how many seconds, and what that rests on."""
+    before = [one for one in before if one.bytes]
+    if gpu and before:
+        found = from_earlier(gpu, before)
+        own = all(one.container == container for one in before)
+        whose = "its own" if own else "other containers'"
+        basis = f"by {whose} earlier checkpoints in the store ({len(before)})"
+    else:
+        found = estimate(gpu, resident, disk.write if disk else None)
+        rate = (
+            f"the {human(int(disk.write))}/s that the disk writes" if disk else "a disk that was not measured"
+        )
+        basis = f"by the rates in docs/benchmarks.md and {rate}"
+    yield ok(
+        "duration",
+        f"a checkpoint of {human(gpu)} of GPU memory and {human(resident)} of RAM is likely to take "
+        f"{_seconds(found.low)} to {_seconds(found.high)} s, an estimate {basis}; the archive of Podman's "
+        "--export comes on top",
+        low=found.low,
+        high=found.high,
+        gpu=gpu,
+        resident=resident,
+        earlier=len(before),
+        disk=disk.write if disk else None,
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f}" if value < 10 else f"{value:.0f}"

@@ -1,0 +1,288 @@
+"""Open files and mappings that CRIU cannot dump, or only when it is asked to."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpusnap.doctor.base.check import Check, failure, ok, plural, warning
+from gpusnap.doctor.base.sources import below, text
+from runtime_shim.process.proc import Process
+from runtime_shim.units import human
+
+__all__ = [
+    "Opened",
+    "anonymous",
+    "character_devices",
+    "deleted",
+    "locks",
+    "opened",
+    "shared_memory",
+    "watches",
+]
+
+# What CRIU dumps of anonymous inodes (criu/files.c, dump_one_file; pidfd from 4.1 on, bpf-map with libbpf).
+_DUMPED = ("eventfd", "eventpoll", "inotify", "fanotify", "signalfd", "timerfd", "pidfd", "bpf-map")
+_WORDS = {
+    "io_uring": "io_uring, which CRIU cannot dump",
+    "perf_event": "performance counters",
+    "userfaultfd": "userfaultfd",
+    "bpf-prog": "a BPF program",
+}
+_CURES = {
+    "io_uring": "run the program without io_uring (UV_USE_IO_URING=0 for Node.js; asyncio, epoll or threads "
+    "for others)",
+    "perf_event": "end the profiler in it",
+}
+# Character devices that CRIU dumps (criu/files.c, dump_chrdev; criu/tty.c): memory devices, terminals, and
+# of the miscellaneous ones tun and autofs. Numbers: Documentation/admin-guide/devices.txt.
+_MEMORY, _MISC = 1, 10
+_TERMINALS = frozenset({2, 3, 4, 5, *range(128, 144)})
+_MISC_DUMPED = frozenset({200, 235})
+_DELETED = " (deleted)"
+_LOCK = re.compile(r"\d+: (?:POSIX|FLOCK) +\w+ +\w+ +(\d+) ([0-9a-f]+):([0-9a-f]+):(\d+) ")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An open file of a process."""
+
+    process: Process
+    number: int
+    target: str
+    """As the kernel names it: /path, socket:[7], anon_inode:[io_uring], /path (deleted)."""
+    info: os.stat_result | None
+    """None where it cannot be asked."""
+
+    @property
+    def holder(self) -> str:
+        """For a message."""
+        return f"process {self.process.pid} ({self.process.comm})"
+
+
+def opened(processes: Iterable[Process], root: str = "/") -> tuple[Opened, ...]:
+    """Every open file of the processes, by process and number; what is closed meanwhile is left out."""
+    found: list[Opened] = []
+    for process in processes:
+        folder = below(root, f"/proc/{process.pid}/fd")
+        try:
+            names = sorted((name for name in os.listdir(folder) if name.isdigit()), key=int)
+        except OSError:
+            continue
+        for name in names:
+            link = f"{folder}/{name}"
+            try:
+                target = os.readlink(link)
+            except OSError:
+                continue
+            found.append(Opened(process, int(name), target, _stat(link)))
+    return tuple(found)
+
+
+def _stat(path: str) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except OSError:
+        return None
+
+
+def anonymous(files: Sequence[Opened]) -> Iterator[Check]:
+    """io_uring, perf, BPF, userfaultfd and what else CRIU does not know of the kernel's own files."""
+    found: dict[str, Opened] = {}
+    for each in files:
+        if each.target.startswith("anon_inode:"):
+            kind = each.target.removeprefix("anon_inode:").strip("[]")
+            if kind not in _DUMPED:
+                found.setdefault(kind, each)
+    for kind, first in found.items():
+        key = next((word for word in _WORDS if kind.startswith(word)), kind)
+        what = _WORDS.get(key, f"a file of the kernel's, {kind}")
+        says = f"{first.holder} uses {what}" + ("" if "CRIU" in what else ", which CRIU cannot dump")
+        yield failure(
+            "io_uring" if key == "io_uring" else "kernel files",
+            says,
+            _CURES.get(key, "end what uses it, or start the program without it"),
+            kind=kind,
+            pid=first.process.pid,
+            descriptor=first.number,
+        )
+    if not found:
+        yield ok("kernel files", "no io_uring, performance counter or other file that CRIU cannot dump")
+
+
+def character_devices(
+    files: Sequence[Opened], ours: Callable[[str, int], bool] = lambda path, major: False
+) -> Iterator[Check]:
+    """Open device files that CRIU cannot dump; `ours` (path, major) are the GPU's, which are dealt with."""
+    found: dict[str, Opened] = {}
+    for each in files:
+        if each.info is None or not stat.S_ISCHR(each.info.st_mode):
+            continue
+        major, minor = os.major(each.info.st_rdev), os.minor(each.info.st_rdev)
+        known = major == _MEMORY or major in _TERMINALS or (major == _MISC and minor in _MISC_DUMPED)
+        if not known and not ours(each.target, major):
+            found.setdefault(each.target, each)
+    for path, first in found.items():
+        yield failure(
+            "open devices",
+            f"{first.holder} has {path} open, a device that CRIU cannot dump",
+            "end what uses it, or start the program without it",
+            path=path,
+            pid=first.process.pid,
+            descriptor=first.number,
+        )
+
+
+def deleted(
+    processes: Iterable[Process], files: Sequence[Opened], limit: int, root: str = "/"
+) -> Iterator[Check]:
+    """Deleted files that are open or mapped and larger than criu.ghost-limit, which CRIU then refuses."""
+    sizes: dict[tuple[int, int], tuple[str, int, Process]] = {}
+    for each in files:
+        if each.info is not None and _is_ghost(each.target, each.info):
+            key = each.info.st_dev, each.info.st_ino
+            sizes[key] = _plain(each.target), each.info.st_blocks * 512, each.process
+    for process in processes:
+        for link, path in _deleted_mappings(process, root):
+            info = _stat(link)
+            if info is not None and _is_ghost(path, info):
+                sizes.setdefault((info.st_dev, info.st_ino), (_plain(path), info.st_blocks * 512, process))
+    large = sorted((each for each in sizes.values() if each[1] > limit), key=lambda each: -each[1])
+    for path, size, process in large:
+        yield failure(
+            "deleted files",
+            f"process {process.pid} ({process.comm}) has {path} of {human(size)}, which was deleted; CRIU "
+            f"takes such files along up to {human(limit)}",
+            f"raise criu.ghost-limit above {human(size)}, in the settings or as an annotation",
+            path=path,
+            size=size,
+            limit=limit,
+        )
+    if not large:
+        total = sum(size for _, size, _ in sizes.values())
+        count = plural(len(sizes), "deleted file")
+        says = f"{count} with {human(total)}, within the limit" if sizes else "none is open or mapped"
+        yield ok("deleted files", says, count=len(sizes), size=total, limit=limit)
+
+
+def _is_ghost(path: str, info: os.stat_result) -> bool:
+    """A regular file without a name. A memfd has none either, and is no ghost to CRIU (criu/memfd.c)."""
+    return stat.S_ISREG(info.st_mode) and info.st_nlink == 0 and not path.startswith(("/memfd:", "/SYSV"))
+
+
+def _plain(path: str) -> str:
+    return path.removesuffix(_DELETED)
+
+
+def _deleted_mappings(process: Process, root: str) -> Iterator[tuple[str, str]]:
+    """(link in map_files, path) of each mapping of a deleted file."""
+    seen: set[str] = set()
+    for line in (text(root, f"/proc/{process.pid}/maps") or "").split("\n"):
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5].startswith("/") and fields[5].endswith(_DELETED):
+            if fields[5] in seen:
+                continue
+            seen.add(fields[5])
+            start, _, end = fields[0].partition("-")
+            name = f"{int(start, 16):x}-{int(end, 16):x}"
+            yield below(root, f"/proc/{process.pid}/map_files/{name}"), fields[5]
+
+
+def watches(files: Sequence[Opened], root: str = "/") -> Iterator[Check]:
+    """inotify watches on files of the container's own overlay: CRIU cannot open those by their handles.
+
+    It looks for them in a few folders (criu/irmap.c, /etc among them) and in those that it is told. Only
+    inotify's are looked at; proc_pid_fdinfo(5).
+    """
+    found: dict[int, tuple[Opened, int]] = {}
+    tops: dict[int, int] = {}
+    for each in files:
+        if each.target != "anon_inode:inotify" and each.target != "anon_inode:[inotify]":
+            continue
+        pid = each.process.pid
+        if pid not in tops:
+            tops[pid] = _overlay(pid, root)
+        said = text(root, f"/proc/{pid}/fdinfo/{each.number}") or ""
+        devices = [int(device, 16) for device in re.findall(r"^inotify wd:.* sdev:([0-9a-f]+) ", said, re.M)]
+        count = sum(device == tops[pid] for device in devices)
+        if count and tops[pid]:
+            found[pid] = each, count
+    for first, count in found.values():
+        yield warning(
+            "inotify",
+            f"{first.holder} watches {plural(count, 'file')} of the container's own by inotify, which CRIU "
+            "may not find again",
+            'name the folders to CRIU, as root in the settings: criu.options = ["irmap-scan-path /FOLDER"]; '
+            "or watch files of a volume",
+            pid=first.process.pid,
+            watches=count,
+        )
+    if not found:
+        yield ok("inotify", "no watch that CRIU would not find again")
+
+
+def _overlay(pid: int, root: str) -> int:
+    """The number of the overlay that is the root of a process, as fdinfo writes it; 0 for no overlay."""
+    for line in (text(root, f"/proc/{pid}/mountinfo") or "").split("\n"):
+        words = line.split(" ")
+        if len(words) > 5 and words[4] == "/" and " - overlay " in line:
+            major, _, minor = words[2].partition(":")
+            return int(major) << 20 | int(minor)
+    return 0
+
+
+def shared_memory(
+    processes: Iterable[Process], namespaces: Mapping[int, str], own: str, root: str = "/"
+) -> Iterator[Check]:
+    """System V shared memory of the host's: CRIU dumps it only with the IPC namespace that it is in.
+
+    `namespaces` by PID as /proc/PID/ns/ipc has them; `own` is the host's.
+    """
+    for process in processes:
+        maps = text(root, f"/proc/{process.pid}/maps") or ""
+        if re.search(r" /SYSV[0-9a-f]{8}", maps) and own and namespaces.get(process.pid) == own:
+            yield failure(
+                "System V memory",
+                f"process {process.pid} ({process.comm}) uses System V shared memory of the host's: CRIU "
+                "dumps it only together with an IPC namespace",
+                "run the container without --ipc=host",
+                pid=process.pid,
+            )
+            return
+
+
+def locks(files: Sequence[Opened], root: str = "/", driver: Iterable[str] = ()) -> Iterator[Check]:
+    """File locks, with which CRIU dumps only if it is told (proc_locks(5)).
+
+    `driver`: files and folders of the GPU's driver. Locks on those are its own, and it gives them up when it
+    is suspended, before CRIU looks.
+    """
+    found = {}
+    by_inode = {
+        (each.process.pid, each.info.st_dev, each.info.st_ino): each
+        for each in files
+        if each.info is not None and not any(f"{each.target}/".startswith(f"{own}/") for own in driver)
+    }
+    for line in (text(root, "/proc/locks") or "").splitlines():
+        match = _LOCK.match(line)
+        if match is None:  # one that waits, or a lease
+            continue
+        device = os.makedev(int(match[2], 16), int(match[3], 16))
+        key = int(match[1]), device, int(match[4])
+        if key in by_inode:
+            found[key] = by_inode[key]
+    held = [{"pid": each.process.pid, "path": each.target} for each in found.values()]
+    if not found:
+        yield ok("file locks", "none", locks=held)
+        return
+    first = next(iter(found.values()))
+    others = f" ({len(found) - 1} more are held)" if len(found) > 1 else ""
+    yield warning(
+        "file locks",
+        f"{first.holder} holds a lock on {first.target}{others}, and CRIU dumps those only if it is told",
+        "checkpoint with --file-locks",
+        locks=held,
+    )

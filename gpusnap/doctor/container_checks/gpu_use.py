@@ -1,0 +1,189 @@
+"""What a container does with GPUs, and everything by which gpusnap itself would refuse its checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpusnap.doctor.base.check import Check, ok, plural, refused, warning
+from gpusnap.doctor.base.sources import free
+from gpusnap.doctor.base.subject import Subject
+from runtime_shim.errors import GpusnapError, Refused
+from runtime_shim.gpu.api.driver import Driver, ProcessState
+from runtime_shim.process.proc import Process
+from runtime_shim.runtime.command_line import CheckpointCall
+from runtime_shim.runtime.criu import external_mounts as criu_mounts
+from runtime_shim.runtime.criu.images import dev
+from runtime_shim.snapshot.devices import bind_mounted_nodes, remap
+from runtime_shim.snapshot.memory.destination import StoreHome
+from runtime_shim.snapshot.preflight import checks as preflight
+from runtime_shim.snapshot.suspend import criu_plugin, inherited_handles
+from runtime_shim.snapshot.suspend.gpu_state import Record, record, users
+from runtime_shim.units import human
+
+__all__ = ["Use", "place", "refusals", "strange_devices", "told", "use"]
+
+Use = Mapping[Process, Record]
+"""The GPUs of each process that has GPU state, and how many bytes it has there."""
+
+# The namespace of the CRI plugin's tasks, and containerd's root, below which that writes a checkpoint.
+_CRI, _CRI_FOLDER = "k8s.io", "/var/lib/containerd"
+
+
+def use(driver: Driver, processes: Sequence[Process]) -> tuple[Use, dict[Process, ProcessState]]:
+    """Bytes and state of each process that has GPU state, as a checkpoint counts them: see suspension.record.
+
+    Raises Refused for one that is stopped.
+    """
+    states = users(driver, processes)
+    if not states:
+        return {}, states
+    inner = {process.pid: process.ns_pids[-1] for process in states}
+    records = record(driver, driver.host(), list(states), inner)
+    return {each.process: each for each in records}, states
+
+
+def told(used: Use) -> Iterator[Check]:
+    """Each GPU process with its bytes."""
+    if not used:
+        yield ok("GPU processes", "no process has GPU state", processes=[])
+        return
+    records = [
+        {
+            "pid": process.pid,
+            "command": process.comm,
+            "bytes": each.used,
+            "gpus": {uuid: size for uuid, size in each.gpus if size},
+        }
+        for process, each in used.items()
+    ]
+    names = ", ".join(f"{process.pid} ({process.comm}) {human(each.used)}" for process, each in used.items())
+    total = sum(each.used for each in used.values())
+    count = plural(len(used), "process")
+    has = "has" if len(used) == 1 else "have"
+    yield ok(
+        "GPU processes", f"{count} {has} {human(total)} on GPUs: {names}", processes=records, bytes=total
+    )
+
+
+def refusals(
+    of: Subject, driver: Driver, used: Use, states: Mapping[Process, ProcessState]
+) -> Iterator[Check]:
+    """What pre-flight would refuse, each by itself, in its own words; nothing is changed."""
+    for each in _asks(of, driver, used, states):
+        try:
+            each.ask()
+        except GpusnapError as error:
+            if each.but:
+                yield warning(each.name, f"{error}; {each.but}", error.hint.partition("; if you know")[0])
+            else:
+                yield refused(each.name, error)
+        else:
+            if each.fine:
+                yield ok(each.name, each.fine)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    name: str
+    fine: str
+    """What is said where it does not refuse."""
+    ask: Callable[[], object]
+    but: str = ""
+    """Why what it refuses is a warning alone."""
+
+
+def _asks(
+    of: Subject, driver: Driver, used: Use, states: Mapping[Process, ProcessState]
+) -> tuple[_Asked, ...]:
+    settings, container = of.settings, of.container
+    call = CheckpointCall(container_id=container.id)
+    gpu_bytes = {process.pid: each.used for process, each in used.items()}
+    store = settings.store.path if settings.memory.pages == StoreHome.kind else ""
+    looking = replace(settings.nvidia, allow_nccl=False)
+    return (
+        _Asked("container", "", lambda: preflight.call(call, container)),
+        _Asked("other containers", "", lambda: preflight.adopted(container)),
+        _Asked(
+            "other containers",
+            "no other container's processes would end with this one",
+            lambda: preflight.neighbours(call, container),
+            "a checkpoint with --leave-running does them no harm",
+        ),
+        _Asked("whole", "", lambda: preflight.complete(container, of.processes, list(states))),
+        _Asked("GPU state", "all GPU processes run", lambda: preflight.states(states)),
+        _Asked(
+            "left-over handles",
+            "no process holds a GPU's files without using it",
+            lambda: preflight.leftover(lambda: inherited_handles.strangers(driver, of.processes)),
+        ),
+        _Asked(
+            "shared GPU memory",
+            "no GPU memory is shared in a way that does not come back (NCCL, CUDA IPC)",
+            lambda: preflight.shared(list(used), looking, driver.host().driver_version),
+            "allowed by nvidia.allow-nccl" if settings.nvidia.allow_nccl else "",
+        ),
+        _Asked("CRIU plugin", "", lambda: criu_plugin.possible(driver, container, of.processes, settings)),
+        _Asked(
+            "RAM",
+            f"{human(sum(gpu_bytes.values()))} of GPU memory fit beside what runs",
+            lambda: _memory(gpu_bytes, of, driver),
+        ),
+        _Asked(
+            "disk",
+            "the checkpoint fits",
+            lambda: preflight.room_on_disk(
+                _existing(place(of)), sum(gpu_bytes.values()), of.processes, place=_existing(store)
+            ),
+            "" if of.engine == "Podman" else "containerd may be told of another folder",
+        ),
+        _Asked("driver's mounts", "the driver's mounts can be restored", lambda: _mounts(of)),
+        _Asked(
+            "devices", "its configuration has all devices of its /dev", lambda: strange_devices(of, driver)
+        ),
+    )
+
+
+def _memory(gpu_bytes: Mapping[int, int], of: Subject, driver: Driver) -> None:
+    plugin = driver.plugin
+    if plugin is None or plugin.into_memory:
+        staged = of.settings.memory if plugin is None else None
+        preflight.room_in_memory(gpu_bytes, of.container.pid, staged)
+
+
+def place(of: Subject) -> str:
+    """The folder that a checkpoint's images go to: Podman's own; of containerd's where most often they do.
+
+    `ctr task checkpoint --image-path` names any; without it containerd makes one in TMPDIR.
+    """
+    if of.engine == "Podman":
+        return of.container.bundle
+    if os.path.basename(os.path.dirname(of.container.bundle)) == _CRI:
+        return _CRI_FOLDER
+    return os.environ.get("TMPDIR") or "/tmp"
+
+
+def _existing(folder: str) -> str:
+    """The folder, or the one that it would be made in."""
+    return free(folder)[0] if folder else ""
+
+
+def _mounts(of: Subject) -> None:
+    found, _ = criu_mounts.undeclared(of.container.pid, of.config)
+    criu_mounts.checked(found)
+
+
+def strange_devices(of: Subject, driver: Driver, *, devices: Sequence[Any] | None = None) -> None:
+    """Raise Refused where /dev holds a device that its configuration does not give, as a checkpoint does."""
+    nodes = driver.nodes(of.container.pid)
+    known = {*dev.DEFAULT, *remap.given(of.config), *(("c", n.major, n.minor, n.path) for n in nodes)}
+    for device in bind_mounted_nodes.device_nodes(of.container.pid) if devices is None else devices:
+        if device not in known:
+            _, major, minor, path = device
+            raise Refused(
+                f"the container has a device {path} ({major}:{minor}) that its configuration does not give "
+                "it, and a restore would not bring it back",
+                hint="remove it from the container, or give it with --device",
+            )

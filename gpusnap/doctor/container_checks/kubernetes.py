@@ -1,0 +1,71 @@
+"""A container of a Kubernetes pod: its pause against kubelet's probes, open files in the pod's volumes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from gpusnap.doctor.base.check import Check, ok, plural, refused, warning
+from runtime_shim.errors import Refused
+from runtime_shim.process.proc import Process
+from runtime_shim.records.cri_layout import OF_CRI
+from runtime_shim.snapshot.records import volumes
+from runtime_shim.units import human
+
+__all__ = ["open_files", "probes"]
+
+# Defaults of a probe (kubernetes, pkg/apis/core/v1/defaults.go, SetDefaults_Probe).
+_PERIOD, _THRESHOLD = 10, 3
+
+
+def probes(annotations: Mapping[str, str], pause: float) -> Iterator[Check]:
+    """What a liveness probe has to allow for a pause of so many seconds; nothing for others than pods.
+
+    A runtime is not told of a pod's probes, and kubelet keeps them in memory. The first one that fails may
+    come right after the pause has begun, and the last one comes (failureThreshold - 1) * periodSeconds later:
+    then kubelet kills the container. Readiness probes take no container away.
+    """
+    if OF_CRI not in annotations:
+        return
+    allowed = (_THRESHOLD - 1) * _PERIOD
+    seconds = math.ceil(pause)
+    facts = {"pause": pause, "default": allowed}
+    needed = f"(failureThreshold - 1) * periodSeconds has to be more than {seconds}"
+    if pause < allowed:
+        yield ok(
+            "liveness probe",
+            f"with Kubernetes' defaults it allows {allowed} s, and the pause may take {seconds} s; the pod's "
+            f"own figures are not seen here: {needed}",
+            **facts,
+        )
+        return
+    threshold = math.floor(pause / _PERIOD) + 2
+    yield warning(
+        "liveness probe",
+        f"the pause may take {seconds} s, and with Kubernetes' defaults kubelet kills a container whose "
+        f"liveness probe fails for {allowed} s; the pod's own figures are not seen here",
+        f"if the pod has a livenessProbe: {needed}, such as periodSeconds: {_PERIOD} with failureThreshold: "
+        f"{threshold}",
+        **facts,
+    )
+
+
+def open_files(config: Mapping[str, Any], processes: Iterable[Process], limit: int) -> Iterator[Check]:
+    """Open files in emptyDirs and the pod's /dev/shm, which are taken along up to criu.ghost-limit."""
+    own = volumes.find(config)
+    if not own:
+        return
+    try:
+        found = volumes.opened(processes, own)
+        volumes.check(found, limit)
+    except Refused as error:
+        yield refused("pod's volumes", error)
+        return
+    files = [each for each in found if each.size]
+    size = sum(each.size for each in files)
+    says = "nothing in its emptyDirs and /dev/shm is open"
+    if found:
+        count = plural(len(files), "open file")
+        says = f"{count} with {human(size)} in its emptyDirs and /dev/shm, taken along"
+    yield ok("pod's volumes", says, files=len(files), size=size, limit=limit)

@@ -1,0 +1,67 @@
+"""Mounts of a container that its configuration does not have: CRIU asks where each comes from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from gpusnap.doctor.base.check import Check, failure, ok
+from runtime_shim.process.proc import Mount
+
+__all__ = ["check", "unexplained"]
+
+# File systems that CRIU makes anew, content and all (criu/filesystems.c), or that have no source on the host.
+_MADE = frozenset(
+    {
+        *("proc", "sysfs", "tmpfs", "devtmpfs", "devpts", "mqueue", "cgroup", "cgroup2", "binfmt_misc"),
+        *("debugfs", "tracefs", "securityfs", "fusectl", "pstore", "autofs", "overlay"),
+    }
+)
+
+
+def unexplained(
+    mounts: Sequence[Mount], config: Mapping[str, Any], known: Collection[str] = ()
+) -> tuple[Mount, ...]:
+    """Bind mounts from the host that the configuration does not name; `known` are destinations besides.
+
+    What lies below one that it names came with that (rbind).
+    """
+    named = {os.path.normpath(str(each.get("destination", ""))) for each in config.get("mounts") or ()}
+    linux = config.get("linux") or {}
+    masked = {*(linux.get("maskedPaths") or ()), *(linux.get("readonlyPaths") or ())}
+    # A further mount of what CRIU knows already is a bind of that.
+    seen = {"/", *named, *known}
+    roots = {(each.device, each.root.rstrip("/")) for each in mounts if each.destination in seen}
+    found = []
+    for mount in mounts:
+        path = mount.destination
+        if path == "/" or path in named or path in known or path in masked:
+            continue
+        if mount.kind in _MADE and mount.root == "/":  # of a part of one somebody else has the rest
+            continue
+        # /dev/console is a terminal of the engine's; devices are bound where a user namespace forbids nodes.
+        if path == "/dev" or path.startswith("/dev/"):
+            continue
+        if any(path.startswith(each.rstrip("/") + "/") for each in named - {"/"}):
+            continue
+        if any(mount.device == device and f"{mount.root}/".startswith(f"{top}/") for device, top in roots):
+            continue
+        found.append(mount)
+    return tuple(found)
+
+
+def check(mounts: Sequence[Mount], config: Mapping[str, Any], known: Collection[str] = ()) -> Iterator[Check]:
+    """As `unexplained`; `known` are those of the driver, which gpusnap declares to CRIU."""
+    found = unexplained(mounts, config, known)
+    for mount in found:
+        yield failure(
+            "mounts",
+            f"{mount.destination} is a mount ({mount.kind}, {mount.root} of {mount.device}) that the "
+            "container's configuration does not have, and CRIU cannot tell where it comes from",
+            "give it with --volume, or name it to CRIU: criu.external in the settings",
+            destination=mount.destination,
+            device=mount.device,
+        )
+    if not found:
+        yield ok("mounts", "its configuration has all of its mounts", driver=sorted(known))

@@ -1,0 +1,71 @@
+"""CDI specifications, by which Podman and containerd give GPUs to containers."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+
+from gpusnap.doctor.base.check import Check, failure, ok, plural, refused, warning
+from gpusnap.doctor.base.sources import below
+from runtime_shim.gpu.cdi.spec import FOLDERS, CdiError, Spec, load
+
+__all__ = ["check", "driver_versions", "mounted"]
+
+_VERSION = re.compile(r"\.so\.(\d{3,4}(?:\.\d{1,3}){1,2})$")
+_MAKE = "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
+
+
+def driver_versions(spec: Spec) -> frozenset[str]:
+    """The driver versions that a specification's libraries are of."""
+    edits = (spec.edits, *(device.edits for device in spec.devices))
+    paths = (mount.host_path for each in edits for mount in each.mounts)
+    return frozenset(match[1] for path in paths if (match := _VERSION.search(path)))
+
+
+def mounted(folders: Iterable[str] = FOLDERS) -> frozenset[str]:
+    """Where containers have the files and folders that come with NVIDIA's GPUs and AMD's."""
+    specs = load(folders, report=lambda error: None)
+    ours = [spec for spec in specs if spec.kind.startswith(("nvidia.com/", "amd.com/"))]
+    edits = (each for spec in ours for each in (spec.edits, *(device.edits for device in spec.devices)))
+    paths = (os.path.normpath(mount.container_path) for each in edits for mount in each.mounts)
+    return frozenset(path for path in paths if path != "/")
+
+
+def check(driver: str, root: str = "/", folders: Iterable[str] = FOLDERS) -> Iterator[Check]:
+    """Whether the files are valid and made for the driver that runs; `driver` is its version, or empty."""
+    broken: list[CdiError] = []
+    specs = load([below(root, folder) for folder in folders], report=broken.append)
+    for error in broken:
+        yield refused("CDI", error, _MAKE)
+    ours = [spec for spec in specs if spec.kind.startswith("nvidia.com/")]
+    if not driver:
+        return
+    if not ours:
+        if not broken:
+            yield warning("CDI", f"no specification for NVIDIA's GPUs in {' or '.join(folders)}", _MAKE)
+        return
+    for spec in ours:
+        yield _checked(spec, driver, root)
+
+
+def _checked(spec: Spec, driver: str, root: str) -> Check:
+    other = sorted(driver_versions(spec) - {driver})
+    names = [device.name for device in spec.devices]
+    facts = {"path": spec.path, "kind": spec.kind, "devices": names}
+    if other:
+        return failure(
+            "CDI",
+            f"{spec.path} was made for driver {', '.join(other)}, and {driver} runs",
+            _MAKE,
+            **facts,
+            driver=other,
+        )
+    edits = (spec.edits, *(device.edits for device in spec.devices))
+    sources = dict.fromkeys(mount.host_path for each in edits for mount in each.mounts)
+    missing = [path for path in sources if not os.path.lexists(below(root, path))]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        says = f"{spec.path} mounts {missing[0]}{more}, which this host does not have"
+        return failure("CDI", says, _MAKE, **facts, missing=missing)
+    return ok("CDI", f"{spec.path}: {spec.kind}, {plural(len(names), 'device')}", **facts)

@@ -1,0 +1,156 @@
+"""CRIU: whether it is here, which one, what it says itself; what it needs for its network lock."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+from gpusnap.doctor.base.check import Check, failure, ok, warning
+from gpusnap.doctor.base.sources import Answer, ask, program, text, version
+
+__all__ = ["criu", "local_sockets_only", "network_lock", "own_check", "pycriu"]
+
+# What Podman asks for (podman, pkg/criu), and what gpusnap has been used with.
+_LEAST = (3, 11)
+_KNOWN = (4, 1)
+# Linux 6.16 no longer answers getsockopt(1, 16) as CRIU before 4.2 asks it; see docs/troubleshooting.md.
+_SOCKETS = ((6, 16), (4, 2))
+# A line of CRIU's configuration (criu(8), CONFIGURATION FILES).
+_NETWORK_LOCK = re.compile(r"\s*(?:--)?network-lock[\s=]+(\w+)")
+
+Find = Callable[[str], str | None]
+Run = Callable[[list[str]], Answer | None]
+
+
+def criu(found: str, release: str = "", *, find: Find = program) -> Iterator[Check]:
+    """Which CRIU the runtime will start; `found` is its version, "unknown" where it does not tell."""
+    path = find("criu")
+    if path is None:
+        yield failure("criu", "CRIU is not installed", "install the package criu, version 4.1 or later")
+        return
+    numbers = version(found)
+    facts = {"path": path, "version": found}
+    if not numbers:
+        yield failure(
+            "criu", f"{path} does not tell its version", "see what criu --version says, and install it anew"
+        )
+    elif numbers < _LEAST:
+        yield failure("criu", f"CRIU {found} is too old for Podman", "install CRIU 4.1 or later", **facts)
+    elif numbers < _KNOWN:
+        yield warning(
+            "criu",
+            f"CRIU {found} is older than any that gpusnap has been used with; 3.17 does not run on current "
+            "kernels",
+            "install CRIU 4.1 or later",
+            **facts,
+        )
+    elif local_sockets_only(found, release):
+        yield warning(
+            "criu",
+            f"CRIU {found} cannot dump TCP, UDP and packet sockets on Linux 6.16 and later",
+            "install CRIU 4.2 or later for containers that have some",
+            **facts,
+        )
+    else:
+        yield ok("criu", f"CRIU {found} ({path})", **facts)
+
+
+def local_sockets_only(found: str, release: str = "") -> bool:
+    """Whether this CRIU can dump Unix and netlink sockets alone: before 4.2, on Linux 6.16 and later.
+
+    Seen with CRIU 4.1.1 on Linux 6.18: TCP, UDP, raw and packet sockets fail alike.
+    """
+    numbers, linux = version(found), version(release or os.uname().release)
+    return linux >= _SOCKETS[0] and bool(numbers) and numbers < _SOCKETS[1]
+
+
+def own_check(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
+    """What `criu check` says, in one line; nothing where there is no CRIU."""
+    path = find("criu")
+    if path is None:
+        return
+    done = run([path, "check"])
+    if done is None:
+        yield failure("criu check", f"{path} check did not come to an end", "run it by hand")
+        return
+    said = (done.out + "\n" + done.err).splitlines()
+    errors = [_plain(line) for line in said if re.match(r"Error\b", line)]
+    notes = [_plain(line) for line in said if re.match(r"Warn\b", line)]
+    facts = {"code": done.code, "errors": errors, "warnings": notes}
+    if done.code < 0:
+        yield failure(
+            "criu check",
+            f"criu check was ended by signal {-done.code}: this CRIU does not run on this kernel",
+            "install CRIU 4.1 or later",
+            **facts,
+        )
+    elif done.code:
+        # "exited, status=1" is of a program that CRIU called, and rarely what is wrong.
+        telling = [each for each in errors if not each.startswith("exited, status")]
+        rest = [_plain(line) for line in said if line.strip()]
+        first = (telling or errors or notes or rest or ["nothing"])[0]
+        more = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
+        yield failure(
+            "criu check", f"CRIU says: {first}{more}", "run criu check as root to see all of it", **facts
+        )
+    else:
+        more = f", with {len(notes)} notes" if len(notes) > 1 else ""
+        yield ok("criu check", f"CRIU finds what it needs{more}", **facts)
+
+
+def _plain(line: str) -> str:
+    """A line of CRIU's without its source file: "Error (criu/cr-check.c:57): no" is "no"."""
+    return re.sub(r"^(?:Error|Warn) +\([^)]*\): *", "", line).strip()[:300]
+
+
+def network_lock(
+    options: Sequence[str] = (), kind: str = "", *, root: str = "/", find: Find = program, run: Run = ask
+) -> Iterator[Check]:
+    """What CRIU shuts the container's network with while it dumps; nothing where there is no CRIU.
+
+    It does so for each network namespace that it dumps, under crun as under runc. Which way is its default
+    was chosen when it was built (criu(8), --network-lock; Debian: iptables), and may be set: `options` are
+    criu.options, and `kind` is the runtime's, whose file of options comes last.
+    """
+    path = find("criu")
+    if path is None:
+        return
+    lines = [
+        *(text(root, "/etc/criu/default.conf") or "").splitlines(),
+        *options,
+        *(text(root, f"/etc/criu/{kind}.conf") or "" if kind else "").splitlines(),
+    ]
+    named = [match[1] for line in lines if (match := _NETWORK_LOCK.match(line))]
+    way = named[-1] if named else _default_lock(run([path, "--help"]))
+    if way != "iptables":
+        how = {"nftables": "by nftables", "skip": "not at all (network-lock skip)"}.get(way, f"by {way}")
+        yield ok("network lock", f"CRIU shuts a container's network {how} while it dumps it", way=way)
+        return
+    missing = [name for name in ("iptables-restore", "ip6tables-restore") if find(name) is None]
+    if missing:
+        yield failure(
+            "network lock",
+            f"CRIU shuts a container's network by iptables while it dumps it, and {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not installed: none with its own network can be dumped",
+            'install the package iptables, or set criu.options = ["network-lock nftables"] in the settings',
+            way=way,
+            missing=missing,
+        )
+    else:
+        yield ok("network lock", "CRIU shuts a container's network by iptables while it dumps it", way=way)
+
+
+def _default_lock(said: Answer | None) -> str:
+    """As `criu --help` tells it: "'nftables' or 'iptables' (default)"."""
+    shown = said.out + said.err if said is not None else ""
+    match = re.search(r"--network-lock\b.{0,300}?'(\w+)'\s+\(default\)", shown, re.S)
+    return match[1] if match else "iptables"
+
+
+def pycriu() -> Iterator[Check]:
+    """CRIU's Python package, which crit needs and gpusnap does not."""
+    there = importlib.util.find_spec("pycriu") is not None
+    says = "there" if there else "not there; gpusnap does without, only crit needs it"
+    yield ok("pycriu", says, there=there)

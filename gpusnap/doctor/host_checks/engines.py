@@ -1,0 +1,282 @@
+"""Container engines: the real runtime, gpusnap-runtime, Podman, containerd, CRI-O; who knows of gpusnap."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from gpusnap.doctor.base.check import Check, failure, ok, refused, warning
+from gpusnap.doctor.base.sources import Answer, ask, below, program, toml, version
+from gpusnap.engines.install.containerd import CONFIG, FRAGMENT
+from gpusnap.engines.install.containerd import files as containerd_files
+from gpusnap.engines.install.hooks import takes_annotation
+from runtime_shim._version import __version__
+from runtime_shim.errors import GpusnapError
+from runtime_shim.runtime.find import RUNC_ROOTS
+from runtime_shim.runtime.identify import RealRuntime, identify
+from runtime_shim.runtime.identify import find as find_runtime
+from runtime_shim.shim.entry import CHECK
+from runtime_shim.snapshot.preflight import checks as preflight
+
+__all__ = ["complete", "engines", "launcher", "real_runtime", "registered", "runtimes", "under_cri"]
+
+_OURS = "gpusnap-runtime"
+# containers.conf(5): later files win; the folders' files by name.
+_PODMAN = ("/usr/share/containers/containers.conf", "/etc/containers/containers.conf")
+_CRIO = ("/etc/crio/crio.conf",)
+_FOLDERS = {
+    "Podman": ("/usr/share/containers/containers.conf.d", "/etc/containers/containers.conf.d"),
+    "CRI-O": ("/usr/share/crio/crio.conf.d", "/etc/crio/crio.conf.d"),
+}
+_FILES = {"Podman": _PODMAN, "CRI-O": _CRIO}
+_PROGRAMS = {"Podman": "podman", "containerd": "containerd", "CRI-O": "crio"}
+
+Find = Callable[[str], str | None]
+Run = Callable[[list[str]], Answer | None]
+
+
+def real_runtime(wanted: str) -> RealRuntime:
+    """The real runtime by the setting, or crun, or runc. Raises GpusnapError."""
+    return identify(find_runtime(wanted))
+
+
+def runtimes(wanted: str, criu: str) -> Iterator[Check]:
+    """The real runtime: which it is, whether it can checkpoint, and by what road CRIU is configured."""
+    try:
+        real = real_runtime(wanted)
+    except GpusnapError as error:
+        yield refused("runtime", error)
+        return
+    facts: dict[str, Any] = {
+        "path": str(real.path),
+        "kind": real.kind,
+        "version": real.version_text,
+        "criu": real.has_criu,
+        "takes_org_criu_config": takes_annotation(real, criu),
+    }
+    if not real.has_criu:
+        yield failure(
+            "runtime",
+            f"{real.name} ({real.path}) was built without CRIU",
+            "install a crun with +CRIU in crun --version, or runc, and set runtime in the settings to it",
+            **facts,
+        )
+    elif (lacking := _without_library(real)) is not None:
+        yield refused("runtime", lacking, **facts)
+    elif real.kind == "other":
+        yield warning(
+            "runtime",
+            f"{real.path} is neither crun nor runc, and gpusnap has not been used with it",
+            "set runtime in the settings to crun or runc",
+            **facts,
+        )
+    else:
+        road = "also by org.criu.config" if facts["takes_org_criu_config"] else "not by org.criu.config"
+        says = f"{real.name} ({real.path}); CRIU is configured by CRIU_CONFIG_FILE, {road}"
+        yield ok("runtime", says, **facts)
+
+
+def under_cri(wanted: str, root: str = "/", *, find: Find = program) -> Iterator[Check]:
+    """Where containerd or CRI-O know of gpusnap: whether runc runs their containers; crun restores less."""
+    here = [name for name in ("containerd", "CRI-O") if _known(name, root, find)]
+    if not here:
+        return
+    real = identify(find_runtime(wanted, root=RUNC_ROOTS[0]))
+    if real.kind != "crun":
+        yield ok("runtime under CRI", f"{real.name} ({real.path})", path=str(real.path), kind=real.kind)
+        return
+    yield warning(
+        "runtime under CRI",
+        f"{real.name} ({real.path}) runs the containers of {' and '.join(here)}, and what it restores there "
+        "loses its TCP connections and keeps the hostname of its old pod",
+        "leave runtime out of the settings" if wanted and find("runc") else "install runc",
+        path=str(real.path),
+        kind=real.kind,
+    )
+
+
+def _without_library(real: RealRuntime) -> GpusnapError | None:
+    try:
+        preflight.criu_library(real)
+    except GpusnapError as error:
+        return error
+    return None
+
+
+def launcher(root: str = "/", *, find: Find = program) -> Iterator[Check]:
+    """gpusnap-runtime: the files that the engines' configuration names, or else where it is found by name."""
+    path, named = find(_OURS), _configured(root, find)
+    gone = [each for each in named if each.startswith("/") and not os.path.lexists(below(root, each))]
+    if gone:
+        yield failure(
+            _OURS,
+            f"an engine's configuration names {gone[0]}, which is not there",
+            "gpusnap install puts it there, or name the whole path of gpusnap-runtime",
+            path=gone[0],
+        )
+    elif named:
+        yield ok(_OURS, f"{', '.join(named)} in the engines' configuration", path=named[0])
+    elif path is None:
+        yield failure(
+            _OURS,
+            "gpusnap-runtime is neither in PATH nor in the system's folders",
+            "gpusnap install, or name its whole path to Podman and containerd",
+        )
+    else:
+        yield ok(_OURS, f"{path}, by this command's PATH: no engine's configuration names one", path=path)
+
+
+def complete(root: str = "/", *, find: Find = program, run: Run = ask) -> Iterator[Check]:
+    """Whether gpusnap-runtime finds all of gpusnap when an engine starts it: by its own interpreter, and with
+    no more of an environment than Podman gives it (libpod, CheckpointContainer)."""
+    path = find(_OURS)
+    for each in _configured(root, find) or ([path] if path else []):
+        if not os.path.lexists(below(root, each)):
+            continue  # `launcher` says so
+        alone = ["env", "-i", f"PATH={os.environ.get('PATH', os.defpath)}"]
+        done, said = run([*alone, each, *CHECK]), run([*alone, each, "--version"])
+        yield _whole(each, done, said.out if said is not None else "")
+
+
+def _whole(path: str, done: Answer | None, versions: str) -> Check:
+    again = "install gpusnap anew where the engines have it from, then run gpusnap install"
+    if done is None:
+        return failure("gpusnap's parts", f"{path} does not answer", again, path=path)
+    told = (done.err.strip().splitlines() or ["nothing"])[-1]
+    if done.code and CHECK[1] in told:
+        says = f"{path} is of another version of gpusnap than this one, {__version__}"
+        return failure("gpusnap's parts", says, again, path=path)
+    if done.code:
+        says = f"{path} cannot checkpoint or restore anything: {told.removeprefix('gpusnap: ')}"
+        return failure("gpusnap's parts", says, again, path=path)
+    number, _, interpreter = done.out.strip().partition(" ")
+    facts = {"path": path, "version": number, "interpreter": interpreter}
+    launcher = (versions.strip().splitlines() or [""])[-1].removeprefix(f"{_OURS} version ")
+    others = sorted({each for each in (number, launcher) if each and each != __version__})
+    if others:
+        says = f"{path} is gpusnap {' and '.join(others)}, this command {__version__}"
+        return warning("gpusnap's parts", says, "run gpusnap install once more", **facts)
+    return ok("gpusnap's parts", f"{path}, by {interpreter}, has all that it imports", **facts)
+
+
+def _configured(root: str, find: Find) -> list[str]:
+    """The paths of gpusnap-runtime in the configuration of the engines that are here."""
+    return sorted({path for name in _PROGRAMS for path in _known(name, root, find)})
+
+
+def _known(name: str, root: str, find: Find) -> set[str]:
+    """The paths of gpusnap-runtime in the configuration of an engine; none where that is not here."""
+    found = set[str]()
+    if find(_PROGRAMS[name]) is not None:
+        # A file that is no TOML is told of by `registered`.
+        with suppress(ValueError):
+            documents = _containerds(root) if name == "containerd" else _documents(root, name)
+            found |= {path for each in documents for _, path in _entries(each, root)}
+    return found
+
+
+def engines(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
+    """Podman, containerd and CRI-O: those that are here, with their versions."""
+    here = False
+    for name, word in _PROGRAMS.items():
+        path = find(word)
+        if path is None:
+            continue
+        here = True
+        done = run([path, "--version"])
+        numbers = ".".join(map(str, version(done.out))) if done is not None and not done.code else ""
+        if numbers:
+            yield ok(name, f"{name} {numbers} ({path})", path=path, version=numbers)
+        else:
+            todo = f"see what {word} --version says"
+            yield warning(name, f"{path} is there and does not tell its version", todo, path=path)
+    if not here:
+        yield failure("engines", "there is no Podman, containerd or CRI-O", "install Podman or containerd")
+
+
+def registered(root: str = "/", *, find: Find = program) -> Iterator[Check]:
+    """Which engines have gpusnap-runtime in their configuration, under which names."""
+    here = [name for name, word in _PROGRAMS.items() if find(word) is not None]
+    known: dict[str, list[str]] = {}
+    for name in here:
+        documents = _containerds(root) if name == "containerd" else _documents(root, name)
+        for document in documents:
+            known.setdefault(name, []).extend(key for key, _ in _entries(document, root))
+    found = {name: sorted(set(names)) for name, names in known.items() if names}
+    without = [name for name in here if name not in found]
+    if not here:
+        return
+    if "containerd" in without and os.path.exists(below(root, FRAGMENT)):
+        yield warning(
+            "registered",
+            f"gpusnap is not in the configuration of containerd: {CONFIG} is yours, and gpusnap install "
+            f"left what it needs in {FRAGMENT}",
+            f"cat {FRAGMENT} >>{CONFIG}, and restart containerd",
+            runtimes=found,
+            without=without,
+        )
+    elif found:
+        each = "; ".join(f"{name} as {', '.join(names)}" for name, names in found.items())
+        but = f"; {' and '.join(without)}: not in the configuration" if without else ""
+        yield ok("registered", f"gpusnap is known to {each}{but}", runtimes=found, without=without)
+    else:
+        yield warning(
+            "registered",
+            f"gpusnap is not in the configuration of {' and '.join(here)}",
+            f"gpusnap install; or name it each time: podman --runtime PATH/{_OURS}, ctr run --runc-binary "
+            f"PATH/{_OURS}",
+            runtimes={},
+            without=without,
+        )
+
+
+def _configuration(root: str, engine: str) -> Iterator[str]:
+    yield from _FILES[engine]
+    for folder in _FOLDERS[engine]:
+        try:
+            names = sorted(os.listdir(below(root, folder)))
+        except OSError:
+            continue
+        yield from (
+            f"{folder}/{name}" for name in names if name.endswith((".conf", ".toml")) or "." not in name
+        )
+
+
+def _documents(root: str, engine: str) -> Iterator[Mapping[str, Any]]:
+    yield from (toml(root, path) for path in _configuration(root, engine))
+
+
+def _containerds(root: str) -> Iterator[Mapping[str, Any]]:
+    """containerd's file and what it imports, and these in turn."""
+    yield from (toml(root, path) for path in containerd_files(root))
+
+
+def _entries(document: Mapping[str, Any], root: str, above: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
+    """The names under which a document has gpusnap-runtime, with its paths.
+
+    Podman: engine.runtimes.NAME = [paths], engine.runtime. containerd: ….runtimes.NAME.options.BinaryName.
+    CRI-O: crio.runtime.runtimes.NAME.runtime_path.
+    """
+    for key, value in document.items():
+        if isinstance(value, dict):
+            yield from _entries(value, root, (*above, key))
+        elif isinstance(value, str | list):
+            ours = [each for each in _texts(value) if _is_ours(each, root)]
+            place = (*above, key)
+            if ours and place == ("engine", "runtime"):
+                yield "default", ours[0]
+            elif ours and "runtimes" in above:  # and not runtime_supports_json and the like
+                yield place[place.index("runtimes") + 1], ours[0]
+
+
+def _texts(value: str | list[Any]) -> list[str]:
+    return [value] if isinstance(value, str) else [each for each in value if isinstance(each, str)]
+
+
+def _is_ours(path: str, root: str) -> bool:
+    """By its own name, or another's in whose place it is."""
+    if os.path.basename(path) == _OURS:
+        return True
+    return path.startswith("/") and os.path.basename(os.path.realpath(below(root, path))) == _OURS

@@ -1,0 +1,193 @@
+"""The GPUs: each vendor's driver, what NVIDIA's is set to, CRIU's plugins for GPUs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from gpusnap.doctor.base.check import Check, failure, ok, refused, warning
+from gpusnap.doctor.base.sources import below, text
+from runtime_shim.errors import GpusnapError
+from runtime_shim.gpu.api.criu_plugin import Plugin
+from runtime_shim.gpu.api.driver import Driver, Gpu, Host
+from runtime_shim.gpu.api.errors import GpuError
+from runtime_shim.gpu.nvidia.nvml import binding
+from runtime_shim.runtime.criu.plugins import find as find_plugin
+from runtime_shim.settings import Settings
+from runtime_shim.units import human
+
+__all__ = [
+    "compute_modes",
+    "driver",
+    "mig",
+    "mps",
+    "nodes_made",
+    "persistence",
+    "persistence_modes",
+    "plugin",
+]
+
+# The kernel cuts a process' name to 15 bytes: nvidia-cuda-mps-control, nvidia-cuda-mps-server.
+_MPS = "nvidia-cuda-mps"
+
+
+def driver(found: Driver | None) -> tuple[Host | None, tuple[Check, ...]]:
+    """A vendor's driver: its version, whether it can suspend, its GPUs; and the inventory, where it has one.
+
+    Nothing is locked or checkpointed: the library is loaded and asked.
+    """
+    if found is None:
+        return None, (_no_driver(),)
+    host: Host | None = None
+    try:
+        host = found.host()
+        found.open()
+    except GpuError as error:
+        return host, (refused("GPU driver", error, vendor=found.vendor),)
+    return host, (_described(host, found.plugin),)
+
+
+def _no_driver() -> Check:
+    return failure(
+        "GPU driver",
+        "this host has no GPU driver that gpusnap knows: no /dev/nvidia*, no /dev/kfd",
+        "install NVIDIA driver 570 or later, or AMD's; containers without a GPU need none",
+    )
+
+
+def _described(host: Host, plugin: Plugin | None) -> Check:
+    facts = {
+        "vendor": host.vendor,
+        "version": host.driver_version,
+        "cuda": host.cuda_version,
+        "gpus": len(host.gpus),
+    }
+    if host.vendor == "nvidia":
+        says = f"NVIDIA driver {host.driver_version} (CUDA {host.cuda_version})"
+        says += " has the checkpoint API" if plugin is None else ""
+    else:
+        says = f"{host.vendor.upper()} driver {host.driver_version}"
+    if not host.gpus:
+        todo = (
+            f"see with {'nvidia-smi -L' if host.vendor == 'nvidia' else 'rocminfo'} which GPUs the driver has"
+        )
+        return failure("GPU driver", f"{says}, and no GPU", todo, **facts)
+    kinds: dict[str, int] = {}
+    for gpu in host.gpus:
+        kind = f"{gpu.model} with {human(gpu.memory_total)}"
+        kinds[kind] = kinds.get(kind, 0) + 1
+    each = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return ok("GPU driver", f"{says}; {each}", **facts)
+
+
+def plugin(
+    wanted: Plugin, settings: Settings, find: Callable[[Plugin, Settings], str] = find_plugin
+) -> Iterator[Check]:
+    """CRIU's plugin for a vendor's GPUs: needed for AMD's, and for NVIDIA's where nvidia.driver says so."""
+    try:
+        path = find(wanted, settings)
+    except GpusnapError as error:
+        yield refused("CRIU plugin", error, plugin=wanted.name)
+    else:
+        yield ok("CRIU plugin", f"{wanted.what}: {path}", plugin=wanted.name, path=path)
+
+
+def mig(gpus: Iterable[Gpu]) -> Iterator[Check]:
+    """GPUs that are cut up: the driver cannot checkpoint a program on such an instance."""
+    cut = [gpu.index for gpu in gpus if gpu.mig]
+    if cut:
+        yield warning(
+            "MIG",
+            f"{_listed(cut)} in MIG mode: the driver cannot checkpoint a program that uses an instance",
+            "nvidia-smi -i GPU --mig 0, once nothing uses it",
+            gpus=cut,
+        )
+    else:
+        yield ok("MIG", "off", gpus=cut)
+
+
+def compute_modes(gpus: Iterable[Gpu]) -> Iterator[Check]:
+    """GPUs that are kept for one process, or for none."""
+    modes = {gpu.index: gpu.compute_mode for gpu in gpus if gpu.compute_mode != "default"}
+    closed = [index for index, mode in modes.items() if mode == "prohibited"]
+    todo = "nvidia-smi -i GPU --compute-mode DEFAULT"
+    if closed:
+        says = f"{_listed(closed)} in compute mode prohibited: nothing can be restored onto it"
+        yield warning("compute mode", says, todo, modes=modes)
+    elif modes:
+        yield warning(
+            "compute mode",
+            f"{_listed(modes)} in compute mode {', '.join(sorted(set(modes.values())))}: only a container "
+            "with one GPU process can be restored onto it, and while nobody else is there",
+            todo,
+            modes=modes,
+        )
+    else:
+        yield ok("compute mode", "default", modes=modes)
+
+
+def _listed(indexes: Iterable[int]) -> str:
+    numbers = sorted(indexes)
+    return f"GPU{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
+
+
+def persistence_modes(gpus: Iterable[Gpu]) -> Mapping[int, bool]:
+    """By GPU whether its persistence mode is on, from NVML; those that do not tell are left out."""
+    nvml = binding()
+    found: dict[int, bool] = {}
+    for gpu in gpus:
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(gpu.index)
+            found[gpu.index] = bool(nvml.nvmlDeviceGetPersistenceMode(handle))
+        except nvml.NVMLError:
+            continue
+    return found
+
+
+def persistence(
+    gpus: Iterable[Gpu], ask: Callable[[Iterable[Gpu]], Mapping[int, bool]] = persistence_modes
+) -> Iterator[Check]:
+    """Without it the driver is started anew for each checkpoint and restore while no program uses the GPU."""
+    modes = ask(gpus)
+    off = [index for index, on in modes.items() if not on]
+    if off:
+        yield warning(
+            "persistence",
+            f"persistence mode is off for {_listed(off)}: the driver starts anew, which takes seconds, for a "
+            "restore onto a GPU that nobody uses",
+            "enable the service nvidia-persistenced, or nvidia-smi --persistence-mode 1",
+            modes=modes,
+        )
+    elif modes:
+        yield ok("persistence", "persistence mode is on", modes=modes)
+
+
+def mps(root: str = "/") -> Iterator[Check]:
+    """The Multi-Process Service, whose programs the driver cannot suspend."""
+    found = []
+    for name in sorted(filter(str.isdigit, os.listdir(below(root, "/proc"))), key=int):
+        if (text(root, f"/proc/{name}/comm") or "").startswith(_MPS):
+            found.append(int(name))
+    if found:
+        yield warning(
+            "MPS",
+            f"the Multi-Process Service runs (process {found[0]}): programs that use it cannot be suspended",
+            "echo quit | nvidia-cuda-mps-control, and start the programs without it",
+            pids=found,
+        )
+    else:
+        yield ok("MPS", "off", pids=found)
+
+
+def nodes_made(root: str = "/") -> Iterator[Check]:
+    """ModifyDeviceFiles: with 1 a program in a container may make the nodes of GPUs that it was not given."""
+    params = text(root, "/proc/driver/nvidia/params")
+    match = re.search(r"^ModifyDeviceFiles:\s*(\d)", params or "", re.M)
+    if match is None:
+        return
+    says = {
+        "0": "0: libcuda makes no device nodes in containers",
+        "1": "1, NVIDIA's default; nvidia-ctk's hook hides it from containers, and gpusnap knows its mounts",
+    }.get(match[1], match[1])
+    yield ok("ModifyDeviceFiles", says, value=int(match[1]))

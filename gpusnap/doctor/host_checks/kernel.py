@@ -1,0 +1,229 @@
+"""The kernel: its options, what we may do, and what it is set to."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+
+from gpusnap.doctor.base.check import Check, failure, ok, warning
+from gpusnap.doctor.base.sources import below, text
+
+__all__ = [
+    "capabilities",
+    "cgroups",
+    "configuration",
+    "huge_pages",
+    "kernel",
+    "pid_namespace",
+    "ptrace_scope",
+    "userfaultfd",
+]
+
+# criu.org, "Linux kernel configuration": without these CRIU dumps nothing.
+_NEEDED = ("CHECKPOINT_RESTORE", "NAMESPACES", "UTS_NS", "IPC_NS", "PID_NS", "NET_NS", "FHANDLE")
+# Without these, or the modules of their names, it dumps no container with such a file or socket.
+_USEFUL = {
+    "EVENTFD": "eventfd",
+    "EPOLL": "epoll",
+    "INOTIFY_USER": "inotify",
+    "UNIX_DIAG": "Unix sockets",
+    "INET_DIAG": "TCP sockets",
+    "INET_UDP_DIAG": "UDP sockets",
+    "PACKET_DIAG": "packet sockets",
+    "NETLINK_DIAG": "netlink sockets",
+}
+
+# linux/capability.h
+_CAPABILITIES = {"NET_ADMIN": 12, "SYS_PTRACE": 19, "SYS_ADMIN": 21, "SYS_RESOURCE": 24}
+_CHECKPOINT_RESTORE = 40
+_PTRACE_NEVER = 3  # Documentation/admin-guide/LSM/Yama.rst: no attach
+
+
+def configuration(root: str, release: str) -> Mapping[str, str] | None:
+    """The kernel's options without CONFIG_, those that are set ("y", "m"); None where it does not tell."""
+    found: str | None = None
+    try:
+        with gzip.open(below(root, "/proc/config.gz"), "rt", errors="replace") as file:
+            found = file.read()
+    except (OSError, EOFError, zlib.error):
+        for path in (f"/boot/config-{release}", f"/usr/lib/modules/{release}/config"):
+            found = found or text(root, path)
+    if not found:
+        return None
+    return dict(re.findall(r"^CONFIG_(\w+)=(\S+)", found, re.M))
+
+
+def pid_namespace(root: str = "/", pid: int | None = None) -> Iterator[Check]:
+    """Whether /proc shows this process by the PID that it has; nothing where it does (proc(5), /proc/self).
+
+    In a chroot to a node's root, as in a pod, /proc may be of the host's PID namespace and this process in
+    one below it. What asks for itself by its PID, as CRIU does, then reads of another process.
+    """
+    pid = os.getpid() if pid is None else pid
+    try:
+        shown = os.readlink(below(root, "/proc/self"))
+    except OSError:
+        shown = ""
+    if shown != str(pid):
+        yield warning(
+            "PID namespace",
+            "/proc is of another PID namespace than gpusnap doctor: it tells of other processes by the same "
+            "numbers, and criu check is left out",
+            "run it in the host's: hostPID: true for a pod, --pid=host for a container",
+            pid=pid,
+            shown=shown,
+        )
+
+
+def kernel(root: str = "/", release: str = "") -> Iterator[Check]:
+    """The options that CRIU needs; of a kernel that keeps them to itself, how it behaves."""
+    release = release or os.uname().release
+    options = configuration(root, release)
+    if options is None:
+        # kernel/pid_namespace.c has this file only with CONFIG_CHECKPOINT_RESTORE.
+        if os.path.exists(below(root, "/proc/sys/kernel/ns_last_pid")):
+            yield ok("kernel", f"Linux {release} can checkpoint and restore", release=release)
+        else:
+            yield failure(
+                "kernel",
+                f"Linux {release} does not look as if it could checkpoint: there is no "
+                "/proc/sys/kernel/ns_last_pid",
+                "use a kernel with CONFIG_CHECKPOINT_RESTORE",
+                release=release,
+            )
+        return
+    missing = [name for name in _NEEDED if name not in options]
+    lacks = {name: what for name, what in _USEFUL.items() if name not in options}
+    if missing:
+        yield failure(
+            "kernel",
+            f"Linux {release} was built without CONFIG_{', CONFIG_'.join(missing)}",
+            "use your distribution's kernel, or one built with these options",
+            release=release,
+            missing=missing,
+        )
+    elif lacks:
+        yield warning(
+            "kernel",
+            f"Linux {release} was built without CONFIG_{', CONFIG_'.join(lacks)}, so that containers with "
+            f"{', '.join(lacks.values())} cannot be dumped",
+            "use a kernel with these options",
+            release=release,
+            missing=list(lacks),
+        )
+    else:
+        yield ok("kernel", f"Linux {release} has all that CRIU asks for", release=release)
+
+
+def capabilities(root: str = "/", user: int | None = None) -> Iterator[Check]:
+    """What this process may do; Podman and containerd run gpusnap-runtime as root."""
+    user = os.geteuid() if user is None else user
+    status = text(root, "/proc/self/status") or ""
+    match = re.search(r"^CapEff:\s*([0-9a-fA-F]+)", status, re.M)
+    mask = int(match[1], 16) if match else 0
+    missing = [name for name, bit in _CAPABILITIES.items() if not mask & 1 << bit]
+    # SYS_ADMIN includes it (capabilities(7)).
+    if not mask & (1 << _CHECKPOINT_RESTORE | 1 << _CAPABILITIES["SYS_ADMIN"]):
+        missing.append("CHECKPOINT_RESTORE")
+    if user:
+        yield failure(
+            "privileges",
+            f"this is user {user}, and containers are checkpointed by root alone; what root alone may see is "
+            "not checked",
+            "run it with sudo",
+            user=user,
+            missing=missing,
+        )
+    elif set(missing) - {"SYS_RESOURCE"}:
+        yield failure(
+            "privileges",
+            f"root here lacks CAP_{', CAP_'.join(missing)}",
+            "run it outside of a container, or in a privileged one",
+            user=user,
+            missing=missing,
+        )
+    elif missing:
+        yield warning(
+            "privileges",
+            "root here lacks CAP_SYS_RESOURCE, so that limits above the hard ones are not restored",
+            "run it outside of a container, or in a privileged one",
+            user=user,
+            missing=missing,
+        )
+    else:
+        yield ok("privileges", "root, with all capabilities that CRIU needs", user=user)
+
+
+def ptrace_scope(root: str = "/") -> Iterator[Check]:
+    """Yama: whether root may attach to processes."""
+    scope = (text(root, "/proc/sys/kernel/yama/ptrace_scope") or "").strip()
+    if scope == str(_PTRACE_NEVER):
+        yield failure(
+            "ptrace",
+            "kernel.yama.ptrace_scope is 3: nobody, root included, may attach to a process",
+            "set kernel.yama.ptrace_scope = 2 or less in /etc/sysctl.d and restart the host: nothing else "
+            "takes a 3 back",
+            scope=3,
+        )
+    else:
+        yield ok("ptrace", f"root may attach to processes (ptrace_scope {scope or 'not there'})", scope=scope)
+
+
+def userfaultfd(root: str = "/", release: str = "") -> Iterator[Check]:
+    """Needed by CRIU's --lazy-pages alone, which a container with GPU state cannot have: no failure."""
+    options = configuration(root, release or os.uname().release)
+    there = os.path.exists(below(root, "/proc/sys/vm/unprivileged_userfaultfd"))
+    there = there or bool(options and "USERFAULTFD" in options)
+    says = "there" if there else "not there, which only --lazy-pages of a container without a GPU would need"
+    yield ok("userfaultfd", says, there=there)
+
+
+def cgroups(root: str = "/") -> Iterator[Check]:
+    """Version 2, and whether containers get into a freezer of version 1 beside it."""
+    second, freezer, top = "", "", ""
+    for line in (text(root, "/proc/self/mountinfo") or "").splitlines():
+        left, _, right = line.partition(" - ")
+        words, kind = left.split(" "), right.split(" ")
+        if len(words) < 5 or len(kind) < 3:
+            continue
+        if kind[0] == "cgroup2":
+            second = words[4]
+            top = top or ("v2" if words[4] == "/sys/fs/cgroup" else "")
+        elif kind[0] == "cgroup" and "freezer" in kind[2].split(","):
+            freezer = words[4]
+    facts = {"v2": second, "v1_freezer": freezer}
+    todo = "start the host with systemd.unified_cgroup_hierarchy=1"
+    if top:
+        yield ok("cgroups", "version 2", **facts)
+    elif second and not freezer:
+        yield ok("cgroups", f"version 2, in {second}", **facts)
+    elif freezer:
+        beside = f", beside version 2 in {second}" if second else ""
+        yield warning(
+            "cgroups",
+            f"version 1, with a freezer in {freezer}{beside}: a GPU container that is put into it is "
+            "refused, because CRIU would wait for ever for a process that stands still",
+            todo,
+            **facts,
+        )
+    else:
+        yield warning("cgroups", "no hierarchy of version 2 is mounted", todo, **facts)
+
+
+def huge_pages(root: str = "/") -> Iterator[Check]:
+    """Transparent huge pages: with never the driver's checkpoint takes about twice as long."""
+    found = text(root, "/sys/kernel/mm/transparent_hugepage/enabled") or ""
+    match = re.search(r"\[(\w+)\]", found)
+    mode = match[1] if match else ""
+    if mode in ("madvise", "always"):
+        yield ok("huge pages", f"transparent huge pages: {mode}", mode=mode)
+    else:
+        yield warning(
+            "huge pages",
+            f"transparent huge pages: {mode or 'not there'}; a checkpoint takes the driver twice as long",
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+            mode=mode,
+        )

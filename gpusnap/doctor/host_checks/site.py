@@ -1,0 +1,85 @@
+"""What this site has set: the settings file, and logins to registries."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+
+from gpusnap.doctor.base.check import Check, ok, refused, warning
+from gpusnap.doctor.base.sources import text
+from oci.base.json_text import parse_json
+from runtime_shim import settings as settings_file
+from runtime_shim.errors import SettingsError
+from runtime_shim.settings import Settings
+
+__all__ = ["auth_files", "registries", "settings"]
+
+
+def settings(path: str = settings_file.SETTINGS_FILE) -> tuple[Settings, Check]:
+    """The settings, or the defaults where the file is wrong."""
+    try:
+        found = settings_file.load(path)
+    except SettingsError as error:
+        return Settings(), refused(
+            "settings", error, f"correct {path}; docs/settings.md has every key", path=path
+        )
+    there = os.path.exists(path)
+    says = f"{path} is valid" if there else f"there is no {path}: the defaults"
+    return found, ok("settings", says, path=path, there=there)
+
+
+def auth_files(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The files of credentials, in the order in which oci.registry.credentials looks into them."""
+    if given := environ.get("REGISTRY_AUTH_FILE"):
+        return (given,)
+    home = environ.get("HOME") or os.path.expanduser("~")
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    return (
+        *([f"{runtime}/containers/auth.json"] if runtime else []),
+        f"/run/containers/{os.getuid()}/auth.json",
+        os.path.join(environ.get("XDG_CONFIG_HOME") or f"{home}/.config", "containers/auth.json"),
+        os.path.join(environ.get("DOCKER_CONFIG") or f"{home}/.docker", "config.json"),
+    )
+
+
+def registries(pull_from: Iterable[str], files: Iterable[str], root: str = "/") -> Iterator[Check]:
+    """For which registries there are credentials: their names, and never what they are."""
+    found: dict[str, str] = {}
+    for path in files:
+        content = text(root, path)
+        if not content or not content.strip():
+            continue
+        try:
+            document = parse_json(content)
+        except (ValueError, RecursionError):
+            # Not the parser's own words: they may have the text.
+            yield warning("registries", f"{path} is not JSON", "correct it, or remove it and log in again")
+            continue
+        for key in _keys(document):
+            found.setdefault(key, path)
+    wanted = sorted({each.removeprefix("http://").partition("/")[0] for each in pull_from})
+    missing = [host for host in wanted if not any(key.partition("/")[0] == host for key in found)]
+    facts = {"registries": found, "pull_from": wanted, "without": missing}
+    has = f"logged in to {', '.join(sorted(found))}" if found else "no login to any"
+    if missing:
+        yield warning(
+            "registries",
+            f"{has}; store.pull-from names {', '.join(missing)}, for which there are no credentials",
+            f"podman login {missing[0]}, unless everybody may read there",
+            **facts,
+        )
+    else:
+        yield ok("registries", has, **facts)
+
+
+def _keys(document: object) -> Iterator[str]:
+    for table in ("auths", "credHelpers"):
+        entries = document.get(table) if isinstance(document, dict) else None
+        for key in entries if isinstance(entries, dict) else ():
+            host = str(key)
+            for scheme in ("https://", "http://"):
+                if host.startswith(scheme):
+                    host = host.removeprefix(scheme).partition("/")[0]
+            yield host
+    if isinstance(document, dict) and document.get("credsStore"):
+        yield f"those of docker-credential-{document['credsStore']}"

@@ -1,0 +1,1 @@
+"""Podman and containerd, as their users call them."""

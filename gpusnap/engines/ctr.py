@@ -1,0 +1,202 @@
+"""containerd by its ctr: images out of it, and into it.
+
+ctr has its socket from CONTAINERD_ADDRESS, /run/containerd/containerd.sock by default.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import IO
+
+from gpusnap.user_errors import NotFound
+from oci.base.errors import reason
+from oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor
+from oci.tar.compression import Readable
+from runtime_shim.errors import GpusnapError
+
+__all__ = ["InContainerd", "Target", "digest_in", "unpack"]
+
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
+_LONGEST = 64 << 10
+_HINT = "see that containerd runs, that its socket is in CONTAINERD_ADDRESS, and that you may use it"
+
+
+class InContainerd:
+    """`formats.containerd.Source` of an image in containerd. Raises NotFound, GpusnapError."""
+
+    def __init__(self, namespace: str, name: str) -> None:
+        self.word = f"{name} in containerd"
+        self.name, self._namespace = name, namespace
+        self._all: frozenset[str] | None = None
+        found = _found(namespace, name)
+        if found is None:
+            raise NotFound(
+                f"containerd has no image {name} in the namespace {namespace}",
+                hint=f"ctr -n {namespace} images ls lists them",
+            )
+        digest, media_type = found
+        self.root = Descriptor(media_type, digest, self._size(digest) if media_type == INDEX else 0)
+
+    def has(self, wanted: Descriptor) -> bool:
+        """Whether containerd has that blob."""
+        if self._all is None:
+            said = _ask(self._namespace, "content", "ls", "--quiet")
+            self._all = frozenset(_DIGEST.findall(said))
+        return wanted.digest in self._all
+
+    @contextmanager
+    def open(self, wanted: Descriptor) -> Iterator[Readable]:
+        """A blob; read it to its end. Raises GpusnapError."""
+        with _started(self._namespace, "content", "get", wanted.digest, out=subprocess.PIPE) as (child, err):
+            yield _Output(child, err, f"the blob {wanted.digest}", f"ctr -n {self._namespace} images check")
+
+    def _size(self, digest: str) -> int:
+        """Bytes of the index, which nothing tells beforehand; of a huge one as many as are too many."""
+        with self.open(Descriptor(INDEX, digest, 0)) as file:
+            return len(file.read(DOCUMENT_LIMIT + 1))
+
+
+class _Output:
+    """What ctr prints, as long as all is well with it."""
+
+    def __init__(self, child: subprocess.Popen[bytes], err: IO[bytes], what: str, look: str) -> None:
+        self._child, self._err, self._what, self._look = child, err, what, look
+
+    def read(self, size: int, /) -> bytes:
+        """At most `size` bytes, less only at the end. Raises GpusnapError."""
+        assert self._child.stdout is not None
+        data = self._child.stdout.read(size)
+        if not data and size and self._child.wait():
+            raise GpusnapError(
+                f"containerd does not give {self._what}: {_last(self._err)}",
+                hint=f"{self._look} shows which images are whole",
+            )
+        return data
+
+
+class Target:
+    """An image on its way into containerd, as the tar of a layout; in a `with` block that ends well, or not.
+
+    Raises GpusnapError.
+    """
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+
+    def __enter__(self) -> Target:
+        # As it is: to unpack it is another step, and ctr takes a checkpoint for an image of layers.
+        self._open = _started(
+            self._namespace,
+            "images",
+            "import",
+            "--no-unpack",
+            "-",
+            to=subprocess.PIPE,
+            out=subprocess.DEVNULL,
+        )
+        self._child, self._err = self._open.__enter__()
+        return self
+
+    def append(self, data: bytes) -> None:
+        """A piece of the tar."""
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(data)
+        except OSError as error:
+            self._child.wait()
+            raise GpusnapError(f"containerd does not take the image: {_last(self._err)}") from error
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is None:
+                self._end()
+        finally:
+            # Before its input ends: what has come by then could pass for all of it.
+            if self._child.poll() is None:
+                self._child.kill()
+            self._open.__exit__(None, None, None)
+
+    def _end(self) -> None:
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.close()
+        except OSError as error:
+            raise GpusnapError(f"containerd does not take the image: {_last(self._err)}") from error
+        if self._child.wait():
+            raise GpusnapError(f"containerd does not take the image: {_last(self._err)}")
+
+
+def digest_in(namespace: str, name: str) -> str:
+    """The digest of an image; "" where there is none of that name. Raises GpusnapError."""
+    found = _found(namespace, name)
+    return found[0] if found is not None else ""
+
+
+def unpack(namespace: str, digest: str, snapshotter: str) -> None:
+    """Have an image's files ready for containers. Raises GpusnapError."""
+    chosen = ("--snapshotter", snapshotter) if snapshotter else ()
+    _ask(namespace, "snapshots", *chosen, "unpack", digest)
+
+
+def _found(namespace: str, name: str) -> tuple[str, str] | None:
+    """Digest and media type of an image."""
+    said = _ask(namespace, "images", "ls", f'name=="{name}"')
+    for line in said.splitlines():
+        words = line.split()
+        if len(words) > 2 and words[0] == name and _DIGEST.fullmatch(words[2]):
+            return words[2], words[1]
+    return None
+
+
+def _ask(namespace: str, *words: str) -> str:
+    """What ctr prints."""
+    with (
+        tempfile.TemporaryFile() as out,
+        _started(namespace, *words, out=out) as (child, err),
+    ):
+        if child.wait():
+            raise GpusnapError(f"ctr {words[0]} {words[1]} failed: {_last(err)}", hint=_HINT)
+        out.seek(0)
+        return out.read().decode(errors="replace")
+
+
+@contextmanager
+def _started(
+    namespace: str, *words: str, out: int | IO[bytes], to: int = subprocess.DEVNULL
+) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    """ctr as a child, and the file of what it says; it has ended when the block has."""
+    argv: Sequence[str] = ["ctr", "--namespace", namespace, *words]
+    with tempfile.TemporaryFile() as err:
+        try:
+            child = subprocess.Popen(argv, stdin=to, stdout=out, stderr=err)
+        except OSError as error:
+            raise GpusnapError(
+                f"ctr cannot be run: {reason(error)}",
+                hint="install containerd, and see that PATH has its ctr",
+            ) from error
+        try:
+            yield child, err
+        finally:
+            if child.poll() is None:
+                child.kill()
+            for pipe in (child.stdout, child.stdin):
+                if pipe is not None:
+                    _close(pipe)
+            child.wait()
+
+
+def _close(pipe: IO[bytes]) -> None:
+    with suppress(OSError):  # what is left in it has no reader
+        pipe.close()
+
+
+def _last(err: IO[bytes]) -> str:
+    """The end of what ctr said."""
+    err.seek(max(0, err.seek(0, os.SEEK_END) - _LONGEST))
+    lines = [line.strip() for line in err.read().decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1].removeprefix("ctr: ") if lines else "it says nothing of it"

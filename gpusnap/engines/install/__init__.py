@@ -1,0 +1,1 @@
+"""What `gpusnap install` writes for each engine, and takes back."""

@@ -1,0 +1,49 @@
+"""Configuration files of container engines, which `gpusnap install` looks into before it adds its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpusnap.engines.install.files import under
+from runtime_shim.errors import GpusnapError, reason
+
+__all__ = ["HEAD", "drop_ins", "read", "toml_list"]
+
+HEAD = "# Made by `gpusnap install`, which writes it anew; `gpusnap uninstall` takes it away."
+
+
+def read(path: str, whose: str) -> Mapping[str, Any] | None:
+    """A file of TOML; None where there is none. Raises GpusnapError; `whose` is the engine's name."""
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+    except OSError as error:
+        raise GpusnapError(f"{path} cannot be read: {reason(error)}", hint="run it as root") from error
+    except (ValueError, RecursionError) as error:
+        raise GpusnapError(
+            f"{path} is not TOML: {error}", hint=f"put it right; {whose} does not take it, either"
+        ) from error
+
+
+def drop_ins(root: str, folder: str, suffix: str = "") -> list[str]:
+    """The files in a folder of drop-ins, as paths of the host, in the order in which they are read."""
+    try:
+        names = sorted(os.listdir(under(root, folder)))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        where = under(root, folder)
+        raise GpusnapError(f"{where} cannot be read: {reason(error)}", hint="run it as root") from error
+    return [f"{folder}/{name}" for name in names if name.endswith(suffix)]
+
+
+def toml_list(words: Sequence[str]) -> str:
+    """Strings as a list of TOML, each once."""
+    # A string of JSON is one of TOML, as long as no character is written as a pair of surrogates.
+    return "[" + ", ".join(json.dumps(word, ensure_ascii=False) for word in dict.fromkeys(words)) + "]"

@@ -1,0 +1,140 @@
+"""The container engines of a host, for `gpusnap install`, and the containers that run by gpusnap-runtime."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+
+from gpusnap.engines.install.files import under
+from runtime_shim.errors import GpusnapError
+from runtime_shim.runtime import child_process
+from runtime_shim.runtime import find as locate
+
+__all__ = ["ENGINES", "NAMES", "Used", "containerd_version", "find", "used"]
+
+ENGINES = ("podman", "containerd", "crio")
+"""The programs by which they are recognised."""
+
+NAMES = {"podman": "Podman", "containerd": "containerd", "crio": "CRI-O"}
+
+_PROGRAM = "gpusnap-runtime"
+_PROC = "/proc"
+# Without it Podman has never had a container, and asking it would make the folder.
+_STORAGE = "/var/lib/containers/storage"
+# containerd writes the options of a task into its bundle (runtime/v2, WriteOptions in 1.7 and since).
+_BUNDLES = "/run/containerd/io.containerd.runtime.v2.task/*/*/options.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """A container whose runtime is gpusnap-runtime."""
+
+    engine: str
+    id: str
+    name: str = ""
+    """Where the engine tells it."""
+
+
+def find(root: str = "/") -> dict[str, str]:
+    """The path of each engine's program that the host has."""
+    # Of this machine's PATH only what is the tree's, too; sudo and su leave the folders for root out.
+    on_path = os.environ.get("PATH", "").split(":") if root in ("", "/") else []
+    places = [*(each for each in on_path if each.startswith("/")), *locate.SYSTEM_DIRECTORIES]
+    found = {}
+    for engine in ENGINES:
+        paths = (os.path.join(place, engine) for place in places)
+        path = next((each for each in paths if os.access(under(root, each), os.X_OK)), "")
+        if path:
+            found[engine] = path
+    return found
+
+
+def containerd_version(path: str, root: str = "/") -> int:
+    """The first number of containerd's version; 1, for which everything is done by hand, where it is not
+    known, as in a tree, whose programs may not run here."""
+    if path and root in ("", "/"):
+        with suppress(GpusnapError):
+            match = re.search(r"\sv?(\d+)\.\d+\S*", child_process.run([path, "--version"]).out)
+            return int(match[1]) if match else 1
+    return 1
+
+
+def used() -> list[Used]:
+    """The containers of this host whose runtime is gpusnap-runtime, of every engine that tells.
+
+    Raises GpusnapError where Podman is there and does not.
+    """
+    found = [*_podman(), *_containerd()]
+    known = {each.id for each in found}
+    return found + [each for each in _monitored() if each.id not in known]
+
+
+def _podman() -> Iterator[Used]:
+    path = find().get("podman")
+    if not path or not os.path.isdir(_STORAGE):
+        return
+    ids = _ask(path, "container", "ls", "--all", "--quiet", "--no-trunc").split()
+    if not ids:
+        return
+    # One that is removed between the two calls is an error of the second, which says the others all the same.
+    form = "{{.OCIRuntime}}\t{{.Id}}\t{{.Name}}"
+    done = child_process.run([path, "container", "inspect", "--format", form, *ids])
+    for line in done.out.splitlines():
+        runtime, _, rest = line.partition("\t")
+        identity, _, name = rest.partition("\t")
+        if os.path.basename(runtime) == _PROGRAM:
+            yield Used("podman", identity, name)
+
+
+def _ask(*argv: str) -> str:
+    done = child_process.run(argv)
+    if done.code:
+        said = (done.err.strip().splitlines() or ["nothing"])[-1]
+        raise GpusnapError(f"Podman does not list its containers: {said}", hint="see podman ps --all")
+    return done.out
+
+
+def _containerd() -> Iterator[Used]:
+    for path in sorted(glob.glob(_BUNDLES)):
+        try:
+            with open(path, "rb") as file:
+                options = file.read(1 << 16)
+        except OSError:
+            continue  # the task has ended
+        if _PROGRAM.encode() in options:
+            yield Used("containerd", os.path.basename(os.path.dirname(path)))
+
+
+def _monitored() -> Iterator[Used]:
+    """Those of CRI-O, and of Podman with another storage, by what watches each: conmon -r RUNTIME -c ID."""
+    # In a chroot to a node's root, as in a pod, /proc shows the node's processes, and 1 is the node's.
+    here = {_namespace("self"), _namespace("1")} - {""}
+    for entry in sorted(os.listdir(_PROC)):
+        if not entry.isdigit():
+            continue
+        try:
+            # Those of another host within this one, as in a container with an engine of its own, are its own.
+            if _namespace(entry) not in here:
+                continue
+            with open(f"{_PROC}/{entry}/cmdline", "rb") as file:
+                words = [os.fsdecode(word) for word in file.read().split(b"\0")]
+        except OSError:
+            continue
+        if os.path.basename(words[0]) != "conmon":
+            continue
+        options = dict(pairwise(words))
+        if os.path.basename(options.get("-r", "")) == _PROGRAM:
+            yield Used("crio", options.get("-c", "?"))
+
+
+def _namespace(process: str) -> str:
+    """The PID namespace of a process; "" where it cannot be told, as of one that has ended."""
+    try:
+        return os.readlink(f"{_PROC}/{process}/ns/pid")
+    except OSError:
+        return ""

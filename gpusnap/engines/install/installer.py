@@ -1,0 +1,273 @@
+"""What `gpusnap install` puts on a host, the record of it, and how it is taken away again.
+
+What is found in one of its record's states is ours; anything else is somebody's, and is neither replaced nor
+removed without `force`. The record is written before the first file, with what is there and what is to
+come, and once more after the last, each time in one step: whenever an installation is cut off, the next one
+completes it, and `uninstall` takes away what there is of it. A folder is in it where it was made, and is
+removed when it is empty. The record's own folder has to be there before the record: until that says whose it
+is, and again while it goes, the sticky bit tells that it was made for it.
+
+Paths are those of the host; with `root` the files lie in that tree instead, for images of hosts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from gpusnap.engines.install import files
+from gpusnap.engines.install.files import check_inside, file_state, state, under
+from gpusnap.engines.install.record import RECORD, Entry, Record, load, save
+from runtime_shim.errors import GpusnapError, reason
+
+__all__ = ["RECORD", "Change", "Entry", "Item", "Record", "install", "load", "uninstall"]
+
+_OWN = os.path.dirname(RECORD)
+_OWN_MODE = 0o755
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A file, or with `target` a symbolic link, that is to be there."""
+
+    path: str
+    part: str
+    """What it is for: runtime, settings, podman, containerd, crio."""
+    data: bytes = b""
+    mode: int = 0o644
+    target: str = ""
+    yields: bool = False
+    """One that is there already stays, whatever it holds."""
+
+    @property
+    def state(self) -> str:
+        """How it is once it is there."""
+        return f"link:{self.target}" if self.target else file_state(self.data, self.mode)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What became of a path, or would."""
+
+    what: str
+    """written, replaced, unchanged, kept (somebody's, and meant to be), removed, gone (it was missing
+    already), left (somebody changed it)."""
+    path: str
+
+
+def install(
+    items: Sequence[Item],
+    *,
+    parts: Collection[str] | None = None,
+    root: str = "/",
+    force: bool = False,
+    dry_run: bool = False,
+) -> list[Change]:
+    """Put the items there, in their order, and take away what an earlier call put there for the same parts.
+
+    parts: those that are installed, where that is not told by the items. What somebody has changed since an
+    earlier call, and is none of the items, stays with `force`, too. Raises GpusnapError, before anything is
+    changed, where somebody else's file is in the way and `force` is not given, or a link leads out of the
+    tree; and where a file cannot be written, after which the same call goes on.
+    """
+    parts = {item.part for item in items} if parts is None else parts
+    _check_tree(root, (item.path for item in items))
+    before = load(root)
+    foreseen = [Change(_verdict(item, before, root, force), item.path) for item in items]
+    if dry_run:
+        stale = _stale(items, parts, before)
+        return foreseen + [Change(_taken(each, root, False, dry_run=True), each.path) for each in stale]
+    with _alone(root):
+        return _install(items, parts, root, force)
+
+
+def _check_tree(root: str, paths: Iterator[str]) -> None:
+    record = load(root)
+    for path in (*paths, *(each.path for each in record.entries), *record.folders):
+        check_inside(root, path)
+
+
+def _install(items: Sequence[Item], parts: Collection[str], root: str, force: bool) -> list[Change]:
+    before = load(root)
+    plan = [(item, _verdict(item, before, root, force)) for item in items]
+    stale = _stale(items, parts, before)
+    ours = [item for item, what in plan if what in ("written", "replaced") or _has(before, item)]
+    made = [_OWN] if _is_marked(root) else []
+    folders = tuple(dict.fromkeys((*before.folders, *made, *_missing(ours, root))))
+    under_way = Record(_entries(before, [_pending(item, before) for item in ours]), folders)
+    save(under_way, root, before)
+    if made:
+        os.chmod(under(root, _OWN), _OWN_MODE)
+    changes = []
+    for item, what in plan:
+        if what in ("written", "replaced"):
+            _put(item, root)
+        changes.append(Change(what, item.path))
+    for each in stale:
+        changes.append(Change(_taken(each, root, False, dry_run=False), each.path))
+    done = _entries(under_way, [Entry(item.path, item.part, (item.state,)) for item in ours])
+    kept = tuple(each for each in done if each not in stale)
+    save(Record(kept, folders), root, under_way)
+    return changes
+
+
+def _entries(before: Record, new: Sequence[Entry]) -> tuple[Entry, ...]:
+    """Those of a record with new ones in their places, or behind: the last put is the first taken away."""
+    by_path = {each.path: each for each in new}
+    places = [by_path.pop(each.path, each) for each in before.entries]
+    return (*places, *by_path.values())
+
+
+def _verdict(item: Item, before: Record, root: str, force: bool) -> str:
+    path = under(root, item.path)
+    now = state(path)
+    entry = before.entry(item.path)
+    if now is None:
+        return "written"
+    if now == item.state:
+        return "unchanged"
+    if entry is not None and now in entry.states:
+        return "replaced"
+    if item.yields:
+        return "kept"
+    if force and now != "other":
+        return "replaced"
+    raise GpusnapError(
+        f"{path} is there, and not as gpusnap writes it",
+        hint="look at it, and move it away"
+        if now == "other"
+        else "look at it, and give --force to replace it",
+    )
+
+
+def _has(before: Record, item: Item) -> bool:
+    return before.entry(item.path) is not None
+
+
+def _pending(item: Item, before: Record) -> Entry:
+    entry = before.entry(item.path)
+    earlier = entry.states if entry is not None else ()
+    return Entry(item.path, item.part, tuple(dict.fromkeys((*earlier, item.state))))
+
+
+def _stale(items: Sequence[Item], parts: Collection[str], before: Record) -> list[Entry]:
+    paths = {item.path for item in items}
+    return [each for each in before.entries if each.part in parts and each.path not in paths]
+
+
+def _missing(items: Sequence[Item], root: str) -> Iterator[str]:
+    """The folders that are to be made, each before what is in it."""
+    seen: set[str] = set()
+    for item in items:
+        wanted = []
+        folder = os.path.dirname(item.path)
+        while folder not in seen and not os.path.isdir(under(root, folder)):
+            seen.add(folder)
+            wanted.append(folder)
+            folder = os.path.dirname(folder)
+        yield from reversed(wanted)
+
+
+def uninstall(*, root: str = "/", force: bool = False, dry_run: bool = False) -> list[Change]:
+    """Take away what is in the record, the last first, and the record itself.
+
+    What somebody changed stays without `force`. Raises GpusnapError where something cannot be removed; the
+    record is then as it was, and the same call goes on.
+    """
+    _check_tree(root, iter(()))
+    record = load(root)
+    if dry_run:
+        return [
+            Change(_taken(each, root, force, dry_run=True), each.path) for each in reversed(record.entries)
+        ]
+    path = under(root, RECORD)
+    if not os.path.lexists(path):
+        # One that was cut off at its very beginning, or at its very end, left no more than this.
+        files.unlink(files.pending(path))
+        _leave(root)
+        return []
+    with _alone(root):
+        record = load(root)
+        changes = [
+            Change(_taken(each, root, force, dry_run=False), each.path) for each in reversed(record.entries)
+        ]
+        for folder in reversed(record.folders):
+            files.remove_folder(under(root, folder))
+        files.unlink(files.pending(path))
+        if _OWN in record.folders:
+            os.chmod(under(root, _OWN), _OWN_MODE | stat.S_ISVTX)
+        files.unlink(path)
+        _leave(root)
+    return changes
+
+
+def _taken(entry: Entry, root: str, force: bool, *, dry_run: bool) -> str:
+    """Remove it, unless it is somebody's; what became of it."""
+    path = under(root, entry.path)
+    now = state(path)
+    if not dry_run:
+        files.unlink(files.pending(path))
+    if now is None:
+        return "gone"
+    if now not in entry.states and (not force or now == "other"):
+        return "left"
+    if not dry_run:
+        files.unlink(path)
+    return "removed"
+
+
+def _put(item: Item, root: str) -> None:
+    path = under(root, item.path)
+    try:
+        files.make_folder(os.path.dirname(path))
+        if item.target:
+            files.put_link(path, item.target)
+        else:
+            files.put_file(path, item.data, item.mode)
+    except OSError as error:
+        raise GpusnapError(f"{path} cannot be written: {reason(error)}", hint="run it as root") from error
+
+
+def _is_marked(root: str) -> bool:
+    """Whether the record's folder was made for it, and no record says so."""
+    try:
+        return bool(os.stat(under(root, _OWN)).st_mode & stat.S_ISVTX)
+    except OSError:
+        return False
+
+
+def _leave(root: str) -> None:
+    """Remove the record's folder where it was made for it; with something in it, it is somebody's now."""
+    if _is_marked(root):
+        files.remove_folder(under(root, _OWN))
+        with suppress(OSError):
+            os.chmod(under(root, _OWN), _OWN_MODE)
+
+
+@contextmanager
+def _alone(root: str) -> Iterator[None]:
+    """Nobody else installs meanwhile. The record's folder is made for it, and marked."""
+    folder = under(root, _OWN)
+    try:
+        files.make_folder(os.path.dirname(folder))
+        with suppress(FileExistsError):
+            os.mkdir(folder, _OWN_MODE | stat.S_ISVTX)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise GpusnapError(
+            f"the folder {folder} cannot be made: {reason(error)}", hint="run it as root"
+        ) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise GpusnapError(
+                "another gpusnap install or uninstall is under way", hint="run it again when that has ended"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,170 @@
+"""gpusnap-runtime for `gpusnap install`: which program the engines are to run, and the settings file.
+
+A distribution's package has the launcher in /usr/bin, and nothing is to be put anywhere. A wheel brings the
+launcher as a file among its own: static, without a C library, with the path ENTRY compiled in, because Podman
+runs it with an environment of two variables. So it is copied to LAUNCHER, and ENTRY becomes a link to the
+console script of the environment that gpusnap runs in, wherever that is. A wheel that was built without a C
+compiler has none, and the engines run the console script: thirty milliseconds slower for each command.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import sysconfig
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import runtime_shim
+from gpusnap.engines.install.files import under
+from gpusnap.engines.install.installer import Item
+from runtime_shim import settings
+from runtime_shim.errors import GpusnapError, reason
+
+__all__ = [
+    "ANOTHER_LAUNCHER",
+    "ENTRY",
+    "LAUNCHER",
+    "PROGRAM",
+    "Program",
+    "find_program",
+    "program",
+    "settings_item",
+    "settings_text",
+]
+
+PROGRAM = "gpusnap-runtime"
+LAUNCHER = "/usr/local/bin/gpusnap-runtime"
+ANOTHER_LAUNCHER = "/usr/local/libexec/gpusnap/launcher/gpusnap-runtime"
+"""Where that name is a link to the environment's script, as `pipx install --global` makes it."""
+ENTRY = "/usr/local/libexec/gpusnap/gpusnap-runtime"
+"""The same as PYTHON_ENTRY of the launcher in a wheel; see setup.py."""
+
+_SLOW = "the launcher in C is not in this installation: each command of an engine takes 30 ms more"
+_PACKAGED = Path(runtime_shim.__file__).parent / "launcher" / PROGRAM
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What the engines are to run."""
+
+    path: str
+    items: tuple[Item, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def program(root: str = "/", packaged: Path = _PACKAGED) -> Program:
+    """What the engines are to run, and what has to be there for it.
+
+    `packaged` is the launcher that a wheel brings. Raises GpusnapError where gpusnap is not installed.
+    """
+    script = find_program(root)
+    if script in (LAUNCHER, ENTRY):  # pip without an environment: the launcher would call itself
+        return Program(script, notes=(_SLOW,))
+    try:
+        data = packaged.read_bytes()
+    except FileNotFoundError:
+        slow = _is_script(under(root, script))
+        return Program(script, notes=(_SLOW,) if slow else ())
+    except OSError as error:
+        raise GpusnapError(
+            f"the launcher {packaged} cannot be read: {reason(error)}", hint="install gpusnap anew"
+        ) from error
+    entry = Item(ENTRY, "runtime", target=script)
+    path = ANOTHER_LAUNCHER if _leads(LAUNCHER, script, root) else LAUNCHER
+    return Program(path, (entry, Item(path, "runtime", data, 0o755)))
+
+
+def _leads(path: str, target: str, root: str) -> bool:
+    """Whether a path is a link to what `target` is, both of the host."""
+    place = under(root, path)
+    if not os.path.islink(place):
+        return False
+    led = under(root, os.path.join(os.path.dirname(path), os.readlink(place)))
+    return os.path.realpath(led) == os.path.realpath(under(root, target))
+
+
+def find_program(root: str = "/", name: str = PROGRAM) -> str:
+    """An installed program: beside the command that runs, or where Python puts commands.
+
+    A path of the host, that is without `root`, and with the links in it: a link to the version that counts
+    is to count for the engines, too. Raises GpusnapError where there is none.
+    """
+    own = sys.argv[0] if sys.argv and sys.argv[0] else ""
+    places = [os.path.dirname(path) for path in (os.path.abspath(own), os.path.realpath(own)) if own]
+    if places and os.path.join(places[0], name) in (LAUNCHER, ENTRY):
+        del places[0]  # they are links to the program, or call it
+    places += [sysconfig.get_path("scripts")]
+    inside = [_inside(place, root) for place in dict.fromkeys(places)]
+    for place in inside:
+        path = os.path.join(place, name)
+        with suppress(OSError):
+            found = os.stat(under(root, path))
+            if stat.S_ISREG(found.st_mode) and found.st_mode & 0o111:
+                return path
+    raise GpusnapError(
+        f"the program {name} is not in {' or '.join(inside)}",
+        hint="install gpusnap with pipx, pip or its Debian package, which bring it, into this tree",
+    )
+
+
+def _inside(path: str, root: str) -> str:
+    """A path of this machine as one of the tree `root`; as it is where it is not in there."""
+    if root in ("", "/"):
+        return path
+    relative = os.path.relpath(path, os.path.realpath(root))
+    # A tree made for it may have the same folders as this machine, as /usr/bin.
+    return path if relative.startswith("..") else "/" + relative
+
+
+def _is_script(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(2) == b"#!"
+    except OSError:
+        return False
+
+
+def settings_item() -> Item:
+    """The settings file with all defaults as comments; one that is there stays."""
+    return Item(settings.SETTINGS_FILE, "settings", settings_text().encode(), yields=True)
+
+
+def settings_text() -> str:
+    """All settings with their defaults, as comments."""
+    lines = ["# gpusnap's settings, with their defaults; docs/settings.md says what each of them does.", "#"]
+    lines += ["# `gpusnap settings` checks this file and shows what holds.", ""]
+    section = ""
+    for name in sorted(settings.TABLE, key=lambda name: "." in name):
+        table = name.rpartition(".")[0]
+        if table != section:
+            section = table
+            lines.append("")
+        # Whole names and no [table], so that a line can be appended, too.
+        lines.append(f"# {name} = {_toml(_default(name))}")
+    return "\n".join(lines) + "\n"
+
+
+def _default(name: str) -> Any:
+    value: Any = settings.Settings()
+    for part in name.split("."):
+        names = {field.name for field in fields(value)}
+        attribute = part.replace("-", "_")
+        assert attribute in names, name
+        value = getattr(value, attribute)
+    return value if name != "gpu-map" else ""
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    assert isinstance(value, str), value
+    assert not set('"\\\n') & set(value), value
+    return f'"{value}"'

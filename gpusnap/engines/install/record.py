@@ -1,0 +1,113 @@
+"""The record of what `gpusnap install` put on a host: /etc/gpusnap/installed.json.
+
+    {"version": 1, "gpusnap": "0.1.0",
+     "entries": [{"path", "part", "states": [STATE, …]}, …],
+     "folders": [PATH, …]}
+
+A STATE is what lies at a path: "sha256:HEX MODE" of a file, "link:TARGET" of a symbolic link.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpusnap.engines.install.files import check_inside, put_file, under
+from oci.base.json_text import parse_json
+from runtime_shim._version import __version__
+from runtime_shim.errors import GpusnapError, reason
+
+__all__ = ["RECORD", "Entry", "Record", "load", "save"]
+
+RECORD = "/etc/gpusnap/installed.json"
+
+_VERSION = 1
+_LIMIT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A path in the record."""
+
+    path: str
+    part: str
+    """What it is for: runtime, settings, podman, containerd, crio."""
+    states: tuple[str, ...]
+    """Those in which it is ours: more than one only while an installation is under way, or cut off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What was put on this host."""
+
+    entries: tuple[Entry, ...] = ()
+    folders: tuple[str, ...] = ()
+    """That were made for it, each before what is in it."""
+    version: str = __version__
+    """Of the gpusnap that wrote it."""
+
+    def entry(self, path: str) -> Entry | None:
+        """What it says of a path."""
+        return next((each for each in self.entries if each.path == path), None)
+
+
+def load(root: str = "/") -> Record:
+    """The record of a host; an empty one where there is none. Raises GpusnapError where it is damaged."""
+    check_inside(root, RECORD)
+    path = under(root, RECORD)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_LIMIT + 1)
+    except FileNotFoundError:
+        return Record()
+    except OSError as error:
+        raise GpusnapError(
+            f"the record {path} cannot be read: {reason(error)}", hint="run it as root"
+        ) from error
+    try:
+        return _decoded(parse_json(data))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise GpusnapError(
+            f"the record {path} of what was installed is damaged: {error!r}",
+            hint="look at it; without it, gpusnap install --force writes a new one",
+        ) from error
+
+
+def _decoded(document: Any) -> Record:
+    if document["version"] != _VERSION:
+        raise ValueError(f"version {document['version']!r}, where this gpusnap knows {_VERSION}")
+    entries = tuple(
+        Entry(_path(each["path"]), str(each["part"]), tuple(map(str, each["states"])))
+        for each in document["entries"]
+    )
+    return Record(entries, tuple(map(_path, document["folders"])), str(document["gpusnap"]))
+
+
+def _path(value: Any) -> str:
+    """Of a record, by which root removes files: absolute, and without a step up."""
+    if not isinstance(value, str) or not value.startswith("/") or os.path.normpath(value) != value:
+        raise ValueError(f"{value!r} is no plain absolute path")
+    return value
+
+
+def save(record: Record, root: str, before: Record) -> None:
+    """Write the record where it says anything new. Raises GpusnapError."""
+    if replace(record, version=before.version) == before and before.version == __version__:
+        return
+    entries = [{"path": e.path, "part": e.part, "states": list(e.states)} for e in record.entries]
+    document: Mapping[str, Any] = {
+        "version": _VERSION,
+        "gpusnap": __version__,
+        "entries": entries,
+        "folders": list(record.folders),
+    }
+    path = under(root, RECORD)
+    try:
+        put_file(path, json.dumps(document, indent=1).encode() + b"\n", 0o644)
+    except OSError as error:
+        raise GpusnapError(
+            f"the record {path} cannot be written: {reason(error)}", hint="run it as root"
+        ) from error

@@ -1,0 +1,350 @@
+"""Podman as a child of ours: what it knows of a container, a checkpoint, a restore.
+
+It runs in a process group of its own, so that what a terminal sends comes to us alone. We hand a signal on to
+the runtime that works for Podman, which undoes what it did and has Podman say so; where none runs yet, to
+Podman. Where a checkpoint has ended the container, and Podman exports it, nobody gets it: with --rm there is
+nothing else left of the container than what Podman then writes. What Podman prints is for us: of a failure,
+the sentence.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import IO, Any
+
+from gpusnap.user_errors import NotFound
+from oci.base.json_text import parse_json
+from runtime_shim.errors import ContainerError, GpusnapError, Interrupted, reason
+from runtime_shim.log import NOTE, note
+from runtime_shim.process import proc
+
+__all__ = ["Container", "check", "checkpoint", "container", "ids", "not_running", "remove", "restore"]
+
+_RUNTIME = "gpusnap-runtime"
+# In the environment of Podman, which a restore's runtime has from conmon.
+_MARK = "GPUSNAP_CALLER"
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_EVERY = 0.25
+_LONGEST = 64 << 10
+# How Podman names what its runtime did: by its command line, or by what it wrote into its log.
+_OF_THE_RUNTIME = re.compile(r"failed: (?:exit status|signal: )|OCI runtime|conmon|gpusnap: ")
+# How Podman says that the runtime was killed: its own child at a checkpoint, a child of conmon at a restore.
+_KILLED = re.compile(r"^Error: .*(?:failed: signal: killed|no logs from conmon)", re.MULTILINE)
+_LOG_LINE = re.compile(r'^time="[^"]*" level=\w+ msg="(.*)"$')
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """What Podman says of a container."""
+
+    id: str
+    name: str
+    runtime: str
+    """Its name in containers.conf, or a path."""
+    status: str
+    """running, paused, exited, …"""
+    checkpoint_path: str = ""
+    """Where its last checkpoint is in Podman's storage, if there is one."""
+    init: int = 0
+    """The PID of its first process; 0 where it does not run."""
+    auto_remove: bool = False
+    """Podman removes it when it ends, as with --rm, and its checkpoint with it."""
+    upper: str = ""
+    """The folder of the files that it has changed (overlay); empty where the storage has no such folder."""
+    checkpointed: bool = False
+    """A checkpoint ended it, and Podman can restore it from there."""
+
+
+def container(wanted: str) -> Container:
+    """By name or by ID, or the beginning of one. Raises NotFound, GpusnapError."""
+    done = _ask("container", "inspect", "--", wanted)
+    if done.code:
+        if "no such container" in done.err.lower():
+            hint = "podman ps --all lists them" if os.geteuid() == 0 else "root's are only seen by root"
+            raise NotFound(f"there is no container {wanted}", hint=hint)
+        raise GpusnapError(f"Podman does not tell of the container {wanted}: {_sentence(done)}")
+    try:
+        (found,) = parse_json(done.out)
+        return _container(found)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise GpusnapError(
+            f"what Podman says of the container {wanted} is not understood: {error!r}"
+        ) from error
+
+
+def _container(found: Mapping[str, Any]) -> Container:
+    """Of what `podman container inspect` prints. Raises what a document of another form does."""
+    state, driver = found["State"], found.get("GraphDriver") or {}
+    own = found.get("StaticDir") or ""
+    return Container(
+        id=str(found["Id"]),
+        name=str(found["Name"]),
+        runtime=str(found["OCIRuntime"]),
+        status=str(state["Status"]),
+        # Podman keeps the path only of a checkpoint that it called done (libpod, ContainerState).
+        checkpoint_path=str(state.get("CheckpointPath") or (os.path.join(own, "checkpoint") if own else "")),
+        init=int(state.get("Pid") or 0),
+        auto_remove=bool((found.get("HostConfig") or {}).get("AutoRemove")),
+        upper=str((driver.get("Data") or {}).get("UpperDir") or ""),
+        checkpointed=bool(state.get("Checkpointed")),
+    )
+
+
+def ids() -> set[str]:
+    """Of all containers. Raises GpusnapError."""
+    done = _ask("ps", "--all", "--quiet", "--no-trunc")
+    if done.code:
+        raise GpusnapError(f"Podman does not list its containers: {_sentence(done)}")
+    return set(done.out.split())
+
+
+def remove(container_id: str) -> None:
+    """Remove a container, whatever it does. Raises GpusnapError."""
+    done = _ask("rm", "--force", "--time", "0", container_id)
+    if done.code:
+        raise GpusnapError(f"the container {container_id[:12]} cannot be removed: {_sentence(done)}")
+
+
+def check(found: Container) -> None:
+    """Raise ContainerError where gpusnap cannot checkpoint it as it is."""
+    if found.status == "paused":
+        raise ContainerError(
+            f"the container {found.name} is paused, and Podman checkpoints none that is",
+            hint=f"podman unpause {found.name}",
+        )
+    if found.status != "running":
+        raise not_running(found)
+    if not _is_ours(found.runtime):
+        raise ContainerError(
+            f"the container {found.name} runs under {found.runtime}, which knows no GPUs",
+            hint=f"create it with podman --runtime {_RUNTIME} run …, or make that the runtime in "
+            "containers.conf",
+        )
+
+
+def not_running(found: Container) -> ContainerError:
+    """The error for one that does not run: of one that a checkpoint ended, podman start loses the memory."""
+    if found.checkpointed:
+        return ContainerError(
+            f"the container {found.name} is not running: a checkpoint ended it",
+            hint=f"podman container restore {found.name} restores it; podman start would lose its memory",
+        )
+    return ContainerError(
+        f"the container {found.name} is not running: it is {found.status}", hint=f"podman start {found.name}"
+    )
+
+
+def checkpoint(
+    of: Container, archive: str, options: Sequence[str], *, tick: Callable[[], None] = lambda: None
+) -> bool:
+    """Have Podman checkpoint a container into an archive. `tick` is called several times a second.
+
+    Whether a signal came that nobody heeded: it is the caller's to say. Raises GpusnapError with the sentence
+    of who failed; Interrupted where a signal came and it failed.
+    """
+    words = ("container", "checkpoint", "--export", archive, *options, of.id)
+    first = proc.process(of.init) if of.init else None
+
+    def ended() -> bool:
+        return first is not None and (not proc.same(first.pid, first.start) or proc.dying(first.pid))
+
+    return _work(words, {}, tick, ended)[1]
+
+
+def restore(
+    archive: str,
+    options: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    tick: Callable[[], None] = lambda: None,
+) -> str:
+    """Have Podman make a container from an archive and run it on; its ID. Raises as `checkpoint` does."""
+    return _work(("container", "restore", "--import", archive, *options), environment, tick)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    code: int
+    out: str
+    err: str
+
+
+def _ask(*words: str) -> _Done:
+    with _started(words, os.environ) as (child, out, err):
+        child.wait()
+        return _ended(child, out, err)
+
+
+def _work(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    tick: Callable[[], None],
+    ended: Callable[[], bool] = lambda: False,
+) -> tuple[str, bool]:
+    """What Podman prints, and whether a signal came. `ended`: from then on Podman is left alone."""
+    mark = secrets.token_hex(8)
+    with (
+        _passing_on(mark, ended) as relay,
+        _started(words, {**os.environ, **environment, _MARK: mark}) as (child, out, err),
+    ):
+        relay.to(child.pid)
+        while child.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(_EVERY)
+            tick()
+        done = _ended(child, out, err)
+    if done.code:
+        if relay.passed:
+            raise Interrupted(_own(done) or f"podman {words[0]} {words[1]} was interrupted")
+        if not _own(done) and _KILLED.search(done.err):
+            raise GpusnapError(
+                f"{_RUNTIME}, which Podman runs for the {words[1]}, was killed or ended without a message",
+                hint="run gpusnap recover, then try again",
+            )
+        raise GpusnapError(_sentence(done))
+    for line in done.err.splitlines():
+        _, ours, text = line.partition(f"gpusnap: {NOTE}")
+        if ours:
+            note(text)
+    return done.out.strip(), bool(relay.came)
+
+
+@contextmanager
+def _started(
+    words: Sequence[str], environment: Mapping[str, str]
+) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]]:
+    # Files: nobody has to read along, and a child of Podman's may keep them open.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        try:
+            child = subprocess.Popen(
+                ["podman", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=dict(environment),
+                process_group=0,
+            )
+        except OSError as error:
+            raise GpusnapError(
+                f"podman cannot be run: {reason(error)}", hint="install Podman, and see that PATH has it"
+            ) from error
+        yield child, out, err
+
+
+def _ended(child: subprocess.Popen[bytes], out: IO[bytes], err: IO[bytes]) -> _Done:
+    return _Done(child.returncode, _text(out), _text(err))
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST * 16))
+    return file.read().decode(errors="replace")
+
+
+class _Relay:
+    """Signals on their way to who works for Podman; those that come before it runs are kept for it."""
+
+    def __init__(self, mark: str, ended: Callable[[], bool]) -> None:
+        self.came: list[int] = []
+        self.passed = False
+        self._mark, self._podman, self._ended = mark, 0, ended
+
+    def to(self, podman: int) -> None:
+        """It runs, as this PID."""
+        self._podman = podman
+        for number in list(self.came):
+            self._send(number)
+
+    def pass_on(self, number: int, _frame: object) -> None:
+        """A handler of signals."""
+        self.came.append(number)
+        if self._podman:
+            self._send(number)
+
+    def _send(self, number: int) -> None:
+        ended = self._ended()  # before the runtime is looked for, which may end in between
+        worker = _worker(self._podman, self._mark)
+        if ended and not worker:
+            return
+        self.passed = True
+        with suppress(ProcessLookupError):
+            os.kill(worker or self._podman, number)
+
+
+@contextmanager
+def _passing_on(mark: str, ended: Callable[[], bool]) -> Iterator[_Relay]:
+    """Hand signals on while the block runs."""
+    relay = _Relay(mark, ended)
+    if threading.current_thread() is not threading.main_thread():
+        yield relay  # nobody else gets a signal
+        return
+    ours = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, relay.pass_on) for number in ours}
+    try:
+        yield relay
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _worker(podman: int, mark: str) -> int:
+    """The runtime that works for Podman at this moment; 0 where there is none."""
+    for pid in proc.pids():
+        words = proc.command(pid)
+        if "--image-path" not in words:
+            continue
+        if proc.parent(pid) == podman:
+            return pid
+        # At a restore it is a child of conmon, which is nobody's.
+        if proc.comm(proc.parent(pid)) == "conmon" and _has(pid, mark):
+            return pid
+    return 0
+
+
+def _has(pid: int, mark: str) -> bool:
+    return proc.environment(pid).get(_MARK) == mark
+
+
+def _sentence(done: _Done) -> str:
+    """What went wrong, in the words of who failed first: gpusnap's own, or else Podman's."""
+    own = _own(done)
+    if own:
+        return own
+    lines = [line.strip() for line in done.err.splitlines() if line.strip()]
+    for line in reversed(lines):
+        if line.startswith("Error: "):
+            return f"Podman failed: {line.removeprefix('Error: ')}"
+    last = _LOG_LINE.sub(r"\1", lines[-1]) if lines else f"exit code {done.code}"
+    return f"Podman failed: {last}"
+
+
+def _own(done: _Done) -> str:
+    """What gpusnap-runtime said; "" where it said nothing, or Podman failed when it had done its work."""
+    lines = done.err.splitlines()
+    ends = [line for line in lines if line.startswith("Error: ")]
+    if ends and not _OF_THE_RUNTIME.search(ends[-1]):
+        return ""  # then what the runtime said is a note
+    for line in lines:
+        before, ours, text = line.partition("gpusnap: ")
+        if ours and "level=warning" not in before and not text.startswith(NOTE):
+            return text.strip().removesuffix('"')
+    return ""
+
+
+def _is_ours(runtime: str) -> bool:
+    """Whether that runtime is gpusnap's, by its own name or another's in whose place it is."""
+    if os.path.basename(runtime) == _RUNTIME:
+        return True
+    path = runtime
+    if not runtime.startswith("/"):
+        done = _ask("--runtime", runtime, "info", "--format", "{{.Host.OCIRuntime.Path}}")
+        path = done.out.strip() if done.code == 0 else ""
+    return os.path.basename(os.path.realpath(path)) == _RUNTIME

@@ -1,0 +1,1 @@
+"""What the commands do: checkpoint, restore, push and pull, verify, diff."""

@@ -1,0 +1,361 @@
+"""`gpusnap checkpoint`: a running container becomes an artifact in a store or a registry, or an archive.
+
+Podman does the checkpoint, and gpusnap-runtime puts all memory straight into the store, so that what Podman
+exports is small; that is taken apart into the records of the same artifact. An error after Podman ended the
+container loses nothing: the checkpoint is in Podman's storage, too, and where Podman removes that at the
+container's end (--rm), what it exported stays; see failed_export.py. Only if Podman's own export fails is
+such a container gone, which is why its room is looked for first; see disk_space.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shlex
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from gpusnap.checkpoints import artifact as kept
+from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.formats.names import ARCHIVE, CONFIG, FIRST
+from gpusnap.engines import podman
+from gpusnap.operations import disk_space, push_pull
+from gpusnap.operations import open as source
+from gpusnap.operations.failed_export import Export, exported
+from gpusnap.operations.push_pull import Pushed
+from gpusnap.progress import Progress, Tick, grown
+from gpusnap.user_errors import told
+from oci.base.errors import OciError
+from oci.base.files import name_new
+from oci.layout.documents import empty_descriptor
+from oci.store.store import Staging, Store, check_name
+from oci.tar.archive import entries, read_member
+from runtime_shim import settings as settings_file
+from runtime_shim.errors import GpusnapError, ImageError, Interrupted, UsageError, reason
+from runtime_shim.records import manifest
+from runtime_shim.shim import overrides
+from runtime_shim.snapshot.memory.destination import StoreHome
+
+__all__ = ["Made", "Wish", "checkpoint"]
+
+_BLOBS = ("blobs", "sha256")
+_COMPRESSION = {".tar": "none", ".tar.gz": "gzip", ".tgz": "gzip", ".tar.zst": "zstd"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What shall be checkpointed, how, and where to; without `to`, into this host's store."""
+
+    container: str
+    to: locator.Place | None = None
+    name: str = ""
+    leave_running: bool = False
+    tcp_established: bool = False
+    file_locks: bool = False
+    ignore_rootfs: bool = False
+    force: bool = False
+    plain_http: bool = False
+
+    def options(self) -> list[str]:
+        """For Podman."""
+        chosen = {
+            "--leave-running": self.leave_running,
+            "--tcp-established": self.tcp_established,
+            "--file-locks": self.file_locks,
+            "--ignore-rootfs": self.ignore_rootfs,
+        }
+        return [option for option, wanted in chosen.items() if wanted]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A checkpoint that was made. Sizes are bytes."""
+
+    container: podman.Container
+    seconds: float
+    gpu_memory: int
+    size: int
+    """Of all blobs, or of the archive."""
+    new: int
+    """Of these, bytes that the store did not have."""
+    name: str = ""
+    digest: str = ""
+    store: str = ""
+    file: str = ""
+    """The archive; then the three above are empty."""
+    pushed: Pushed | None = None
+
+
+def checkpoint(wish: Wish, progress: Progress) -> Made:
+    """Make it. Raises NotFound, ContainerError, Interrupted, GpusnapError."""
+    began = time.monotonic()
+    if isinstance(wish.to, locator.InRegistry) and wish.to.reference.digest:
+        raise UsageError(f"{wish.to.reference} names a digest, which no checkpoint has before it is made")
+    settings_file.usable()  # gpusnap-runtime would refuse, and Podman not always show why
+    found = podman.container(wish.container)
+    podman.check(found)
+    if isinstance(wish.to, locator.InFile):
+        return _to_file(wish, found, wish.to.path, progress, began)
+    if isinstance(wish.to, locator.InRegistry):
+        progress.stage(f"asking {wish.to.reference.registry}")
+        _ask(wish.to, plain_http=wish.plain_http)
+    made = _to_store(wish, found, progress, began)
+    if not isinstance(wish.to, locator.InRegistry):
+        return made
+    try:
+        pushed = push_pull.push_kept(
+            Store(made.store), made.digest, wish.to, plain_http=wish.plain_http, progress=progress
+        )
+    except (GpusnapError, KeyboardInterrupt) as error:
+        said = error if isinstance(error, GpusnapError) else Interrupted("it was interrupted")
+        plain_http = " --plain-http" if wish.plain_http or wish.to.plain_http else ""
+        raise type(said)(
+            f"the checkpoint is in {made.store} as {made.name}, and was not pushed: {said}",
+            hint=f"gpusnap push {made.name} {wish.to.reference}{plain_http} goes on",
+        ) from error
+    return Made(
+        found,
+        time.monotonic() - began,
+        made.gpu_memory,
+        made.size,
+        made.new,
+        made.name,
+        made.digest,
+        made.store,
+        pushed=pushed,
+    )
+
+
+def _ask(to: locator.InRegistry, *, plain_http: bool) -> None:
+    """See that the registry answers and lets us in, before a container ends for its sake."""
+    with told(), source.open_repository(to, plain_http=plain_http) as repository:
+        repository.has_blob(empty_descriptor().digest, pushing=True)
+
+
+def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: float) -> Made:
+    store = wish.to.store if isinstance(wish.to, locator.InStore) else locator.default_store()
+    with told():
+        name = _name(wish, found)
+        store.create()
+        disk_space.check(found, store.path, rootfs=not wish.ignore_rootfs, twice=True, gpus=False)
+        with _staged(wish, found, store) as (staging, export), ExitStack() as order:
+            before, blobs = kept.roots(store), _blobs(store)
+            progress.stage(f"checkpoint of {found.name}")
+            tick = progress.watching(grown(os.path.dirname(staging.path)))
+            ordered = overrides.ordered(found.id, pages=StoreHome.kind, store=store.path, force=wish.force)
+            order.enter_context(ordered)
+            since = datetime.now(UTC)
+            with exported(export, lambda: kept.forget_pages_of(store, found.id, since, before)):
+                _run(wish, export, ["--compress", "none"], tick)
+                order.close()
+                progress.stage("records")
+                root = push_pull.taken_in(staging, export.archive, progress)
+                progress.stage("to disk")
+                staging.commit(root, names=[name])
+        whole = kept.load(root, store.layout)
+        kept.forget_pages(store, whole.artifact.config, before)
+    parts = {each.digest: each.size for each in (*whole.artifact.blobs(), *whole.artifact.documents)}
+    return Made(
+        container=found,
+        seconds=time.monotonic() - began,
+        gpu_memory=whole.gpu_memory,
+        size=sum(parts.values()),
+        new=sum(size for digest, size in parts.items() if digest.partition(":")[2] not in blobs),
+        name=name,
+        digest=root.digest,
+        store=store.path,
+    )
+
+
+@contextmanager
+def _staged(wish: Wish, found: podman.Container, store: Store) -> Iterator[tuple[Staging, Export]]:
+    """A staging with the archive in it; it stays where that is all that is left of the container."""
+    staging = store.stage()
+    archive = os.path.join(staging.path, ARCHIVE)
+    environment = f"GPUSNAP_STORE={shlex.quote(store.path)} " if isinstance(wish.to, locator.InStore) else ""
+    why = (
+        f"what Podman exported of the container {found.name}: {environment}podman container restore --import "
+        f"{archive} brings it back; remove this folder when nobody needs it"
+    )
+
+    def keep() -> str:
+        # Room for the mark first: what was made of the archive so far is of no use.
+        for name in _names(os.path.join(staging.path, *_BLOBS)):
+            with suppress(OSError):
+                os.unlink(os.path.join(staging.path, *_BLOBS, name))
+        with suppress(OciError):
+            staging.precious(why)
+        return archive
+
+    export = Export(found=found, archive=archive, keep=keep, environment=environment)
+    if isinstance(wish.to, locator.InRegistry):
+        export.more = f"gpusnap push {{archive}} {wish.to.reference} pushes it"
+    try:
+        if found.auto_remove and not wish.leave_running:  # though we should be killed, too
+            staging.precious(why)
+        yield staging, export
+    finally:
+        if not export.kept:
+            with suppress(OciError):
+                staging.plain()
+        staging.close(leave=export.kept)
+
+
+def _to_file(wish: Wish, found: podman.Container, path: str, progress: Progress, began: float) -> Made:
+    path = os.path.abspath(path)
+    folder, name = os.path.split(path)
+    _check_place(path, found)
+    disk_space.check(found, folder, rootfs=not wish.ignore_rootfs, twice=False, gpus=True)
+    token = secrets.token_hex(4)
+    beside = os.path.join(folder, f".{name[:200]}.{token}")
+    aside = os.path.join(folder, f"checkpoint-of-{found.name[:200]}-{token}{_ending(path)}")
+    with _writing(path):  # now: once Podman has ended the container it would be too late to say
+        os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
+    def keep() -> str:
+        with suppress(OSError):
+            os.rename(beside, aside)
+            return aside
+        return beside
+
+    export = Export(found=found, archive=beside, keep=keep)
+    progress.stage(f"checkpoint of {found.name}")
+    tick = progress.watching(lambda: _size(beside))
+    try:
+        with overrides.ordered(found.id, pages="chunks", force=wish.force), exported(export):
+            _run(wish, export, ["--compress", _COMPRESSION.get(_ending(path), "zstd")], tick)
+            memory = _memory_of(export)
+            with _writing(path):
+                put = _put(beside, path, aside)
+    finally:
+        if not export.kept:
+            with suppress(OSError):
+                os.unlink(beside)
+    if put != path:
+        raise GpusnapError(
+            f"{path} was made by somebody else meanwhile, and a checkpoint replaces no file: that of "
+            f"{found.name} is whole, and kept as {put}",
+            hint="give that file the name that you want",
+        )
+    return Made(found, time.monotonic() - began, memory, size=_size(path), new=_size(path), file=path)
+
+
+def _check_place(path: str, found: podman.Container) -> None:
+    """Raise GpusnapError where no archive can be put there."""
+    folder = os.path.dirname(path)
+    if os.path.isdir(path):
+        raise GpusnapError(
+            f"{path} cannot be written: it is a folder",
+            hint=f"name a file in it, such as {os.path.join(path, found.name)}.tar.zst, or a store in it as "
+            f"oci:{path}/store",
+        )
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise GpusnapError(f"{path} cannot be written: it is there, and no file")
+    push_pull.check_free(path)
+    if not os.path.isdir(folder):
+        raise GpusnapError(f"{path} cannot be written: {folder} is no folder")
+    if not os.access(folder, os.W_OK | os.X_OK):  # for root: on a file system that is read-only
+        raise GpusnapError(f"{path} cannot be written: {folder} is read-only")
+
+
+def _run(wish: Wish, export: Export, options: list[str], tick: Tick) -> None:
+    """Have Podman do it, and see that it is what it says."""
+    came = podman.checkpoint(export.found, export.archive, [*options, *wish.options()], tick=tick)
+    missing = set(FIRST)
+    with told(), closing(entries(export.archive)) as found:
+        while missing and (entry := next(found, None)) is not None:
+            missing.discard(entry.name)
+    if missing:
+        raise ImageError(f"what Podman exported of {export.found.name} has no {min(missing)}")
+    export.whole = True
+    if came:
+        raise Interrupted("the checkpoint was interrupted before it was kept")
+
+
+def _memory_of(export: Export) -> int:
+    """What the container used of its GPUs. Raises ImageError for an archive that lacks their memory."""
+    record = _record_of(export)
+    if record is not None and record.pages == StoreHome.kind:
+        raise ImageError(
+            f"what Podman exported of {export.found.name} has not its memory, which went to a store",
+            hint="gpusnap checkpoint without --to keeps both together",
+        )
+    return sum(gpu.memory_used for gpu in record.gpus) if record is not None else 0
+
+
+def _record_of(export: Export) -> manifest.Manifest | None:
+    """As Podman keeps it, or, where the container is gone, out of the archive; None without a GPU."""
+    with suppress(GpusnapError):
+        now = podman.container(export.found.id)
+        path = now.checkpoint_path
+        if path and os.path.isdir(path):
+            return manifest.read(path) if manifest.belongs(path) else None
+    with told():
+        data = read_member(export.archive, CONFIG, limit=manifest.LARGEST)
+    return manifest.decode(data, f"{CONFIG} in what Podman exported") if data is not None else None
+
+
+def _name(wish: Wish, found: podman.Container) -> str:
+    """What it is called in the store. Raises StoreError."""
+    given = wish.name
+    if not given and isinstance(wish.to, locator.InStore):
+        given = wish.to.wanted
+    if given:
+        return check_name(given)
+    if isinstance(wish.to, locator.InRegistry):
+        return push_pull.store_name(wish.to.reference)
+    now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    plain = re.sub(r"[^A-Za-z0-9._-]|(?<=[._-])[._-]+", "", found.name).strip("._-")
+    return check_name(f"{plain or found.id[:12]}:{now}")
+
+
+def _ending(path: str) -> str:
+    endings = sorted(_COMPRESSION, key=len, reverse=True)
+    return next((each for each in endings if path.endswith(each)), "")
+
+
+def _put(beside: str, path: str, aside: str) -> str:
+    """Make the archive durable, and give it its name, or `aside` where something has that name by now."""
+    with open(beside, "rb") as file:
+        os.fsync(file.fileno())
+    folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            name_new(os.path.basename(beside), os.path.basename(path), folder)
+        except FileExistsError:
+            path = aside
+            name_new(os.path.basename(beside), os.path.basename(path), folder)
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+    return path
+
+
+@contextmanager
+def _writing(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ImageError(f"{path} cannot be written: {reason(error)}") from error
+
+
+def _blobs(store: Store) -> set[str]:
+    return set(_names(os.path.join(store.path, *_BLOBS)))
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _size(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0

@@ -1,0 +1,150 @@
+"""What is left of a container whose checkpoint failed once Podman had ended it, and how that is kept.
+
+Podman has the checkpoint in its storage, unless the container was to be removed at its end (--rm, as all of
+Quadlet's are): then what Podman exported is all there is, and stays. What is said is looked up, not assumed.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gpusnap.engines import podman
+from gpusnap.user_errors import NotFound, failure
+from oci.base.errors import OciError
+from oci.tar.archive import entries
+from runtime_shim.errors import GpusnapError, ImageError, Interrupted, reason
+from runtime_shim.process import proc
+from runtime_shim.records import manifest
+from runtime_shim.records.manifest import INVENTORY
+
+__all__ = ["Export", "exported", "is_whole"]
+
+# What Podman refuses an archive without (libpod, prepareCheckpointImport).
+_NEEDED = frozenset({"config.dump", "spec.dump", f"checkpoint/{INVENTORY}"})
+# File systems take the time of the last tick of the kernel's clock.
+_TICK = 1.0
+
+_Left = Literal["running", "in Podman", "cut off", "nothing", "removed", "unknown"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Export:
+    """A container that Podman shall checkpoint, into an archive."""
+
+    found: podman.Container
+    archive: str
+    """Where Podman writes it."""
+    keep: Callable[[], str]
+    """Keep the archive for good, and say where it is then."""
+    environment: str = ""
+    """What a command that restores it needs before it, such as "GPUSNAP_STORE=/mnt/store "."""
+    more: str = ""
+    """What else can be done with the archive: a command, and what it does; {archive} stands for it."""
+    whole: bool = False
+    """Podman has written all of it."""
+    began: float = field(default_factory=time.time)
+    kept: bool = False
+    """It stays where it is."""
+
+
+@contextmanager
+def exported(export: Export, runs_on: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """What goes wrong within is an error that says how the container comes back.
+
+    runs_on: called where that is as before. Raises GpusnapError.
+    """
+    export.kept = True  # until it is known that nobody needs it
+    try:
+        yield
+    except (GpusnapError, OciError, OSError, KeyboardInterrupt) as error:
+        said = _told(error)
+        left = _left(export)
+        if left == "running":
+            export.kept = False
+            runs_on()
+            raise said from error
+        raise _after(export, said, left) from error
+    export.kept = False
+
+
+def is_whole(archive: str) -> bool:
+    """Whether an archive has what Podman needs, and its end; all of it is read."""
+    needed = set(_NEEDED)
+    try:
+        with closing(entries(archive)) as found:
+            for entry in found:
+                needed.discard(entry.name)
+    except OciError:
+        return False
+    return not needed
+
+
+def _told(error: BaseException) -> GpusnapError:
+    if isinstance(error, GpusnapError):
+        return error
+    if isinstance(error, OciError):
+        return failure(error)
+    if isinstance(error, OSError):
+        return ImageError(f"{error.filename or 'a file'} cannot be used: {reason(error)}")
+    return Interrupted("the checkpoint was interrupted before it was kept")
+
+
+def _left(export: Export) -> _Left:
+    """What there is of the container now."""
+    try:
+        now = podman.container(export.found.id)
+    except NotFound:
+        return "removed"
+    except GpusnapError:
+        return "unknown"
+    first = export.found.init
+    # Podman hears of the end a little later.
+    if now.status in ("running", "paused") and not (first and proc.dying(first)):
+        return "running"
+    if export.found.auto_remove:
+        return "removed"  # in a moment
+    return _in_podman(now.checkpoint_path, export.began)
+
+
+def _in_podman(path: str, began: float) -> _Left:
+    try:
+        if not path or os.stat(os.path.join(path, INVENTORY)).st_mtime < began - _TICK:
+            return "nothing"  # or an earlier one
+    except OSError:
+        return "nothing"
+    ours = os.path.join(path, manifest.FOLDER)
+    named = os.path.exists(os.path.join(ours, manifest.NAME))
+    return "cut off" if os.path.exists(os.path.join(ours, manifest.PENDING)) and not named else "in Podman"
+
+
+def _after(export: Export, error: GpusnapError, left: _Left) -> GpusnapError:
+    name, kind = export.found.name, type(error)
+    again = f"{export.environment}podman container restore {name} brings it back"
+    there = f"{error}; nothing is lost: Podman has the checkpoint of {name} in its storage"
+    if left in ("in Podman", "cut off"):
+        export.kept = False
+    if left == "in Podman":
+        return kind(there, hint=again)
+    if left == "cut off":
+        first = f"gpusnap recover {export.found.id} completes it, and then "
+        return kind(f"{there}, but for its end", hint=first + again)
+    if export.whole or is_whole(export.archive):
+        archive = shlex.quote(export.keep())
+        more = f", and {export.more.format(archive=archive)}" if export.more else ""
+        return kind(
+            f"{error}; nothing is lost: what Podman exported of {name} is kept as {archive}",
+            hint=f"{export.environment}podman container restore --import {archive} brings it back{more}",
+        )
+    export.kept = False
+    if left == "removed":
+        gone = f"the container {name} has ended, and Podman removes it (--rm) with its checkpoint"
+        return kind(f"{error}; {gone}", hint=error.hint)
+    if left == "unknown":
+        return error
+    return kind(f"{error}; the container {name} has ended, and there is no checkpoint of it", hint=error.hint)

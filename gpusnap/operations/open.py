@@ -1,0 +1,258 @@
+"""Where a checkpoint comes from, to look at it: an archive, a directory of images, a store, or a registry.
+
+Of one in a registry the manifests and the config are read; anything else is fetched only when it is asked
+for, into a temporary folder.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+
+from gpusnap.checkpoints import artifact as kept
+from gpusnap.checkpoints.artifact import hold
+from gpusnap.checkpoints.formats.engine_images import archive_of, blob_path
+from gpusnap.checkpoints.formats.entries import read_member
+from gpusnap.checkpoints.formats.layout_archive import is_layout, opened_layout, refuse_containerd
+from gpusnap.checkpoints.formats.names import CONFIG, PIECE
+from gpusnap.checkpoints.locator import InFile, InRegistry, InStore, find, open_store
+from gpusnap.checkpoints.offline import stand_in
+from gpusnap.user_errors import told
+from oci.base.errors import EngineImage, RegistryError
+from oci.chunks import artifact as artifacts
+from oci.chunks.artifact import Artifact
+from oci.layout.blobs import Blobs
+from oci.layout.documents import EMPTY, Descriptor
+from oci.layout.layout import Layout
+from oci.registry.repository import Repository
+from oci.store.store import Store
+from oci.tar.archive import ArchiveError
+from runtime_shim import settings as settings_file
+from runtime_shim.errors import ManifestError
+from runtime_shim.records import manifest
+
+__all__ = [
+    "Checkpoint",
+    "NoManifest",
+    "Stored",
+    "hold",
+    "load_manifest",
+    "needed",
+    "open_repository",
+    "opened",
+]
+
+
+class NoManifest(ManifestError):
+    """A checkpoint that has no manifest of gpusnap's, as those of containers without a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A checkpoint that is an artifact."""
+
+    root: Descriptor
+    artifact: Artifact
+    where: str
+    """The folder of its store, the file of its layout, or its repository."""
+    names: tuple[str, ...]
+    blobs: Blobs
+    """To read it from."""
+    store: Store | None
+    """None where it is in none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint, wherever it is; what messages call it is the word that the user said."""
+
+    word: str
+    manifest: manifest.Manifest | None
+    """None for a container without GPU state."""
+    stored: Stored | None = None
+    path: str = ""
+    """Of an archive or a directory, where it is no artifact."""
+
+
+@contextmanager
+def opened(word: str, *, plain_http: bool = False) -> Iterator[Checkpoint]:
+    """The checkpoint that a word stands for; in a store, gc spares it for the while of the block.
+
+    Of a registry that does not answer, the copy in this host's store, with a note on stderr.
+
+    Raises NotFound, UsageError, Damaged, ManifestError, GpusnapError.
+    """
+    place = find(word)
+    with ExitStack() as stack:
+        stack.enter_context(told())
+        match place:
+            case InStore():
+                yield _in_store(word, place, stack)
+            case InRegistry():
+                try:
+                    found = _in_registry(word, place, stack, plain_http=plain_http)
+                except RegistryError as error:
+                    copy = stand_in(place, error)
+                    if copy is None:
+                        raise
+                    found = _in_store(word, copy, stack)
+                yield found
+            case InFile(path):
+                if is_layout(path):
+                    yield _in_layout(word, path, stack)
+                else:
+                    yield Checkpoint(word, _in_file(path), path=path)
+
+
+def needed(checkpoint: Checkpoint) -> manifest.Manifest:
+    """Its manifest. Raises NoManifest, and ManifestError for a directory that holds no whole checkpoint."""
+    if checkpoint.manifest is not None:
+        return checkpoint.manifest
+    if checkpoint.stored is not None:
+        raise NoManifest(
+            f"{checkpoint.word} is the checkpoint of a container without GPU state",
+            hint="gpusnap inspect shows what there is",
+        )
+    if os.path.isdir(checkpoint.path):
+        return load_manifest(checkpoint.path)
+    raise _no_manifest(checkpoint.path)
+
+
+def load_manifest(path: str) -> manifest.Manifest:
+    """The manifest of an archive or a directory.
+
+    Raises NoManifest where an archive has none, ManifestError where it is broken, or a directory has none.
+    """
+    if os.path.isdir(path):
+        return manifest.read(_images(path))
+    try:
+        data = read_member(path, CONFIG, limit=manifest.LARGEST)
+    except ArchiveError as error:
+        raise ManifestError(str(error)) from error
+    if data is None:
+        raise _no_manifest(path)
+    return manifest.decode(data, f"{path}: {CONFIG}")
+
+
+@contextmanager
+def open_repository(place: InRegistry, *, plain_http: bool = False) -> Iterator[Repository]:
+    """The repository of a reference, with its user's credentials. Raises RegistryError, SettingsError."""
+    limits = settings_file.load().registry.limits
+    plain_http = plain_http or place.plain_http
+    with Repository.of(place.reference, plain_http=plain_http, limits=limits) as repository:
+        yield repository
+
+
+def _images(path: str) -> str:
+    """The directory of images that `path` is, or that an unpacked archive at `path` has."""
+    inner = os.path.join(path, "checkpoint")
+    return inner if not manifest.belongs(path) and manifest.belongs(inner) else path
+
+
+def _in_file(path: str) -> manifest.Manifest | None:
+    if os.path.isdir(path) and not manifest.belongs(_images(path)):
+        return None
+    try:
+        return load_manifest(path)
+    except NoManifest:
+        return None
+
+
+def _no_manifest(path: str) -> NoManifest:
+    return NoManifest(
+        f"{path} holds no {CONFIG}",
+        hint="it is the checkpoint of a container without a GPU, or not gpusnap's, or was cut short",
+    )
+
+
+def _in_store(word: str, place: InStore, stack: ExitStack) -> Checkpoint:
+    store = open_store(place.store)
+    root = place.entry().descriptor
+    hold(store, root.digest, stack)
+    same = [entry.name for entry in store.entries() if entry.descriptor.digest == root.digest]
+    names = tuple(sorted(name for name in same if name))
+    try:
+        found = kept.load(root, store.layout)
+    except EngineImage:
+        layer = archive_of(root, store.read)
+        return _in_image(word, blob_path(store.layout, layer.digest))
+    return Checkpoint(
+        word, found.record, Stored(found.root, found.artifact, store.path, names, store.layout, store)
+    )
+
+
+def _in_layout(word: str, path: str, stack: ExitStack) -> Checkpoint:
+    """In an image layout in a file."""
+    place = stack.enter_context(opened_layout(path))
+    refuse_containerd(place)
+    if place.kind == "image":
+        layer = archive_of(place.root, place.layout.read_blob)
+        with place.layout.open_blob(layer.digest, layer.size) as file:
+            copy = _temporary(stack)
+            with copy.receive(layer) as incoming:
+                while piece := file.read(PIECE):
+                    incoming.write(piece)
+        return _in_image(word, blob_path(copy, layer.digest))
+    found = kept.load(place.root, place.layout)
+    return Checkpoint(
+        word, found.record, Stored(place.root, found.artifact, path, (), place.layout, store=None)
+    )
+
+
+def _in_image(word: str, path: str) -> Checkpoint:
+    """In the layer of an ordinary image, which is an archive of Podman's."""
+    return Checkpoint(word, _in_file(path), path=path)
+
+
+def _temporary(stack: ExitStack) -> Layout:
+    folder = tempfile.TemporaryDirectory(prefix="gpusnap-", dir=os.environ.get("TMPDIR") or "/var/tmp")
+    return stack.enter_context(closing(Layout(stack.enter_context(folder)).create()))
+
+
+def _in_registry(word: str, place: InRegistry, stack: ExitStack, *, plain_http: bool) -> Checkpoint:
+    repository = stack.enter_context(open_repository(place, plain_http=plain_http))
+    wanted = place.reference.digest or place.reference.tag or "latest"
+    root, content = repository.read_manifest(wanted)
+    documents = {root.digest: content}
+
+    def read(document: Descriptor) -> bytes:
+        if document.digest not in documents:
+            documents[document.digest] = repository.read_manifest(document.digest)[1]
+        return documents[document.digest]
+
+    layout = _temporary(stack)
+    try:
+        config = artifacts.read(root, read).config
+    except EngineImage:
+        layer = archive_of(root, read)
+        repository.fetch_blob(layer, layout)
+        return _in_image(word, blob_path(layout, layer.digest))
+    if config.media_type != EMPTY and config.size <= manifest.LARGEST:
+        repository.fetch_blob(config, layout)
+    found = kept.load(root, layout, read)
+    names = (f"{place.reference.name}:{place.reference.tag}",) if place.reference.tag else ()
+    blobs = _Remote(repository, layout)
+    return Checkpoint(
+        word, found.record, Stored(root, found.artifact, place.reference.name, names, blobs, store=None)
+    )
+
+
+class _Remote:
+    """`oci.layout.blobs.Blobs` of a repository: each is fetched, and checked, when it is first asked for."""
+
+    def __init__(self, repository: Repository, layout: Layout) -> None:
+        self._repository, self._layout = repository, layout
+
+    def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
+        if size is not None and not self._layout.has_blob(digest, size):
+            wanted = Descriptor("application/octet-stream", digest, size)
+            self._repository.fetch_blob(wanted, self._layout)
+        return self._layout.open_blob(digest, size)
+
+    def check_blob(self, wanted: Descriptor) -> None:
+        with self.open_blob(wanted.digest, wanted.size):
+            self._layout.check_blob(wanted)

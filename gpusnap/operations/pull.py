@@ -1,0 +1,198 @@
+"""A checkpoint out of a registry, into a staging of a store: what is there of it does not come again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+from gpusnap.checkpoints import artifact as kept
+from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.artifact import Kept
+from gpusnap.operations.open import open_repository
+from gpusnap.progress import Progress
+from oci.base.errors import BlobError, NotACheckpoint, StagingBusy
+from oci.chunks import artifact
+from oci.layout.documents import Descriptor
+from oci.layout.layout import Layout
+from oci.layout.reference import Reference
+from oci.registry import copy as transfer
+from oci.registry.copy import Moved
+from oci.registry.repository import Repository
+from oci.store.store import Staging, Store
+
+__all__ = ["LATEST", "fetched"]
+
+LATEST = "latest"
+"""The tag of a reference that has none."""
+
+# Seconds, between looks at a staging that another process has.
+_EVERY = 0.2
+_PATIENCE = 600.0
+# Bytes that any network brings in time.
+_NOTHING = 64 << 20
+# Bytes of chunks that show how fast they come; whoever fetches the rest fetches these again.
+_PROBE = 64 << 20
+
+
+@contextmanager
+def fetched(
+    store: Store,
+    what: locator.InRegistry,
+    *,
+    leave: int = 0,
+    seconds: float = 0,
+    check: Callable[[Kept], object] = lambda found: None,
+    look: Callable[[Kept, Layout], object] | None = None,
+    after: Callable[[Repository, Staging, Kept], Moved] | None = None,
+    plain_http: bool = False,
+    progress: Progress,
+) -> Iterator[tuple[Staging, Kept, Moved]]:
+    """A checkpoint from a registry, in a staging of the store.
+
+    leave: chunks that the store lacks stay away, where they are at most so many bytes together, and would
+    come within `seconds`; those that it has are not read then, as they are when they are used. check: called
+    before anything else than manifests and config has come; raises for what is of no use. look: the same for
+    containerd's, once their records have come, too. after: brings more, when all is there; what that was.
+    The staging is removed at the end of the block, and stays
+    for the next time where that fails. Raises OciError, ManifestError, Damaged, NotFound.
+    """
+    store.create()
+    with open_repository(what, plain_http=plain_http) as repository:
+        progress.stage(f"pull of {what.reference}")
+        root = repository.resolve(_wanted(what.reference))
+        staging = _staged(store, root, what.reference, progress)
+        try:
+            transfer.pull(repository, root.digest, staging.layout, have=_have(staging), wanted=_is_config)
+            found = kept.load(root, staging.layout)
+            check(found)
+            early = Moved()
+            if look is not None and found.artifact.is_image:
+                records = found.artifact.records
+                early = transfer.pull(
+                    repository,
+                    root.digest,
+                    staging.layout,
+                    have=_have(staging),
+                    wanted=lambda one: records is not None and one.digest == records.digest,
+                    progress=progress.moved,
+                )[1]
+                look(found, staging.layout)
+            away = {each.digest: each.size for each in _away(found.artifact.chunks, staging, store)}
+
+            def come(wanted: Callable[[Descriptor], bool]) -> Moved:
+                have = _have(staging, read=not leave)
+                return transfer.pull(
+                    repository, root.digest, staging.layout, have=have, wanted=wanted, progress=progress.moved
+                )[1]
+
+            if not leave:
+                moved = come(lambda one: True)
+            else:
+                moved = come(lambda one: one.digest not in away)
+                if not _may_wait(away, leave, seconds, come):
+                    come(lambda one: one.digest in away)
+            moved = _together(early, moved)
+            if after is not None:
+                moved = transfer.together(moved, after(repository, staging, found))
+            yield staging, found, moved
+        except NotACheckpoint:
+            staging.close()
+            raise
+        except BaseException:
+            staging.close(leave=True)
+            raise
+        staging.close()
+
+
+def _together(early: Moved, moved: Moved) -> Moved:
+    """Both, of which the second found what the first had moved."""
+    return replace(
+        moved,
+        blobs=moved.blobs + early.blobs,
+        bytes=moved.bytes + early.bytes,
+        skipped_blobs=moved.skipped_blobs - early.blobs,
+        skipped_bytes=moved.skipped_bytes - early.bytes,
+    )
+
+
+def _away(chunks: Iterable[Descriptor], staging: Staging, store: Store) -> Iterator[Descriptor]:
+    """Those that are neither in a staging nor in its store."""
+    for each in chunks:
+        if not any(layout.has_blob(each.digest, each.size) for layout in (staging.layout, store.layout)):
+            yield each
+
+
+def _may_wait(
+    away: Mapping[str, int], leave: int, seconds: float, come: Callable[[Callable[[Descriptor], bool]], Moved]
+) -> bool:
+    """Whether chunks (digest, bytes) can come later: they are few, and would then come in time.
+
+    Some of them come now, so that it is known how fast they do.
+    """
+    missing = sum(away.values())
+    if missing > leave:
+        return False
+    if missing <= _NOTHING:
+        return True
+    probe: set[str] = set()
+    size = 0
+    for digest, each in away.items():
+        if size >= min(missing // 32, _PROBE):
+            break
+        probe.add(digest)
+        size += each
+    began = time.monotonic()
+    moved = come(lambda one: one.digest in probe)
+    return missing * (time.monotonic() - began) <= moved.bytes * seconds
+
+
+def _staged(store: Store, root: Descriptor, of: Reference, progress: Progress) -> Staging:
+    """The staging for what is pulled of it; where another process pulls the same, when that is done.
+
+    What that brings, a second one need not. Raises OciError, such as StagingBusy where that takes too long.
+    """
+    name, waits = f"pull-{root.digest.partition(':')[2][:32]}", False
+    end = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            staging = store.stage(name)
+        except StagingBusy:
+            if time.monotonic() > end:
+                raise
+            if not waits:
+                progress.stage(f"waiting for another pull of {of}")
+            waits = True
+            time.sleep(_EVERY)
+            continue
+        if waits:
+            progress.stage(f"pull of {of}")
+        return staging
+
+
+def _wanted(of: Reference) -> str:
+    return of.digest or of.tag or LATEST
+
+
+def _have(staging: Staging, *, read: bool = True) -> Callable[[Descriptor], bool]:
+    """What the store has, and with `read` has right: a pull brings the rest, also in the place of what is
+    damaged.
+    """
+
+    def have(one: Descriptor) -> bool:
+        if not staging.take(one.digest, one.size):
+            return False
+        if not read:
+            return True
+        try:
+            staging.layout.check_blob(one)
+        except BlobError:
+            return False
+        return True
+
+    return have
+
+
+def _is_config(one: Descriptor) -> bool:
+    return one.media_type == artifact.CONFIG

@@ -1,0 +1,409 @@
+"""`gpusnap push` and `gpusnap pull`: between a store, or Podman's archives, and a registry."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from gpusnap.checkpoints import artifact as kept
+from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.artifact import Kept
+from gpusnap.checkpoints.formats import containerd_images as images
+from gpusnap.checkpoints.formats import containerd_reader
+from gpusnap.checkpoints.formats import podman as convert
+from gpusnap.checkpoints.formats.annotations import annotations_of
+from gpusnap.checkpoints.formats.containerd import Source
+from gpusnap.checkpoints.formats.containerd_archive import Archive
+from gpusnap.checkpoints.formats.layout_archive import InLayout, is_layout, opened_layout
+from gpusnap.checkpoints.formats.names import ARCHIVE, FIRST, LARGEST_DUMP
+from gpusnap.checkpoints.locator import store_name
+from gpusnap.checkpoints.offline import named
+from gpusnap.engines.ctr import InContainerd
+from gpusnap.operations.open import load_manifest, open_repository
+from gpusnap.operations.pull import LATEST, fetched
+from gpusnap.progress import Progress
+from gpusnap.user_errors import told
+from oci.base.errors import ArchiveError, BlobError, LayoutError, RegistryError
+from oci.chunks import artifact
+from oci.layout import reference
+from oci.layout import single_layer_image as image
+from oci.layout.documents import Descriptor
+from oci.layout.layout import Layout
+from oci.layout.reference import Reference
+from oci.registry import copy as transfer
+from oci.registry import referrers
+from oci.registry.copy import Moved
+from oci.registry.repository import Repository
+from oci.store.store import Staging, Store, check_name
+from oci.tar.archive import Compression, read_member
+from runtime_shim.errors import GpusnapError, ManifestError, Refused, UsageError
+
+__all__ = [
+    "Format",
+    "Pulled",
+    "Pushed",
+    "check_free",
+    "fetched",
+    "image_in",
+    "pull",
+    "push",
+    "push_kept",
+    "store_name",
+    "take_chunks",
+    "taken_in",
+    "write_archive",
+]
+
+Format = Literal["oci", "cri", "podman"]
+
+# Each may cost a request for each blob that is new.
+_MOST_SIBLINGS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What is in a registry now."""
+
+    reference: str
+    digest: str
+    moved: Moved
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """What came from a registry, and where it is: in a store under a name, an archive, or containerd."""
+
+    reference: str
+    digest: str
+    moved: Moved
+    store: str = ""
+    name: str = ""
+    file: str = ""
+    image: images.Brought | None = None
+    """What containerd has of it now."""
+    packed: images.Brought | None = None
+    """What the file has for containerd: `ctr images import` sets these names."""
+
+
+def push(
+    what: locator.InStore | locator.InFile | locator.InContainerd,
+    to: locator.InRegistry,
+    *,
+    plain_http: bool = False,
+    format: Format = "oci",
+    packing: image.Packing = "gzip",
+    progress: Progress,
+) -> Pushed:
+    """Bring a checkpoint into a registry, as an artifact or as an ordinary image for an engine.
+
+    packing: of that image's layer.
+    What is there already does not go again. Raises NotFound, Damaged, GpusnapError.
+    """
+    with told(), ExitStack() as stack:
+        source = _layout_of(what, stack)
+        _check_format(what, source, format)
+        found: Kept | None = None
+        if isinstance(what, locator.InStore):
+            store, found = stack.enter_context(kept.held(what))
+            layout = store.layout
+        else:
+            store = locator.default_store().create()
+            if source is not None and source.kind != "containerd":
+                layout = source.layout
+                if source.kind == "image":
+                    return _sent(source.root, layout, store, to, plain_http, progress)
+                found = kept.load(source.root, layout)
+        if found is not None:
+            if format == "oci":
+                return _sent(found.root, layout, store, to, plain_http, progress)
+            found.check_podman()
+        staging = stack.enter_context(store.stage())
+        if isinstance(what, locator.InContainerd):
+            progress.stage("containerd's image")
+            root = image_in(staging, InContainerd(what.namespace, what.name), progress)
+            return _sent(root, staging.layout, store, to, plain_http, progress)
+        if found is not None:
+            archive = os.path.join(staging.path, ARCHIVE)
+            progress.stage("archive")
+            write_archive(found, layout, archive, progress=progress)
+            annotations = dict(found.artifact.annotations)
+        else:
+            assert isinstance(what, locator.InFile)
+            archive = what.path
+            if format == "oci":
+                progress.stage("archive")
+                root = taken_in(staging, archive, progress)
+                return _sent(root, staging.layout, store, to, plain_http, progress)
+            annotations = _annotations(archive)
+        assert format != "oci"
+        progress.stage("image")
+        root = image.write_image(
+            staging.layout, archive, format=format, annotations=annotations, packing=packing
+        )
+        return _sent(root, staging.layout, store, to, plain_http, progress)
+
+
+def _layout_of(
+    what: locator.InStore | locator.InFile | locator.InContainerd, stack: ExitStack
+) -> InLayout | None:
+    """What an image layout in a file has; None for anything else, and for one that is cut short."""
+    if isinstance(what, locator.InFile) and is_layout(what.path):
+        with suppress(ArchiveError):
+            return stack.enter_context(opened_layout(what.path))
+    return None
+
+
+def _check_format(
+    what: locator.InStore | locator.InFile | locator.InContainerd, source: InLayout | None, format: Format
+) -> None:
+    """Raise Refused where no image of that format can be made."""
+    if format == "oci":
+        return
+    if isinstance(what, locator.InContainerd) or (source is not None and source.kind == "containerd"):
+        raise Refused(
+            f"no image for {format} can be made of a checkpoint of containerd's",
+            hint="push it without --format, for containerd on another host",
+        )
+    if source is not None and source.kind == "image":
+        raise Refused(
+            f"{source.layout.path} has a checkpoint that is an image for an engine already",
+            hint="push it without --format, as it is",
+        )
+
+
+def push_kept(
+    store: Store, wanted: str, to: locator.InRegistry, *, plain_http: bool, progress: Progress
+) -> Pushed:
+    """Push what a store has as an artifact. Raises as `push` does."""
+    return push(locator.InStore(store, wanted), to, plain_http=plain_http, progress=progress)
+
+
+def pull(
+    what: locator.InRegistry,
+    *,
+    file: str = "",
+    to: locator.InStore | locator.InContainerd | None = None,
+    plain_http: bool = False,
+    progress: Progress,
+) -> Pulled:
+    """Bring a checkpoint out of a registry, into a store, into an archive or containerd, or two of these.
+
+    Into this host's store, unless one of them is given. What a killed pull has brought is not brought again.
+    Raises NotFound, Damaged, GpusnapError.
+    """
+    compress = _compression(file)
+    if file:
+        check_free(file)
+    store = to.store if isinstance(to, locator.InStore) else locator.default_store()
+    name = to.wanted if isinstance(to, locator.InStore) else ""
+    with told():
+        call_it = store_name(what.reference)
+        name = check_name(name) if name else call_it
+        wish = _Wish(file, call_it, to)
+        look = wish.look if file or isinstance(to, locator.InContainerd) else None
+        also: list[Descriptor] = []
+
+        def referrers_too(repository: Repository, staging: Staging, found: Kept) -> Moved:
+            more, moved = referrers.pull(
+                repository,
+                found.root.digest,
+                staging.layout,
+                have=lambda one: staging.take(one.digest, one.size),
+            )
+            also.extend(more)
+            return moved
+
+        coming = fetched(
+            store,
+            what,
+            check=wish.check,
+            look=look,
+            after=referrers_too if isinstance(to, locator.InStore) or not (file or to) else None,
+            plain_http=plain_http,
+            progress=progress,
+        )
+        with _naming(what), coming as (staging, found, moved):
+            done = Pulled(str(what.reference), found.root.digest, moved, file=file)
+            if file:
+                progress.stage("archive")
+                if found.artifact.is_image:
+                    packed = images.write(found, staging.layout, file, call_it, progress)
+                    done = replace(done, packed=packed)
+                else:
+                    write_archive(found, staging.layout, file, compress=compress, progress=progress)
+            if isinstance(to, locator.InContainerd):
+                progress.stage("into containerd")
+                done = replace(done, image=images.bring(found, staging.layout, to, progress))
+            elif to is not None or not file:
+                progress.stage("to disk")
+                staging.commit(found.root, names=[name], also=also, foreign=found.tables)
+                done = replace(done, store=store.path, name=name)
+    return done
+
+
+@contextmanager
+def _naming(what: locator.InRegistry) -> Iterator[None]:
+    """Have an error of the registry's name what this host's store has of that name."""
+    try:
+        yield
+    except RegistryError as error:
+        named(what, error)
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """Where a checkpoint shall go: whether it can, before all of it has come."""
+
+    file: str
+    name: str
+    """What a file calls it in containerd: never what its maker says, as an import replaces images."""
+    to: locator.InStore | locator.InContainerd | None
+
+    def check(self, found: Kept) -> None:
+        """By its manifest. Raises GpusnapError."""
+        if isinstance(self.to, locator.InContainerd):
+            found.check_containerd()
+            images.check_target(self.to)
+        elif self.file:
+            found.check_whole()
+        if self.file and found.artifact.is_image:
+            images.check_file(self.file)
+
+    def look(self, found: Kept, layout: Layout) -> None:
+        """By the beginning of its records. Raises GpusnapError, OciError."""
+        # A large manifest of the base image is a blob of its own: where that has not come, it is seen later.
+        with suppress(BlobError):
+            if self.file:
+                images.check_names(found, layout, self.name)
+            if isinstance(self.to, locator.InContainerd):
+                images.check_base(found, layout, self.to)
+
+
+def take_chunks(staging: Staging, chunks: Iterable[Descriptor]) -> None:
+    """Have in the staging what the store has of them. Raises BlobError for one that is in neither."""
+    for each in chunks:
+        if not staging.layout.has_blob(each.digest, each.size) and not staging.take(each.digest, each.size):
+            raise BlobError(
+                f"the chunk {each.digest} of {each.size} bytes is neither in the checkpoint nor in the store "
+                f"{os.path.dirname(os.path.dirname(staging.path))}"
+            )
+
+
+def check_free(path: str) -> None:
+    """Raise GpusnapError where something has the name that an archive shall have."""
+    if os.path.lexists(path):
+        raise GpusnapError(
+            f"{path} exists already", hint="gpusnap overwrites no file: remove it, or give another name"
+        )
+
+
+def write_archive(
+    found: Kept,
+    layout: Layout,
+    path: str,
+    *,
+    compress: Compression = "none",
+    embed: bool = True,
+    progress: Progress,
+) -> None:
+    """Podman's archive of a checkpoint, self-contained with `embed`. Raises OciError, ImageError."""
+    convert.give_out(
+        found.artifact,
+        layout,
+        path,
+        config=found.config,
+        compress=compress,
+        embed=embed,
+        progress=progress.chunks,
+    )
+
+
+def _sent(
+    root: Descriptor,
+    layout: Layout,
+    store: Store,
+    to: locator.InRegistry,
+    plain_http: bool,
+    progress: Progress,
+) -> Pushed:
+    tag = "" if to.reference.digest else to.reference.tag or LATEST
+    if to.reference.digest not in ("", root.digest):
+        raise UsageError(
+            f"{to.reference} names another digest than that of the checkpoint, {root.digest}",
+            hint="push it to a tag",
+        )
+    with open_repository(to, plain_http=plain_http) as repository:
+        progress.stage(f"push to {to.reference}")
+        moved = transfer.push(
+            root,
+            layout,
+            repository,
+            tag=tag,
+            mount_from=_siblings(store, to.reference),
+            progress=progress.moved,
+        )
+        if more := _referrers(layout, root):
+            progress.stage(f"push of what refers to it to {to.reference}")
+            moved = transfer.together(moved, referrers.push(more, layout, repository))
+    name = f"{to.reference.name}:{tag}" if tag else str(to.reference)
+    return Pushed(name, root.digest, moved)
+
+
+def _referrers(layout: Layout, root: Descriptor) -> tuple[Descriptor, ...]:
+    """What a store, or another tool's layout, has of signatures and the like of a manifest."""
+    with suppress(LayoutError):  # a staging has no index
+        return referrers.below(layout.read_index().manifests, layout.read_blob, root.digest)
+    return ()
+
+
+def _siblings(store: Store, to: Reference) -> tuple[str, ...]:
+    """Repositories of the same registry that may have some of the blobs, as the store's names say."""
+    found: dict[str, None] = {}
+    for entry in store.entries():
+        try:
+            other = reference.parse(entry.name)
+        except RegistryError:
+            continue
+        if other.registry == to.registry and other.repository != to.repository:
+            found[other.repository] = None
+    return tuple(found)[:_MOST_SIBLINGS]
+
+
+def taken_in(staging: Staging, archive: str, progress: Progress) -> Descriptor:
+    """An archive as an artifact in a staging; the store may have its chunks. Raises OciError, ImageError."""
+    if is_layout(archive):
+        with Archive(archive) as source:
+            return image_in(staging, source, progress)
+    taken = convert.take_in(archive, staging.layout, known=staging.take, progress=progress.chunks)
+    take_chunks(staging, taken.chunks)
+    parts = artifact.Artifact(taken.config, taken.records, taken.rootfs, taken.chunks, taken.annotations)
+    return artifact.write(staging.layout, parts)
+
+
+def image_in(staging: Staging, source: Source, progress: Progress) -> Descriptor:
+    """The same of an image of containerd's."""
+    parts = containerd_reader.take_in(source, staging.layout, known=staging.take, progress=progress.chunks)
+    take_chunks(staging, parts.chunks)
+    return artifact.write(staging.layout, parts)
+
+
+def _annotations(archive: str) -> dict[str, str]:
+    """What an archive says of itself, from its first entries."""
+    config, spec = (read_member(archive, name, limit=LARGEST_DUMP) or b"" for name in FIRST)
+    try:
+        record = load_manifest(archive)
+    except ManifestError:
+        record = None
+    return annotations_of(config, spec, record, written=os.path.getmtime(archive))
+
+
+def _compression(file: str) -> Compression:
+    if not file or file.endswith(".tar"):
+        return "none"
+    if file.endswith((".gz", ".tgz")):
+        raise UsageError(f"{file} would be compressed by gzip", hint="name it .tar, or .tar.zst")
+    return "zstd"

@@ -1,0 +1,373 @@
+"""`gpusnap restore`: a container again, from a store, a registry, or an archive.
+
+Podman gets a small archive of the records; gpusnap-runtime finds the memory in the store, and fetches what
+that lacks from the registry while CRIU restores.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+
+from gpusnap.checkpoints import artifact as kept
+from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.artifact import Kept
+from gpusnap.checkpoints.damage import within_artifact
+from gpusnap.checkpoints.formats.criu_images import Links
+from gpusnap.checkpoints.formats.engine_images import archive_of, blob_path
+from gpusnap.checkpoints.formats.entries import entries
+from gpusnap.checkpoints.formats.layout_archive import InLayout, is_layout, opened_layout
+from gpusnap.checkpoints.formats.names import ARCHIVE, FIRST, LARGEST_DUMP, PIECE
+from gpusnap.checkpoints.offline import stand_in
+from gpusnap.engines import podman
+from gpusnap.operations import push_pull
+from gpusnap.operations.open import open_repository
+from gpusnap.operations.verify_files import in_archive
+from gpusnap.progress import Progress, grown
+from gpusnap.user_errors import Damaged, told
+from oci.base.errors import (
+    ArchiveError,
+    BlobError,
+    DiskError,
+    EngineImage,
+    LayoutError,
+    OciError,
+    RegistryError,
+    StoreError,
+)
+from oci.base.json_text import parse_json
+from oci.layout.layout import Layout
+from oci.layout.single_layer_image import CRIU
+from oci.store.store import Staging, Store
+from oci.tar.archive import read_member
+from runtime_shim import settings as settings_file
+from runtime_shim.errors import GpusnapError, ImageError, Interrupted, Refused, UsageError
+from runtime_shim.snapshot.devices.choose import GPU_MAP
+from runtime_shim.snapshot.memory import source as fetching
+
+__all__ = ["Restored", "Wish", "restore"]
+
+# Podman gives a restore 240 s (libpod, define.ContainerCreateTimeout): what may not come in that time is
+# fetched before it begins, and need not be fetched again when it fails.
+_ON_THE_WAY = 8 << 30
+_SECONDS = 120.0
+_DIGEST = re.compile("sha256:[0-9a-f]{64}")
+# What went wrong with something that came out of an archive: Podman's unpacking, a blob, an image.
+_OF_ITS_CONTENT = re.compile(r"^Podman failed: |sha256:|/checkpoint/|\.img\b")
+# Of a container (libpod, define.NameRegex).
+_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What shall be restored, and how."""
+
+    what: locator.Place
+    name: str = ""
+    gpu_map: str = ""
+    tcp_established: bool = False
+    tcp_close: bool = False
+    ignore_static_ip: bool = False
+    ignore_rootfs: bool = False
+    plain_http: bool = False
+
+    def options(self) -> list[str]:
+        """For Podman."""
+        chosen = {
+            "--tcp-established": self.tcp_established,
+            "--tcp-close": self.tcp_close,
+            "--ignore-static-ip": self.ignore_static_ip,
+            "--ignore-rootfs": self.ignore_rootfs,
+        }
+        words = [option for option, wanted in chosen.items() if wanted]
+        return [*words, "--name", self.name] if self.name else words
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A container that runs again."""
+
+    container: podman.Container
+    seconds: float
+    digest: str = ""
+    """Of the checkpoint, where it was an artifact."""
+    kept: str = ""
+    """The name under which the store has it now, where it came from a registry."""
+
+
+def restore(wish: Wish, progress: Progress) -> Restored:
+    """Have it run again. Raises NotFound, Damaged, Interrupted, GpusnapError."""
+    began = time.monotonic()
+    digest = name = ""
+    settings_file.usable()  # gpusnap-runtime would refuse, and Podman not always show why
+    with told():
+        match wish.what:
+            case locator.InFile(path):
+                found, digest = _from_file(wish, path, progress)
+            case locator.InStore():
+                found, digest = _from_store(wish, wish.what, progress)
+            case locator.InRegistry():
+                try:
+                    found, digest, name = _from_registry(wish, wish.what, progress)
+                except RegistryError as error:  # before Podman was asked: what its runtime says is another
+                    copy = stand_in(wish.what, error)
+                    if copy is None:
+                        raise
+                    found, digest = _from_store(wish, copy, progress)
+    return Restored(podman.container(found), time.monotonic() - began, digest, name)
+
+
+def _from_file(wish: Wish, path: str, progress: Progress) -> tuple[str, str]:
+    if os.path.isdir(path):
+        raise UsageError(
+            f"{path} is a folder, and Podman restores archives",
+            hint="a store is named oci:DIR:NAME; a folder of images is restored by gpusnap-runtime restore",
+        )
+    if not is_layout(path):
+        return _from_archive(wish, path, progress), ""
+    with opened_layout(path) as found:
+        return _from_layout(wish, path, found, progress), found.root.digest
+
+
+def _from_layout(wish: Wish, path: str, found: InLayout, progress: Progress) -> str:
+    """From an image layout in a file, which nothing is kept of."""
+    if found.kind == "containerd":
+        raise Refused(
+            f"{path} is an image layout, such as containerd exports, which Podman cannot restore",
+            hint="ctr images import --no-unpack takes it, and ctr container restore --live restores it",
+        )
+    layout = found.layout
+    with _room(locator.default_store()) as folder:
+        archive = os.path.join(folder, ARCHIVE)
+        if found.kind == "image":
+            layer = archive_of(found.root, layout.read_blob)
+            inner = Layout(os.path.join(folder, "layer")).create()
+            progress.stage("records")
+            with layout.open_blob(layer.digest, layer.size) as file, inner.receive(layer) as incoming:
+                while piece := file.read(PIECE):
+                    incoming.write(piece)
+            return _from_archive(wish, blob_path(inner, layer.digest), progress)
+        whole = kept.load(found.root, layout)
+        whole.check_podman()
+        progress.stage("archive")
+        push_pull.write_archive(whole, layout, archive, progress=progress)
+        return _run(wish, archive, {}, progress, lambda: _name_of(whole))
+
+
+def _from_archive(wish: Wish, path: str, progress: Progress) -> str:
+    """From Podman's own archive."""
+    progress.stage(f"looking through {path}")
+    _check_files(path)
+    try:
+        return _run(wish, path, {}, progress, lambda: _name_in(path))
+    except GpusnapError as error:
+        if not isinstance(error, Interrupted) and _OF_ITS_CONTENT.search(str(error)):
+            _check_archive(path, error, progress)
+        raise
+
+
+def _check_files(path: str) -> None:
+    """Raise ImageError where a link or a FIFO is in the place of a file; what cannot be read Podman says."""
+    links = Links(path)
+    with suppress(ArchiveError), closing(entries(path)) as found:
+        for entry in found:
+            links.check(entry)
+            if entry.name in FIRST and entry.content is None:  # Podman waits for ever at a FIFO
+                raise ImageError(
+                    f"{path} is no checkpoint of a container: its {entry.name} is no file",
+                    hint="do not restore from it",
+                )
+
+
+def _check_archive(path: str, error: GpusnapError, progress: Progress) -> None:
+    """Raise Damaged where the archive is wrong: Podman, and what it runs, name their copies of its parts."""
+    progress.stage(f"looking for damage in {path}")
+    try:
+        found = in_archive(path, lambda done, whole: None).damaged
+    except (GpusnapError, OciError, OSError):
+        return
+    if found:
+        first = found[0]
+        what = f"the blob {first.digest}: {first.what}" if first.digest else first.what
+        raise Damaged(
+            f"the archive {path} is damaged: {what}",
+            hint="take another copy of it; gpusnap verify names all that is damaged",
+        ) from error
+
+
+def _from_store(wish: Wish, place: locator.InStore, progress: Progress) -> tuple[str, str]:
+    try:
+        return _from_artifact(wish, place, progress)
+    except EngineImage:
+        store, root = place.store, place.entry().descriptor
+        with ExitStack() as stack:
+            kept.hold(store, root.digest, stack)
+            layer = archive_of(root, store.read)
+            progress.stage("records")
+            store.layout.check_blob(layer)
+            return _from_archive(wish, blob_path(store.layout, layer.digest), progress), root.digest
+
+
+def _from_artifact(wish: Wish, place: locator.InStore, progress: Progress) -> tuple[str, str]:
+    with kept.held(place) as (store, found):
+        found.check_podman()
+        with _room(store) as folder:
+            archive = os.path.join(folder, ARCHIVE)
+            progress.stage("records")
+            push_pull.write_archive(found, store.layout, archive, embed=False, progress=progress)
+            environment = {fetching.STORE: store.path}
+            try:
+                container = _run(wish, archive, environment, progress, lambda: _name_of(found))
+            except GpusnapError as error:
+                if (damaged := _of_damage(error, found, store)) is not None:
+                    raise damaged from error
+                raise
+            return container, found.root.digest
+
+
+def _from_registry(wish: Wish, place: locator.InRegistry, progress: Progress) -> tuple[str, str, str]:
+    try:
+        return _pulled(wish, place, progress)
+    except EngineImage as image:
+        return *_from_image(wish, place, image, progress), ""
+
+
+def _pulled(wish: Wish, place: locator.InRegistry, progress: Progress) -> tuple[str, str, str]:
+    store, name = locator.default_store(), push_pull.store_name(place.reference)
+    pull_from = locator.InRegistry(place.reference, place.plain_http or wish.plain_http).repository
+    coming = push_pull.fetched(
+        store,
+        place,
+        leave=_ON_THE_WAY,
+        seconds=_SECONDS,
+        check=Kept.check_podman,
+        plain_http=wish.plain_http,
+        progress=progress,
+    )
+    with coming as (staging, found, _), _room(store) as folder, ExitStack() as stack:
+        before = kept.roots(store)
+        archive = os.path.join(folder, ARCHIVE)
+        progress.stage("records")
+        push_pull.write_archive(found, staging.layout, archive, embed=False, progress=progress)
+        whole = _keep(store, staging, found, name, before)
+        if whole:
+            kept.hold(store, found.root.digest, stack)
+            staging.close()  # others who want the same need not wait
+        environment = {fetching.STORE: store.path, fetching.PULL_FROM: pull_from}
+        fetched = grown(os.path.dirname(staging.path))
+        container = _run(wish, archive, environment, progress, lambda: _name_of(found), fetched)
+        whole = whole or _keep(store, staging, found, name, before)
+    return container, found.root.digest, name if whole else ""
+
+
+def _from_image(
+    wish: Wish, place: locator.InRegistry, image: EngineImage, progress: Progress
+) -> tuple[str, str]:
+    """From an ordinary image in a registry, which nothing is kept of."""
+    with (
+        locator.default_store().create().stage() as staging,
+        open_repository(place, plain_http=wish.plain_http) as repository,
+    ):
+        root, content = repository.read_manifest(image.manifest)
+        layer = archive_of(root, lambda _: content)
+        progress.stage(f"pull of {place.reference}")
+        repository.fetch_blob(layer, staging.layout, step=lambda at: progress.at(at, layer.size))
+        return _from_archive(wish, blob_path(staging.layout, layer.digest), progress), root.digest
+
+
+def _keep(store: Store, staging: Staging, found: Kept, name: str, before: set[str]) -> bool:
+    """Name in the store what is all there by now; whether it is. Nothing else depends on it."""
+    with suppress(OciError):
+        push_pull.take_chunks(staging, found.artifact.chunks)
+        staging.commit(found.root, names=[name], foreign=found.tables)
+        kept.forget_pages(store, found.artifact.config, before)
+        return True
+    return False
+
+
+def _run(
+    wish: Wish,
+    archive: str,
+    environment: Mapping[str, str],
+    progress: Progress,
+    name: Callable[[], str],
+    measure: Callable[[], int] = lambda: 0,
+) -> str:
+    """Have Podman do it; where that fails, no container is left. `name`: of the one in the checkpoint."""
+    progress.stage("restore")
+    chosen = {GPU_MAP: wish.gpu_map} if wish.gpu_map else {}
+    before = podman.ids()
+    try:
+        return podman.restore(
+            archive, wish.options(), {**environment, **chosen}, tick=progress.watching(measure)
+        )
+    except GpusnapError as error:
+        wanted = ""
+        with suppress(GpusnapError, OciError):
+            wanted = wish.name or name()
+            _remove_new(wanted, before)
+        if _NAME.fullmatch(wanted) and "already in use" in str(error):
+            force = "--force " * _is_running(wanted)
+            raise GpusnapError(
+                f"Podman has a container {wanted} already",
+                hint=f"remove it with podman rm {force}{wanted}, or give another name with --name",
+            ) from error
+        raise
+
+
+def _of_damage(error: GpusnapError, found: Kept, store: Store) -> Damaged | None:
+    """The same error, where it names a chunk that the store lacks, or has wrong: who read it was a child."""
+    named = set(_DIGEST.findall(str(error)))
+    for each in found.artifact.chunks:
+        if each.digest in named:
+            try:
+                store.layout.check_blob(each)
+            except BlobError:
+                place = within_artifact(found.artifact, found.record)[each.digest][0]
+                return Damaged(
+                    f"{error}; that is of {place}", hint="gpusnap verify finds all that is damaged"
+                )
+    return None
+
+
+def _is_running(name: str) -> bool:
+    """Whether Podman has it running, so that `podman rm` alone would refuse; no where Podman cannot say."""
+    with suppress(GpusnapError):
+        return podman.container(name).status == "running"
+    return False
+
+
+def _remove_new(name: str, before: set[str]) -> None:
+    """Remove what Podman leaves of an import that failed: a container that never ran, and its files."""
+    left = podman.container(name) if name else None
+    if left is not None and left.id not in before and left.status != "running":
+        podman.remove(left.id)
+
+
+def _name_of(found: Kept) -> str:
+    return found.artifact.annotations.get(f"{CRIU}container.name", "")
+
+
+def _name_in(path: str) -> str:
+    """The name that an archive's container had; "" where it does not say."""
+    try:
+        value = parse_json(read_member(path, FIRST[0], limit=LARGEST_DUMP) or b"{}")
+        return str(value["name"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+
+
+@contextmanager
+def _room(store: Store) -> Iterator[str]:
+    """A folder for a file that others must not read: in the store, or where that cannot be written to."""
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(store.stage()).path
+        except (DiskError, LayoutError, StoreError):  # none, another tool's, or on a disk that is read-only
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpusnap-", dir="/var/tmp"))
+        yield folder

@@ -1,0 +1,277 @@
+"""Whether a checkpoint is what its digests say, wherever it is, and what a damaged blob belongs to."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
+
+from gpusnap.checkpoints.damage import (
+    Progress,
+    Verified,
+    config_of,
+    damaged,
+    tables_of,
+    within,
+    within_artifact,
+)
+from gpusnap.checkpoints.formats.criu_images import records_fault
+from gpusnap.checkpoints.formats.layout_archive import is_layout, opened_layout, refuse_containerd
+from gpusnap.checkpoints.list import Kept, kept
+from gpusnap.checkpoints.locator import InFile, InRegistry, InStore, find, open_store
+from gpusnap.checkpoints.offline import stand_in
+from gpusnap.operations.open import hold, open_repository
+from gpusnap.operations.verify_files import in_archive, in_folder
+from gpusnap.user_errors import told
+from oci.base.errors import BlobError, DigestError, LayoutError, NotInRegistry, OciError, RegistryError
+from oci.base.threads import for_each
+from oci.chunks import artifact as artifacts
+from oci.chunks.artifact import Artifact
+from oci.chunks.table import Table
+from oci.chunks.verify import Checked, Contents, Fault, verify
+from oci.layout.digests import digest_of, encoded
+from oci.layout.documents import INDEX, Descriptor, Index, written_document
+from oci.layout.graph import children, is_document
+from oci.layout.layout import Layout
+from oci.registry.repository import Repository
+from oci.store.store import Store
+from runtime_shim.process.memory.copy import cores
+from runtime_shim.records import manifest
+from runtime_shim.records.manifest import Manifest
+
+__all__ = ["verify_all", "verify_one"]
+
+_CONNECTIONS = 8
+
+
+def verify_one(
+    word: str, *, deep: bool = False, plain_http: bool = False, progress: Progress = lambda done, whole: None
+) -> Verified:
+    """Check what a word stands for. deep: of a checkpoint in a registry, read all blobs.
+
+    Raises NotFound, UsageError, Damaged where there is nothing to begin with, GpusnapError.
+    """
+    place = find(word)
+    with told():
+        match place:
+            case InStore():
+                return _kept(word, place, progress)
+            case InRegistry():
+                try:
+                    with open_repository(place, plain_http=plain_http) as repository:
+                        return _in_registry(word, repository, place, deep, progress)
+                except RegistryError as error:
+                    copy = stand_in(place, error)
+                    if copy is None:
+                        raise
+                    return _kept(f"oci:{copy.store.path}:{copy.wanted}", copy, progress)
+            case InFile(path) if is_layout(path):
+                with opened_layout(path) as found:
+                    refuse_containerd(found)
+                    return _in_layout(word, found.layout, found.root, progress)
+            case InFile(path):
+                return (in_folder if os.path.isdir(path) else in_archive)(path, progress)
+
+
+def _kept(word: str, place: InStore, progress: Progress) -> Verified:
+    store = open_store(place.store)
+    found = place.entry().descriptor
+    with ExitStack() as stack:
+        hold(store, found.digest, stack)
+        return _in_layout(word, store.layout, found, progress)
+
+
+def verify_all(store: Store, progress: Progress = lambda done, whole: None) -> Verified:
+    """Check everything that a store names, each blob once. Raises Damaged for a broken index."""
+    places: dict[str, list[str]] = defaultdict(list)
+    with told(), tempfile.TemporaryDirectory(prefix="gpusnap-") as folder:
+        found = kept(open_store(store))
+        tables = (table for each in found for table in tables_of(each.root, store.layout))
+        checked, faults = _checked(*_all_of(store, found, folder), tables, progress)
+        faults = _still_named(store, found, faults)
+        for each in found if not faults else ():
+            faults += _of_images(each.root, store.layout)
+        for each in found if faults else ():
+            name = each.names[0] if each.names else each.root.digest[:19]
+            for digest, where in within(each.root, store.layout).items():
+                places[digest] += [f"{name}: {one}" for one in where]
+    faulty = tuple(damaged(fault, places) for fault in faults)
+    note = "" if found else f"nothing is kept in {store.path}"
+    return Verified(f"oci:{store.path}", "", checked.blobs, checked.size, True, faulty, note)
+
+
+def _still_named(store: Store, found: Sequence[Kept], faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
+    """The faults of what the store names yet: what was removed meanwhile, gc may have taken.
+
+    A hold of each would need as many open files.
+    """
+    if not faults:
+        return ()
+    waiting = [each.root for each in kept(store)]
+    if {each.digest for each in waiting} >= {each.root.digest for each in found}:
+        return faults
+    met = {each.digest for each in waiting}
+    for at in waiting:
+        with suppress(LayoutError, DigestError):
+            for each in children(at, store.read(at)):
+                if each.digest not in met:
+                    met.add(each.digest)
+                    waiting.extend([each] if is_document(each) else [])
+    return tuple(fault for fault in faults if fault.descriptor.digest in met)
+
+
+class _Joined(Layout):
+    """A layout and one document more, an index of all that shall be checked together."""
+
+    def __init__(self, path: str, index: bytes, folder: str) -> None:
+        super().__init__(path)
+        self._digest, self._file = digest_of(index), os.path.join(folder, "index.json")
+        with open(self._file, "wb") as file:
+            file.write(index)
+
+    def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
+        """As Layout.open_blob."""
+        return io.FileIO(self._file) if digest == self._digest else super().open_blob(digest, size)
+
+
+def _all_of(store: Store, found: Sequence[Kept], folder: str) -> tuple[Layout, Descriptor]:
+    plain = tuple(replace(each.root, annotations={}) for each in found)
+    index = written_document(Index(plain).to_json())
+    return _Joined(store.path, index, folder), Descriptor(INDEX, digest_of(index), len(index))
+
+
+def _checked(
+    layout: Layout, root: Descriptor, tables: Iterable[Table], progress: Progress
+) -> tuple[Checked, tuple[Fault, ...]]:
+    last = Checked(0, 0, 0, 0)
+
+    def tell(now: Checked) -> None:
+        nonlocal last
+        last = now
+        progress(now.size, now.total_size)
+
+    faults = verify(layout, root, threads=cores(), tables=tables, progress=tell)
+    return last, faults
+
+
+def _in_layout(word: str, layout: Layout, root: Descriptor, progress: Progress) -> Verified:
+    checked, faults = _checked(layout, root, tables_of(root, layout), progress)
+    faults = faults or _of_images(root, layout)
+    places = within(root, layout) if faults else {}
+    faulty = tuple(damaged(fault, places) for fault in faults)
+    return Verified(word, root.digest, checked.blobs, checked.size, True, faulty)
+
+
+def _of_images(root: Descriptor, layout: Layout) -> tuple[Fault, ...]:
+    """The records of an artifact whose blobs are right, if a restore would refuse an image in them."""
+    try:
+        artifact = artifacts.read(root, layout.read_blob)
+    except (LayoutError, DigestError):
+        return ()  # another tool's
+    fault = records_fault(artifact, config_of(artifact, layout), layout)
+    return (Fault(artifact.records, fault),) if fault and artifact.records is not None else ()
+
+
+# In a registry
+
+
+def _in_registry(
+    word: str, repository: Repository, place: InRegistry, deep: bool, progress: Progress
+) -> Verified:
+    root, content = repository.read_manifest(place.reference.digest or place.reference.tag or "latest")
+    documents = {root.digest: content}
+    faults: list[Fault] = []
+    blobs: dict[str, Descriptor] = {}
+
+    def read(document: Descriptor) -> bytes:
+        if document.digest not in documents:
+            documents[document.digest] = repository.read_manifest(document.digest)[1]
+        return documents[document.digest]
+
+    waiting, met = [root], {root.digest}
+    for at in waiting:
+        try:
+            below = children(at, read(at))
+        except (LayoutError, DigestError, NotInRegistry) as error:
+            faults.append(Fault(at, f"cannot be read: {error}"))
+            continue
+        for each in below:
+            if each.digest not in met:
+                met.add(each.digest)
+                waiting.extend([each] if is_document(each) else [])
+                blobs |= {} if is_document(each) else {each.digest: each}
+    with (
+        tempfile.TemporaryDirectory(prefix="gpusnap-", dir=os.environ.get("TMPDIR") or "/var/tmp") as folder,
+        closing(Layout(folder).create()) as layout,
+    ):
+        contents = Contents(_remote_tables(root, read, repository, layout) if deep else ())
+        faults += _asked(repository, tuple(blobs.values()), layout if deep else None, contents, progress)
+        places = _within_remote(root, read, repository, layout) if faults else {}
+    faulty = tuple(damaged(fault, places) for fault in faults)
+    return Verified(word, root.digest, len(blobs), sum(b.size for b in blobs.values()), deep, faulty)
+
+
+def _asked(
+    repository: Repository,
+    blobs: Sequence[Descriptor],
+    layout: Layout | None,
+    contents: Contents,
+    progress: Progress,
+) -> list[Fault]:
+    """Ask for each blob, or read it where there is a layout to read it into. Raises RegistryError."""
+    faults: list[Fault] = []
+    lock, whole = threading.Lock(), sum(each.size for each in blobs)
+    done = 0
+
+    def check(blob: Descriptor) -> None:
+        nonlocal done
+        fault = ""
+        if not repository.has_blob(blob.digest):
+            fault = "missing"
+        elif layout is not None:
+            try:
+                repository.fetch_blob(blob, layout)
+                fault = contents.fault(layout, blob)
+                os.unlink(os.path.join(layout.path, "blobs", "sha256", encoded(blob.digest)))
+            except BlobError as error:
+                fault = str(error)
+        with lock:
+            done += blob.size
+            if fault:
+                faults.append(Fault(blob, fault))
+            progress(done, whole)
+
+    for_each(blobs, check, threads=max(1, min(_CONNECTIONS, len(blobs))))
+    return sorted(faults, key=lambda fault: fault.descriptor.digest)
+
+
+def _remote_tables(
+    root: Descriptor, read: Callable[[Descriptor], bytes], repository: Repository, layout: Layout
+) -> tuple[Table, ...]:
+    with suppress(OciError):
+        artifact = artifacts.read(root, read)
+        record = _remote_config(artifact, repository, layout)
+        return tuple(record.tables) if record is not None else ()
+    return ()
+
+
+def _within_remote(
+    root: Descriptor, read: Callable[[Descriptor], bytes], repository: Repository, layout: Layout
+) -> dict[str, list[str]]:
+    try:
+        artifact = artifacts.read(root, read)
+    except OciError:
+        return {}
+    return within_artifact(artifact, _remote_config(artifact, repository, layout))
+
+
+def _remote_config(artifact: Artifact, repository: Repository, layout: Layout) -> Manifest | None:
+    if artifact.config.size <= manifest.LARGEST:
+        with suppress(OciError):
+            repository.fetch_blob(artifact.config, layout)
+    return config_of(artifact, layout)

@@ -1,0 +1,231 @@
+"""Whether a checkpoint in an archive, or in a directory of images, is what its digests say."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import IO, cast
+
+import zstandard
+
+from gpusnap.checkpoints.damage import Damage, Progress, Verified, damaged, within_manifest
+from gpusnap.checkpoints.formats.criu_images import Images
+from gpusnap.checkpoints.formats.entries import entries
+from gpusnap.checkpoints.locator import default_store, open_store
+from gpusnap.checkpoints.statistics import parts
+from oci.base.errors import ArchiveError, LayoutError
+from oci.base.threads import for_each
+from oci.chunks.table import LARGEST_CHUNK, MEDIA_TYPES
+from oci.chunks.verify import Contents, Fault, not_held
+from oci.layout.digests import PREFIX
+from oci.layout.documents import Descriptor
+from oci.layout.layout import Layout
+from oci.tar.archive import Content, Entry
+from runtime_shim.errors import ImageError
+from runtime_shim.process.memory.copy import cores
+from runtime_shim.records import manifest
+from runtime_shim.records.manifest import Manifest
+from runtime_shim.runtime.criu.images import check as criu_images
+
+__all__ = ["in_archive", "in_folder"]
+
+_PIECE = 1 << 20
+_OCTETS = "application/octet-stream"
+_FOLDER = f"checkpoint/{manifest.FOLDER}/"
+_BLOBS = f"{_FOLDER}blobs/sha256/"
+_MANIFEST = _FOLDER + manifest.NAME
+_INDEX = _FOLDER + manifest.INDEX
+_IMAGES = "CRIU's images"
+
+
+def in_folder(path: str, progress: Progress) -> Verified:
+    """A directory of images: its manifest, and the chunks beside it or in the store."""
+    inner = path if manifest.belongs(path) else os.path.join(path, "checkpoint")
+    record = manifest.read(inner)
+    try:
+        criu_images.check(inner, record.host.architecture, record.sizes)
+    except ImageError as error:
+        return _with_image(_chunks_of_folder(path, inner, record, progress), str(error))
+    return _chunks_of_folder(path, inner, record, progress)
+
+
+def _chunks_of_folder(path: str, inner: str, record: Manifest, progress: Progress) -> Verified:
+    if record.pages == "store":
+        return _chunks_in_store(path, record, progress)
+    return _chunks(path, record, Layout(os.path.join(inner, manifest.FOLDER)), progress)
+
+
+def _chunks_in_store(path: str, record: Manifest, progress: Progress) -> Verified:
+    return _chunks(path, record, open_store(default_store()).layout, progress)
+
+
+def _chunks(path: str, record: Manifest, layout: Layout, progress: Progress) -> Verified:
+    """Chunks that a manifest names and a layout has."""
+    named = _named(record)
+    if not named:
+        return Verified(path, "", 0, 0, True, (), NO_DIGESTS)
+    done, whole, lock = 0, sum(each.size for each in named), threading.Lock()
+    faults: list[Fault] = []
+    contents = Contents(record.tables)
+
+    def check(blob: Descriptor) -> None:
+        nonlocal done
+        try:
+            layout.check_blob(blob)
+            fault = contents.fault(layout, blob)
+        except LayoutError as error:
+            fault = "missing" if isinstance(error.__cause__, FileNotFoundError) else str(error)
+        with lock:
+            done += blob.size
+            if fault:
+                faults.append(Fault(blob, fault))
+            progress(done, whole)
+
+    for_each(named, check, threads=min(cores(), len(named)))
+    places = within_manifest(record)
+    faulty = tuple(damaged(fault, places) for fault in faults)
+    return Verified(path, "", len(named), whole, True, faulty, NO_DIGESTS)
+
+
+def _with_image(found: Verified, fault: str) -> Verified:
+    """What was found, and an image that a restore would refuse."""
+    return replace(found, damaged=(*found.damaged, Damage("", "", 0, fault, (_IMAGES,)))) if fault else found
+
+
+NO_DIGESTS = "CRIU's images and the engine's files have no digests there; those in a store have"
+
+
+def in_archive(path: str, progress: Progress) -> Verified:
+    """An archive, in one pass: that it is whole, and the chunks in it."""
+    found: dict[str, tuple[int, bool]] = {}
+    # By blob, size and digest of what is compressed in it.
+    plain: dict[str, tuple[int, str]] = {}
+    data = index = None
+    ours = False
+    images = Images(path)
+    done, whole = 0, os.path.getsize(path)
+    try:
+        with open(path, "rb") as file:
+            for entry in entries(file, where=path):
+                ours = ours or f"{entry.name}/".startswith(_FOLDER)
+                images.add(entry)
+                if entry.name == _MANIFEST:
+                    data = _document(entry, manifest.LARGEST, path)
+                elif entry.name == _INDEX:
+                    index = _document(entry, manifest.LARGEST_INDEX, path)
+                elif entry.name.startswith(_BLOBS) and entry.content is not None:
+                    name = entry.name.removeprefix(_BLOBS)
+                    digest, plain[PREFIX + name] = _digests(entry.content)
+                    found[PREFIX + name] = entry.info.size, digest == PREFIX + name
+                done += 1
+                progress(min(file.tell(), whole), whole)
+    except ArchiveError as error:
+        damage = Damage("", "", whole, str(error), ("the archive itself",))
+        return Verified(path, "", len(found), done, True, (damage,))
+    if data is None and ours:
+        raise manifest.missing(path)
+    record = None
+    if data is not None:
+        record = manifest.decode(data, f"{path}: {_MANIFEST}")
+        manifest.check_digest(data, index, f"{path}: {_MANIFEST}")
+    fault = images.fault(record)
+    if record is not None and record.pages == "store":
+        return _with_image(_chunks_in_store(path, record, progress), fault)
+    named = () if record is None else _named(record)
+    places = within_manifest(record)
+    lies = {} if record is None else _lies(record, plain)
+    faults = [
+        Fault(each, why)
+        for each in named
+        if (why := _why(each, found.pop(each.digest, None)) or lies.get(each.digest, ""))
+    ]
+    # What no table names (the layout's own manifest) is checked all the same.
+    faults += [
+        Fault(Descriptor(_OCTETS, digest, size), "holds something else")
+        for digest, (size, right) in found.items()
+        if not right
+    ]
+    size = sum(each.size for each in named)
+    faulty = tuple(damaged(each, places) for each in faults)
+    return _with_image(Verified(path, "", len(named), size, True, faulty, NO_DIGESTS), fault)
+
+
+def _document(entry: Entry, limit: int, path: str) -> bytes:
+    """The manifest of an archive, or the index beside it. Raises ManifestError, as a restore does."""
+    where = f"{path}: {entry.name}"
+    if entry.content is None:
+        raise manifest.unreadable(where, ValueError("it is no plain file"))
+    if entry.info.size > limit:
+        raise manifest.unreadable(
+            where, ValueError(f"it has {entry.info.size} bytes, and {limit} are allowed")
+        )
+    return entry.content.read()
+
+
+def _named(record: Manifest) -> tuple[Descriptor, ...]:
+    """The chunks of a manifest, each once."""
+    found: dict[str, Descriptor] = {}
+    for chunk in _chunks_of(record):
+        found.setdefault(chunk.digest, chunk)
+    return tuple(found.values())
+
+
+def _chunks_of(record: Manifest) -> Iterable[Descriptor]:
+    for part in parts(record):
+        for chunk in part.table.chunks:
+            yield Descriptor(MEDIA_TYPES[chunk.encoding], chunk.blob, chunk.stored)
+
+
+def _why(wanted: Descriptor, found: tuple[int, bool] | None) -> str:
+    if found is None:
+        return "missing"
+    size, right = found
+    if size < wanted.size:
+        return f"cut short: has {size} of {wanted.size} bytes"
+    if size > wanted.size:
+        return f"has {size} bytes instead of {wanted.size}"
+    return "" if right else "holds something else"
+
+
+def _lies(record: Manifest, plain: Mapping[str, tuple[int, str]]) -> dict[str, str]:
+    """By blob, what compressed chunks do not hold though a manifest says so."""
+    return {
+        chunk.blob: not_held(chunk.plain, chunk.size)
+        for part in parts(record)
+        for chunk in part.table.chunks
+        if chunk.encoding == "zstd" and plain.get(chunk.blob) != (chunk.size, chunk.plain)
+    }
+
+
+class _Hashed:
+    """A member of an archive that is hashed as it is read."""
+
+    def __init__(self, content: Content) -> None:
+        self._content = content
+        self.hash = hashlib.sha256()
+
+    def read(self, size: int) -> bytes:
+        piece = self._content.read(size)
+        self.hash.update(piece)
+        return piece
+
+
+def _digests(content: Content) -> tuple[str, tuple[int, str]]:
+    """The digest of a member, and size and digest of what is compressed in it, (0, "") where that is nothing.
+
+    The manifest, which says how each one is stored, comes after them. No more than a chunk is decompressed.
+    """
+    source, hashed, size = _Hashed(content), hashlib.sha256(), 0
+    decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_CHUNK)
+    with suppress(zstandard.ZstdError):
+        reader = decompressor.stream_reader(cast("IO[bytes]", source))
+        while size <= LARGEST_CHUNK and (piece := reader.read(_PIECE)):
+            hashed.update(piece)
+            size += len(piece)
+    while source.read(_PIECE):
+        pass
+    return PREFIX + source.hash.hexdigest(), (size, PREFIX + hashed.hexdigest()) if size else (0, "")

@@ -1,0 +1,98 @@
+"""What goes wrong below, in the terms of who typed the command: a sentence, a hint, and what kind it is.
+
+    GpusnapError
+    ├── NotFound   there is no such container, name, file or reference
+    └── Damaged    it is there, and is not what its digests, or its format, say
+
+The kinds have exit codes of their own. Whatever else the packages below raise is a GpusnapError.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from oci.base import errors
+from runtime_shim.errors import GpusnapError, Interrupted
+
+__all__ = ["Damaged", "NotFound", "failure", "is_tls", "told"]
+
+
+class NotFound(GpusnapError):
+    """There is no such container, name, file or reference."""
+
+
+class Damaged(GpusnapError):
+    """What was found is not what its digests, or its format, say."""
+
+
+# From the most specific to the base: the first that fits counts.
+_KINDS: tuple[tuple[type[errors.OciError], type[GpusnapError], str], ...] = (
+    (errors.NotThere, NotFound, "gpusnap ls shows what there is"),
+    (errors.Ambiguous, GpusnapError, "give more of the digest"),
+    (errors.StoreBusy, GpusnapError, ""),
+    (errors.StoreError, GpusnapError, ""),
+    (errors.NotInRegistry, NotFound, "check the name, the tag, and who may see it"),
+    (errors.Unauthorized, GpusnapError, "log in with podman login, or look into the auth file"),
+    (
+        errors.Unreachable,
+        GpusnapError,
+        "run the same command again later; a transfer continues where it stopped",
+    ),
+    (errors.RegistryError, GpusnapError, ""),
+    (errors.DiskFull, GpusnapError, "make room there, for example with gpusnap rm and gpusnap gc"),
+    (errors.DiskError, GpusnapError, ""),
+    (errors.BlobError, Damaged, "gpusnap verify finds all that is damaged"),
+    (errors.NotACheckpoint, GpusnapError, ""),
+    (errors.LayoutError, Damaged, ""),
+    (errors.ChunkError, Damaged, ""),
+    (errors.ArchiveError, Damaged, ""),
+    (errors.CeilingError, GpusnapError, "raise memory.ceiling in the settings"),
+    (errors.Cancelled, Interrupted, ""),
+)
+
+# What could not be read for one of these may be right.
+_NO_DAMAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
+
+# By the engine that restores an image.
+_OF_IMAGES = {
+    "podman": "podman container restore IMAGE does, once podman pull has brought it; so does gpusnap restore",
+    "cri": "name it as the image of a container in a new pod",
+}
+
+# Another attempt does not help there.
+_TLS = (
+    ("does not speak TLS", "--plain-http does, or http:// before the reference"),
+    ("is not trusted", ""),
+)
+
+
+def is_tls(error: errors.OciError) -> bool:
+    """Whether a registry is there, and its TLS, or that it has none, is what is wrong."""
+    return isinstance(error, errors.Unreachable) and any(words in str(error) for words, _ in _TLS)
+
+
+def failure(error: errors.OciError) -> GpusnapError:
+    """The same as an error for users: its sentence, and what to do about it."""
+    for words, hint in _TLS:
+        if isinstance(error, errors.Unreachable) and words in str(error):
+            return GpusnapError(str(error), hint=hint)
+    if isinstance(error, errors.EngineImage) and error.engine:
+        return GpusnapError(str(error), hint=_OF_IMAGES[error.engine])
+    for kind, ours, hint in _KINDS:
+        if isinstance(error, kind):
+            cause = error.__cause__
+            if ours is Damaged and isinstance(cause, OSError) and cause.errno in _NO_DAMAGE:
+                break
+            return ours(str(error), hint=hint)
+    return GpusnapError(str(error))
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Turn errors of the `oci` package into those of users."""
+    try:
+        yield
+    except errors.OciError as error:
+        raise failure(error) from error

@@ -1,0 +1,1 @@
+"""Errors, files, locks and threads: what every part of `oci` uses."""

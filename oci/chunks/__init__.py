@@ -1,0 +1,1 @@
+"""Regions of memory as blobs: cut, compressed, written, read and checked."""

@@ -1,0 +1,192 @@
+"""Chunks known from earlier checkpoints: which plain content lies in which blob, and in which layout.
+
+One index file for a store or a container, {"version": 3, "layouts": [path, …], "chunks": {plain hex:
+[place of the layout in that list, stored, encoding, blob hex, inode, st_mtime_ns], …}}, the newest entries
+last. It only saves work: one that is missing, broken or of another version is an empty one, and what is read
+later is checked against its digests as ever. It is this host's own file, never one of an archive.
+
+A blob is linked into a checkpoint without being read, so an entry says which file it was when its content was
+known to be right and durable: one of another inode, size or time of change is a miss. Nobody changes a blob;
+whoever does it by mistake changes its st_mtime (inode(7)). A link changes only the st_ctime, which is why
+that is not looked at. Nor is a compressed blob read to see whether it holds what its entry says: so an entry
+for one is made only where it was compressed, never on the word of a checkpoint that came from elsewhere.
+What is known to be right was hashed and written out of one private copy (oci.chunks.writer), or its digest
+was checked as it came (oci.layout.partial_blob).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from oci.base.errors import DigestError, disk_error
+from oci.base.files import open_folder, read_regular, replace
+from oci.base.json_text import parse_json
+from oci.chunks.table import Encoding, Table
+from oci.layout.digests import PREFIX, encoded
+from oci.layout.layout import Layout
+
+__all__ = ["Known", "Place"]
+
+# 1 TiB in chunks of 8 MiB, and a file of about 28 MiB.
+MOST_ENTRIES = 1 << 17
+_LARGEST_FILE = 64 << 20
+# Version 1 had entries on the word of checkpoints from elsewhere, version 2 chunks that were hashed where a
+# process could change them before they were written.
+_VERSION = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The blob of a known chunk, of `stored` bytes, the path of a layout that has it, and its file there."""
+
+    blob: str
+    stored: int
+    encoding: Encoding
+    layout: str
+    inode: int
+    modified: int
+    """st_mtime_ns"""
+
+    def right(self) -> bool:
+        """Whether its blob is still the file that it was."""
+        found = _file(self.layout, self.blob)
+        return found is not None and (found.st_size, found.st_ino, found.st_mtime_ns) == (
+            self.stored,
+            self.inode,
+            self.modified,
+        )
+
+
+class Known:
+    """The index, by the path of its file; threads may share it. What is broken there is passed over."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.abspath(path)
+        self._lock = threading.Lock()
+        self._places: dict[str, Place] = _read(self.path)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def find(self, plain: str) -> Place | None:
+        """Where the chunk of that plain digest is; None, and forgotten, where its blob is no longer right."""
+        with self._lock:
+            place = self._places.get(plain)
+        if place is not None and not place.right():
+            self.forget(plain)
+            return None
+        return place
+
+    def forget(self, plain: str) -> None:
+        """Take an entry out."""
+        with self._lock:
+            self._places.pop(plain, None)
+
+    def add(self, plain: str, place: Place) -> None:
+        """Put an entry in, the newest; the oldest goes where there are too many."""
+        with self._lock:
+            self._places.pop(plain, None)
+            self._places[plain] = place
+            while len(self._places) > MOST_ENTRIES:
+                del self._places[next(iter(self._places))]
+
+    def prune(self) -> int:
+        """Forget the chunks whose blobs are no longer there or no longer right; how many these were."""
+        with self._lock:
+            gone = [plain for plain, place in self._places.items() if not place.right()]
+            for plain in gone:
+                del self._places[plain]
+        return len(gone)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._places.clear()
+
+    def learn(self, tables: Iterable[Table], layout: Layout, *, foreign: bool = False) -> None:
+        """Add all chunks of a layout that is durable by now, and whose blobs are known to be right.
+
+        foreign: the tables are of somebody else, who may say of a compressed blob that it holds what it does
+        not. Only chunks that are their own blobs are added then.
+        """
+        for table in tables:
+            for chunk in table.chunks:
+                if foreign and (chunk.encoding != "plain" or chunk.blob != chunk.plain):
+                    continue
+                found = _file(layout.path, chunk.blob)
+                if found is not None and found.st_size == chunk.stored:
+                    place = chunk.blob, chunk.stored, chunk.encoding, layout.path
+                    self.add(chunk.plain, Place(*place, found.st_ino, found.st_mtime_ns))
+
+    def save(self) -> None:
+        """Write the index, atomically. Raises DiskFull, DiskError."""
+        with self._lock:
+            content = _written(self._places)
+        folder, name = os.path.split(self.path)
+        try:
+            descriptor = open_folder(folder)
+            try:
+                replace(name, content, descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise disk_error(error, folder, "the index of known chunks", len(content)) from error
+
+
+def _file(layout: str, blob: str) -> os.stat_result | None:
+    """The file of a blob; None where there is none, or something else has its name."""
+    try:
+        found = os.stat(os.path.join(layout, "blobs", "sha256", encoded(blob)), follow_symlinks=False)
+    except OSError:
+        return None
+    return found if stat.S_ISREG(found.st_mode) else None
+
+
+def _written(places: dict[str, Place]) -> bytes:
+    layouts: dict[str, int] = {}
+    rows = {}
+    for plain, place in places.items():
+        at = layouts.setdefault(place.layout, len(layouts))
+        file = [place.inode, place.modified]
+        rows[encoded(plain)] = [at, place.stored, place.encoding, encoded(place.blob), *file]
+    value = {"version": _VERSION, "layouts": list(layouts), "chunks": rows}
+    return json.dumps(value, separators=(",", ":")).encode("ascii")
+
+
+def _read(path: str) -> dict[str, Place]:
+    folder, name = os.path.split(path)
+    try:
+        descriptor = open_folder(folder)
+        try:
+            value = parse_json(read_regular(name, descriptor, limit=_LARGEST_FILE))
+        finally:
+            os.close(descriptor)
+        return _parsed(value)
+    except (OSError, ValueError, RecursionError, DigestError):
+        return {}
+
+
+def _parsed(value: object) -> dict[str, Place]:
+    """The entries of an index. Raises ValueError, DigestError for one that is broken."""
+    match value:
+        case {"version": 3, "layouts": list(layouts), "chunks": dict(rows)} if len(rows) <= MOST_ENTRIES:
+            return {PREFIX + str(plain): _place(row, layouts) for plain, row in rows.items()}
+        case _:
+            raise ValueError("it is no index of known chunks")
+
+
+def _place(row: object, layouts: list[object]) -> Place:
+    match row:
+        case [int(at), int(stored), ("plain" | "zstd") as encoding, str(blob), int(inode), int(modified)] if (
+            0 <= at < len(layouts)
+        ):
+            layout = layouts[at]
+            if isinstance(layout, str) and layout.startswith("/") and "\0" not in layout:
+                encoded(PREFIX + blob)
+                return Place(PREFIX + blob, stored, encoding, layout, inode, modified)
+    raise ValueError("an entry of it is broken")

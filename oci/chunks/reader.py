@@ -1,0 +1,342 @@
+"""Blobs of a layout back into regions of memory, in many threads, begun before the regions are there.
+
+A `Reading` starts at once: its workers open blobs, check them and decompress them into slots, memory for one
+chunk each, as many as the ceiling allows. Once the regions are there, `deliver` has the same workers write
+the slots out and go on with the rest, chunk after chunk. Where the regions are memory of ours from the start,
+chunks are read and decompressed straight into them, and there are no slots.
+
+The tables and the blobs may come from anybody. A blob is read only where its size is the one in the table,
+its digest is checked before zstd sees it, what zstd makes of it never exceeds the chunk, and the digest of
+that is checked before a region sees it. A region that is memory of ours sees it before, and holds nothing
+that may be used until all of it is there and right; `later` leaves the digests of its content to `verify`,
+which may run while something else is done with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+import zstandard
+
+from oci.base.errors import BlobError, Cancelled, CeilingError, ChunkError, binary_size, reason
+from oci.base.threads import Crew, Shared, Signal
+from oci.chunks.buffers import Memory, Target
+from oci.chunks.table import CHUNK_SIZE, Chunk, Progress, Table, validated
+from oci.layout.blobs import Blobs
+from oci.layout.digests import digest_of
+
+__all__ = ["Reading", "read"]
+
+# How often a worker with nothing to do looks whether it was cancelled, in seconds.
+_LOOK = 0.05
+
+
+def read(
+    tables: Sequence[Table],
+    layout: Blobs,
+    targets: Sequence[Target],
+    *,
+    threads: int,
+    ceiling: int,
+    clear: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+    cancelled: Signal | None = None,
+) -> None:
+    """Fill the targets, one for each table, in order. Parameters and errors are those of Reading."""
+    with Reading(
+        tables,
+        layout,
+        threads=threads,
+        ceiling=ceiling,
+        targets=targets,
+        clear=clear,
+        progress=progress,
+        cancelled=cancelled,
+    ) as reading:
+        reading.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A chunk of the table `at`, or a run of zeros to write there."""
+
+    at: int
+    offset: int
+    size: int
+    chunk: Chunk | None
+
+
+class Reading:
+    """Regions on their way back. Used as a context manager, or ended by `close`; it starts when it is made.
+
+    threads: how many at most. ceiling: bytes that slots and workers may hold together; fewer workers run
+    where that is not enough for all. targets: the regions, one for each table, in order, if they are there.
+    later: leave it to `verify` whether targets that are memory of ours have the right content.
+    clear: write zeros, too, to targets that may hold something else.
+    progress: called after each chunk that was written to its target, by a worker, one call at a time.
+
+    Raises ChunkError for tables that cannot be right, and CeilingError. `deliver` and `wait` raise what ended
+    it: BlobError, ChunkError, LayoutError, Cancelled, and whatever a target or `progress` raises.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        layout: Blobs,
+        *,
+        threads: int,
+        ceiling: int,
+        targets: Sequence[Target] | None = None,
+        later: bool = False,
+        clear: bool = False,
+        progress: Callable[[Progress], None] | None = None,
+        cancelled: Signal | None = None,
+    ) -> None:
+        self._tables = [validated(table.size, table.chunks) for table in tables]
+        self._layout = layout
+        self._targets = self._checked(targets) if targets is not None else None
+        self._report = progress
+        self._later, self._unsure = later, deque[_Part]()
+        self._threads, self._cancelled = threads, cancelled
+        self._crew = Crew(cancelled)
+        self._changed = threading.Condition()
+        self._unread = deque(self._chunks())
+        self._zeros: deque[_Part] = deque()
+        self._clear = clear
+        self._staged: deque[tuple[_Part, Memory]] = deque()
+        self._free: list[Memory] = []
+        chunks = [chunk for table in self._tables for chunk in table.chunks]
+        self._slot_size = max((chunk.size for chunk in chunks), default=min(CHUNK_SIZE, max(ceiling, 1)))
+        self._packed_size = max((chunk.stored for chunk in chunks if chunk.encoding == "zstd"), default=0)
+        gaps = [size for table in self._tables for _, size in table.gaps()] if clear else []
+        self._progress = Progress(sum(chunk.size for chunk in chunks) + sum(gaps))
+        parts = len(chunks) + sum(-(-size // self._slot_size) for size in gaps)
+        self._zeros.extend(self._gaps() if clear and targets is not None else ())
+        workers, self._slots_left = self._shares(threads, ceiling, parts)
+        self._crew.start(workers, self._work)
+
+    def __enter__(self) -> Reading:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def staged(self) -> int:
+        """Bytes that were read and checked, and wait for their targets."""
+        with self._changed:
+            return sum(part.size for part, _ in self._staged)
+
+    def check(self) -> None:
+        """Raise the error that ended the reading, if one did; for a caller that has not come to `deliver`."""
+        error = self._crew.failed()
+        if error is not None:
+            raise error
+
+    def deliver(self, targets: Sequence[Target]) -> None:
+        """Fill the targets, one for each table, in order; return when all is there. To be called once."""
+        targets = self._checked(targets)
+        with self._changed:
+            self._targets = targets
+            # Not before: a table may speak of any number of zeros, a target is as large as it is.
+            self._zeros.extend(self._gaps() if self._clear else ())
+            self._changed.notify_all()
+        self.wait()
+
+    def wait(self) -> None:
+        """Return when all targets are filled, for whoever has given them already."""
+        self._crew.join()
+        if self._progress.done < self._progress.total:
+            raise Cancelled("the reading was ended before all chunks were there")
+
+    def verify(self, *, threads: int = 0) -> None:
+        """After `wait`: check what `later` has left, in so many threads, those of the reading for 0.
+
+        Raises BlobError, ChunkError, Cancelled.
+        """
+        unsure = Shared(list(self._unsure))
+        self._crew = Crew(self._cancelled)
+
+        def work() -> None:
+            for part in unsure:
+                self._crew.check()
+                view, chunk = self._place(part), part.chunk
+                assert view is not None
+                assert chunk is not None
+                if digest_of(view) != chunk.plain:
+                    raise _wrong(chunk)
+
+        self._crew.start(min(threads or self._threads, len(self._unsure)), work)
+        self._crew.join()
+
+    def close(self) -> None:
+        """End the workers, whatever they are at, and give the memory back."""
+        self._crew.stop()
+        for memory in [*self._free, *(memory for _, memory in self._staged)]:
+            memory.free()
+        self._free.clear()
+        self._staged.clear()
+
+    # Within
+
+    def _checked(self, targets: Sequence[Target]) -> Sequence[Target]:
+        if len(targets) != len(self._tables):
+            raise ChunkError(f"{len(self._tables)} regions were read for {len(targets)} targets")
+        for at, (table, target) in enumerate(zip(self._tables, targets, strict=True)):
+            if table.size != target.size:
+                raise ChunkError(f"region {at} of {table.size} bytes does not fit a target of {target.size}")
+        return targets
+
+    def _chunks(self) -> Iterator[_Part]:
+        for at, table in enumerate(self._tables):
+            for chunk in table.chunks:
+                yield _Part(at, chunk.offset, chunk.size, chunk)
+
+    def _gaps(self) -> Iterator[_Part]:
+        for at, table in enumerate(self._tables):
+            for begin, size in table.gaps():
+                for offset in range(begin, begin + size, self._slot_size):
+                    yield _Part(at, offset, min(self._slot_size, begin + size - offset), None)
+
+    def _shares(self, threads: int, ceiling: int, parts: int) -> tuple[int, int]:
+        """How many workers, and how many slots, the ceiling allows."""
+        direct = all(target.view(0, 0) is not None for target in self._targets or ())
+        slot = 0 if self._targets is not None and direct and not self._clear else self._slot_size
+        need = slot + self._packed_size
+        if ceiling < need:
+            allowed, needed = binary_size(ceiling), binary_size(need)
+            raise CeilingError(f"{allowed} of memory do not hold the largest chunk, which needs {needed}")
+        if parts == 0:
+            return 0, 0
+        workers = max(1, min(threads, parts, ceiling // need if need else parts))
+        return workers, min(parts, (ceiling - workers * self._packed_size) // slot) if slot else 0
+
+    def _work(self) -> None:
+        packed = Memory(self._packed_size)
+        # A window larger than a chunk is none of ours.
+        decompressor = zstandard.ZstdDecompressor(max_window_size=max(self._slot_size, 1 << 10))
+        try:
+            while (step := self._next()) is not None:
+                part, place, ready = step
+                if part.chunk is not None and not ready:
+                    into = place.view if isinstance(place, Memory) else place
+                    later = self._later and not isinstance(place, Memory)
+                    _fetch(self._layout, part.chunk, into, packed.view, decompressor, later=later)
+                    if later:
+                        self._unsure.append(part)
+                if isinstance(place, Memory):
+                    self._hand_over(part, place)
+                else:
+                    self._done(part)
+        finally:
+            packed.free()
+
+    def _next(self) -> tuple[_Part, Memory | memoryview, bool] | None:
+        """The next part, its slot or its place in a target, and whether it was read; None at the end."""
+        with self._changed:
+            while True:
+                self._crew.check()
+                if self._targets is not None and self._staged:
+                    return *self._staged.popleft(), True
+                waiting = self._unread or self._zeros
+                if self._unread and (view := self._place(self._unread[0])) is not None:
+                    return self._unread.popleft(), view, False
+                if waiting and (memory := self._slot()) is not None:
+                    return waiting.popleft(), memory, False
+                if self._targets is not None and not waiting:
+                    self._changed.notify_all()
+                    return None
+                self._changed.wait(_LOOK)
+
+    def _place(self, part: _Part) -> memoryview | None:
+        """Where a chunk goes in a target that is memory of ours."""
+        return self._targets[part.at].view(part.offset, part.size) if self._targets is not None else None
+
+    def _slot(self) -> Memory | None:
+        if self._free:
+            return self._free.pop()
+        if self._slots_left == 0:
+            return None
+        self._slots_left -= 1
+        return Memory(self._slot_size)
+
+    def _hand_over(self, part: _Part, memory: Memory) -> None:
+        """Write a part to its target, or stage it until there is one."""
+        with self._changed:
+            targets = self._targets
+            if targets is None:
+                self._staged.append((part, memory))
+                return
+        self._crew.check()
+        if part.chunk is None:
+            memory.free()
+        targets[part.at].write(part.offset, memory.view[: part.size])
+        with self._changed:
+            self._free.append(memory)
+        self._done(part)
+
+    def _done(self, part: _Part) -> None:
+        with self._changed:
+            done = self._progress.done + part.size
+            zero = self._progress.zero + (part.size if part.chunk is None else 0)
+            self._progress = replace(self._progress, done=done, zero=zero)
+            self._changed.notify_all()
+            if self._report is not None:
+                self._report(self._progress)
+
+
+def _fetch(
+    layout: Blobs,
+    chunk: Chunk,
+    plain: memoryview,
+    packed: memoryview,
+    decompressor: zstandard.ZstdDecompressor,
+    *,
+    later: bool = False,
+) -> None:
+    """The bytes of a chunk into `plain`, checked, or its size alone. Raises BlobError, ChunkError."""
+    into = plain[: chunk.size]
+    blob = into if chunk.encoding == "plain" else packed[: chunk.stored]
+    with layout.open_blob(chunk.blob, chunk.stored) as file:
+        done = 0
+        while done < blob.nbytes:
+            try:
+                count = file.readinto(blob[done:])
+            except OSError as error:
+                raise BlobError(f"the blob {chunk.blob} cannot be read: {reason(error)}") from error
+            if not count:
+                raise BlobError(f"the blob {chunk.blob} ends at {done} of {chunk.stored} bytes")
+            done += count
+    if chunk.encoding == "plain" and later:
+        return
+    if digest_of(blob) != chunk.blob:
+        raise _wrong_blob(chunk)
+    if chunk.encoding == "plain":
+        return
+    try:
+        # The memory bounds what comes out, whatever the frame says of its size.
+        with decompressor.stream_reader(blob, closefd=False) as reader:
+            count = reader.readinto(into)
+    except zstandard.ZstdError as error:
+        raise ChunkError(
+            f"the blob {chunk.blob} of the chunk at {chunk.offset} is no zstd: {error}"
+        ) from error
+    if count != chunk.size or (not later and digest_of(into) != chunk.plain):
+        raise _wrong(chunk)
+
+
+def _wrong(chunk: Chunk) -> BlobError | ChunkError:
+    """The content of a chunk is not what its digest says."""
+    if chunk.encoding == "plain":
+        return _wrong_blob(chunk)
+    return ChunkError(f"the blob {chunk.blob} does not hold the chunk at {chunk.offset}, {chunk.plain}")
+
+
+def _wrong_blob(chunk: Chunk) -> BlobError:
+    return BlobError(f"the blob {chunk.blob} holds something else than its digest says")

@@ -1,0 +1,165 @@
+"""Tables of chunks: what a region of memory consists of, and in which blobs its bytes lie.
+
+A region is cut at multiples of the chunk size. Each chunk is one blob, zstd-compressed or plain, and has two
+digests: that of its plain bytes, by which an unchanged chunk is known again, and that of its blob. A chunk of
+zeros has no entry: what lies between the entries of a table is zero.
+
+In JSON a table is {"size": bytes, "digest": "sha256", "chunks": [row, …]}, a row either
+[offset, size, plain hex] for a plain blob, or [offset, size, plain hex, stored, blob hex] for a zstd one.
+A table may come from anybody: every number in it is checked here before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from oci.base.errors import ChunkError, DigestError
+from oci.layout.digests import PREFIX, encoded
+from oci.layout.documents import Descriptor
+
+__all__ = ["Chunk", "Encoding", "Progress", "Table", "descriptors", "from_json", "to_json", "validated"]
+
+Encoding: TypeAlias = Literal["plain", "zstd"]
+
+MIB = 1 << 20
+# Measured with bench/chunks.py and bench/store.py: larger ones gain no time, and of a change in many places
+# they store more again; smaller ones cost files.
+CHUNK_SIZE = 8 * MIB
+# A chunk is whole in memory, in every worker.
+LARGEST_CHUNK = 1 << 30
+# Of one region: 8 TiB in chunks of 8 MiB.
+MOST_CHUNKS = 1 << 20
+# x86-64's and aarch64's user address space.
+LARGEST_REGION = 1 << 47
+
+MEDIA_TYPES: Mapping[Encoding, str] = {
+    "plain": "application/vnd.gpusnap.chunk.v1",
+    "zstd": "application/vnd.gpusnap.chunk.v1+zstd",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a region that is not all zeros; `stored` is the size of its blob."""
+
+    offset: int
+    size: int
+    plain: str
+    blob: str
+    stored: int
+    encoding: Encoding
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A region of `size` bytes as its chunks, in order. `validated` and `from_json` make checked ones."""
+
+    size: int
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def stored(self) -> int:
+        """Bytes of all blobs, each counted as often as it is named."""
+        return sum(chunk.stored for chunk in self.chunks)
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """Offset and size of each run of zeros."""
+        at = 0
+        for chunk in self.chunks:
+            if chunk.offset > at:
+                yield at, chunk.offset - at
+            at = chunk.offset + chunk.size
+        if at < self.size:
+            yield at, self.size - at
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a reading or a writing is, in bytes of plain content but for `written`, bytes of new blobs."""
+
+    total: int
+    done: int = 0
+    zero: int = 0
+    known: int = 0
+    written: int = 0
+
+
+def validated(size: int, chunks: Sequence[Chunk]) -> Table:
+    """A table whose every number was checked. Raises ChunkError, which names the chunk."""
+    if not 0 <= size <= LARGEST_REGION:
+        raise ChunkError(f"a region of {size} bytes cannot be")
+    if len(chunks) > MOST_CHUNKS:
+        raise ChunkError(f"a region of {len(chunks)} chunks is more than the {MOST_CHUNKS} allowed")
+    end = 0
+    for at, chunk in enumerate(chunks):
+        fault = _fault(chunk, end, size)
+        if fault:
+            raise ChunkError(f"chunk {at} at {chunk.offset} {fault}")
+        end = chunk.offset + chunk.size
+    return Table(size, tuple(chunks))
+
+
+def to_json(table: Table) -> dict[str, object]:
+    """The table as JSON, see above."""
+    return {"size": table.size, "digest": "sha256", "chunks": [_row(chunk) for chunk in table.chunks]}
+
+
+def from_json(value: object) -> Table:
+    """A checked table. Raises ChunkError."""
+    if not isinstance(value, dict) or value.get("digest") != "sha256":
+        raise ChunkError("a table of chunks is no JSON object with sha256 digests")
+    size, rows = value.get("size"), value.get("chunks")
+    if type(size) is not int or not isinstance(rows, list) or len(rows) > MOST_CHUNKS:
+        raise ChunkError(f"a table of chunks needs a size, and a list of at most {MOST_CHUNKS} chunks")
+    return validated(size, [_chunk(at, row) for at, row in enumerate(rows)])
+
+
+def descriptors(tables: Sequence[Table]) -> tuple[Descriptor, ...]:
+    """The blobs of some tables as layers of a manifest, each once, in the order of their first use."""
+    found: dict[str, Descriptor] = {}
+    for table in tables:
+        for chunk in table.chunks:
+            found.setdefault(chunk.blob, Descriptor(MEDIA_TYPES[chunk.encoding], chunk.blob, chunk.stored))
+    return tuple(found.values())
+
+
+def _fault(chunk: Chunk, begin: int, end: int) -> str:
+    """What is wrong with a chunk that lies somewhere from `begin` to `end`."""
+    if chunk.offset < begin:
+        return "begins before the one before it ends"
+    if not 0 < chunk.size <= LARGEST_CHUNK:
+        return f"has a size of {chunk.size} bytes"
+    if chunk.offset + chunk.size > end:
+        return f"reaches over the end of its region of {end} bytes"
+    # A chunk that zstd would make larger is stored plain.
+    if not 0 < chunk.stored <= chunk.size:
+        return f"of {chunk.size} bytes has a blob of {chunk.stored} bytes"
+    try:
+        encoded(chunk.plain)
+        encoded(chunk.blob)
+    except DigestError as error:
+        return f"has a digest that is none: {error}"
+    if chunk.encoding == "plain":
+        same = chunk.plain == chunk.blob and chunk.stored == chunk.size
+        return "" if same else "is stored plain, but its blob has another size or digest"
+    return "" if chunk.encoding == "zstd" else f"has the unknown encoding {str(chunk.encoding)[:40]!r}"
+
+
+def _row(chunk: Chunk) -> list[object]:
+    row: list[object] = [chunk.offset, chunk.size, encoded(chunk.plain)]
+    return row if chunk.encoding == "plain" else [*row, chunk.stored, encoded(chunk.blob)]
+
+
+def _chunk(at: int, row: object) -> Chunk:
+    # True and False are integers to Python.
+    if isinstance(row, list) and any(isinstance(field, bool) for field in row):
+        row = None
+    match row:
+        case [int(offset), int(size), str(plain)]:
+            return Chunk(offset, size, PREFIX + plain, PREFIX + plain, size, "plain")
+        case [int(offset), int(size), str(plain), int(stored), str(blob)]:
+            return Chunk(offset, size, PREFIX + plain, PREFIX + blob, stored, "zstd")
+        case _:
+            raise ChunkError(f"chunk {at} is not written as a chunk is")

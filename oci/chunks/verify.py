@@ -1,0 +1,187 @@
+"""Whether all that a manifest or an index names is there, whole, and what its digests and tables say."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import zstandard
+
+from oci.base.errors import BlobError, DigestError, LayoutError, reason
+from oci.base.threads import for_each
+from oci.chunks.table import Table
+from oci.layout.documents import DOCUMENT_LIMIT, Descriptor
+from oci.layout.graph import INDEXES, MANIFESTS, children, is_document
+from oci.layout.layout import Layout
+
+__all__ = ["Checked", "Contents", "Fault", "not_held", "verify"]
+
+_PIECE = 1 << 20
+# As oci.layout.graph.walk has it.
+_DEEPEST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A blob, and what is wrong with it, in a few words."""
+
+    descriptor: Descriptor
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.descriptor.digest}, a {self.descriptor.media_type}: {self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """How far a check is: blobs, and bytes that they should have."""
+
+    blobs: int
+    size: int
+    total_blobs: int
+    total_size: int
+
+
+class Contents:
+    """What compressed blobs hold, as tables of chunks say: a blob's own digest says nothing of that.
+
+    Whoever wrote a table may have been wrong, or lied.
+    """
+
+    def __init__(self, tables: Iterable[Table] = ()) -> None:
+        self._told: dict[str, set[tuple[int, str]]] = defaultdict(set)
+        self._largest = 1 << 10
+        for table in tables:
+            for chunk in table.chunks:
+                if chunk.encoding == "zstd":
+                    self._told[chunk.blob].add((chunk.size, chunk.plain))
+                    self._largest = max(self._largest, chunk.size)
+
+    def fault(self, layout: Layout, blob: Descriptor) -> str:
+        """What a blob, itself right, does not hold, or holds wrongly; "" where all tables are right.
+
+        It is decompressed piece by piece, as far as the largest chunk that a table sees in it.
+        """
+        told = sorted(self._told.get(blob.digest, ()))
+        if not told:
+            return ""
+        # As oci.chunks.reader: a window larger than any chunk is none of ours.
+        decompressor = zstandard.ZstdDecompressor(max_window_size=self._largest)
+        hashed, at = hashlib.sha256(), 0
+        try:
+            with (
+                layout.open_blob(blob.digest) as file,
+                decompressor.stream_reader(file, closefd=False) as plain,
+            ):
+                for size, digest in told:
+                    while at < size and (piece := plain.read(min(_PIECE, size - at))):
+                        hashed.update(piece)
+                        at += len(piece)
+                    if at < size or f"sha256:{hashed.hexdigest()}" != digest:
+                        return not_held(digest, size)
+        except zstandard.ZstdError as error:
+            return f"is no zstd: {error}"
+        except BlobError as error:
+            return f"cannot be read: {error}"
+        except OSError as error:
+            return f"cannot be read: {reason(error)}"
+        return ""
+
+
+def not_held(plain: str, size: int) -> str:
+    """What is wrong with a blob that does not hold a chunk, as a table says."""
+    return f"does not hold the chunk {plain} of {size} bytes that it is named for"
+
+
+def verify(
+    layout: Layout,
+    root: Descriptor,
+    *,
+    threads: int,
+    tables: Iterable[Table] = (),
+    progress: Callable[[Checked], None] | None = None,
+) -> tuple[Fault, ...]:
+    """Read everything from `root` on, and compare it with its size and digest; () where all is right.
+
+    Each fault is "missing", "cut short: has n of m bytes", "has n bytes instead of m", "holds something
+    else", or says why it cannot be read, or is no manifest: what that names is not known then. tables: what
+    compressed chunks are named for, which is looked at too. progress: called after each blob that is no
+    manifest, one call at a time. Raises LayoutError where `layout` is none.
+    """
+    layout.check()
+    faults: list[Fault] = []
+    blobs = _documents(layout, root, faults)
+    contents = Contents(tables)
+    lock, done = threading.Lock(), Checked(0, 0, len(blobs), sum(each.size for each in blobs))
+
+    def check(blob: Descriptor) -> None:
+        nonlocal done
+        what = _fault(layout, blob) or contents.fault(layout, blob)
+        with lock:
+            if what:
+                faults.append(Fault(blob, what))
+            done = Checked(done.blobs + 1, done.size + blob.size, done.total_blobs, done.total_size)
+            if progress is not None:
+                progress(done)
+
+    for_each(blobs, check, threads=max(1, min(threads, len(blobs))))
+    return tuple(sorted(faults, key=lambda fault: (fault.descriptor.digest, fault.descriptor.size)))
+
+
+def _documents(layout: Layout, root: Descriptor, faults: list[Fault]) -> list[Descriptor]:
+    """Check the manifests and indexes from `root` on; what they name that is none, each once."""
+    met: set[tuple[str, int, str]] = set()
+    blobs: list[Descriptor] = []
+    level = [root]
+    for depth in range(_DEEPEST + 2):
+        below: list[Descriptor] = []
+        for at in level:
+            mark = at.digest, at.size, at.media_type if is_document(at) else ""
+            if mark in met:
+                continue
+            met.add(mark)
+            if not is_document(at):
+                if not any((at.digest, at.size, kind) in met for kind in (*MANIFESTS, *INDEXES)):
+                    blobs.append(at)
+                continue
+            if depth > _DEEPEST:
+                faults.append(Fault(at, f"lies below more than {_DEEPEST} indexes"))
+                continue
+            try:
+                what = _fault(layout, at, limit=DOCUMENT_LIMIT)
+                if not what:
+                    below += children(at, layout.read_blob(at))
+            except (LayoutError, DigestError, OSError) as error:
+                what = f"is no manifest that can be read: {error}"
+            if what:
+                faults.append(Fault(at, what))
+        level = below
+    return blobs
+
+
+def _fault(layout: Layout, blob: Descriptor, *, limit: int | None = None) -> str:
+    """What is wrong with a blob; "" where nothing is."""
+    try:
+        with layout.open_blob(blob.digest) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < blob.size:
+                return f"cut short: has {size} of {blob.size} bytes"
+            if size > blob.size:
+                return f"has {size} bytes instead of {blob.size}"
+            if limit is not None and size > limit:
+                return f"has {size} bytes, and {limit} are allowed for a manifest"
+            hashed = hashlib.sha256()
+            while piece := file.read(_PIECE):
+                hashed.update(piece)
+    except DigestError:
+        return "has a digest of another kind than sha256, which is not checked here"
+    except BlobError as error:
+        missing = isinstance(error.__cause__, FileNotFoundError)
+        return "missing" if missing else f"cannot be read: {error}"
+    except OSError as error:
+        return f"cannot be read: {reason(error)}"
+    return "" if f"sha256:{hashed.hexdigest()}" == blob.digest else "holds something else"

@@ -1,0 +1,287 @@
+"""Regions of memory into blobs of a layout, in many threads.
+
+Each worker takes the next chunk of any region and takes it all the way: copied into the worker's private
+memory, left out where it is zero, hashed, looked up among the known ones, tried for compressibility,
+compressed, hashed again, written. Nothing is handed from thread to thread, so memory is what the workers
+hold, no more.
+
+The copy is what makes a digest true. A region may be a file that a process of the container still has mapped:
+a chunk that was hashed there and written from there could change in between, and stand in a store under a
+digest that it does not have. Later checkpoints link chunks by digest without reading them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import zstandard
+
+from oci.base.errors import CeilingError, ChunkError, LayoutError, binary_size
+from oci.base.threads import Crew, Shared, Signal
+from oci.chunks.buffers import Memory, Source, is_zero
+from oci.chunks.index import Known, Place
+from oci.chunks.table import (
+    CHUNK_SIZE,
+    LARGEST_CHUNK,
+    MEDIA_TYPES,
+    Chunk,
+    Encoding,
+    Progress,
+    Table,
+    validated,
+)
+from oci.layout.digests import digest_of
+from oci.layout.layout import Layout
+
+__all__ = ["worker_memory", "write"]
+
+LEVEL = 1
+HIGHEST_LEVEL = 19
+PAGE = 4096
+
+# A chunk is compressed where four pieces of it, spread evenly, shrink below this part of their size.
+_WORTH = 0.97
+_SAMPLES = 4
+_SAMPLE = 64 << 10
+
+
+def worker_memory(chunk_size: int, level: int) -> int:
+    """Bytes that one worker needs: its chunk and, where it compresses, as much again and zstd's memory."""
+    if level == 0:
+        return chunk_size
+    parameters = zstandard.ZstdCompressionParameters.from_level(level, source_size=chunk_size)
+    # What the stream holds beside its context: a window and two blocks of 128 KiB at most; then the taster.
+    streams = (1 << parameters.window_log) + (2 << 17) + (1 << 19)
+    return 2 * chunk_size + int(parameters.estimated_compression_context_size()) + streams
+
+
+def write(
+    sources: Sequence[Source],
+    layout: Layout,
+    *,
+    threads: int,
+    ceiling: int,
+    chunk_size: int = CHUNK_SIZE,
+    level: int = LEVEL,
+    known: Known | None = None,
+    trust: bool = True,
+    sync: bool = False,
+    met: Mapping[str, Chunk] = MappingProxyType({}),
+    pieces: Iterable[tuple[int, int, int]] | None = None,
+    written: Callable[[str], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    cancelled: Signal | None = None,
+) -> tuple[Table, ...]:
+    """Write the regions as blobs; one table for each, in order.
+
+    chunk_size: bytes, a multiple of 4096. level: zstd's, 1 to 19; 0 never compresses. ceiling: bytes that all
+    workers together may hold; fewer than `threads` run where that is not enough for all. known: chunks found
+    there are linked, not compressed and written. trust: whether a blob that the layout has is taken for what
+    its name and size say, rather than written again. sync: fsync each blob as it is written. met: chunks that
+    are in the layout by now, by the digest of their plain bytes; they are taken as they are. pieces: the
+    chunks to write, as (place of the source, offset, size), by default all of them; what is left out counts
+    as zeros in the table. written: called with the digest of each new blob, by the worker that wrote it.
+    progress: called after each chunk, by a worker, one call at a time. The layout is not durable before
+    `Layout.commit`.
+
+    Raises ChunkError, CeilingError, DiskFull, DiskError, LayoutError, Cancelled, and whatever a source or
+    `progress` raises: the first error ends all workers. Blobs that were whole by then stay.
+    """
+    if not PAGE <= chunk_size <= LARGEST_CHUNK or chunk_size % PAGE:
+        raise ChunkError(f"a chunk size of {chunk_size} bytes is no multiple of {PAGE} up to {LARGEST_CHUNK}")
+    if not 0 <= level <= HIGHEST_LEVEL:
+        raise ChunkError(f"zstd level {level} is not one from 0 to {HIGHEST_LEVEL}")
+    for source in sources:
+        validated(source.size, ())
+    need = worker_memory(chunk_size, level)
+    if ceiling < need:
+        raise CeilingError(
+            f"{binary_size(ceiling)} of memory do not hold one chunk of {binary_size(chunk_size)}, "
+            f"which needs {binary_size(need)}"
+        )
+    count = sum(-(-source.size // chunk_size) for source in sources)
+    crew = Crew(cancelled)
+    writing = _Writing(sources, layout, chunk_size, level, known, trust, sync, written, progress, crew)
+    writing.begin(met, pieces)
+    crew.start(max(1, min(threads, ceiling // need, count)), writing.work)
+    crew.join()
+    return writing.tables()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A blob that holds a chunk."""
+
+    blob: str
+    stored: int
+    encoding: Encoding
+
+
+class _Tools:
+    """What one worker has for itself, used for chunk after chunk."""
+
+    def __init__(self, chunk_size: int, level: int) -> None:
+        self.plain = Memory(chunk_size)
+        self.packed = Memory(chunk_size if level else 0)
+        self._compressor = zstandard.ZstdCompressor(level=level)
+        self._taster = zstandard.ZstdCompressor(level=1)
+
+    def free(self) -> None:
+        """Give the memory back, whoever still refers to it."""
+        self.plain.free()
+        self.packed.free()
+
+    def pack(self, plain: memoryview) -> memoryview | None:
+        """The chunk compressed, in this worker's memory; None where that is not worth it."""
+        size = plain.nbytes
+        if not self._promising(plain):
+            return None
+        packed = self.packed.view[: int(size * _WORTH)]
+        # A reader fills memory that is there already; compress() would allocate as much anew each time.
+        with self._compressor.stream_reader(plain, size=size, closefd=False) as reader:
+            count = reader.readinto(packed)
+            # Full to the brim, it may have been cut off.
+            return packed[:count] if count < packed.nbytes else None
+
+    def _promising(self, plain: memoryview) -> bool:
+        size = plain.nbytes
+        if size <= 2 * _SAMPLES * _SAMPLE:
+            return True
+        stride = (size - _SAMPLE) // (_SAMPLES - 1)
+        pieces = [plain[at * stride : at * stride + _SAMPLE] for at in range(_SAMPLES)]
+        return sum(len(self._taster.compress(piece)) for piece in pieces) < _WORTH * _SAMPLES * _SAMPLE
+
+
+class _Writing:
+    """What the workers of one call of `write` share."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        layout: Layout,
+        chunk_size: int,
+        level: int,
+        known: Known | None,
+        trust: bool,
+        sync: bool,
+        written: Callable[[str], None] | None,
+        progress: Callable[[Progress], None] | None,
+        crew: Crew,
+    ) -> None:
+        self._sources = sources
+        self._layout = layout
+        self._chunk_size = chunk_size
+        self._level = level
+        self._known = known
+        self._trust = trust
+        self._sync = sync
+        self._tell = written
+        self._report = progress
+        self._crew = crew
+        self._lock = threading.Lock()
+        self._pieces: Shared[tuple[int, int, int]]
+        self._given: frozenset[str] = frozenset()
+        self._chunks: list[list[Chunk]] = [[] for _ in sources]
+        # Content met before in this call, for regions that hold the same bytes twice.
+        self._met: dict[str, _Stored] = {}
+        self._progress = Progress(sum(source.size for source in sources))
+
+    def begin(self, met: Mapping[str, Chunk], pieces: Iterable[tuple[int, int, int]] | None) -> None:
+        """Say what there is to do, and what need not be done."""
+        self._pieces = Shared(self._cut() if pieces is None else pieces)
+        self._given = frozenset(met)
+        for plain, chunk in met.items():
+            self._met[plain] = _Stored(chunk.blob, chunk.stored, chunk.encoding)
+
+    def tables(self) -> tuple[Table, ...]:
+        """What was written."""
+        found = zip(self._sources, self._chunks, strict=True)
+        in_order = [(source.size, sorted(chunks, key=_offset)) for source, chunks in found]
+        return tuple(validated(size, chunks) for size, chunks in in_order)
+
+    def work(self) -> None:
+        """What each worker does."""
+        tools = _Tools(self._chunk_size, self._level)
+        try:
+            for at, offset, size in self._pieces:
+                self._crew.check()
+                view = tools.plain.view[:size]
+                self._sources[at].read(offset, view)
+                self._crew.check()
+                self._take(at, offset, view, tools)
+        finally:
+            tools.free()
+
+    def _cut(self) -> Iterator[tuple[int, int, int]]:
+        for at, source in enumerate(self._sources):
+            for offset in range(0, source.size, self._chunk_size):
+                yield at, offset, min(self._chunk_size, source.size - offset)
+
+    def _take(self, at: int, offset: int, view: memoryview, tools: _Tools) -> None:
+        size = view.nbytes
+        if is_zero(view):
+            self._done(size, zero=size)
+            return
+        plain = digest_of(view)
+        stored = self._met.get(plain) or self._linked(plain, size)
+        known, written = size, 0
+        if stored is None:
+            self._crew.check()
+            stored, written = self._written(view, plain, tools)
+            known = 0
+        elif plain in self._given:
+            known = 0  # whoever wrote it has counted it
+        self._met.setdefault(plain, stored)
+        chunk = Chunk(offset, size, plain, stored.blob, stored.stored, stored.encoding)
+        self._chunks[at].append(chunk)
+        self._done(size, known=known, written=written)
+
+    def _linked(self, plain: str, size: int) -> _Stored | None:
+        """A chunk of an earlier checkpoint, its blob now in this layout too; None where it cannot be."""
+        place = self._known.find(plain) if self._known is not None else None
+        if place is None or not _fits(place, plain, size):
+            return None
+        try:
+            known = Layout(place.layout)
+            self._layout.link_blob(place.blob, place.stored, known, durable=True, copy=False)
+        except LayoutError:
+            return None
+        return _Stored(place.blob, place.stored, place.encoding)
+
+    def _written(self, view: memoryview, plain: str, tools: _Tools) -> tuple[_Stored, int]:
+        """A chunk as a blob, and how many bytes of it were not there yet."""
+        packed = tools.pack(view) if self._level else None
+        self._crew.check()
+        data, digest = (view, plain) if packed is None else (packed, digest_of(packed))
+        encoding: Encoding = "plain" if packed is None else "zstd"
+        size = data.nbytes
+        written = 0 if self._trust and self._layout.has_blob(digest, size) else size
+        self._layout.add_blob(
+            data, media_type=MEDIA_TYPES[encoding], digest=digest, sync=self._sync, anew=not self._trust
+        )
+        if written and self._tell is not None:
+            self._tell(digest)
+        return _Stored(digest, size, encoding), written
+
+    def _done(self, size: int, *, zero: int = 0, known: int = 0, written: int = 0) -> None:
+        with self._lock:
+            now = self._progress
+            self._progress = Progress(
+                now.total, now.done + size, now.zero + zero, now.known + known, now.written + written
+            )
+            if self._report is not None:
+                self._report(self._progress)
+
+
+def _offset(chunk: Chunk) -> int:
+    return chunk.offset
+
+
+def _fits(place: Place, plain: str, size: int) -> bool:
+    """Whether a known blob can be that of a chunk: the index may be broken in ways that its format allows."""
+    if place.encoding == "plain":
+        return place.blob == plain and place.stored == size
+    return 0 < place.stored <= size

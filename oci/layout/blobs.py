@@ -1,0 +1,50 @@
+"""Blobs to read, wherever they are: one layout, or several of which any may have them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Protocol
+
+from oci.base.errors import BlobError
+from oci.layout.documents import Descriptor
+from oci.layout.layout import Layout
+
+__all__ = ["Blobs", "FirstOf"]
+
+
+class Blobs(Protocol):
+    """What `Layout.open_blob` and `Layout.check_blob` do, from any number of threads."""
+
+    def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
+        """A blob to read, its content not checked yet. Raises BlobError."""
+        ...
+
+    def check_blob(self, wanted: Descriptor) -> None:
+        """Read a blob and compare it with its digest. Raises BlobError."""
+        ...
+
+
+class FirstOf:
+    """The blobs of several layouts, each from the first one that has it."""
+
+    def __init__(self, layouts: Sequence[Layout]) -> None:
+        self._layouts = tuple(layouts)
+
+    def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
+        """From the first layout that has it. Raises BlobError."""
+        error = BlobError(f"the blob {digest} is in no layout")
+        for layout in self._layouts:
+            try:
+                return layout.open_blob(digest, size)
+            except BlobError as found:
+                error = found
+        raise error
+
+    def check_blob(self, wanted: Descriptor) -> None:
+        """In the first layout that has it. Raises BlobError."""
+        for layout in self._layouts:
+            if layout.has_blob(wanted.digest, wanted.size):
+                layout.check_blob(wanted)
+                return
+        raise BlobError(f"the blob {wanted.digest} of {wanted.size} bytes is in no layout")

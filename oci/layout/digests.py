@@ -1,0 +1,38 @@
+"""Digests as the image spec writes them: "sha256:" and 64 hex digits (image-spec, descriptor.md, Digests)."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from oci.base.errors import DigestError
+
+__all__ = ["check_digest", "digest_of", "encoded"]
+
+PREFIX = "sha256:"
+
+# descriptor.md: algorithm components of [a-z0-9]+ between [+._-], a colon, then [a-zA-Z0-9=_-]+.
+_GRAMMAR = re.compile(r"[a-z0-9]+(?:[+._-][a-z0-9]+)*:[a-zA-Z0-9=_-]+", re.ASCII)
+_SHA256 = re.compile(r"sha256:[a-f0-9]{64}", re.ASCII)
+_LONGEST = 512
+
+
+def digest_of(data: bytes | bytearray | memoryview) -> str:
+    """The digest of `data`. hashlib lets other threads run meanwhile from 2 KiB on."""
+    return PREFIX + hashlib.sha256(data).hexdigest()
+
+
+def check_digest(text: object) -> str:
+    """`text` as a digest of any algorithm. Raises DigestError where the grammar does not allow it."""
+    if not isinstance(text, str) or len(text) > _LONGEST or not _GRAMMAR.fullmatch(text):
+        raise DigestError(f"{str(text)[:80]!r} is no digest")
+    if text.startswith(PREFIX) and not _SHA256.fullmatch(text):
+        raise DigestError(f"{text[:80]!r} is no sha256 digest")
+    return text
+
+
+def encoded(digest: str) -> str:
+    """The hex digits of a sha256 digest, which name its blob. Raises DigestError for any other."""
+    if not _SHA256.fullmatch(digest):
+        raise DigestError(f"{digest[:80]!r} is no sha256 digest")
+    return digest.removeprefix(PREFIX)

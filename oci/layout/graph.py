@@ -1,0 +1,84 @@
+"""What a manifest refers to: the blobs that go with it when it is copied, and that stay while it is there.
+
+OCI's manifests and indexes (image-spec v1.1), and Docker's, which other tools put into the same layouts
+(distribution, docs/spec/manifest-v2-2.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from oci.base.errors import LayoutError
+from oci.layout.digests import check_digest
+from oci.layout.documents import INDEX, MANIFEST, Descriptor, parse_document
+
+__all__ = ["INDEXES", "MANIFESTS", "check_known", "children", "is_document", "walk"]
+
+MANIFESTS = (MANIFEST, "application/vnd.docker.distribution.manifest.v2+json")
+INDEXES = (INDEX, "application/vnd.docker.distribution.manifest.list.v2+json")
+# An index may name indexes; nobody nests them deeper, and one that goes on for ever must end somewhere.
+_DEEPEST = 8
+
+
+def is_document(descriptor: Descriptor) -> bool:
+    """Whether it is a manifest or an index, which have children."""
+    return descriptor.media_type in (*MANIFESTS, *INDEXES)
+
+
+def children(descriptor: Descriptor, content: bytes) -> tuple[Descriptor, ...]:
+    """What a manifest or an index of that media type names: config and layers, or manifests.
+
+    Its `subject` is no part of it. Raises LayoutError.
+    """
+    what = f"the manifest {descriptor.digest}"
+    value = parse_document(content, what)
+    if not isinstance(value, dict):
+        raise LayoutError(f"{what} is no JSON object")
+    if descriptor.media_type in INDEXES:
+        return _all(value.get("manifests"), f"the manifests of {what}")
+    found = _all(value.get("layers"), f"the layers of {what}")
+    return (Descriptor.from_json(value.get("config"), f"the config of {what}"), *found)
+
+
+def check_known(descriptor: Descriptor, content: bytes) -> None:
+    """Raise LayoutError for an index that names what is no manifest: what that consists of is not known."""
+    if descriptor.media_type in INDEXES:
+        for child in children(descriptor, content):
+            if not is_document(child):
+                raise LayoutError(f"what {child.digest}, a {child.media_type}, names is not known")
+
+
+def walk(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Iterator[tuple[Descriptor, bytes | None]]:
+    """Every descriptor below `root`, each digest once, children before their parents.
+
+    One that is named by several media types, as a manifest and as a layer, say, comes once as each. With its
+    content for manifests and indexes, None for other blobs. `read` gives the content of a manifest or an
+    index, its digest checked. Raises LayoutError, and whatever `read` raises.
+    """
+    yield from _walk(root, read, set(), 0)
+
+
+def _walk(
+    at: Descriptor, read: Callable[[Descriptor], bytes], seen: set[tuple[str, str]], depth: int
+) -> Iterator[tuple[Descriptor, bytes | None]]:
+    check_digest(at.digest)
+    # What is below it depends on the type that it is named by.
+    mark = at.digest, at.media_type if is_document(at) else ""
+    if mark in seen:
+        return
+    seen.add(mark)
+    if not is_document(at):
+        yield at, None
+        return
+    if depth > _DEEPEST:
+        raise LayoutError(f"the manifest {at.digest} lies below more than {_DEEPEST} indexes")
+    content = read(at)
+    for child in children(at, content):
+        yield from _walk(child, read, seen, depth + 1)
+    yield at, content
+
+
+def _all(value: object, what: str) -> tuple[Descriptor, ...]:
+    if not isinstance(value, list):
+        raise LayoutError(f"{what} are no list")
+    return tuple(Descriptor.from_json(each, f"{what}, {at},") for at, each in enumerate(value))

@@ -1,0 +1,433 @@
+"""An OCI image layout on disk: ours to write, anyone's to read (image-spec v1.1, image-layout.md).
+
+    <path>/
+    ├── oci-layout                {"imageLayoutVersion":"1.0.0"}
+    ├── index.json                the manifests in it; written last: a layout without one is not finished
+    └── blobs/sha256/
+        ├── <64 hex digits>       content, named by its digest; never changed once it has that name
+        └── .new-<16 hex digits>  content on its way; what a killed writer leaves behind is of no use
+
+The rules:
+
+- A blob is written under its temporary name and renamed when it is whole. One that is there with the right
+  size is not written again.
+- Any number of threads and processes may add blobs at once; two that add the same one do no harm. `prune` is
+  for a layout that nobody else writes to.
+- `commit` makes every blob that this object was asked for durable, but for links of such as were, then the
+  folders, then index.json: after a crash, either the index names blobs that are all there, or the old one
+  (or none) stands. A blob whose fsync has failed is written again or the layout never durable; see unsynced.
+- What is read may come from anybody: no link is followed from the layout's folder on, only plain files are
+  opened, sizes are checked before anything is read, and documents are bounded. To use a layout through a
+  link, resolve the link first.
+- Files and folders are for their owner alone: they hold a process's memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+import secrets
+import stat
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import IO
+
+from oci.base.errors import BlobError, DiskError, LayoutError, disk_error, reason
+from oci.base.files import (
+    UNFINISHED,
+    all_written,
+    new_file,
+    open_folder,
+    open_regular,
+    read_regular,
+    replace,
+    sync_folder,
+)
+from oci.layout.digests import digest_of, encoded
+from oci.layout.documents import (
+    DOCUMENT_LIMIT,
+    MANIFEST,
+    Descriptor,
+    Index,
+    Manifest,
+    parse_document,
+    written_document,
+)
+from oci.layout.partial_blob import Incoming
+from oci.layout.unsynced import Unsynced
+
+__all__ = ["Layout"]
+
+_VERSION = "1.0.0"
+_PIECE = 1 << 20
+_OCTETS = "application/octet-stream"
+
+
+class Layout:
+    """One layout, by the path of its folder; threads may share it.
+
+    What was written stays open until it is durable, `close` is called or nobody has the object any more.
+    Nothing else stays open between calls.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, lasting: bool = True) -> None:
+        """`lasting`: it is likely that `sync` will be called; else no descriptor is kept for it."""
+        self.path = os.path.abspath(path)
+        self._lasting = lasting
+        # Blobs to make durable: found ones too, whose writer may have been killed before it did.
+        self._unsynced = Unsynced()
+
+    def create(self) -> Layout:
+        """Make the folders and `oci-layout`; what is there stays. Raises DiskError, LayoutError."""
+        content = written_document({"imageLayoutVersion": _VERSION})
+        try:
+            for folder in (self.path, self._inner("blobs"), self._inner("blobs", "sha256")):
+                os.makedirs(folder, mode=0o700, exist_ok=True)
+            with self._root() as root:
+                try:
+                    os.stat("oci-layout", dir_fd=root, follow_symlinks=False)
+                except FileNotFoundError:
+                    replace("oci-layout", content, root)
+        except OSError as error:
+            raise disk_error(error, self.path, "the image layout", len(content)) from error
+        self.check()
+        return self
+
+    def check(self) -> None:
+        """Raise LayoutError where the folder is not marked as a layout of a version that is known."""
+        content = self._document("oci-layout", 1 << 12)
+        if not isinstance(content, dict) or content.get("imageLayoutVersion") != _VERSION:
+            raise LayoutError(f"{self.path} is not an image layout of version {_VERSION}")
+
+    # Blobs
+
+    def has_blob(self, digest: str, size: int) -> bool:
+        """Whether that blob is there, as a plain file of that size. Raises DigestError."""
+        name = encoded(digest)
+        try:
+            with self._blobs() as folder:
+                return _has(name, size, folder)
+        except (LayoutError, OSError):
+            return False
+
+    def add_blob(
+        self,
+        data: bytes | bytearray | memoryview | IO[bytes],
+        *,
+        media_type: str = _OCTETS,
+        digest: str | None = None,
+        sync: bool = False,
+        anew: bool = False,
+    ) -> Descriptor:
+        """Write a blob, from memory or from a file, unless it is there.
+
+        `digest`: of data in memory, where the caller has computed it. `sync`: fsync it at once, for slow
+        disks that should begin early. `anew`: write data in memory also where it is there.
+        Raises LayoutError, DiskFull, DiskError; BlobError where the file cannot be read.
+        """
+        if not isinstance(data, bytes | bytearray | memoryview):
+            return self._add_file(data, media_type, sync=sync)
+        digest = digest or digest_of(data)
+        name, size = encoded(digest), memoryview(data).nbytes
+        with self._blobs() as folder, self._writing(size):
+            if anew or not _has(name, size, folder):
+                with new_file(folder) as (descriptor, unfinished):
+                    all_written(descriptor, data)
+                    self._keep(descriptor, unfinished, name, folder, sync)
+            else:
+                self._unsynced.found(name)
+        return Descriptor(media_type, digest, size)
+
+    def link_blob(
+        self, digest: str, size: int, source: Layout, *, durable: bool = False, copy: bool = True
+    ) -> None:
+        """Take a blob over from another layout: a hard link, or a checked copy where none can be made.
+
+        `durable`: the source's blob is known to be right and durable, so it takes the place of one that is
+        here already, and a link of it needs no fsync in `sync`, only its folder does. Without `copy` a blob
+        that cannot be linked is an error. Raises BlobError for that, and where the source lacks the blob, or
+        has another size (a link) or content (a copy); DiskFull, DiskError, LayoutError.
+        """
+        name = encoded(digest)
+        if source.path == self.path:
+            with self._writing(size):
+                source._unsynced.hand_over(name, self._unsynced)
+        with self._blobs() as folder, source._blobs() as origin, self._writing(size):
+            if durable or not _has(name, size, folder):
+                if not _has(name, size, origin):
+                    raise BlobError(f"{source.path} does not have the blob {digest} of {size} bytes")
+                if _linked(name, origin, folder):
+                    if durable:
+                        return
+                elif copy:
+                    with source.open_blob(digest, size) as file:
+                        self._add_file(file, expected=name)
+                    return
+                else:
+                    raise BlobError(f"no link of the blob {digest} of {source.path} can be made here")
+        self._unsynced.found(name)
+
+    @contextmanager
+    def receive(self, wanted: Descriptor) -> Iterator[Incoming]:
+        """A blob to be written piece by piece; at the end it is checked, and only then has its name.
+
+        It takes the place of one that is there. Raises BlobError unless its size and digest are right, and
+        whatever is raised within; nothing is left then. DiskFull, DiskError, LayoutError.
+        """
+        name = encoded(wanted.digest)
+        with self._blobs() as folder, ExitStack() as stack:
+            with self._writing(wanted.size):
+                descriptor, unfinished = stack.enter_context(new_file(folder))
+            incoming = Incoming(wanted, descriptor, self.path)
+            yield incoming
+            incoming.check()
+            with self._writing(wanted.size):
+                self._keep(descriptor, unfinished, name, folder, False)
+
+    def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
+        """A blob to read, unbuffered, its content not checked yet. Raises BlobError for another size."""
+        name = encoded(digest)
+        try:
+            with self._blobs() as folder:
+                file, found = open_regular(name, folder)
+        except (OSError, ValueError) as error:
+            raise BlobError(f"the blob {digest} cannot be read: {_why(error)}") from error
+        if size is not None and found != size:
+            file.close()
+            raise BlobError(f"the blob {digest} has {found} bytes instead of {size}")
+        return file
+
+    def read_blob(self, wanted: Descriptor, *, limit: int = DOCUMENT_LIMIT) -> bytes:
+        """A small blob, its digest checked. Raises BlobError, also for one larger than `limit`."""
+        if wanted.size > limit:
+            raise BlobError(f"the blob {wanted.digest} has {wanted.size} bytes, and {limit} are allowed")
+        with self.open_blob(wanted.digest, wanted.size) as file:
+            data = file.read(wanted.size + 1)
+        if digest_of(data) != wanted.digest:
+            raise BlobError(f"the blob {wanted.digest} holds something else than its digest says")
+        return data
+
+    def check_blob(self, wanted: Descriptor) -> None:
+        """Read a blob and compare it with its digest; `sync` then makes it durable. Raises BlobError."""
+        hashed = hashlib.sha256()
+        with self.open_blob(wanted.digest, wanted.size) as file:
+            while piece := _read(file):
+                hashed.update(piece)
+        if f"sha256:{hashed.hexdigest()}" != wanted.digest:
+            raise BlobError(f"the blob {wanted.digest} holds something else than its digest says")
+        self._unsynced.found(encoded(wanted.digest))
+
+    def write_again(self, wanted: Descriptor) -> None:
+        """Read a blob, compare it with its digest, and put what was read in its place, for `sync`.
+
+        For one that a process wrote which is no more: if its fsync failed, another one of the same file would
+        not. One that has other names was durable before it got them, and is only read. Raises BlobError,
+        DiskFull, DiskError.
+        """
+        with self.open_blob(wanted.digest, wanted.size) as file:
+            if os.fstat(file.fileno()).st_nlink > 1:
+                self.check_blob(wanted)
+                return
+            with self.receive(wanted) as incoming:
+                while piece := _read(file):
+                    incoming.write(piece)
+
+    # Documents
+
+    def read_index(self) -> Index:
+        """The index of the layout. Raises LayoutError, also where it has none, that is, is not finished."""
+        return Index.from_json(self._document("index.json", DOCUMENT_LIMIT))
+
+    def write_index(self, index: Index) -> None:
+        """Put index.json in its place, atomically and durably. Raises DiskFull, DiskError, LayoutError."""
+        content = written_document(index.to_json())
+        if len(content) > DOCUMENT_LIMIT:
+            raise LayoutError(f"the index of {self.path} would have {len(content)} bytes")
+        with self._writing(len(content), "the index"), self._root() as root:
+            replace("index.json", content, root)
+
+    def read_manifest(self, wanted: Descriptor) -> Manifest:
+        """A manifest that the index names, its digest checked. Raises LayoutError, BlobError."""
+        if wanted.media_type != MANIFEST:
+            raise LayoutError(f"{wanted.digest} is a {wanted.media_type}, not an image manifest")
+        return Manifest.from_json(parse_document(self.read_blob(wanted), f"the manifest {wanted.digest}"))
+
+    def add_manifest(self, manifest: Manifest) -> Descriptor:
+        """Write a manifest as a blob; its descriptor is for the index. Raises as add_blob does."""
+        content = written_document(manifest.to_json())
+        if len(content) > DOCUMENT_LIMIT:
+            raise LayoutError(
+                f"the manifest would have {len(content)} bytes, and {DOCUMENT_LIMIT} are allowed"
+            )
+        found = self.add_blob(content, media_type=MANIFEST)
+        return Descriptor(MANIFEST, found.digest, found.size, artifact_type=manifest.artifact_type)
+
+    # Durability
+
+    def sync_blobs(self, names: Collection[str] | None = None, *, threads: int = 8) -> None:
+        """Make all blobs durable that this object wrote, linked or found there; with `names`, just these.
+
+        Raises DiskError, also where an earlier fsync of one has failed; BlobError for one that has gone.
+        """
+        for name in names or ():
+            self._unsynced.found(name)
+        try:
+            self._unsynced.sync(self._opened, threads=threads, names=names)
+        except OSError as error:
+            size = None
+            with suppress(OSError):
+                size = os.stat(self._inner("blobs", "sha256", error.filename)).st_size
+            raise disk_error(error, self.path, "a blob", size) from error
+
+    def sync(self, *, threads: int = 8) -> None:
+        """The same, and then the folders. Raises as that does."""
+        self.sync_blobs(threads=threads)
+        parent = os.path.dirname(self.path)
+        try:
+            for folder in (self._inner("blobs", "sha256"), self._inner("blobs"), self.path, parent):
+                sync_folder(folder)
+        except OSError as error:
+            raise DiskError(f"{self.path} cannot be made durable: {reason(error)}") from error
+
+    def undurable(self) -> frozenset[str]:
+        """The names of those blobs whose fsync has failed, and that were not written again."""
+        return self._unsynced.failed()
+
+    def close(self) -> None:
+        """Let go of what was written and is not durable: it is to be removed. May be called twice."""
+        self._unsynced.close()
+
+    def commit(self, index: Index, *, threads: int = 8) -> None:
+        """Make the layout durable, and only then give it that index. Raises as sync and write_index do."""
+        self.sync(threads=threads)
+        self.write_index(index)
+
+    def prune(self, wanted: Iterable[str]) -> None:
+        """Remove all blobs but those of these digests, and what killed writers left. Raises DiskError."""
+        names = {encoded(digest) for digest in wanted}
+        try:
+            with self._blobs() as folder:
+                for name in os.listdir(folder):
+                    if name not in names:
+                        os.unlink(name, dir_fd=folder)
+        except OSError as error:
+            raise DiskError(f"{self.path} cannot be cleared of old blobs: {reason(error)}") from error
+
+    # Within
+
+    def _inner(self, *names: str) -> str:
+        return os.path.join(self.path, *names)
+
+    @contextmanager
+    def _root(self) -> Iterator[int]:
+        folder = open_folder(self.path)
+        try:
+            yield folder
+        finally:
+            os.close(folder)
+
+    @contextmanager
+    def _blobs(self) -> Iterator[int]:
+        try:
+            folder = open_folder(self.path, "blobs", "sha256")
+        except OSError as error:
+            raise LayoutError(f"{error.filename} is no folder of an image layout: {reason(error)}") from error
+        try:
+            yield folder
+        finally:
+            os.close(folder)
+
+    @contextmanager
+    def _writing(self, size: int, what: str = "a blob") -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise disk_error(error, self.path, what, size) from error
+
+    def _add_file(
+        self, file: IO[bytes], media_type: str = _OCTETS, *, sync: bool = False, expected: str = ""
+    ) -> Descriptor:
+        hashed, size = hashlib.sha256(), 0
+        with self._blobs() as folder, self._writing(0), new_file(folder) as (descriptor, unfinished):
+            while piece := _read(file):
+                hashed.update(piece)
+                size += len(piece)
+                with self._writing(size):
+                    all_written(descriptor, piece)
+            name = hashed.hexdigest()
+            if expected not in ("", name):
+                raise BlobError(f"the blob sha256:{expected} holds something else than its digest says")
+            if _has(name, size, folder):
+                self._unsynced.found(name)
+            else:
+                self._keep(descriptor, unfinished, name, folder, sync)
+        return Descriptor(media_type, f"sha256:{name}", size)
+
+    def _keep(self, descriptor: int, unfinished: str, name: str, folder: int, sync: bool) -> None:
+        if sync:
+            os.fsync(descriptor)
+        os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
+        if self._lasting:
+            self._unsynced.wrote(name, descriptor)
+        else:
+            self._unsynced.found(name)
+
+    def _opened(self, name: str) -> int:
+        with self.open_blob(f"sha256:{name}") as file:
+            return os.dup(file.fileno())
+
+    def _document(self, name: str, limit: int) -> object:
+        try:
+            with self._root() as root:
+                data = read_regular(name, root, limit=limit)
+        except (OSError, ValueError) as error:
+            raise LayoutError(f"{self._inner(name)} cannot be read: {_why(error)}") from error
+        return parse_document(data, self._inner(name))
+
+
+# No link can be made: another file system, one without links, too many of them, or none allowed to this file.
+_NO_LINK = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS, errno.EACCES}
+
+
+def _linked(name: str, origin: int, folder: int) -> bool:
+    """Hard-link a blob into a folder, in place of one there; False where no link can be made."""
+    unfinished = UNFINISHED + secrets.token_hex(8)
+    try:
+        with suppress(FileExistsError):
+            os.link(name, name, src_dir_fd=origin, dst_dir_fd=folder, follow_symlinks=False)
+            return True
+        os.link(name, unfinished, src_dir_fd=origin, dst_dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError as error:
+        raise BlobError(f"the blob sha256:{name} has gone from its layout") from error
+    except OSError as error:
+        if error.errno in _NO_LINK:
+            return False
+        raise
+    try:
+        os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
+    finally:
+        # rename(2) leaves both names where somebody linked the same file meanwhile.
+        with suppress(FileNotFoundError):
+            os.unlink(unfinished, dir_fd=folder)
+    return True
+
+
+def _has(name: str, size: int, folder: int) -> bool:
+    try:
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_size == size
+
+
+def _read(file: IO[bytes]) -> bytes:
+    try:
+        return file.read(_PIECE)
+    except OSError as error:
+        raise BlobError(f"the content of a blob cannot be read: {reason(error)}") from error
+
+
+def _why(error: OSError | ValueError) -> str:
+    return reason(error) if isinstance(error, OSError) else str(error)

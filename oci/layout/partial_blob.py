@@ -1,0 +1,43 @@
+"""A blob that comes in pieces from somewhere that can break off: an unfinished file and its digest so far."""
+
+from __future__ import annotations
+
+import hashlib
+
+from oci.base.errors import BlobError, disk_error
+from oci.base.files import all_written
+from oci.layout.documents import Descriptor
+
+__all__ = ["Incoming"]
+
+
+class Incoming:
+    """The blob `wanted` on its way into the file `descriptor` of the layout at `path`; for one thread."""
+
+    def __init__(self, wanted: Descriptor, descriptor: int, path: str) -> None:
+        self.wanted = wanted
+        self.size = 0
+        """bytes that are there"""
+        self._descriptor = descriptor
+        self._path = path
+        self._hashed = hashlib.sha256()
+
+    def write(self, piece: bytes) -> None:
+        """Add a piece. Raises BlobError where it is more than the blob may have; DiskFull, DiskError."""
+        if self.size + len(piece) > self.wanted.size:
+            raise BlobError(f"the blob {self.wanted.digest} has more than its {self.wanted.size} bytes")
+        try:
+            all_written(self._descriptor, piece)
+        except OSError as error:
+            raise disk_error(error, self._path, "a blob", self.wanted.size) from error
+        self._hashed.update(piece)
+        self.size += len(piece)
+
+    def check(self) -> None:
+        """Raise BlobError unless the blob is whole and is what its digest says."""
+        if self.size != self.wanted.size:
+            raise BlobError(
+                f"the blob {self.wanted.digest} ended after {self.size} of {self.wanted.size} bytes"
+            )
+        if f"sha256:{self._hashed.hexdigest()}" != self.wanted.digest:
+            raise BlobError(f"the blob {self.wanted.digest} came as something else than its digest says")

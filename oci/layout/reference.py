@@ -1,0 +1,102 @@
+"""References: where something lies in a registry, such as "registry.example:5000/team/app:v1".
+
+    HOST[:PORT]/NAME[/NAME…][:TAG][@DIGEST]
+
+Names and tags are those of distribution-spec v1.1, "Pulling manifests"; hosts are those of distribution's
+grammar (github.com/distribution/reference). A reference without a registry means another one to each tool, so
+the host must be there, and must look like one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from oci.base.errors import DigestError, RegistryError
+from oci.layout.digests import check_digest
+
+__all__ = ["PLAIN_HTTP", "Reference", "check_repository", "check_tag", "parse", "parse_plain"]
+
+PLAIN_HTTP = "http://"
+"""Before a reference: its registry is spoken to without TLS."""
+# distribution-spec: many clients allow 255 characters for host and name together.
+_LONGEST = 255
+_PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+_NAME = re.compile(rf"{_PART}(?:/{_PART})*", re.ASCII)
+_TAG = re.compile(r"[a-zA-Z0-9_][a-zA-Z0-9._-]{0,127}", re.ASCII)
+_LABEL = r"[a-zA-Z0-9](?:[a-zA-Z0-9-]*[a-zA-Z0-9])?"
+_HOST = re.compile(rf"(?:{_LABEL}(?:\.{_LABEL})*|\[[a-fA-F0-9:.]{{2,45}}\])(?::([0-9]{{1,5}}))?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A repository of a registry and, unless both are empty, what in it: a tag, a digest, or both."""
+
+    registry: str
+    """host, host:port or [IPv6 address]:port"""
+    repository: str
+    tag: str = ""
+    digest: str = ""
+
+    @property
+    def name(self) -> str:
+        """The registry and the repository in it."""
+        return f"{self.registry}/{self.repository}"
+
+    def __str__(self) -> str:
+        tag = f":{self.tag}" if self.tag else ""
+        return self.name + tag + (f"@{self.digest}" if self.digest else "")
+
+
+def parse_plain(text: str) -> tuple[Reference, bool]:
+    """As `parse`, of one that may have http:// before it, and whether it has: then there is no TLS."""
+    return parse(text.removeprefix(PLAIN_HTTP)), text.startswith(PLAIN_HTTP)
+
+
+def parse(text: str) -> Reference:
+    """The parts of a reference, each checked. Raises RegistryError."""
+    shown = repr(text[:300])
+    if "://" in text:
+        raise RegistryError(f"{shown} is no reference: it begins with its registry, without a scheme")
+    registry, slash, rest = text.partition("/")
+    rest, at, digest = rest.partition("@")
+    repository, colon, tag = rest.partition(":")
+    if not slash or not ("." in registry or ":" in registry or registry == "localhost"):
+        raise RegistryError(
+            f"{shown} names no registry: a reference begins with the registry's host, "
+            "which has a dot or a port or is localhost, such as registry.example/app:v1"
+        )
+    port = _HOST.fullmatch(registry)
+    if port is None or int(port[1] or 1) not in range(1, 1 << 16):
+        raise RegistryError(f"{shown} is no reference: {registry[:80]!r} is no host of a registry")
+    try:
+        check_repository(repository)
+        if colon:
+            check_tag(tag)
+        if at:
+            check_digest(digest)
+    except (RegistryError, DigestError) as error:
+        raise RegistryError(f"{shown} is no reference: {error}") from error
+    found = Reference(registry, repository, tag, digest)
+    if len(found.name) > _LONGEST:
+        raise RegistryError(f"{shown} is no reference: host and name have more than {_LONGEST} characters")
+    return found
+
+
+def check_repository(text: str) -> str:
+    """`text` as the name of a repository. Raises RegistryError."""
+    if len(text) > _LONGEST or not _NAME.fullmatch(text):
+        raise RegistryError(
+            f"{text[:80]!r} is no name of a repository: these are lower-case letters and digits, "
+            "with single . or _ or -, or / between them"
+        )
+    return text
+
+
+def check_tag(text: str) -> str:
+    """`text` as a tag. Raises RegistryError."""
+    if not _TAG.fullmatch(text):
+        raise RegistryError(
+            f"{text[:80]!r} is no tag: these are up to 128 letters, digits, _, . or -, not . or - first"
+        )
+    return text

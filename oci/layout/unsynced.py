@@ -1,0 +1,147 @@
+"""Files that were written and are not on disk yet, each by the descriptor that wrote it.
+
+Linux tells an error of writeback once to each descriptor that was open when the pages failed (fsync(2);
+lib/errseq.c), and takes these pages for clean afterwards. So a descriptor that is opened later may be told
+nothing, and a second fsync succeeds without having written anything. Hence the rules:
+
+- The descriptor of whoever wrote a file stays open until its fsync.
+- There are never more than `most` of them: who adds one more makes the oldest durable first.
+- A file whose fsync has failed is never durable, whatever a later one says, until it has been written again.
+
+syncfs(2) would do with one descriptor for all, but it waits for whatever anybody writes to that file system,
+and fails for their errors.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Collection
+from contextlib import suppress
+
+from oci.base.threads import for_each
+
+__all__ = ["Unsynced"]
+
+MOST = 256
+# No descriptor is left, in this process or on this host.
+_NONE_LEFT = {errno.EMFILE, errno.ENFILE}
+
+
+class Unsynced:
+    """The files of one folder by name; threads may share it."""
+
+    def __init__(self, *, most: int = MOST) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        # Oldest first. Two descriptors have the same name where a file was written in place of another.
+        self._open: list[tuple[str, int]] = []
+        self._found: set[str] = set()
+        self._failed: dict[str, OSError] = {}
+
+    def __del__(self) -> None:
+        self.close()
+
+    def wrote(self, name: str, descriptor: int) -> None:
+        """That file was written by this descriptor, which stays its caller's. Raises OSError of an fsync."""
+        try:
+            own = os.dup(descriptor)
+        except OSError as error:
+            if error.errno not in _NONE_LEFT:
+                raise
+            with self._lock:
+                self._failed.pop(name, None)
+            self._sync(name, descriptor)
+            return
+        with self._lock:
+            self._failed.pop(name, None)
+            self._found.discard(name)
+            self._open.append((name, own))
+            oldest = self._open.pop(0) if len(self._open) > self._most else None
+        if oldest is not None:
+            self._sync_and_close(oldest)
+
+    def found(self, name: str) -> None:
+        """That file was there already, and whoever wrote it may have been killed before it was durable."""
+        with self._lock:
+            self._found.add(name)
+
+    def sync(
+        self, opened: Callable[[str], int], *, threads: int, names: Collection[str] | None = None
+    ) -> None:
+        """Make them durable; with `names`, only these. `opened` gives a new descriptor of one that was found.
+
+        Raises OSError, whose `filename` is the name, and what `opened` raises; what was not done stays.
+        """
+        with self._lock:
+            wanted = [each for each in self._open if names is None or each[0] in names]
+            self._open = [each for each in self._open if each not in wanted]
+            written = {name for name, _ in wanted}
+            found = [name for name in self._found if (names is None or name in names) and name not in written]
+            for name, error in self._failed.items():
+                if names is None or name in names:
+                    self._open = wanted + self._open
+                    raise error
+        left = set(wanted)
+
+        def written_one(each: tuple[str, int]) -> None:
+            with self._lock:
+                left.discard(each)
+            self._sync_and_close(each)
+
+        def found_one(name: str) -> None:
+            descriptor = opened(name)
+            self._sync_and_close((name, descriptor))
+            with self._lock:
+                self._found.discard(name)
+
+        try:
+            for_each(wanted, written_one, threads=min(threads, len(wanted)))
+            for_each(found, found_one, threads=min(threads, len(found)))
+        finally:
+            with self._lock:
+                self._open = [each for each in wanted if each in left] + self._open
+                self._found -= written
+
+    def hand_over(self, name: str, to: Unsynced) -> None:
+        """Have another one see to that file. Raises OSError of an fsync."""
+        with self._lock:
+            mine = [descriptor for each, descriptor in self._open if each == name]
+            self._open = [each for each in self._open if each[0] != name]
+        for descriptor in mine:
+            try:
+                to.wrote(name, descriptor)
+            finally:
+                os.close(descriptor)
+
+    def failed(self) -> frozenset[str]:
+        """Those whose fsync has failed, and that were not written again."""
+        with self._lock:
+            return frozenset(self._failed)
+
+    def close(self) -> None:
+        """Let go of all: nobody wants them to be durable any more. May be called twice."""
+        with self._lock:
+            waiting, self._open = self._open, []
+            self._found.clear()
+        for _, descriptor in waiting:
+            with suppress(OSError):
+                os.close(descriptor)
+
+    def _sync_and_close(self, each: tuple[str, int]) -> None:
+        name, descriptor = each
+        try:
+            self._sync(name, descriptor)
+        finally:
+            with suppress(OSError):  # of an NFS, which has said so to the fsync
+                os.close(descriptor)
+
+    def _sync(self, name: str, descriptor: int) -> None:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            failure = OSError(error.errno, error.strerror, name)
+            with self._lock:
+                self._failed[name] = failure
+            raise failure from error

@@ -1,0 +1,1 @@
+"""Registries (the OCI distribution specification): a client that resumes and mounts."""

@@ -1,0 +1,219 @@
+"""What a registry wants to see before it answers: a password, or a token of the service that it names.
+
+A request is refused with 401 and `WWW-Authenticate: Bearer realm="…",service="…",scope="…"`. The token for
+these scopes comes from the realm: by GET with the password (distribution, docs/spec/auth/token.md), or by
+POST with an identity token (docs/spec/auth/oauth.md). It is kept until it is about to end or is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlencode, urlsplit
+
+from oci.base.errors import RegistryError, Unauthorized
+from oci.base.json_text import parse_json
+from oci.registry.credentials import Credentials
+from oci.registry.http import Answer, Broken, Pool, address, exchange, host_of
+from oci.registry.responses import BODY_LIMIT, refusal, seconds_to_wait, worth_another
+
+__all__ = ["Challenge", "Tokens", "challenges"]
+
+_CLIENT = "gpusnap"
+# Seconds that a token serves where its service does not say (token.md: at least 60), and its share of them
+# after which another is fetched, rather than have one end in the middle of an upload.
+_SHORTEST, _SHARE = 60.0, 0.75
+_FOREVER = 1 << 30
+_LONGEST = 1 << 16
+# RFC 9110, 11.3: a scheme, then parameters, whose values are tokens or quoted.
+_PARAMETER = re.compile(
+    r"\s*,?\s*([\w!#$%&'*+.^`|~-]+)\s*=\s*(?:\"((?:[^\"\\]|\\.)*)\"|([^\s\",]+))", re.ASCII
+)
+_SCHEME = re.compile(r"\s*,?\s*([A-Za-z][\w-]*)(?=[\s,]|$)", re.ASCII)
+_TOKEN = re.compile(r"[\x21-\x7e]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Challenge:
+    """One way to be let in that a registry names: the scheme and the parameters, in lower case."""
+
+    scheme: str
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Token:
+    header: str
+    until: float
+
+
+def challenges(text: str) -> tuple[Challenge, ...]:
+    """The challenges in a WWW-Authenticate header, up to where it stops making sense."""
+    found: list[tuple[str, dict[str, str]]] = []
+    text, at = text[:_LONGEST], 0
+    while at < len(text):
+        parameter = _PARAMETER.match(text, at) if found else None
+        match = parameter or _SCHEME.match(text, at)
+        if match is None:
+            break
+        if parameter is None:
+            found.append((match[1].lower(), {}))
+        else:
+            quoted = parameter[2]
+            value = parameter[3] if quoted is None else re.sub(r"\\(.)", r"\1", quoted)
+            found[-1][1].setdefault(parameter[1].lower(), value)
+        at = match.end()
+    return tuple(Challenge(scheme, parameters) for scheme, parameters in found)
+
+
+class Tokens:
+    """The Authorization header for the requests to one registry, by their scopes; threads may share it."""
+
+    def __init__(
+        self,
+        registry: str,
+        pool: Pool,
+        *,
+        credentials: Credentials | None = None,
+        plain_http: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._registry = registry
+        self._pool = pool
+        self._credentials = credentials
+        self._plain_http = plain_http
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._challenge: Challenge | None = None
+        self._tokens: dict[tuple[str, ...], _Token] = {}
+
+    def header(self, scopes: tuple[str, ...]) -> str:
+        """The header for a request of these scopes; "" as long as the registry has not asked for one.
+
+        A scope is "repository:NAME:ACTION,…". Raises Broken, Unauthorized, RegistryError.
+        """
+        with self._lock:
+            return "" if self._challenge is None else self._answer(self._challenge, scopes, "")
+
+    def after(self, refused: str, header: str, scopes: tuple[str, ...]) -> str:
+        """The header to try once more with, after `refused` (or "") was, with that WWW-Authenticate.
+
+        Raises Unauthorized where there is none; Broken, RegistryError.
+        """
+        known = {each.scheme: each for each in reversed(challenges(header))}
+        challenge = known.get("bearer") or known.get("basic")
+        if challenge is None:
+            raise Unauthorized(f"{self._registry} does not let us in, and names no way in that is known here")
+        with self._lock:
+            # Its scope is that of this request alone.
+            rest = {name: value for name, value in challenge.parameters.items() if name != "scope"}
+            self._challenge = Challenge(challenge.scheme, rest)
+            return self._answer(challenge, scopes, refused)
+
+    def _answer(self, challenge: Challenge, scopes: tuple[str, ...], refused: str) -> str:
+        if challenge.scheme == "basic":
+            return self._basic(refused)
+        token = self._tokens.get(scopes)
+        if token is None or token.header == refused or self._clock() >= token.until:
+            token = self._tokens[scopes] = self._fetched(challenge, scopes)
+        return token.header
+
+    def _basic(self, refused: str) -> str:
+        found = self._credentials
+        if found is None or not found.username:
+            raise Unauthorized(
+                f"{self._registry} wants a user's name and password, and none are known for it: "
+                f"log in first (podman login {self._registry})"
+            )
+        header = _basic_header(found)
+        if header == refused:
+            raise Unauthorized(f"{self._registry} does not accept {_named(found)}: log in again")
+        return header
+
+    def _fetched(self, challenge: Challenge, scopes: tuple[str, ...]) -> _Token:
+        realm = challenge.parameters.get("realm", "")
+        self._check_realm(realm)
+        service = challenge.parameters.get("service", "")
+        asked = [*scopes, *(challenge.parameters.get("scope", "").split())]
+        # Each once, ours first.
+        wanted = list(dict.fromkeys(asked))
+        begun = self._clock()
+        with self._ask(realm, service, wanted) as answer:
+            value, seconds = self._judged(answer, realm)
+        return _Token(f"Bearer {value}", begun + seconds * _SHARE)
+
+    def _check_realm(self, realm: str) -> None:
+        """Raise Unauthorized for a token service that nothing may be asked, or that gets no credentials.
+
+        With TLS any host will do: the registry, whose certificate was checked, names it. Without TLS it has
+        to be the host of a registry that is itself spoken to without, where the network reads as much.
+        """
+        found = address(realm)
+        if found is not None and found[0] == "https":
+            return
+        if found is None or found[0] != "http" or not self._plain_http:
+            raise Unauthorized(
+                f"{self._registry} names a token service without TLS, which is sent no credentials: "
+                f"{host_of(realm) if found is not None else 'it has no address'}"
+            )
+        own = address(f"http://{self._registry}/")
+        if self._credentials is not None and (own is None or own[1] != found[1]):
+            raise Unauthorized(
+                f"{self._registry} names a token service without TLS on another host, which is sent no "
+                f"credentials: {host_of(realm)}"
+            )
+
+    def _ask(self, realm: str, service: str, scopes: list[str]) -> Answer:
+        found = self._credentials
+        head = {"service": service} if service else {}
+        if found is not None and found.identity_token:
+            form = {"grant_type": "refresh_token", "client_id": _CLIENT, "scope": " ".join(scopes), **head}
+            body = urlencode({**form, "refresh_token": found.identity_token}).encode()
+            headers = {"Content-Type": "application/x-www-form-urlencoded", "Content-Length": str(len(body))}
+            return exchange(self._pool, "POST", realm, headers, [body])
+        headers = {}
+        if found is not None and found.username:
+            headers["Authorization"] = _basic_header(found)
+            head["account"] = found.username
+        query = urlencode([*head.items(), *(("scope", each) for each in scopes)])
+        return exchange(self._pool, "GET", realm + ("&" if urlsplit(realm).query else "?") + query, headers)
+
+    def _judged(self, answer: Answer, realm: str) -> tuple[str, float]:
+        """The token of an answer and the seconds that it serves."""
+        where, body = host_of(realm), answer.body(BODY_LIMIT)
+        if worth_another(answer.status):
+            wait = seconds_to_wait(answer.header("Retry-After"))
+            raise Broken(f"the token service {where} answered {answer.status}", wait)
+        if answer.status in (400, 401, 403) and self._credentials is not None:
+            raise Unauthorized(
+                f"the token service {where} of {self._registry} does not accept "
+                f"{_named(self._credentials)}: log in again"
+            )
+        if answer.status != 200:
+            raise refusal(
+                answer.status, body, f"the token service {where} of {self._registry} gives no token"
+            )
+        try:
+            found = parse_json(body)
+            value = found.get("token") or found.get("access_token")
+            seconds = found.get("expires_in")
+        except (ValueError, RecursionError, AttributeError):
+            value, seconds = None, None
+        if not isinstance(value, str) or not _TOKEN.fullmatch(value):
+            raise RegistryError(f"the token service {where} of {self._registry} answered without a token")
+        # An integer may be too large for a float.
+        given = isinstance(seconds, int | float) and seconds > _SHORTEST
+        return value, float(min(seconds, _FOREVER)) if given else _SHORTEST
+
+
+def _basic_header(found: Credentials) -> str:
+    both = f"{found.username}:{found.password}".encode()
+    return f"Basic {base64.b64encode(both).decode()}"
+
+
+def _named(found: Credentials) -> str:
+    return found.source if found.source.startswith("the ") else f"the credentials of {found.source}"

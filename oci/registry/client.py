@@ -1,0 +1,194 @@
+"""Requests to one registry: let in by its tokens, sent on where it says so, tried again where that may help.
+
+- Credentials go to the registry's own scheme, host and port, and to its token service, nowhere else: most
+  registries send the reader of a blob on to an object store.
+- Nothing goes over plain HTTP unless the registry as a whole is spoken to that way.
+- An attempt that broke is made again after a wait that doubles each time, with jitter, and is no shorter than
+  the registry asks for. Attempts that brought something (a MiB more than ever before) count as none. Where
+  other requests go well meanwhile, there are twice as many: among the tens of thousands of a large artifact
+  some have bad luck many times in a row.
+- Where nobody has the name or the port of a registry that has never answered this process, or nobody answers
+  there, it may well be misspelt: then there are two attempts.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+from urllib.parse import urljoin
+
+from oci.base.errors import RegistryError, Unreachable
+from oci.registry.auth import Tokens
+from oci.registry.credentials import Credentials
+from oci.registry.http import PIECE, Answer, Broken, address, clear, exchange, host_of, make_pool
+from oci.registry.pace import Limits
+from oci.registry.responses import BODY_LIMIT, refusal, seconds_to_wait, worth_another
+
+__all__ = ["Client", "Request"]
+
+T = TypeVar("T")
+
+_REDIRECTS = (301, 302, 303, 307, 308)
+_MOST_REDIRECTS = 5
+# Seconds: the first wait, the longest of ours, and the longest that a registry may ask for.
+_FIRST, _LONGEST, _PATIENCE = 0.5, 30.0, 300.0
+# Where there is nobody, and never was.
+_STRANGE = 2
+# The addresses of registries that have answered this process; to add to it takes no lock.
+_MET: set[str] = set()
+# A wait is cut into these, so that who wants an end does not have to sit it out.
+_STEP = 1.0
+# Docker Hub's registry answers at another name than the one it has in references.
+_HOSTS = {"docker.io": "registry-1.docker.io", "index.docker.io": "registry-1.docker.io"}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to ask for; `what` says, for messages, what the registry does not do if it refuses."""
+
+    method: str
+    url: str
+    what: str
+    scopes: tuple[str, ...]
+    accepted: tuple[int, ...] = (200,)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: Callable[[], Iterable[bytes]] | None = None
+    """makes the body, anew for each time it is sent; its Content-Length is among the headers"""
+
+
+class Client:
+    """One registry, by host[:port]; threads may share it. wait: waits that many seconds."""
+
+    def __init__(
+        self,
+        registry: str,
+        *,
+        credentials: Credentials | None = None,
+        plain_http: bool = False,
+        ca_file: str = "",
+        limits: Limits | None = None,
+        attempts: int = 6,
+        wait: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._schemes = ("https", "http") if plain_http else ("https",)
+        self.base = f"{self._schemes[-1]}://{_HOSTS.get(registry, registry)}/v2/"
+        self._pool = make_pool(ca_file, registry, limits)
+        self._tokens = Tokens(registry, self._pool, credentials=credentials, plain_http=plain_http)
+        self._attempts = attempts
+        self._wait = wait
+        self._random = random.Random()
+        self._lock = threading.Lock()
+        # Calls that went well; threads may count one for two here, which does no harm.
+        self._served = 0
+
+    def close(self) -> None:
+        """End all connections."""
+        self._pool.clear()
+
+    def ask(self, request: Request) -> Answer:
+        """One attempt: an answer of an accepted status, to be closed.
+
+        Raises Broken; Unauthorized, NotInRegistry, Rejected, Unreachable, RegistryError; what the body does.
+        """
+        shown = self._tokens.header(request.scopes)
+        answer = self._follow(request, shown)
+        if answer.status == 401 and self._own(answer.url):
+            with answer:
+                header = answer.header("WWW-Authenticate")
+            shown = self._tokens.after(shown, header, request.scopes)
+            answer = self._follow(request, shown)
+            if answer.status == 401 and shown.startswith("Basic ") and self._own(answer.url):
+                with answer:
+                    self._tokens.after(shown, answer.header("WWW-Authenticate"), request.scopes)
+        if answer.status in request.accepted:
+            return answer
+        with answer:
+            if worth_another(answer.status):
+                wait = seconds_to_wait(answer.header("Retry-After"))
+                raise Broken(f"{host_of(answer.url)} answered {answer.status}", wait)
+            raise refusal(answer.status, answer.body(BODY_LIMIT), request.what)
+
+    def persist(
+        self,
+        attempt: Callable[[], T],
+        what: str,
+        *,
+        reached: Callable[[], int] = lambda: 0,
+        check: Callable[[], object] = lambda: None,
+    ) -> T:
+        """Make attempts until one does not raise Broken, and return what it returns.
+
+        reached: how many bytes have come through so far. check: called before each attempt and while waiting;
+        what it raises ends all. Raises Unreachable after the last one, whatever else an attempt raises.
+        """
+        broken, furthest, served = 0, reached(), self._served
+        while True:
+            check()
+            try:
+                done = attempt()
+            except Broken as error:
+                if reached() >= furthest + PIECE:
+                    broken, furthest = 0, reached()
+                broken += 1
+                if error.wait > _PATIENCE:
+                    raise Unreachable(
+                        f"{what}: {error}, and asks to be left alone for {error.wait:.0f} s: try again then"
+                    ) from error
+                most = self._attempts * (1 if self._served == served else 2)
+                if error.nobody and self.base not in _MET:
+                    most = min(most, _STRANGE)
+                if broken >= most:
+                    raise Unreachable(
+                        f"{what}: {broken} attempts failed, the last one because {error}"
+                    ) from error
+                self._pause(max(error.wait, self._backoff(broken)), check)
+            else:
+                self._served += 1
+                return done
+
+    def resolved(self, base: str, location: str) -> str:
+        """The URL that a Location header names. Raises RegistryError where it is none to go to."""
+        try:
+            url = urljoin(base, location)
+            found = address(url) if location and clear(location) else None
+        except ValueError:
+            found = None
+        if found is None or found[0] not in self._schemes:
+            raise RegistryError(f"{host_of(base)} sends us to where there is no TLS, or no address at all")
+        return url
+
+    def _follow(self, request: Request, shown: str) -> Answer:
+        """The answer to a request, wherever the registry sends its reader on to."""
+        url = request.url
+        for _ in range(_MOST_REDIRECTS + 1):
+            headers = dict(request.headers)
+            if shown and self._own(url):
+                headers["Authorization"] = shown
+            body = None if request.body is None else request.body()
+            answer = exchange(self._pool, request.method, url, headers, body)
+            _MET.add(self.base)
+            if request.method not in ("GET", "HEAD") or answer.status not in _REDIRECTS:
+                return answer
+            with answer:
+                location = answer.header("Location")
+            url = self.resolved(url, location)
+        raise RegistryError(f"{request.what}: it sends us on and on, more than {_MOST_REDIRECTS} times")
+
+    def _own(self, url: str) -> bool:
+        """Whether a URL is the registry's own, and not one of another host."""
+        return address(url) == address(self.base) is not None
+
+    def _backoff(self, broken: int) -> float:
+        longest = min(_LONGEST, _FIRST * 2.0 ** (broken - 1))
+        with self._lock:
+            return self._random.uniform(longest / 2, longest)
+
+    def _pause(self, seconds: float, check: Callable[[], object]) -> None:
+        while seconds > 0:
+            check()
+            self._wait(min(seconds, _STEP))
+            seconds -= _STEP

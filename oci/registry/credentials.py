@@ -1,0 +1,225 @@
+"""Credentials for a registry, from the files that Podman and Docker keep them in.
+
+The first of these files that has some for the repository is taken (containers-auth.json(5); `podman login`,
+`skopeo login`, `docker login` write them):
+
+    $REGISTRY_AUTH_FILE, and then no other
+    $XDG_RUNTIME_DIR/containers/auth.json
+    /run/containers/<uid>/auth.json, which is Podman's where that variable is not set
+    $XDG_CONFIG_HOME/containers/auth.json, or ~/.config/containers/auth.json
+    $DOCKER_CONFIG/config.json, or ~/.docker/config.json
+
+In a file, `credHelpers` for the registry come first, then `auths` by the longest part of registry/repository
+that it names, then `credsStore`. A credential helper is a program docker-credential-NAME, asked as
+docker/docker-credential-helpers describes.
+
+Nothing here is ever part of a message or a repr, but for the name of the file that it comes from.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from oci.base.errors import Unauthorized, reason
+from oci.base.json_text import parse_json
+
+__all__ = ["Credentials", "find"]
+
+RUN = "/run/containers"
+_DEADLINE = 30.0
+_LARGEST_FILE = 4 << 20
+_HELPER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
+# What a helper says on stdout where it has none (docker-credential-helpers, credentials/error.go).
+_NOT_THERE = "credentials not found in native keychain"
+# The user's name where the secret is an identity token (docker/cli, cli/config/credentials/native_store.go).
+_TOKEN_USER = "<token>"
+# Docker Hub has several names; the files have it under the one of its first API.
+_HUB = ("docker.io", "index.docker.io", "registry-1.docker.io")
+_HUB_KEY = "https://index.docker.io/v1/"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Credentials:
+    """A user's name and password, or an identity token, which a token service takes in their place."""
+
+    username: str = ""
+    password: str = ""
+    identity_token: str = ""
+    source: str = "the credentials given"
+    """where they come from, for messages"""
+
+    def __repr__(self) -> str:
+        return f"Credentials(source={self.source!r})"
+
+
+def find(
+    registry: str, repository: str, environ: Mapping[str, str] = os.environ, *, deadline: float = _DEADLINE
+) -> Credentials | None:
+    """The credentials for that repository, or None where no file has any.
+
+    deadline: seconds that a credential helper may take. Raises Unauthorized for a file that cannot be read or
+    understood, and for a helper that is missing or fails.
+    """
+    for path, needed in _files(environ):
+        content = _read(path, needed)
+        if content is None:
+            continue
+        found = _in_file(content, path, registry, repository, environ, deadline)
+        if found is not None:
+            return found
+    return None
+
+
+def _files(environ: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
+    """The paths in order, each with whether it must be there."""
+    if given := environ.get("REGISTRY_AUTH_FILE"):
+        yield given, True
+        return
+    home = environ.get("HOME") or os.path.expanduser("~")
+    if runtime := environ.get("XDG_RUNTIME_DIR"):
+        yield f"{runtime}/containers/auth.json", False
+    yield f"{RUN}/{os.getuid()}/auth.json", False
+    yield os.path.join(environ.get("XDG_CONFIG_HOME") or f"{home}/.config", "containers/auth.json"), False
+    yield os.path.join(environ.get("DOCKER_CONFIG") or f"{home}/.docker", "config.json"), False
+
+
+def _read(path: str, needed: bool) -> Mapping[str, object] | None:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_LARGEST_FILE)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if needed:
+            raise Unauthorized(f"REGISTRY_AUTH_FILE names {path}, and {reason(error)}") from error
+        return None
+    except OSError as error:
+        raise Unauthorized(f"the credentials in {path} cannot be read: {reason(error)}") from error
+    try:
+        content: object = parse_json(data) if data.strip() else {}
+    except (ValueError, RecursionError):
+        # Not `from` it: it holds the text.
+        raise Unauthorized(f"the file of credentials {path} is not JSON: correct or remove it") from None
+    if not isinstance(content, dict):
+        raise Unauthorized(f"the file of credentials {path} holds no JSON object: correct or remove it")
+    return content
+
+
+def _in_file(
+    content: Mapping[str, object],
+    path: str,
+    registry: str,
+    repository: str,
+    environ: Mapping[str, str],
+    deadline: float,
+) -> Credentials | None:
+    helpers = _table(content.get("credHelpers"))
+    hosts = _HUB if registry in _HUB else (registry,)
+    for host in hosts:
+        if helper := helpers.get(host):
+            return _ask(helper, registry, path, environ, deadline)
+    auths = {_plain_key(key): entry for key, entry in _table(content.get("auths")).items()}
+    for host in hosts:
+        for key in _keys(host, repository):
+            found = _entry(auths.get(key), path, key)
+            if found is not None:
+                return found
+    store = content.get("credsStore")
+    return _ask(store, registry, path, environ, deadline) if store else None
+
+
+def _keys(registry: str, repository: str) -> Iterator[str]:
+    """registry/a/b, registry/a, registry."""
+    parts = [registry, *repository.split("/")]
+    for count in range(len(parts), 0, -1):
+        yield "/".join(parts[:count])
+
+
+def _plain_key(key: str) -> str:
+    """A key without what `docker login` adds to it: a scheme, and the path of an API."""
+    for scheme in ("https://", "http://"):
+        if key.startswith(scheme):
+            return key.removeprefix(scheme).partition("/")[0]
+    return key.rstrip("/")
+
+
+def _entry(entry: object, path: str, key: str) -> Credentials | None:
+    """One of the `auths`; None for the empty ones that stand for what a helper has."""
+    fields = _table(entry)
+    username, password = fields.get("username"), fields.get("password")
+    token = fields.get("identitytoken")
+    if auth := fields.get("auth"):
+        try:
+            text = base64.b64decode(str(auth), validate=True).decode()
+        except (binascii.Error, ValueError):
+            text = ""
+        if ":" not in text:
+            raise Unauthorized(f"the entry of {key} in {path} has no base64 of user:password: log in again")
+        username, _, password = text.partition(":")
+        # Docker writes it padded with zeros.
+        password = password.strip("\0")
+    if not isinstance(username, str) or not isinstance(password, str):
+        username = password = ""
+    token = token if isinstance(token, str) else ""
+    return Credentials(username, password, token, path) if username or token else None
+
+
+def _ask(
+    name: object, registry: str, path: str, environ: Mapping[str, str], deadline: float
+) -> Credentials | None:
+    """What a credential helper has for the registry."""
+    if not isinstance(name, str) or not _HELPER.fullmatch(name):
+        raise Unauthorized(f"{path} names a credential helper that can be none: {str(name)[:80]!r}")
+    program = f"docker-credential-{name}"
+    found = shutil.which(program, path=environ.get("PATH", os.defpath))
+    if found is None:
+        raise Unauthorized(
+            f"{path} leaves {registry} to the credential helper {program}, which is not in PATH: install it"
+        )
+    server = _HUB_KEY if registry in _HUB else registry
+    try:
+        done = subprocess.run(
+            [found, "get"],
+            input=server,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            env=dict(environ),
+            timeout=deadline,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        # Not `from`: it holds the output.
+        raise Unauthorized(f"{program} gave no credentials for {registry} in {deadline:g} s") from None
+    except OSError as error:
+        raise Unauthorized(f"{program} cannot be run: {reason(error)}") from error
+    if done.returncode:
+        if _NOT_THERE in done.stdout:
+            return None
+        raise Unauthorized(f"{program} gave no credentials for {registry}: it exited with {done.returncode}")
+    return _helpers_answer(done.stdout, program, registry)
+
+
+def _helpers_answer(text: str, program: str, registry: str) -> Credentials | None:
+    try:
+        answer = _table(parse_json(text))
+    except (ValueError, RecursionError):
+        answer = {}
+    username, secret = answer.get("Username"), answer.get("Secret")
+    if not isinstance(username, str) or not isinstance(secret, str):
+        raise Unauthorized(f"{program} gave something else than credentials for {registry}")
+    if not secret:
+        return None
+    if username == _TOKEN_USER:
+        return Credentials(identity_token=secret, source=program)
+    return Credentials(username, secret, source=program)
+
+
+def _table(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, dict) else {}

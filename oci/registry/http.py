@@ -1,0 +1,353 @@
+"""One HTTP exchange: TLS checked, bodies as streams both ways, what can break mapped to two exceptions.
+
+urllib3 does the connections, and nothing else here: neither its retries nor its redirects are used, because
+both would send a body or a credential where it should not go.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import http.client
+import re
+import socket
+import ssl
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+import urllib3
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.exceptions import HTTPError, LocationValueError, ProtocolError
+from urllib3.util import make_headers, parse_url
+from urllib3.util.ssl_ import create_urllib3_context
+
+from oci.base.errors import RegistryError, Unreachable, reason
+from oci.registry import certificates
+from oci.registry.pace import Limits, Watch
+from oci.registry.proxies import proxy_for
+from oci.registry.responses import printable
+
+if TYPE_CHECKING:
+    from urllib3 import BaseHTTPResponse
+
+__all__ = ["Answer", "Broken", "Pool", "address", "clear", "exchange", "host_of", "make_pool"]
+
+PIECE = 1 << 20
+_PORTS = {"http": 80, "https": 443}
+# What one parser of URLs takes for a part of the host, and another for its end.
+_AMBIGUOUS = re.compile(r"[^\x21-\x7e]|\\")
+# Seconds: for a connection, and what a socket waits longer than oci.registry.pace does, which says more.
+_CONNECT, _LONGER = 30.0, 5.0
+# What is left of an answer is read, so that its connection can serve again, where it is no more than this.
+_LEFTOVER = 64 << 10
+_CONNECTIONS = 32
+# A host or a port that is not there, or that says nothing at all.
+_NOBODY = (socket.gaierror, ConnectionRefusedError, TimeoutError, urllib3.exceptions.TimeoutError)
+# OpenSSL's words for a peer that does not speak TLS, by its version.
+_NO_TLS = {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"}
+
+
+class Broken(Exception):
+    """An attempt that may go better the next time; `wait` is how many seconds the other side asks for.
+
+    nobody: the connection was refused, the host's name is not known, or nobody answers.
+    """
+
+    def __init__(self, why: str, wait: float = 0.0, *, nobody: bool = False) -> None:
+        super().__init__(why)
+        self.wait = wait
+        self.nobody = nobody
+
+
+class Pool:
+    """Connections for any number of threads, straight or through the proxies that the environment names."""
+
+    def __init__(self, context: ssl.SSLContext, limits: Limits | None = None) -> None:
+        self._context = context
+        self.limits = limits or Limits()
+        self._lock = threading.Lock()
+        # By the URL of the proxy, "" for none.
+        self._made: dict[str, urllib3.PoolManager] = {}
+
+    def clear(self) -> None:
+        """End all connections."""
+        with self._lock:
+            for each in self._made.values():
+                each.clear()
+
+    def at(self, proxy: str) -> urllib3.PoolManager:
+        """Those through a proxy, or straight ones for "". Raises RegistryError for what is no proxy."""
+        with self._lock:
+            if proxy not in self._made:
+                self._made[proxy] = self._new(proxy)
+                self._made[proxy].pool_classes_by_scheme = {"http": _Pool, "https": _TlsPool}
+            return self._made[proxy]
+
+    def _new(self, proxy: str) -> urllib3.PoolManager:
+        if not proxy:
+            return urllib3.PoolManager(maxsize=_CONNECTIONS, ssl_context=self._context)
+        try:
+            auth = unquote(parse_url(proxy).auth or "")
+            return urllib3.ProxyManager(
+                proxy,
+                maxsize=_CONNECTIONS,
+                ssl_context=self._context,
+                proxy_headers=make_headers(proxy_basic_auth=auth) if auth else None,
+            )
+        except (HTTPError, ValueError) as error:
+            raise RegistryError(
+                f"the proxy {host_of(proxy)!r} of the environment cannot be used: {type(error).__name__}"
+            ) from error
+
+
+class _Watched(HTTPConnection):
+    """A connection that says to who watches an exchange what it goes over, and when it has been sent."""
+
+    def _new_conn(self) -> socket.socket:
+        made = super()._new_conn()
+        if (watch := getattr(_current, "watch", None)) is not None:
+            watch.attach(made)
+        return made
+
+    def putrequest(self, *args: Any, **more: Any) -> None:
+        """Begin a request, over a new connection or one that served before."""
+        if self.sock is not None and (watch := getattr(_current, "watch", None)) is not None:
+            watch.attach(self.sock)
+        super().putrequest(*args, **more)
+
+    def getresponse(self, *args: Any, **more: Any) -> Any:
+        """Wait for the head of the answer."""
+        if (watch := getattr(_current, "watch", None)) is not None:
+            watch.sent()
+        return super().getresponse(*args, **more)
+
+
+class _WatchedTls(_Watched, HTTPSConnection):
+    """The same with TLS."""
+
+
+class _Pool(HTTPConnectionPool):
+    ConnectionCls = _Watched
+
+
+class _TlsPool(HTTPSConnectionPool):
+    ConnectionCls = _WatchedTls
+
+
+# `watch`: of the exchange that this thread has begun.
+_current = threading.local()
+
+
+def make_pool(ca_file: str = "", registry: str = "", limits: Limits | None = None) -> Pool:
+    """Connections whose TLS trusts the system's CAs, those in the PEM `ca_file`, and those for `registry`.
+
+    Raises RegistryError where these cannot be read.
+    """
+    context, folder = _system_tls(), certificates.folder_of(registry)
+    if ca_file or folder:
+        context = _new_tls()
+        if folder:
+            certificates.load(context, folder)
+        if ca_file:
+            certificates.load_ca(context, ca_file)
+    return Pool(context, limits)
+
+
+@functools.cache
+def _system_tls() -> ssl.SSLContext:
+    """TLS that trusts the system's CAs: once for all pools, since to read them takes tens of milliseconds."""
+    return _new_tls()
+
+
+def _new_tls() -> ssl.SSLContext:
+    # urllib3's own kind: 1.26 checks the names of hosts itself, and fails where OpenSSL is to do it.
+    context = create_urllib3_context(cert_reqs=ssl.CERT_REQUIRED)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_default_certs()
+    return context
+
+
+class Answer:
+    """The answer to one request; a context manager, at whose end the connection is free again."""
+
+    def __init__(self, response: BaseHTTPResponse, url: str, watch: Watch) -> None:
+        self._response, self._watch = response, watch
+        self.url = url
+        self.status: int = response.status
+
+    def __enter__(self) -> Answer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(broken=kind is not None)
+
+    def header(self, name: str) -> str:
+        """A header's value; several of one name with commas between; "" where it is missing."""
+        return str(self._response.headers.get(name, ""))
+
+    def pieces(self) -> Iterator[bytes]:
+        """The body in pieces of at most 1 MiB. Raises Broken. A body cut short may just end."""
+        while piece := self._read(PIECE):
+            yield piece
+
+    def body(self, limit: int) -> bytes:
+        """The body, or the first `limit` bytes of it. Raises Broken."""
+        data = b""
+        for piece in self.pieces():
+            data += piece
+            if len(data) >= limit:
+                break
+        return data[:limit]
+
+    def close(self, *, broken: bool = False) -> None:
+        """Give the connection back, or end it where much is left to read."""
+        try:
+            if broken or len(self._read(_LEFTOVER)) == _LEFTOVER:
+                self._response.close()
+        except Broken:
+            self._response.close()
+        finally:
+            self._watch.close()
+            self._response.release_conn()
+
+    def _read(self, size: int) -> bytes:
+        try:
+            with self._watch.waiting():
+                data = self._response.read(size, decode_content=False)
+        except (HTTPError, http.client.HTTPException, OSError) as error:
+            why = self._watch.why or _why(error)
+            raise Broken(f"{host_of(self.url)} broke off: {why}") from error
+        if self._watch.why:  # what it had sent until then may look like all of it
+            raise Broken(f"{host_of(self.url)} broke off: {self._watch.why}")
+        return data
+
+
+def exchange(
+    pool: Pool,
+    method: str,
+    url: str,
+    headers: Mapping[str, str],
+    body: Iterable[bytes] | None = None,
+) -> Answer:
+    """Send one request and take the head of its answer, whatever its status; no redirect is followed.
+
+    A body in pieces needs its Content-Length among the headers. Raises Broken; Unreachable where another
+    attempt would not help; whatever `body` raises, and then the other side never sees its end.
+    """
+    proxy = proxy_for(url)
+    connections = pool.at(proxy)
+    limits = pool.limits
+    watch = _current.watch = Watch(limits, method)
+    try:
+        with watch.waiting():
+            response = connections.urlopen(
+                method,
+                url,
+                body=body,
+                headers={"User-Agent": "gpusnap", "Accept-Encoding": "identity", **headers},
+                redirect=False,
+                retries=False,
+                preload_content=False,
+                decode_content=False,
+                timeout=urllib3.Timeout(connect=_CONNECT, read=limits.answer(method) + _LONGER),
+            )
+    except LocationValueError as error:
+        watch.close()
+        raise RegistryError(f"an address on {host_of(url)} is none: {type(error).__name__}") from error
+    except (HTTPError, http.client.HTTPException, OSError) as error:
+        watch.close()
+        _refuse_tls(error, url)
+        by = f" through the proxy {host_of(proxy)}" if proxy else ""
+        nobody = any(isinstance(each, _NOBODY) for each in _chain(error)) or bool(watch.why)
+        raise Broken(f"{host_of(url)}{by}: {watch.why or _why(error)}", nobody=nobody) from error
+    except BaseException:
+        watch.close()
+        raise
+    finally:
+        _current.watch = None
+    return Answer(response, url, watch)
+
+
+def _refuse_tls(error: BaseException, url: str) -> None:
+    """Raise Unreachable for what is wrong with the other side's TLS for as long as it is set up like that."""
+    for each in _chain(error):
+        # By name: what urllib3 raises for the name of a host comes from another place in each version.
+        if isinstance(each, ssl.SSLCertVerificationError) or type(each).__name__ == "CertificateError":
+            why = printable(getattr(each, "verify_message", "") or each)
+            raise Unreachable(
+                f"the certificate of {host_of(url)} is not trusted ({why}): "
+                "have its CA among the system's, or as a .crt file in the registry's folder in "
+                f"{certificates.FOLDERS[0]}"
+            ) from error
+        if isinstance(each, ssl.SSLError) and each.reason in _NO_TLS:
+            raise Unreachable(
+                f"{host_of(url)} does not speak TLS: plain HTTP, which shows everything to the network, "
+                "has to be asked for"
+            ) from error
+
+
+def clear(text: str) -> bool:
+    """Whether a URL, or a part of one, is free of backslashes, blanks and control characters."""
+    return not _AMBIGUOUS.search(text)
+
+
+def address(url: str) -> tuple[str, str, int] | None:
+    """Scheme, host and port of a URL, as `exchange` connects to them; None where they are not clear.
+
+    A URL from a registry may be made so that who judges it sees another host than who connects: one with
+    a user is not clear, nor is one that urllib3 and the standard library understand in two ways.
+    """
+    if not clear(url):
+        return None
+    try:
+        found, other = parse_url(url), urlsplit(url)
+        port = other.port
+    except (LocationValueError, ValueError):
+        return None
+    if found.auth is not None or "@" in other.netloc or not found.host or not found.scheme:
+        return None
+    host = found.host.strip("[]").lower()
+    if (found.scheme, host, found.port) != (other.scheme, other.hostname, port):
+        return None
+    port = port or _PORTS.get(found.scheme, 0)
+    return (found.scheme, host, port) if port else None
+
+
+def host_of(url: str) -> str:
+    """The host and port of a URL, for messages: its path and query may hold secrets."""
+    return urlsplit(url).netloc.rpartition("@")[2][:200]
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception, what it holds and what it was raised from, the outermost first."""
+    seen: list[BaseException] = []
+    ahead: list[object] = [error]
+    while ahead:
+        each = ahead.pop(0)
+        if isinstance(each, BaseException) and each not in seen and len(seen) < 20:
+            seen.append(each)
+            ahead += [*each.args, each.__cause__, each.__context__]
+    yield from seen
+
+
+def _why(error: BaseException) -> str:
+    """Why an exchange broke, in words without addresses of objects."""
+    words = "the connection broke"
+    for each in _chain(error):
+        if isinstance(each, socket.gaierror):
+            return "the host name is not known"
+        if isinstance(each, TimeoutError | urllib3.exceptions.TimeoutError):
+            words = "it did not answer in time"
+        elif isinstance(each, http.client.RemoteDisconnected):
+            return "it closed the connection without an answer"
+        elif isinstance(each, OSError) and each.errno in errno.errorcode:
+            return reason(each)
+        elif isinstance(each, http.client.IncompleteRead | ProtocolError):
+            words = "the connection ended in the middle" if "Incomplete" in repr(each) else words
+    return words

@@ -1,0 +1,169 @@
+"""How long a silent or slow server is waited for: a deadline for each answer, a floor on the speed of bytes.
+
+A timeout of a socket is one for each call of recv(2), so a server that sends a byte now and then is waited
+for without end. Here one thread looks at all exchanges that somebody waits in, and at what the kernel says
+has come and gone over their connections (TCP_INFO, tcp(7)). Time in which we do not read is not counted. One
+that is too slow has its connection shut down, and who waits in it is told why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from oci.base.errors import binary_size
+
+__all__ = ["Limits", "Watch"]
+
+# struct tcp_info (linux/tcp.h): tcpi_bytes_acked and tcpi_bytes_received, since Linux 4.1.
+_COUNTERS, _COUNTERS_AT, _INFO_SIZE = struct.Struct("=QQ"), 120, 136
+_TICK = 0.5
+# Seconds. A registry may take long to answer the end of an upload: it moves the blob, or hashes it again.
+_AFTER_UPLOAD = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is asked of a server."""
+
+    silence: float = 60.0
+    """Seconds: without enough bytes, and until the head of an answer is there."""
+    speed: int = 1024
+    """Bytes per second, on average over that time; 0 asks for one byte."""
+
+    def answer(self, method: str) -> float:
+        """Seconds until the head of the answer to a request of that method has to be there."""
+        return self.silence if method in ("GET", "HEAD") else max(self.silence, _AFTER_UPLOAD)
+
+
+class Watch:
+    """One exchange. `why` says what was wrong with it once it was shut down; "" until then."""
+
+    def __init__(self, limits: Limits, method: str) -> None:
+        self._limits, self._answer = limits, limits.answer(method)
+        self.why = ""
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._waiting = self._head = False
+        self._passed = 0.0
+        self._bytes = 0
+
+    def attach(self, connection: socket.socket) -> None:
+        """The connection that it goes over."""
+        with self._lock:
+            self._let_go()
+            # One of our own: the other may be closed, and its number be another file's, at any moment.
+            with contextlib.suppress(OSError, ValueError):
+                self._socket = socket.socket(fileno=os.dup(connection.fileno()))
+            self._begin()
+
+    def sent(self) -> None:
+        """The request has gone; its answer is waited for."""
+        with self._lock:
+            self._head = True
+            self._begin()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Somebody waits in it, for the while of the block."""
+        with self._lock:
+            self._waiting, self._head = True, False
+            self._begin()
+        _watchdog.add(self)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting = False
+            _watchdog.remove(self)
+
+    def close(self) -> None:
+        """Nobody waits in it any more. May be called twice."""
+        with self._lock:
+            self._let_go()
+
+    def look(self, seconds: float) -> None:
+        """So many seconds have passed since the last look: shut it down where it is too slow."""
+        with self._lock:
+            if not self._waiting or self._socket is None or self.why:
+                return
+            self._passed += seconds
+            if self._head:
+                if self._passed >= self._answer:
+                    self._end(f"it did not answer in {self._answer:g} s")
+            elif self._passed >= self._limits.silence:
+                come = self._count() - self._bytes
+                if come < max(self._limits.speed * self._passed, 1):
+                    few = f"only {binary_size(come)} came through" if come else "nothing came through"
+                    self._end(f"{few} in {self._passed:.0f} s")
+                self._begin()
+
+    def _begin(self) -> None:
+        self._passed, self._bytes = 0.0, self._count()
+
+    def _count(self) -> int:
+        """Bytes that came, and that went and were acknowledged; 0 where that is not known."""
+        if self._socket is None:
+            return 0
+        with contextlib.suppress(OSError, struct.error):
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_SIZE)
+            return sum(_COUNTERS.unpack_from(info, _COUNTERS_AT))
+        return 0
+
+    def _end(self, why: str) -> None:
+        self.why = why
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _let_go(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+class _Watchdog:
+    """The thread that looks; it is there while anybody waits."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watches: list[Watch] = []
+        self._thread: threading.Thread | None = None
+
+    def add(self, watch: Watch) -> None:
+        with self._lock:
+            self._watches.append(watch)
+            # After a fork there is none in the child.
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._look, name="gpusnap-pace", daemon=True)
+                self._thread.start()
+
+    def remove(self, watch: Watch) -> None:
+        with self._lock:
+            if watch in self._watches:
+                self._watches.remove(watch)
+
+    def _look(self) -> None:
+        last = time.monotonic()
+        while True:
+            time.sleep(_TICK)
+            now = time.monotonic()
+            # Where this process stood still for longer, the server may not be to blame.
+            passed, last = min(now - last, 2 * _TICK), now
+            with self._lock:
+                watches = list(self._watches)
+                if not watches:
+                    self._thread = None
+                    return
+            for each in watches:
+                each.look(passed)
+
+
+_watchdog = _Watchdog()

@@ -1,0 +1,155 @@
+"""What refers to a manifest: signatures, SBOMs, attestations (distribution-spec v1.1, Listing Referrers).
+
+A referrer is a manifest, or an index, whose `subject` is the other one. A registry lists those of a manifest;
+one that is older keeps the list as an index under the tag sha256-<hex>, which its clients write. In a layout
+they are entries of index.json without a name. What is read may come from anybody: whether the subject is
+right is looked up in the referrer itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+
+from oci.base.errors import (
+    BlobError,
+    DigestError,
+    LayoutError,
+    NotInRegistry,
+    RegistryError,
+    Rejected,
+    Unauthorized,
+)
+from oci.chunks.artifact import CHECKPOINT
+from oci.layout.digests import PREFIX, encoded
+from oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor, Index, parse_document, written_document
+from oci.layout.graph import is_document
+from oci.layout.layout import Layout
+from oci.registry import copy as transfer
+from oci.registry.copy import Moved
+from oci.registry.repository import Repository
+from oci.store.index import REF_NAME
+
+__all__ = ["below", "pull", "push", "subject_of"]
+
+# Of one checkpoint, and how far from it: the signature of an SBOM is at 2.
+_MOST, _DEEPEST = 256, 3
+# Of what a registry lists; it may list anything, and each is asked for.
+_MOST_LISTED = 1024
+
+
+def subject_of(content: bytes) -> str:
+    """The digest of what a manifest or an index refers to; "" where it refers to nothing."""
+    with suppress(LayoutError, DigestError):
+        value = parse_document(content, "the manifest")
+        if isinstance(value, dict) and value.get("subject") is not None:
+            return Descriptor.from_json(value["subject"], "the subject").digest
+    return ""
+
+
+def below(
+    entries: Iterable[Descriptor], read: Callable[[Descriptor], bytes], subject: str
+) -> tuple[Descriptor, ...]:
+    """Those among the entries of a layout's index that refer to a manifest, and what refers to them.
+
+    `read` gives the content of a manifest; what it cannot give is passed over.
+    """
+    by_subject: dict[str, list[Descriptor]] = {}
+    for each in entries:
+        plain = not each.annotations.get(REF_NAME) and each.artifact_type != CHECKPOINT
+        if plain and is_document(each) and each.size <= DOCUMENT_LIMIT:
+            with suppress(LayoutError, DigestError):
+                by_subject.setdefault(subject_of(read(each)), []).append(each)
+    found: dict[str, Descriptor] = {}
+    waiting = [(subject, 1)]
+    for at, depth in waiting:
+        for each in by_subject.get(at, ()):
+            if each.digest not in found and depth <= _DEEPEST:
+                found[each.digest] = each
+                waiting.append((each.digest, depth + 1))
+    return tuple(found.values())
+
+
+def pull(
+    repository: Repository,
+    subject: str,
+    layout: Layout,
+    *,
+    have: Callable[[Descriptor], bool] = lambda one: False,
+) -> tuple[tuple[Descriptor, ...], Moved]:
+    """Bring what refers to a manifest, and what refers to that, into a layout; the manifests, and what came.
+
+    have: as for oci.registry.copy.pull. Raises as that does.
+    """
+    found: dict[str, Descriptor] = {}
+    moved, seen = Moved(), set[tuple[str, str]]()
+    waiting = [(subject, 1)]
+    for at, depth in waiting:
+        for each in _listed(repository, at):
+            if each.digest in found or each.digest == subject or (each.digest, at) in seen:
+                continue
+            if len(found) >= _MOST or len(seen) >= _MOST_LISTED:
+                return tuple(found.values()), moved
+            seen.add((each.digest, at))
+            with suppress(NotInRegistry):  # the list may be older
+                if subject_of(repository.read_manifest(each.digest)[1]) != at:
+                    continue
+                root, came = transfer.pull(repository, each.digest, layout, have=have)
+                moved = transfer.together(moved, came)
+                found[each.digest] = Descriptor(
+                    root.media_type, root.digest, root.size, each.annotations, each.artifact_type
+                )
+                if depth < _DEEPEST:
+                    waiting.append((each.digest, depth + 1))
+    return tuple(found.values()), moved
+
+
+def push(referrers: Iterable[Descriptor], layout: Layout, repository: Repository) -> Moved:
+    """Bring what refers to manifests that a repository has there, too. Raises as copy.push does."""
+    moved = Moved()
+    by_subject: dict[str, list[Descriptor]] = {}
+    for each in referrers:
+        moved = transfer.together(moved, transfer.push(each, layout, repository))
+        by_subject.setdefault(subject_of(layout.read_blob(each)), []).append(each)
+    for subject, some in by_subject.items():
+        if subject and repository.read_referrers(subject, pushing=True) is None:
+            _add_to_tag(repository, subject, some)
+    return moved
+
+
+def _listed(repository: Repository, subject: str) -> Iterator[Descriptor]:
+    """The manifests that a registry says refer to one."""
+    found = repository.read_referrers(subject)
+    if found is None:
+        found = _of_tag(repository, subject, pushing=False)
+    yield from (each for each in found if is_document(each) and each.digest.startswith(PREFIX))
+
+
+def _of_tag(repository: Repository, subject: str, *, pushing: bool) -> tuple[Descriptor, ...]:
+    """The list that clients keep where a registry keeps none."""
+    try:
+        root, content = repository.read_manifest(_tag(subject), pushing=pushing)
+        if root.media_type == INDEX:
+            return Index.from_json(parse_document(content, f"the index {root.digest}")).manifests
+    except (NotInRegistry, Rejected, Unauthorized):
+        pass
+    except (LayoutError, DigestError) as error:
+        if isinstance(error, BlobError):
+            raise
+    return ()
+
+
+def _add_to_tag(repository: Repository, subject: str, more: Iterable[Descriptor]) -> None:
+    there = _of_tag(repository, subject, pushing=True)
+    known = {each.digest for each in there}
+    new = tuple(each for each in more if each.digest not in known)
+    if new:
+        content = written_document(Index((*there, *new)).to_json())
+        if len(content) > DOCUMENT_LIMIT:
+            raise RegistryError(f"the list of what refers to {subject} would have {len(content)} bytes")
+        repository.put_manifest(content, INDEX, _tag(subject))
+
+
+def _tag(subject: str) -> str:
+    """distribution-spec v1.1, Referrers Tag Schema."""
+    return f"sha256-{encoded(subject)}"

@@ -1,0 +1,369 @@
+"""One repository of a registry: manifests and blobs, by the OCI distribution-spec v1.1.
+
+A blob is never in memory whole, in either direction. What breaks off goes on from where it was; digests are
+checked on the way in and on the way out. Every call is tried again as oci.registry.client describes.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import TracebackType
+
+from oci.base.errors import (
+    BlobError,
+    DigestError,
+    LayoutError,
+    NotInRegistry,
+    RegistryError,
+    Rejected,
+    Unauthorized,
+)
+from oci.layout.blobs import Blobs
+from oci.layout.digests import PREFIX, digest_of, encoded
+from oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor, Index, parse_document
+from oci.layout.graph import INDEXES, MANIFESTS
+from oci.layout.layout import Layout
+from oci.layout.partial_blob import Incoming
+from oci.layout.reference import Reference, check_tag
+from oci.registry import credentials as users
+from oci.registry.client import Client, Request
+from oci.registry.credentials import Credentials
+from oci.registry.http import Answer, Broken
+from oci.registry.pace import Limits
+from oci.registry.upload import Destination, Upload, Ways
+
+__all__ = ["Repository"]
+
+_ACCEPT = ", ".join((*MANIFESTS, *INDEXES))
+# Of a list (RFC 8288): what comes after it; and no list is longer.
+_NEXT = re.compile(r'<([^<>]{1,4000})>\s*;\s*rel="?next"?', re.ASCII)
+_MOST_PAGES = 64
+# Of what refers to a manifest: a page of 4 MiB may list tens of thousands.
+_MOST_REFERRERS = 4096
+# What servers say of a document that they have no type for.
+_VAGUE = ("", "application/json", "text/plain", "application/octet-stream")
+_LENGTH = re.compile(r"[0-9]{1,18}", re.ASCII)
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/(?:[0-9]{1,18}|\*)", re.ASCII)
+
+
+class Repository:
+    """The repository that `reference` names; threads may share it.
+
+    credentials: for the registry, or None. plain_http: speak HTTP without TLS; nothing else makes it do so.
+    ca_file: PEM of a CA that is trusted beside the system's. limits: how slow it may be. attempts: how many
+    may break before a call fails. wait: waits that many seconds. Whatever is called raises Unauthorized,
+    NotInRegistry, Rejected, Unreachable or RegistryError.
+    """
+
+    def __init__(
+        self,
+        reference: Reference,
+        *,
+        credentials: Credentials | None = None,
+        plain_http: bool = False,
+        ca_file: str = "",
+        limits: Limits | None = None,
+        attempts: int = 6,
+        wait: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self.reference = reference
+        self._client = Client(
+            reference.registry,
+            credentials=credentials,
+            plain_http=plain_http,
+            ca_file=ca_file,
+            limits=limits,
+            attempts=attempts,
+            wait=wait,
+        )
+        self._to = Destination(
+            reference.repository, f"{self._client.base}{reference.repository}/", reference.name
+        )
+        self._scopes = (f"repository:{reference.repository}:pull",)
+        self._ways = Ways()
+
+    @classmethod
+    def of(
+        cls, reference: Reference, *, plain_http: bool = False, limits: Limits | None = None
+    ) -> Repository:
+        """One with the credentials that its user has for it. Raises RegistryError."""
+        found = users.find(reference.registry, reference.repository)
+        return cls(reference, credentials=found, plain_http=plain_http, limits=limits)
+
+    def __enter__(self) -> Repository:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all connections."""
+        self._client.close()
+
+    # Manifests
+
+    def resolve(self, wanted: str, *, pushing: bool = False) -> Descriptor:
+        """What a tag or a digest stands for, without reading it where the registry can say so.
+
+        pushing: ask with the right to push, as all requests of a push have to: some registries give nobody
+        the right to pull out of a repository that is not there yet.
+        """
+        request = self._manifest("HEAD", wanted, pushing=pushing)
+
+        def attempt() -> Descriptor | None:
+            with self._client.ask(request) as answer:
+                return _told(answer, wanted)
+
+        try:
+            found = self._client.persist(attempt, request.what)
+        except Rejected as error:
+            if error.status not in (400, 405, 501):
+                raise
+            found = None
+        return found or self.read_manifest(wanted, pushing=pushing)[0]
+
+    def read_manifest(self, wanted: str, *, pushing: bool = False) -> tuple[Descriptor, bytes]:
+        """A manifest or an index of up to 4 MiB, its digest checked. Raises BlobError, LayoutError, too.
+
+        pushing: as for `resolve`.
+        """
+        request = self._manifest("GET", wanted, pushing=pushing)
+
+        def attempt() -> tuple[str, str, bytes]:
+            with self._client.ask(request) as answer:
+                told = answer.header("Docker-Content-Digest")
+                content = answer.body(DOCUMENT_LIMIT + 1)
+                length = _length(answer)
+                if length is not None and len(content) < min(length, DOCUMENT_LIMIT + 1):
+                    raise Broken(f"the manifest ended after {len(content)} of {length} bytes")
+                return answer.header("Content-Type"), told, content
+
+        kind, told, content = self._client.persist(attempt, request.what)
+        shown = _named(self._to.shown, wanted)
+        if len(content) > DOCUMENT_LIMIT:
+            raise BlobError(f"the manifest {shown} has more than the {DOCUMENT_LIMIT} bytes that are allowed")
+        digest = digest_of(content)
+        for expected in (wanted if _is_digest(wanted) else "", told if told.startswith(PREFIX) else ""):
+            if expected not in ("", digest):
+                raise BlobError(f"the manifest {shown} came as {digest}, not as {expected[:80]}")
+        media_type = _media_type(kind)
+        if media_type in _VAGUE:
+            value = parse_document(content, f"the manifest {shown}")
+            media_type = str(value.get("mediaType")) if isinstance(value, dict) else ""
+        head = {"mediaType": media_type, "digest": digest, "size": len(content)}
+        return Descriptor.from_json(head, f"the manifest {shown}"), content
+
+    def put_manifest(self, content: bytes, media_type: str, wanted: str = "") -> Descriptor:
+        """Give the registry a manifest under a tag, or under its digest; all that it names must be there."""
+        digest = digest_of(content)
+        wanted = wanted or digest
+        if _is_digest(wanted) and wanted != digest:
+            raise BlobError(f"the manifest {wanted} holds something else than its digest says")
+        shown = _named(self._to.shown, wanted)
+        request = Request(
+            "PUT",
+            f"{self._to.url}manifests/{_checked(wanted)}",
+            f"the manifest {shown} of {len(content)} bytes is not taken",
+            self._to.scopes,
+            (201, 200, 202, 204),
+            {"Content-Type": media_type, "Content-Length": str(len(content))},
+            lambda: [content],
+        )
+
+        def attempt() -> str:
+            with self._client.ask(request) as answer:
+                return answer.header("Docker-Content-Digest")
+
+        told = self._client.persist(attempt, request.what)
+        if told.startswith(PREFIX) and told != digest:
+            raise RegistryError(f"{self._to.shown} took the manifest {digest} as {told[:80]!r}")
+        return Descriptor(media_type, digest, len(content))
+
+    def read_referrers(self, digest: str, *, pushing: bool = False) -> tuple[Descriptor, ...] | None:
+        """What refers to a manifest, as far as the registry lists it; None where it keeps no such lists.
+
+        Of a list that goes on and on only the first pages.
+
+        pushing: as for `resolve`. Raises LayoutError, DigestError, too.
+        """
+        encoded(digest)
+        what = f"{self._to.shown} does not say what refers to {digest}"
+        scopes = self._to.scopes if pushing else self._scopes
+        url = f"{self._to.url}referrers/{digest}"
+        found: list[Descriptor] = []
+        for _ in range(_MOST_PAGES):
+            page = partial(self._page, Request("GET", url, what, scopes, headers={"Accept": INDEX}))
+            try:
+                kind, more, content = self._client.persist(page, what)
+            except (NotInRegistry, Rejected, Unauthorized):
+                return None
+            if _media_type(kind) != INDEX or len(content) > DOCUMENT_LIMIT:
+                return None
+            found += Index.from_json(
+                parse_document(content, f"the list of what refers to {digest}")
+            ).manifests
+            match = _NEXT.search(more)
+            if match is None or len(found) >= _MOST_REFERRERS:
+                break
+            url = self._client.resolved(url, match[1])
+        return tuple(found)
+
+    def _page(self, request: Request) -> tuple[str, str, bytes]:
+        """Media type, links and content of one page of a list."""
+        with self._client.ask(request) as answer:
+            content = answer.body(DOCUMENT_LIMIT + 1)
+            return answer.header("Content-Type"), answer.header("Link"), content
+
+    # Blobs
+
+    def has_blob(self, digest: str, *, pushing: bool = False) -> bool:
+        """Whether the repository has that blob. pushing: as for `resolve`."""
+        request = self._blob("HEAD", digest, (200, 404), pushing=pushing)
+
+        def attempt() -> bool:
+            with self._client.ask(request) as answer:
+                return answer.status == 200
+
+        return self._client.persist(attempt, request.what)
+
+    def fetch_blob(
+        self, wanted: Descriptor, layout: Layout, *, step: Callable[[int], object] = lambda at: None
+    ) -> None:
+        """Bring a blob into a layout; it is checked before it has its name there.
+
+        step: called before each attempt and at each piece with how many bytes are there; what it raises ends
+        the transfer. Raises BlobError, which names the blob, DiskFull, DiskError, LayoutError, too.
+        """
+        with layout.receive(wanted) as incoming:
+            self._client.persist(
+                lambda: self._fetch(wanted, incoming, step),
+                f"{self._to.shown} does not give the blob {wanted.digest} of {wanted.size} bytes",
+                reached=lambda: incoming.size,
+                check=lambda: step(incoming.size),
+            )
+
+    def send_blob(
+        self,
+        wanted: Descriptor,
+        source: Blobs,
+        *,
+        mount_from: Sequence[str] = (),
+        step: Callable[[int], object] = lambda at: None,
+    ) -> bool:
+        """Bring a blob of a layout into the registry; True where it was taken from another repository.
+
+        mount_from: names of repositories of this registry that may have it. step: as for fetch_blob, but
+        goes back where an upload has to begin anew. Raises BlobError, which names the blob, before the
+        registry has all of one that is not what its digest says.
+        """
+        encoded(wanted.digest)
+        upload = Upload(
+            self._client, self._to, wanted, source, mount_from=mount_from, ways=self._ways, step=step
+        )
+        return self._client.persist(
+            upload.advance,
+            f"{self._to.shown} does not take the blob {wanted.digest} of {wanted.size} bytes",
+            reached=lambda: upload.position,
+            check=lambda: step(upload.position),
+        )
+
+    # Within
+
+    def _fetch(self, wanted: Descriptor, incoming: Incoming, step: Callable[[int], object]) -> None:
+        """One attempt to get what is missing of a blob."""
+        if incoming.size == wanted.size:
+            return
+        for piece in self._pieces(wanted, incoming.size):
+            incoming.write(piece)
+            step(incoming.size)
+        if incoming.size < wanted.size:
+            raise Broken(f"the connection ended after {incoming.size} of {wanted.size} bytes")
+
+    def _pieces(self, wanted: Descriptor, start: int) -> Iterator[bytes]:
+        """The bytes of a blob from `start` on, as far as they come."""
+        headers = {"Range": f"bytes={start}-"} if start else {}
+        with self._client.ask(self._blob("GET", wanted.digest, (200, 206), headers)) as answer:
+            at = 0
+            if answer.status == 206:
+                match = _CONTENT_RANGE.fullmatch(answer.header("Content-Range").strip())
+                if match is None or int(match[1]) != start:
+                    raise RegistryError(
+                        f"{self._to.shown} gave another part of {wanted.digest} than asked for"
+                    )
+                at = start
+            length = _length(answer)
+            if length is not None and at + length != wanted.size:
+                raise BlobError(
+                    f"the blob {wanted.digest} has {at + length} bytes in {self._to.shown}, not {wanted.size}"
+                )
+            for piece in answer.pieces():
+                # A server that knows no ranges sends all of it again.
+                new = piece[max(0, start - at) :] if at < start else piece
+                at += len(piece)
+                if new:
+                    yield new
+
+    def _manifest(self, method: str, wanted: str, *, pushing: bool) -> Request:
+        what = f"{_named(self._to.shown, wanted)} cannot be read"
+        url = f"{self._to.url}manifests/{_checked(wanted)}"
+        scopes = self._to.scopes if pushing else self._scopes
+        return Request(method, url, what, scopes, headers={"Accept": _ACCEPT})
+
+    def _blob(
+        self,
+        method: str,
+        digest: str,
+        accepted: tuple[int, ...],
+        headers: dict[str, str] | None = None,
+        *,
+        pushing: bool = False,
+    ) -> Request:
+        encoded(digest)
+        does_not = "say whether it has" if method == "HEAD" else "give"
+        what = f"{self._to.shown} does not {does_not} the blob {digest}"
+        scopes = self._to.scopes if pushing else self._scopes
+        return Request(method, f"{self._to.url}blobs/{digest}", what, scopes, accepted, headers or {})
+
+
+def _is_digest(wanted: str) -> bool:
+    return ":" in wanted
+
+
+def _checked(wanted: str) -> str:
+    """A tag, or a sha256 digest. Raises RegistryError, DigestError."""
+    if _is_digest(wanted):
+        encoded(wanted)
+        return wanted
+    return check_tag(wanted)
+
+
+def _named(name: str, wanted: str) -> str:
+    return f"{name}{'@' if _is_digest(wanted) else ':'}{wanted[:200]}"
+
+
+def _length(answer: Answer) -> int | None:
+    """What an answer says of its length; None where that is no number, or one as no body has."""
+    text = answer.header("Content-Length")
+    return int(text) if _LENGTH.fullmatch(text) else None
+
+
+def _media_type(header: str) -> str:
+    return header.partition(";")[0].strip()
+
+
+def _told(answer: Answer, wanted: str) -> Descriptor | None:
+    """The descriptor that the head of an answer amounts to; None where it does not say all of it."""
+    digest, length = answer.header("Docker-Content-Digest"), _length(answer)
+    media_type = _media_type(answer.header("Content-Type"))
+    if media_type in _VAGUE or length is None or (_is_digest(wanted) and digest != wanted):
+        return None
+    try:
+        encoded(digest)
+        return Descriptor.from_json({"mediaType": media_type, "digest": digest, "size": length})
+    except (LayoutError, DigestError):
+        return None

@@ -1,0 +1,78 @@
+"""What a registry says when it does not do what it was asked: a status and a JSON of errors, as our errors.
+
+    401, 403                 Unauthorized
+    404                      NotInRegistry
+    408, 429, 5xx but 501    worth another attempt
+    any other                Rejected
+
+The body is {"errors": [{"code", "message", "detail"}, …]} (distribution-spec v1.1, Error Codes). It is
+anyone's text: what is shown of it is short, printable, and without the words that Podman takes for its own.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+
+from oci.base.errors import NotInRegistry, RegistryError, Rejected, Unauthorized
+from oci.base.json_text import parse_json
+
+__all__ = ["printable", "refusal", "seconds_to_wait", "worth_another"]
+
+BODY_LIMIT = 64 << 10
+_LONGEST = 200
+_REWORDED = (
+    ("no such file or directory", "it does not exist"),
+    ("permission denied", "access is refused"),
+    ("operation not permitted", "it is not allowed"),
+    ("executable file not found", "a program is missing"),
+)
+
+
+def worth_another(status: int) -> bool:
+    """Whether the same request may go better the next time."""
+    return status in (408, 429) or (status >= 500 and status != 501)
+
+
+def refusal(status: int, body: bytes, what: str) -> RegistryError:
+    """The error for a status; `what` says what was asked of whom: "HOST does not take the blob sha256:…"."""
+    code, message = _first(body)
+    words = f" ({': '.join(each for each in (code, message) if each) or f'status {status}'})"
+    if status in (401, 403):
+        return Unauthorized(f"{what}: it is not allowed with these credentials{words}: log in as one who may")
+    if status == 404:
+        return NotInRegistry(f"{what}: it is not there{words}")
+    return Rejected(f"{what}: it refuses{words}", status=status, code=code)
+
+
+def printable(text: object, longest: int = _LONGEST) -> str:
+    """A text from elsewhere as it can be shown."""
+    found = "".join(each if each.isprintable() else " " for each in str(text)[: 4 * longest])
+    found = " ".join(found.split())
+    for words, ours in _REWORDED:
+        found = re.sub(words, ours, found, flags=re.IGNORECASE)
+    return found if len(found) <= longest else found[: longest - 1] + "…"
+
+
+def seconds_to_wait(text: str) -> float:
+    """A Retry-After header in seconds; 0.0 where it is missing or makes no sense (RFC 9110, 10.2.3)."""
+    if re.fullmatch(r"[0-9]{1,9}", text.strip(), re.ASCII):
+        return float(text)
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
+
+
+def _first(body: bytes) -> tuple[str, str]:
+    """Code and message of the first error in a body."""
+    try:
+        found = parse_json(body[:BODY_LIMIT])
+        first = found["errors"][0]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return "", ""
+    if not isinstance(first, Mapping):
+        return "", ""
+    return printable(first.get("code") or "", 60), printable(first.get("message") or "")

@@ -1,0 +1,1 @@
+"""Many checkpoints in one layout: staged, committed, collected."""

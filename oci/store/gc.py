@@ -1,0 +1,242 @@
+"""Garbage collection in a store: what nothing names and nobody reads goes. oci.store.store has the rules."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from oci.base.errors import DigestError, DiskError, LayoutError, OciError, StoreError
+from oci.base.files import open_folder
+from oci.base.locks import stands, try_exclusive, unlock
+from oci.chunks.index import Known
+from oci.layout.digests import PREFIX, encoded
+from oci.layout.documents import DOCUMENT_LIMIT, Descriptor, parse_document
+from oci.layout.graph import INDEXES, MANIFESTS, check_known, is_document, walk
+from oci.layout.layout import Layout
+from oci.store.index import Catalog
+from oci.store.paths import BLOBS, CUT_OFF, GONE, Tree, discard, opened
+from oci.store.staging import why_precious
+
+__all__ = ["Collected", "Spared", "collect"]
+
+_NAME = re.compile("[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Spared:
+    """A staging that no process has, and that is precious: its path, and why."""
+
+    path: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What gc removed, or would remove, and what it left."""
+
+    blobs: int
+    size: int
+    """Bytes of these blobs; fewer are free where something else has links of them."""
+    stagings: tuple[str, ...]
+    """Names of stagings whose writers have died."""
+    spared: tuple[Spared, ...]
+    live_blobs: int
+    live_size: int
+
+
+def collect(tree: Tree, *, dry_run: bool) -> Collected:
+    """Remove blobs that nothing names, cut-off files and dead stagings.
+
+    Raises StoreError, with nothing removed, where it cannot be known what is named; StoreBusy, DiskError.
+    """
+    # Manifests are read before the lock is had, and those that came meanwhile with it.
+    reached: dict[str, frozenset[str]] = {}
+    with contextlib.suppress(OciError, OSError):
+        _all_reached(tree, _roots(Catalog(tree.path), ()), reached)
+    # The bytes go, and that takes time, when nobody waits for the lock any more.
+    with ExitStack() as after, tree.locked("gc"), tree.writing("the store without what gc removes"):
+        held = tuple(_held(tree.holds, free=not dry_run))
+        live = _all_reached(tree, _roots(Catalog(tree.path), held), reached)
+        with opened(tree.path, *BLOBS) as folder:
+            names = os.listdir(folder)
+            _check_all_there(tree, live, names)
+            dead = [name for name in names if _NAME.fullmatch(name) and name not in live]
+            cut_off = [name for name in names if CUT_OFF.fullmatch(name)]
+            size, live_size = _size(dead, folder), _size(live, folder)
+            if not dry_run and (dead or cut_off):
+                _set_aside([*dead, *cut_off], folder, after.enter_context(_bin(tree)))
+        stagings, spared = _stagings(tree, after, dry_run=dry_run)
+        if not dry_run:
+            _clear(tree.path)
+            _forget(tree)
+    return Collected(len(dead), size, stagings, spared, len(live), live_size)
+
+
+def _roots(catalog: Catalog, held: Iterable[str]) -> dict[str, Descriptor | None]:
+    """By digest what the index names, and what readers hold, which may have been taken out of it."""
+    found: dict[str, Descriptor | None] = {}
+    for entry in catalog.entries():
+        found.setdefault(entry.descriptor.digest, entry.descriptor)
+    for digest in held:
+        # What a reader is about to find missing is named by nobody.
+        if os.path.lexists(os.path.join(catalog.path, *BLOBS, encoded(digest))):
+            found.setdefault(digest, None)
+    return found
+
+
+def _all_reached(
+    tree: Tree, roots: dict[str, Descriptor | None], reached: dict[str, frozenset[str]]
+) -> set[str]:
+    """Names of all blobs below the roots. Those of each one are put into `reached`, if not there already."""
+    live: set[str] = set()
+    for digest, root in roots.items():
+        if digest not in reached:
+            try:
+                reached[digest] = frozenset(_reached(tree.layout, root or _descriptor(tree.layout, digest)))
+            except (LayoutError, DigestError) as error:
+                raise _refused(tree, str(error), digest) from error
+        live |= reached[digest]
+    return live
+
+
+def _reached(layout: Layout, root: Descriptor) -> Iterator[str]:
+    """The name of every blob below a root that can be among those of sha256. Raises LayoutError."""
+    if not is_document(root):
+        raise LayoutError(f"what a {root.media_type} names is not known")
+    for found, content in walk(root, layout.read_blob):
+        if content is not None:
+            check_known(found, content)
+        if found.digest.startswith(PREFIX):
+            yield encoded(found.digest)
+
+
+def _descriptor(layout: Layout, digest: str) -> Descriptor:
+    """That of a manifest which the index has no more. Raises LayoutError."""
+    with layout.open_blob(digest) as file:
+        size = os.fstat(file.fileno()).st_size
+    content = layout.read_blob(Descriptor("application/octet-stream", digest, size), limit=DOCUMENT_LIMIT)
+    value = parse_document(content, f"the manifest {digest}")
+    match value:
+        case {"mediaType": str(media_type)}:
+            return Descriptor(media_type, digest, size)
+        case {"manifests": _}:
+            return Descriptor(INDEXES[0], digest, size)
+        case _:
+            return Descriptor(MANIFESTS[0], digest, size)
+
+
+def _check_all_there(tree: Tree, live: set[str], names: Iterable[str]) -> None:
+    missing = sorted(live.difference(names))
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise _refused(tree, f"the blob {PREFIX}{missing[0]}{more} is missing", "")
+
+
+def _refused(tree: Tree, why: str, digest: str) -> StoreError:
+    what = f" below {digest}" if digest else ""
+    return StoreError(
+        f"gc removed nothing from {tree.path}, as it cannot tell what is still needed{what}: {why}; "
+        "verify what it names, and remove what is broken"
+    )
+
+
+def _size(names: Iterable[str], folder: int) -> int:
+    return sum(os.stat(name, dir_fd=folder, follow_symlinks=False).st_size for name in names)
+
+
+def _held(path: str, *, free: bool) -> Iterator[str]:
+    """The digests that somebody reads; with `free`, the files of others go."""
+    for name in sorted(os.listdir(path)):
+        if not _NAME.fullmatch(name):
+            continue
+        file = os.path.join(path, name)
+        try:
+            lock = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:  # its reader has just ended
+            continue
+        try:
+            if not try_exclusive(lock):
+                yield PREFIX + name
+            elif free and stands(lock, file):
+                os.unlink(file)
+        finally:
+            unlock(lock)
+
+
+@contextmanager
+def _bin(tree: Tree) -> Iterator[str]:
+    """A folder for what goes; gone at the end, with all that is in it."""
+    path = os.path.join(tree.staging, GONE + secrets.token_hex(8))
+    lock = None
+    try:
+        # On a disk that is full to the brim there may be no folder: it is left to `_set_aside` then.
+        with contextlib.suppress(OSError):
+            os.mkdir(path, 0o700)
+            lock = open_folder(path)
+            try_exclusive(lock)
+        yield path
+    finally:
+        discard(path)
+        if lock is not None:
+            unlock(lock)
+
+
+def _set_aside(names: Iterable[str], folder: int, away: str) -> None:
+    """Take files out of a folder at once, to be removed later: a large one takes long."""
+    for name in names:
+        try:
+            os.rename(name, os.path.join(away, name), src_dir_fd=folder)
+        except OSError:
+            os.unlink(name, dir_fd=folder)
+
+
+def _stagings(tree: Tree, after: ExitStack, *, dry_run: bool) -> tuple[tuple[str, ...], tuple[Spared, ...]]:
+    """The stagings without an owner: those that go once `after` is left, and the precious ones."""
+    dead, spared = [], []
+    for name in sorted(os.listdir(tree.staging)):
+        path = os.path.join(tree.staging, name)
+        try:
+            lock = open_folder(path)
+        except OSError:  # closed by its owner, or nothing of ours
+            continue
+        with ExitStack() as now:
+            now.callback(unlock, lock)
+            if not try_exclusive(lock) or not stands(lock, path):
+                continue
+            why = None if name.startswith(GONE) else why_precious(path)
+            if why is not None:
+                spared.append(Spared(path, why))
+                continue
+            if not name.startswith(GONE):
+                dead.append(name)
+            if not dry_run:
+                gone = os.path.join(tree.staging, GONE + secrets.token_hex(8))
+                try:
+                    os.rename(path, gone)
+                except OSError:
+                    gone = path
+                # The lock stays had until all is gone, so that no other gc is at it too.
+                after.enter_context(now.pop_all())
+                after.callback(discard, gone)
+    return tuple(dead), tuple(spared)
+
+
+def _forget(tree: Tree) -> None:
+    """Take the chunks whose blobs have gone out of the index of known ones, which would grow for ever."""
+    known = Known(tree.known)
+    if known.prune():
+        with contextlib.suppress(DiskError):  # it saves work, and is needed for nothing
+            known.save()
+
+
+def _clear(path: str) -> None:
+    """Remove cut-off files from the store's own folder."""
+    with opened(path) as folder:
+        for name in os.listdir(folder):
+            if CUT_OFF.fullmatch(name):
+                os.unlink(name, dir_fd=folder)

@@ -1,0 +1,178 @@
+"""The index.json of a store: what it offers, by name and by digest. It may be another tool's.
+
+image-spec v1.1, image-layout.md: the index lists descriptors; the name of one is its annotation
+`org.opencontainers.image.ref.name`. Podman, skopeo and oras write such files, with members that are not known
+here. So what is edited is the parsed JSON: all that is not the matter of a change keeps its value and place.
+
+- A name belongs to one digest. A digest may have several names, each in an entry of its own, or none.
+- A name that moves leaves an entry without a name where its old digest had no other one: nothing is lost.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from oci.base.errors import Ambiguous, LayoutError, NotThere, StoreError, disk_error, reason
+from oci.base.files import read_regular, replace
+from oci.base.json_text import parse_json
+from oci.layout.documents import DOCUMENT_LIMIT, Descriptor, Index, written_document
+from oci.store.paths import opened
+
+__all__ = ["Catalog", "Entry", "check_name"]
+
+REF_NAME = "org.opencontainers.image.ref.name"
+CREATED = "org.opencontainers.image.created"
+
+# image-spec, annotations.md, org.opencontainers.image.ref.name.
+_NAME = re.compile(r"[A-Za-z0-9]+(?:(?:--|[-._:@/+])[A-Za-z0-9]+)*", re.ASCII)
+_LONGEST_NAME = 255
+_PREFIX = re.compile(r"(?:sha256:)?([0-9a-f]{6,64})", re.ASCII)
+_NEAR = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of the index; `name` and `created` (RFC 3339) are "" where it has none."""
+
+    name: str
+    descriptor: Descriptor
+    created: str
+
+
+def check_name(name: str) -> str:
+    """`name`, if something may be given it. Raises StoreError."""
+    if len(name) > _LONGEST_NAME or not _NAME.fullmatch(name):
+        raise StoreError(
+            f"{name[:80]!r} cannot be a name: letters and digits, with single - . _ : @ / + between them, "
+            f"make one, up to {_LONGEST_NAME} in all"
+        )
+    if _PREFIX.fullmatch(name) or re.match(r"sha(256|384|512):", name):
+        raise StoreError(f"{name[:80]!r} cannot be a name: it looks like a digest; put another letter in it")
+    return name
+
+
+class Catalog:
+    """An index as it was read; `write` puts it back. Threads do not share it."""
+
+    def __init__(self, path: str) -> None:
+        """That of the layout at `path`. Raises LayoutError."""
+        self.path = path
+        try:
+            with opened(path) as folder:
+                data = read_regular("index.json", folder, limit=DOCUMENT_LIMIT)
+            self._value: dict[str, Any] = parse_json(data)
+        except OSError as error:
+            raise LayoutError(f"{path}/index.json cannot be read: {reason(error)}") from error
+        except (ValueError, RecursionError) as error:
+            raise LayoutError(f"{path}/index.json cannot be read: {error}") from error
+        Index.from_json(self._value)
+        self._entries: list[dict[str, Any]] = self._value["manifests"]
+
+    def entries(self) -> tuple[Entry, ...]:
+        """All entries, in their order."""
+        found = [(Descriptor.from_json(each), _notes(each)) for each in self._entries]
+        return tuple(Entry(notes.get(REF_NAME, ""), at, notes.get(CREATED, "")) for at, notes in found)
+
+    def find(self, wanted: str) -> Entry:
+        """What a name, a digest, or the first digits of one (6 or more) stand for; names come first.
+
+        Raises NotThere, Ambiguous.
+        """
+        entries = self.entries()
+        found = [each for each in entries if each.name == wanted] if wanted else []
+        begin = _PREFIX.fullmatch(wanted)
+        if not found:
+            digest = f"sha256:{begin[1]}" if begin else wanted
+            found = [each for each in entries if each.descriptor.digest == digest]
+            if not found and begin:
+                found = [each for each in entries if each.descriptor.digest.startswith(digest)]
+        if not found:
+            raise self._not_there(wanted, entries)
+        digests = sorted({each.descriptor.digest for each in found})
+        if len(digests) > 1:
+            raise Ambiguous(f"{wanted!r} stands for {len(digests)} in {self.path}: {', '.join(digests[:8])}")
+        return found[0]
+
+    def add(self, root: Descriptor, names: Iterable[str], annotations: Mapping[str, str]) -> None:
+        """Put in what lies below `root`, under these names; without any, under its digest only."""
+        notes = {**root.annotations, **annotations}
+        notes.pop(REF_NAME, None)
+        new = dataclasses.replace(root, annotations=notes).to_json()
+        if not self._of(root.digest):
+            self._entries.append(new)
+        for name in names:
+            self._give(name, root.digest, new)
+
+    def tag(self, wanted: str, name: str) -> None:
+        """Give a name to what is there. Raises NotThere, Ambiguous, StoreError."""
+        digest = self.find(wanted).descriptor.digest
+        self._give(check_name(name), digest, self._of(digest)[0])
+
+    def remove(self, wanted: str) -> tuple[str, ...]:
+        """Take out a name, or, by its digest, something with all its names; the names that were taken out.
+
+        Raises NotThere, Ambiguous.
+        """
+        found = self.find(wanted)
+        by_name = found.name == wanted
+
+        def meant(entry: dict[str, Any]) -> bool:
+            same = entry["digest"] == found.descriptor.digest
+            return same and (not by_name or _notes(entry).get(REF_NAME) == wanted)
+
+        gone = [_notes(each).get(REF_NAME, "") for each in self._entries if meant(each)]
+        self._entries[:] = [each for each in self._entries if not meant(each)]
+        return tuple(dict.fromkeys(name for name in gone if name))
+
+    def write(self) -> None:
+        """Put index.json in its place, atomically and durably. Raises DiskFull, DiskError, StoreError."""
+        content = written_document(self._value)
+        if len(content) > DOCUMENT_LIMIT:
+            raise StoreError(
+                f"the index of {self.path} would have {len(content)} bytes, and {DOCUMENT_LIMIT} are "
+                "allowed; remove some of what it names"
+            )
+        try:
+            with opened(self.path) as folder:
+                replace("index.json", content, folder)
+        except OSError as error:
+            raise disk_error(error, self.path, "the index", len(content)) from error
+
+    def _of(self, digest: str) -> list[dict[str, Any]]:
+        return [each for each in self._entries if each["digest"] == digest]
+
+    def _give(self, name: str, digest: str, model: Mapping[str, Any]) -> None:
+        """Name an entry of that digest; a further one is made like `model`."""
+        for each in list(self._entries):
+            if _notes(each).get(REF_NAME) == name and each["digest"] != digest:
+                self._unname(each)
+        same = self._of(digest)
+        if any(_notes(each).get(REF_NAME) == name for each in same):
+            return
+        entry = next((each for each in same if not _notes(each).get(REF_NAME)), None)
+        if entry is None:
+            entry = dict(copy.deepcopy(model))
+            self._entries.append(entry)
+        entry["annotations"] = {**_notes(entry), REF_NAME: name}
+
+    def _unname(self, entry: dict[str, Any]) -> None:
+        if len(self._of(entry["digest"])) > 1:
+            self._entries[:] = [each for each in self._entries if each is not entry]
+        else:
+            del entry["annotations"][REF_NAME]
+
+    def _not_there(self, wanted: str, entries: Iterable[Entry]) -> NotThere:
+        names = list(dict.fromkeys(each.name for each in entries if each.name))
+        near = difflib.get_close_matches(wanted, names, _NEAR)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        return NotThere(f"nothing in {self.path} has the name or digest {wanted[:80]!r}{hint}")
+
+
+def _notes(entry: Mapping[str, Any]) -> dict[str, str]:
+    return entry.get("annotations") or {}

@@ -1,0 +1,337 @@
+"""One writer's part of a store, and how what it wrote becomes part of the whole. store.py has the rules."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+
+from oci.base.errors import (
+    BlobError,
+    DigestError,
+    DiskError,
+    LayoutError,
+    NotThere,
+    StagingBusy,
+    StoreError,
+    reason,
+)
+from oci.base.files import UNFINISHED, open_folder, read_regular, replace
+from oci.base.locks import stands, try_exclusive, unlock
+from oci.base.threads import for_each
+from oci.chunks.index import Known
+from oci.chunks.table import Table
+from oci.layout.digests import encoded
+from oci.layout.documents import Descriptor
+from oci.layout.graph import check_known, is_document, walk
+from oci.layout.layout import Layout
+from oci.store.index import Catalog, check_name
+from oci.store.paths import BLOBS, CUT_OFF, PRECIOUS, THREADS, Tree, discard, link_error, opened
+
+__all__ = ["Staging", "adopt", "stage", "why_precious"]
+
+_LONGEST_REASON = 4096
+
+
+class Staging:
+    """A folder of the store for one writer, locked while that lives; closed at the end of a `with`."""
+
+    def __init__(self, tree: Tree, path: str, lock: int, *, checked: bool) -> None:
+        self.path = path
+        self.layout = Layout(path)
+        """Where blobs are written: a layout as any other."""
+        self._tree = tree
+        self._lock: int | None = lock
+        self._checked = checked
+
+    def __enter__(self) -> Staging:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def take(self, digest: str, size: int) -> bool:
+        """Link that blob from the store, unread; False where the store does not have it.
+
+        From then on gc cannot take it away. Raises DigestError, LayoutError, DiskFull, DiskError.
+        """
+        try:
+            self.layout.link_blob(digest, size, self._tree.layout, durable=True, copy=False)
+        except BlobError:
+            return False
+        return True
+
+    def precious(self, why: str) -> None:
+        """Let nobody remove this folder but its owner, though he dies: `why` is for people to read.
+
+        It also keeps its blobs in a `commit`: who looks for them here finds them. Raises DiskFull, DiskError.
+        """
+        content = why.encode()[:_LONGEST_REASON]
+        with self._tree.writing("the mark of a staging", len(content)), opened(self.path) as folder:
+            replace(PRECIOUS, content, folder)
+
+    def plain(self) -> None:
+        """Take `precious` back. Raises DiskError."""
+        with self._tree.writing("the mark of a staging"), contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self.path, PRECIOUS))
+
+    def commit(
+        self,
+        root: Descriptor,
+        *,
+        names: Sequence[str] = (),
+        also: Sequence[Descriptor] = (),
+        tables: Iterable[Table] = (),
+        foreign: Iterable[Table] = (),
+        annotations: Mapping[str, str] | None = None,
+        threads: int = THREADS,
+    ) -> None:
+        """Make the manifest or index `root`, and all below it, part of the store.
+
+        Every blob of it is in this staging or in the store; one that only the store has, gc may remove until
+        now. Then they are durable, `root` has these `names` (taken from others that had them) and, on its
+        entry, its own annotations and these. `also`: further manifests, which have no name. What the staging
+        has is removed, but from a precious one.
+
+        The chunks of `tables` are known from then on: they were compressed here, out of what their plain
+        digests say. `foreign`: tables out of a document that somebody else wrote, whose compressed chunks
+        may hold anything; only those that are not compressed are known, as their own digests say what they
+        hold.
+
+        Raises BlobError for one that is missing, StoreError, LayoutError, StoreBusy, DiskFull, DiskError: the
+        store names then what it named before.
+        """
+        for name in names:
+            check_name(name)
+        if not is_document(root):
+            raise StoreError(
+                f"{root.digest} cannot be committed: what a {root.media_type} consists of is not known"
+            )
+        layout = self._tree.layout
+        sizes = self._below(root, layout)
+        for each in also:
+            sizes |= self._below(each, layout)
+        with (
+            self._tree.writing("a blob"),
+            opened(self.path, *BLOBS) as own,
+            opened(layout.path, *BLOBS) as store,
+        ):
+            here = self._durable(sizes, own, store, threads)
+            with self._tree.locked(f"the commit of {root.digest}"):
+                for name, size in sizes.items():
+                    if name in here:
+                        _link(name, own, store, self._tree.path)
+                    elif not _is_blob(name, size, store):
+                        raise _missing(name, size, self._tree.path)
+                os.fsync(store)
+                catalog = Catalog(layout.path)
+                catalog.add(root, names, annotations or {})
+                for each in also:
+                    catalog.add(each, (), {})
+                catalog.write()
+                self._learn(tables, foreign)
+        if why_precious(self.path) is None:
+            self._empty(threads)
+
+    def close(self, *, leave: bool = False) -> None:
+        """Let go of it; it is removed, unless it is precious. May be called twice.
+
+        With `leave` it stays until somebody stages its name again, or gc finds it.
+        """
+        if self._lock is None:
+            return
+        lock, self._lock = self._lock, None
+        self.layout.close()
+        try:
+            if not leave and why_precious(self.path) is None:
+                discard(self.path)
+        finally:
+            unlock(lock)
+
+    def _below(self, root: Descriptor, store: Layout) -> dict[str, int]:
+        """Name and size of all blobs below `root` and of itself."""
+
+        def read(document: Descriptor) -> bytes:
+            here = self.layout.has_blob(document.digest, document.size)
+            return (self.layout if here else store).read_blob(document)
+
+        sizes: dict[str, int] = {}
+        for found, content in walk(root, read):
+            if content is not None:
+                # gc could tell no more what is needed, of the whole store.
+                check_known(found, content)
+            if sizes.setdefault(encoded(found.digest), found.size) != found.size:
+                raise LayoutError(f"{root.digest} names the blob {found.digest} with two sizes")
+        return sizes
+
+    def _durable(self, sizes: Mapping[str, int], own: int, store: int, threads: int) -> set[str]:
+        """Make the blobs durable that this staging has; their names. Raises BlobError for one nobody has."""
+        here, new = set(), []
+        for name, size in sizes.items():
+            found = _status(name, own)
+            if found is None or not stat.S_ISREG(found.st_mode) or found.st_size != size:
+                if not _is_blob(name, size, store):
+                    raise _missing(name, size, self._tree.path)
+                continue
+            here.add(name)
+            # A file that the store has too was made durable before it got there.
+            there = _status(name, store)
+            if there is None or not os.path.samestat(found, there):
+                new.append(name)
+
+        def check(name: str) -> None:
+            self.layout.check_blob(Descriptor("application/octet-stream", f"sha256:{name}", sizes[name]))
+
+        if not self._checked:
+            for_each(new, check, threads=min(threads, len(new)))
+        try:
+            self.layout.sync_blobs(new, threads=threads)
+        except DiskError:
+            # Whoever stages this name again would find them whole, in memory, and their next fsync succeed.
+            if why_precious(self.path) is None:
+                for name in self.layout.undurable():
+                    with contextlib.suppress(OSError):
+                        os.unlink(name, dir_fd=own)
+            raise
+        return here
+
+    def _learn(self, tables: Iterable[Table], foreign: Iterable[Table]) -> None:
+        tables, foreign = tuple(tables), tuple(foreign)
+        if tables or foreign:
+            known = Known(self._tree.known)
+            known.learn(tables, self._tree.layout)
+            known.learn(foreign, self._tree.layout, foreign=True)
+            # It saves work and is needed for nothing: what is committed by now stays so.
+            with contextlib.suppress(DiskError):
+                known.save()
+
+    def _empty(self, threads: int) -> None:
+        """Remove its blobs; what stays is for `close`, and for gc."""
+        with contextlib.suppress(OSError), opened(self.path, *BLOBS) as folder:
+
+            def remove(name: str) -> None:
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=folder)
+
+            names = os.listdir(folder)
+            for_each(names, remove, threads=min(threads, len(names)))
+
+
+def stage(tree: Tree, name: str) -> Staging:
+    """The staging of that name, new or left by somebody. Raises as oci.store.store.Store.stage does."""
+    path = os.path.join(tree.staging, name)
+    with tree.locked(f"the staging {name}"), tree.writing("a staging"):
+        lock, new = None, False
+        while lock is None:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o700)
+                new = True
+            with contextlib.suppress(FileNotFoundError):
+                lock = _locked(path)
+    try:
+        staging = Staging(tree, path, lock, checked=True)
+        staging.layout.create()
+        _drop_torn(staging.layout, tree)
+    except BaseException:
+        if new:  # such as on a full disk: there is nothing in it
+            discard(path)
+        unlock(lock)
+        raise
+    return staging
+
+
+def adopt(tree: Tree, path: str) -> Staging:
+    """The staging at `path`, whose owner has died. Raises StagingBusy, StoreBusy, NotThere, StoreError."""
+    folder, name = os.path.split(os.path.realpath(path))
+    if folder != tree.staging or name.startswith("."):
+        raise StoreError(f"{path} is no staging of the store {tree.path}")
+    with tree.locked(f"the staging {name}"):
+        try:
+            lock = _locked(os.path.join(folder, name))
+        except OSError as error:
+            raise NotThere(f"the staging {path} cannot be taken over: {reason(error)}") from error
+        if lock is None:
+            raise NotThere(f"the staging {path} cannot be taken over: its owner has just removed it")
+    return Staging(tree, os.path.join(folder, name), lock, checked=False)
+
+
+def why_precious(path: str) -> str | None:
+    """Why nobody may remove that staging; None where anybody may whose it is."""
+    try:
+        with opened(path) as folder:
+            return read_regular(PRECIOUS, folder, limit=_LONGEST_REASON).decode(errors="replace")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        return "its mark cannot be read"
+
+
+def _locked(path: str) -> int | None:
+    """A staging's folder, locked; None where its owner removed it just then. Raises StagingBusy, OSError.
+
+    The caller has the store's lock: nobody else tries whether a staging has an owner.
+    """
+    lock = open_folder(path)
+    if not try_exclusive(lock):
+        os.close(lock)
+        raise StagingBusy(f"another process is at work on {path}; try again when it is done")
+    if stands(lock, path):
+        return lock
+    os.close(lock)
+    return None
+
+
+def _drop_torn(layout: Layout, tree: Tree) -> None:
+    """Remove what a dead owner left that is not whole: after a crash of the host a blob may be torn.
+
+    One that the store has too, the same file, was durable before.
+    """
+    with tree.writing("a staging"), opened(layout.path, *BLOBS) as own, opened(tree.path, *BLOBS) as store:
+
+        def check(name: str) -> None:
+            if not CUT_OFF.fullmatch(name):
+                found, there = os.stat(name, dir_fd=own, follow_symlinks=False), _status(name, store)
+                if there is not None and os.path.samestat(found, there):
+                    return
+                with contextlib.suppress(LayoutError, DigestError):
+                    layout.check_blob(Descriptor("application/octet-stream", f"sha256:{name}", found.st_size))
+                    return
+            os.unlink(name, dir_fd=own)
+
+        names = os.listdir(own)
+        for_each(names, check, threads=min(THREADS, len(names)))
+
+
+def _link(name: str, origin: int, folder: int, path: str) -> None:
+    """Name a blob in the store, in place of another file of that name: ours is known to be right."""
+    try:
+        try:
+            os.link(name, name, src_dir_fd=origin, dst_dir_fd=folder, follow_symlinks=False)
+            return
+        except FileExistsError:
+            there = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if os.path.samestat(there, os.stat(name, dir_fd=origin, follow_symlinks=False)):
+                return
+        unfinished = UNFINISHED + secrets.token_hex(8)
+        os.link(name, unfinished, src_dir_fd=origin, dst_dir_fd=folder, follow_symlinks=False)
+        os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except OSError as error:
+        raise link_error(error, path) from error
+
+
+def _status(name: str, folder: int) -> os.stat_result | None:
+    try:
+        return os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
+def _is_blob(name: str, size: int, folder: int) -> bool:
+    found = _status(name, folder)
+    return found is not None and stat.S_ISREG(found.st_mode) and found.st_size == size
+
+
+def _missing(name: str, size: int, path: str) -> BlobError:
+    return BlobError(f"the blob sha256:{name} of {size} bytes is neither in its staging nor in {path}")

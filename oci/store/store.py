@@ -1,0 +1,217 @@
+"""A store: an image layout that many processes share, with what they need to stay out of each other's way.
+
+    <store>/                          0700; /var/lib/gpusnap, say: other names in it are no business of this
+        oci-layout, index.json        a layout, for any tool to read
+        blobs/sha256/<64 hex>         the blobs of all that index.json names, each there once
+        known.json                    which chunk is in which blob, see oci.chunks.index; where broken, all
+        are new lock                          flock, exclusive: had by who changes one of these, or begins a
+        staging staging/<name>/               a layout without index: one writer's blobs; flocked while he
+        lives
+            precious                  why nobody may remove it, though he has died
+        staging/.gone-<16 hex>/       on its way out
+        holds/<64 hex>                flocked, shared, by whoever reads that manifest and what it names
+
+The rules:
+
+- A writer has a staging of his own. A blob that the store has already he takes over by a hard link, so that
+  gc cannot take it away from him. Nobody else looks into a staging whose lock is had.
+- `commit` makes the writer's files durable (fsync), has the lock, links them into blobs/ and makes that
+  folder durable, then replaces index.json, then known.json. Killed at any point, it leaves the store with all
+  that was committed before, and at most a dead staging and blobs that nothing names, which gc removes.
+- The lock is had for moments: no byte of a blob is read or written under it. Who waits for it longer than
+  `patience` seconds gets StoreBusy.
+- Whoever reads something for longer than a moment holds it: it may be taken out of index.json meanwhile, and
+  its blobs stay. A hold is checked against index.json once it is had, and gc looks at holds with the lock
+  had.
+- `collect` (gc) keeps what index.json names, what is held, all below these, and stagings with an owner or a
+  mark that they are precious. Where it cannot know what is below (a media type that is not known, a manifest
+  that is missing or broken) or a blob is missing, it removes nothing and says which.
+- What gc removes goes out of the way first, under the lock, and is deleted after it.
+- Nothing is lost by `tag`: a name that moves leaves its old manifest without a name. `remove` is what loses.
+- index.json is changed by value: members and annotations of other tools stay. These tools do not know the
+  lock: one may write to a store while nobody else does.
+- Hard links are needed: the store lies on one file system that has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from oci.base.errors import LayoutError, NotThere, StoreError
+from oci.base.files import UNFINISHED
+from oci.base.locks import stands, try_exclusive, unlock
+from oci.chunks.index import Known
+from oci.layout.digests import encoded
+from oci.layout.documents import Descriptor, Index
+from oci.layout.layout import Layout
+from oci.store.gc import Collected, Spared, collect
+from oci.store.index import Catalog, Entry, check_name
+from oci.store.paths import Tree, link_error, opened
+from oci.store.staging import Staging, adopt, stage
+
+__all__ = ["Collected", "Entry", "Spared", "Staging", "Store", "check_name"]
+
+PATIENCE = 60.0
+_STAGING = re.compile(r"[A-Za-z0-9][\w.-]{0,199}", re.ASCII)
+
+
+class Store:
+    """One store, by the path of its folder. Nothing stays open between calls; threads may share it."""
+
+    def __init__(self, path: str | os.PathLike[str], *, patience: float = PATIENCE) -> None:
+        """`path` may be a link. `patience`: how many seconds the store's lock is waited for."""
+        self.path = os.path.realpath(path)
+        self.layout = Layout(self.path)
+        """To read from. Only a staging's `commit` writes to it."""
+        self._tree = Tree(self.path, patience)
+
+    def create(self) -> Store:
+        """Make what is missing of it; also in a layout that another tool has made.
+
+        Raises StoreError where no hard links can be made, LayoutError, StoreBusy, DiskFull, DiskError.
+        """
+        tree = self._tree
+        with contextlib.suppress(LayoutError, StoreError):
+            self.check()
+            return self
+        with tree.writing("the store"):
+            for folder in (self.path, tree.staging, tree.holds):
+                os.makedirs(folder, mode=0o700, exist_ok=True)
+        with tree.locked("the making of a store"), tree.writing("the store"):
+            self.layout.create()
+            if not os.path.lexists(os.path.join(self.path, "index.json")):
+                self._try_link()
+                self.layout.commit(Index())
+        self.check()
+        return self
+
+    def check(self) -> None:
+        """Raise LayoutError, StoreError where it is no store, or its index cannot be read."""
+        self.layout.check()
+        for folder in (self._tree.staging, self._tree.holds):
+            if not os.path.isdir(folder):
+                raise StoreError(f"{self.path} is an image layout, but no store: it has no folder {folder}")
+        Catalog(self.path)
+
+    # Writers
+
+    def stage(self, name: str = "") -> Staging:
+        """A new staging, of that name or any; or the one that a dead process left under that name.
+
+        Of what that left only whole blobs stay: each is read and compared with its digest, but for links of
+        the store's. Raises StagingBusy where somebody has it, StoreBusy, StoreError, DiskFull, DiskError.
+        """
+        if name and not _STAGING.fullmatch(name):
+            raise StoreError(f"{name[:80]!r} is no name for a staging: letters, digits and . _ - make one")
+        return stage(self._tree, name or secrets.token_hex(16))
+
+    def adopt(self, path: str) -> Staging:
+        """The staging at `path`, whose owner has died, as it is: at a `commit` its blobs are checked.
+
+        Raises StagingBusy where its owner lives, StoreBusy, NotThere, StoreError.
+        """
+        return adopt(self._tree, path)
+
+    # Readers
+
+    def entries(self) -> tuple[Entry, ...]:
+        """What index.json names, in its order. Raises LayoutError."""
+        return Catalog(self.path).entries()
+
+    def find(self, wanted: str) -> Entry:
+        """By a name, a digest, or the beginning of one: 6 hex digits or more. A name comes first.
+
+        Raises NotThere, which has near names, Ambiguous, LayoutError.
+        """
+        return Catalog(self.path).find(wanted)
+
+    @contextmanager
+    def hold(self, digest: str) -> Iterator[Descriptor]:
+        """Keep a manifest and all it names from gc, until the end of the `with`.
+
+        Raises NotThere where the index does not have it, DigestError, LayoutError, DiskError.
+        """
+        path = os.path.join(self._tree.holds, encoded(digest))
+        self._named(digest)
+        with self._tree.writing("a hold"):
+            lock = _shared(path)
+        try:
+            # Again: a gc that did not see the hold is over.
+            yield self._named(digest)
+        finally:
+            # The last one takes the file away; where that fails, gc does.
+            with contextlib.suppress(OSError):
+                if try_exclusive(lock) and stands(lock, path):
+                    os.unlink(path)
+            unlock(lock)
+
+    def known(self) -> Known:
+        """The chunks of what was committed, by plain digest, for oci.chunks.writer.write into a staging."""
+        return Known(self._tree.known)
+
+    def read(self, descriptor: Descriptor) -> bytes:
+        """A manifest or an index, its digest checked. Raises BlobError."""
+        return self.layout.read_blob(descriptor)
+
+    # The index, and gc
+
+    def tag(self, wanted: str, name: str) -> None:
+        """Give a name to what `find` finds. Raises as that does, and StoreError, StoreBusy, DiskError."""
+        with self._tree.locked(f"the name {name[:80]}"):
+            catalog = Catalog(self.path)
+            catalog.tag(wanted, name)
+            catalog.write()
+
+    def remove(self, wanted: str) -> tuple[str, ...]:
+        """Take a name out of the index, or, by its digest, something with all its names.
+
+        Returns the names that went. The blobs stay until gc. Raises as `tag` does.
+        """
+        with self._tree.locked(f"the removal of {wanted[:80]}"):
+            catalog = Catalog(self.path)
+            names = catalog.remove(wanted)
+            catalog.write()
+        return names
+
+    def collect(self, *, dry_run: bool = False) -> Collected:
+        """Remove what nothing names and nobody reads; with `dry_run`, only say what that is.
+
+        Raises StoreError, with nothing removed, where it cannot be told; StoreBusy, LayoutError, DiskError.
+        """
+        return collect(self._tree, dry_run=dry_run)
+
+    def _named(self, digest: str) -> Descriptor:
+        found = [each.descriptor for each in self.entries() if each.descriptor.digest == digest]
+        if not found:
+            raise NotThere(f"nothing in {self.path} has the digest {digest}")
+        return found[0]
+
+    def _try_link(self) -> None:
+        name = UNFINISHED + secrets.token_hex(8)
+        with opened(self.path) as folder:
+            try:
+                os.link("oci-layout", name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+                os.unlink(name, dir_fd=folder)
+            except OSError as error:
+                raise link_error(error, self.path) from error
+
+
+def _shared(path: str) -> int:
+    """A hold's file, locked together with other readers."""
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        try:
+            # Waits for gc, which tries the lock for a moment, or for another reader that takes the file away.
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if stands(lock, path):
+                return lock
+        except BaseException:
+            unlock(lock)
+            raise
+        unlock(lock)

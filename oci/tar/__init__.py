@@ -1,0 +1,1 @@
+"""Archives: tar headers as engines write them, and compression."""

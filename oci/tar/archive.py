@@ -1,0 +1,276 @@
+"""Podman's checkpoint archive: the tar that `podman container checkpoint --export` writes.
+
+It is plain, or compressed with zstd (the default) or gzip; its entries are listed in libpod's
+exportCheckpoint. Read as a stream, nothing is unpacked to disk; written as one, under another name until it
+is whole. What is read may come from anybody: names do not lead out of the archive, headers are bounded, and
+an archive counts as whole only where its two blocks of zeros are there, and the end of its compression.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import tarfile
+import zlib
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, TypeAlias
+
+import zstandard
+
+from oci.base.errors import ArchiveError, DiskError, disk_error, reason
+from oci.base.files import all_written, name_new, new_file, open_folder
+from oci.tar import headers as tar
+from oci.tar.compression import Plain, Readable, packer
+
+__all__ = ["ArchiveError", "Compression", "Content", "Entry", "Writer", "entries", "read_member", "unpacked"]
+
+Compression: TypeAlias = Literal["none", "zstd"]
+
+_PIECE = 1 << 20
+# GNU tar fills up its last record, of 10 KiB by default and of some MiB at the most, with zeros.
+_LONGEST_TAIL = 16 << 20
+
+
+class Content:
+    """What a file in an archive holds, to be read once and in order, before the next entry is taken."""
+
+    def __init__(self, source: _Source, size: int) -> None:
+        self._source = source
+        self.left = size
+
+    def read(self, size: int = -1, /) -> bytes:
+        """At most `size` bytes, all that are left for -1, none at the end. Raises ArchiveError."""
+        count = self.left if size < 0 else min(size, self.left)
+        data = self._source.exactly(count)
+        self.left -= len(data)
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry: its name without slashes at its ends, its header, and for a file its content."""
+
+    name: str
+    info: tarfile.TarInfo
+    content: Content | None
+
+
+def entries(
+    archive: str | Readable, *, plain: Callable[[bytes], object] | None = None, where: str = ""
+) -> Generator[Entry, None, None]:
+    """The entries of an archive in order, each to be used before the next one is taken.
+
+    Files, folders and links, no others; the entry of the archive's own folder is passed over. What is left of
+    an entry's content is passed over as well. `plain` is called with every piece of the tar, decompressed.
+    `where` is the archive's name in messages.
+
+    Raises ArchiveError where it cannot be read, is none, is cut short, holds something that no checkpoint
+    has, or a name that leads out of it, be it through a link that came before.
+    """
+    with ExitStack() as opened:
+        where = where or (archive if isinstance(archive, str) else "the archive")
+        file: Readable
+        if isinstance(archive, str):
+            try:
+                file = opened.enter_context(open(archive, "rb"))
+            except OSError as error:
+                raise ArchiveError(f"{where} cannot be read: {reason(error)}") from error
+        else:
+            file = archive
+        source = _Source(file, where, plain)
+        links: set[str] = set()
+        while (info := source.header()) is not None:
+            if links:
+                source.check_parents(info.name, links)
+            if info.issym() or info.islnk():
+                links.add(info.name)
+            size = info.size  # the caller may make something else of the header
+            content = Content(source, size) if info.isreg() else None
+            if info.name:
+                yield Entry(info.name, info, content)
+            if content is not None:
+                source.skip(content.left)
+                source.skip(-size % tar.BLOCK)
+        source.end()
+
+
+def read_member(path: str, name: str, *, limit: int) -> bytes | None:
+    """The content of one file, at most `limit` bytes of it; None where the archive has no such file.
+
+    Raises ArchiveError as `entries` does; what comes after the file is not looked at.
+    """
+    with closing(entries(path)) as found:
+        for entry in found:
+            if entry.name == name and entry.content is not None:
+                return entry.content.read(limit)
+    return None
+
+
+def unpacked(file: Readable, where: str) -> Iterator[bytes]:
+    """What a file holds once it is decompressed, in pieces. Raises ArchiveError, in which it is `where`."""
+    source = _Source(file, where, None)
+    while piece := source.some():
+        yield piece
+
+
+class Writer:
+    """An archive on its way to disk, in its place at the end of a `with` block or not at all.
+
+    threads: for zstd, how many. All of it raises DiskFull and DiskError, its end also where there is a file
+    of that name by then: none is replaced. The file has mode 0600.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        compress: Compression = "none",
+        level: int = 1,
+        threads: int = 1,
+    ) -> None:
+        folder, name = os.path.split(os.path.abspath(path))
+        self.path = os.path.join(os.path.realpath(folder), name)
+        self._open = ExitStack()
+        self._folder = self._file = -1
+        self._unfinished = ""
+        self._size = 0
+        self._packing = packer(level=level, threads=threads) if compress == "zstd" else None
+
+    def __enter__(self) -> Writer:
+        with ExitStack() as opened, self._writing():
+            self._folder = open_folder(os.path.dirname(self.path))
+            opened.callback(os.close, self._folder)
+            self._file, self._unfinished = opened.enter_context(new_file(self._folder))
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._open:
+            if error is None:
+                self._finish()
+
+    def add(self, info: tarfile.TarInfo, content: Readable | None = None) -> None:
+        """Write an entry with owner, mode, time, links and pax headers as they are, and `info.size` bytes.
+
+        Raises ArchiveError where the content ends before that, and what its `read` raises.
+        """
+        try:
+            for piece in tar.pieces(info, content):
+                self._write(piece)
+        except tar.HeaderFault as fault:
+            raise ArchiveError(f"{self.path} cannot be written: {fault}") from fault
+
+    def append(self, data: bytes) -> None:
+        """Write pieces of the tar as they are, for who makes whole entries of them."""
+        self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        if self._packing is not None:
+            data = self._packing.compress(data)
+        self._put(data)
+
+    def _put(self, data: bytes) -> None:
+        self._size += len(data)
+        with self._writing():
+            all_written(self._file, data)
+
+    def _finish(self) -> None:
+        self._write(tar.END)
+        if self._packing is not None:
+            self._put(self._packing.flush())
+        with self._writing():
+            os.fsync(self._file)
+            name = os.path.basename(self.path)
+            try:
+                name_new(self._unfinished, name, self._folder)
+            except FileExistsError as error:
+                raise DiskError(
+                    f"{self.path} was made by somebody else meanwhile, and an archive replaces no file"
+                ) from error
+            os.fsync(self._folder)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            what = f"the archive {os.path.basename(self.path)}"
+            raise disk_error(error, os.path.dirname(self.path), what, self._size) from error
+
+
+class _Source:
+    """The tar in an archive: all that goes wrong with it is an ArchiveError."""
+
+    def __init__(self, file: Readable, where: str, plain: Callable[[bytes], object] | None) -> None:
+        self._where, self._seen = where, plain
+        with self._reading():
+            self._plain = Plain(file)
+
+    def header(self) -> tarfile.TarInfo | None:
+        """The next entry's; None at the end."""
+        with self._reading():
+            return tar.read_header(self.exactly)
+
+    def check_parents(self, name: str, links: Collection[str]) -> None:
+        """Raise ArchiveError where a name is below one of the links: who unpacks it would follow that."""
+        parent = os.path.dirname(name)
+        while parent:
+            if parent in links:
+                raise self._broken(f"the name {name[:200]!r} leads through the link {parent[:200]!r}")
+            parent = os.path.dirname(parent)
+
+    def exactly(self, size: int) -> bytes:
+        """So many bytes, never less."""
+        found: list[bytes] = []
+        left = size
+        while left:
+            piece = self._read(left)
+            if not piece:
+                raise self._broken("it ends before its end")
+            found.append(piece)
+            left -= len(piece)
+        return found[0] if len(found) == 1 else b"".join(found)
+
+    def some(self) -> bytes:
+        """As much as there is at once; nothing at the end."""
+        return self._read(_PIECE)
+
+    def skip(self, size: int) -> None:
+        """Pass over so many bytes."""
+        with self._reading():
+            if self._seen is None and self._plain.skip(size):
+                return
+        while size:
+            size -= len(self.exactly(min(size, _PIECE)))
+
+    def end(self) -> None:
+        """Read what follows the end of the tar: zeros, and what ends the compression."""
+        tail = 0
+        while piece := self._read(_PIECE):
+            tail += len(piece)
+            if tail > _LONGEST_TAIL or piece.count(0) != len(piece):
+                raise self._broken("it goes on after its end")
+
+    def _read(self, size: int) -> bytes:
+        with self._reading():
+            data = self._plain.read(size)
+        if self._seen is not None:
+            self._seen(data)
+        return data
+
+    def _broken(self, why: object) -> ArchiveError:
+        return ArchiveError(f"{self._where} is not a checkpoint archive, or is cut short: {why}")
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (tar.HeaderFault, zstandard.ZstdError, zlib.error, gzip.BadGzipFile, EOFError) as error:
+            raise self._broken(error) from error
+        except OSError as error:
+            raise ArchiveError(f"{self._where} cannot be read: {reason(error)}") from error

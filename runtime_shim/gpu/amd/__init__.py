@@ -1,0 +1,1 @@
+"""AMD: through CRIU's plugin."""

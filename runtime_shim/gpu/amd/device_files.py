@@ -1,0 +1,130 @@
+"""AMD's device files that a process holds, from /proc alone: /dev/kfd, and the render nodes of its GPUs.
+
+A file counts by its device number, whatever its name is in the container. DRM's major is every vendor's, so a
+render node counts by the minors that the caller knows to be AMD's. PermissionRefused is raised where the
+kernel does not let us look, since "holds nothing" would then be a guess.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Collection, Iterator
+
+from runtime_shim.errors import reason
+from runtime_shim.gpu.api import device_files
+from runtime_shim.gpu.api.driver import Held
+from runtime_shim.gpu.api.errors import GpuError, PermissionRefused
+from runtime_shim.process import proc
+
+__all__ = ["DRM_MAJOR", "KFD", "Number", "held", "kfd_number", "numbers_held", "numbers_in_dev"]
+
+KFD = "/dev/kfd"
+DRM_MAJOR = 226  # Documentation/admin-guide/devices.txt
+
+Number = tuple[int, int]
+"""Major and minor."""
+
+_DELETED = " (deleted)"
+
+
+def kfd_number(node: str = KFD) -> Number | None:
+    """KFD's device number, which the kernel gives out anew on each host; None where there is none."""
+    major = next((major for name, major in device_files.character_drivers() if name == "kfd"), None)
+    if major is not None:
+        return major, 0
+    try:
+        found = os.stat(node)
+    except OSError:
+        return None
+    return _number(found)
+
+
+def held(pid: int, ours: Collection[Number]) -> Held:
+    """The files with one of the device numbers `ours`, by descriptor and by address. Raises GpuError."""
+    opened = tuple(sorted((number, path) for number, path, device in _opened(pid) if device in ours))
+    return Held(opened, tuple(entry for entry, device in _mapped(pid) if device in ours))
+
+
+def numbers_held(pid: int) -> frozenset[Number]:
+    """The numbers of all character devices that the process has open or mapped. Raises GpuError."""
+    return frozenset({device for *_, device in _opened(pid)} | {device for _, device in _mapped(pid)})
+
+
+def numbers_in_dev(pid: int) -> frozenset[Number]:
+    """The device numbers that the process has in its own /dev and /dev/dri; no symbolic link is followed."""
+    found: set[Number] = set()
+    for folder in ("dev", "dev/dri"):
+        place = f"/proc/{pid}/root/{folder}"
+        try:
+            if os.path.islink(place):
+                continue
+            with os.scandir(place) as entries:
+                numbers = [_number(entry.stat(follow_symlinks=False)) for entry in entries]
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                _gone_or_raise(error, pid)
+            continue
+        found.update(number for number in numbers if number is not None)
+    return frozenset(found)
+
+
+def _opened(pid: int) -> Iterator[tuple[int, str, Number]]:
+    folder = f"/proc/{pid}/fd"
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        _gone_or_raise(error, pid)
+        return
+    for name in names:
+        try:
+            path = os.readlink(f"{folder}/{name}")
+            # socket:[1], pipe:[2], anon_inode:… are never device files.
+            device = _number(os.stat(f"{folder}/{name}")) if path.startswith("/") else None
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM):
+                continue  # closed since
+            _gone_or_raise(error, pid)
+            return
+        if device is not None:
+            yield int(name), path.removesuffix(_DELETED), device
+
+
+def _mapped(pid: int) -> Iterator[tuple[tuple[int, int, str], Number]]:
+    """Mappings of device files: (start, end, path) and the number."""
+    try:
+        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
+            table = [line.rstrip("\n").split(maxsplit=5) for line in lines]
+    except OSError as error:
+        _gone_or_raise(error, pid)
+        return
+    for fields in table:
+        if len(fields) < 6 or not fields[5].startswith("/dev/"):
+            continue
+        start, _, end = fields[0].partition("-")
+        try:
+            # The path means nothing in our mount namespace, this link does.
+            device = _number(os.stat(f"/proc/{pid}/map_files/{int(start, 16):x}-{int(end, 16):x}"))
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM):
+                _gone_or_raise(error, pid)
+            continue
+        if device is not None:
+            yield (int(start, 16), int(end, 16), fields[5].removesuffix(_DELETED)), device
+
+
+def _number(found: os.stat_result) -> Number | None:
+    if not stat.S_ISCHR(found.st_mode):
+        return None
+    return os.major(found.st_rdev), os.minor(found.st_rdev)
+
+
+def _gone_or_raise(error: OSError, pid: int) -> None:
+    if error.errno in (errno.ENOENT, errno.ESRCH) or not proc.alive(pid):
+        return
+    name = f"{pid} ({device_files.comm(pid)})"
+    message = f"the files that process {name} has open could not be listed: {reason(error)}"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        raise PermissionRefused(message, hint="run gpusnap as root", pid=pid) from error
+    raise GpuError(message, hint="see that /proc is mounted for this PID namespace", pid=pid) from error

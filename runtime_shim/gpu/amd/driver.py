@@ -1,0 +1,125 @@
+"""AMD's driver: inventory from sysfs, and the state of processes by CRIU's own plugin for AMD's GPUs.
+
+The kernel lets a process' GPU state be read and made only within a dump and a restore (kfd_ioctl.h,
+AMDKFD_IOC_CRIU_OP: of a traced process, and of the caller itself), so no other program can suspend one. What
+there is to do beside that is here: which GPUs there are, who uses them, and by which device files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
+
+from runtime_shim.gpu.amd import device_files, topology
+from runtime_shim.gpu.amd.device_files import DRM_MAJOR
+from runtime_shim.gpu.api import device_files as handles
+from runtime_shim.gpu.api.criu_plugin import AMDGPU, Plugin
+from runtime_shim.gpu.api.device_nodes import Node, in_container, on_host
+from runtime_shim.gpu.api.driver import Held, Host, ProcessState
+from runtime_shim.gpu.api.errors import DriverMissing, NoDevice, NotInitialized, NotSupported
+from runtime_shim.process import proc
+
+__all__ = ["Amd", "present"]
+
+VENDOR = "amd"
+
+
+def present() -> bool:
+    """Whether this host has AMD's compute driver: its device node, or its topology."""
+    return os.path.exists(device_files.KFD) or os.path.isdir(f"{topology.SYS}/class/kfd/kfd/topology")
+
+
+class Amd:
+    """`runtime_shim.gpu.api.driver.Driver` for AMD. Keeps nothing: each call looks anew."""
+
+    vendor = VENDOR
+    plugin: Plugin | None = AMDGPU
+
+    def open(self) -> None:
+        """See that the driver lists a GPU. Raises DriverMissing, NoDevice."""
+        if device_files.kfd_number() is None:
+            raise DriverMissing(
+                "AMD's compute driver is not loaded: there is no /dev/kfd",
+                hint="load it (modprobe amdgpu), on a kernel with CONFIG_HSA_AMD",
+            )
+        if not topology.gpus():
+            raise NoDevice(
+                "AMD's compute driver lists no GPU in /sys/class/kfd/kfd/topology",
+                hint="see with rocminfo which GPUs it has, and that no device cgroup keeps gpusnap from them",
+            )
+
+    def host(self) -> Host:
+        """The inventory, read anew at each call."""
+        found = tuple(each.gpu for each in topology.gpus())
+        return Host(VENDOR, topology.driver_version(), "unknown", found)
+
+    def state(self, pid: int) -> ProcessState | None:
+        """Running for a process that holds /dev/kfd or a render node; there is no other state to see."""
+        if not proc.alive(pid):
+            return None
+        return ProcessState.RUNNING if self.handles(pid) else None
+
+    def restore_thread(self, pid: int) -> int:
+        """There is none; raises NotInitialized."""
+        raise NotInitialized(
+            f"process {pid} has no thread of AMD's driver: CRIU's plugin does the work", pid=pid
+        )
+
+    def memory_used(self, pids: Iterable[int]) -> Mapping[int, Mapping[str, int]]:
+        """Bytes by PID and GPU UUID, of those that have used /dev/kfd."""
+        return topology.vram_used(pids, topology.gpus())
+
+    def handles(self, pid: int) -> tuple[str, ...]:
+        """Paths of /dev/kfd and of render nodes that the process has open or mapped, sorted by path."""
+        found = self.held(pid)
+        return tuple(sorted({path for _, path in found.descriptors} | {path for *_, path in found.mappings}))
+
+    def held(self, pid: int) -> Held:
+        """The same files by number of the descriptor, and by address."""
+        return device_files.held(pid, _numbers())
+
+    def visible(self, pid: int) -> tuple[str, ...]:
+        """UUIDs of the GPUs whose render node the process holds, or has in its own /dev."""
+        ours = {(DRM_MAJOR, each.gpu.minor): each.gpu.uuid for each in topology.gpus()}
+        there = device_files.numbers_held(pid) | device_files.numbers_in_dev(pid)
+        return tuple(uuid for number, uuid in ours.items() if number in there)
+
+    def nodes(self, pid: int | None = None) -> tuple[Node, ...]:
+        """AMD's device nodes in the /dev of a process, or this host's own; see module `nodes`."""
+        gpus = self.host().gpus
+        found = on_host(gpus) if pid is None else in_container(pid, gpus)
+        # Of a host that has NVIDIA's GPUs too, theirs are in the list.
+        ours = (node for node in found if not node.path.startswith("/dev/nvidia"))
+        return tuple(node for node in ours if node.gpu or node.path == device_files.KFD)
+
+    def lock(self, pid: int, *, timeout: float) -> None:
+        """Not from outside of CRIU; raises NotSupported, as those below do."""
+        _not_from_outside(pid)
+
+    def checkpoint(self, pid: int) -> None:
+        """See `lock`."""
+        _not_from_outside(pid)
+
+    def restore(self, pid: int, pairs: Sequence[tuple[str, str]] = ()) -> None:
+        """See `lock`."""
+        _not_from_outside(pid)
+
+    def unlock(self, pid: int) -> None:
+        """See `lock`."""
+        _not_from_outside(pid)
+
+
+def _numbers() -> frozenset[device_files.Number]:
+    """The device numbers of AMD's nodes."""
+    kfd = device_files.kfd_number()
+    renders = {(DRM_MAJOR, each.gpu.minor) for each in topology.gpus()}
+    return frozenset(renders | ({kfd} if kfd is not None else set()))
+
+
+def _not_from_outside(pid: int) -> NoReturn:
+    raise NotSupported(
+        f"process {pid} ({handles.comm(pid)}) uses an AMD GPU, which only CRIU's plugin can suspend",
+        hint="checkpoint its container instead",
+        pid=pid,
+    )

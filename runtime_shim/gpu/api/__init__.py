@@ -1,0 +1,1 @@
+"""What every GPU driver offers here, and the device files of any vendor."""

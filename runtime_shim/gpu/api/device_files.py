@@ -1,0 +1,269 @@
+"""Which device files of NVIDIA a process holds, and whether it has the CUDA library: from /proc alone.
+
+No driver library is loaded and nothing is opened, so this may be asked of every process of every container. A
+node is NVIDIA's by its path (/dev/nvidia*) or, where it was renamed or lies elsewhere, by the major number of
+its device. A process that ends meanwhile holds nothing. PermissionRefused is raised where the kernel does not
+let us look, since "holds nothing" would then be a guess.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from runtime_shim.errors import reason
+from runtime_shim.gpu.api.driver import Held
+from runtime_shim.gpu.api.errors import GpuError, PermissionRefused
+from runtime_shim.process import proc
+
+__all__ = [
+    "LAST_GPU_MINOR",
+    "Node",
+    "character_drivers",
+    "comm",
+    "dev_minors",
+    "ends",
+    "gpu_minors",
+    "held",
+    "mapped_files",
+    "maps_libcuda",
+    "nodes",
+    "nvidia_majors",
+]
+
+# "195 char  Nvidia graphics devices" (Documentation/admin-guide/devices.txt): what to go by where the kernel
+# driver is not loaded, or not visible in /proc/devices.
+NVIDIA_MAJOR = 195
+
+# Of that major, minors 0 to 247 are GPUs, 254 is nvidia-modeset, 255 nvidiactl (nv-chardev-numbers.h of
+# NVIDIA's open kernel modules).
+LAST_GPU_MINOR = 247
+
+# What /proc/devices calls that major: "nvidia" and "nvidiactl", "nvidia-frontend" with older drivers.
+_FRONTENDS = frozenset({"nvidia", "nvidiactl", "nvidia-frontend"})
+
+_PREFIX = "/dev/nvidia"
+_DELETED = " (deleted)"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Node:
+    """A device file of NVIDIA that a process holds."""
+
+    path: str
+    """As the process' own mount namespace has it, or had it before the node was deleted."""
+    major: int
+    """-1 where the kernel does not tell what a mapped node is."""
+    minor: int
+
+
+def character_drivers(table: str = "/proc/devices") -> tuple[tuple[str, int], ...]:
+    """(name, major) of each driver of character devices; none where the table is masked, as in containers."""
+    found = []
+    try:
+        with open(table, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.startswith("Block devices"):
+                    break
+                number, _, name = line.strip().partition(" ")
+                if number.isdigit():
+                    found.append((name, int(number)))
+    except OSError:
+        pass
+    return tuple(found)
+
+
+def nvidia_majors(table: str = "/proc/devices") -> tuple[frozenset[int], frozenset[int]]:
+    """Majors of the GPUs' own nodes, and of all of NVIDIA's (nvidia-uvm's and nvidia-caps' are dynamic)."""
+    listed = [(name, major) for name, major in character_drivers(table) if name.startswith("nvidia")]
+    # Where the table is masked, the documented number remains.
+    gpus = {major for name, major in listed if name in _FRONTENDS} or {NVIDIA_MAJOR}
+    return frozenset(gpus), frozenset(gpus | {major for _, major in listed})
+
+
+def nodes(pid: int) -> tuple[Node, ...]:
+    """Device files of NVIDIA that the process has open (O_PATH too) or mapped, sorted by path, each once."""
+    majors = nvidia_majors()[1]
+    found = {*_open_nodes(pid, majors).values(), *(node for _, node in _mapped_nodes(pid, majors))}
+    return tuple(sorted(found))
+
+
+def held(pid: int) -> Held:
+    """The same with every descriptor (by number) and every mapping (by address) of such a file."""
+    majors = nvidia_majors()[1]
+    opened = sorted(_open_nodes(pid, majors).items())
+    mapped = _mapped_nodes(pid, majors, every=True)
+    return Held(
+        tuple((number, node.path) for number, node in opened),
+        tuple((*_span(addresses), node.path) for addresses, node in mapped),
+    )
+
+
+def gpu_minors(pid: int) -> tuple[int, ...]:
+    """Minors of the GPUs whose nodes the process holds, sorted; by the device, not by its node's name."""
+    frontends = nvidia_majors()[0]
+    return tuple(sorted({node.minor for node in nodes(pid) if _is_gpu(node, frontends)}))
+
+
+def dev_minors(pid: int) -> tuple[int, ...]:
+    """Minors of the GPUs that have a node in the process' own /dev, sorted: what it could open, held or not.
+
+    The container decides what lies there, so no symbolic link is followed.
+    """
+    frontends = nvidia_majors()[0]
+    return tuple(sorted({node.minor for node in _dev_nodes(pid, frontends) if _is_gpu(node, frontends)}))
+
+
+def mapped_files(pid: int) -> tuple[str, ...]:
+    """Paths of the files that the process has mapped, as its own root has them, each once."""
+    return tuple(dict.fromkeys(path for _, path in _mappings(pid)))
+
+
+def maps_libcuda(pid: int) -> bool:
+    """Whether libcuda.so* is mapped: so it is in a suspended process, which holds no device file."""
+    return any(os.path.basename(path).startswith("libcuda.so") for path in mapped_files(pid))
+
+
+def comm(pid: int) -> str:
+    """The process' name for a message, as the kernel has it (15 bytes); "?" if it is gone."""
+    try:
+        with open(f"/proc/{pid}/comm", "rb") as file:
+            name = file.read().rstrip(b"\n").decode("utf-8", "replace")
+    except OSError:
+        return "?"
+    return "".join(c if c.isprintable() else "?" for c in name)
+
+
+def ends(pid: int, *, within: float) -> bool:
+    """Whether the process is gone, or goes within so many seconds: one that was killed needs a moment."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return not proc.alive(pid)  # No descriptor left, or a kernel before 5.3.
+    try:
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        return not proc.alive(pid) or bool(poll.poll(within * 1000))
+    finally:
+        os.close(process)
+
+
+def _open_nodes(pid: int, majors: frozenset[int]) -> dict[int, Node]:
+    """By number of the descriptor."""
+    folder = f"/proc/{pid}/fd"
+    found: dict[int, Node] = {}
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        _gone_or_raise(error, pid)
+        return found
+    for name in names:
+        link = f"{folder}/{name}"
+        try:
+            path = os.readlink(link)
+        except OSError as error:
+            _gone_or_raise(error, pid)
+            continue
+        # socket:[1], pipe:[2], anon_inode:… are never device files.
+        if path.startswith("/"):
+            node = _node(path, link, majors)
+            if node:
+                found[int(name)] = node
+    return found
+
+
+def _mapped_nodes(pid: int, majors: frozenset[int], *, every: bool = False) -> Iterator[tuple[str, Node]]:
+    """With the address range; of several mappings of one path the first alone, unless `every` is asked."""
+    seen: dict[str, Node | None] = {}
+    for addresses, path in _mappings(pid):
+        if path not in seen:
+            # The path means nothing in our mount namespace, this link does. Following it needs
+            # CAP_CHECKPOINT_RESTORE; without it, the name has to do.
+            start, end = _span(addresses)
+            # maps pads the addresses with zeros, map_files does not.
+            seen[path] = _node(path, f"/proc/{pid}/map_files/{start:x}-{end:x}", majors)
+        elif not every:
+            continue
+        node = seen[path]
+        if node:
+            yield addresses, node
+
+
+def _span(addresses: str) -> tuple[int, int]:
+    start, _, end = addresses.partition("-")
+    return int(start, 16), int(end, 16)
+
+
+def _dev_nodes(pid: int, majors: frozenset[int]) -> Iterator[Node]:
+    try:
+        folder = os.open(f"/proc/{pid}/root/dev", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            _gone_or_raise(error, pid)
+        return
+    try:
+        for name in os.listdir(folder):
+            with suppress(FileNotFoundError):
+                found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                node = _as_node(f"/dev/{name}", found, majors)
+                if node:
+                    yield node
+    finally:
+        os.close(folder)
+
+
+def _mappings(pid: int) -> Iterator[tuple[str, str]]:
+    """(address range, path) of each file mapping, as in /proc/PID/maps (proc_pid_maps(5))."""
+    try:
+        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
+            for line in lines:
+                fields = line.rstrip("\n").split(maxsplit=5)
+                if len(fields) == 6 and fields[5].startswith("/"):
+                    yield fields[0], fields[5]
+    except OSError as error:
+        _gone_or_raise(error, pid)
+
+
+def _node(path: str, link: str, majors: frozenset[int]) -> Node | None:
+    """The node behind `link`, a magic link of /proc; None if it is no device of NVIDIA."""
+    path = path.removesuffix(_DELETED)
+    try:
+        found = os.stat(link)
+    except OSError as error:
+        # Either closed or unmapped since, or not ours to follow.
+        refused = error.errno in (errno.EACCES, errno.EPERM)
+        return Node(path, -1, -1) if refused and path.startswith(_PREFIX) else None
+    return _as_node(path, found, majors)
+
+
+def _as_node(path: str, found: os.stat_result, majors: frozenset[int]) -> Node | None:
+    if not stat.S_ISCHR(found.st_mode):
+        return None
+    major, minor = os.major(found.st_rdev), os.minor(found.st_rdev)
+    return Node(path, major, minor) if major in majors or path.startswith(_PREFIX) else None
+
+
+def _is_gpu(node: Node, frontends: frozenset[int]) -> bool:
+    """Whether it is a GPU's own node, by its major or (in a /proc/devices that lacks it) by its name."""
+    ours = node.major in frontends or node.path.removeprefix(_PREFIX).isdigit()
+    return ours and 0 <= node.minor <= LAST_GPU_MINOR
+
+
+def _gone_or_raise(error: OSError, pid: int) -> None:
+    """Return where the process, or the descriptor, is gone; raise for any other reason."""
+    # A process that is ending has no memory by which the kernel could allow us: EACCES, for any but root.
+    if error.errno in (errno.ENOENT, errno.ESRCH) or not proc.alive(pid):
+        return
+    message = f"the files that process {pid} ({comm(pid)}) has open could not be listed: {reason(error)}"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        raise PermissionRefused(
+            message, hint="run gpusnap as root or as the container's user", pid=pid
+        ) from error
+    raise GpuError(message, hint="see that /proc is mounted for this PID namespace", pid=pid) from error

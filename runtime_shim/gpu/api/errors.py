@@ -1,0 +1,199 @@
+"""What can go wrong between gpusnap and a GPU's driver, as a tree of exceptions.
+
+    GpusnapError
+    └── GpuError
+        ├── DriverMissing         no driver library here, or no kernel driver behind it
+        ├── DriverTooOld          the driver lacks what we call: no checkpoint API, or an older NVML
+        ├── DriverMismatch        the driver's parts are of different versions
+        ├── DriverNotReady        the driver or one of its daemons is still starting or slow to answer
+        ├── NoDevice              no GPU, or not the one that was meant
+        ├── GpuBusy               the GPU is taken: exclusive mode, or its shared resources are used up
+        ├── GpuOutOfMemory        the GPU has not enough free memory
+        ├── HardwareFault         ECC, NVLink, bus, power; a GPU that is lost or needs a reset
+        ├── PermissionRefused     the driver or the kernel does not let us
+        ├── NotInitialized        the process has no GPU state, or the driver's library was not initialised
+        ├── IllegalState          the step does not follow from the state that the process is in
+        ├── LockTimeout           the process' GPU work did not stop within the deadline
+        ├── NotSupported          the process uses what the driver cannot suspend, or the GPU cannot do it
+        │   └── MpsInTheWay       … because of the Multi-Process Service
+        ├── InvalidRequest        an argument was refused: GPU pairs that leave out a visible GPU, …
+        ├── ProcessGone           the process ended before or during the step
+        ├── WorkloadFault         the program's own GPU work had failed: a bad address, an assertion, …
+        └── DriverFailed          everything else, numbers of drivers to come included
+
+`runtime_shim.gpu.nvidia.result_codes` says which CUresult and which nvmlReturn_t becomes which of these.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from runtime_shim.errors import GpusnapError
+
+__all__ = [
+    "DriverFailed",
+    "DriverMismatch",
+    "DriverMissing",
+    "DriverNotReady",
+    "DriverTooOld",
+    "GpuBusy",
+    "GpuError",
+    "GpuOutOfMemory",
+    "HardwareFault",
+    "IllegalState",
+    "InvalidRequest",
+    "LockTimeout",
+    "MpsInTheWay",
+    "NoDevice",
+    "NotInitialized",
+    "NotSupported",
+    "PermissionRefused",
+    "ProcessGone",
+    "WorkloadFault",
+]
+
+
+class GpuError(GpusnapError):
+    """The base of all that a GPU's driver, or our way to it, may refuse.
+
+    `code_name` is the driver's own word for it, such as CUDA_ERROR_NOT_SUPPORTED or NVML_ERROR_TIMEOUT; empty
+    where gpusnap found it out without asking the driver. `pid` is the process concerned, if there is one.
+    """
+
+    because: ClassVar[str] = "the driver refused"
+    """The reason, as the second half of "the GPU driver could not lock process 7 (python3): …"."""
+
+    advice: ClassVar[str] = "look for NVRM and Xid lines in the kernel log (dmesg)"
+    """The hint where the caller knows no better one."""
+
+    def __init__(self, message: str, *, hint: str = "", code_name: str = "", pid: int | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.code_name = code_name
+        self.pid = pid
+
+
+class DriverMissing(GpuError):
+    """No driver library can be loaded, it is a build-time stub, or no kernel driver stands behind it."""
+
+    because = "the NVIDIA driver is not installed or not loaded"
+    advice = "install the NVIDIA driver on this host and load its kernel module (modprobe nvidia)"
+
+
+class DriverTooOld(GpuError):
+    """The driver does not have what we call, the checkpoint API above all."""
+
+    because = "the NVIDIA driver is too old for it"
+    advice = "install NVIDIA driver 570 or later"
+
+
+class DriverMismatch(GpuError):
+    """Kernel module, libcuda and libnvidia-ml are not of one version."""
+
+    because = "the driver's kernel module and its libraries are of different versions"
+    advice = "reload the kernel module or restart the host after a driver update"
+
+
+class DriverNotReady(GpuError):
+    """The driver or one of its daemons is starting, or did not answer in time."""
+
+    because = "the driver is not ready"
+    advice = (
+        "see that nvidia-fabricmanager and nvidia-persistenced run where this host needs them, and try again"
+    )
+
+
+class NoDevice(GpuError):
+    """There is no GPU, or not the one that was asked for."""
+
+    because = "the GPU was not found"
+    advice = "see with nvidia-smi -L which GPUs the driver has"
+
+
+class GpuBusy(GpuError):
+    """The GPU exists, but is taken: compute mode, or its shared resources are used up."""
+
+    because = "the GPU is in use by another process or closed by its compute mode"
+    advice = "see with nvidia-smi who uses it, and set its compute mode to DEFAULT"
+
+
+class GpuOutOfMemory(GpuError):
+    """The GPU (or the driver, for itself) has not enough free memory."""
+
+    because = "there is not enough free GPU memory"
+    advice = "free memory on the GPU (nvidia-smi shows who uses it) or choose another GPU"
+
+
+class HardwareFault(GpuError):
+    """The GPU, its link or its power is at fault."""
+
+    because = "the GPU has a hardware fault"
+    advice = "look for Xid lines in the kernel log (dmesg); the GPU may need a reset (nvidia-smi --gpu-reset)"
+
+
+class PermissionRefused(GpuError):
+    """The driver or the kernel does not let this process do it."""
+
+    because = "it is not allowed to this user or in this cgroup"
+    advice = "run gpusnap as root, outside of a container that limits its devices"
+
+
+class NotInitialized(GpuError):
+    """The process holds no GPU state, or the library was not initialised."""
+
+    because = "there is no initialised GPU state"
+    advice = "see that the program still uses its GPU (nvidia-smi)"
+
+
+class IllegalState(GpuError):
+    """The process is not in the state from which the step leads on; nothing has been changed."""
+
+    because = "the process is not in the state that this step needs"
+    advice = "see that no other tool (cuda-checkpoint, CRIU's CUDA plugin) suspends it at the same time"
+
+
+class LockTimeout(GpuError):
+    """The process' GPU work did not stop within the deadline; it runs on."""
+
+    because = "its GPU work did not stop in time"
+    advice = "give the lock more time, or checkpoint when the program does less GPU work"
+
+
+class NotSupported(GpuError):
+    """The process uses something that the driver cannot suspend, or this GPU or driver cannot do it."""
+
+    because = "the driver does not support it"
+    advice = "see NVIDIA's notes for this driver and GPU"
+
+
+class MpsInTheWay(NotSupported):
+    """The Multi-Process Service is at work, and processes under it cannot be suspended."""
+
+    because = "the Multi-Process Service (MPS) is in the way"
+    advice = "stop MPS (echo quit | nvidia-cuda-mps-control) and start the program without it"
+
+
+class InvalidRequest(GpuError):
+    """The driver refused an argument."""
+
+    because = "the driver refused an argument"
+    advice = "see that the process uses a GPU of this host"
+
+
+class ProcessGone(GpuError):
+    """The process ended (or is a zombie) before or during the step."""
+
+    because = "the process has ended"
+    advice = "see the program's own output and the kernel log for why it ended"
+
+
+class WorkloadFault(GpuError):
+    """The program's own GPU work had failed, so that its GPU state is lost in any case."""
+
+    because = "the program's own GPU work has failed"
+    advice = "restart the program; its GPU state was lost before gpusnap came"
+
+
+class DriverFailed(GpuError):
+    """Any other failure; an error number that this gpusnap does not know is one."""
+
+    because = "the driver failed"

@@ -1,0 +1,403 @@
+"""The plan of a restore: onto which GPU of this host each GPU of a checkpoint goes, or why that cannot be.
+
+A GPU of the checkpoint goes back to the one with the same UUID, or to one of the same model and compute
+capability, if that has as much memory free as the container had in use, is not cut up (MIG) and not kept for
+one process. The driver must not be older than the one that made the checkpoint. Every GPU that the container
+could see gets one of its own, unused ones too: the driver wants them all in its list of pairs
+(cuCheckpointProcessRestore). Where there is any way to do so, one is found. Of several ways
+
+1. only those count that give what the GPU map asks for; of these the best has
+2. the most GPUs that keep their UUID,
+3. the most free memory on the GPUs that it takes: the freest GPU of all if it can, then the next (of GPUs
+   that have the same free memory, the one with the lower number),
+4. the container's order: its first GPU on the lowest number of the GPUs taken, then its second.
+
+So the answer is one and the same each time. The same UUID is the same GPU, whatever name a newer driver gives
+its model, and may be in exclusive-process mode, since it served the container before. Which models can stand
+in for each other the driver alone decides, and it wants the same chip (CUDA driver API, checkpointing).
+
+What the checkpoint says is nobody's promise: its numbers choose between this host's GPUs and do no more, and
+its words are cut short before they are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+from runtime_shim.errors import Refused
+from runtime_shim.gpu.api.driver import Gpu, Host
+from runtime_shim.gpu.api.gpu_map import GpuMap, means
+
+__all__ = ["Plan", "Verdict", "Wanted", "plan"]
+
+_UPDATE = "update the driver here"
+_MAP = "change the GPU map"
+_WAIT = "wait for the other restore to end"
+_FREE = "stop what else runs on those GPUs"
+_MODE = "turn MIG off, or set the compute mode to default (nvidia-smi)"
+_ELSEWHERE = "restore on a host that has such GPUs"
+_MORE = "give the new container as many GPUs as the checkpoint's had, of the same model"
+_HINTS = (_UPDATE, _MAP, _WAIT, _FREE, _MODE, _MORE, _ELSEWHERE)
+"""What helps soonest comes first."""
+
+_NOTHING: Mapping[str, int] = MappingProxyType({})
+
+
+class Wanted(Protocol):
+    """A GPU as the checkpoint describes it; no two of a checkpoint have the same UUID."""
+
+    @property
+    def uuid(self) -> str: ...
+    @property
+    def minor(self) -> int: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def compute_capability(self) -> str: ...
+    @property
+    def memory_used(self) -> int:
+        """Bytes that the container needs there; 0 where it only sees the GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether one GPU of the checkpoint could go to one of this host, looked at alone."""
+
+    wanted: str
+    """UUID in the checkpoint."""
+    gpu: str
+    """UUID on this host."""
+    reason: str
+    """Why not, as a short clause; empty where it fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What becomes of a checkpoint's GPUs; either there are pairs or there is a refusal."""
+
+    pairs: tuple[tuple[str, str], ...]
+    """(old UUID, new UUID) of every GPU of the checkpoint, in the order of their numbers there."""
+    verdicts: tuple[Verdict, ...]
+    """Of every GPU of the checkpoint with every GPU here, both in the order of their numbers."""
+    refusal: str = ""
+    """One sentence; empty where the checkpoint can be restored."""
+    hint: str = ""
+    why: str = ""
+    """What keeps this host's GPUs out, in one line; empty where the refusal says all."""
+
+    def refused(self) -> Refused:
+        """The refusal as an error: the sentence in the first line, this host's GPUs after it."""
+        return Refused(f"{self.refusal}:\n{self.why}" if self.why else self.refusal, hint=self.hint)
+
+
+class _Misfit(NamedTuple):
+    reason: str
+    hint: str
+
+
+class _Impossible(Exception):
+    """There is no plan."""
+
+    def __init__(self, sentence: str, hint: str, why: str = "") -> None:
+        super().__init__(sentence)
+        self.hint = hint
+        self.why = why
+
+
+# For each GPU of the checkpoint what speaks against each GPU of this host, None where nothing does.
+_Misfits = Sequence[Sequence[_Misfit | None]]
+
+
+def plan(
+    wanted: Iterable[Wanted],
+    made_with: str,
+    host: Host,
+    *,
+    request: GpuMap = (),
+    reserved: Mapping[str, int] = _NOTHING,
+    lenient: bool = False,
+    given: Collection[str] | None = None,
+) -> Plan:
+    """Pairs for the GPUs of a checkpoint that driver `made_with` made, or a refusal; raises nothing for it.
+
+    `reserved` has bytes by UUID that other restores are about to use. `lenient`: what `request` asks for
+    GPUs that the checkpoint does not have is passed over, as a map for all containers demands. `given` are
+    the UUIDs of the only GPUs that the container may have; None where it may have any.
+    """
+    theirs = sorted(wanted, key=lambda gpu: (gpu.index, gpu.uuid))
+    ours = sorted(host.gpus, key=lambda gpu: gpu.index)
+    older = _older(host.driver_version, made_with)
+    misfits = [
+        [older or _not_given(new, given) or _misfit(old, new, reserved) for new in ours] for old in theirs
+    ]
+    verdicts = tuple(
+        Verdict(old.uuid, new.uuid, misfit.reason if misfit else "")
+        for old, row in zip(theirs, misfits, strict=True)
+        for new, misfit in zip(ours, row, strict=True)
+    )
+    try:
+        if older is not None:
+            made = _shown(made_with)
+            raise _Impossible(
+                f"the checkpoint was made with driver {made}, and this host has {host.driver_version}, "
+                "which is older",
+                older.hint,
+            )
+        asked = _asked(theirs, ours, request, lenient)
+        rest = _around(theirs, ours, misfits, asked)
+        chosen = _chosen(theirs, ours, rest, reserved)
+    except _Impossible as error:
+        return Plan((), verdicts, str(error), error.hint, error.why)
+    return Plan(tuple((old.uuid, ours[at].uuid) for old, at in zip(theirs, chosen, strict=True)), verdicts)
+
+
+def _older(here: str, made_with: str) -> _Misfit | None:
+    if _version(here) >= _version(made_with):
+        return None
+    return _Misfit(f"driver {here} is older than the checkpoint's {_shown(made_with)}", _UPDATE)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """The numbers of a version; 580.95 is 580.95.0. A checkpoint's may be any text."""
+    numbers = [int(part) if part.isascii() and part.isdigit() else 0 for part in text.split(".")]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def _shown(text: str) -> str:
+    """A word of the checkpoint's, safe to show."""
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)
+    return text if len(text) <= 64 else text[:63] + "…"
+
+
+def _free(gpu: Gpu, reserved: Mapping[str, int]) -> int:
+    # Room that is reserved may be in use by now, and is then counted twice.
+    return max(0, gpu.memory_total - gpu.memory_used - reserved.get(gpu.uuid, 0))
+
+
+def _not_given(new: Gpu, given: Collection[str] | None) -> _Misfit | None:
+    if given is None or new.uuid in given:
+        return None
+    return _Misfit("not among the GPUs of the new container", _MORE)
+
+
+def _misfit(old: Wanted, new: Gpu, reserved: Mapping[str, int]) -> _Misfit | None:
+    """What keeps a GPU of the checkpoint from a GPU of this host, looked at alone."""
+    same = old.uuid == new.uuid
+    if not same and new.model != old.model:
+        return _Misfit(f"another model: {new.model}", _ELSEWHERE)
+    if not same and new.compute_capability != old.compute_capability:
+        had, needed = new.compute_capability, old.compute_capability
+        return _Misfit(f"compute capability {had}, needs {_shown(needed)}", _ELSEWHERE)
+    if new.mig:
+        return _Misfit("in MIG mode", _MODE)
+    busy = reserved.get(new.uuid, 0) > 0
+    if new.compute_mode == "prohibited" or (new.compute_mode == "exclusive-process" and not same):
+        return _Misfit(f"in {new.compute_mode} mode", _MODE)
+    if new.compute_mode == "exclusive-process" and busy:
+        return _Misfit("reserved by another restore", _WAIT)
+    if _free(new, reserved) >= old.memory_used:
+        return None
+    if busy and _free(new, _NOTHING) >= old.memory_used:
+        return _Misfit("reserved by another restore", _WAIT)
+    return _Misfit(_short(_free(new, reserved), old.memory_used), _FREE)
+
+
+def _short(free: int, needed: int) -> str:
+    """Two sizes in one unit, rounded away from each other, so that they never look alike."""
+    bits, unit = (30, "GiB") if needed >= 1 << 30 else (20, "MiB")
+    tenths, more = free * 10 >> bits, -(-needed * 10 >> bits)
+    return f"{tenths / 10:.1f} {unit} free, {more / 10:.1f} {unit} needed"
+
+
+def _names(indices: Iterable[int]) -> str:
+    """Numbers of GPUs as words: GPU 0, 2 and 4 to 7."""
+    runs: list[list[int]] = []
+    for index in sorted(indices):
+        if runs and runs[-1][-1] + 1 == index:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    words: list[str] = []
+    for run in runs:
+        words += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
+    return "GPU " + " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+# What the GPU map asks for.
+
+
+def _asked(theirs: Sequence[Wanted], ours: Sequence[Gpu], request: GpuMap, lenient: bool) -> dict[int, int]:
+    """Position in `ours` by position in `theirs`."""
+    asked: dict[int, int] = {}
+    words: dict[int, tuple[str, str]] = {}
+    for left, right in request:
+        old = _meant(left, theirs, "the checkpoint")
+        if old is None and lenient:
+            continue
+        new = _meant(right, ours, "this host")
+        for word, found, whose in ((left, old, "the checkpoint"), (right, new, "this host")):
+            if found is None:
+                have = theirs if found is old else ours
+                numbers = f"has {_names(gpu.index for gpu in have)}" if have else "has none"
+                raise _Impossible(f"the GPU map names GPU {word} of {whose}, which {numbers}", _MAP)
+        assert old is not None
+        assert new is not None
+        if old in asked:
+            twice = f"{words[old][0]} and {left} are the same GPU of the checkpoint"
+            raise _Impossible(f"the GPU map gives one GPU two places: {twice}", _MAP)
+        for other, taken in asked.items():
+            if taken == new:
+                twice = f"{words[other][1]} and {right} are the same GPU of this host"
+                raise _Impossible(f"the GPU map gives one place to two GPUs: {twice}", _MAP)
+        asked[old], words[old] = new, (left, right)
+    return asked
+
+
+def _meant(word: str, gpus: Sequence[Wanted] | Sequence[Gpu], whose: str) -> int | None:
+    found = [at for at, gpu in enumerate(gpus) if means(word, gpu.index, gpu.uuid)]
+    if len(found) > 1:
+        raise _Impossible(
+            f"{word} in the GPU map may mean any of {len(found)} GPUs of {whose}",
+            "write more of the UUID",
+        )
+    return found[0] if found else None
+
+
+def _around(
+    theirs: Sequence[Wanted], ours: Sequence[Gpu], misfits: _Misfits, asked: Mapping[int, int]
+) -> list[list[_Misfit | None]]:
+    """The misfits with what the GPU map takes away, from the GPUs that it names and from all others."""
+    owners = {new: old for old, new in asked.items()}
+    rest = [list(row) for row in misfits]
+    for old, row in enumerate(rest):
+        if (misfit := row[asked[old]] if old in asked else None) is not None:
+            raise _Impossible(
+                f"GPU {theirs[old].index} of the checkpoint cannot go to GPU {ours[asked[old]].index} of "
+                f"this host, as the GPU map asks: {misfit.reason}",
+                _MAP,
+            )
+        for new in range(len(ours)):
+            if old in asked and new != asked[old]:
+                row[new] = _Misfit("the GPU map asks for another", _MAP)
+            elif owners.get(new, old) != old:
+                row[new] = _Misfit(f"the GPU map gives it to GPU {theirs[owners[new]].index}", _MAP)
+    return rest
+
+
+# The choice: an assignment of least cost, where the cost of a pair holds all that the module's page ranks.
+
+
+def _chosen(
+    theirs: Sequence[Wanted], ours: Sequence[Gpu], misfits: _Misfits, reserved: Mapping[str, int]
+) -> list[int]:
+    """For each of `theirs` the position in `ours`. Raises _Impossible."""
+    count, places = len(theirs), len(ours)
+    lost = next((at for at, row in enumerate(misfits) if all(row)), None)
+    needs = f"the checkpoint needs {count} GPU{'s' if count > 1 else ''}, and this host has"
+    if places == 0 < count:
+        raise _Impossible(f"{needs} none", _ELSEWHERE)
+    if lost is not None:
+        raise _too_few(theirs, ours, misfits, [lost], [])
+    if count > places:
+        raise _Impossible(f"{needs} {places}", _ELSEWHERE)
+    freest = sorted(range(places), key=lambda at: (-_free(ours[at], reserved), at))
+    # Each rank outweighs the sum of all below it. The freest GPU is worth more than all others together, and
+    # the place of the container's first GPU too.
+    order = places**count
+    uuid = order << places
+    never = uuid * 2 * (count + 2)
+    worth = {at: order << (places - 1 - rank) for rank, at in enumerate(freest)}
+    costs = [[never if misfit else -worth[at] for at, misfit in enumerate(row)] for row in misfits]
+    for number, old in enumerate(theirs):
+        step = places ** (count - 1 - number)
+        for at, new in enumerate(ours):
+            costs[number][at] += at * step - (uuid if old.uuid == new.uuid else 0)
+    chosen = _cheapest(costs, places)
+    left = next((at for at, place in enumerate(chosen) if misfits[at][place]), None)
+    if left is not None:
+        raise _too_few(theirs, ours, misfits, *_contenders(misfits, chosen, left))
+    return chosen
+
+
+def _cheapest(costs: Sequence[Sequence[int]], places: int) -> list[int]:
+    """The column of each row, none twice, for which the costs sum up to the least; rows <= columns.
+
+    The Hungarian method. Rows come in one by one; each takes the column that the cheapest chain of moves sets
+    free. Prices on rows and columns keep every cost, less its two prices, at or above 0, so that Dijkstra's
+    way of finding the cheapest chain holds.
+    """
+    row_price = [0] * len(costs)
+    column_price = [0] * places
+    owner: list[int | None] = [None] * places
+    for new in range(len(costs)):
+        reach = [cost - price for cost, price in zip(costs[new], column_price, strict=True)]
+        before: list[int | None] = [None] * places
+        unseen, seen = set(range(places)), []
+        while True:
+            nearest = min(unseen, key=lambda at: (reach[at], at))
+            unseen.remove(nearest)
+            row = owner[nearest]
+            if row is None:
+                break
+            seen.append(nearest)
+            base = reach[nearest] - row_price[row]
+            for at in unseen:
+                if (through := base + costs[row][at] - column_price[at]) < reach[at]:
+                    reach[at], before[at] = through, nearest
+        row_price[new] += reach[nearest]
+        for at in seen:
+            gain = reach[nearest] - reach[at]
+            row_price[owner[at] or 0] += gain
+            column_price[at] -= gain
+        end: int | None = nearest
+        while end is not None:
+            previous = before[end]
+            owner[end] = new if previous is None else owner[previous]
+            end = previous
+    return [owner.index(row) for row in range(len(costs))]
+
+
+def _contenders(misfits: _Misfits, chosen: Sequence[int], left: int) -> tuple[list[int], list[int]]:
+    """GPUs of the checkpoint, `left` among them, that all fit onto too few places only, and these places."""
+    holders = {place: at for at, place in enumerate(chosen) if not misfits[at][place]}
+    rivals, places = [left], set[int]()
+    for rival in rivals:
+        for place, misfit in enumerate(misfits[rival]):
+            if misfit is None and place not in places:
+                places.add(place)
+                rivals.append(holders[place])
+    return sorted(rivals), sorted(places)
+
+
+def _too_few(
+    theirs: Sequence[Wanted],
+    ours: Sequence[Gpu],
+    misfits: _Misfits,
+    rivals: Sequence[int],
+    places: Sequence[int],
+) -> _Impossible:
+    """The refusal where `rivals` fit onto nothing but `places`, which are fewer."""
+    # If the one that needs least does not fit, the others do not.
+    least = min(rivals, key=lambda at: theirs[at].memory_used)
+    if places:
+        names, here = _names(theirs[at].index for at in rivals), _names(ours[at].index for at in places)
+        fits = "fits" if len(places) == 1 else "fit"
+        sentence = f"{names} of the checkpoint need {len(rivals)} GPUs of this host, and only {here} {fits}"
+    else:
+        gpu = theirs[least]
+        sentence = f"no GPU of this host fits GPU {gpu.index} of the checkpoint ({_shown(gpu.model)})"
+    indices: dict[str, list[int]] = {}
+    hints = {_ELSEWHERE}
+    for at, misfit in enumerate(misfits[least]):
+        if misfit is not None and at not in places:
+            indices.setdefault(misfit.reason, []).append(ours[at].index)
+            hints.add(misfit.hint)
+    why = "; ".join(f"{_names(numbers)}: {reason}" for reason, numbers in indices.items())
+    return _Impossible(sentence, min(hints, key=_HINTS.index), why)

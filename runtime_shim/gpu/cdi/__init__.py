@@ -1,0 +1,1 @@
+"""CDI specifications (cncf-tags/container-device-interface)."""

@@ -1,0 +1,427 @@
+"""CDI, the container device interface: this host's files that say what a GPU brings into a container.
+
+Format and rules are those of CDI's SPEC.md and its Go library (specs-go/config.go and version.go, pkg/cdi's
+spec.go, container-edits.go and cache.go), versions 0.3.0 to 1.1.0. As there, an unknown field makes a file
+invalid, and so does one that came with a later version than the file's own. What a spec says of paths is
+its vendor's word: whoever opens one checks it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from oci.base.json_text import parse_json
+from runtime_shim.errors import GpusnapError, reason
+from runtime_shim.gpu.cdi.strict_yaml import Unquoted, from_yaml, shown
+
+__all__ = ["CdiError", "Device", "DeviceNode", "Edits", "Hook", "Mount", "Spec", "load", "parse", "read"]
+
+FOLDERS = ("/etc/cdi", "/run/cdi")
+"""The static folder and the dynamic one, which wins; CDI calls it /var/run/cdi."""
+
+_VERSIONS = ("0.3.0", "0.4.0", "0.5.0", "0.6.0", "0.7.0", "0.8.0", "1.0.0", "1.1.0")
+_BYTES = 16 << 20
+_ITEMS = 4096  # of any one list; nvidia-ctk writes about 60 mounts and a few hundred devices at most
+_TEXT = 128 << 10  # MAX_ARG_STRLEN of the kernel's binfmts.h: no argument or variable may be longer
+
+# Every field, and the version that it came with; a blank one was there from the start.
+_SPEC = {"cdiVersion": "", "kind": "", "annotations": "0.6.0", "devices": "", "containerEdits": ""}
+_DEVICE = {"name": "", "annotations": "0.6.0", "containerEdits": ""}
+_EDITS = {
+    **dict.fromkeys(("env", "deviceNodes", "mounts", "hooks"), ""),
+    # SPEC.md writes it both ways, and Go does not mind.
+    **dict.fromkeys(("additionalGids", "additionalGIDs", "intelRdt"), "0.7.0"),
+    "netDevices": "1.1.0",
+}
+_NODE = {
+    **dict.fromkeys(("path", "type", "major", "minor", "fileMode", "permissions", "uid", "gid"), ""),
+    "hostPath": "0.5.0",
+}
+_MOUNT = {"hostPath": "", "containerPath": "", "options": "", "type": "0.4.0"}
+_HOOK = dict.fromkeys(("hookName", "path", "args", "env", "timeout"), "")
+_RDT = {
+    **dict.fromkeys(("closID", "l3CacheSchema", "memBwSchema", "enableCMT", "enableMBM"), "0.7.0"),
+    **dict.fromkeys(("schemata", "enableMonitoring"), "1.1.0"),
+}
+_DROPPED = {"enableCMT", "enableMBM"}  # with 1.1.0
+_NET = {"hostInterfaceName": "1.1.0", "name": "1.1.0"}
+
+_HOOKS = ("prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop")
+_KIND = re.compile(r"[A-Za-z](?:[\w.-]{0,251}[A-Za-z0-9])?/[A-Za-z](?:[\w.-]{0,61}[A-Za-z0-9])?", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9](?:[\w.:-]{0,253}[A-Za-z0-9])?", re.ASCII)
+_ID = 2**32 - 1
+_MAJOR, _MINOR = 2**12 - 1, 2**20 - 1  # MAJOR and MINOR of the kernel's kdev_t.h
+_UNFIT = re.compile("[\0\ud800-\udfff]")  # JSON can spell half a character
+
+
+class CdiError(GpusnapError):
+    """A CDI file cannot be read, or is not what the format says; the message names file and field."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNode:
+    """A device node of the container; what the spec leaves open is None or empty."""
+
+    path: str
+    host_path: str
+    """Where it is on the host: `path`, unless the spec says otherwise."""
+    type: str
+    major: int | None
+    minor: int | None
+    file_mode: int | None
+    permissions: str
+    """Of the device cgroup: of the letters r, w, m; empty: all three; none: none."""
+    uid: int | None
+    gid: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A mount into the container."""
+
+    host_path: str
+    container_path: str
+    type: str
+    options: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """An OCI hook; `name` is when it runs (createContainer)."""
+
+    name: str
+    path: str
+    args: tuple[str, ...]
+    env: tuple[str, ...]
+    timeout: int | None
+    """Seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """What is done to the container; intelRdt and netDevices are checked, but not kept."""
+
+    env: tuple[str, ...] = ()
+    nodes: tuple[DeviceNode, ...] = ()
+    mounts: tuple[Mount, ...] = ()
+    hooks: tuple[Hook, ...] = ()
+    additional_gids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a container gets that asks for `vendor/class=name`."""
+
+    name: str
+    edits: Edits
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One file. `edits` are for every container that gets any of its devices."""
+
+    path: str
+    version: str
+    kind: str
+    """vendor/class: nvidia.com/gpu."""
+    devices: tuple[Device, ...]
+    edits: Edits
+
+
+def load(
+    folders: Iterable[str] = FOLDERS, *, report: Callable[[CdiError], None] | None = None
+) -> tuple[Spec, ...]:
+    """Every spec of this host: *.json and *.yaml of each folder by name, not of folders in it.
+
+    A device that a later folder has too is the later one's. Two files of one folder that both have it: an
+    error, and neither's. Raises CdiError at the first thing wrong; with `report`, that is told instead and
+    left out. A folder that does not exist is an empty one.
+    """
+
+    def failed(error: CdiError) -> None:
+        if report is None:
+            raise error
+        report(error)
+
+    ranks: list[list[Spec]] = []
+    for folder in _distinct(folders):
+        specs = []
+        for path in _files(folder, failed):
+            try:
+                specs.append(read(path))
+            except CdiError as error:
+                failed(error)
+        ranks.append(specs)
+    return _merged(ranks, failed)
+
+
+def read(path: str) -> Spec:
+    """The spec in one file. Raises CdiError."""
+    try:
+        # Not to wait for the other end of a FIFO.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise CdiError(f"{path}: is no regular file")
+            data = file.read(_BYTES + 1)
+    except OSError as error:
+        raise CdiError(f"cannot read the CDI file {path}: {reason(error)}") from error
+    return parse(data, path)
+
+
+def parse(data: bytes, path: str) -> Spec:
+    """The spec in `data`: as JSON if `path` ends so, else as YAML. Raises CdiError, which names `path`."""
+    if len(data) > _BYTES:
+        raise CdiError(f"{path}: is larger than {_BYTES >> 20} MiB")
+    try:
+        text = data.decode("utf-8")
+        content = parse_json(text) if path.endswith(".json") else from_yaml(text)
+    except ImportError as error:
+        raise CdiError(
+            "this host's CDI files are YAML, and the Python package that reads it is missing",
+            hint="install PyYAML (python3-yaml)",
+        ) from error
+    except RecursionError:
+        raise CdiError(f"{path}: is nested too deeply") from None
+    except ValueError as error:
+        raise CdiError(f"{path}: {' '.join(str(error).split())[:300]}") from error
+    return _spec(content, path)
+
+
+# Folders
+
+
+def _distinct(folders: Iterable[str]) -> list[str]:
+    """Each folder once, where it counts most: /var/run/cdi is /run/cdi."""
+    last = {os.path.realpath(folder): at for at, folder in enumerate(folders)}
+    return sorted(last, key=last.__getitem__)
+
+
+def _files(folder: str, failed: Callable[[CdiError], None]) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(e.path for e in entries if e.name.endswith((".json", ".yaml")) and not e.is_dir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        failed(CdiError(f"cannot read the CDI folder {folder}: {reason(error)}"))
+        return []
+
+
+def _merged(ranks: Sequence[Sequence[Spec]], failed: Callable[[CdiError], None]) -> tuple[Spec, ...]:
+    owner: dict[tuple[str, str], Spec | None] = {}
+    for specs in ranks:
+        here: dict[tuple[str, str], Spec] = {}
+        for spec in specs:
+            for device in spec.devices:
+                key = spec.kind, device.name
+                if key in here:
+                    first = here[key].path
+                    failed(CdiError(f"{spec.path}: device {device.name!r} of {spec.kind} is in {first} too"))
+                    owner[key] = None
+                else:
+                    owner[key] = here[key] = spec
+    kept = []
+    for spec in (each for specs in ranks for each in specs):
+        devices = tuple(device for device in spec.devices if owner[spec.kind, device.name] is spec)
+        if devices:
+            kept.append(dataclasses.replace(spec, devices=devices))
+    return tuple(kept)
+
+
+# Plain values to a spec
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """One object of the file: its fields that are not null, and where it is."""
+
+    path: str
+    version: str = ""
+    """Of the whole file."""
+    place: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def wrong(self, what: str, name: str = "", *, hint: str = "") -> CdiError:
+        place = ".".join(part for part in (self.place, name) if part)
+        return CdiError(f"{self.path}: {place}: {what}" if place else f"{self.path}: {what}", hint=hint)
+
+    def object(self, name: str, known: Mapping[str, str]) -> _Object:
+        return self._within(self.fields.get(name, {}), name, known)
+
+    def objects(self, name: str, known: Mapping[str, str]) -> list[_Object]:
+        return [self._within(each, f"{name}[{at}]", known) for at, each in enumerate(self.items(name))]
+
+    def _within(self, value: Any, name: str, known: Mapping[str, str]) -> _Object:
+        place = f"{self.place}.{name}" if self.place else name
+        return _Object(self.path, self.version, place).holding(value, known)
+
+    def holding(self, value: Any, known: Mapping[str, str]) -> _Object:
+        """The same with `value`'s fields, which must be among those that are `known`."""
+        if not isinstance(value, dict):
+            raise self.wrong("is no object with fields")
+        for name, each in value.items():
+            if name not in known:
+                raise self.wrong(f"unknown field {shown(name)}")
+            if known[name] and each:  # as CDI's library has it, an empty value needs no version
+                self.need(known[name], name)
+            if name in _DROPPED and self.version == "1.1.0":
+                raise self.wrong("is no field of CDI 1.1.0 any more", name)
+        fields = {name: each for name, each in value.items() if each is not None}
+        return dataclasses.replace(self, fields=fields)
+
+    def need(self, version: str, name: str, what: str = "") -> None:
+        """Refuse what came with a later version than the file's."""
+        if _VERSIONS.index(version) > _VERSIONS.index(self.version):
+            raise self.wrong(
+                f"{what}came with CDI {version}, and the file's cdiVersion is {self.version}",
+                name,
+                hint=f"set cdiVersion to {version} or later",
+            )
+
+    def items(self, name: str) -> list[Any]:
+        value = self.fields.get(name, [])
+        if not isinstance(value, list):
+            raise self.wrong("is no list", name)
+        if len(value) > _ITEMS:
+            raise self.wrong(f"has {len(value)} entries, and more than {_ITEMS} are refused", name)
+        return value
+
+    def text(self, name: str, *, needed: bool = False) -> str:
+        text = self._text(self.fields.get(name, ""), name)
+        if needed and not text:
+            raise self.wrong("is missing", name)
+        return text
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        return tuple(self._text(each, f"{name}[{at}]") for at, each in enumerate(self.items(name)))
+
+    def variables(self, name: str) -> tuple[str, ...]:
+        found = self.texts(name)
+        for at, each in enumerate(found):
+            if each.find("=") <= 0:
+                raise self.wrong(f"{shown(each)} is no NAME=VALUE", f"{name}[{at}]")
+        return found
+
+    def _text(self, value: Any, name: str) -> str:
+        if not isinstance(value, str):
+            raise self.wrong("is no string", name)
+        if len(value) > _TEXT or _UNFIT.search(value):
+            raise self.wrong("is too long, or has a character that no path and no argument has", name)
+        return str(value)
+
+    def number(self, name: str, top: int, *, low: int = 0) -> int | None:
+        value = self.fields.get(name)
+        return None if value is None else self._number(value, name, top, low)
+
+    def numbers(self, name: str, top: int) -> tuple[int, ...]:
+        return tuple(self._number(v, f"{name}[{at}]", top, 0) for at, v in enumerate(self.items(name)))
+
+    def _number(self, value: Any, name: str, top: int, low: int) -> int:
+        if isinstance(value, Unquoted):
+            value = value.whole()
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= top:
+            raise self.wrong(f"is no whole number from {low} to {top}", name)
+        return value
+
+
+def _spec(content: Any, path: str) -> Spec:
+    version = content.get("cdiVersion") if isinstance(content, dict) else None
+    number = version.removeprefix("v") if isinstance(version, str) else ""
+    top = _Object(path, number)
+    # Before all else: what is wrong with a file of the future is its version.
+    if isinstance(content, dict) and number not in _VERSIONS:
+        known = f"{_VERSIONS[0]} to {_VERSIONS[-1]}"
+        what = "is missing" if version is None else f"{shown(version)} is none of those known"
+        raise top.wrong(f"{what} ({known})", "cdiVersion")
+    top = top.holding(content, _SPEC)
+    kind = top.text("kind", needed=True)
+    if not _KIND.fullmatch(kind):
+        raise top.wrong(f"{shown(kind)} is no vendor and class (nvidia.com/gpu)", "kind")
+    if "." in kind.partition("/")[2]:
+        top.need("0.6.0", "kind", "a dot in its class ")
+    _annotations(top)
+    edits = _edits(top)
+    devices = tuple(map(_device, top.objects("devices", _DEVICE)))
+    if not devices:
+        raise top.wrong("lists no device", "devices")
+    names = [device.name for device in devices]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise top.wrong(f"the device {shown(twice)} is there twice", "devices")
+    return Spec(path, number, kind, devices, edits)
+
+
+def _annotations(holder: _Object) -> None:
+    value = holder.fields.get("annotations", {})
+    if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
+        raise holder.wrong("are no strings by name", "annotations")
+
+
+def _device(found: _Object) -> Device:
+    name = found.text("name", needed=True)
+    if not _NAME.fullmatch(name):
+        raise found.wrong(f"{shown(name)} is no name for a device", "name")
+    if name[0].isdigit():
+        found.need("0.5.0", "name", "to begin with a digit ")
+    _annotations(found)
+    edits = _edits(found)
+    if not any(found.object("containerEdits", _EDITS).fields.values()):
+        raise found.wrong("does nothing to a container", "containerEdits")
+    return Device(name, edits)
+
+
+def _edits(holder: _Object) -> Edits:
+    edits = holder.object("containerEdits", _EDITS)
+    _check_unkept(edits)
+    return Edits(
+        edits.variables("env"),
+        tuple(map(_node, edits.objects("deviceNodes", _NODE))),
+        tuple(map(_mount, edits.objects("mounts", _MOUNT))),
+        tuple(map(_hook, edits.objects("hooks", _HOOK))),
+        edits.numbers("additionalGids", _ID) + edits.numbers("additionalGIDs", _ID),
+    )
+
+
+def _node(node: _Object) -> DeviceNode:
+    path = node.text("path", needed=True)
+    kind, permissions = node.text("type"), node.text("permissions")
+    if kind not in ("", "b", "c", "u", "p"):
+        raise node.wrong(f"{shown(kind)} is no type of a device node: b, c, u, p", "type")
+    if permissions != "none" and set(permissions) - set("rwm"):
+        raise node.wrong(f"{shown(permissions)} is none of r, w, m together, and not none", "permissions")
+    major, minor = node.number("major", _MAJOR), node.number("minor", _MINOR)
+    mode, uid, gid = (node.number(name, _ID) for name in ("fileMode", "uid", "gid"))
+    return DeviceNode(path, node.text("hostPath") or path, kind, major, minor, mode, permissions, uid, gid)
+
+
+def _mount(mount: _Object) -> Mount:
+    host, container = mount.text("hostPath", needed=True), mount.text("containerPath", needed=True)
+    return Mount(host, container, mount.text("type"), mount.texts("options"))
+
+
+def _hook(hook: _Object) -> Hook:
+    name, path = hook.text("hookName", needed=True), hook.text("path", needed=True)
+    if name not in _HOOKS:
+        raise hook.wrong(f"{shown(name)} is none of {', '.join(_HOOKS)}", "hookName")
+    if not path.startswith("/"):
+        raise hook.wrong(f"{shown(path)} is no absolute path", "path")
+    timeout = hook.number("timeout", _ID, low=1)
+    return Hook(name, path, hook.texts("args"), hook.variables("env"), timeout)
+
+
+def _check_unkept(edits: _Object) -> None:
+    """intelRdt and netDevices are no GPU's: their fields are checked, and no more."""
+    rdt = edits.object("intelRdt", _RDT)
+    for name in ("closID", "l3CacheSchema", "memBwSchema"):
+        rdt.text(name)
+    rdt.texts("schemata")
+    for net in edits.objects("netDevices", _NET):
+        net.text("hostInterfaceName", needed=True)
+        net.text("name", needed=True)

@@ -1,0 +1,1 @@
+"""NVIDIA: the driver's checkpoint API, NVML, and the driver's files."""

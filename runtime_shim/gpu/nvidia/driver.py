@@ -1,0 +1,295 @@
+"""NVIDIA's driver: suspend and resume through libcuda's checkpoint API, inventory through NVML.
+
+libcuda is loaded by `open()` or by the first call that needs it. Nothing here touches a GPU itself: cuInit
+makes no context, and all of the work is done by the driver's thread inside the other process.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from runtime_shim.gpu.api import device_files as handles
+from runtime_shim.gpu.api.criu_plugin import Plugin
+from runtime_shim.gpu.api.device_nodes import Node, in_container, on_host
+from runtime_shim.gpu.api.driver import Held, Host, ProcessState
+from runtime_shim.gpu.api.errors import (
+    DriverFailed,
+    DriverMissing,
+    DriverTooOld,
+    GpuError,
+    GpuOutOfMemory,
+    InvalidRequest,
+    LockTimeout,
+    NoDevice,
+    NotInitialized,
+    NotSupported,
+    PermissionRefused,
+    ProcessGone,
+)
+from runtime_shim.gpu.nvidia import nvml
+from runtime_shim.gpu.nvidia.result_codes import CUDA_SUCCESS, cuda_error
+from runtime_shim.process import proc
+
+if TYPE_CHECKING:
+    from runtime_shim.gpu.nvidia.cuda import Library
+
+__all__ = ["FIRST_DRIVER", "Nvidia", "present"]
+
+FIRST_DRIVER = 570
+"""The first driver that exports cuCheckpointProcess*; for messages only: the symbols are asked for."""
+
+# What the driver refuses to suspend (measured, and NVIDIA's notes on cuda-checkpoint).
+_UNSUSPENDABLE = (
+    "likely causes are managed memory (cudaMallocManaged) and MPS: start the program without them"
+)
+_UNRESTORABLE = (
+    "likely causes are a GPU of another model, and memory shared between GPUs (NCCL peer access, CUDA IPC) "
+    "when it was checkpointed"
+)
+_HOST_MEMORY = "free memory on this host, or raise the container's memory limit"
+_PAIRS = "give a pair for every GPU that the process could see, the unused ones too"
+
+# What the driver may answer for a process that is being killed, and how long that may take, in seconds.
+# Driver 580 answers NOT_INITIALIZED for a zombie and OPERATING_SYSTEM for a PID that is not there.
+_VAGUE = (DriverFailed, InvalidRequest, NotInitialized, PermissionRefused)
+_DYING = 0.2
+
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED, cuda.h
+
+_Words = Mapping[type[GpuError], str]
+_NO_WORDS: _Words = MappingProxyType({})
+
+
+def present() -> bool:
+    """Whether this host has NVIDIA's kernel driver or its device nodes; loads nothing."""
+    if os.path.exists("/proc/driver/nvidia/version"):
+        return True
+    try:
+        return any(
+            name == "nvidiactl" or name[6:].isdigit() for name in os.listdir("/dev") if name[:6] == "nvidia"
+        )
+    except OSError:
+        return False
+
+
+class Nvidia:
+    """`runtime_shim.gpu.api.driver.Driver` for NVIDIA. May be used from several threads at once."""
+
+    vendor = "nvidia"
+    plugin: Plugin | None = None
+
+    def __init__(self) -> None:
+        self._opening = threading.Lock()
+        self._library: Library | None = None
+
+    def open(self) -> None:
+        """Load libcuda, see that it has the checkpoint API, and initialise it (0.2 to 0.5 s), once.
+
+        Raises DriverMissing, DriverTooOld, NoDevice and whatever else cuInit answers.
+        """
+        self._cuda()
+
+    def host(self) -> Host:
+        """The inventory, read anew at each call; needs NVML, not libcuda."""
+        return nvml.inventory()
+
+    def state(self, pid: int) -> ProcessState | None:
+        """The state of a process; None where it has no GPU state (NOT_INITIALIZED) or is gone."""
+        if not proc.alive(pid):
+            return None
+        result, state = self._cuda().state(pid)
+        if result == _NOT_INITIALIZED:
+            return None
+        try:
+            self._check(result, pid, "read the GPU state of")
+            return ProcessState(state)
+        except ProcessGone:
+            return None
+        except ValueError:
+            raise DriverFailed(
+                f"the GPU driver says that {_who(pid)} is in state {state}, which gpusnap does not know",
+                hint="use a gpusnap that knows this driver",
+                pid=pid,
+            ) from None
+
+    def restore_thread(self, pid: int) -> int:
+        """TID of the driver's thread in the process; raises NotInitialized, ProcessGone."""
+        library = self._ready(pid)
+        result, tid = library.restore_thread(pid)
+        self._check(result, pid, "find the restore thread of")
+        return tid
+
+    def memory_used(self, pids: Iterable[int]) -> Mapping[int, Mapping[str, int]]:
+        """Bytes by PID and GPU UUID; `nvml.memory_used` says what it cannot know."""
+        return nvml.memory_used(pids)
+
+    def handles(self, pid: int) -> tuple[str, ...]:
+        """Paths of NVIDIA's device files that the process has open or mapped, sorted by path."""
+        return tuple(dict.fromkeys(node.path for node in handles.nodes(pid)))
+
+    def held(self, pid: int) -> Held:
+        """NVIDIA's device files by number of the descriptor, and by address."""
+        return handles.held(pid)
+
+    def visible(self, pid: int) -> tuple[str, ...]:
+        """UUIDs of the GPUs that the process could see: it holds their nodes or has them in its /dev.
+
+        The driver counts a GPU as visible once its node can be opened, so a suspended process, which holds
+        none, still sees those of its /dev. Raises NoDevice where it holds the node of a GPU that NVML does
+        not have.
+        """
+        held = handles.gpu_minors(pid)
+        in_dev = handles.dev_minors(pid)
+        if not held and not in_dev:
+            return ()
+        gpus = {gpu.minor: gpu for gpu in self.host().gpus}
+        for minor in held:
+            if minor not in gpus:
+                raise NoDevice(
+                    f"{_who(pid)} holds the device of GPU minor {minor}, which the driver does not list",
+                    hint=NoDevice.advice,
+                    pid=pid,
+                )
+        # A program sees instances of a GPU that MIG has split, never the GPU itself.
+        seen = {minor for minor in in_dev if minor in gpus and not gpus[minor].mig}
+        return tuple(gpus[minor].uuid for minor in sorted({*held, *seen}))
+
+    def nodes(self, pid: int | None = None) -> tuple[Node, ...]:
+        """NVIDIA's device nodes in the /dev of a process, or this host's own; see module `nodes`."""
+        gpus = self.host().gpus
+        return on_host(gpus) if pid is None else in_container(pid, gpus)
+
+    def lock(self, pid: int, *, timeout: float) -> None:
+        """Stop new GPU work and wait for what is under way, at most `timeout` seconds (1 ms at least).
+
+        After LockTimeout the process runs on.
+        """
+        library = self._ready(pid)
+        result = library.lock(pid, _milliseconds(timeout))
+        late = f"its GPU work did not stop within {timeout:g} s"
+        self._check(result, pid, "lock", because={LockTimeout: late})
+
+    def checkpoint(self, pid: int) -> None:
+        """Suspend the locked process. After NotSupported and IllegalState its state is what it was."""
+        library = self._ready(pid)
+        # The driver makes room for the GPU's memory inside the process, so the host is short of it here.
+        short: dict[type[GpuError], str] = {
+            GpuOutOfMemory: "there is not enough host memory to hold its GPU memory"
+        }
+        hints: dict[type[GpuError], str] = {NotSupported: _UNSUSPENDABLE, GpuOutOfMemory: _HOST_MEMORY}
+        self._check(library.checkpoint(pid), pid, "checkpoint", because=short, hints=hints)
+
+    def restore(self, pid: int, pairs: Sequence[tuple[str, str]] = ()) -> None:
+        """Resume a suspended process, which is locked then; `pairs` name every GPU it could see, or none.
+
+        A refusal leaves it suspended: it may be tried again with other pairs.
+        """
+        from runtime_shim.gpu.nvidia.cuda import uuid_bytes
+
+        raw = [(uuid_bytes(old), uuid_bytes(new)) for old, new in pairs]
+        library = self._ready(pid)
+        hints: dict[type[GpuError], str] = {NotSupported: _UNRESTORABLE}
+        if pairs:
+            hints[InvalidRequest] = _PAIRS
+        self._check(library.restore(pid, raw), pid, "restore", hints=hints)
+
+    def unlock(self, pid: int) -> None:
+        """Let the locked process run on."""
+        library = self._ready(pid)
+        self._check(library.unlock(pid), pid, "unlock")
+
+    def _ready(self, pid: int) -> Library:
+        """The library, once it is known that there is a process to work on."""
+        library = self._cuda()
+        if not proc.alive(pid):
+            raise ProcessGone(f"process {pid} has ended", hint=ProcessGone.advice, pid=pid)
+        return library
+
+    def _check(
+        self, result: int, pid: int, verb: str, *, because: _Words = _NO_WORDS, hints: _Words = _NO_WORDS
+    ) -> None:
+        """Raise for any result but success; ProcessGone, from the driver's error, where the process ended."""
+        if result == CUDA_SUCCESS:
+            return
+        name = self._cuda().error_name(result)
+        error = cuda_error(result, f"{verb} {_who(pid)}", pid=pid, name=name, because=because, hints=hints)
+        # The driver may notice before the kernel shows it. Its other answers are of living processes.
+        patience = _DYING if isinstance(error, _VAGUE) else 0
+        if handles.ends(pid, within=patience):
+            raise ProcessGone(
+                f"process {pid} ended while the GPU driver was to {verb} it",
+                hint=ProcessGone.advice,
+                code_name=error.code_name,
+                pid=pid,
+            ) from error
+        raise error
+
+    def _cuda(self) -> Library:
+        with self._opening:
+            if self._library is None:
+                self._library = _open_library()
+            return self._library
+
+
+def _open_library() -> Library:
+    from runtime_shim.gpu.nvidia.cuda import Library
+
+    library = Library()
+    missing = library.missing()
+    if missing:
+        raise DriverTooOld(
+            f"the GPU driver ({_version(library)}) has no checkpoint API: {missing[0]} is missing; "
+            f"{FIRST_DRIVER} is the first driver with it",
+            hint=DriverTooOld.advice,
+        )
+    with _all_gpus():
+        result = library.init()
+    if result != CUDA_SUCCESS:
+        error = cuda_error(result, "start (cuInit)", name=library.error_name(result))
+        if isinstance(error, NoDevice) and not present():
+            # libcuda says "no device" too where there is no kernel driver at all.
+            raise DriverMissing(
+                "libcuda is here, but NVIDIA's kernel driver is not loaded",
+                hint="load it (modprobe nvidia) and see that nvidia-smi lists the GPUs",
+                code_name=error.code_name,
+            ) from error
+        raise error
+    return library
+
+
+def _version(library: Library) -> str:
+    """The driver's version for a message, or failing that the CUDA version it speaks."""
+    try:
+        return nvml.driver_version()
+    except GpuError:
+        result, cuda = library.version()
+        return f"CUDA {cuda // 1000}.{cuda % 1000 // 10}" if result == CUDA_SUCCESS else "of unknown version"
+
+
+@contextmanager
+def _all_gpus() -> Iterator[None]:
+    """Without CUDA_VISIBLE_DEVICES: it is meant for programs, and an empty one makes cuInit answer NO_DEVICE.
+
+    It stays in the environment otherwise, since the real runtime inherits that.
+    """
+    narrowed = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    try:
+        yield
+    finally:
+        if narrowed is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = narrowed
+
+
+def _who(pid: int) -> str:
+    return f"process {pid} ({handles.comm(pid)})"
+
+
+def _milliseconds(seconds: float) -> int:
+    """For the driver, which takes 32 bits and reads 0 as "no timeout": from 1 to some 49 days."""
+    return int(min(max(math.ceil(seconds * 1000), 1), 2**32 - 1)) if math.isfinite(seconds) else 2**32 - 1

@@ -1,0 +1,396 @@
+"""NVIDIA's driver as files of this host: which are its, where one of another version is, which build it is.
+
+A container's config.json mounts files of the driver of the host that it was made on: libcuda.so.560.35.03,
+firmware, nvidia-smi. On a host with another driver the same mounts need this host's files. An archive from
+elsewhere names the paths, so only what is the driver's is ever looked for, and what is found is always a
+regular file that this host's CDI specs, its loader's cache or the driver's own folders list.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from runtime_shim.errors import reason
+
+if TYPE_CHECKING:
+    from runtime_shim.gpu.cdi.spec import Spec
+
+__all__ = [
+    "File",
+    "Found",
+    "Mapped",
+    "build_id",
+    "counterpart",
+    "differs",
+    "found",
+    "is_driver_file",
+    "loader_cache",
+    "mapped",
+    "replace_version",
+]
+
+_VERSION = r"[0-9]{3,4}(?:\.[0-9]{1,3}){1,2}"
+# What nvidia-ctk (internal/discover, pkg/nvcdi) and libnvidia-container (nvc_info.c) bring into a container.
+_LIBRARY = r"""(?: lib(?: cuda | cudadebugger | nvcuvid | nvoptix | nvidia-(?!container)[\w-]+
+    | (?:EGL|GLX|GLESv1_CM|GLESv2|vdpau|glxserver)_nvidia )\.so(?:\.[0-9]+){0,4}
+    | nvidia_drv\.so | nvidia-drm_gbm\.so )"""
+_FIRMWARE = r"gsp[\w-]*\.bin"
+_PROGRAM = r"""(?: nvidia-(?: smi | debugdump | persistenced | cuda-mps-(?:control|server) | imex(?:-ctl)? )
+    | nv-fabricmanager )"""
+
+_CONFIG = r"""(?: [\w.-]*nvidia[\w.-]*\.json | nvoptix\.bin | nvidia-application-profiles-[\w.-]+
+    | 10-nvidia\.conf | nvidia-drm-outputclass\.conf )"""
+_CONFIGS = r"""(?: glvnd/egl_vendor\.d | egl/egl_external_platform\.d | nvidia | X11/xorg\.conf\.d
+    | vulkan/(?:icd|(?:im|ex)plicit_layer)\.d )"""
+# Where the driver has a root of its own: NVIDIA's GPU operator, Google's nodes, NixOS.
+_ROOT = r"""(?: /run/nvidia/driver | /home/kubernetes/bin/nvidia | /run/opengl-driver
+    | /nix/store/[0-9a-z]{32}-nvidia-x11-[\w.+-]+ )?"""
+_NAME = re.compile(rf"(?x) {_LIBRARY} | {_FIRMWARE} | {_PROGRAM} | {_CONFIG}", re.ASCII)
+_DRIVER = re.compile(
+    rf"""(?x)
+    {_ROOT}(?:/usr)?/(?:lib|lib32|lib64)/(?:[\w.+-]+/){{0,4}} {_LIBRARY} |
+    {_ROOT}(?:/usr)?/lib/firmware/(?:updates/)?(?:[\w.+-]+/)?nvidia/{_VERSION}(?:/{_FIRMWARE})? |
+    {_ROOT}(?:/usr)?/s?bin/{_PROGRAM} | /usr/lib/nvidia/(?:[\w.-]+/){{0,2}}{_PROGRAM} |
+    {_ROOT}(?:/usr/share|/etc)/{_CONFIGS}/{_CONFIG} |
+    /(?:var/)?run/nvidia-(?:persistenced|fabricmanager)/socket |
+    /proc/driver/nvidia(?:/[\w.:-]+)*
+    """,
+    re.ASCII,
+)
+_NUMBERED = re.compile(rf"(?P<stem>.+\.so)\.(?P<version>{_VERSION}|(?P<major>[0-9]+)(?:\.[0-9]+)*)")
+_WIDE = re.compile(r"/(?:usr/)?(?:lib64|(?:lib/)?(?:x86_64|aarch64|powerpc64le|riscv64)-linux-gnu)/")
+_NARROW = re.compile(r"/(?:lib32|i[36]86-linux-gnu|arm-linux-gnueabihf)/")
+
+_LIBRARY_FOLDERS = tuple(
+    f"/usr/{folder}"
+    for folder in (
+        "lib/x86_64-linux-gnu",
+        "lib/aarch64-linux-gnu",
+        "lib64",
+        "lib",
+        "lib/i386-linux-gnu",
+        "lib32",
+    )
+)
+_WITHIN = (
+    *("", "/vdpau", "/gbm", "/nvidia", "/nvidia/current", "/nvidia/xorg"),
+    *("/xorg/modules/drivers", "/xorg/modules/extensions"),
+)
+_OTHER_FOLDERS = (
+    *("/usr/bin", "/usr/sbin", "/usr/lib/nvidia", "/usr/lib/nvidia/current"),
+    *(
+        f"{base}/{folder}"
+        for base in ("/usr/share", "/etc")
+        for folder in (
+            *("glvnd/egl_vendor.d", "egl/egl_external_platform.d", "nvidia", "X11/xorg.conf.d"),
+            *("vulkan/icd.d", "vulkan/implicit_layer.d", "vulkan/explicit_layer.d"),
+        )
+    ),
+)
+_LOADER_CACHE = "/etc/ld.so.cache"
+_LOADER_CACHE_BYTES = 64 << 20
+_PT_NOTE, _NT_GNU_BUILD_ID = 4, 3  # elf.h
+_PROGRAM_HEADERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A regular file of this host's driver."""
+
+    path: str
+    """As it is listed; may be a link to it."""
+    real: str
+    bits: int
+    """64 or 32 for an ELF file, else 0."""
+    rank: int
+    """Who lists it: 0 a CDI spec, 1 the loader's cache, 2 one of the driver's folders."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What there is of the driver on this host."""
+
+    version: str
+    files: tuple[File, ...]
+    present: frozenset[str] = frozenset()
+    """Paths that exist and are the driver's, the ones that are no regular files (/proc, sockets) too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A file that a process has mapped, as CRIU will know it again."""
+
+    path: str
+    size: int
+    build_id: str
+    mode: int
+    """st_mode, with the type."""
+
+
+def is_driver_file(path: str) -> bool:
+    """Whether `path` is where NVIDIA's driver has one of its files, or its sockets or folders in /proc."""
+    return bool(_DRIVER.fullmatch(path)) and not {".", ".."} & {*path.split("/")}
+
+
+def replace_version(path: str, old: str, new: str) -> str:
+    """`path` with each driver version `old` in it replaced by `new`; never a part of another version."""
+    if not all(re.fullmatch(_VERSION, version) for version in (old, new)):
+        return path
+    return re.sub(rf"(?<![0-9])(?<![0-9]\.){re.escape(old)}(?![0-9]|\.[0-9])", new, path)
+
+
+def found(specs: Iterable[Spec], version: str, *, asked: Iterable[str] = (), root: str = "/") -> Found:
+    """The driver's files here, from CDI specs, the loader's cache and the driver's folders, in that order.
+
+    `version` is the driver's; `asked` are paths of which it must be known whether they exist. Everything is
+    looked up below `root`. What cannot be read is left out.
+    """
+    files = list(_regular(_mounted(specs), 0, root))
+    files += _regular((path for _, path in loader_cache(_content(_LOADER_CACHE, root))), 1, root)
+    folders = [os.path.dirname(each.real) for each in files if _stem(each.real) == "libcuda.so"]
+    for folder in dict.fromkeys((*folders, *_folders(version))):
+        files += _regular(_listed(folder, root), 2, root)
+    present = {path for path in asked if is_driver_file(path) and os.path.exists(_at(root, path))}
+    return Found(version, tuple(files), frozenset(present | {each.path for each in files}))
+
+
+def counterpart(source: str, old: str, new: str, known: Found, *, among: Iterable[str] = ()) -> str | None:
+    """The file of this host to mount instead of `source`, one of driver version `old`; None: there is none.
+
+    `source` itself where this host has it. `new` is the version of this host's driver. `among` are the
+    sources of the container's other mounts: whether /usr/lib has 64-bit files shows only beside /usr/lib64.
+    Looks at nothing but `known`.
+    """
+    wanted = replace_version(source, old, new)
+    listed = any(each.path == wanted and each.rank == 0 for each in known.files)
+    if not is_driver_file(source) and not listed:
+        return None
+    if source in known.present:
+        return source
+    bits = _bits(source, among) if _stem(source) else 0
+    fits = [each for each in known.files if _fits(each, wanted, new, bits)]
+    fits.sort(key=lambda each: (each.rank, os.path.dirname(each.path) != os.path.dirname(wanted)))
+    if fits:
+        return fits[0].real
+    return _of_own_version(wanted, bits, known) if source == wanted else None
+
+
+def loader_cache(data: bytes) -> tuple[tuple[str, str], ...]:
+    """(name, path) of each library in /etc/ld.so.cache; () where it is of no known format.
+
+    glibc, sysdeps/generic/dl-cache.h: struct cache_file_new and file_entry_new, alone or behind the old
+    cache_file; strings are counted from the beginning of cache_file_new. Entries that lead out of the file
+    are left out.
+    """
+    if data.startswith(b"ld.so-1.7.0") and len(data) >= 16:
+        data = data[(16 + 12 * struct.unpack_from("=I", data, 12)[0] + 7) // 8 * 8 :]
+    if not data.startswith(b"glibc-ld.so.cache1.1") or len(data) < 48:
+        return ()
+    count = min(struct.unpack_from("=I", data, 20)[0], (len(data) - 48) // 24)
+    rows = (struct.unpack_from("=iII", data, 48 + 24 * each) for each in range(count))
+    texts = ((_string(data, name), _string(data, path)) for _, name, path in rows)
+    return tuple((name, path) for name, path in texts if name and path.startswith("/"))
+
+
+def build_id(path: str) -> str:
+    """The build-id of an ELF file in hex, as CRIU finds it; "" where there is none.
+
+    CRIU looks at the first MiB, and takes the first note of the type NT_GNU_BUILD_ID whatever its owner
+    (criu/files-reg.c, get_build_id). Raises OSError.
+    """
+    with open(path, "rb") as file:
+        return _note(file.read(1 << 20)).hex()
+
+
+def mapped(path: str, file: str = "") -> Mapped:
+    """What CRIU will hold `path` against; read from `file` where this process knows it by another name.
+
+    Raises OSError.
+    """
+    status = os.stat(file or path)
+    build = build_id(file or path) if stat.S_ISREG(status.st_mode) else ""
+    return Mapped(path, status.st_size, build, status.st_mode)
+
+
+def differs(path_here: str, size: int, build_id: str, *, mode: int | None = None) -> str:
+    """Why CRIU would not take this host's file for the one that a process had mapped; "" if it would.
+
+    criu/files-reg.c, open_path and validate_file: the size always, then st_mode, and the build-id where both
+    files have one. `mode` is left out where it is not known.
+    """
+    try:
+        here = mapped(path_here)
+    except OSError as error:
+        return f"{path_here} cannot be read here: {reason(error)}"
+    if not stat.S_ISREG(here.mode):
+        return f"{path_here} is no regular file here"
+    if here.size != size:
+        return f"{path_here} has {here.size} bytes here and had {size} at the checkpoint"
+    if build_id and here.build_id and here.build_id != build_id.lower():
+        return (
+            f"{path_here} is another build here ({here.build_id}) than at the checkpoint ({build_id:.1024})"
+        )
+    if mode is not None and here.mode != mode:
+        return f"{path_here} has the mode {here.mode:o} here and had {mode:o} at the checkpoint"
+    return ""
+
+
+# What fits
+
+
+def _stem(path: str) -> str:
+    """libcuda.so of libcuda.so.560.35.03; "" of what is no library."""
+    name = os.path.basename(path)
+    at = name.find(".so")
+    return name[: at + 3] if at > 0 and name[at + 3 : at + 4] in ("", ".") else ""
+
+
+def _fits(file: File, wanted: str, new: str, bits: int) -> bool:
+    name = os.path.basename(wanted)
+    if name not in (os.path.basename(file.path), os.path.basename(file.real)) or not _as_wide(file, bits):
+        return False
+    numbered = _NUMBERED.fullmatch(os.path.basename(file.real))
+    if numbered and not numbered["major"]:
+        # Not a libcuda.so.1 of a compatibility package, nor one that another driver left behind.
+        return numbered["version"] == new
+    if _stem(name) or re.fullmatch(_PROGRAM, name, re.VERBOSE):
+        return True
+    # Firmware and settings: their folder says of which version they are, or what for (icd.d).
+    folder = os.path.basename(os.path.dirname(wanted))
+    return folder in (os.path.basename(os.path.dirname(path)) for path in (file.path, file.real))
+
+
+def _of_own_version(wanted: str, bits: int, known: Found) -> str | None:
+    """The one library with the same name and first number: libnvidia-egl-gbm.so.1.1.2 for ….so.1.1.1."""
+    own = _NUMBERED.fullmatch(os.path.basename(wanted))
+    if not own or not own["major"]:
+        return None
+    for rank in range(3):
+        fits = set()
+        for file in known.files:
+            theirs = _NUMBERED.fullmatch(os.path.basename(file.real))
+            same = theirs and (theirs["stem"], theirs["major"]) == (own["stem"], own["major"])
+            if same and file.rank == rank and _as_wide(file, bits):
+                fits.add(file.real)
+        if fits:
+            return fits.pop() if len(fits) == 1 else None
+    return None
+
+
+def _as_wide(file: File, bits: int) -> bool:
+    return not bits or (file.bits or _bits(file.path, ())) == bits
+
+
+def _bits(path: str, among: Iterable[str]) -> int:
+    """By the folder. A bare /usr/lib is a 32-bit one on distributions that have /usr/lib64 as well."""
+    if _NARROW.search(path):
+        return 32
+    if _WIDE.search(path):
+        return 64
+    name = os.path.basename(path)
+    return 32 if any(os.path.basename(each) == name and _WIDE.search(each) for each in among) else 64
+
+
+# What there is
+
+
+def _at(root: str, path: str) -> str:
+    return f"{root.rstrip('/')}{path}"
+
+
+def _mounted(specs: Iterable[Spec]) -> Iterator[str]:
+    for spec in specs:
+        if spec.kind.startswith("nvidia.com/"):
+            for edits in (spec.edits, *(device.edits for device in spec.devices)):
+                yield from (mount.host_path for mount in edits.mounts)
+
+
+def _folders(version: str) -> Iterator[str]:
+    for folder in _LIBRARY_FOLDERS:
+        yield from (f"{folder}{within}" for within in _WITHIN)
+    for base in ("/lib/firmware", "/usr/lib/firmware"):
+        for within in ("updates", f"updates/{os.uname().release}", os.uname().release, "."):
+            yield os.path.normpath(f"{base}/{within}/nvidia/{version}")
+    yield from _OTHER_FOLDERS
+
+
+def _listed(folder: str, root: str) -> list[str]:
+    try:
+        return [f"{folder}/{name}" for name in sorted(os.listdir(_at(root, folder)))]
+    except OSError:
+        return []
+
+
+def _regular(paths: Iterable[str], rank: int, root: str) -> Iterator[File]:
+    """Those of `paths` that have a driver file's name and are, or lead to, regular files with such names."""
+    top = os.path.realpath(root).rstrip("/")
+    for path in dict.fromkeys(paths):
+        if not path.startswith("/") or ".." in path.split("/") or not _NAME.fullmatch(os.path.basename(path)):
+            continue
+        real = os.path.realpath(_at(root, path))
+        if not real.startswith(f"{top}/") or not _NAME.fullmatch(os.path.basename(real)):
+            continue
+        try:
+            if stat.S_ISREG(os.stat(real).st_mode):
+                yield File(path, real[len(top) :], _elf_bits(real), rank)
+        except OSError:
+            continue
+
+
+def _content(path: str, root: str) -> bytes:
+    try:
+        with open(_at(root, path), "rb") as file:
+            return file.read(_LOADER_CACHE_BYTES)
+    except OSError:
+        return b""
+
+
+def _string(data: bytes, at: int) -> str:
+    end = data.find(b"\0", at, at + 4096)
+    return os.fsdecode(data[at:end]) if end > at else ""
+
+
+# ELF: elf(5)
+
+
+def _elf_bits(path: str) -> int:
+    with open(path, "rb") as file:
+        start = file.read(5)
+    return {b"\x7fELF\1": 32, b"\x7fELF\2": 64}.get(start, 0)
+
+
+def _note(data: bytes) -> bytes:
+    """The description of the first NT_GNU_BUILD_ID note in `data`, the beginning of an ELF file; or b""."""
+    if len(data) < 64 or data[:4] != b"\x7fELF" or data[4] not in (1, 2) or data[5] not in (1, 2):
+        return b""
+    order = "<" if data[5] == 1 else ">"
+    # Elf32_Ehdr, Elf32_Phdr or Elf64_Ehdr, Elf64_Phdr: e_phoff, e_phnum; p_type, p_offset, p_filesz.
+    wide = data[4] == 2
+    table = struct.unpack_from(f"{order}Q" if wide else f"{order}I", data, 32 if wide else 28)[0]
+    count = struct.unpack_from(f"{order}H", data, 56 if wide else 44)[0]
+    header = struct.Struct(f"{order}I4xQ16xQ16x" if wide else f"{order}II8xI12x")
+    for each in range(min(count, _PROGRAM_HEADERS) if table else 0):
+        if table + (each + 1) * header.size > len(data):
+            break
+        kind, offset, size = header.unpack_from(data, table + each * header.size)
+        if kind == _PT_NOTE and offset and (note := _in_notes(data, offset, size, f"{order}III")) is not None:
+            return note
+    return b""
+
+
+def _in_notes(data: bytes, at: int, size: int, header: str) -> bytes | None:
+    """None where no note of these is of the type; b"" where one is and cannot be taken, as in CRIU."""
+    end = min(at + size, len(data) - 12)
+    while at <= end:
+        name, length, kind = struct.unpack_from(header, data, at)
+        start = at + 12 + (name + 3) // 4 * 4
+        if kind == _NT_GNU_BUILD_ID:
+            return data[start : start + length] if length <= 512 and start + length <= len(data) else b""
+        at = start + (length + 3) // 4 * 4
+    return None

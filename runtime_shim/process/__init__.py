@@ -1,0 +1,1 @@
+"""Processes: /proc, pidfds, namespaces."""

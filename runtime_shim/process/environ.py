@@ -1,0 +1,140 @@
+"""The environment that a process has now, which is not the one that it was started with.
+
+/proc/PID/environ is what execve(2) put there; setenv(3), and with it Python's os.environ and NCCL's
+configuration files, change the strings that libc's `environ` (environ(7)) leads to. Its address is in the
+dynamic symbol table of the libc that the process has mapped (elf(5)).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+
+from runtime_shim.process import proc
+
+__all__ = ["live_environment"]
+
+# glibc, whose file had its version in the name before 2.34; musl's libc is its loader.
+_LIBC = ("libc.so.6", "libc-2.", "ld-musl-")
+_SYMBOL = b"environ"
+_SHT_DYNSYM, _ET_EXEC = 11, 2  # elf.h
+_MOST = 20_000  # variables, and bytes of one
+_LONGEST = 128 << 10  # MAX_ARG_STRLEN of Linux
+_ALL = 32 << 20  # bytes of all variables: those of a program that has so many are not looked at
+_PAGE = 4096
+_TABLE = 16 << 20  # bytes of a table in an ELF file; libc's have 100 KiB
+
+
+def live_environment(pid: int) -> dict[str, str] | None:
+    """The variables that getenv(3) finds in the process; None where that cannot be told.
+
+    None for a program that is linked statically, is not of 64 bits, or has gone. The process is only read
+    (process_vm_readv(2) by way of /proc/PID/mem), and may change its variables meanwhile: what is torn then
+    is left out.
+    """
+    try:
+        memory = os.open(f"{proc.PROC}/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        where = _pointer(pid)
+        return _strings(memory, where) if where else None
+    except (OSError, ValueError, IndexError, struct.error, OverflowError):
+        return None
+    finally:
+        os.close(memory)
+
+
+def _strings(memory: int, where: int) -> dict[str, str]:
+    """The strings of an array of pointers that ends with a null pointer."""
+    found: dict[str, str] = {}
+    (array,) = struct.unpack("<Q", _read(memory, where, 8))
+    left = _ALL
+    for number in range(_MOST if array else 0):
+        (address,) = struct.unpack("<Q", _read(memory, array + 8 * number, 8))
+        if not address:
+            break
+        text = _string(memory, address)
+        left -= len(text)
+        if left < 0:
+            raise ValueError("no end of variables")
+        name, equals, value = text.partition("=")
+        if equals:
+            found.setdefault(name, value)  # getenv takes the first
+    return found
+
+
+def _read(memory: int, address: int, size: int) -> bytes:
+    data = os.pread(memory, size, address)
+    if len(data) != size:
+        raise ValueError("the memory or file ends")
+    return data
+
+
+def _string(memory: int, address: int) -> str:
+    """Up to its null byte, read to the end of each page: the next one may not be mapped."""
+    text = bytearray()
+    while len(text) < _LONGEST:
+        part = os.pread(memory, _PAGE - (address + len(text)) % _PAGE, address + len(text))
+        end = part.find(b"\0")
+        if end >= 0 or not part:
+            text += part[: max(end, 0)]
+            break
+        text += part
+    return text.decode("utf-8", "surrogateescape")
+
+
+def _pointer(pid: int) -> int:
+    """The address of `environ` in the process; 0 where it has no libc that we know.
+
+    A program that is not position-independent and names it has the one that counts (R_X86_64_COPY).
+    """
+    firsts = [fields for fields in proc.named_mappings(pid) if fields[2] == "00000000"]
+    program = os.readlink(f"{proc.PROC}/{pid}/exe")
+    programs = [fields for fields in firsts if fields[5] == program]
+    libraries = [fields for fields in firsts if fields[5].rpartition("/")[2].startswith(_LIBC)]
+    if not libraries:
+        return 0
+    for fields in (*programs[:1], *libraries[:1]):
+        start, end = (int(each, 16) for each in fields[0].split("-"))
+        # By map_files even where the file has been replaced, or is in another mount namespace.
+        file = os.open(f"{proc.PROC}/{pid}/map_files/{start:x}-{end:x}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            value, relative = _value(file)
+        finally:
+            os.close(file)
+        if value:
+            return value + start * relative
+    return 0
+
+
+def _value(file: int) -> tuple[int, bool]:
+    """The value of `environ` in an ELF file of 64 bits, and whether that counts from the file's start.
+
+    0 where the file does not have it. Raises ValueError, IndexError or OverflowError for what is no such
+    file. It is the container's, which may shorten it at any moment: so it is not mapped.
+    """
+    head = _read(file, 0, 64)
+    if head[:6] != b"\x7fELF\2\1":
+        raise ValueError("not a file of 64 bits, little-endian")
+    relative = struct.unpack_from("<H", head, 16)[0] != _ET_EXEC
+    (first,) = struct.unpack_from("<Q", head, 40)
+    size, number = struct.unpack_from("<HH", head, 58)
+    table = _table(file, first, size * number)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", table, size * at) for at in range(number)]
+    dynamic = next((header for header in headers if header[1] == _SHT_DYNSYM), None)
+    if dynamic is None:
+        return 0, relative
+    strings = headers[dynamic[6]]
+    names = _table(file, strings[4], strings[5])
+    symbols = _table(file, dynamic[4], dynamic[5])
+    for name, _, _, section, value, _ in struct.iter_unpack("<IBBHQQ", symbols[: len(symbols) // 24 * 24]):
+        if section and names[name : name + len(_SYMBOL) + 1] == _SYMBOL + b"\0":
+            return int(value), relative
+    return 0, relative
+
+
+def _table(file: int, offset: int, size: int) -> bytes:
+    if size > _TABLE:
+        raise ValueError("larger than any")
+    return _read(file, offset, size)

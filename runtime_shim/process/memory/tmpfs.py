@@ -1,0 +1,210 @@
+"""Regions in files of a tmpfs of our own, which stand in for a process' own memory.
+
+    /run/gpusnap/stage.lock         held (flock) while the tmpfs is mounted or unmounted
+    /run/gpusnap/stage/             the tmpfs, 0700, in huge pages; mounted when first needed, and unmounted
+        <key>/                      by the last one to leave; see runtime_shim.runtime.container_key
+            <name>                  the bytes of one region
+
+A driver that copies GPU memory into such a file instead of private memory leaves nothing to be copied out of
+the process, and a file with the bytes can be mapped into a process instead of copying them in. The bytes
+outlive a gpusnap that is killed (but not a mount namespace that ends with it: see mountns.lasting), and are
+never there twice. Nothing is written to a disk: a tmpfs lies in RAM (and swap), gone with the next boot, as
+the processes are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+from runtime_shim.process.memory import copy as copies
+
+__all__ = ["FOLDER", "Area", "Stage", "containers", "device", "remove"]
+
+FOLDER = "/run/gpusnap/stage"
+_SLICE = 16 << 20  # bytes that one thread populates at a time
+# asm-generic/mman-common.h
+_HUGEPAGE, _POPULATE_WRITE = 14, 23
+_NOSUID, _NODEV, _NOEXEC = 2, 4, 8  # linux/mount.h, MS_*
+_MNT_DETACH = 2  # linux/fs.h
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mount.argtypes = [
+    ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p
+]  # fmt: skip
+_libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class Area:
+    """The bytes of one region, `size` of them, in a file from `lead` on: a Source and a Target.
+
+    `lead` is what makes offset and address agree within a huge page. Every method raises OSError.
+    """
+
+    def __init__(self, path: str, address: int, size: int, *, new: bool = False) -> None:
+        self.path, self.address, self.size = path, address, size
+        self.lead = address % copies.HUGE
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if new else 0)
+        self.descriptor = os.open(path, flags, 0o600)
+        try:
+            if new:
+                os.ftruncate(self.descriptor, self.lead + size)
+            self._mapping = mmap.mmap(self.descriptor, self.lead + size)
+        except (OSError, ValueError) as error:  # ValueError: the file is shorter
+            os.close(self.descriptor)
+            raise error if isinstance(error, OSError) else OSError(errno.EIO, str(error), path) from error
+        with suppress(OSError):  # a kernel without huge pages
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
+
+    def view(self, offset: int, size: int) -> memoryview:
+        """A part of the bytes where they are."""
+        return memoryview(self._mapping)[self.lead + offset : self.lead + offset + size]
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Copy from the region, while other threads run."""
+        kind = ctypes.c_char * into.nbytes
+        here, there = kind.from_buffer(into), kind.from_buffer(self._mapping, self.lead + offset)
+        ctypes.memmove(here, there, into.nbytes)  # a slice's assignment would keep the interpreter's lock
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Copy to the region."""
+        self.view(offset, data.nbytes)[:] = data
+
+    def populate(self, *, threads: int = 0) -> None:
+        """Have the kernel put pages behind all of it, in so many threads, all cores' for 0.
+
+        Raises OSError where there is no memory for that; a kernel before 5.14 does nothing.
+        """
+        held = (ctypes.c_char * len(self._mapping)).from_buffer(self._mapping)
+        try:
+            begin, end = ctypes.addressof(held), ctypes.addressof(held) + len(self._mapping)
+            slices = range(begin, end, _SLICE)
+            copies.work([partial(_populate, at, min(_SLICE, end - at), self.path) for at in slices], threads)
+        finally:
+            del held
+
+    def close(self) -> None:
+        """Let go of the file, which stays; views that are still held, if any, keep its memory mapped."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+        with suppress(BufferError):
+            self._mapping.close()
+
+    def discard(self) -> None:
+        """Let go of the file, and remove it."""
+        self.close()
+        with suppress(FileNotFoundError):
+            os.unlink(self.path)
+
+
+class Stage:
+    """The folder of one container. It is made, and the tmpfs mounted, with the first area."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._made = False
+
+    def area(self, name: str, address: int, size: int) -> Area:
+        """A new region of zeros, for one at this address in a process. Raises OSError."""
+        folder = _folder(self._key)
+        if not self._made:
+            with _locked():
+                _mount()
+                os.makedirs(folder, mode=0o700, exist_ok=True)
+            self._made = True
+        path = os.path.join(folder, name)
+        with suppress(FileNotFoundError):  # what a killed one has left
+            os.unlink(path)
+        try:
+            return Area(path, address, size, new=True)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(path)
+            raise
+
+    def remove(self) -> None:
+        """Remove all of the container's; memory that a process has mapped stays until it lets go."""
+        if self._made:
+            remove(self._key)
+            self._made = False
+
+
+def remove(key: str) -> None:
+    """Remove what is staged for a container, and the tmpfs where nothing else is in it. Raises OSError."""
+    folder = _folder(key)
+    if not os.path.isdir(FOLDER):
+        return
+    with _locked():
+        with suppress(FileNotFoundError):
+            for name in os.listdir(folder):
+                os.unlink(os.path.join(folder, name))
+            os.rmdir(folder)
+        if os.path.ismount(FOLDER) and not os.listdir(FOLDER):
+            # What a process still has mapped stays until it lets go.
+            _libc.umount2(FOLDER.encode(), _MNT_DETACH)
+
+
+def device() -> str:
+    """The tmpfs as proc_pid_maps(5) has it, major:minor in hexadecimal; empty where there is none."""
+    try:
+        found = os.stat(FOLDER).st_dev
+    except OSError:
+        return ""
+    return f"{os.major(found):02x}:{os.minor(found):02x}"
+
+
+def containers() -> list[str]:
+    """The keys of those that something is staged for."""
+    try:
+        return sorted(os.listdir(FOLDER)) if os.path.ismount(FOLDER) else []
+    except OSError:
+        return []
+
+
+def _folder(key: str) -> str:
+    if not key or "/" in key or key.startswith("."):
+        raise OSError(errno.EINVAL, "it cannot be a folder's name", key)
+    return os.path.join(FOLDER, key)
+
+
+@contextmanager
+def _locked() -> Iterator[None]:
+    parent = os.path.dirname(FOLDER)
+    with suppress(FileExistsError):
+        os.mkdir(parent, 0o700)
+    lock = os.open(f"{FOLDER}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _mount() -> None:
+    """Mount the tmpfs unless it is. One without huge pages does too."""
+    with suppress(FileExistsError):
+        os.mkdir(FOLDER, 0o700)
+    if os.path.ismount(FOLDER):
+        return
+    # Whether there is room is decided elsewhere: no limit, instead of half of the RAM.
+    for options in (b"size=100%,mode=0700,huge=always", b"size=100%,mode=0700"):
+        flags = _NOSUID | _NODEV | _NOEXEC
+        if _libc.mount(b"gpusnap", FOLDER.encode(), b"tmpfs", flags, options) == 0:
+            return
+    number = ctypes.get_errno()
+    raise OSError(number, os.strerror(number), FOLDER)
+
+
+def _populate(address: int, size: int, path: str) -> None:
+    if _libc.madvise(address, size, _POPULATE_WRITE) < 0:
+        number = ctypes.get_errno()
+        if number != errno.EINVAL:
+            raise OSError(number, os.strerror(number), path)

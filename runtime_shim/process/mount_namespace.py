@@ -1,0 +1,155 @@
+"""Mount namespaces, as one thread of ours sees and changes them; the rest of the process stays where it is.
+
+A thread may leave its process' namespace alone once it has a file system context of its own (unshare(2),
+CLONE_FS; setns(2)). It cannot share one again: such a thread ends with its work. As mount(2) cannot reach
+into another namespace, a mount is carried there by open_tree(2) and move_mount(2), from Linux 5.2 on.
+
+Every failure is an OSError with the call and the path in its `filename`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from runtime_shim.process import proc
+
+__all__ = [
+    "detach",
+    "in_the_name_of",
+    "join",
+    "lasting",
+    "leave",
+    "make_private",
+    "make_slaves",
+    "move_mount",
+    "open_tree",
+    "run_joined",
+]
+
+# asm-generic/unistd.h; the numbers from 424 on are those of every architecture.
+_OPEN_TREE, _MOVE_MOUNT = 428, 429
+# linux/mount.h
+_OPEN_TREE_CLONE, _OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
+_F_EMPTY_PATH, _T_EMPTY_PATH = 0x04, 0x40
+_MS_REC, _MS_PRIVATE, _MS_SLAVE = 1 << 14, 1 << 18, 1 << 19
+# linux/fcntl.h, linux/sched.h, linux/fs.h
+_AT_FDCWD, _AT_SYMLINK_NOFOLLOW, _AT_RECURSIVE = -100, 0x100, 0x8000
+_CLONE_FS, _CLONE_NEWNS = 0x200, 0x20000
+_MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mount.argtypes = [
+    ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_void_p
+]  # fmt: skip
+_libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
+_libc.setns.argtypes = [ctypes.c_int, ctypes.c_int]
+_libc.unshare.argtypes = [ctypes.c_int]
+_libc.setfsuid.argtypes = [ctypes.c_uint]
+_libc.setfsgid.argtypes = [ctypes.c_uint]
+# syscall(2) by index: each a function of its own, with its own types. Older C libraries name neither call.
+_open_tree, _move_mount = _libc["syscall"], _libc["syscall"]
+_open_tree.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+_move_mount.argtypes = [
+    ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint
+]  # fmt: skip
+_open_tree.restype = _move_mount.restype = ctypes.c_long
+
+
+def lasting() -> bool:
+    """Whether what we mount stays when we are gone: our namespace is the host's, as far as can be seen.
+
+    It is not in a systemd unit with PrivateTmp=, ProtectSystem= and the like.
+    """
+    init, ours = proc.namespace(1, "mnt"), proc.namespace(os.getpid(), "mnt")
+    if init:
+        return init == ours
+    # Somebody keeps us from asking. A namespace that systemd made receives mounts, and passes none on.
+    tags = next((m.tags for m in reversed(proc.mounts("self")) if m.destination in ("/run", "/")), ())
+    return any(tag.startswith("shared:") for tag in tags) or not any(t.startswith("master:") for t in tags)
+
+
+def run_joined(space: int, path: str, work: Callable[[], None]) -> None:
+    """Do `work` in a thread that has joined an open mount namespace; raises what it raises."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            join(space, path)
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="gpusnap-inside")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+def join(space: int, path: str) -> None:
+    """Have this thread join an open mount namespace; its root and working directory are that one's root."""
+    # setns(2) refuses a thread that shares its root and working directory with others.
+    _check("unshare", "CLONE_FS", _libc.unshare(_CLONE_FS))
+    _check("setns", path, _libc.setns(space, _CLONE_NEWNS))
+
+
+def leave() -> None:
+    """Give this thread a copy of the namespace that it is in; its file system context is its own, too."""
+    _check("unshare", "CLONE_NEWNS", _libc.unshare(_CLONE_NEWNS))
+
+
+def open_tree(path: str, *, recursive: bool = False) -> int:
+    """A copy of what is mounted at `path`, as a descriptor; it is nowhere yet, and follows no last link.
+
+    With `recursive`, what is mounted below it comes along.
+    """
+    flags = _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC | _AT_SYMLINK_NOFOLLOW
+    flags |= _AT_RECURSIVE if recursive else 0
+    return _check("open_tree", path, _open_tree(_OPEN_TREE, _AT_FDCWD, os.fsencode(path), flags))
+
+
+def move_mount(tree: int, path: str, *, onto: int | None = None) -> None:
+    """Mount what `open_tree` gave at `path`, or on the open file `onto`, which errors call `path`."""
+    place, name, flags = _AT_FDCWD, os.fsencode(path), _F_EMPTY_PATH
+    if onto is not None:
+        place, name, flags = onto, b"", _F_EMPTY_PATH | _T_EMPTY_PATH
+    _check("move_mount", path, _move_mount(_MOVE_MOUNT, tree, b"", place, name, flags))
+
+
+def detach(folder: int, name: str, path: str) -> None:
+    """Unmount what is at `name` in an open folder, which becomes this thread's; errors call it `path`."""
+    os.fchdir(folder)
+    _check("umount2", path, _libc.umount2(os.fsencode(name), _MNT_DETACH | _UMOUNT_NOFOLLOW))
+
+
+def make_private(folder: int, name: str, path: str) -> None:
+    """Take the mount at `name` in an open folder, which becomes this thread's, out of its peer group."""
+    os.fchdir(folder)
+    _check("mount", path, _libc.mount(None, os.fsencode(name), None, _MS_PRIVATE, None))
+
+
+def make_slaves() -> None:
+    """Keep what is mounted in this thread's namespace from the one that it was copied from."""
+    _check("mount", "/", _libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None))
+
+
+@contextmanager
+def in_the_name_of(uid: int, gid: int) -> Iterator[None]:
+    """Have this thread reach files as this user and group (setfsuid(2)), which tell of no failure."""
+    before = _libc.setfsgid(gid), _libc.setfsuid(uid)
+    try:
+        yield
+    finally:
+        _libc.setfsuid(before[1])
+        _libc.setfsgid(before[0])
+
+
+def _check(call: str, path: str, result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), f"{call} {path}")
+    return result

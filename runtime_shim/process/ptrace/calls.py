@@ -1,0 +1,236 @@
+"""The calls of ptrace(2), and what a wait for a traced thread answers.
+
+A tracer is one thread: the one that seized. The kernel answers any other thread of ours ESRCH. Every function
+raises OSError with the errno, the name of the request and the thread; ESRCH (ProcessLookupError) also says
+that the thread has ended or was killed. No function waits without a deadline.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+from runtime_shim.process.ptrace.arch import this_machine
+
+__all__ = [
+    "PATIENCE",
+    "Stop",
+    "critical_section",
+    "go",
+    "go_to_call",
+    "interrupt",
+    "let_go",
+    "registers",
+    "seize",
+    "send",
+    "set_options",
+    "set_registers",
+    "set_signal_mask",
+    "signal_mask",
+    "stopped",
+    "wait",
+]
+
+# linux/ptrace.h
+_CONT, _DETACH, _SYSCALL = 7, 17, 24
+_SETOPTIONS, _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT = 0x4200, 0x4204, 0x4205, 0x4206, 0x4207
+_GETSIGMASK, _SETSIGMASK, _GET_RSEQ_CONFIGURATION = 0x420A, 0x420B, 0x420F
+_EVENT_EXEC, _EVENT_STOP = 4, 128
+_NAMES = {
+    _CONT: "CONT",
+    _DETACH: "DETACH",
+    _SYSCALL: "SYSCALL",
+    _SETOPTIONS: "SETOPTIONS",
+    _GETREGSET: "GETREGSET",
+    _SETREGSET: "SETREGSET",
+    _SEIZE: "SEIZE",
+    _INTERRUPT: "INTERRUPT",
+    _GETSIGMASK: "GETSIGMASK",
+    _SETSIGMASK: "SETSIGMASK",
+    _GET_RSEQ_CONFIGURATION: "GET_RSEQ_CONFIGURATION",
+}
+PATIENCE = 10.0
+"""Seconds until a thread stops that was asked to; beyond that it waits in the kernel itself."""
+# A thread that runs to its next system call is there within microseconds; sleeping would cost more.
+_SPINS, _FIRST, _LONGEST = 40, 0.00005, 0.002
+TRACESYSGOOD = 1
+"""Stops at system calls are told from SIGTRAP."""
+TRACEEXEC = 1 << 4
+"""A thread stops when it has begun another program, before that program's first instruction."""
+SUSPEND_SECCOMP = 1 << 21
+"""The thread's seccomp filters do not hold while this is set; needs CAP_SYS_ADMIN."""
+_NT_PRSTATUS = 1  # linux/elf.h
+_WALL = 0x40000000  # linux/wait.h: also for threads
+_SIGSET = 8  # bytes of the kernel's sigset_t
+_LARGEST = 4096  # more than any architecture's register set
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+_libc.ptrace.restype = ctypes.c_long
+_libc.syscall.restype = ctypes.c_long
+
+
+class _Iovec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class _RseqConfiguration(ctypes.Structure):
+    """struct ptrace_rseq_configuration of linux/ptrace.h (Linux 5.13)."""
+
+    _fields_ = (
+        ("pointer", ctypes.c_uint64),
+        ("size", ctypes.c_uint32),
+        ("signature", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Why a traced thread stopped."""
+
+    signal: int
+    event: int
+
+    @property
+    def at_call(self) -> bool:
+        """At the entry or at the exit of a system call."""
+        return self.signal == signal.SIGTRAP | 0x80
+
+    @property
+    def at_exec(self) -> bool:
+        """It has begun another program, see TRACEEXEC."""
+        return self.event == _EVENT_EXEC
+
+    @property
+    def by_tracer(self) -> bool:
+        """Because we asked for it, or with its process: no signal waits to be delivered."""
+        return self.event == _EVENT_STOP
+
+    @property
+    def with_process(self) -> bool:
+        """As a part of its process, which a signal has stopped (ptrace(2), group-stop)."""
+        return self.by_tracer and self.signal != signal.SIGTRAP
+
+
+def seize(tid: int) -> None:
+    """Become a thread's tracer; it does not stop for that."""
+    _ptrace(_SEIZE, tid)
+
+
+def interrupt(tid: int) -> None:
+    """Have a thread stop, soon."""
+    _ptrace(_INTERRUPT, tid)
+
+
+def go(tid: int, which: int = 0) -> None:
+    """Let a thread run on; a signal that it stopped for is delivered if it is given as `which`."""
+    _ptrace(_CONT, tid, 0, which)
+
+
+def go_to_call(tid: int, which: int = 0) -> None:
+    """As `go`, to the next entry or exit of a system call."""
+    _ptrace(_SYSCALL, tid, 0, which)
+
+
+def let_go(tid: int, which: int = 0) -> None:
+    """Be its tracer no longer: it runs on, or stops if its process stands. `which` as for `go`."""
+    _ptrace(_DETACH, tid, 0, which)
+
+
+def set_options(tid: int, options: int) -> None:
+    """Set TRACESYSGOOD, TRACEEXEC, SUSPEND_SECCOMP; those left out are taken back."""
+    _ptrace(_SETOPTIONS, tid, 0, options)
+
+
+def registers(tid: int) -> bytes:
+    """The general registers of a thread that stands."""
+    room = ctypes.create_string_buffer(_LARGEST)
+    vector = _Iovec(ctypes.addressof(room), _LARGEST)
+    _ptrace(_GETREGSET, tid, _NT_PRSTATUS, ctypes.addressof(vector))
+    return room.raw[: vector.length]
+
+
+def set_registers(tid: int, values: bytes) -> None:
+    """Set them all."""
+    room = ctypes.create_string_buffer(values, len(values))
+    vector = _Iovec(ctypes.addressof(room), len(values))
+    _ptrace(_SETREGSET, tid, _NT_PRSTATUS, ctypes.addressof(vector))
+
+
+def signal_mask(tid: int) -> int:
+    """The blocked signals of a thread that stands, the lowest bit being signal 1."""
+    room = ctypes.create_string_buffer(_SIGSET)
+    _ptrace(_GETSIGMASK, tid, _SIGSET, ctypes.addressof(room))
+    return int.from_bytes(room.raw, "little")
+
+
+def set_signal_mask(tid: int, mask: int) -> None:
+    """Set them; the kernel leaves out SIGKILL and SIGSTOP."""
+    room = ctypes.create_string_buffer(mask.to_bytes(_SIGSET, "little"), _SIGSET)
+    _ptrace(_SETSIGMASK, tid, _SIGSET, ctypes.addressof(room))
+
+
+def critical_section(tid: int) -> int:
+    """The address at which a thread that stands keeps its restartable sequence (rseq(2)), 0 for none.
+
+    There, eight bytes on, is the address of a struct rseq_cs (linux/rseq.h). A kernel before 5.13 does not
+    tell, and answers EIO.
+    """
+    found = _RseqConfiguration()
+    _ptrace(_GET_RSEQ_CONFIGURATION, tid, ctypes.sizeof(found), ctypes.addressof(found))
+    return int(found.pointer)
+
+
+def wait(tid: int, *, within: float = PATIENCE) -> Stop:
+    """Wait until a traced thread stops. Raises ProcessLookupError when it ends instead, and reaps it.
+
+    TimeoutError after `within` seconds: the thread waits in the kernel, and is still traced.
+    """
+    for _ in range(_SPINS):
+        if (stop := stopped(tid)) is not None:
+            return stop
+    deadline, pause = time.monotonic() + within, _FIRST
+    while (stop := stopped(tid)) is None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(errno.ETIMEDOUT, f"thread {tid} did not stop within {within:g} s")
+        time.sleep(pause)
+        pause = min(pause * 1.5, _LONGEST)
+    return stop
+
+
+def stopped(tid: int) -> Stop | None:
+    """Why a traced thread has stopped, None where it runs. Raises ProcessLookupError as `wait`."""
+    ended, status = os.waitpid(tid, _WALL | os.WNOHANG)
+    return _stop(tid, ended, status) if ended else None
+
+
+def _stop(tid: int, _: int, status: int) -> Stop:
+    if not os.WIFSTOPPED(status):
+        raise ProcessLookupError(errno.ESRCH, f"thread {tid} ended while it was traced")
+    return Stop(os.WSTOPSIG(status), status >> 16)
+
+
+def send(pid: int, tid: int, which: int) -> None:
+    """Send a signal to one thread."""
+    if hasattr(_libc, "tgkill"):
+        result = _libc.tgkill(pid, tid, which)
+    else:  # glibc before 2.30
+        result = _libc.syscall(*map(ctypes.c_long, (this_machine().calls["tgkill"], pid, tid, which)))
+    if result < 0:
+        _fail(f"tgkill({pid}, {tid}, {which})")
+
+
+def _ptrace(request: int, tid: int, address: int = 0, data: int = 0) -> None:
+    if _libc.ptrace(request, tid, address, data) < 0:
+        _fail(f"ptrace(PTRACE_{_NAMES[request]}, {tid})")
+
+
+def _fail(what: str) -> None:
+    number = ctypes.get_errno()
+    raise OSError(number, f"{what}: {os.strerror(number)}")

@@ -1,0 +1,105 @@
+"""Handles of a process made harmless where they are: descriptors that lead to /dev/null, mappings of nothing.
+
+A child by fork inherits its parent's device files, open and mapped, and may never use them (the workers of
+PyTorch's DataLoader). Nobody closes them for it, and CRIU dumps no device it does not know. The numbers and
+addresses stay taken, as the program believes that they are.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from runtime_shim.errors import Refused, reason
+from runtime_shim.process.memory.maps import Mapping, mappings
+from runtime_shim.process.ptrace.remote_syscall import Remote, Saved, inside
+
+__all__ = ["Neutralised", "neutralise"]
+
+_NULL = os.makedev(1, 3)  # Documentation/admin-guide/devices.txt
+_FIXED = 0x10  # asm-generic/mman-common.h, MAP_FIXED
+
+
+@dataclass(frozen=True, slots=True)
+class Neutralised:
+    """What was replaced in a process."""
+
+    descriptors: tuple[tuple[int, str], ...]
+    """Number, and the path of what it led to."""
+    mappings: tuple[Mapping, ...]
+    """As they were."""
+
+
+def _kept(_: Saved) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def neutralise(
+    pid: int,
+    fds: Iterable[int],
+    ranges: Iterable[tuple[int, int]],
+    *,
+    lent: Callable[[Saved], AbstractContextManager[None]] = _kept,
+) -> Neutralised:
+    """Put /dev/null behind descriptors of a stopped process, and nothing behind its mappings of files.
+
+    `ranges` of (start, end), each a whole mapping. A descriptor stays open across exec, or is closed by it,
+    as before. `lent` gets a thread's own registers, for `remote.put_back`, and holds while the thread makes
+    system calls for us; whoever is killed just then leaves at most a descriptor of the null device, or a page
+    of arguments, too many. Raises Refused, before anything is replaced, where the process has no null device
+    or a mapping is not there; OSError where a descriptor is not, it cannot be traced or a call in it fails.
+    """
+    numbers = tuple(sorted(set(fds)))
+    wanted = sorted(set(ranges))
+    with inside(pid) as remote, lent(remote.saved):
+        gone = _whole(pid, wanted)
+        closing = {number: _closed_by_exec(pid, number) for number in numbers}
+        led = tuple((number, os.readlink(f"/proc/{pid}/fd/{number}")) for number in numbers)
+        if numbers:
+            _descriptors(remote, pid, closing)
+        for mapping in gone:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED
+            remote.mmap(mapping.start, mapping.size, 0, flags)  # PROT_NONE
+    return Neutralised(led, gone)
+
+
+def _descriptors(remote: Remote, pid: int, closing: dict[int, bool]) -> None:
+    hint = "give its container the device 1:3 as /dev/null"
+    try:
+        # Whatever lies there: O_NONBLOCK does not wait for a FIFO's other end.
+        null = remote.openat("/dev/null", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
+    except ProcessLookupError:
+        raise
+    except OSError as error:
+        raise Refused(f"process {pid} cannot open the null device: {reason(error)}", hint=hint) from error
+    try:
+        found = os.stat(f"/proc/{pid}/fd/{null}")
+        if not stat.S_ISCHR(found.st_mode) or found.st_rdev != _NULL:
+            raise Refused(f"the /dev/null of process {pid} is not the null device", hint=hint)
+        for number, close in closing.items():
+            remote.dup3(null, number, os.O_CLOEXEC if close else 0)
+    finally:
+        remote.close(null)
+
+
+def _closed_by_exec(pid: int, number: int) -> bool:
+    """Whether exec closes a descriptor (proc_pid_fdinfo(5), flags). Raises OSError where it is not open."""
+    with open(f"/proc/{pid}/fdinfo/{number}", encoding="ascii") as file:
+        flags = next(line.split()[1] for line in file if line.startswith("flags:"))
+    return bool(int(flags, 8) & os.O_CLOEXEC)
+
+
+def _whole(pid: int, wanted: Sequence[tuple[int, int]]) -> tuple[Mapping, ...]:
+    """The mappings that take up just these ranges."""
+    by_range = {(each.start, each.end): each for each in mappings(pid)}
+    missing = [each for each in wanted if each not in by_range]
+    if missing:
+        raise Refused(
+            f"process {pid} has no mapping at {missing[0][0]:#x}-{missing[0][1]:#x}",
+            hint="stop the process before its mappings are looked up",
+        )
+    return tuple(by_range[each] for each in wanted)

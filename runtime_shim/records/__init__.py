@@ -1,0 +1,1 @@
+"""The manifest of a checkpoint, and where it lies."""

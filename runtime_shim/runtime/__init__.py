@@ -1,0 +1,1 @@
+"""crun and runc: found, identified and called; containers and bundles as they keep them."""

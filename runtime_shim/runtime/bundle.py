@@ -1,0 +1,201 @@
+"""The bundle's config.json, put right before a restore.
+
+CDI's mounts (Podman's --device nvidia.com/gpu=…) have options but no `type`, which the runtime specification
+allows. crun 1.21 reads the missing type on restore and crashes (criu.c, prepare_restore_mounts; newer ones
+check it), so a bind mount is given its type. A bind mount whose source is a symbolic link (libcuda.so.1, as
+people mount it by hand) fails in CRIU's restore ("Can't remount"), so the link is followed.
+
+Where the container comes back on other GPUs, or with another driver, its GPU nodes and the rules of its
+device cgroup become this host's, and the mounts of the driver's files are taken from where this host has
+them; destinations stay, because CRIU asks for each mount by its own. Nothing else is changed: the file comes
+from the caller, and what it grants stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from runtime_shim.errors import ContainerError, reason
+from runtime_shim.gpu.api.device_nodes import Change, Node
+
+__all__ = ["Edits", "binds", "devices", "prepare", "put_back", "write"]
+
+_Number = tuple[int, int]
+_OUR_HOOK = "gpusnap-hook"
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """What the restore changes."""
+
+    changes: tuple[Change, ...] = ()
+    """Device nodes."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """This host's file or device, by the destination of a bind mount in config.json."""
+    strange: tuple[Node, ...] = ()
+    """This host's GPU nodes that the plan does not give the container: no entry or rule may name them."""
+
+
+def prepare(
+    bundle: str,
+    config: dict[str, Any],
+    edits: Edits | None = None,
+    *,
+    noted: Callable[[bytes, bytes], object] = lambda before, after: None,
+) -> Callable[[], None]:
+    """Change `config` as the restore needs it and write it; returns what puts the old file back.
+
+    `noted` is told the old and the new content before the file is replaced. Raises ContainerError where the
+    bundle cannot be written.
+    """
+    before = copy.deepcopy(config)
+    edits = edits or Edits()
+    for mount in binds(config):
+        if (source := edits.sources.get(str(mount.get("destination")))) is not None:
+            mount["source"] = source
+        _mend(mount)
+    _drop_our_hooks(config)
+    _change_devices(config, edits)
+    _change_rules(config, edits)
+    return write(bundle, config, noted=noted) if config != before else lambda: None
+
+
+def write(
+    bundle: str,
+    config: Mapping[str, Any],
+    *,
+    noted: Callable[[bytes, bytes], object] = lambda before, after: None,
+) -> Callable[[], None]:
+    """Replace the bundle's config.json; returns what puts the old one back; `noted` as in `prepare`.
+
+    Raises ContainerError.
+    """
+    path = os.path.join(bundle, "config.json")
+    try:
+        with open(path, "rb") as file:
+            before = file.read()
+        after = json.dumps(config).encode()
+        noted(before, after)
+        _replace(path, after)
+    except OSError as error:
+        raise ContainerError(f"{path} cannot be prepared for the restore: {reason(error)}") from error
+    return lambda: _replace(path, before)
+
+
+def put_back(bundle: str, content: bytes) -> None:
+    """Replace the bundle's config.json by its old content. Raises OSError."""
+    _replace(os.path.join(bundle, "config.json"), content)
+
+
+def binds(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The bind mounts of a configuration."""
+    mounts = config.get("mounts")
+    for mount in mounts if isinstance(mounts, list) else ():
+        options = mount.get("options") if isinstance(mount, dict) else None
+        if isinstance(options, list) and ("bind" in options or "rbind" in options):
+            yield mount
+
+
+def devices(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """linux.devices of a configuration; entries that are none are left out."""
+    linux = config.get("linux")
+    found = linux.get("devices") if isinstance(linux, dict) else None
+    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+
+
+def _mend(mount: dict[str, Any]) -> None:
+    """Give a bind mount what it lacks."""
+    mount["type"] = mount.get("type") or "bind"
+    source = mount.get("source")
+    if isinstance(source, str) and os.path.isabs(source) and os.path.islink(source):
+        mount["source"] = os.path.realpath(source)
+
+
+def _drop_our_hooks(config: dict[str, Any]) -> None:
+    """runc runs createRuntime hooks at a restore; ours must not fail it on a host that does not have them."""
+    stages = config.get("hooks")
+    for hooks in stages.values() if isinstance(stages, dict) else ():
+        if not isinstance(hooks, list):
+            continue
+        paths = [str(hook.get("path")) if isinstance(hook, dict) else "" for hook in hooks]
+        hooks[:] = [
+            hook
+            for hook, path in zip(hooks, paths, strict=True)
+            if os.path.basename(path) != _OUR_HOOK or os.path.exists(path)
+        ]
+
+
+def _change_devices(config: dict[str, Any], edits: Edits) -> None:
+    of = {change.old.path: change.new for change in edits.changes}
+    strange = {(node.major, node.minor) for node in edits.strange}
+    after: dict[str, dict[str, Any]] = {}
+    for entry in devices(config):
+        path = str(entry.get("path"))
+        if path in of:
+            for node in of[path]:
+                after[node.path] = entry | {"path": node.path, "major": node.major, "minor": node.minor}
+        elif entry.get("type") == "b" or _number(entry) not in strange:
+            after.setdefault(path, entry)
+    if devices(config):
+        config["linux"]["devices"] = list(after.values())
+
+
+def _number(entry: Mapping[str, Any]) -> _Number:
+    major, minor = entry.get("major"), entry.get("minor")
+    return (major, minor) if isinstance(major, int) and isinstance(minor, int) else (-1, -1)
+
+
+def _change_rules(config: dict[str, Any], edits: Edits) -> None:
+    """linux.resources.devices (runtime-spec, config-linux.md): allowed and forbidden devices by number."""
+    linux = config.get("linux")
+    resources = linux.get("resources") if isinstance(linux, dict) else None
+    rules = resources.get("devices") if isinstance(resources, dict) else None
+    if not isinstance(resources, dict) or not isinstance(rules, list):
+        return
+    of = _numbers(edits.changes)
+    majors = {old[0]: new[0][0] for old, new in of.items()}
+    strange = {(node.major, node.minor) for node in edits.strange}
+    after: list[Any] = []
+    for rule in rules:
+        if not isinstance(rule, dict) or rule.get("type") != "c" or not isinstance(rule.get("major"), int):
+            after.append(rule)
+            continue
+        major, minor = rule["major"], rule.get("minor")
+        if not isinstance(minor, int) or minor < 0:  # every minor of that major
+            new_rules = [rule | {"major": majors.get(major, major)}]
+        elif (major, minor) in of:
+            new_rules = [rule | {"major": x, "minor": y} for x, y in of[major, minor]]
+        else:
+            new_rules = [rule] if (major, minor) not in strange else []
+        after += new_rules
+    resources["devices"] = after
+
+
+def _numbers(changes: Iterable[Change]) -> dict[_Number, Sequence[_Number]]:
+    """New device numbers by old one. A second name that goes away takes no rule with it: the first stays."""
+    return {
+        (change.old.major, change.old.minor): tuple(dict.fromkeys((n.major, n.minor) for n in change.new))
+        for change in changes
+        if change.new
+    }
+
+
+def _replace(path: str, data: bytes) -> None:
+    """Write a file in one step, with the mode and the owner that it had."""
+    before = os.stat(path)
+    descriptor, name = tempfile.mkstemp(prefix=".config-", dir=os.path.dirname(path))
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, before.st_mode & 0o7777)
+            os.fchown(descriptor, before.st_uid, before.st_gid)
+            file.write(data)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

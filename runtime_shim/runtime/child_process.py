@@ -1,0 +1,75 @@
+"""Child processes: one function that runs one and gives back what it said."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from runtime_shim.errors import NotStarted, RuntimeFailed, reason
+from runtime_shim.runtime import find as locate
+
+__all__ = ["Finished", "run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A child that has ended; output is text, with undecodable bytes escaped."""
+
+    code: int
+    """Its exit code; 128 + the signal's number where a signal ended it."""
+    out: str
+    err: str
+
+
+def run(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    capture: bool = True,
+    own_session: bool = False,
+    keep: Sequence[int] = (),
+    started: Callable[[int], object] | None = None,
+    seconds: float | None = None,
+) -> Finished:
+    """Run a program to its end.
+
+    With `capture` it reads /dev/null and its output is collected; without, descriptors 0 to 2 pass through
+    untouched, as CRIU gives them to the restored container. `own_session` keeps a terminal's Ctrl-C from it.
+    `keep` are descriptors that it shall have too, and `started` is told its PID.
+    Raises NotStarted, and RuntimeFailed where it is not done within `seconds` and is killed; an exit code is
+    the caller's to judge.
+    """
+    stream = subprocess.PIPE if capture else None
+    try:
+        process = subprocess.Popen(
+            list(argv),
+            stdin=subprocess.DEVNULL if capture else None,
+            stdout=stream,
+            stderr=stream,
+            env=dict(locate.environment() if env is None else env),
+            # Podman hands descriptors down to crun (--preserve-fds); crun and runc close what they do not
+            # pass on.
+            close_fds=capture,
+            pass_fds=tuple(keep) if capture else (),
+            start_new_session=own_session,
+        )
+    except OSError as error:
+        raise NotStarted(f"{argv[0]} cannot be started: {reason(error)}") from error
+    with process:
+        if started is not None:
+            started(process.pid)
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise RuntimeFailed(
+                f"{argv[0]} did not end within {seconds:g} s",
+                hint="run it by hand, and see what it waits for",
+            ) from None
+    code = process.returncode if process.returncode >= 0 else 128 - process.returncode
+    return Finished(code, _text(out), _text(err))
+
+
+def _text(data: bytes | None) -> str:
+    return (data or b"").decode("utf-8", "backslashreplace")

@@ -1,0 +1,284 @@
+"""A container as the real runtime knows it, and all of its processes.
+
+Which processes belong to a container is answered from /proc alone, because a container may share any
+namespace and any cgroup with its host, and with other containers: see neighbours.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from oci.base.json_text import parse_json
+from runtime_shim.errors import ContainerError, RuntimeFailed, SettingsError, reason
+from runtime_shim.log import runtime_message
+from runtime_shim.process import pidfd, proc
+from runtime_shim.runtime import cgroup_freezer, container_key, neighbours
+from runtime_shim.runtime.child_process import run
+
+__all__ = [
+    "UNIFIED",
+    "Container",
+    "beside",
+    "bundle_annotations",
+    "bundle_config",
+    "descends",
+    "find",
+    "freezable",
+    "frozen_by",
+    "frozen_group",
+    "gather",
+    "inner_pids",
+    "left_out",
+    "own_v1_freezer",
+    "processes",
+]
+
+
+UNIFIED = "/sys/fs/cgroup"
+"""Where crun and runc look for version 2 of the cgroups."""
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """The state of a container (runtime-spec, State)."""
+
+    id: str
+    pid: int
+    """Of its init, in our PID namespace; 0 where it has none."""
+    status: str
+    """created, running, stopped, paused."""
+    bundle: str
+    annotations: dict[str, str]
+    root: str = ""
+    """The runtime's, within which the ID is the only one of its kind; empty where nobody asked."""
+
+    @property
+    def key(self) -> str:
+        """What it is called in gpusnap's own files."""
+        return container_key.key(self.root, self.id)
+
+
+def find(command: Sequence[str], container_id: str, *, root: str = "") -> Container:
+    """Ask the real runtime for a container's state; `command` is the runtime with its global options.
+
+    `root`: for Container.root. Raises ContainerError where the runtime does not know it.
+    """
+    done = run([*command, "state", container_id])
+    if done.code != 0:
+        said = runtime_message("", done.err) or f"exit code {done.code}"
+        raise ContainerError(f"the state of container {container_id} cannot be read: {_reworded(said)}")
+    try:
+        state = parse_json(done.out)
+        return Container(
+            id=str(state["id"]),
+            pid=int(state.get("pid") or 0),
+            status=str(state["status"]),
+            bundle=str(state["bundle"]),
+            annotations={str(k): str(v) for k, v in (state.get("annotations") or {}).items()},
+            root=root,
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RuntimeFailed(f"{command[0]} state gave no container state: {error!r}") from error
+
+
+def _reworded(text: str) -> str:
+    """Podman replaces messages with the words of ENOENT (see errors.py); the runtime's own may have them."""
+    lowered = text.lower()
+    if "no such file or directory" in lowered or "not exist" in lowered:
+        return "there is no such container"
+    return text
+
+
+def processes(init: int, container_id: str) -> tuple[proc.Process, ...]:
+    """Every process of the container whose init is `init`, ordered by PID; zombies are left out.
+
+    Those in a cgroup of its own, those in its PID namespace where it is no other container's, and their
+    descendants. From now on a signal to one of them reaches no later process with its PID (process/pidfd.py).
+
+    None where it has no init: a runtime then says 0, which is the parent of all that a host runs.
+    """
+    if init <= 0:
+        return ()
+    found = _listed(neighbours.look(init, container_id, _own_cgroup(init, container_id)).members)
+    pidfd.remember((process.pid, process.start) for process in found)
+    return found
+
+
+def beside(init: int, container_id: str) -> tuple[proc.Process, ...]:
+    """The processes of other containers that would end with this one, or that have its init for an ancestor.
+
+    Those that joined its PID namespace: when its PID 1 ends, the kernel kills all in it.
+    """
+    if init <= 0:
+        return ()
+    return _listed(neighbours.look(init, container_id, _own_cgroup(init, container_id)).neighbours)
+
+
+def left_out(init: int, members: Iterable[proc.Process]) -> tuple[proc.Process, ...]:
+    """Members that are no descendants of init: in a shared PID namespace its PID 1 has adopted them."""
+    known = {process.pid: process for process in members}
+    return tuple(known[pid] for pid in neighbours.orphans(init, known))
+
+
+def descends(pid: int, init: int) -> bool:
+    """Whether a process is init or a descendant of it."""
+    seen = set()
+    while pid and pid != init and pid not in seen:
+        seen.add(pid)
+        pid = proc.parent(pid)
+    return pid == init
+
+
+def _listed(pids: Iterable[int]) -> tuple[proc.Process, ...]:
+    found = (proc.process(pid) for pid in sorted(pids))
+    return tuple(process for process in found if process is not None)
+
+
+def inner_pids(init: int, members: Iterable[proc.Process]) -> dict[int, int]:
+    """The PID of each process as the container's init sees it, by our PID: what a restore brings back."""
+    first = proc.process(init)
+    depth = len(first.ns_pids) - 1 if first is not None else 0
+    return {member.pid: member.ns_pids[min(depth, len(member.ns_pids) - 1)] for member in members}
+
+
+def gather(init: int, container_id: str, members: Iterable[proc.Process]) -> None:
+    """Move those members that are outside the container's cgroup (version 2) into init's.
+
+    crun from 1.26 on restores only init into it when CRIU ignores cgroups; the rest would run on without
+    limits. Raises ContainerError.
+    """
+    group = _own_cgroup(init, container_id)
+    top = next((mount.destination for mount in proc.mounts("self") if mount.kind == "cgroup2"), None)
+    if group is None or group[0] or top is None:
+        return
+    for member in members:
+        if neighbours.inside(member.pid, group):
+            continue
+        try:
+            with open(f"{top}{proc.cgroups(init)['']}/cgroup.procs", "w", encoding="ascii") as file:
+                file.write(str(member.pid))
+        except (OSError, KeyError) as error:
+            if not proc.running(member.pid):
+                continue
+            said = reason(error) if isinstance(error, OSError) else "init has ended"
+            raise ContainerError(
+                f"process {member.pid} ({member.comm}) cannot be moved into its container's cgroup: {said}"
+            ) from error
+
+
+def frozen_by(container: Container) -> str | None:
+    """The folder of the cgroup (version 2) that froze a container, as `frozen_group`."""
+    found = (frozen_group(container.pid, name) for name in _names(container))
+    return next((group for group in found if group is not None), None)
+
+
+def freezable(container: Container) -> tuple[str, ...]:
+    """The folders of the cgroups by which a runtime would freeze this container alone: one of them.
+
+    As in `frozen_group`. None where the runtimes use version 1, with version 2 beside it for its name alone:
+    they look for version 2 in one place.
+    """
+    if UNIFIED not in _mounted():
+        return ()
+    return next(filter(None, (_groups(container.pid, name, UNIFIED) for name in _names(container))), ())
+
+
+def _names(container: Container) -> Iterator[str]:
+    """Its ID, and what its cgroup is called in its configuration.
+
+    containerd restores under another name with the old one's cgroupsPath.
+    """
+    yield container.id
+    try:
+        linux = bundle_config(container.bundle).get("linux")
+    except ContainerError:
+        return
+    path = linux.get("cgroupsPath") if isinstance(linux, dict) else ""
+    # A path, or slice:prefix:name as systemd's driver has it.
+    name = re.split("[/:]", path)[-1] if isinstance(path, str) else ""
+    if name:
+        yield name
+
+
+def frozen_group(pid: int, container_id: str) -> str | None:
+    """The folder of the cgroup (version 2) that froze the container of a process; None where none did.
+
+    The container's own or, as crun makes one within it, one between that and the process.
+    """
+    tops = _mounted()
+    return next(filter(cgroup_freezer.frozen, _groups(pid, container_id, tops[0])), None) if tops else None
+
+
+def _mounted() -> list[str]:
+    """Where version 2 of the cgroups is mounted."""
+    return [mount.destination for mount in proc.mounts("self") if mount.kind == "cgroup2"]
+
+
+def _groups(pid: int, name: str, top: str) -> tuple[str, ...]:
+    """The folders of the cgroup (version 2) of that name, and of those from there down to the process.
+
+    `top` is where version 2 is mounted.
+    """
+    group = _own_cgroup(pid, name)
+    if group is None or group[0]:
+        return ()
+    below = os.path.relpath(proc.cgroups(pid).get("", group[1]), group[1])
+    names = [] if below == "." else below.split("/")
+    own = f"{top.rstrip('/')}{group[1]}"
+    return tuple("/".join([own, *names[:depth]]) for depth in range(len(names) + 1))
+
+
+def _own_cgroup(init: int, container_id: str) -> tuple[str, str] | None:
+    """(hierarchy, path) of the cgroup that was made for the container; None where it has none of its own.
+
+    Told by the container's ID in its name, as all engines give it (libpod-ID, cri-containerd-ID.scope, ID):
+    one that merely is not ours (podman --cgroups=disabled) may hold processes that are nobody's business.
+    Init may sit further down, as systemd does.
+    """
+    own = re.compile(rf"(?:.*[-:])?{re.escape(container_id)}(?:\.scope)?")
+    # Version 2 first, its key is the empty one.
+    for hierarchy, path in sorted(proc.cgroups(init).items()):
+        names = path.split("/")
+        for depth, name in enumerate(names):
+            if own.fullmatch(name):
+                return hierarchy, "/".join(names[: depth + 1])
+    return None
+
+
+def own_v1_freezer(init: int, container_id: str) -> bool:
+    """Whether the container's cgroup is one of version 1, with a freezer.
+
+    Beside version 2 a restore by CRIU leaves such groups as well, and nobody uses them. There a process that
+    was stopped by a signal cannot be seized once it is frozen (seen on Linux 6.18: CRIU under runc hangs in
+    ptrace_attach, which nothing but a thaw ends); with version 2 it can.
+    """
+    group = _own_cgroup(init, container_id)
+    path = next((p for h, p in proc.cgroups(init).items() if "freezer" in h.split(",")), "")
+    return group is not None and group[0] != "" and container_id in path
+
+
+def bundle_config(bundle: str) -> dict[str, Any]:
+    """The config.json of a bundle. Raises ContainerError."""
+    path = os.path.join(bundle, "config.json")
+    try:
+        with open(path, "rb") as file:
+            config = parse_json(file.read())
+    except OSError as error:
+        raise ContainerError(f"{path} cannot be read: {reason(error)}") from error
+    except ValueError as error:
+        raise ContainerError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ContainerError(f"{path} is not an OCI configuration")
+    return config
+
+
+def bundle_annotations(config: dict[str, Any]) -> dict[str, str]:
+    """Its annotations. Raises SettingsError where they are not a map of strings."""
+    annotations = config.get("annotations") or {}
+    if not isinstance(annotations, dict) or not all(isinstance(v, str) for v in annotations.values()):
+        raise SettingsError("the container's annotations are not a map of strings")
+    return annotations

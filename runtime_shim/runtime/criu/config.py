@@ -1,0 +1,219 @@
+"""The configuration file that we give CRIU, through the real runtime.
+
+Which road reaches CRIU depends on the versions. crun 1.21 with CRIU 4.1 reads no /etc/criu/crun.conf and
+refuses the annotation org.criu.config; crun from 1.26 on with CRIU 4.2, and every runc, take the annotation
+or a file in /etc/criu, which then override the runtime's own requests. One road reaches all of them: the
+environment variable CRIU_CONFIG_FILE, which CRIU reads also as `criu swrk` (criu(8), CONFIGURATION FILES),
+and which crun and runc hand down. It ranks below the options that the runtime itself sets, so what a runtime
+sets goes by its command line (`--manage-cgroups-mode`, runc's `--link-remap`), and the administrator's
+/etc/criu/*.conf keep the last word.
+
+TCP: without --tcp-established CRIU gets `tcp-close`. It then dumps open connections without their state, and
+the processes find them closed after a restore; a container that runs on keeps them. CRIU has both options for
+a dump from 3.15 on, and `skip-in-flight` from 2.4 on (criu/sk-inet.c, can_dump_inet_sk). What was dumped with
+tcp-close CRIU restores only with it (criu/image.c, check_img_inventory).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from runtime_shim.errors import ImageError, SettingsError, reason
+from runtime_shim.records.manifest import DriverMount
+from runtime_shim.runtime import find as locate
+from runtime_shim.runtime import options
+from runtime_shim.runtime.command_line import CheckpointCall, RestoreCall
+from runtime_shim.runtime.criu import scratch_files
+from runtime_shim.runtime.criu.scratch_files import scratch
+from runtime_shim.runtime.identify import RealRuntime
+from runtime_shim.settings import Criu
+
+__all__ = ["VARIABLE", "Connections", "config_file", "connections", "dump_text", "restore_text", "with_flags"]
+
+Call = TypeVar("Call", CheckpointCall, RestoreCall)
+
+VARIABLE = scratch_files.CONFIG
+
+_RUNC_FILE = "/etc/criu/runc.conf"
+"""Read by every runc for a container without the annotation org.criu.config (libcontainer/criu_linux.go)."""
+_CRUN_FILE = "/etc/criu/crun.conf"
+"""Read by crun, or else runc's, where libcriu has criu_set_config_file (crun, src/libcrun/criu.c)."""
+_ANNOTATION = "org.criu.config"
+_ESTABLISHED, _CLOSE = "tcp-established", "tcp-close"
+
+
+def dump_text(
+    criu: Criu,
+    mounts: Sequence[DriverMount],
+    *,
+    masters: bool,
+    skip_in_flight: bool = True,
+    drop_connections: bool = False,
+) -> str:
+    """The file for a dump; `mounts` are the driver's, which CRIU shall not look into.
+
+    `masters`: one of them is in a peer group with the host, which CRIU refuses unless told.
+    `skip_in_flight`: connections that no process has accepted yet are left out.
+    `drop_connections`: open TCP connections are dumped without their state.
+    """
+    lines = [*_common(criu)]
+    if skip_in_flight:
+        lines.append("skip-in-flight")
+    if drop_connections:
+        lines.append(_CLOSE)
+    lines += [f"external mnt[{_plain(mount.destination)}]:{mount.key}" for mount in mounts]
+    if masters:
+        lines.append("enable-external-masters")
+    return _text([*lines, *criu.options])
+
+
+def restore_text(criu: Criu, mounts: Sequence[DriverMount], *, drop_connections: bool = False) -> str:
+    """The file for a restore; each of `mounts` comes from its source on this host.
+
+    `drop_connections`: the image's TCP connections come back closed.
+    """
+    lines = [*_common(criu)]
+    if drop_connections:
+        lines.append(_CLOSE)
+    lines += [f"external mnt[{mount.key}]:{_plain(mount.source)}" for mount in mounts]
+    return _text([*lines, *criu.options])
+
+
+def with_flags(call: Call, real: RealRuntime, criu: Criu) -> Call:
+    """The call with those of the settings that the runtime itself would override, where it takes them.
+
+    What the caller's own line says of them stays. criu.options can say "tcp-established" for callers that
+    cannot, such as containerd at a restore: by the file alone it would have no effect.
+    """
+    table = options.table(options.CHECKPOINT if isinstance(call, CheckpointCall) else options.RESTORE)
+    mode = criu.manage_cgroups
+    if mode and not call.manage_cgroups_mode:
+        if table["manage-cgroups-mode"].rule(real.kind).takes(real.version, mode):
+            call = replace(call, manage_cgroups_mode=mode)
+        elif not _told(mode):
+            raise SettingsError(
+                f"{real.name} takes no --manage-cgroups-mode {mode}, as criu.manage-cgroups asks",
+                hint=f'put the line "manage-cgroups={mode}" into {_RUNC_FILE}',
+            )
+    if _says(criu.options, _ESTABLISHED):
+        call = replace(call, tcp_established=True)
+    if isinstance(call, CheckpointCall):
+        if criu.link_remap and table["link-remap"].rule(real.kind).takes(real.version):
+            call = replace(call, link_remap=True)
+        if criu.skip_in_flight and table["tcp-skip-in-flight"].rule(real.kind).takes(real.version):
+            call = replace(call, tcp_skip_in_flight=True)
+    return call
+
+
+class Connections(enum.Enum):
+    """What becomes of open TCP connections at a dump."""
+
+    KEPT = "kept"
+    """They are open after a restore: --tcp-established."""
+    DROPPED = "dropped"
+    """They are closed after a restore: CRIU's tcp-close."""
+    REFUSED = "refused"
+    """CRIU does not dump a process that has any."""
+
+
+def connections(
+    call: CheckpointCall, real: RealRuntime, criu: Criu, annotations: Mapping[str, str]
+) -> Connections:
+    """As the settings, the caller and the administrator's files for CRIU ask for it.
+
+    Where these ask for established ones CRIU is not told tcp-close, by which it would drop them all the same.
+    `call` is with_flags()'s.
+    """
+    if _ANNOTATION in annotations:
+        paths: tuple[str, ...] = (annotations[_ANNOTATION],)
+    else:
+        paths = (_CRUN_FILE, _RUNC_FILE) if real.kind == "crun" else (_RUNC_FILE,)
+    lines = [line for path in paths for line in _lines(path)]
+    if call.tcp_established or _says(lines, _ESTABLISHED):
+        return Connections.KEPT
+    if criu.tcp_close or _says([*criu.options, *lines], _CLOSE):
+        return Connections.DROPPED
+    return Connections.REFUSED
+
+
+def _lines(path: str) -> Sequence[str]:
+    """A file's lines; none where there is no such file."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().splitlines()
+    except (OSError, ValueError):
+        return ()
+
+
+def _says(lines: Sequence[str], option: str) -> bool:
+    """Whether CRIU reads this option in one of the lines (criu/config.c, parse_statement)."""
+    return any(line.split("#", 1)[0].strip().removeprefix("--") == option for line in lines)
+
+
+def _told(mode: str) -> bool:
+    """Whether the administrator's file for runc says the same."""
+    return _says(_lines(_RUNC_FILE), f"manage-cgroups={mode}")
+
+
+def _common(criu: Criu) -> Iterator[str]:
+    if criu.link_remap:
+        yield "link-remap"
+    yield f"ghost-limit {criu.ghost_limit}"
+    yield f"timeout {criu.timeout}"
+    if criu.manage_cgroups:
+        # An option with an optional argument: CRIU takes it only with the equals sign.
+        yield f"manage-cgroups={criu.manage_cgroups}"
+    if criu.libdir:
+        yield f"libdir {criu.libdir}"
+    if criu.action_script:
+        yield f"action-script {criu.action_script}"
+    yield from (f"external {line}" for line in criu.external)
+
+
+def _plain(path: str) -> str:
+    """A path that CRIU's parser takes as one word."""
+    if any(c.isspace() or c in "#\"'\\" for c in path):
+        raise ImageError(
+            f"the driver's mount {path!r} cannot be named to CRIU: its path holds blanks or quotes"
+        )
+    return path
+
+
+def _text(lines: Sequence[str]) -> str:
+    return "".join(line + "\n" for line in lines)
+
+
+@contextmanager
+def config_file(text: str) -> Iterator[dict[str, str]]:
+    """The environment for the real runtime, with the file in place while the block runs.
+
+    A file that the caller's CRIU_CONFIG_FILE names comes first, so that nothing of it is lost.
+    """
+    before = os.environ.get(VARIABLE, "")
+    try:
+        inherited = ""
+        if before:
+            inherited = Path(before).read_text("utf-8").rstrip("\n") + "\n"
+        file = tempfile.NamedTemporaryFile(
+            "w", prefix=scratch_files.prefix("criu"), suffix=".conf", dir=scratch()
+        )
+        try:
+            file.write(inherited + text)
+            file.flush()
+        except BaseException:
+            with contextlib.suppress(OSError):  # closing writes once more
+                file.close()
+            raise
+    except (OSError, UnicodeDecodeError) as error:
+        said = reason(error) if isinstance(error, OSError) else str(error)
+        raise ImageError(f"CRIU's configuration cannot be prepared: {said}") from error
+    with file:
+        yield {**locate.environment(), VARIABLE: file.name}

@@ -1,0 +1,92 @@
+"""All that is below this process, ended: the real runtime at a restore, and what CRIU has brought back.
+
+    gpusnap-runtime ─ runtime ─┬─ CRIU ─ its helpers
+                               └─ the container's init ─ …    CRIU makes it a child of its caller
+
+To lose none of them from sight we become their subreaper (prctl(2), PR_SET_CHILD_SUBREAPER): who loses its
+parent then becomes our child, in place of conmon's or the shim's. A restore that succeeds is not touched by
+that: the container's init goes to whoever reaps for us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+from runtime_shim.errors import GpusnapError
+from runtime_shim.process import pidfd, proc
+from runtime_shim.runtime.criu import scratch_files
+
+__all__ = ["children", "kill_all"]
+
+_PATIENCE = 30.0  # seconds that killed processes may take to go
+_INTERVAL = 0.01
+_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def children(of: int | None = None, parents: Mapping[int, int] | None = None) -> frozenset[int]:
+    """The children of a process, of this one without a PID."""
+    wanted = os.getpid() if of is None else of
+    found = proc.parents() if parents is None else parents
+    return frozenset(pid for pid, parent in found.items() if parent == wanted)
+
+
+def kill_all(
+    *, but: Collection[int], waited: Callable[[], Collection[int]], ended: Callable[[], bool]
+) -> None:
+    """Kill all processes below this one, and wait until they are gone.
+
+    `but` are children that are left alone, with all below them; `waited`, those for which another thread
+    waits. It goes on until `ended` says so, as that thread may be about to start one. Raises GpusnapError
+    where some do not go.
+    """
+    own = proc.process(os.getpid())
+    owner = (os.getpid(), own.start if own is not None else 0)
+    deadline = time.monotonic() + _PATIENCE
+    with _subreaper():
+        while (left := _left(but, owner)) or not ended():
+            pidfd.remember((each.pid, each.start) for each in map(proc.process, left) if each is not None)
+            # The PID of one that has ended may have become somebody else's before it was remembered.
+            for pid in left & _left(but, owner):
+                pidfd.send(pid, signal.SIGKILL)
+            for pid in left.difference(waited()):
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+            if time.monotonic() > deadline:
+                raise GpusnapError(
+                    f"processes of the restore do not end though they were killed: "
+                    f"{' '.join(map(str, sorted(left)))}",
+                    hint="/proc/PID/stack says what they wait for; then run gpusnap recover",
+                )
+            time.sleep(_INTERVAL)
+
+
+@contextmanager
+def _subreaper() -> Iterator[None]:
+    _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        _libc.prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _left(but: Collection[int], owner: tuple[int, int]) -> set[int]:
+    """All that is below this process; who had lost its parent before is known by its environment."""
+    return _below(but) | set(scratch_files.children(owner))
+
+
+def _below(but: Collection[int]) -> set[int]:
+    parents = proc.parents()
+    found: set[int] = set()
+    waiting = set(children(parents=parents).difference(but))
+    while waiting:
+        found |= waiting
+        waiting = {pid for pid, parent in parents.items() if parent in waiting} - found
+    return found

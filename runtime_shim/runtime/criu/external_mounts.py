@@ -1,0 +1,72 @@
+"""The driver's mounts that config.json does not list, so that neither crun nor runc declares them to CRIU.
+
+NVIDIA's legacy runtime and some hooks mount driver libraries, firmware and /proc/driver/nvidia into the
+container behind the runtime's back. CRIU refuses such a mount ("unreachable sharing", "doesn't have a proper
+root mount"; criu#2472, cuda-checkpoint#19) unless it is named as external. A tmpfs that a hook made inside
+the container, and binds of its files, CRIU dumps by itself: those stay alone.
+
+A manifest from elsewhere must not bring any path of this host into a container, so both ends of such a mount
+have to be the driver's own files, or nodes of its GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from runtime_shim.errors import Refused
+from runtime_shim.gpu.nvidia.driver_files import is_driver_file
+from runtime_shim.process import proc
+from runtime_shim.records.manifest import DriverMount
+
+__all__ = ["checked", "undeclared"]
+
+# A GPU's node that was bind-mounted and has moved: config.json knows it by its old name.
+_NODE = re.compile(r"/dev/(?:nvidia(?:\d{1,3}|ctl|-uvm|-uvm-tools|-modeset)|dri/(?:renderD|card)\d{1,4}|kfd)")
+
+
+def undeclared(init: int, config: dict[str, Any]) -> tuple[tuple[DriverMount, ...], bool]:
+    """The driver's mounts to be declared to CRIU, and whether one is in a peer group of the host's."""
+    known = {os.path.normpath(str(mount.get("destination", ""))) for mount in config.get("mounts") or ()}
+    found: list[DriverMount] = []
+    masters = False
+    for mount in proc.mounts(init):
+        if mount.destination in known or not _ours(mount.destination):
+            continue
+        source = proc.host_path(mount)
+        if source is None or not _same_file(source, f"/proc/{init}/root{mount.destination}"):
+            continue
+        known.add(mount.destination)  # mounted once more on itself, it is one mount to CRIU
+        found.append(DriverMount(f"gpusnap-{len(found)}", mount.destination, source))
+        masters = masters or bool(mount.tags)
+    return tuple(found), masters
+
+
+def checked(mounts: Sequence[DriverMount], here: Sequence[DriverMount] | None = None) -> None:
+    """Refuse a manifest's mounts that are not the driver's, or whose source this host does not have.
+
+    `here` are the same with the sources that this host has for them, as snapshot/devices/remap.py chose them.
+    """
+    for mount, ours in zip(mounts, here or mounts, strict=True):
+        chosen = ours.source != mount.source  # then it is this host's, and not the manifest's
+        for path in (mount.destination, mount.source, *(() if chosen else [os.path.realpath(mount.source)])):
+            if not _ours(path):
+                raise Refused(f"the manifest asks to mount {path}, which is no file of the GPU's driver")
+        if not os.path.exists(ours.source):
+            raise Refused(
+                f"the container had the driver's {mount.source} mounted, and this host does not have it",
+                hint="install the same driver version here",
+            )
+
+
+def _ours(path: str) -> bool:
+    return is_driver_file(path) or bool(_NODE.fullmatch(path))
+
+
+def _same_file(one: str, other: str) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False

@@ -1,0 +1,1 @@
+"""CRIU's images: decoded, checked, and changed for a restore."""

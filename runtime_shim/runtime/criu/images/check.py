@@ -1,0 +1,357 @@
+"""Whether CRIU's images are whole, told before CRIU reads them: a restore and `gpusnap verify` both ask here.
+
+CRIU trusts its images. It waits for a FIFO, follows a link, and where a pages-N.img ends before its pagemap
+says so it reads on at the end for ever, with a line of its log each time (criu/pie/restorer.c,
+preadv_limited).
+
+    image  =  magic (u32, most have a common one before their own)  entry…
+    entry  =  size (u32)  protobuf message  what follows it: data whose size the message says
+
+This is from lib/pycriu/images/images.py, criu/image-desc.c and criu/include/magic.h. Images of other formats
+(the pages, tars, what iproute2 and nft dump) have no magic.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import stat
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from oci.base.files import open_below
+from runtime_shim.errors import ImageError, reason
+from runtime_shim.runtime.criu.images.messages import MAGIC, Damage, Fields, fields, kind_of
+
+if TYPE_CHECKING:
+    from oci.tar.compression import Readable
+
+__all__ = ["LINK", "PARENT", "Checker", "check", "check_parent", "is_image"]
+
+_COMMON, _SERVICE = 0x54564319, 0x55105940
+_PAGES = re.compile(r"pages-([0-9]{1,10})\.img", re.ASCII)
+_PAGEMAP = re.compile(r"pagemap-([0-9]{1,10})\.img", re.ASCII)
+"""Of a task, by its PID; those of shared memory are called otherwise."""
+# What CRIU and the runtime read beside images.
+_OTHERS = ("descriptors.json", "stats-dump")
+PARENT = "parent"
+"""A link to the directory of an earlier dump (CR_PARENT_LINK in criu/include/image.h)."""
+LINK = "a symbolic link"
+_MOST_PARENTS = 64
+# criu/include/pagemap.h
+_IN_PARENT, _PRESENT = 1 << 0, 1 << 2
+# A message; the largest are of processes with many mappings, at some MiB.
+_LARGEST_MESSAGE = 64 << 20
+# Messages that are empty: one whose fields are all optional may be. Zeros without end are as many of them.
+_MOST_EMPTY = 1000
+_PIECE = 1 << 20
+_PAGE_SIZES = {"x86_64": (4096,)}
+_OTHER_PAGE_SIZES = (4096, 16384, 65536)
+
+
+def is_image(name: str) -> bool:
+    """Whether a file of that name is an image that CRIU wrote: of messages, or of pages."""
+    return bool(kind_of(name)) or _PAGES.fullmatch(name) is not None
+
+
+def _is_read(name: str) -> bool:
+    """Whether CRIU or the runtime may open a file of that name in the image directory."""
+    return name.endswith(".img") or name in _OTHERS
+
+
+@dataclass(frozen=True, slots=True)
+class _Pagemap:
+    pages: int
+    """The number of its pages-N.img."""
+    present: int
+    """Pages that are in it."""
+
+
+class Checker:
+    """The images of one directory, added in any order; `finish` compares them. It raises ImageErrors."""
+
+    def __init__(self, where: str) -> None:
+        """`where` names them in messages."""
+        self._where = where
+        self._sizes: dict[str, int] = {}
+        self._pagemaps: dict[str, _Pagemap] = {}
+        self._tasks: set[int] = set()
+
+    def add_special(self, name: str, what: str) -> None:
+        """Something that is no regular file; `what` says so in words."""
+        if _is_read(name):
+            raise self._wrong(name, f"is {what}, not a regular file")
+        if name == PARENT and what != LINK:
+            raise self._wrong(name, f"is {what}, not a link to the images of an earlier dump")
+
+    def add_size(self, name: str, size: int) -> None:
+        """An image of pages, whose content nobody needs to look at."""
+        self._sizes[name] = size
+
+    def add(self, name: str, size: int, content: Readable) -> None:
+        """A regular file. Of images that are not messages only the size counts."""
+        self._sizes[name] = size
+        kind = kind_of(name)
+        if not kind:
+            return
+        try:
+            self._read(name, kind, _Source(content, size))
+        except Damage as damage:
+            raise self._wrong(name, str(damage)) from None
+
+    def finish(self, architecture: str) -> None:
+        """All images have been added: see that none is missing, and that the pages are what pagemaps say.
+
+        `architecture`: of the host of the dump; it says how large a page is.
+        """
+        if "inventory.img" not in self._sizes:
+            raise self._wrong("inventory.img", "is missing")
+        for pid in sorted(self._tasks):
+            if f"core-{pid}.img" not in self._sizes:
+                raise self._wrong(f"core-{pid}.img", "is missing")
+        for pid in sorted(self._tasks):
+            pagemap = f"pagemap-{pid}.img"
+            if f"mm-{pid}.img" in self._sizes and pagemap not in self._sizes:
+                raise self._wrong(pagemap, "is missing")
+        self.finish_pages(architecture)
+
+    def finish_pages(self, architecture: str) -> None:
+        """The same of a directory that has pages only: that of an earlier dump."""
+        sizes = _PAGE_SIZES.get(architecture, _OTHER_PAGE_SIZES)
+        for number, names in sorted(self._readers().items()):
+            pages = f"pages-{number}.img"
+            size = self._sizes.get(pages)
+            wrong = [name for name in names if not self._fits(name, size, sizes)]
+            # Of those that are not a task's, which one CRIU reads is not known.
+            if wrong and (self._is_task(wrong[0]) or len(wrong) == len(names)):
+                how = "is missing" if size is None else f"has {size} bytes"
+                listed = self._pagemaps[wrong[0]].present
+                raise self._wrong(pages, f"{how}, and {wrong[0]} lists {listed} pages in it")
+
+    def _readers(self) -> dict[int, list[str]]:
+        """By the number of a pages-N.img, the pagemaps whose pages CRIU may read there.
+
+        A dump into a directory that has an earlier one (Podman's, of a container that is left running) writes
+        other pages under the same number, and the pagemap of a process that is no more stays. CRIU reads
+        those of the tasks in pstree.img, and those of shared memory that belong to them.
+        """
+        found: dict[int, list[str]] = {}
+        for name, pagemap in sorted(self._pagemaps.items()):
+            found.setdefault(pagemap.pages, []).append(name)
+        if not self._tasks:
+            return found
+        return {number: self._in_use(names) for number, names in found.items()}
+
+    def _in_use(self, names: list[str]) -> list[str]:
+        tasks = [name for name in names if self._is_task(name)]
+        return tasks or [name for name in names if _PAGEMAP.fullmatch(name) is None]
+
+    def _is_task(self, name: str) -> bool:
+        match = _PAGEMAP.fullmatch(name)
+        return match is not None and int(match[1]) in self._tasks
+
+    def _fits(self, name: str, size: int | None, sizes: tuple[int, ...]) -> bool:
+        present = self._pagemaps[name].present
+        return not present if size is None else size in [present * each for each in sizes]
+
+    def _read(self, name: str, kind: str, source: _Source) -> None:
+        magic = source.number()
+        if magic in (_COMMON, _SERVICE):
+            magic = source.number()
+        if magic != MAGIC[kind]:
+            raise Damage("does not begin as an image of its name")
+        if kind.startswith("pagemap"):
+            self._pagemaps[name] = _read_pagemap(source)
+        elif kind == "ghost-file":
+            _read_ghost(source)
+        else:
+            for numbers, threads in _entries(source, kind):
+                if kind == "pstree":
+                    pid = numbers.get(1, 0)
+                    # CRIU notes a thread for a zombie too, and leaves its number unset (seen with 4.1.1).
+                    self._tasks |= {pid, *(threads if pid in threads else ())}
+
+    def _wrong(self, name: str, why: str) -> ImageError:
+        return ImageError(
+            f"CRIU's image {name} in {self._where} {why}",
+            hint="take another copy of the checkpoint",
+        )
+
+
+def check(image_path: str, architecture: str, elsewhere: Mapping[str, int] = MappingProxyType({})) -> None:
+    """Check the images of a directory. `elsewhere`: the sizes of images of pages that are to be put there.
+
+    Raises ImageError for the first one that is not a regular file, that is cut short or does not decode, for
+    pages that are more or less than the pagemap lists, for an image that is missing, and where an earlier
+    dump's are not in a directory beside.
+    """
+    top = os.path.realpath(image_path)
+    beside = os.path.dirname(top)
+    for depth in range(_MOST_PARENTS):
+        checker = Checker(top)
+        try:
+            parent = _add_all(checker, top)
+        except OSError as error:
+            raise ImageError(f"the images in {top} cannot be read: {reason(error)}") from error
+        for name, size in elsewhere.items():
+            if depth == 0:
+                checker.add_size(name, size)
+        if depth == 0:
+            checker.finish(architecture)
+        else:
+            checker.finish_pages(architecture)
+        if parent is None:
+            return
+        # CRIU would give a container the memory that it finds there, and that may be another one's.
+        if os.path.dirname(parent) != beside:
+            raise _leads_out(top)
+        top = parent
+    raise ImageError(
+        f"the images in {image_path} have more than {_MOST_PARENTS} earlier dumps below them",
+        hint="do not restore from them: no engine makes so many",
+    )
+
+
+def check_parent(link: str, where: str) -> None:
+    """See that the link to an earlier dump leads to a directory beside; `where` names the directory it is in.
+
+    Raises ImageError.
+    """
+    parts = os.path.normpath(os.path.join("images", link)).split("/")
+    if len(parts) != 1 or parts[0] in ("", ".", ".."):
+        raise _leads_out(where)
+
+
+def _leads_out(where: str) -> ImageError:
+    return ImageError(
+        f"the link {PARENT} in {where} leads to no directory beside it, and CRIU would read memory there",
+        hint="do not restore from it, or put the images of the earlier dump beside the others yourself",
+    )
+
+
+def _add_all(checker: Checker, top: str) -> str | None:
+    """Add what lies in a directory; returns where an earlier dump's images are, if they are needed."""
+    parent = None
+    with os.scandir(top) as found:
+        for entry in found:
+            if entry.name == PARENT and entry.is_symlink():
+                check_parent(os.readlink(entry.path), top)
+                parent = os.path.realpath(entry.path)
+            elif not entry.is_file(follow_symlinks=False):
+                checker.add_special(entry.name, _kind_in_words(entry.stat(follow_symlinks=False).st_mode))
+            elif _is_read(entry.name):
+                try:
+                    file, size = open_below(top, entry.name)
+                except ValueError:
+                    continue  # it has become another since; CRIU's own open is not ours to guard
+                with io.BufferedReader(file, _PIECE) as reader:
+                    checker.add(entry.name, size, reader)
+    return parent
+
+
+def _kind_in_words(mode: int) -> str:
+    words: tuple[tuple[Callable[[int], bool], str], ...] = (
+        (stat.S_ISLNK, LINK),
+        (stat.S_ISDIR, "a directory"),
+        (stat.S_ISFIFO, "a FIFO"),
+        (stat.S_ISSOCK, "a socket"),
+    )
+    return next((text for test, text in words if test(mode)), "a device")
+
+
+# Messages
+
+
+class _Source:
+    """The bytes of an image, in order."""
+
+    def __init__(self, content: Readable, size: int) -> None:
+        self._content, self.left = content, size
+        self._empty = 0
+
+    def take(self, size: int) -> bytes:
+        """Exactly so many bytes."""
+        if size > self.left:
+            raise Damage("is cut short")
+        pieces = []
+        while size:
+            piece = self._content.read(size)
+            if not piece:
+                raise Damage("is cut short")
+            size -= len(piece)
+            self.left -= len(piece)
+            pieces.append(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def number(self) -> int:
+        """Four bytes, least significant first."""
+        found: tuple[int] = struct.unpack("<I", self.take(4))
+        return found[0]
+
+    def message(self) -> bytes:
+        size = self.number()
+        if size > _LARGEST_MESSAGE:
+            raise Damage(f"has a message of {size} bytes")
+        self._empty += size == 0
+        if self._empty > _MOST_EMPTY:
+            raise Damage("consists of zeros")
+        return self.take(size)
+
+    def skip(self, size: int) -> None:
+        while size:
+            size -= len(self.take(min(size, _PIECE)))
+
+
+def _read_pagemap(source: _Source) -> _Pagemap:
+    head, _ = fields(source.message(), "pagemap_head")
+    present = 0
+    while source.left:
+        entry, _ = fields(source.message(), "pagemap_entry")
+        # criu/pagemap.c, init_pagemaps: images of older versions have no flags.
+        flags = entry.get(4, 0 if entry.get(3) else _PRESENT) | (_IN_PARENT if entry.get(3) else 0)
+        if flags & _PRESENT:
+            present += entry.get(5, entry.get(2, 0))
+    return _Pagemap(head.get(1, 0), present)
+
+
+def _read_ghost(source: _Source) -> None:
+    """A file that was deleted: its content follows, in chunks or as it is."""
+    entry, _ = fields(source.message(), "ghost_file_entry")
+    while entry.get(9) and source.left:
+        chunk, _ = fields(source.message(), "ghost_chunk_entry")
+        source.skip(chunk.get(1, 0))
+
+
+def _entries(source: _Source, kind: str) -> Iterator[tuple[Fields, list[int]]]:
+    """The fields of each message of an image, and the values of the fifth, which may be there many times."""
+    while source.left:
+        numbers, fifth = fields(source.message(), kind)
+        yield numbers, fifth
+        source.skip(_following(kind, numbers))
+        if kind == "ipcns-msg":
+            for _ in range(numbers.get(3, 0)):
+                message, _ = fields(source.message(), "ipc_msg")
+                source.skip(_rounded(message.get(2, 0), 8))
+
+
+def _following(kind: str, numbers: Fields) -> int:
+    """The size of the data behind a message."""
+    if kind in ("pipes-data", "fifo-data", "sk-queues"):
+        return numbers.get(2, 0)
+    if kind == "tcp-stream":
+        return numbers.get(1, 0) + numbers.get(3, 0)
+    if kind == "ipcns-sem":
+        return _rounded(2 * numbers.get(2, 0), 8)
+    if kind == "ipcns-shm":
+        return 0 if numbers.get(3) else _rounded(numbers.get(2, 0), 4)
+    if kind == "bpfmap-data":
+        return numbers.get(2, 0) + numbers.get(3, 0)
+    return 0
+
+
+def _rounded(size: int, to: int) -> int:
+    return -(-size // to) * to

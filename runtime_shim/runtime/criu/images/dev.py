@@ -1,0 +1,183 @@
+"""CRIU's image of the container's /dev, with other GPU nodes in it.
+
+A tmpfs is dumped by `tar --create --gzip --no-unquote --no-wildcards --one-file-system --check-links
+--preserve-permissions --sparse --numeric-owner --directory … .` into tmpfs-dev-NUMBER.tar.gz.img; NUMBER is
+the kernel's own number of the file system's device. A restore gives the file to `tar --extract --gzip
+--no-unquote --no-wildcards` (criu/filesystems.c, tmpfs_dump and tmpfs_restore; criu/image-desc.c). So a node
+is an entry such as ./nvidia0, of type 3 (tar(5)), with its major and minor number.
+
+The archive may come from anywhere, and GNU tar would make as root whatever it names. So an entry that two
+programs may read differently is refused (runtime_shim.runtime.criu.images.dev_tar), and here a device that
+nobody gave the container, a second entry of one name, and what lies behind a link.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import IO
+
+from runtime_shim.gpu.api.device_nodes import Change, Node
+from runtime_shim.runtime.criu.images import dev_tar
+
+__all__ = ["DEFAULT", "ENTRIES", "LIMIT", "Device", "image_name", "rewritten"]
+
+Device = tuple[str, int, int, str]
+"""A device that /dev may hold: "c" or "b", major, minor, path."""
+
+DEFAULT: tuple[Device, ...] = (
+    ("c", 1, 3, "/dev/null"),
+    ("c", 1, 5, "/dev/zero"),
+    ("c", 1, 7, "/dev/full"),
+    ("c", 1, 8, "/dev/random"),
+    ("c", 1, 9, "/dev/urandom"),
+    ("c", 5, 0, "/dev/tty"),
+    ("c", 5, 2, "/dev/ptmx"),
+)
+"""What every container has (runtime-spec, config-linux.md, Default Devices); the numbers are those of
+Documentation/admin-guide/devices.txt. /dev/console is not among them: in a container it is a terminal of its
+own, mounted on an empty file, and a node 5:1 would be this host's console."""
+
+LIMIT, ENTRIES = dev_tar.LIMIT, dev_tar.ENTRIES
+
+
+def image_name(device: int) -> str:
+    """The image's name of a tmpfs with this st_dev.
+
+    CRIU names it by the kernel's number of a device, 20 bits of which are the minor (linux/kdev_t.h, MKDEV).
+    """
+    # The C library keeps the bits in another order (sys/sysmacros.h).
+    major = device >> 8 & 0xFFF | device >> 32 & ~0xFFF
+    minor = device & 0xFF | device >> 12 & ~0xFF
+    return f"tmpfs-dev-{major << 20 | minor}.tar.gz.img"
+
+
+def rewritten(
+    image: bytes | IO[bytes], changes: Sequence[Change] = (), allowed: Iterable[Node | Device] = ()
+) -> bytes | None:
+    """The image with each change's old node replaced by its new ones; None where that changes nothing.
+
+    All changes are made at once, so two nodes may trade places. Of a changed node's header only name, numbers
+    and checksum are new; its second name is a copy of that, right behind. All else of the tar stays byte for
+    byte. An empty file in a changed node's place is what a bind mount lies on, and stays.
+
+    `allowed`: the devices that /dev may hold beside `DEFAULT` and the changed ones. Raises ImageError, by the
+    entry's name, for anything else, and for an archive that is damaged, that is larger than `LIMIT`, or that
+    GNU tar could read otherwise than this.
+    """
+    archive = dev_tar.Archive(io.BytesIO(image) if isinstance(image, bytes) else image)
+    rules = _Rules(changes, allowed)
+    packer = zlib.compressobj(6, zlib.DEFLATED, 16 + zlib.MAX_WBITS)  # gzip, without a time
+    packed: list[bytes] = []
+    changed = False
+
+    def put(data: bytes) -> None:
+        if changes:
+            packed.append(packer.compress(data))
+
+    for entry in archive.entries():
+        headers = rules.judged(entry)
+        changed = changed or headers != [entry.header]
+        if headers:
+            put(entry.before)
+        for header in headers:
+            put(header)
+        for piece in archive.content(entry):
+            put(piece)
+    for piece in archive.end():
+        put(piece)
+    return b"".join([*packed, packer.flush()]) if changed else None
+
+
+class _Rules:
+    """What may be in the archive, and what has been."""
+
+    def __init__(self, changes: Sequence[Change], allowed: Iterable[Node | Device]) -> None:
+        self._new: dict[bytes, tuple[Node, ...]] = {}
+        self._old: dict[bytes, Node] = {}
+        self._kinds: dict[bytes, bytes] = {}
+        """Kind by name, as the archive came; folders that are named only by what lies in them, too."""
+        self._implied: set[bytes] = set()
+        self._after: set[bytes] = set()
+        for change in changes:
+            name = _below_dev(change.old.path)
+            if name in self._old:
+                dev_tar.refuse(name, "is to be changed twice")
+            self._old[name], self._new[name] = change.old, change.new
+        nodes = [("c", n.major, n.minor, n.path) if isinstance(n, Node) else n for n in allowed]
+        self._allowed = {
+            (
+                dev_tar.CHARACTER if kind == "c" else dev_tar.BLOCK_DEVICE,
+                (major, minor),
+                path.removeprefix("/dev/").encode(),
+            )
+            for kind, major, minor, path in (*DEFAULT, *nodes)
+        }
+
+    def judged(self, entry: dev_tar.Entry) -> list[bytes]:
+        """The headers that stand for the entry. Raises ImageError where it must not be there."""
+        self._place(entry)
+        if entry.kind == dev_tar.HARD:
+            self._hard_link(entry)
+        if entry.name in self._old:
+            return self._changed(entry)
+        if entry.device and (entry.kind, entry.numbers, entry.name) not in self._allowed:
+            major, minor = entry.numbers
+            dev_tar.refuse(entry.name, f"is a device ({major}:{minor}) that nothing gives the container")
+        self._take(entry.name)
+        return [entry.header]
+
+    def _changed(self, entry: dev_tar.Entry) -> list[bytes]:
+        if entry.kind == dev_tar.FILE and not entry.size:
+            self._take(entry.name)
+            return [entry.header]
+        old, new = self._old[entry.name], self._new[entry.name]
+        if entry.kind != dev_tar.CHARACTER:
+            dev_tar.refuse(entry.name, "has the name of a GPU's device, and is none")
+        if entry.numbers != (old.major, old.minor):
+            major, minor = entry.numbers
+            dev_tar.refuse(
+                entry.name, f"is {major}:{minor}, and the GPU's device was {old.major}:{old.minor}"
+            )
+        for node in new:
+            self._take(_below_dev(node.path))
+        return [entry.renamed(_below_dev(node.path), (node.major, node.minor)) for node in new]
+
+    def _place(self, entry: dev_tar.Entry) -> None:
+        """Note where the entry lies: not on another one, and not behind a link."""
+        name = entry.name
+        if not name and entry.kind != dev_tar.FOLDER:
+            dev_tar.refuse(name, "is no folder")
+        if name in self._kinds and not (name in self._implied and entry.kind == dev_tar.FOLDER):
+            dev_tar.refuse(name, "is there twice")
+        self._implied.discard(name)
+        self._kinds[name] = entry.kind
+        while b"/" in name:
+            name = name.rpartition(b"/")[0]
+            if name not in self._kinds:
+                self._implied.add(name)
+            if self._kinds.setdefault(name, dev_tar.FOLDER) != dev_tar.FOLDER:
+                dev_tar.refuse(entry.name, "lies in what is no folder")
+            if len(self._kinds) > dev_tar.ENTRIES:
+                raise dev_tar.damaged(f"has more than {dev_tar.ENTRIES} entries")
+
+    def _hard_link(self, entry: dev_tar.Entry) -> None:
+        if self._kinds.get(entry.target) not in (dev_tar.FILE, dev_tar.SOFT, dev_tar.FIFO):
+            dev_tar.refuse(
+                entry.name, f"is a hard link to {dev_tar.shown(entry.link)}, which is no file in it"
+            )
+
+    def _take(self, name: bytes) -> None:
+        """Give a name to what comes out; none is given twice."""
+        if name in self._after:
+            dev_tar.refuse(name, "would be there twice")
+        self._after.add(name)
+
+
+def _below_dev(path: str) -> bytes:
+    name = path.encode("utf-8", "surrogateescape")
+    parts = name.removeprefix(b"/dev/").split(b"/")
+    if not name.startswith(b"/dev/") or any(part in (b"", b".", b"..") for part in parts):
+        dev_tar.refuse(name, "is no place for a device")
+    return b"/".join(parts)

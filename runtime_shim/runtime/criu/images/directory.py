@@ -1,0 +1,125 @@
+"""The image directory of a checkpoint: made, cleaned after a dump that failed, brought to disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TypeAlias
+
+from oci.base.files import open_below, sync_folder
+from runtime_shim.errors import ImageError, reason
+from runtime_shim.runtime.criu.images.check import is_image
+
+__all__ = ["Earlier", "clean", "drop_earlier", "earlier", "make", "sync"]
+
+Earlier: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Images by name, and what tells each from what is written in its place."""
+
+# What crun and runc write beside CRIU's *.img.
+_RUNTIME_FILES = ("descriptors.json",)
+_THREADS = 8
+
+
+def make(image_path: str) -> None:
+    """Make it, if it is not there. Raises ImageError."""
+    try:
+        os.makedirs(image_path, exist_ok=True)
+    except OSError as error:
+        raise ImageError(
+            f"the checkpoint's directory {image_path} cannot be used: {reason(error)}"
+        ) from error
+
+
+def clean(image_path: str, *, since: int) -> None:
+    """Remove the images written since then (st_mtime_ns). Logs stay, to be read. Raises ImageError."""
+    try:
+        for entry in list(os.scandir(image_path)):
+            ours = entry.name.endswith(".img") or entry.name in _RUNTIME_FILES
+            # Only what was written since: the directory is the caller's choice, and may hold other images.
+            if ours and entry.stat(follow_symlinks=False).st_mtime_ns >= since:
+                os.unlink(entry.path)
+    except OSError as error:
+        raise ImageError(
+            f"the incomplete image in {image_path} cannot be removed: {reason(error)}",
+            hint="do not restore from it",
+        ) from error
+
+
+def earlier(image_path: str) -> Earlier:
+    """CRIU's images that are there before a dump. Raises ImageError."""
+    try:
+        return {
+            entry.name: _version(entry.stat(follow_symlinks=False))
+            for entry in os.scandir(image_path)
+            if is_image(entry.name) and entry.is_file(follow_symlinks=False)
+        }
+    except OSError as error:
+        raise ImageError(
+            f"the checkpoint's directory {image_path} cannot be read: {reason(error)}"
+        ) from error
+
+
+def drop_earlier(image_path: str, there: Earlier) -> None:
+    """After a dump, remove those images that it did not write anew. Raises ImageError.
+
+    Podman dumps a container that is left running into the same directory each time, and what CRIU does not
+    write anew stays: the memory of processes that are no more, which would be carried along. The time alone
+    does not tell: where the clock was put back meanwhile, what was just written looks older than that, and
+    may be all that is left of the container.
+    """
+    try:
+        for name, version in there.items():
+            path = os.path.join(image_path, name)
+            with suppress(FileNotFoundError):
+                if _version(os.lstat(path)) == version:
+                    os.unlink(path)
+    except OSError as error:
+        raise ImageError(
+            f"what an earlier dump left in {image_path} cannot be removed: {reason(error)}",
+            hint="the dump itself succeeded; the checkpoint has no manifest yet",
+        ) from error
+
+
+def _version(found: os.stat_result) -> tuple[int, ...]:
+    """Another one once something has been written to the file, whatever the clock says by then."""
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def sync(image_path: str, *, but: Collection[str] = (), failed: Callable[[str], object]) -> None:
+    """Have the images on disk, `but` some, before the manifest says that they are.
+
+    Raises ImageError; where it was fsync(2) that failed, once `failed` was told why: what the kernel could
+    not write it takes for written then, and a second call would succeed. Nobody can write these images again.
+    """
+
+    lost: list[str] = []
+
+    def one(name: str) -> None:
+        with open_below(image_path, name)[0] as file:
+            try:
+                os.fsync(file.fileno())
+            except OSError as error:
+                lost.append(reason(error))
+                raise
+
+    try:
+        names = [
+            e.name for e in os.scandir(image_path) if e.is_file(follow_symlinks=False) and e.name not in but
+        ]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(one, names))
+        try:
+            sync_folder(image_path)
+        except OSError as error:
+            lost.append(reason(error))
+            raise
+    except (OSError, ValueError) as error:
+        why = reason(error) if isinstance(error, OSError) else str(error)
+        if lost:
+            failed(lost[0])
+        raise ImageError(
+            f"the images in {image_path} cannot be brought to disk: {why}",
+            hint="the dump itself succeeded; the checkpoint has no manifest yet",
+        ) from error

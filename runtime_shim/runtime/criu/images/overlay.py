@@ -1,0 +1,93 @@
+"""A view of the checkpoint's directory in which some images read otherwise.
+
+CRIU takes its images from one directory. Where one of them must be another, a directory of our own stands in:
+the new images are in it as files, and each of the others as a symbolic link, so the checkpoint itself is
+never changed, and a restore that failed can be tried again.
+
+The links are relative. Restored processes open images through a descriptor of the directory when they are in
+the container's mounts already: there an absolute link would lead into the container, to whatever lies at that
+path, while .. leads up through the mounts that the descriptor belongs to (path_resolution(7)). CRIU's link
+`parent`, to the directory of an earlier dump, is seen through a link of ours and stays relative to the
+directory that it lies in.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+
+from runtime_shim.errors import ImageError, reason
+from runtime_shim.runtime.criu import scratch_files
+from runtime_shim.runtime.criu.scratch_files import scratch
+
+__all__ = ["view"]
+
+_MOST = 65536
+"""Entries; CRIU writes some ten for each process."""
+
+
+@contextmanager
+def view(
+    image_path: str,
+    replaced: Mapping[str, bytes],
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+    *,
+    always: bool = False,
+) -> Iterator[str]:
+    """A directory that shows `image_path` with some images, by name, as given; gone afterwards.
+
+    `replaced` has their content, `elsewhere` the paths of files.
+
+    With nothing to replace it is `image_path` itself, unless it is `always` to be a directory of our own, by
+    whose name CRIU's processes are known (runtime/criu/scratch_files.py). What is written there is lost:
+    CRIU's log has to go to a work directory. Raises ImageError.
+    """
+    if not replaced and not elsewhere and not always:
+        yield image_path
+        return
+    for name in (*replaced, *elsewhere):
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise ImageError(f"{name!r} is no name of an image in {image_path}")
+    try:
+        folder = tempfile.mkdtemp(prefix=scratch_files.prefix("images"), dir=scratch())
+    except OSError as error:
+        raise _failed(image_path, error) from error
+    try:
+        try:
+            _fill(folder, image_path, replaced, elsewhere)
+        except OSError as error:
+            raise _failed(image_path, error) from error
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fill(folder: str, image_path: str, replaced: Mapping[str, bytes], elsewhere: Mapping[str, str]) -> None:
+    real = os.path.realpath(image_path)
+    names = os.listdir(real)
+    if len(names) > _MOST:
+        raise ImageError(
+            f"{image_path} holds {len(names)} files, more than any dump has ({_MOST})",
+            hint="give the checkpoint a directory of its own",
+        )
+    there = {name: os.path.join(real, name) for name in names if name not in replaced}
+    there |= {name: os.path.realpath(path) for name, path in elsewhere.items()}
+    for name, path in there.items():
+        os.symlink(os.path.relpath(path, os.path.realpath(folder)), os.path.join(folder, name))
+    for name, content in replaced.items():
+        descriptor = os.open(
+            os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
+        )
+        with open(descriptor, "wb") as file:
+            file.write(content)
+
+
+def _failed(image_path: str, error: OSError) -> ImageError:
+    return ImageError(
+        f"the images in {image_path} cannot be prepared for the restore: {reason(error)}",
+        hint=f"see that {image_path} can be read and that {scratch()} has room",
+    )

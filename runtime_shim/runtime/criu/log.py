@@ -1,0 +1,33 @@
+"""CRIU's log (dump.log, restore.log in the work path): the one line that says why."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from oci.base.files import open_below
+
+__all__ = ["first_error"]
+
+# "(00.012345) Error (criu/files-ext.c:98): Can't dump file 5 of that type [20000] (chr 195:0)";
+# a restored task's PID stands before it as "(00.012345)    123: Error …".
+_ERROR = re.compile(r"^\(\d+\.\d+\)\s+(?:\d+:\s+)?Error \([^)]*\): (.*)$")
+# Said on hosts where CRIU then goes on without harm.
+_HARMLESS = ("Can't setup RLIMIT_NOFILE", "Can't raise limit", "Can't set file limit")
+_TAIL = 4 << 20
+
+
+def first_error(path: str) -> str:
+    """The first error of the log that matters; empty where there is no log or no error in its last 4 MiB."""
+    try:
+        file, size = open_below(*os.path.split(path))
+        with file:
+            file.seek(max(0, size - _TAIL))
+            text = file.read(_TAIL).decode("utf-8", "backslashreplace")
+    except (OSError, ValueError):
+        return ""
+    for line in text.splitlines():
+        match = _ERROR.match(line)
+        if match and not any(words in match[1] for words in _HARMLESS):
+            return match[1].strip()[:300]
+    return ""

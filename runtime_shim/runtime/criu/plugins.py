@@ -1,0 +1,184 @@
+"""CRIU's plugins for GPUs: the one that a dump or a restore needs is given to CRIU, and no other.
+
+CRIU loads every *.so of one folder: libdir of its configuration, else $CRIU_LIBS_DIR, else /usr/lib/criu
+(criu/plugin.c). A plugin for GPUs that lies there and is not asked for would do its work all the same, on
+processes that the driver has suspended already, and a restore would want it back. So where the folder holds
+such a one, or lacks the one that is wanted, a folder for a moment takes its place, with links to the right
+ones. A site's other plugins stay.
+
+Options reach a plugin by its environment alone. CRIU is a child of crun or runc, and has theirs: crun's
+libcriu starts `criu swrk` by fork and exec (lib/c/criu.c), runc by os/exec without an environment of its own
+(libcontainer/criu_linux.go), so what we give the runtime arrives.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+
+from runtime_shim.errors import ImageError, Refused, reason
+from runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA, KNOWN, Plugin
+from runtime_shim.runtime import find as locate
+from runtime_shim.runtime.criu import scratch_files
+from runtime_shim.runtime.criu.scratch_files import scratch
+from runtime_shim.settings import SETTINGS_FILE, Amd, Criu, Settings
+
+__all__ = ["FOLDERS", "VARIABLE", "Injection", "find", "injected"]
+
+VARIABLE = "CRIU_LIBS_DIR"
+
+FOLDERS = (
+    "/usr/lib/criu",
+    "/usr/lib64/criu",
+    "/usr/lib/x86_64-linux-gnu/criu",
+    "/usr/local/lib/criu",
+    "/usr/local/lib64/criu",
+    "/usr/local/lib/x86_64-linux-gnu/criu",
+)
+"""Where packages and `make install` put plugins: CRIU's own default first (PLUGINDIR of Makefile.install)."""
+
+_CHECKS = {
+    "firmware": "KFD_FW_VER_CHECK",
+    "sdma-firmware": "KFD_SDMA_FW_VER_CHECK",
+    "caches": "KFD_CACHES_COUNT_CHECK",
+    "gws": "KFD_NUM_GWS_CHECK",
+    "vram": "KFD_VRAM_SIZE_CHECK",
+    "numa": "KFD_NUMA_CHECK",
+    "capability": "KFD_CAPABILITY_CHECK",
+}
+"""criu-amdgpu-plugin(1), by the names that settings.Amd has for them."""
+_BUFFER = "KFD_MAX_BUFFER_SIZE"
+
+# What a CUDA plugin that calls the driver by itself, and needs no program, has in it (plugins/cuda of CRIU's
+# development branch).
+_DRIVER_API = b"cuCheckpointProcessLock"
+# Seconds that CRIU has for stopping the tasks beside the locks.
+_BESIDE = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Injection:
+    """What CRIU is to be told, and the runtime's environment to have."""
+
+    criu: Criu
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextmanager
+def injected(plugin: Plugin | None, settings: Settings, *, processes: int = 1) -> Iterator[Injection]:
+    """Have CRIU load `plugin`, or none for GPUs; what is made for that is gone after the block.
+
+    `processes` use the GPU, each of which may take nvidia.lock-timeout to be locked, one after the other.
+    Raises Refused where the plugin, or what it runs, is not on this host, and ImageError.
+    """
+    found = find(plugin, settings) if plugin is not None else ""
+    environment = _environment(plugin, found, settings) if plugin is not None else {}
+    folder = settings.criu.libdir or locate.environment().get(VARIABLE, "") or _default()
+    there = _libraries(folder)
+    wanted = {name: path for name, path in there.items() if name not in {each.file for each in KNOWN}}
+    if plugin is not None:
+        wanted[plugin.file] = found
+    criu = settings.criu
+    if plugin is CUDA:
+        locks = math.ceil(settings.nvidia.lock_timeout * max(1, processes)) + _BESIDE
+        criu = replace(criu, timeout=max(criu.timeout, locks))
+    if plugin is None and wanted == there:
+        yield Injection(criu)
+        return
+    own = os.path.dirname(found)
+    with nullcontext(own) if found and wanted == _libraries(own) else _folder(wanted) as libdir:
+        yield Injection(replace(criu, libdir=libdir), environment | {VARIABLE: libdir})
+
+
+def _default() -> str:
+    """The folder where a CRIU looks that nobody has told another.
+
+    That is a choice of whoever built it: one that has a plugin for GPUs is taken for it.
+    """
+    names = [each.file for each in KNOWN]
+    having = (path for path in FOLDERS if any(os.path.exists(os.path.join(path, name)) for name in names))
+    return next(having, FOLDERS[0])
+
+
+def find(plugin: Plugin, settings: Settings) -> str:
+    """The path of a plugin's library, by the settings or where packages put it. Raises Refused."""
+    own = settings.nvidia.libdir if plugin is CUDA else settings.amd.libdir
+    folders = [own] if own else [*filter(None, [settings.criu.libdir]), *FOLDERS]
+    for folder in folders:
+        path = os.path.join(folder, plugin.file)
+        if os.path.isfile(path):
+            return path
+    section = "nvidia" if plugin is CUDA else "amd"
+    raise Refused(
+        f"{plugin.what} is not on this host: there is no {plugin.file} in {', '.join(folders)}",
+        hint=f"install it, or set {section}.libdir in {SETTINGS_FILE} to the folder that has it",
+    )
+
+
+def _environment(plugin: Plugin, path: str, settings: Settings) -> dict[str, str]:
+    if plugin is AMDGPU:
+        return _amd(settings.amd)
+    return _with_program(plugin, path, settings.nvidia.cuda_checkpoint)
+
+
+def _amd(amd: Amd) -> dict[str, str]:
+    environment = {_CHECKS[name]: "0" for name in amd.skip_checks}
+    return environment | ({_BUFFER: str(amd.buffer)} if amd.buffer else {})
+
+
+def _with_program(plugin: Plugin, path: str, chosen: str) -> dict[str, str]:
+    """A PATH on which CRIU's plugin finds what it runs. Podman and containerd may give hardly any."""
+    searched = locate.environment().get("PATH", "") or os.defpath
+    places = [chosen] if chosen else [os.path.join(folder, plugin.program) for folder in _folders(searched)]
+    program = next((place for place in places if os.access(place, os.X_OK)), None)
+    if program is None:
+        if not chosen and _calls_driver(path):
+            return {}
+        raise Refused(
+            f"{plugin.what} runs {plugin.program}, and this host has none "
+            + (f"at {chosen}" if chosen else f"in {', '.join(_folders(searched))}"),
+            hint=f"install NVIDIA's {plugin.program}, or set nvidia.cuda-checkpoint in {SETTINGS_FILE}",
+        )
+    folder = os.path.dirname(program)
+    if folder in searched.split(":") and not chosen:
+        return {}
+    # In front only where somebody asked for this one: crun and runc look for criu itself there, too.
+    return {"PATH": f"{folder}:{searched}" if chosen else f"{searched}:{folder}"}
+
+
+def _folders(searched: str) -> list[str]:
+    every = (*searched.split(":"), *locate.SYSTEM_DIRECTORIES)
+    return list(dict.fromkeys(folder for folder in every if folder.startswith("/")))
+
+
+def _calls_driver(path: str) -> bool:
+    with suppress(OSError), open(path, "rb") as file:
+        return _DRIVER_API in file.read()
+    return False
+
+
+def _libraries(folder: str) -> dict[str, str]:
+    """What CRIU would load from a folder: paths by name."""
+    try:
+        names = sorted(name for name in os.listdir(folder) if name.endswith(".so"))
+    except OSError:
+        return {}
+    return {name: os.path.join(folder, name) for name in names}
+
+
+@contextmanager
+def _folder(libraries: Mapping[str, str]) -> Iterator[str]:
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix=scratch_files.prefix("plugins"), dir=scratch())
+            )
+            for name, path in libraries.items():
+                os.symlink(os.path.realpath(path), os.path.join(made, name))
+        except OSError as error:
+            raise ImageError(f"a folder for CRIU's plugins cannot be made: {reason(error)}") from error
+        yield made

@@ -1,0 +1,93 @@
+"""What a process of ours leaves when it is killed: files for a moment, and a real runtime that goes on.
+
+Both carry the mark of the process that made them, its PID and start time: the files in their names, and the
+runtime in the environment, where CRIU_CONFIG_FILE names one of these files. CRIU writes its title over its
+environment (criu/setproctitle.c): "criu: restore --rpc -D DIR", where DIR is a directory of ours with the
+mark in its name (runtime/criu/images/overlay.py). So do the processes that CRIU makes, until they have their
+own memory back; then they are none of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+
+from runtime_shim.errors import GpusnapError
+from runtime_shim.process import proc
+
+__all__ = ["CONFIG", "children", "let_end", "prefix", "scratch", "sweep"]
+
+# Seconds for what the real runtime is at: CRIU writes or reads the images at the disk's speed.
+_PATIENCE = 300.0
+CONFIG = "CRIU_CONFIG_FILE"
+"""criu(8), CONFIGURATION FILES: the environment variable that names one."""
+
+
+def scratch() -> str:
+    """Where files of ours may lie for a moment: /run, which is never full of checkpoints."""
+    return "/run" if os.access("/run", os.W_OK) else tempfile.gettempdir()
+
+
+def prefix(kind: str) -> str:
+    """How a file of this process in `scratch()` is to be called; `kind` says what for."""
+    own = proc.process(os.getpid())
+    return f"gpusnap-{kind}-{_mark((os.getpid(), own.start if own is not None else 0))}-"
+
+
+def children(owner: tuple[int, int]) -> tuple[int, ...]:
+    """The real runtime that a process of ours called, and its CRIU, by PID: those that still run.
+
+    `owner` is that process' PID and start time.
+    """
+    mark = _mark(owner)
+    return tuple(pid for pid in proc.pids() if pid != owner[0] and _has(pid, mark))
+
+
+def _has(pid: int, mark: str) -> bool:
+    if os.path.basename(proc.environment(pid).get(CONFIG, "")).startswith(f"gpusnap-criu-{mark}-"):
+        return True
+    title = (proc.command(pid) or ("",))[0]
+    # The first path of all: any process may give itself a title, and one that lists many is of nobody.
+    folder = f"{scratch()}/gpusnap-images-{mark}-"
+    return title.startswith("criu: ") and title.startswith(folder, title.find("/"))
+
+
+def let_end(owner: tuple[int, int], container: str, *, enough: Callable[[], bool] = lambda: False) -> None:
+    """Wait for what a killed process of ours called, or until `enough` says so.
+
+    It is not ended: a runtime that is killed half-way leaves what no command removes, and CRIU's processes
+    would stand for good. Raises GpusnapError where it takes too long.
+    """
+    deadline = time.monotonic() + _PATIENCE
+    while (left := children(owner)) and not enough():
+        if time.monotonic() > deadline:
+            pids = " ".join(map(str, left))
+            raise GpusnapError(
+                f"what a killed gpusnap called for container {container} is still at work: process {pids}",
+                hint=f"wait for it, or kill {pids}, and run gpusnap recover again",
+            )
+        time.sleep(0.02)
+
+
+def sweep(owner: tuple[int, int]) -> None:
+    """Remove the files for a moment of a process that is no more."""
+    folder, mark = scratch(), f"-{_mark(owner)}-"
+    for name in os.listdir(folder):
+        if not name.startswith("gpusnap-") or mark not in name:
+            continue
+        path = os.path.join(folder, name)
+        with contextlib.suppress(OSError):  # somebody else's, or gone by now: no harm in either
+            if os.lstat(path).st_uid != os.geteuid():
+                continue
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+
+
+def _mark(owner: tuple[int, int]) -> str:
+    return f"{owner[0]}.{owner[1]}"

@@ -1,0 +1,106 @@
+"""Which CRIU the real runtime will start, and what that does with a socket on this kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+
+from runtime_shim.errors import RuntimeFailed
+from runtime_shim.runtime import find as locate
+from runtime_shim.runtime.child_process import run
+from runtime_shim.runtime.criu import scratch_files
+from runtime_shim.runtime.criu.scratch_files import scratch
+
+__all__ = ["criu_version", "refuses"]
+
+# Podman's environment has a PATH, but a service's may lack the sbin folders where Debian keeps criu.
+_FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+@functools.cache
+def criu_version() -> str:
+    """Its version, e.g. 4.1.1; "unknown" where it cannot be asked: the runtime will say so better."""
+    program = _program()
+    if program is None:
+        return "unknown"
+    try:
+        out = run([program, "--version"]).out
+    except RuntimeFailed:
+        return "unknown"
+    words = out.split()
+    return words[1][:64] if len(words) > 1 and words[0] == "Version:" else "unknown"
+
+
+def _program() -> str | None:
+    return shutil.which("criu") or shutil.which("criu", path=_FOLDERS)
+
+
+# What it says of a socket that it cannot dump (criu/sockets.c, do_dump_opt; criu/sk-inet.c,
+# can_dump_ipproto): 1:16 is SOL_SOCKET's SO_PASSCRED.
+_REFUSALS = re.compile(r"Can't get 1:16 opt|Unsupported proto ")
+# Seconds; it takes some 20 ms.
+_PATIENCE = 10
+
+
+@functools.cache
+def refuses(family: int, kind: int, protocol: int) -> bool:
+    """Whether CRIU refuses a socket of this family, type and protocol; see socket(2).
+
+    Tried on a process of ours that has one, since versions do not tell: distributions take fixes into older
+    ones. False where it cannot be tried, or fails for another reason.
+    """
+    program = _program()
+    if program is None:
+        return False
+    with contextlib.ExitStack() as stack:
+        try:
+            one = stack.enter_context(socket.socket(family, kind, protocol))
+            images = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix=scratch_files.prefix("probe"), dir=scratch())
+            )
+            process = stack.enter_context(_sleeper(one.fileno()))
+            options = ["--no-default-config", "--leave-running", "--manage-cgroups=ignore", "--log-file=log"]
+            subprocess.run(
+                [program, "dump", f"--tree={process.pid}", f"--images-dir={images}", *options],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=_environment(),
+                timeout=_PATIENCE,
+                check=False,
+            )
+            with open(os.path.join(images, "log"), encoding="utf-8", errors="replace") as log:
+                return _REFUSALS.search(log.read()) is not None
+        except (OSError, subprocess.SubprocessError):
+            return False
+
+
+@contextlib.contextmanager
+def _sleeper(descriptor: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has the descriptor and does nothing; in a session of its own, as CRIU wants it."""
+    process = subprocess.Popen(
+        ["sleep", str(2 * _PATIENCE)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=_environment(),
+        pass_fds=(descriptor,),
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """Without CRIU_CONFIG_FILE, which --no-default-config does not leave out."""
+    return {name: value for name, value in locate.environment().items() if name != scratch_files.CONFIG}

@@ -1,0 +1,172 @@
+"""Which processes are a container's, and which are those of the containers beside it.
+
+Containers may share a PID namespace: `podman run --pid container:a`, `podman pod create --share pid`, and
+shareProcessNamespace of Kubernetes. Then
+
+- the namespace's PID 1 is the init of one of them, or of the pod's pause container. A process that has lost
+  its parent becomes a child of that PID 1, whichever container it is in.
+- when that PID 1 ends, the kernel kills everything in the namespace.
+
+So neither the namespace nor parentage tells alone whose a process is. Its cgroup does, where the container
+has one of its own, and it comes first. The namespace counts only for the container whose init is its PID 1.
+Parentage counts for what is in no other container's cgroup, as a restore by crun 1.26 leaves processes.
+
+What is not in the container's cgroup is another container's
+
+- in a cgroup that has another ID for a name;
+- in another cgroup and another mount namespace at once;
+- where cgroups do not tell (podman run --cgroups=disabled): in the mount namespace of a process that came
+  into the PID namespace from outside and has other mounts than its init, unlike what `podman exec` starts; or
+  below such a process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from runtime_shim.process import proc
+
+__all__ = ["Cgroup", "View", "inside", "look", "orphans"]
+
+Cgroup = tuple[str, str]
+"""Hierarchy (the empty one is version 2's) and path."""
+
+# As engines name a container's cgroup: libpod-ID, cri-containerd-ID.scope, crio-ID, ID.
+_CONTAINER = re.compile(r"(?:.*[-:])?([0-9a-f]{64})(?:\.scope)?")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The processes in and around a container at one moment, by PID."""
+
+    members: frozenset[int]
+    neighbours: frozenset[int]
+    """Those of other containers that are in its own PID namespace, or have its init for an ancestor."""
+
+
+def look(init: int, container_id: str, group: Cgroup | None) -> View:
+    """The container whose init is `init`; `group` is the cgroup that was made for it, if one was."""
+    parents = proc.parents()
+    within = {pid for pid in parents if group is not None and inside(pid, group)}
+    space = _own_space(init)
+    mates = {pid for pid in parents if space and proc.namespace(pid, "pid") == space}
+    came = {pid for pid in mates - within - {init} if parents[pid] not in mates}
+    others = _Others(init, container_id, group, _with_own_mounts(came, init))
+    neighbours = {pid for pid in mates - within - {init} if others.have(pid)}
+    neighbours = _grown(neighbours, parents, lambda pid: pid not in within and pid != init)
+    members = {init} | within | (mates - neighbours)
+
+    def belongs(pid: int) -> bool:
+        if pid not in neighbours and others.have(pid):
+            neighbours.add(pid)
+        return pid not in neighbours
+
+    members = _grown(members, parents, belongs)
+    return View(frozenset(members - {os.getpid()}), frozenset(neighbours - {os.getpid()}))
+
+
+def orphans(init: int, members: Iterable[int]) -> tuple[int, ...]:
+    """Those members that lost their parent to a PID 1 which is not their container's.
+
+    CRIU dumps a container by its tree from init on, and leaves these out.
+    """
+    space = proc.namespace(init, "pid")
+    if not space or space == proc.namespace(os.getpid(), "pid"):
+        return ()  # in the host's namespace they look like what was started by podman exec
+    return tuple(pid for pid in members if _is_first(_oldest(pid, init, space), init))
+
+
+def inside(pid: int, group: Cgroup) -> bool:
+    """Whether a process is in a cgroup, or below it."""
+    hierarchy, path = group
+    theirs = proc.cgroups(pid).get(hierarchy)
+    return theirs is not None and _below(theirs, path)
+
+
+def _grown(some: Iterable[int], parents: Mapping[int, int], belongs: Callable[[int], bool]) -> set[int]:
+    """These and their descendants, as far as they belong."""
+    found = set(some)
+    fresh = found
+    while fresh:
+        fresh = {pid for pid, parent in parents.items() if parent in found and pid not in found}
+        fresh = {pid for pid in fresh if belongs(pid)}
+        found = found | fresh
+    return found
+
+
+def _own_space(init: int) -> str:
+    """The PID namespace whose PID 1 the init is; empty where it is in another's."""
+    process = proc.process(init)
+    if process is None or len(process.ns_pids) < 2 or process.ns_pids[-1] != 1:
+        return ""
+    space = proc.namespace(init, "pid")
+    return "" if space == proc.namespace(os.getpid(), "pid") else space
+
+
+def _with_own_mounts(came: Iterable[int], init: int) -> set[int]:
+    """Those of the processes that came into the PID namespace from outside which are another's inits."""
+    own = proc.namespace(init, "mnt")
+    return {pid for pid in came if own and proc.namespace(pid, "mnt") not in ("", own)}
+
+
+def _oldest(pid: int, init: int, space: str) -> int:
+    """The oldest ancestor of a process within its PID namespace, itself included; `init` if that is one."""
+    while pid != init:
+        parent = proc.parent(pid)
+        if not parent or proc.namespace(parent, "pid") != space:
+            break
+        pid = parent
+    return pid
+
+
+def _is_first(pid: int, init: int) -> bool:
+    process = proc.process(pid) if pid != init else None
+    return process is not None and process.ns_pids[-1] == 1
+
+
+class _Others:
+    """What is known of the containers beside one."""
+
+    def __init__(self, init: int, container_id: str, group: Cgroup | None, inits: Collection[int]) -> None:
+        """`inits` of containers that joined its PID namespace."""
+        groups = proc.cgroups(init)
+        self._id, self._group, self._inits = container_id, group, inits
+        self._hierarchy = group[0] if group is not None else min(groups, default="")
+        self._path = groups.get(self._hierarchy, "/")
+        self._ours = proc.cgroups(os.getpid()).get(self._hierarchy, "/")
+        self._mounts = proc.namespace(init, "mnt")
+        self._theirs = {proc.namespace(pid, "mnt") for pid in inits}
+
+    def have(self, pid: int) -> bool:
+        """Whether a process is another container's."""
+        if pid in self._inits:
+            return True
+        if self._group is not None and inside(pid, self._group):
+            return False
+        mounts, apart = proc.namespace(pid, "mnt"), self._apart(pid)
+        if apart and self._mounts and mounts not in ("", self._mounts):
+            return True
+        return mounts in self._theirs or self._is_named(apart)
+
+    def _apart(self, pid: int) -> Sequence[str]:
+        """The names of a process' cgroup, from where its path leaves that of the container's.
+
+        None where it does not; and in gpusnap's own, since that is where a runtime that we call leaves
+        processes that it restores.
+        """
+        path = proc.cgroups(pid).get(self._hierarchy)
+        if path is None or _below(self._path, path) or _below(self._ours, path):
+            return ()
+        ours, theirs = self._path.split("/"), path.split("/")
+        return theirs[len(os.path.commonprefix([ours, theirs])) :]
+
+    def _is_named(self, names: Iterable[str]) -> bool:
+        """Whether one of these cgroups has the ID of another container for a name."""
+        return any(match[1] != self._id for match in filter(None, map(_CONTAINER.fullmatch, names)))
+
+
+def _below(path: str, parent: str) -> bool:
+    return path == parent or path.startswith(parent.rstrip("/") + "/")

@@ -1,0 +1,214 @@
+"""checkpoint and restore: from the command line to an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NoReturn
+
+from runtime_shim import log
+from runtime_shim.errors import ContainerError, GpusnapError, RuntimeFailed, SettingsError, unforeseen
+from runtime_shim.gpu import find_driver, find_drivers, holders
+from runtime_shim.gpu.api.driver import Driver
+from runtime_shim.gpu.api.errors import GpuError
+from runtime_shim.records import cri_layout, manifest
+from runtime_shim.runtime import container as containers
+from runtime_shim.runtime import container_key
+from runtime_shim.runtime import find as locate
+from runtime_shim.runtime.command_line import CheckpointCall, RestoreCall, parse, render
+from runtime_shim.runtime.criu.external_mounts import undeclared
+from runtime_shim.runtime.criu.run import quiet
+from runtime_shim.runtime.identify import RealRuntime, identify
+from runtime_shim.settings import Settings, annotated, usable
+from runtime_shim.snapshot.suspend.gpu_state import users
+
+__all__ = ["main"]
+
+# As runtime_shim.snapshot.records.journal has it, which a container without a GPU must not wait for.
+JOURNAL = "/run/gpusnap/journal"
+
+
+def main(argv: list[str]) -> int:
+    """Run `checkpoint` or `restore`; `argv` is without the program's name. Returns the exit code."""
+    call: CheckpointCall | RestoreCall | None = None
+    try:
+        call = parse(argv)
+        settings = _settings()
+        real = _real(call)
+        if isinstance(call, CheckpointCall):
+            return _checkpoint(call, real, settings)
+        return _restore(call, real, settings)
+    except GpusnapError as error:
+        if call is None:
+            raise  # the entry point reads --log from a line that could not be parsed
+        log.report(error, log=call.globals.log, log_format=call.globals.log_format)
+        return error.exit_code if isinstance(error, RuntimeFailed) else 1
+    except Exception as error:
+        if call is None:
+            raise
+        # Of a kind or a configuration of a shape that nobody foresaw; whatever was begun has been undone.
+        log.report(unforeseen(error), log=call.globals.log, log_format=call.globals.log_format)
+        return 1
+
+
+def _settings() -> Settings | SettingsError:
+    """The settings, or what is wrong with them, which a container without a GPU need not suffer for."""
+    try:
+        return usable()
+    except SettingsError as error:
+        return error
+
+
+def _valid(settings: Settings | SettingsError) -> Settings:
+    """For a container that may have GPU state: a plain checkpoint would lose it, so there is none."""
+    if isinstance(settings, SettingsError):
+        raise settings
+    return settings
+
+
+def _real(call: CheckpointCall | RestoreCall) -> RealRuntime:
+    """The runtime that every other command of this container goes to."""
+    command = "checkpoint" if isinstance(call, CheckpointCall) else "restore"
+    return locate.start([command, call.container_id], 0, call.globals.root, _identify)
+
+
+def _identify(path: str, args: list[str]) -> RealRuntime:
+    return identify(Path(path))
+
+
+def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | SettingsError) -> int:
+    _make_work(call, real)
+    driver = find_driver()
+    if driver is None:
+        _hand_over(call, real)
+    _take_away(call, real, driver)
+    root = container_key.root(call.globals.root, real.kind)
+    try:
+        container = containers.find(quiet(call, real), call.container_id, root=root)
+    except ContainerError:
+        _hand_over(call, real)  # the runtime says it in its own words
+    if _recover(driver, container, settings):
+        container = containers.find(quiet(call, real), call.container_id, root=root)
+    others = (each for each in find_drivers() if each.vendor != driver.vendor)
+    drivers = (driver, *others)
+    if not any(_concerns_us(each, container) for each in drivers):
+        _spare_neighbours(call, container, drivers)
+        _hand_over(call, real)
+    # Imported late: a container without a GPU must not wait for it.
+    from runtime_shim.shim import overrides
+    from runtime_shim.snapshot.checkpoint import checkpoint
+    from runtime_shim.snapshot.records import journal
+    from runtime_shim.snapshot.suspend import criu_plugin
+
+    _announce(call)
+    settings = overrides.applied(annotated(_valid(settings), container.annotations), container.id)
+    driver = criu_plugin.chosen(driver, container, settings)
+    with journal.held(container.key):
+        checkpoint(call, real, settings, driver, container)
+        if cri_layout.wanted(str(call.images()), container.annotations):
+            cri_layout.fold(str(call.images()))
+    return 0
+
+
+def _make_work(call: CheckpointCall, real: RealRuntime) -> None:
+    """Make the work directory, as runc does and crun does not; containerd relies on it."""
+    if real.kind == "crun" and (work := call.work()) is not None:
+        with contextlib.suppress(OSError):  # the runtime says it in its own words
+            os.mkdir(work, 0o700)
+
+
+def _recover(driver: Driver, container: containers.Container, settings: Settings | SettingsError) -> bool:
+    """Put right first what a killed gpusnap left of this container; whether there was anything."""
+    if not os.path.exists(JOURNAL):
+        return False
+    from runtime_shim.snapshot.records import journal
+
+    # An earlier version's entry has the bare ID; what it names is looked for by PID and start time.
+    found = [entry for key in (container.key, container.id) if (entry := journal.read(key)) is not None]
+    if not found:
+        return False
+    from runtime_shim.snapshot.recover_checkpoint import recover
+
+    for entry in found:
+        log.note(f"an earlier checkpoint was cut off; {recover(entry, driver, _valid(settings).memory)}")
+    return True
+
+
+def _take_away(call: CheckpointCall | RestoreCall, real: RealRuntime, driver: Driver | None) -> None:
+    """Take away first what a killed restore left of this container.
+
+    Before a restore: whoever wants a checkpoint takes the container for one that runs, so that none is
+    removed then, whatever it looks like.
+    """
+    key = container_key.key(container_key.root(call.globals.root, real.kind), call.container_id)
+    for each in (key, call.container_id):  # an earlier version's has the bare ID, and the command to ask
+        if os.path.exists(f"{JOURNAL}/{each}.restore"):
+            from runtime_shim.snapshot import recover_restore
+
+            said = recover_restore.recover(each, driver, remove=isinstance(call, RestoreCall))
+            log.note(f"an earlier restore was cut off; {said}")
+
+
+def _announce(call: CheckpointCall | RestoreCall) -> None:
+    """With --debug each step is said as it begins, but not in --log: Podman reads one line of that."""
+    from runtime_shim.transaction import announce
+
+    announce((lambda name: log.say(f"step {name}")) if call.globals.debug else None)
+
+
+def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | SettingsError) -> int:
+    _take_away(call, real, find_driver())
+    images = str(call.images(real.kind))
+    cri_layout.unfold(images)
+    if not manifest.belongs(images):
+        _hand_over(call, real)
+    valid = _valid(settings)
+    from runtime_shim.snapshot.restore import restore
+
+    _announce(call)
+    config = containers.bundle_config(str(call.bundle_dir()))
+    return restore(call, real, annotated(valid, containers.bundle_annotations(config)), config)
+
+
+def _concerns_us(driver: Driver, container: containers.Container) -> bool:
+    """Whether a process may have GPU state, or the driver has mounts that CRIU would stumble over."""
+    if not container.pid:
+        return False
+    members = containers.processes(container.pid, container.id)
+    if any(driver.handles(process.pid) for process in members):
+        return True
+    if undeclared(container.pid, containers.bundle_config(container.bundle))[0]:
+        return True
+    if not holders(driver, [process.pid for process in members]):
+        return False
+    if container.status == "paused":
+        return True  # and cannot be asked before it is thawed
+    try:
+        driver.open()  # one that only loaded the driver's library may be suspended: ask
+    except GpuError:
+        return False  # without the checkpoint API it cannot be
+    return bool(users(driver, members))
+
+
+def _spare_neighbours(
+    call: CheckpointCall, container: containers.Container, drivers: Iterable[Driver]
+) -> None:
+    """Refuse where a container without a GPU would take one with it that uses some."""
+    if call.leave_running:
+        return
+    others = containers.beside(container.pid, container.id)
+    if any(each.handles(process.pid) for each in drivers for process in others):
+        from runtime_shim.snapshot.preflight import checks as preflight
+
+        preflight.neighbours(call, container)
+
+
+def _hand_over(call: CheckpointCall | RestoreCall, real: RealRuntime) -> NoReturn:
+    """Become the real runtime: this container has no GPU, and nothing of ours shall show."""
+    path, *args = render(call, real)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    locate.become(path, args)

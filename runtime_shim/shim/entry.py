@@ -1,0 +1,192 @@
+"""The console script gpusnap-runtime: sorts out whose command it is.
+
+Podman, containerd and CRI-O run it for every command of a container's life. checkpoint and restore are ours,
+and --version is answered by both; all else goes to the real runtime by exec, before anything heavy is
+imported. The launcher (launcher/launcher.c) does the same in C, by the same rules, and starts this for
+checkpoint and restore, or where no real runtime can be started, for this to say why.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # the C module under `signal`, whose enums take a millisecond
+import os
+import sys
+
+from runtime_shim._version import __version__
+from runtime_shim.errors import GpusnapError, NotStarted, RuntimeFailed, reason, unforeseen
+from runtime_shim.runtime import find as locate
+from runtime_shim.runtime.command_line_words import FALSE, HELP
+
+__all__ = [
+    "CHECK",
+    "COMMANDS",
+    "GLOBAL_FLAGS",
+    "GLOBAL_VALUES",
+    "OURS",
+    "OUR_COMMANDS",
+    "PASS",
+    "VERSION",
+    "VERSION_OPTIONS",
+    "classify",
+    "main",
+    "read",
+]
+
+# The same lists as in launcher/line.h, and as options.GLOBAL, which imports more than a pass-through may
+# cost.
+GLOBAL_VALUES = ("root", "log", "log-format", "log-level", "cgroup-manager", "rootless", "criu")
+GLOBAL_FLAGS = ("debug", "systemd-cgroup")
+
+VERSION_OPTIONS = ("version", "v", "V")
+OUR_COMMANDS = ("checkpoint", "restore")
+# What may follow an option that we do not know, to tell its value from the command: all commands of crun and
+# runc.
+COMMANDS = (
+    "checkpoint",
+    "create",
+    "delete",
+    "events",
+    "exec",
+    "features",
+    "h",
+    "help",
+    "init",
+    "kill",
+    "list",
+    "mounts",
+    "pause",
+    "ps",
+    "restore",
+    "resume",
+    "run",
+    "spec",
+    "start",
+    "state",
+    "update",
+)
+
+CHECK = ("checkpoint", "--gpusnap-check")
+"""What `gpusnap doctor` asks: whether all of gpusnap is there. No runtime has such an option."""
+
+PASS, VERSION, OURS = "pass", "version", "ours"
+
+
+def classify(args: list[str]) -> tuple[str, int]:
+    """PASS, VERSION or OURS for a command line, and where its command stands: len(args) without one.
+
+    `args` is the line without the program's name. Global options come first; one or two dashes; `--opt value`
+    and `--opt=value`. A line that ends too early is the real runtime's to complain of.
+    """
+    whose, at, _ = read(args)
+    return whose, at
+
+
+def read(args: list[str]) -> tuple[str, int, dict[str, str]]:
+    """As `classify`, with the values of the global options by name; the last of each counts."""
+    version, at = False, 0
+    values: dict[str, str] = {}
+    while at < len(args):
+        word = args[at]
+        at += 1
+        if word == "--" or word == "-" or not word.startswith("-"):
+            at -= word != "--"
+            break
+        name, equals, value = word.removeprefix("-").removeprefix("-").partition("=")
+        off = bool(equals) and value in FALSE
+        if name in HELP and not off:
+            return PASS, len(args), values
+        version = version or (name in VERSION_OPTIONS and not off)
+        if not equals and _takes_next(name, args[at : at + 1]):
+            equals, value = "=", "".join(args[at : at + 1])
+            at += 1
+        if equals:
+            values[name] = value
+    if version:
+        return VERSION, min(at, len(args)), values
+    if at >= len(args):
+        return PASS, len(args), values
+    return (OURS if args[at] in OUR_COMMANDS else PASS), at, values
+
+
+def _takes_next(name: str, following: list[str]) -> bool:
+    if name in GLOBAL_VALUES:
+        return True
+    if name in GLOBAL_FLAGS or name in VERSION_OPTIONS or name in HELP or not following:
+        return False
+    return not following[0].startswith("-") and following[0] not in COMMANDS
+
+
+def _version(args: list[str], at: int, root: str | None) -> int:
+    """The real runtime's version, whose lines Podman and containerd read, then ours."""
+    real, pid = locate.start(args, at, root, _spawn)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code == -_signal.SIGPIPE:
+        return 0  # as with `--version | head -1`: nobody reads on
+    if code:
+        return code if code > 0 else 128 - code
+    try:
+        os.write(1, f"gpusnap-runtime version {__version__}\n".encode())
+    except BrokenPipeError:
+        pass
+    except OSError as error:
+        raise RuntimeFailed(f"the version of {real} cannot be followed by ours: {reason(error)}") from error
+    return 0
+
+
+def _spawn(path: str, args: list[str]) -> tuple[str, int]:
+    """Start a real runtime: its path and its PID. Raises NotStarted."""
+    try:
+        # Python ignores these two from its start on, see locate.become.
+        heeded = (_signal.SIGPIPE, _signal.SIGXFSZ)
+        return path, os.posix_spawn(path, [path, *args], locate.environment(), setsigdef=heeded)
+    except OSError as error:
+        raise NotStarted(f"the real runtime {path} cannot be started: {reason(error)}") from error
+
+
+def _answer(args: list[str]) -> int:
+    if args == list(CHECK):
+        from runtime_shim.shim.parts import tell
+
+        return tell()
+    whose, at, values = read(args)
+    if whose == VERSION:
+        return _version(args, at, values.get("root"))
+    if whose == OURS:
+        from runtime_shim.runtime.command_line import probe
+
+        line = probe(args, at)
+        if line is None:
+            from runtime_shim.shim.dispatch import main as checkpoint_or_restore
+
+            return checkpoint_or_restore(args)
+        args, at = line, len(line)
+    return locate.start(args, at, values.get("root"), locate.become)
+
+
+def _log_options(args: list[str]) -> dict[str, str]:
+    """--log and --log-format of a line that may be wrong otherwise, for log.report()."""
+    values = read(args)[2]
+    return {name.replace("-", "_"): values[name] for name in ("log", "log-format") if name in values}
+
+
+def main() -> int:
+    """Run the command line in sys.argv; the exit code, where this does not become the real runtime."""
+    locate.take_launcher()
+    args = sys.argv[1:]
+    try:
+        return _answer(args)
+    except GpusnapError as error:
+        from runtime_shim.log import report
+
+        report(error, **_log_options(args))
+        return getattr(error, "exit_code", 1)
+    except Exception as error:
+        # Such as a package that is missing: engines show what is in --log, and no traceback.
+        from runtime_shim.log import report
+
+        report(unforeseen(error), **_log_options(args))
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""What `gpusnap checkpoint` asks of the runtime that Podman runs for it.
+
+Podman runs a runtime with an almost empty environment at checkpoint (libpod, CheckpointContainer), so what
+shall be otherwise than in the settings, for this one checkpoint, stands in a file:
+
+    /run/gpusnap/orders/<container>.json    0600 in 0700; {"owner": [pid, start], "pages": …, "store": …,
+                                             "force": …}
+
+It counts while the process that wrote it lives, for that container alone, and for processes below that one:
+a Podman that somebody else runs on the same container meanwhile is not meant. One process at a time orders
+for a container, which has the lock (flock) of the file beside it, <container>.lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from oci.base.json_text import parse_json
+from oci.base.locks import stands, try_exclusive, unlock
+from runtime_shim.errors import ContainerError, GpusnapError, reason
+from runtime_shim.process import proc
+from runtime_shim.settings import TABLE, Settings
+
+__all__ = ["applied", "ordered", "sweep"]
+
+FOLDER = "/run/gpusnap/orders"
+_ID = re.compile(r"[A-Za-z0-9][\w.+-]{0,250}", re.ASCII)
+_LARGEST = 16 << 10
+# Far more generations than there are between a command and the runtime that its Podman runs.
+_FARTHEST = 64
+_IN_CRIU = "criu"
+
+
+@contextmanager
+def ordered(container: str, *, pages: str, store: str = "", force: bool = False) -> Iterator[None]:
+    """While the block runs, checkpoints of that container by processes below this one go there.
+
+    `container`: its full ID. `pages`: as memory.pages. `store`: as store.path; empty for the settings'.
+    `force`: as nvidia.allow-nccl; False for the settings'.
+    Raises ContainerError where another process has ordered something for it, GpusnapError.
+    """
+    path = _path(container)
+    own = proc.process(os.getpid())
+    document: dict[str, object] = {"owner": [os.getpid(), own.start if own else 0]}
+    document |= {"pages": pages, "store": store, "force": force}
+    with _alone(path, container):
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            with open(os.open(path + ".new", flags, 0o600), "w", encoding="utf-8") as file:
+                json.dump(document, file)
+            os.replace(path + ".new", path)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+@contextmanager
+def _alone(path: str, container: str) -> Iterator[None]:
+    """Have the lock of a container's orders, or fail at once."""
+    name = path.removesuffix(".json") + ".lock"
+    while True:
+        try:
+            for folder in (os.path.dirname(FOLDER), FOLDER):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(folder, 0o700)
+            lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        if not try_exclusive(lock):
+            os.close(lock)
+            raise ContainerError(
+                f"another gpusnap checkpoint of the container {container[:12]} is under way",
+                hint="wait until it is done",
+            )
+        if stands(lock, name):
+            break
+        unlock(lock)  # its owner has just removed it
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        unlock(lock)
+
+
+def _unwritable(path: str, error: OSError) -> GpusnapError:
+    return GpusnapError(f"{path} cannot be written: {reason(error)}", hint="run gpusnap as root")
+
+
+def applied(settings: Settings, container: str) -> Settings:
+    """The settings as ordered for a container; as they are where nobody above this process ordered anything.
+
+    An order says where the chunks go: memory that the settings leave in CRIU's images stays there.
+    """
+    if not _ID.fullmatch(container):
+        return settings
+    try:
+        descriptor = os.open(_path(container), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with open(descriptor, "rb") as file:
+            document = parse_json(file.read(_LARGEST))
+        pid, start = document["owner"]
+        pages, store = TABLE["memory.pages"].check(document["pages"]), str(document["store"])
+        force = document.get("force") is True
+        if not (proc.same(int(pid), int(start)) and _is_below(int(pid))):
+            return settings
+    except (OSError, ValueError, KeyError, TypeError):
+        return settings
+    if force:
+        settings = replace(settings, nvidia=replace(settings.nvidia, allow_nccl=True))
+    memory = settings.memory
+    if memory.pages != _IN_CRIU:
+        memory = replace(memory, pages=pages)
+    if store:
+        return replace(settings, memory=memory, store=replace(settings.store, path=store))
+    return replace(settings, memory=memory)
+
+
+def sweep() -> None:
+    """Remove the orders of processes that were killed. What cannot be removed stays, and counts no more."""
+    try:
+        names = [name for name in os.listdir(FOLDER) if name.endswith((".json", ".json.new", ".lock"))]
+    except OSError:
+        return
+    for container in {name.removesuffix(".new").rpartition(".")[0] for name in names}:
+        # Who has the lock lives; one who comes meanwhile waits for nothing and says that another is at work.
+        with contextlib.suppress(GpusnapError), _alone(_path(container), container):
+            for ending in ("", ".new"):
+                with contextlib.suppress(OSError):
+                    os.unlink(_path(container) + ending)
+
+
+def _is_below(owner: int) -> bool:
+    """Whether this process is that one, or was started by it or by one that it started."""
+    pid = os.getpid()
+    for _ in range(_FARTHEST):
+        if pid == owner:
+            return True
+        pid = proc.parent(pid)
+        if pid <= 0:
+            break
+    return False
+
+
+def _path(container: str) -> str:
+    if not _ID.fullmatch(container):
+        raise GpusnapError(f"{container[:80]!r} is no container's ID")
+    return os.path.join(FOLDER, f"{container}.json")

@@ -1,0 +1,1 @@
+"""Checkpoint, restore and recover: the order of the steps."""

@@ -1,0 +1,361 @@
+"""A checkpoint of a container that uses GPUs.
+
+    inspect → prepare → lock → driver checkpoint → pages → [write →] dump [→ resume → write] → sync → manifest
+
+Until CRIU has dumped the container each step is undone when a later one fails: the GPU processes get their
+memory back and run on, and what was written is taken away. After the dump there is no way back without
+--leave-running, because the container is gone; so the manifest is on disk by then, and only has to be
+renamed.
+
+A container that is paused, as containerd has it, is held still and thawed for the driver's work, and paused
+for the dump and afterwards; see snapshot/suspend/paused_container.py. One that runs is paused for the dump,
+if need be; see snapshot/suspend/dump_pause.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from runtime_shim.errors import GpusnapError, ImageError, Refused, RuntimeFailed
+from runtime_shim.gpu.api.driver import Driver
+from runtime_shim.log import note
+from runtime_shim.process import proc
+from runtime_shim.records import manifest
+from runtime_shim.records.manifest_file import Draft
+from runtime_shim.runtime import container as containers
+from runtime_shim.runtime.command_line import CheckpointCall, render
+from runtime_shim.runtime.criu import config as criu_config
+from runtime_shim.runtime.criu import external_mounts as criu_mounts
+from runtime_shim.runtime.criu.images import dev
+from runtime_shim.runtime.criu.images import directory as image
+from runtime_shim.runtime.criu.plugins import injected
+from runtime_shim.runtime.criu.run import Invoked, invoke
+from runtime_shim.runtime.identify import RealRuntime
+from runtime_shim.settings import Settings
+from runtime_shim.snapshot.describe import describe
+from runtime_shim.snapshot.devices import bind_mounted_nodes, remap
+from runtime_shim.snapshot.memory.capture import Chunks
+from runtime_shim.snapshot.memory.destination import StoreHome
+from runtime_shim.snapshot.preflight import checks as preflight
+from runtime_shim.snapshot.records import journal, volumes
+from runtime_shim.snapshot.suspend import criu_plugin, inherited_handles, paused_container
+from runtime_shim.snapshot.suspend.gpu_state import InCriu, Pages, users
+from runtime_shim.snapshot.suspend.job import (
+    Job,
+    all_suspended,
+    for_the_dump,
+    newcomers,
+    resumed,
+    suspend_all,
+    thaw,
+)
+from runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
+
+__all__ = ["checkpoint"]
+
+
+def checkpoint(
+    call: CheckpointCall,
+    real: RealRuntime,
+    settings: Settings,
+    driver: Driver,
+    container: containers.Container,
+) -> None:
+    """Checkpoint a running container that was given GPUs; whether any process uses one now does not matter.
+
+    Raises a GpusnapError; the container then runs on as if nobody had asked, unless the error says otherwise.
+    """
+    with interruptible(), Transaction() as transaction:
+        pages = _pages(call, settings, driver, container)
+        job = Job(call, real, settings, driver, container, transaction, pages)
+        with transaction.step("inspect"):
+            _inspect(job)
+        draft = Draft(str(call.images()), sync=settings.memory.sync)
+        with transaction.step("prepare"):
+            _prepare(job, draft)
+        suspend_all(job)
+        if not call.leave_running:
+            _write(job)  # before the dump: a disk that fills up must not cost the container
+        # Once the dump has succeeded there is no way back, and no moment at which a signal may stop us.
+        with held_signals():
+            _dump(job, draft)
+            transaction.commit()
+            _complete(job, draft)
+        inherited_handles.say(job.cleared)
+
+
+def _pages(
+    call: CheckpointCall, settings: Settings, driver: Driver, container: containers.Container
+) -> Pages:
+    """The way that the GPUs' memory takes."""
+    image_path, memory = str(call.images()), settings.memory
+    if driver.plugin is not None:
+        return criu_plugin.pages(image_path, container, settings)
+    if memory.pages == InCriu.name:
+        return InCriu(image_path, container.key, memory.threads)
+    home = None
+    if memory.pages == StoreHome.kind:
+        home = StoreHome(settings.store.path, image_path, container.id, memory)
+    ahead = not call.leave_running
+    return Chunks(image_path, container.key, memory, container.bundle, home=home, ahead=ahead)
+
+
+def _inspect(job: Job) -> None:
+    """Pre-flight, and what the dump has to know of the container. Nothing is changed."""
+    job.driver.open()
+    job.host = job.driver.host()
+    job.init = proc.process(job.container.pid)
+    preflight.criu_library(job.real)
+    preflight.call(job.call, job.container)
+    preflight.adopted(job.container)
+    preflight.neighbours(job.call, job.container)
+    config = containers.bundle_config(job.container.bundle)
+    job.nodes = job.driver.nodes(job.container.pid)
+    job.mounts, job.masters = criu_mounts.undeclared(job.container.pid, config)
+    criu_mounts.checked(job.mounts)  # what a restore would refuse is refused now
+    job.volumes = volumes.find(config)
+    volumes.check(volumes.opened(job.processes(), job.volumes), job.settings.criu.ghost_limit)
+    _known_devices(job, config)
+    # What the runtime does not take is refused now; the dump would overwrite an earlier checkpoint.
+    job.call = criu_config.with_flags(job.call, job.real, job.settings.criu)
+    render(job.call, job.real)
+    preflight.sockets(job.processes(), job.real, _connections(job))
+    criu_plugin.possible(job.driver, job.container, job.processes(), job.settings)
+    thaw(job)
+    preflight.leftover(lambda: inherited_handles.strangers(job.driver, job.processes(), job.held))
+    criu_plugin.inherited(job.driver, job.processes())
+    found = users(job.driver, job.processes(), job.held)
+    preflight.states(found)
+    preflight.complete(job.container, job.processes(), list(found))
+    preflight.shared(list(found), job.settings.nvidia, job.host.driver_version)
+    if left_out := preflight.sessions(job.container, job.processes()):
+        names = ", ".join(f"{each.pid} ({each.comm})" for each in left_out)
+        note(f"what exec started in the container is not in its checkpoint: process {names}")
+
+
+def _connections(job: Job) -> criu_config.Connections:
+    return criu_config.connections(job.call, job.real, job.settings.criu, job.container.annotations)
+
+
+def _known_devices(job: Job, config: dict[str, Any]) -> None:
+    """Refuse where /dev holds a device that a restore would not bring back, as nothing gives it."""
+    known = {*dev.DEFAULT, *remap.given(config), *(("c", n.major, n.minor, n.path) for n in job.nodes)}
+    for device in bind_mounted_nodes.device_nodes(job.container.pid):
+        if device not in known:
+            _, major, minor, path = device
+            raise Refused(
+                f"the container has a device {path} ({major}:{minor}) that its configuration does not give "
+                "it, and a restore would not bring it back",
+                hint="remove it from the container, or give it with --device",
+            )
+
+
+def _prepare(job: Job, draft: Draft) -> None:
+    """Make the image directory ours. An earlier checkpoint in it stays whole until the dump begins."""
+    image.make(job.image_path)
+    job.transaction.undo("removing the incomplete image", lambda: _discard(job))
+    draft.begin()
+    job.pages.prepare()
+
+
+def _write(job: Job) -> None:
+    with job.transaction.step("write"):
+        job.pages.ready()
+
+
+def _dump(job: Job, draft: Draft) -> None:
+    """Have the real runtime dump the container, again where a process began to use a GPU in between."""
+    attempt = 0
+    while True:
+        stop_if_asked()
+        all_suspended(job)
+        preflight.neighbours(job.call, job.container)  # one may have come meanwhile
+        with job.transaction.step("write manifest"):
+            job.record = _manifest(job)
+            draft.prepare(job.record if job.pages.records() is not None else None)
+            job.dumping = draft.written_at()
+            job.earlier = image.earlier(job.image_path)
+            # An earlier checkpoint's would tell of a dump that was none.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(job.image_path, manifest.INVENTORY))
+        with for_the_dump(job):
+            if job.volumes:
+                with job.transaction.step("volumes"):
+                    volumes.take(job.image_path, volumes.opened(job.processes(), job.volumes))
+            with job.transaction.step("dump"):
+                failure = _runtime_checkpoint(job)
+        if failure is None:
+            return
+        if job.stuck is not None:
+            raise job.stuck from failure
+        stop_if_asked()
+        _clean(job)
+        attempt += 1
+        # In a paused container nobody has run, and so begun to use a GPU; CRIU's plugin would not mind.
+        final = job.paused is not None or job.driver.plugin is not None
+        if final or not newcomers(job) or attempt > job.settings.retries:
+            raise failure
+        suspend_all(job)
+        if not job.call.leave_running:
+            _write(job)
+
+
+def _runtime_checkpoint(job: Job) -> GpusnapError | None:
+    """One call of the real runtime; the error instead of a dump."""
+    plugin = job.driver.plugin if job.records else None
+    with injected(plugin, job.settings, processes=len(job.records)) as extra:
+        text = criu_config.dump_text(
+            extra.criu,
+            job.mounts,
+            masters=job.masters,
+            skip_in_flight=extra.criu.skip_in_flight or job.call.tcp_skip_in_flight,
+            drop_connections=_connections(job) is criu_config.Connections.DROPPED,
+        )
+        done = invoke(job.call, job.real, text, capture=True, environment=extra.environment)
+    dumped = os.path.exists(os.path.join(job.image_path, manifest.INVENTORY))
+    if done.code != 0 and dumped and not _alive(job):
+        # CRIU ends the processes only when all of them are on disk: whatever failed then, the images are all
+        # that is left of the container, and must not be cleaned away.
+        note(f"{_dump_error(job, done)}, but only after the dump; the checkpoint is whole")
+        return None
+    if done.code != 0:
+        return _dump_error(job, done)
+    if not dumped:
+        return ImageError(
+            f"{job.real.name} reported a checkpoint, but wrote no {manifest.INVENTORY} to {job.image_path}"
+        )
+    return None
+
+
+def _alive(job: Job) -> bool:
+    """Whether the container's init is still the process that it was; CRIU does not wait for its end."""
+    init = job.init
+    return init is not None and proc.same(init.pid, init.start) and not proc.dying(init.pid)
+
+
+def _dump_error(job: Job, done: Invoked) -> RuntimeFailed:
+    said = done.because(os.path.join(job.call.work() or job.image_path, "dump.log"))
+    return RuntimeFailed(
+        f"{job.real.name} could not dump container {job.container.id}: {said}",
+        hint="the container runs on",
+        exit_code=done.code,
+    )
+
+
+def _complete(job: Job, draft: Draft) -> None:
+    """After the dump: resume what shall run on, make the image durable, and name it a checkpoint."""
+    assert job.record is not None
+    failure: GpusnapError | None = None
+    if job.call.leave_running:
+        with job.transaction.step("resume"):
+            failure = resumed(job)
+    try:
+        if job.call.leave_running:
+            if failure is None:  # else `gpusnap recover` may try again
+                job.pages.resumed()
+            _write(job)
+        with job.transaction.step("sync"):
+            image.drop_earlier(job.image_path, job.earlier)
+            job.pages.commit(kept=job.call.leave_running)
+            files = job.pages.images()
+            paused_container.thaw_image(job.image_path)
+            _sync(job, but=[each.name for each in files])
+        record = replace(_finished(job, job.record), files=files)
+        with job.transaction.step("name"):
+            job.pages.named(record)
+        better = draft.finish(record)
+        with job.transaction.step("let go"):
+            job.pages.whole(record if better else None)
+    except GpusnapError as error:
+        _not_written(job, error, failure)
+        raise
+    if failure is not None:
+        _add(
+            failure,
+            f"the checkpoint in {job.image_path} is whole and can be restored; gpusnap recover "
+            f"{job.container.id} brings back what still stands",
+        )
+        raise failure
+    job.pages.close()
+    journal.remove(job.container.key)
+    if job.paused is not None:
+        job.paused.forget()
+
+
+def _finished(job: Job, record: manifest.Manifest) -> manifest.Manifest:
+    """The manifest with what has become known since the dump; the processes may be gone by now."""
+    regions = job.pages.records() or {}
+    processes = tuple(
+        replace(process, regions=regions.get(pid, ()))
+        for process, (pid, _) in zip(record.processes, sorted(job.records.items()), strict=True)
+    )
+    return replace(
+        record,
+        processes=processes,
+        timing=tuple(job.transaction.steps),
+        written=job.pages.written(),
+        peak_memory=proc.peak_memory(),
+    )
+
+
+def _not_written(job: Job, error: GpusnapError, failure: GpusnapError | None) -> None:
+    """The dump is done, but not the rest: of a container that runs on nothing is kept, of another all."""
+    if failure is not None:
+        _add(error, failure.sentence())
+    elif job.call.leave_running:
+        try:
+            job.suspended = False
+            _discard(job)
+            _add(error, "the container runs on")
+        except GpusnapError as other:
+            _add(error, other.sentence())
+    else:
+        _add(error, f"the container is dumped: gpusnap recover {job.container.id} tries again")
+
+
+def _add(error: GpusnapError, hint: str) -> None:
+    error.hint = "; ".join(filter(None, [error.hint, hint]))
+
+
+def _manifest(job: Job) -> manifest.Manifest:
+    assert job.host is not None
+    return describe(
+        job.container,
+        job.real,
+        job.host,
+        list(job.records.values()),
+        nodes=job.nodes,
+        mounts=job.mounts,
+        regions=job.pages.records() or {},
+        pages=job.pages.name,
+        neutralised=inherited_handles.records(job.cleared, job.container.pid),
+        timing=job.transaction.steps,
+        plugin=job.driver.plugin.name if job.driver.plugin is not None else "",
+    )
+
+
+def _clean(job: Job) -> None:
+    """Remove what a failed dump wrote, so that nothing looks like a checkpoint."""
+    Draft(job.image_path).discard()
+    if job.dumping is not None:
+        image.clean(job.image_path, since=job.dumping)
+
+
+def _discard(job: Job) -> None:
+    """The checkpoint came to nothing; what processes still need of it stays."""
+    whole = os.path.exists(os.path.join(job.image_path, manifest.FOLDER, manifest.NAME))
+    # An earlier one in the same place may consist of the same chunks.
+    job.pages.discard(layout=not whole)
+    if not job.suspended:  # what is staged has gone by now: nobody would find it without the journal
+        journal.remove(job.container.key)
+    _clean(job)
+
+
+def _sync(job: Job, *, but: Collection[str]) -> None:
+    if job.settings.memory.sync:
+        image.sync(job.image_path, but=but, failed=partial(journal.note_unsynced, job.container.key))

@@ -1,0 +1,128 @@
+"""What the manifest says of a container that is about to be dumped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+
+from oci.base.files import open_regular
+from runtime_shim.gpu.api.device_files import mapped_files
+from runtime_shim.gpu.api.device_nodes import Node
+from runtime_shim.gpu.api.driver import Host
+from runtime_shim.gpu.nvidia.driver_files import is_driver_file, mapped
+from runtime_shim.process import proc
+from runtime_shim.records import manifest
+from runtime_shim.runtime.container import Container
+from runtime_shim.runtime.container_files import directory
+from runtime_shim.runtime.criu.images import dev
+from runtime_shim.runtime.criu.version import criu_version
+from runtime_shim.runtime.identify import RealRuntime
+from runtime_shim.snapshot.suspend.gpu_state import Record
+from runtime_shim.transaction import Step
+
+__all__ = ["describe"]
+
+# What the manifest's schema allows; a longer list would be no reason to refuse.
+_ARGUMENTS = 4096
+
+
+def describe(
+    container: Container,
+    real: RealRuntime,
+    host: Host,
+    records: Iterable[Record],
+    *,
+    nodes: Sequence[Node],
+    mounts: tuple[manifest.DriverMount, ...],
+    regions: Mapping[int, tuple[manifest.RegionRecord, ...]],
+    pages: str,
+    neutralised: tuple[manifest.NeutralisedProcess, ...],
+    timing: Sequence[Step],
+    plugin: str = "",
+) -> manifest.Manifest:
+    """The manifest of a container that still stands. `regions` by PID, the order of the processes in it."""
+    records = sorted(records, key=lambda record: record.process.pid)
+    used: dict[str, int] = {}
+    for record in records:
+        for uuid, size in record.gpus:
+            used[uuid] = used.get(uuid, 0) + size
+    for node in nodes:
+        if node.gpu:
+            used.setdefault(node.gpu, 0)
+    return manifest.Manifest(
+        created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        container=container.id,
+        host=_host(host, real),
+        gpus=tuple(
+            manifest.GpuRecord(
+                g.uuid, g.minor, g.index, g.model, g.compute_capability, g.memory_total, used[g.uuid], g.pci
+            )
+            for g in host.gpus
+            if g.uuid in used
+        ),
+        processes=tuple(
+            manifest.GpuProcess(
+                record.inner_pid,
+                record.process.comm,
+                record.process.command[:_ARGUMENTS],
+                record.gpus,
+                regions.get(record.process.pid, ()),
+            )
+            for record in records
+        ),
+        mounts=mounts,
+        nodes=tuple(manifest.DeviceNode(n.path, n.major, n.minor, n.gpu) for n in nodes),
+        libraries=_libraries(record.process.pid for record in records),
+        dev=_dev_image(container.pid),
+        timing=tuple(timing),
+        pages=pages,
+        neutralised=neutralised,
+        plugin=plugin,
+    )
+
+
+def _host(host: Host, real: RealRuntime) -> manifest.HostRecord:
+    return manifest.HostRecord(
+        architecture=platform.machine(),
+        kernel=platform.release(),
+        vendor=host.vendor,
+        driver_version=host.driver_version,
+        cuda_version=host.cuda_version,
+        criu_version=criu_version(),
+        runtime_name=real.path.name,
+        runtime_version=".".join(map(str, real.version)) or "unknown",
+    )
+
+
+def _libraries(pids: Iterable[int]) -> tuple[manifest.DriverLibrary, ...]:
+    """The driver's files that GPU processes have mapped; of these CRIU wants the same build back.
+
+    What lies there now may be a link to a file of this host, or a FIFO.
+    """
+    found: dict[str, manifest.DriverLibrary] = {}
+    for pid in pids:
+        for path in mapped_files(pid):
+            if path in found or not is_driver_file(path):
+                continue
+            folder, name = os.path.split(path)
+            with (
+                contextlib.suppress(OSError, ValueError),
+                directory(pid, folder) as above,
+                open_regular(name, above)[0] as file,
+            ):
+                seen = mapped(path, f"/proc/self/fd/{file.fileno()}")
+                found[path] = manifest.DriverLibrary(path, seen.size, seen.build_id, seen.mode)
+    return tuple(found[path] for path in sorted(found))
+
+
+def _dev_image(init: int) -> str:
+    """The name that CRIU gives its image of the container's /dev; empty where it makes none."""
+    for mount in reversed(proc.mounts(init)):
+        if mount.destination == "/dev":
+            major, _, minor = mount.device.partition(":")
+            own = mount.kind == "tmpfs" and mount.root == "/"
+            return dev.image_name(os.makedev(int(major), int(minor))) if own else ""
+    return ""

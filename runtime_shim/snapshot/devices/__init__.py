@@ -1,0 +1,1 @@
+"""Other GPUs than at the checkpoint: chosen, reserved, put in place."""

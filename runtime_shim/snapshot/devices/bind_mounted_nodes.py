@@ -1,0 +1,235 @@
+"""What can only be done in the mounts of a restored container: device nodes that are mounts of their own.
+
+Where a container has a user namespace, or a node was given as a volume, its /dev/nvidia0 is this host's node,
+mounted on an empty file. CRIU brings such a mount back at the old place, and no image says another one. So
+the node is put in place afterwards, while the GPU's processes stand still, by a thread of ours that has
+joined the container's mount namespace; the rest of this process stays where it is.
+
+What lies in the container is its own affair and may be hostile. So no link is followed, each folder is
+reached from the one above it, and nothing is made or taken away outside its /dev. The nodes come from this
+host's /dev, with the numbers that the caller knows.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TypeVar
+
+from runtime_shim.errors import ContainerError, reason
+from runtime_shim.gpu.api.device_nodes import Change, Node
+from runtime_shim.process import mount_namespace, proc
+
+__all__ = ["device_nodes", "mounted_nodes", "replace_nodes"]
+
+_T = TypeVar("_T")
+
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOOK = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def mounted_nodes(init: int) -> tuple[tuple[str, int, int], ...]:
+    """(path, major, minor) of the character devices below a container's /dev that are mounts of their own.
+
+    All of them, a GPU's or not; empty where the process is gone.
+    """
+    found: dict[str, tuple[str, int, int]] = {}
+    for mount in proc.mounts(init):
+        parts = mount.destination.split("/")[1:]
+        if len(parts) < 2 or parts[0] != "dev" or ".." in parts:
+            continue
+        with suppress(OSError), ExitStack() as stack:
+            above = _opened(stack, f"/proc/{init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            for part in parts[:-1]:
+                above = _opened(stack, part, _FOLDER, above)
+            info = os.stat(parts[-1], dir_fd=above, follow_symlinks=False)
+            if stat.S_ISCHR(info.st_mode):
+                numbers = os.major(info.st_rdev), os.minor(info.st_rdev)
+                found[mount.destination] = (mount.destination, *numbers)
+    return tuple(sorted(found.values()))
+
+
+def device_nodes(init: int) -> tuple[tuple[str, int, int, str], ...]:
+    """("c" or "b", major, minor, path) of each device that lies in a container's /dev itself, by path.
+
+    None where /dev is this host's own, or the process is gone; what is mounted in it is not in it. No link is
+    followed. Raises ContainerError where this host lacks memory or descriptors to look.
+    """
+    found: list[tuple[str, int, int, str]] = []
+    try:
+        _add_device_nodes(init, found)
+    except OSError as error:
+        if error.errno in proc.PASSING:
+            raise ContainerError(
+                f"/dev of the container of process {init} cannot be read: {reason(error)}",
+                hint="free memory or files, and try again",
+            ) from error
+    return tuple(sorted(found, key=lambda each: each[3]))
+
+
+def _add_device_nodes(init: int, found: list[tuple[str, int, int, str]]) -> None:
+    """Add them in any order. Raises OSError."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    with ExitStack() as stack:
+        root = _opened(stack, f"/proc/{init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        top = _opened(stack, "dev", _FOLDER, root)
+        own = os.fstat(top).st_dev
+        if own == os.stat("/dev").st_dev:
+            return
+        walk = os.fwalk("dev", onerror=fail, dir_fd=root, follow_symlinks=False)
+        for folder, folders, names, descriptor in walk:
+            inner = (os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_dev for name in folders)
+            folders[:] = [
+                name for name, device in zip(list(folders), list(inner), strict=True) if device == own
+            ]
+            for name in names:
+                info = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                kind = {stat.S_IFCHR: "c", stat.S_IFBLK: "b"}.get(stat.S_IFMT(info.st_mode))
+                if kind is not None and info.st_dev == own:
+                    numbers = os.major(info.st_rdev), os.minor(info.st_rdev)
+                    found.append((kind, *numbers, f"/{folder}/{name}"))
+
+
+def replace_nodes(init: int, changes: Sequence[Change]) -> None:
+    """Take each change's old node, a mount of its own, away from a container, and mount its new ones there.
+
+    All at once, so two may trade places. `init` is a process of the container, and nothing in it may be using
+    the GPU. A container whose /dev is this host's is left alone. Raises ContainerError; the container may
+    then lack nodes.
+    """
+    if not changes:
+        return
+    try:
+        with ExitStack() as stack:
+            trees = {node: _clone(stack, node) for change in changes for node in change.new}
+            root = _opened(stack, f"/proc/{init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            mounts = f"/proc/{init}/ns/mnt"
+            space = _opened(stack, mounts, os.O_RDONLY | os.O_CLOEXEC)
+            dev = _opened(stack, "dev", _FOLDER, root)
+            if os.fstat(dev).st_dev == os.stat("/dev").st_dev:
+                return
+            mount_namespace.run_joined(space, mounts, lambda: _replace(dev, changes, trees))
+    except OSError as error:
+        what = f": {error.strerror}" if error.filename is None else f" ({error.filename}): {reason(error)}"
+        hint = "gpusnap needs Linux 5.2 or later for this" if error.errno == errno.ENOSYS else ""
+        raise ContainerError(
+            f"the GPU's device nodes in the restored container cannot be replaced{what}", hint=hint
+        ) from error
+
+
+def _replace(dev: int, changes: Sequence[Change], trees: Mapping[Node, int]) -> None:
+    """In the container's mounts. First everything is looked at, and only then changed."""
+    with ExitStack() as stack:
+        folders: dict[str, int] = {}
+
+        def place(path: str) -> tuple[int, str]:
+            folder, _, name = _below_dev(path).rpartition("/")
+            if folder not in folders:
+                folders[folder] = _folder(stack, dev, folder)
+            return folders[folder], name
+
+        old = {change.old.path: place(change.old.path) for change in changes}
+        new = {node.path: (node, *place(node.path)) for change in changes for node in change.new}
+        for path, (folder, name) in old.items():
+            _mounted(folder, name, path)
+        for path, (_, folder, name) in new.items():
+            if path not in old:
+                _make(folder, name, path)
+        for path, (folder, name) in old.items():
+            mount_namespace.detach(folder, name, path)
+        for path, (node, folder, name) in new.items():
+            _mount(trees[node], folder, name, path)
+        for path, (folder, name) in old.items():
+            if path not in new:
+                with _empty(folder, name, path):
+                    os.unlink(name, dir_fd=folder)
+
+
+def _folder(stack: ExitStack, dev: int, path: str) -> int:
+    """A folder below /dev, of the same file system: what is mounted there is not the container's alone."""
+    inner = dev
+    for part in path.split("/") if path else ():
+        inner = _opened(stack, part, _FOLDER, inner)
+        if os.fstat(inner).st_dev != os.fstat(dev).st_dev:
+            raise _strange(f"/dev/{path}", "is another file system")
+    return inner
+
+
+def _mounted(folder: int, name: str, path: str) -> None:
+    """See that a mount of a device is there."""
+    info = _looked("stat", path, lambda: os.stat(name, dir_fd=folder, follow_symlinks=False))
+    if not stat.S_ISCHR(info.st_mode) or info.st_dev == os.fstat(folder).st_dev:
+        raise _strange(path, "is no device that is mounted there")
+
+
+def _make(folder: int, name: str, path: str) -> None:
+    """An empty file to mount on, of the folder's owner.
+
+    Made in its name: root of this host may have none in the container's file system (user_namespaces(7)).
+    """
+    owner = os.fstat(folder)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with mount_namespace.in_the_name_of(owner.st_uid, owner.st_gid):
+        os.close(_looked("open", path, lambda: os.open(name, flags, 0o600, dir_fd=folder)))
+
+
+@contextmanager
+def _empty(folder: int, name: str, path: str) -> Iterator[int]:
+    """The empty file that a mount was on; anything else there is not ours."""
+    file = _looked("open", path, lambda: os.open(name, _LOOK, dir_fd=folder))
+    try:
+        info = os.fstat(file)
+        own = info.st_dev == os.fstat(folder).st_dev
+        if not stat.S_ISREG(info.st_mode) or info.st_size or not own:
+            raise _strange(path, "lies on something that is no empty file")
+        yield file
+    finally:
+        os.close(file)
+
+
+def _mount(tree: int, folder: int, name: str, path: str) -> None:
+    with _empty(folder, name, path) as file:
+        mount_namespace.move_mount(tree, path, onto=file)
+    # CRIU would see the host's peer group in it, and refuse the next dump.
+    mount_namespace.make_private(folder, name, path)
+
+
+def _clone(stack: ExitStack, node: Node) -> int:
+    """A mount of this host's node that is nowhere yet."""
+    tree = mount_namespace.open_tree(node.path)
+    stack.callback(os.close, tree)
+    info = os.fstat(tree)
+    if not stat.S_ISCHR(info.st_mode) or info.st_rdev != os.makedev(node.major, node.minor):
+        raise _strange(node.path, f"is not the device {node.major}:{node.minor} on this host")
+    return tree
+
+
+def _opened(stack: ExitStack, path: str, flags: int, above: int | None = None) -> int:
+    descriptor = _looked("open", path, lambda: os.open(path, flags, dir_fd=above))
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _looked(call: str, path: str, work: Callable[[], _T]) -> _T:
+    """What a call on a name in a folder gives; its error names the whole path."""
+    try:
+        return work()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, f"{call} {path}") from error
+
+
+def _below_dev(path: str) -> str:
+    name = path.removeprefix("/dev/")
+    if name == path or any(part in ("", ".", "..") for part in name.split("/")):
+        raise _strange(path, "is no place for a device")
+    return name
+
+
+def _strange(path: str, why: str) -> OSError:
+    return OSError(errno.EINVAL, f"{path} {why}")

@@ -1,0 +1,101 @@
+"""Which GPUs a restore takes: their driver, those that a pod was given, who asks for which, and the plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from runtime_shim.errors import Refused, UsageError
+from runtime_shim.gpu.api.driver import Driver, Host
+from runtime_shim.gpu.api.gpu_map import GpuMap, parse_map
+from runtime_shim.gpu.assignment import Plan, plan
+from runtime_shim.records import cri_layout, manifest
+from runtime_shim.runtime import container as containers
+from runtime_shim.snapshot.devices import remap
+from runtime_shim.snapshot.suspend import criu_plugin
+
+__all__ = ["GPU_MAP", "choose", "driver_for", "given", "gpu_request"]
+
+GPU_MAP = "GPUSNAP_GPU_MAP"
+"""The caller's environment reaches a restore (conmon hands Podman's down), though not a checkpoint."""
+# Of NVIDIA's container toolkit, by its present and its former name.
+_HOOKS = ("nvidia-container-runtime-hook", "nvidia-container-toolkit")
+# Annotations that containerd's CRI plugin and CRI-O (pkg/annotations) give every container.
+_OF_KUBERNETES = (cri_layout.OF_CRI, "io.kubernetes.cri-o.ContainerType")
+
+
+def driver_for(record: manifest.Manifest, driver: Driver | None) -> Driver | None:
+    """The driver for the checkpoint's GPUs; None where it has none, or had no use for them. May refuse."""
+    if not record.processes and (driver is None or driver.vendor != record.host.vendor):
+        return None
+    if driver is None or driver.vendor != record.host.vendor:
+        count, model = len(record.gpus), record.gpus[0].model if record.gpus else "unknown"
+        raise Refused(
+            f"the checkpoint holds the state of {count} GPU{'s' if count > 1 else ''} "
+            f"({model}), and this host has no {record.host.vendor.upper()} driver",
+            hint="restore it on a host with such GPUs",
+        )
+    return driver
+
+
+def given(driver: Driver, config: dict[str, Any]) -> Collection[str] | None:
+    """UUIDs of the GPUs that a pod's container gets, whose configuration is made anew from the pod's own.
+
+    None where the configuration is the old container's, or leaves its GPUs to a hook of NVIDIA's runtime.
+    """
+    if containers.bundle_annotations(config).keys().isdisjoint(_OF_KUBERNETES):
+        return None
+    numbers = {(major, minor) for kind, major, minor, _ in remap.given(config) if kind == "c"}
+    found = {node.gpu for node in driver.nodes() if node.gpu and (node.major, node.minor) in numbers}
+    return None if not found and _by_hook(config) else found
+
+
+def _by_hook(config: dict[str, Any]) -> bool:
+    """Whether NVIDIA's own runtime has been at the configuration, whose hook gives GPUs as it starts."""
+    hooks = config.get("hooks") if isinstance(config.get("hooks"), dict) else {}
+    entries = [each for name in ("prestart", "createRuntime") for each in (hooks or {}).get(name) or ()]
+    paths = [str(each.get("path", "")) for each in entries if isinstance(each, dict)]
+    return any(os.path.basename(path) in _HOOKS for path in paths)
+
+
+def choose(
+    record: manifest.Manifest,
+    host: Host,
+    request: GpuMap,
+    otherwise: GpuMap,
+    reserved: Mapping[str, int],
+    *,
+    given: Collection[str] | None = None,
+) -> Plan:
+    """The plan for a checkpoint on this host: by the caller's `request`, or by that of the settings.
+
+    What the settings or the container's annotation say of GPUs that the checkpoint does not have is passed
+    over: they speak for more than this one checkpoint. With `given`, they do not count: those were chosen for
+    this one. Raises Refused where the checkpoint's GPUs must stay
+    as they are, and cannot.
+    """
+    request = criu_plugin.same_gpus(record, host, request) or request
+    return plan(
+        record.gpus,
+        record.host.driver_version,
+        host,
+        request=request or (otherwise if given is None else ()),
+        reserved=reserved,
+        lenient=not request,
+        given=given,
+    )
+
+
+def gpu_request(option: str | None) -> GpuMap:
+    """The caller's own choice of GPUs: --gpu-map, or $GPUSNAP_GPU_MAP, which Podman hands through.
+
+    Raises UsageError.
+    """
+    for name, text in (("--gpu-map", option), (f"${GPU_MAP}", os.environ.get(GPU_MAP))):
+        if text:
+            try:
+                return parse_map(text)
+            except ValueError as error:
+                raise UsageError(f"{name} is {text[:200]!r}; it must be {error}") from None
+    return ()

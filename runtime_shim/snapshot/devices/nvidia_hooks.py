@@ -1,0 +1,282 @@
+"""NVIDIA's createContainer hooks, run again after a restore onto other driver libraries.
+
+Neither crun nor runc runs createContainer hooks when it restores. Two of NVIDIA's depend on the libraries:
+`create-symlinks` makes links beside them and `update-ldcache` runs ldconfig for them. The hooks find the
+container's root by its bundle (config.json, root.path), and expect its mounts below that path, as they are
+before the runtime enters the root (nvidia-container-toolkit, internal/oci/state.go). On the host nothing is
+mounted there, and ldconfig would find empty files in the place of the libraries. So a thread of ours takes a
+copy of the container's mounts, and shows it at the root's path in a mount namespace for the hooks alone.
+
+The configuration may come with an archive from elsewhere. Of a hook it says only which of the two is wanted
+and with which paths inside the container: the program is this host's, and what those two hooks do not take
+is not given to them. No hook fails a restore: what went wrong is a note.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runtime_shim.errors import reason
+from runtime_shim.log import note
+from runtime_shim.process.mount_view import show_mounts
+from runtime_shim.runtime.container import Container
+
+__all__ = ["HOOKS", "PLACES", "rerun"]
+
+HOOKS = ("update-ldcache", "create-symlinks")
+"""The hooks that may run again; they only write into the container's root."""
+
+PLACES = (
+    "/usr/bin",
+    "/usr/sbin",
+    "/usr/local/bin",
+    "/usr/local/sbin",
+    "/usr/local/nvidia/toolkit",
+    "/opt/nvidia/toolkit",
+    "/run/current-system/sw/bin",
+)
+"""Where NVIDIA's packages, its GPU operator and NixOS put the programs."""
+
+# A program of NVIDIA's with the words that come before the hook's name.
+_PROGRAMS = {"nvidia-cdi-hook": (), "nvidia-ctk": ("hook",)}
+_TIMEOUT, _LONGEST = 10, 60
+_SAID = 400
+_MANY = 1024
+# They tell the program how much to say; any other might tell it what to load or to run.
+_ENVIRONMENT = re.compile(r"NVIDIA_(?:CTK_DEBUG|CDI_DEBUG|CDI_QUIET)=(?:true|false|[01])")
+# No blank, and nothing that ld.so.conf(5) reads otherwise.
+_PATH = re.compile(r"[\w./+:@,-]{1,1024}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class _Hook:
+    name: str
+    program: str
+    """By which it was called: nvidia-cdi-hook or nvidia-ctk."""
+    words: tuple[str, ...]
+    environment: dict[str, str]
+    timeout: float
+
+
+class _Unfit(Exception):
+    """A hook that is not run again; the message says why."""
+
+
+def rerun(
+    config: dict[str, Any],
+    container: Container,
+    allowed: Sequence[str] = HOOKS,
+    *,
+    places: Sequence[str] = PLACES,
+    owner: int = 0,
+    show: Callable[[int, str], None] = show_mounts,
+) -> None:
+    """Run those of the createContainer hooks of `config` again whose names are in `allowed` and in HOOKS.
+
+    `container` has been restored. `places` are the folders that are searched for NVIDIA's programs, which
+    must belong to root or to `owner`; `show` makes the mounts of a process visible at a path, for the thread
+    that calls it. Raises nothing: whatever went wrong is said by log.note.
+    """
+    wanted = [*_hooks(config, allowed)]
+    if not wanted:
+        return
+    # A thread of its own, because `show` changes the namespace of the thread.
+    thread = threading.Thread(
+        target=_run_all, args=(config, container, wanted, places, owner, show), name="hooks"
+    )
+    thread.start()
+    thread.join()
+
+
+def _run_all(
+    config: dict[str, Any],
+    container: Container,
+    hooks: Sequence[_Hook],
+    places: Sequence[str],
+    owner: int,
+    show: Callable[[int, str], None],
+) -> None:
+    try:
+        show(container.pid, _root(config, container.bundle))
+    except (OSError, _Unfit) as error:
+        said = reason(error) if isinstance(error, OSError) else str(error)
+        note(f"NVIDIA's hooks were not run again, the container's root cannot be shown to them: {said}")
+        return
+    for hook in hooks:
+        try:
+            _run(hook, container, _find(hook.program, places, owner))
+        except _Unfit as error:
+            note(f"NVIDIA's hook {hook.name} was not run again: {error}")
+
+
+def _root(config: dict[str, Any], bundle: str) -> str:
+    root = config.get("root")
+    path = root.get("path") if isinstance(root, dict) else None
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise _Unfit("config.json names no root")
+    path = os.path.realpath(os.path.join(bundle, path))
+    if path == "/" or not os.path.isdir(path):
+        raise _Unfit(f"{path} is no container's root")
+    return path
+
+
+def _hooks(config: dict[str, Any], allowed: Sequence[str]) -> Iterator[_Hook]:
+    """The hooks to run, in order; one that is wanted but not as NVIDIA's take it is a note."""
+    stages = config.get("hooks")
+    entries = stages.get("createContainer") if isinstance(stages, dict) else None
+    for entry in (entries if isinstance(entries, list) else [])[:_MANY]:
+        try:
+            hook = _hook(entry, allowed)
+            if hook is not None:
+                yield hook
+        except _Unfit as error:
+            note(f"a hook of the container was not run again: {error}")
+
+
+def _hook(entry: Any, allowed: Sequence[str]) -> _Hook | None:
+    """A hook of the configuration; None for one that is not wanted again."""
+    path = entry.get("path") if isinstance(entry, dict) else None
+    words = entry.get("args") if isinstance(entry, dict) else None
+    if not isinstance(path, str) or not isinstance(words, list):
+        return None
+    program = os.path.basename(path)
+    if program not in _PROGRAMS or not all(isinstance(word, str) for word in words):
+        return None
+    rest = list(words[1:])
+    while rest and rest[0] in (*_PROGRAMS, "hook"):  # a specification may repeat the program's name
+        rest.pop(0)
+    if not rest or rest[0] not in allowed or rest[0] not in HOOKS:
+        return None
+    return _Hook(
+        rest[0],
+        program,
+        tuple(_checked(rest[0], rest[1:])),
+        _environment(entry.get("env")),
+        _seconds(entry.get("timeout")),
+    )
+
+
+def _checked(name: str, words: Sequence[str]) -> Iterator[str]:
+    """The options of a hook, as its manual has them. Raises _Unfit for any other word."""
+    option = "--link" if name == "create-symlinks" else "--folder"
+    left = list(words)
+    if len(left) > _MANY:
+        raise _Unfit(f"{name} has {len(left)} words")
+    while left:
+        word, equals, value = left.pop(0).partition("=")
+        if word != option or not (equals or left):
+            raise _Unfit(f"{name} has {word[:80]!r}, and only {option} is known")
+        value = value if equals else left.pop(0)
+        target, colons, path = value.partition("::") if option == "--link" else ("x", "::", value)
+        if not colons or "::" in path or not _inside(path) or not _PATH.fullmatch(target):
+            raise _Unfit(f"{name} has {option} {value[:80]!r}, which names no path in the container")
+        yield from (option, value)
+
+
+def _inside(path: str) -> bool:
+    """An absolute path without a way up; what a link points to may have one."""
+    return path.startswith("/") and _PATH.fullmatch(path) is not None and ".." not in path.split("/")
+
+
+def _environment(entries: Any) -> dict[str, str]:
+    given = [entry for entry in entries if isinstance(entry, str)] if isinstance(entries, list) else []
+    known = (entry.partition("=") for entry in given if _ENVIRONMENT.fullmatch(entry))
+    return {name: value for name, _, value in known}
+
+
+def _seconds(timeout: Any) -> float:
+    """The hook's own timeout, within bounds: it comes with the archive too."""
+    if isinstance(timeout, int) and not isinstance(timeout, bool) and timeout > 0:
+        return float(min(timeout, _LONGEST))
+    return _TIMEOUT
+
+
+def _find(program: str, places: Sequence[str], owner: int) -> tuple[str, tuple[str, ...]]:
+    """NVIDIA's program on this host with the words before the hook's name; the other one will do as well."""
+    distrusted = ""
+    for name in sorted(_PROGRAMS, key=lambda each: each != program):
+        for place in places:
+            path = os.path.realpath(os.path.join(place, name))
+            if os.path.basename(path) in _PROGRAMS and _trusted(path, owner):
+                return path, _PROGRAMS[os.path.basename(path)]
+            if os.path.exists(path):
+                distrusted = path
+    if distrusted:
+        raise _Unfit(f"{distrusted} could be changed by others than root")
+    raise _Unfit(f"this host has no {program} in {', '.join(places)}")
+
+
+def _trusted(path: str, owner: int) -> bool:
+    """Whether nobody but root and `owner` can change a program, or put another in its place.
+
+    `path` has no symbolic links. In a folder with the sticky bit others cannot move what is not theirs.
+    """
+    try:
+        if not os.access(path, os.X_OK) or not stat.S_ISREG(os.lstat(path).st_mode):
+            return False
+        while True:
+            found = os.lstat(path)
+            sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+            writers = stat.S_IWOTH | (stat.S_IWGRP if found.st_gid else 0)
+            if found.st_uid not in (0, owner) or (found.st_mode & writers and not sticky):
+                return False
+            if path == "/":
+                return True
+            path = os.path.dirname(path)
+    except OSError:
+        return False
+
+
+def _run(hook: _Hook, container: Container, found: tuple[str, tuple[str, ...]]) -> None:
+    """Run a hook to its end. Raises _Unfit where it cannot be started; a failure is a note."""
+    path, before = found
+    state = {
+        "ociVersion": "1.0.2",
+        "id": container.id,
+        "status": "created",
+        "pid": container.pid,
+        "bundle": container.bundle,
+        "annotations": container.annotations,
+    }
+    try:
+        process = subprocess.Popen(
+            [os.path.basename(path), *before, hook.name, *hook.words],
+            executable=path,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=container.bundle,
+            env=hook.environment,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        said = reason(error) if isinstance(error, OSError) else str(error)
+        raise _Unfit(f"{path} cannot be started: {said}") from error
+    with process:
+        try:
+            out, _ = process.communicate(json.dumps(state).encode(), timeout=hook.timeout)
+        except subprocess.TimeoutExpired:
+            _kill(process)
+            note(f"NVIDIA's hook {hook.name} did not end within {hook.timeout:g} s and was killed")
+            return
+    said = " ".join(out.decode("utf-8", "backslashreplace").split())[:_SAID]
+    if process.returncode:
+        note(f"NVIDIA's hook {hook.name} failed with exit code {process.returncode}: {said or 'no message'}")
+    elif said:
+        note(f"NVIDIA's hook {hook.name} said: {said}")
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a hook and what it started; its session is its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

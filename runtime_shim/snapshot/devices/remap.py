@@ -1,0 +1,274 @@
+"""What has to change so that a container comes back on the GPUs of a plan.
+
+    manifest + plan + this host ─→ device nodes ─→ config.json, CRIU's image of /dev, bind-mounted nodes
+                                └→ sources of mounts: the driver's files and the GPUs' own folders in /proc
+
+Everything here is decided before the runtime is called, from the manifest and what this host has; the
+checkpoint itself is never changed. The archive may come from anywhere. It can name no device: what a node
+becomes is always a node of this host's for a GPU of the plan, and a device in /dev that neither config.json
+nor the manifest knows is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from oci.base.files import open_below
+from runtime_shim.errors import GpusnapError, ImageError, Refused, reason
+from runtime_shim.gpu.api.device_nodes import Change, Node, changes
+from runtime_shim.gpu.api.driver import Driver, Gpu, Host
+from runtime_shim.gpu.nvidia.driver_files import Found, counterpart, differs
+from runtime_shim.records.manifest import DriverMount, Manifest
+from runtime_shim.runtime import bundle
+from runtime_shim.runtime.criu.images import dev
+from runtime_shim.snapshot.devices import bind_mounted_nodes
+
+__all__ = ["Remap", "given", "image", "make", "settle"]
+
+_PROC_GPU = re.compile(r"(/proc/driver/nvidia/gpus/)([0-9a-f:.]+)")
+_SEEN = 8
+"""Names in one message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remap:
+    """All that a restore changes; empty where the container comes back as it was."""
+
+    pairs: tuple[tuple[str, str], ...]
+    """(old UUID, new UUID) of every GPU."""
+    edits: bundle.Edits
+    mounts: tuple[DriverMount, ...]
+    """The driver's undeclared mounts, with this host's sources."""
+    expected: tuple[Node, ...]
+    """The GPU nodes that the container is to have."""
+    moved_libraries: bool
+    """A file of the driver comes from another path than at the checkpoint."""
+
+    @property
+    def identity(self) -> bool:
+        """Whether every GPU is the one that it was."""
+        return all(old == new for old, new in self.pairs)
+
+    def of(self, uuids: Iterable[str]) -> tuple[tuple[str, str], ...]:
+        """The pairs for a process that could see these GPUs; none where nothing has moved."""
+        new = dict(self.pairs)
+        return () if self.identity else tuple((uuid, new[uuid]) for uuid in uuids)
+
+
+def make(
+    record: Manifest,
+    driver: Driver,
+    host: Host,
+    pairs: Sequence[tuple[str, str]],
+    config: Mapping[str, Any],
+    *,
+    known: Callable[[], Found],
+    keep_names: bool,
+) -> Remap:
+    """What a restore of `record` with these pairs changes; `config` is the bundle's, as it came.
+
+    `known` tells this host's driver files; it is asked only where one is not where it was. Raises Refused.
+    """
+    if any(old != new for old, new in pairs) and not record.nodes:
+        raise Refused(
+            "the checkpoint does not say which device nodes its container had, so it cannot change GPUs",
+            hint="restore it on the GPUs that it was made on",
+        )
+    here = driver.nodes()
+    old = tuple(Node(n.path, n.major, n.minor, n.gpu) for n in record.nodes)
+    found = changes(old, here, pairs, keep_names=keep_names)
+    expected = _after(old, found)
+    bound = {
+        str(mount.get("destination")): source
+        for mount in bundle.binds(config)
+        if isinstance(source := mount.get("source"), str)
+    }
+    moved = _Moved(record, host, pairs, here, known, list(bound.values()))
+    at = _mounted_nodes(old, found, here)
+    sources = {where: at.get(where) or moved.source(source) for where, source in bound.items()}
+    mounts = tuple(replace(m, source=at.get(m.destination) or moved.source(m.source)) for m in record.mounts)
+    _same_builds(record, sources | {mount.destination: mount.source for mount in mounts})
+    numbers = {(node.major, node.minor) for node in expected}
+    strange = tuple(node for node in here if node.gpu and (node.major, node.minor) not in numbers)
+    _granted((*sources.values(), *(mount.source for mount in mounts)), strange)
+    return Remap(
+        pairs=tuple(pairs),
+        edits=bundle.Edits(found, sources, strange),
+        mounts=mounts,
+        expected=expected,
+        moved_libraries=moved.libraries,
+    )
+
+
+@dataclass(slots=True)
+class _Moved:
+    """Where this host has what a mount shows: a GPU's node, its folder in /proc, or a file of the driver."""
+
+    record: Manifest
+    host: Host
+    pairs: Sequence[tuple[str, str]]
+    here: Sequence[Node]
+    known: Callable[[], Found]
+    among: Sequence[str]
+    """The sources of all bind mounts in config.json."""
+    libraries: bool = False
+    """A file of this host's stands in for one that is not here."""
+
+    def source(self, path: str) -> str:
+        """This host's path for the source of a mount; the same where it is no GPU's and no driver's."""
+        gpu = self._gpu(path)
+        if gpu is not None:
+            return next((node.path for node in self.here if node.gpu == gpu and _like(node.path, path)), path)
+        if match := _PROC_GPU.fullmatch(path):
+            return match[1] + self._pci(match[2])
+        if os.path.exists(path) or not self.record.host.driver_version:
+            return path
+        old, new = self.record.host.driver_version, self.host.driver_version
+        there = counterpart(path, old, new, self.known(), among=self.among)
+        self.libraries = self.libraries or there is not None
+        return there or path
+
+    def _gpu(self, path: str) -> str | None:
+        """UUID of the GPU here which takes the place of the one that had this node on the old host."""
+        of = dict(self.pairs)
+        for gpu in self.record.gpus:
+            if path == f"/dev/nvidia{gpu.minor}":
+                return of.get(gpu.uuid)
+        return next((of.get(n.gpu) for n in self.record.nodes if n.gpu and n.path == path), None)
+
+    def _pci(self, address: str) -> str:
+        of, here = dict(self.pairs), {gpu.uuid: gpu for gpu in self.host.gpus}
+        for gpu in self.record.gpus:
+            target: Gpu | None = here.get(of.get(gpu.uuid, ""))
+            if gpu.pci and address.endswith(gpu.pci[-12:]) and target is not None and target.pci:
+                return target.pci
+        return address
+
+
+def _mounted_nodes(old: Sequence[Node], found: Sequence[Change], here: Sequence[Node]) -> dict[str, str]:
+    """This host's node by where the container has one, should it be a mount there.
+
+    One that is to be changed has its new numbers at once, and `settle` moves it; one that stays is that of
+    its name, though another GPU of the container's may be behind it now.
+    """
+    of = {(node.major, node.minor): node.path for node in here}
+    after = {node.path: node for node in old} | {
+        change.old.path: change.new[0] for change in found if change.new
+    }
+    return {path: of[n.major, n.minor] for path, n in after.items() if (n.major, n.minor) in of}
+
+
+def _granted(sources: Iterable[str], strange: Sequence[Node]) -> None:
+    """Refuse a mount of a GPU that the plan does not give the container."""
+    numbers = {(node.major, node.minor): node for node in strange}
+    for source in sources:
+        try:
+            found = os.stat(source)
+        except OSError:
+            continue
+        node = numbers.get((os.major(found.st_rdev), os.minor(found.st_rdev)))
+        if stat.S_ISCHR(found.st_mode) and node is not None:
+            raise Refused(
+                f"the checkpoint asks to mount {source}, the device of GPU {node.gpu}, which is not its own"
+            )
+
+
+def _like(one: str, other: str) -> bool:
+    return one.rstrip("0123456789") == other.rstrip("0123456789")
+
+
+def _after(old: Sequence[Node], found: Sequence[Change]) -> tuple[Node, ...]:
+    """The nodes that the container has once the changes are made, sorted; without their GPUs."""
+    gone = {change.old.path for change in found}
+    stay = [Node(node.path, node.major, node.minor) for node in old if node.path not in gone]
+    return tuple(sorted({*stay, *(node for change in found for node in change.new)}))
+
+
+def _same_builds(record: Manifest, sources: Mapping[str, str]) -> None:
+    """Refuse where a process has code of the driver loaded that this host has in another build.
+
+    CRIU compares a file that was mapped by size, mode and build ID (criu/files-reg.c, validate_file), and it
+    would be found out only in the middle of the restore. `sources` are this host's, by destination.
+    """
+    at = {os.path.normpath(destination): source for destination, source in sources.items()}
+    for library in record.libraries:
+        path = at.get(library.path)
+        if path is None:
+            continue
+        why = differs(path, library.size, library.build_id, mode=library.mode)
+        if why:
+            raise Refused(
+                f"the container's processes run {library.path} of driver {record.host.driver_version}, "
+                f"and {why}",
+                hint="a process cannot change the driver's code under its feet: restore on a host with the "
+                "same driver build",
+            )
+
+
+def image(record: Manifest, image_path: str, found: Remap, config: Mapping[str, Any]) -> dict[str, bytes]:
+    """CRIU's images that the restore reads in another form, by name. Raises ImageError.
+
+    `config` is the bundle's as it came: its devices are what /dev may hold beside a GPU's nodes.
+    """
+    if not record.dev:
+        return {}
+    path = os.path.join(image_path, record.dev)
+    try:
+        raw, _ = open_below(image_path, record.dev)
+    except (OSError, ValueError) as error:
+        why = reason(error) if isinstance(error, OSError) else str(error)
+        raise ImageError(f"the image of the container's /dev, {path}, cannot be read: {why}") from error
+    with io.BufferedReader(raw) as file:
+        strange = {(node.major, node.minor) for node in found.edits.strange}
+        listed = (each for each in given(config) if each[0] == "b" or each[1:3] not in strange)
+        allowed: tuple[Node | dev.Device, ...] = (*listed, *found.expected)
+        new = dev.rewritten(file, found.edits.changes, allowed)
+    return {} if new is None else {record.dev: new}
+
+
+def given(config: Mapping[str, Any]) -> Iterator[dev.Device]:
+    """The devices that config.json gives the container."""
+    for entry in bundle.devices(config):
+        path, major, minor = entry.get("path"), entry.get("major"), entry.get("minor")
+        if isinstance(path, str) and isinstance(major, int) and isinstance(minor, int):
+            yield "b" if entry.get("type") == "b" else "c", major, minor, path
+
+
+def settle(init: int, found: Remap, driver: Driver) -> None:
+    """Finish in the restored container what no image says: nodes that are bind mounts. And look.
+
+    To be called while the GPU processes stand still. Raises GpusnapError where the container's GPU nodes are
+    not what the plan says.
+    """
+    mounted = {path for path, _, _ in bind_mounted_nodes.mounted_nodes(init)}
+    bind_mounted_nodes.replace_nodes(
+        init, [change for change in found.edits.changes if change.old.path in mounted]
+    )
+    if _hosts_dev(init):
+        return
+    now = tuple(sorted(Node(n.path, n.major, n.minor) for n in driver.nodes(init)))
+    if now != found.expected:
+        raise GpusnapError(
+            f"the container has the GPU devices {_names(now)} after the restore, and should have "
+            f"{_names(found.expected)}",
+            hint="something else changes its /dev",
+        )
+
+
+def _hosts_dev(init: int) -> bool:
+    """Whether the container was given this host's /dev as it is, and so has all of its nodes."""
+    with contextlib.suppress(OSError):
+        return os.stat(f"/proc/{init}/root/dev").st_dev == os.stat("/dev").st_dev
+    return False
+
+
+def _names(nodes: Sequence[Node]) -> str:
+    words = [f"{node.path} ({node.major}:{node.minor})" for node in nodes[:_SEEN]]
+    return ", ".join(words + ["…"] * (len(nodes) > _SEEN)) or "none"

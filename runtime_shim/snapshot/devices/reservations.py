@@ -1,0 +1,221 @@
+"""Room on GPUs that restores under way have claimed, so that two of them do not choose the same.
+
+NVML says what is used now; a restore fills its GPUs minutes after it has chosen them. So each restore writes
+down what it took, and counts what the others wrote besides NVML's figures, which errs to the safe side:
+
+    /run/gpusnap/room/        0700, gone with the next boot
+        lock                  held (flock) from before the inventory is read until ours is written
+        PID-….json            {"pid": 123, "start": 4567, "bytes": {"GPU-…": 1048576}}, one a restore
+
+    with claim() as room:
+        …                     read the inventory, plan with room.reserved
+        room.take({uuid: n})  from here on others may plan
+        …                     restore
+
+A file counts while the process that wrote it lives: a killed restore needs no cleaning up. Files are written
+under the lock only, so whatever cannot be read by who has it was left by nobody alive, and is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from oci.base.json_text import parse_json
+from runtime_shim.errors import GpusnapError, reason
+from runtime_shim.process import proc
+
+__all__ = ["Room", "claim", "reserved"]
+
+FOLDER = "/run/gpusnap/room"
+PATIENCE = 10.0
+"""Seconds to wait for others who are choosing; choosing takes them less than one."""
+_PAUSE = 0.02
+_LOCK = "lock"
+# 256 GPUs make about 16 KiB.
+_MAX_BYTES = 64 << 10
+_MAX_GPUS = 256
+# The largest PID (include/linux/threads.h, PID_MAX_LIMIT), and more memory than any GPU has.
+_MAX_PID = 1 << 22
+_MAX_MEMORY = 1 << 50
+_MAX_START = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What one restore wrote down."""
+
+    pid: int
+    start: int
+    bytes: Mapping[str, int]
+
+    def alive(self) -> bool:
+        return proc.same(self.pid, self.start)
+
+
+class Room:
+    """Our claim, see `claim`."""
+
+    def __init__(self, folder: str, lock: int) -> None:
+        self._path = os.path.join(folder, f"{os.getpid()}-{secrets.token_hex(4)}.json")
+        self._lock = lock
+        self.reserved: Mapping[str, int] = _others(folder, tidy=True)
+        """Bytes by GPU UUID that other restores have taken."""
+
+    def take(self, wanted: Mapping[str, int]) -> None:
+        """Write down `wanted`, bytes by GPU UUID, and let others choose. To be called once.
+
+        Raises GpusnapError where it cannot be written; the lock is then still held.
+        """
+        own = proc.process(os.getpid())
+        if own is None:
+            raise GpusnapError(f"{proc.PROC} does not show this process", hint=f"mount {proc.PROC}")
+        entry = {"pid": own.pid, "start": own.start, "bytes": dict(wanted)}
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(json.dumps(entry).encode())
+        except OSError as error:
+            raise _unusable(self._path, error) from error
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def _leave(self) -> None:
+        with contextlib.suppress(OSError):  # if it stays, it counts for no longer than this process lives
+            os.unlink(self._path)
+
+
+@contextmanager
+def claim(folder: str = FOLDER, *, patience: float = PATIENCE) -> Iterator[Room]:
+    """Keep other restores from choosing GPUs until `take`, and from choosing ours until the block is left.
+
+    Raises GpusnapError where `folder` cannot be used, or others hold its lock for more than `patience`
+    seconds.
+    """
+    lock = _open_lock(folder)
+    try:
+        _wait_for(lock, folder, patience)
+        try:
+            room = Room(folder, lock)
+        except OSError as error:
+            raise _unusable(folder, error) from error
+        try:
+            yield room
+        finally:
+            room._leave()
+    finally:
+        # A child forked meanwhile has the same lock: closing alone would leave it with the child.
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        os.close(lock)
+
+
+def reserved(folder: str = FOLDER) -> Mapping[str, int]:
+    """Bytes by GPU UUID that restores have taken, for show: read without the lock, nothing is touched.
+
+    Empty where there is no such folder; GpusnapError where it cannot be read.
+    """
+    try:
+        return _others(folder, tidy=False)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise GpusnapError(f"{folder} cannot be read: {reason(error)}", hint="do it as root") from error
+
+
+def _unusable(path: str, error: OSError) -> GpusnapError:
+    return GpusnapError(
+        f"room on the GPUs cannot be reserved in {path}: {reason(error)}",
+        hint="a restore onto GPUs needs root and a /run that can be written",
+    )
+
+
+def _open_lock(folder: str) -> int:
+    try:
+        # Each with its own mode: makedirs() would give the outer one what the umask leaves.
+        for path in (os.path.dirname(folder), folder):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o700)
+        status = os.lstat(folder)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise GpusnapError(
+                f"room on the GPUs cannot be reserved in {folder}: others can write it, or it is no folder",
+                hint="remove it",
+            )
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        return os.open(os.path.join(folder, _LOCK), flags, 0o600)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+
+
+def _wait_for(lock: int, folder: str, patience: float) -> None:
+    """Polls: flock(2) has no deadline, and a signal's alarm would be the caller's."""
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise GpusnapError(
+                    f"another restore has kept {folder} locked for more than {patience:g} s",
+                    hint=f"try again; fuser {folder}/{_LOCK} shows who has it open",
+                ) from None
+            time.sleep(_PAUSE)
+        except OSError as error:
+            raise _unusable(folder, error) from error
+        else:
+            return
+
+
+def _others(folder: str, *, tidy: bool) -> dict[str, int]:
+    """Bytes by UUID of every restore that lives; `tidy` removes what the others left."""
+    found: dict[str, int] = {}
+    for name in sorted(os.listdir(folder)):
+        if name == _LOCK:
+            continue
+        path = os.path.join(folder, name)
+        entry = _read(path)
+        if entry is not None and entry.alive():
+            for uuid, size in entry.bytes.items():
+                found[uuid] = found.get(uuid, 0) + size
+        elif tidy:
+            with contextlib.suppress(OSError):  # a folder, or gone meanwhile: it counts for nothing
+                os.unlink(path)
+    return found
+
+
+def _read(path: str) -> _Entry | None:
+    """The entry, or None where the file holds none."""
+    try:
+        # O_NONBLOCK: to open a FIFO is to wait for its writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return None
+            data = file.read(_MAX_BYTES + 1)
+        return _decoded(parse_json(data)) if len(data) <= _MAX_BYTES else None
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _decoded(document: Any) -> _Entry | None:
+    if not isinstance(document, dict):
+        return None
+    pid, start, sizes = document.get("pid"), document.get("start"), document.get("bytes")
+    if not isinstance(sizes, dict) or len(sizes) > _MAX_GPUS:
+        return None
+    sound = all(_whole(size, 0, _MAX_MEMORY) for size in sizes.values())
+    if not sound or not _whole(pid, 1, _MAX_PID) or not _whole(start, 0, _MAX_START):
+        return None
+    return _Entry(pid, start, sizes)
+
+
+def _whole(value: Any, low: int, high: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high

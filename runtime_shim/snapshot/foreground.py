@@ -1,0 +1,116 @@
+"""The real runtime at a restore: we work beside it, and watch it.
+
+It runs in a thread, so that a signal ends a restore at any moment, and so does a log of CRIU's without end.
+Without --detach it stays until the container ends, while the GPUs come back.
+
+A limit on the size of files (setrlimit(2), RLIMIT_FSIZE) would not do for the log: it would hold as well for
+the container's own files, which CRIU writes and whose size it sets (deleted files, memfds, tmpfs).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from runtime_shim.errors import GpusnapError, RuntimeFailed, reason
+from runtime_shim.runtime.command_line import RestoreCall
+from runtime_shim.runtime.criu import descendants, scratch_files
+from runtime_shim.runtime.criu.run import Invoked
+from runtime_shim.runtime.criu.scratch_files import scratch
+from runtime_shim.transaction import forwarded_signals, held_signals, stop_if_asked
+
+__all__ = ["LARGEST_LOG", "Beside", "pid_file"]
+
+LARGEST_LOG = 256 << 20
+"""Bytes of CRIU's log; that of a thousand processes takes some MiB."""
+_INTERVAL = 0.01  # seconds between two looks at the PID file, the log, and signals
+
+
+class Beside:
+    """The real runtime, run by a thread of ours. `run` is told a function that takes the runtime's PID."""
+
+    def __init__(self, run: Callable[[Callable[[int], object]], Invoked], log: str) -> None:
+        """`log` is the path of CRIU's."""
+        self._pids: list[int] = []
+        self._ended: list[Invoked | GpusnapError] = []
+        self._run, self._log = run, log
+        self._thread = threading.Thread(target=self._work)
+
+    def restored(self, pid_file: str | None) -> bool:
+        """Start it, and wait until it says that the container is there; False where it ended before.
+
+        Without a PID file that is only at its end. A signal is looked for while it is held back, see
+        transaction.held_signals. Raises Interrupted, and RuntimeFailed for a log that is too large; the
+        runtime and all that it started are gone then.
+        """
+        others = descendants.children()
+        self._thread.start()
+        while self._thread.is_alive() and not (pid_file and _written(pid_file)):
+            self._thread.join(_INTERVAL)
+            try:
+                stop_if_asked()
+                self._check_log()
+            except GpusnapError:
+                descendants.kill_all(
+                    but=others, waited=lambda: self._pids, ended=lambda: not self._thread.is_alive()
+                )
+                raise
+        return self._thread.is_alive()
+
+    def stand_for(self, name: str) -> Invoked:
+        """Only stand for it from now on: signals go to it, and it hands them to the container.
+
+        Raises GpusnapError where it could not be run.
+        """
+        with forwarded_signals(self._pids[0]) if self._pids else held_signals():
+            self._thread.join()
+        return self.result(name)
+
+    def result(self, name: str) -> Invoked:
+        """What it said, once it has ended. Raises GpusnapError where it could not be run."""
+        if not self._ended:
+            raise RuntimeFailed(f"{name} could not be run")
+        done = self._ended[0]
+        if isinstance(done, GpusnapError):
+            raise done
+        return done
+
+    def _check_log(self) -> None:
+        with contextlib.suppress(OSError):
+            if os.stat(self._log, follow_symlinks=False).st_size > LARGEST_LOG:
+                raise RuntimeFailed(
+                    f"CRIU was ended, because its log {self._log} had grown beyond {LARGEST_LOG >> 20} MiB",
+                    hint="its last lines say what CRIU was repeating; gpusnap verify looks for damage",
+                )
+
+    def _work(self) -> None:
+        try:
+            self._ended.append(self._run(self._pids.append))
+        except GpusnapError as error:
+            self._ended.append(error)
+
+
+@contextmanager
+def pid_file(call: RestoreCall) -> Iterator[str]:
+    """Where the runtime says that the container is restored; an old file there would say so too early."""
+    if call.pid_file:
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(call.pid_file)
+        except OSError as error:
+            raise GpusnapError(f"the PID file {call.pid_file} cannot be used: {reason(error)}") from error
+        yield call.pid_file
+    else:
+        with tempfile.TemporaryDirectory(prefix=scratch_files.prefix("pid"), dir=scratch()) as folder:
+            yield os.path.join(folder, "pid")
+
+
+def _written(path: str) -> bool:
+    try:
+        return os.path.getsize(path) > 0
+    except OSError:
+        return False

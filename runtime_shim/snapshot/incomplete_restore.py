@@ -1,0 +1,225 @@
+"""What is left of a container that a restore did not complete, where its runtime knows nothing of it.
+
+crun and runc write down a container when CRIU is done with it. Are they killed before, or CRIU is, then the
+processes that were restored so far stand there, and `delete` says that there is no such container. They are
+found by what was known before the restore began:
+
+    marked      CRIU, and what has not yet got its own environment back (runtime/criu/scratch_files.py)
+    own         a process that began after the restore did, whose root is the container's root file system,
+                and whose cgroup is the container's own or the one that gpusnap was called in, where CRIU
+                leaves processes if it is told to ignore cgroups; and what descends from such a process
+
+Only what is both is killed, by pidfd: another container may have the same file system for its root, and a
+cgroup of the same name may be another engine's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runtime_shim.errors import ContainerError, GpusnapError, reason
+from runtime_shim.process import pidfd, proc
+from runtime_shim.runtime.criu import scratch_files
+
+__all__ = ["Place", "end", "find", "let_runtime_end", "unmount_root", "unmount_yards"]
+
+_PATIENCE = 30.0  # seconds that killed processes may take to go
+_INTERVAL = 0.01
+_ROOT = "criu-root"
+"""Where crun (in the bundle) and runc (in its state) mount the root file system for CRIU.
+
+src/libcrun/criu.c, libcrun_container_restore_linux_criu; libcontainer/criu_linux.go, Restore.
+"""
+_YARD = ".criu.cgyard."
+"""How the directory begins in which CRIU mounts control groups, below where it works (criu/cgroup.c)."""
+_MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8  # linux/fs.h
+_MS_REC, _MS_PRIVATE = 1 << 14, 1 << 18  # linux/mount.h
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """By what the processes of a container are known before it is there."""
+
+    group: str
+    """Its cgroup: a path, or one component of paths."""
+    beside: tuple[str, ...]
+    """The cgroup of the gpusnap that restores it: hierarchy:path, of version 2 if that is there, else all."""
+    device: str
+    """major:minor of its root file system; empty where that is not known, and then no process is found."""
+    root: str
+    """What of that file system is its root."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], bundle: str, container: str) -> Place:
+        """Of a container by its config.json."""
+        linux, root = config.get("linux"), config.get("root")
+        path = linux.get("cgroupsPath") if isinstance(linux, dict) else None
+        rootfs = root.get("path") if isinstance(root, dict) else None
+        device, within = "", ""
+        if isinstance(rootfs, str) and rootfs:
+            device, within = _file_system(os.path.realpath(os.path.join(bundle, rootfs)))
+        ours = proc.cgroups("self")
+        beside = tuple(f"{name}:{ours[name]}" for name in ([""] if "" in ours else sorted(ours)))
+        group = _group(path if isinstance(path, str) else "", container)
+        return cls(group, beside, device, within)
+
+    @classmethod
+    def from_json(cls, document: Any) -> Place:
+        """Raises KeyError, TypeError."""
+        beside = tuple(str(each) for each in document["beside"])
+        return cls(str(document["group"]), beside, str(document["device"]), str(document["root"]))
+
+    def holds(self, pid: int) -> bool:
+        """Whether a process is in one of these cgroups."""
+        groups = proc.cgroups(pid)
+        if any(map(self._is_own, groups.values())):
+            return True
+        return bool(self.beside) and {*self.beside} <= {f"{name}:{path}" for name, path in groups.items()}
+
+    def is_root_of(self, pid: int) -> bool:
+        """Whether a process has that root."""
+        if not self.device or proc.namespace(pid, "mnt") in ("", proc.namespace(os.getpid(), "mnt")):
+            return False
+        found = [mount for mount in proc.mounts(pid) if mount.destination == "/"]
+        return bool(found) and (found[-1].device, found[-1].root) == (self.device, self.root)
+
+    def _is_own(self, path: str) -> bool:
+        if self.group.startswith("/"):
+            return path == self.group or path.startswith(self.group + "/")
+        return self.group in path.split("/")
+
+
+def find(place: Place, since: int) -> tuple[proc.Process, ...]:
+    """The container's processes that began at or after `since` (clock ticks after boot), by PID."""
+    fresh = {each.pid: each for each in map(proc.process, proc.pids()) if each and each.start >= since}
+    fresh = {pid: each for pid, each in fresh.items() if pid != os.getpid() and place.holds(pid)}
+    found = {pid for pid in fresh if place.is_root_of(pid)}
+    parents = proc.parents()
+    while more := {pid for pid in fresh if pid not in found and parents.get(pid) in found}:
+        found |= more
+    return tuple(fresh[pid] for pid in sorted(found))
+
+
+def let_runtime_end(
+    owner: tuple[int, int], container: str, *, enough: Callable[[], bool] = lambda: False
+) -> None:
+    """Wait for the runtime that a killed gpusnap called for a container, as `leavings.let_end`.
+
+    CRIU alone is not waited for: what it brings back nobody takes over.
+    """
+    scratch_files.let_end(owner, container, enough=lambda: enough() or not _runtimes(owner, container))
+
+
+def end(place: Place | None, owner: tuple[int, int], container: str) -> tuple[int, ...]:
+    """Kill CRIU and the processes that were restored, and wait until they are gone; their PIDs.
+
+    `owner` is PID and start time of the gpusnap that restored. While a runtime that it called is there its
+    CRIU is left to that. Raises GpusnapError where some do not go.
+    """
+    killed: set[int] = set()
+    deadline = time.monotonic() + _PATIENCE
+    while left := _left(place, owner, container):
+        pidfd.remember((each.pid, each.start) for each in left)
+        for each in left:
+            pidfd.send(each.pid, signal.SIGKILL)
+        killed.update(each.pid for each in left)
+        if time.monotonic() > deadline:
+            raise GpusnapError(
+                f"processes that were restored for container {container} do not end though they were "
+                f"killed: {' '.join(str(each.pid) for each in left)}",
+                hint="/proc/PID/stack says what they wait for; then run gpusnap recover",
+            )
+        time.sleep(_INTERVAL)
+    return tuple(sorted(killed))
+
+
+def unmount_root(folders: Sequence[str]) -> None:
+    """Take away its root file system, which a killed runtime leaves mounted in one of these directories.
+
+    Before `delete`: runc removes its directory with all that is in it, and that would be the container's
+    files. Raises ContainerError.
+    """
+    for folder in folders:
+        _unmount(os.path.join(os.path.realpath(folder), _ROOT))
+
+
+def unmount_yards(folder: str) -> None:
+    """Take away the control groups that a killed CRIU leaves mounted where it worked, unless one works there.
+
+    Raises ContainerError.
+    """
+    folder = os.path.realpath(folder)
+    if any(_works_in(pid, folder) for pid in proc.pids()):
+        return
+    for path in {mount.destination for mount in proc.mounts("self")}:
+        if os.path.dirname(path) == folder and os.path.basename(path).startswith(_YARD):
+            _unmount(path)
+
+
+def _works_in(pid: int, folder: str) -> bool:
+    try:
+        return proc.comm(pid) == "criu" and os.readlink(f"/proc/{pid}/cwd") == folder
+    except OSError:
+        return False
+
+
+def _unmount(path: str) -> None:
+    """Detach all that is mounted at a path, with what is below it, and remove the directory."""
+    name = os.fsencode(path)
+    while any(mount.destination == path for mount in proc.mounts("self")):
+        # Private first: what is mounted below must not go from where it is mounted as well.
+        done = _libc.mount(None, name, None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
+        if done < 0 or _libc.umount2(name, _MNT_DETACH | _UMOUNT_NOFOLLOW) < 0:
+            error = OSError(ctypes.get_errno(), "umount2")
+            raise ContainerError(
+                f"{path}, which a killed runtime left mounted, cannot be unmounted: {reason(error)}",
+                hint=f"umount -l {path}, then gpusnap recover",
+            ) from error
+    with contextlib.suppress(OSError):
+        os.rmdir(path)
+
+
+def _left(place: Place | None, owner: tuple[int, int], container: str) -> list[proc.Process]:
+    marked: list[proc.Process] = []
+    if not _runtimes(owner, container):
+        marked = [each for each in map(proc.process, scratch_files.children(owner)) if each is not None]
+    own = find(place, owner[1]) if place is not None else ()
+    return list({each.pid: each for each in (*marked, *own)}.values())
+
+
+def _runtimes(owner: tuple[int, int], container: str) -> list[int]:
+    """The commands of the real runtime for a container that a gpusnap called and that still run."""
+    return [pid for pid in scratch_files.children(owner) if container in proc.command(pid)]
+
+
+def _group(path: str, container: str) -> str:
+    """What linux.cgroupsPath means (runtime-spec, config-linux.md); for systemd slice:prefix:name."""
+    if path.startswith("/"):
+        return os.path.normpath(path)
+    parts = path.split(":")
+    if len(parts) == 3 and parts[2]:
+        return f"{parts[1]}-{parts[2]}.scope" if parts[1] else f"{parts[2]}.scope"
+    return os.path.basename(os.path.normpath(path)) if path else container
+
+
+def _file_system(path: str) -> tuple[str, str]:
+    """(device, path within it) of a directory; both empty where nobody can tell, or it is the host's root."""
+    found = None
+    for mount in proc.mounts("self"):  # of those at one place the last one counts
+        holds = (path + "/").startswith(mount.destination.rstrip("/") + "/")
+        if holds and (found is None or len(mount.destination) >= len(found.destination)):
+            found = mount
+    if found is None or path == "/":
+        return "", ""
+    below = os.path.relpath(path, found.destination)
+    within = found.root if below == "." else f"{found.root.rstrip('/')}/{below}"
+    return found.device, within

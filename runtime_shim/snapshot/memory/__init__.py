@@ -1,0 +1,1 @@
+"""GPU memory on its way between processes and blobs."""

@@ -1,0 +1,463 @@
+"""The GPUs' memory beside CRIU's images, as chunks of an OCI layout: see chunk_home.
+
+    driver checkpoint into files of memory.stage ─→ journal ─→ the process lets go ─→ CRIU dumps the rest
+          └→ chunks, before the dump or, if the container runs on, behind it
+
+A region is what the driver's checkpoint mapped into a process. If it can be, that mapping is a file of ours
+from the start: nothing is copied out, and to give it back is to map it again. Where it cannot, the region is
+copied to such a file if there is memory for both, and else written to chunks while the container waits. Its
+bytes are in files before it is freed, and the journal says in which: a gpusnap that is killed at any moment
+loses nothing, `recover` puts the bytes back. Several processes are written, freed and filled at once, by all
+cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from oci.base.errors import OciError
+from oci.chunks import writer as writing
+from oci.chunks.table import Progress, Table
+from oci.layout.layout import Layout
+from runtime_shim.errors import GpusnapError, ImageError, reason
+from runtime_shim.gpu.api.parallel import at_once
+from runtime_shim.process import mount_namespace, proc
+from runtime_shim.process.memory import copy as copies
+from runtime_shim.process.memory import maps as regions
+from runtime_shim.process.memory.maps import Region
+from runtime_shim.process.memory.tmpfs import Area, Stage
+from runtime_shim.process.ptrace.populate import Backing, Populated
+from runtime_shim.process.ptrace.remote_syscall import Remote, inside
+from runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord, Written
+from runtime_shim.runtime import container_key
+from runtime_shim.settings import Memory
+from runtime_shim.snapshot.memory import transfer
+from runtime_shim.snapshot.memory.destination import Home, ImageHome
+from runtime_shim.snapshot.memory.write_ahead import Early
+from runtime_shim.snapshot.memory.writeback import Flushing
+from runtime_shim.snapshot.records import journal
+from runtime_shim.stopping.stop import populated
+
+if TYPE_CHECKING:
+    from runtime_shim.process.ptrace.tracer import Tracer
+
+__all__ = ["Chunks"]
+
+_DONTNEED = 4  # asm-generic/mman-common.h
+_EMPTY = transfer.OWN | 0x4000  # ibid., MAP_NORESERVE
+# Bytes that stay available beside what is staged.
+_RESERVE = 1 << 30
+
+
+@dataclass(slots=True)
+class _Held:
+    """A region of a process, and where its bytes are."""
+
+    region: Region
+    area: Area | None
+    mapped: bool = False
+    """Whether the driver itself has filled the file; else it is a copy."""
+    table: Table | None = None
+
+
+@dataclass(slots=True)
+class _Process:
+    """What is known of one process."""
+
+    before: tuple[regions.Mapping, ...] = ()
+    """Its mappings before the driver's checkpoint."""
+    populated: Populated = field(default_factory=Populated)
+    held: tuple[_Held, ...] | None = None
+    """None before `take`."""
+    freed: bool = False
+
+
+class Chunks:
+    """`suspension.Pages`: taken out of the processes into chunks, and given back from them."""
+
+    def __init__(
+        self,
+        image_path: str,
+        key: str,
+        settings: Memory,
+        bundle: str = "",
+        *,
+        home: Home | None = None,
+        ahead: bool = False,
+    ) -> None:
+        """`key`: the container's. `home`: where the chunks go, unless it is the image's folder.
+
+        `ahead`: begin to write while the driver still works, since the container waits for the disk.
+        """
+        self._home = home or ImageHome(image_path, container_key.id_of(key), settings, bundle)
+        self.name = self._home.kind
+        self._image = image_path
+        self._key, self._settings = key, settings
+        self._processes: dict[int, _Process] = {}
+        self._stage = Stage(key)
+        self._lock = threading.Lock()
+        self._staged = 0
+        self._progress = Progress(0)
+        self._flushing: Flushing | None = None
+        self._ahead = ahead and not settings.ceiling
+        self._early: Early | None = None
+        """What is written while the driver works."""
+
+    @property
+    def _layout(self) -> Layout:
+        return self._home.layout
+
+    @property
+    def place(self) -> str:
+        """The folder that the chunks go to."""
+        return self._home.place
+
+    def prepare(self) -> None:
+        """Have the place for the chunks ready. Raises Refused."""
+        self._home.begin()
+
+    def watch(self, pid: int) -> None:
+        """Remember what the process has mapped before the driver's checkpoint."""
+        self._processes[pid] = _Process(_mappings(pid))
+
+    @contextlib.contextmanager
+    def thread(self, pid: int, tid: int) -> Iterator[Tracer]:
+        """Let the driver's thread run for its checkpoint, its large mappings files if they can be."""
+        lent = partial(journal.thread, self._key, pid)
+        backing = Backing(partial(self._watched, pid), lent)
+        with populated(pid, tid, threads=self._settings.threads, backing=backing) as done:
+            self._processes[pid].populated = done
+            assert done.tracer is not None
+            yield done.tracer
+
+    def take(self, pids: Sequence[int]) -> None:
+        """Have the regions of those that were not taken yet in files, note where, and free them."""
+        if self._early is not None:
+            self._early.end()
+        fresh = {pid: self._processes[pid] for pid in pids if self._processes[pid].held is None}
+        for pid, process in fresh.items():
+            process.held = tuple(self._held(pid, process))
+        streamed = [
+            (pid, each) for pid, process in fresh.items() for each in process.held or () if each.area is None
+        ]
+        self._write(
+            [transfer.Part(pid, each.region.start, each.region.size) for pid, each in streamed], streamed
+        )
+        if streamed:  # whatever memory.sync says: from now on their bytes are nowhere else
+            with transfer.as_image_error(self._layout.path):
+                self._layout.sync()
+        self.note(list(self._processes))
+        for process in fresh.values():
+            process.freed = True
+        at_once(self._free, fresh).raise_first()
+
+    def write(self) -> None:
+        """Write what is staged to chunks, unless it was. Raises ImageError."""
+        left = [(pid, each) for pid, each in self._all() if each.table is None]
+        self._write([each.area for _, each in left if each.area is not None], left)
+
+    def ready(self) -> None:
+        """Write what is staged to chunks, and have them on disk: the disk must not cost the container."""
+        self.write()
+        if self._settings.sync:
+            self._flushed()
+            with transfer.as_image_error(self._layout.path):
+                self._layout.create().sync()
+
+    def give_back(self, pids: Sequence[int]) -> Mapping[int, GpusnapError]:
+        """Have the regions of those that were freed in place again; what kept some from it, by PID."""
+        wanted = {pid: p for pid, p in self._processes.items() if pid in pids and p.freed}
+        layout = {pid: found for pid, p in wanted.items() if (found := _from_layout(p))}
+        failures: dict[int, GpusnapError] = {}
+        try:
+            transfer.fill(self._layout, layout, self._settings)
+        except ImageError as error:
+            failures = dict.fromkeys(layout, error)
+        mapped = {pid: areas for pid, p in wanted.items() if (areas := _areas(p, mapped=True))}
+        failures |= transfer.give(self._key, mapped)
+        failures |= at_once(
+            lambda pid: self._copied_back(pid, wanted[pid]), [pid for pid in wanted if pid not in failures]
+        ).errors
+        for pid in wanted.keys() - failures.keys():
+            wanted[pid].freed = False
+        return failures
+
+    def _copied_back(self, pid: int, process: _Process) -> None:
+        try:
+            transfer.copy(pid, _areas(process, mapped=False))
+        except OSError as error:
+            if proc.running(pid):
+                raise GpusnapError(
+                    f"the GPU memory of process {pid} ({proc.comm(pid)}) cannot be given back: "
+                    f"{reason(error)}",
+                    hint="run gpusnap recover",
+                ) from error
+
+    def resumed(self) -> None:
+        """The processes run again: nobody may touch their memory, what is staged is for the layout."""
+        journal.write(self._key, self._image, {}, layout=self._layout.path)
+
+    def note(self, pids: Sequence[int]) -> None:
+        """Journal where the regions of processes are: in the layout, in the stage, or in themselves."""
+        layout: dict[int, tuple[RegionRecord, ...]] = dict.fromkeys(pids, ())
+        staged: dict[int, tuple[journal.Staged, ...]] = {}
+        for pid, process in self._processes.items():
+            held = process.held or ()
+            staged[pid] = tuple(
+                journal.Staged(each.area.path, each.region.start, each.region.size)
+                for each in held
+                if each.area is not None
+            )
+            if pid in layout:
+                layout[pid] = tuple(
+                    RegionRecord(region.start, table) for region, table in _from_layout(process)
+                )
+        journal.write(self._key, self._image, layout, staged=staged, layout=self._layout.path)
+        self._home.needed()  # whoever is killed in between has taken nothing yet
+
+    def records(self) -> Mapping[int, tuple[RegionRecord, ...]] | None:
+        """By PID, for the manifest: the regions as they are in the layout; None before all are."""
+        if any(each.table is None for _, each in self._all()):
+            return None
+        return {
+            pid: tuple(RegionRecord(h.region.start, h.table) for h in p.held or () if h.table is not None)
+            for pid, p in self._processes.items()
+        }
+
+    def notes(self) -> Mapping[int, str]:
+        """By PID, why the fast way was not taken."""
+        return {pid: p.populated.why_not for pid, p in self._processes.items() if p.populated.why_not}
+
+    def written(self) -> Written:
+        """What the layout took."""
+        return Written(self._progress.written, self._progress.known, self._progress.zero)
+
+    def commit(self, *, kept: bool) -> None:
+        """Make the chunks durable, and the layout one that anybody can read.
+
+        Raises ImageError. `kept`: the container runs on, and its next checkpoint will want them.
+        """
+        self.write()
+        tables = [each.table for _, each in self._all() if each.table is not None]
+        self._flushed()
+        self._home.commit(tables, kept=kept)
+
+    def images(self) -> tuple[FileRecord, ...]:
+        """CRIU's images that are in chunks, too; to be called after the dump."""
+        return self._home.images()
+
+    def named(self, record: Manifest) -> None:
+        """The chunks are durable, and this is what the manifest will say. Raises ImageError."""
+        self._home.name(record)
+
+    def whole(self, record: Manifest | None) -> None:
+        """The manifest is on disk, or, for None, what it said before the dump. Raises ImageError."""
+        self._home.close(record)
+
+    def close(self) -> None:
+        """The checkpoint is whole: what was staged is not needed any more."""
+        self._flushed()
+        for _, each in self._all():
+            if each.area is not None:
+                each.area.close()
+        for process in self._processes.values():
+            for area in process.populated.areas:
+                area.close()
+        with contextlib.suppress(OSError):  # a leftover takes RAM until `gpusnap recover`
+            self._stage.remove()
+
+    def discard(self, *, layout: bool) -> None:
+        """Remove the stage, and the `layout` too, unless a process waits for its bytes. Raises ImageError."""
+        if any(process.freed and proc.running(pid) for pid, process in self._processes.items()):
+            return
+        self.close()
+        self._home.discard(earlier=not layout)
+
+    # Within
+
+    def _watched(self, pid: int, address: int, size: int) -> Area:
+        """A file for a region, of which something is written as the driver fills it."""
+        area = self._area(pid, address, size)
+        if self._ahead:
+            with self._lock:
+                if self._early is None:
+                    self._early = self._begun()
+            if self._early is not None:
+                self._early.begin(area)
+        return area
+
+    def _begun(self) -> Early | None:
+        """None where nothing can be written ahead; what is wrong then the writing itself will say."""
+        with contextlib.suppress(OciError), self._home.known() as known:
+            self._layout.create()
+            return Early(self._layout, self._settings, known, self._flush)
+        return None
+
+    def _flush(self, blob: str) -> None:
+        """Have the disk begin with a blob."""
+        with self._lock:
+            if self._flushing is None and self._settings.sync:
+                self._flushing = Flushing(self._layout)
+        if self._flushing is not None:
+            self._flushing.add(blob)
+
+    def _flushed(self) -> None:
+        if self._early is not None:
+            self._early.end()
+        if self._flushing is not None:
+            self._flushing.close()
+            self._flushing = None
+
+    def _all(self) -> list[tuple[int, _Held]]:
+        return [(pid, each) for pid, process in self._processes.items() for each in process.held or ()]
+
+    def _area(self, pid: int, address: int, size: int) -> Area:
+        """A file for a region; OSError where there shall be none."""
+        if not mount_namespace.lasting():
+            raise OSError(
+                errno.EPERM, "this mount namespace is not the host's", container_key.id_of(self._key)
+            )
+        with self._lock:
+            most = self._settings.ceiling
+            if most and self._staged + size > most - _working(self._settings):
+                raise OSError(errno.ENOMEM, f"it is above memory.ceiling, {most} bytes", self._key)
+            self._staged += size
+        try:
+            return self._stage.area(f"{pid}-{address:x}", address, size)
+        except BaseException:
+            with self._lock:
+                self._staged -= size
+            raise
+
+    def _held(self, pid: int, process: _Process) -> Iterator[_Held]:
+        there = _mappings(pid)
+        for area in process.populated.areas:
+            covered = sum(_common(area, m) for m in there if m.name == area.path)
+            if covered == area.size:
+                yield _Held(Region(area.address, area.size), area, mapped=True)
+            elif not covered:  # the driver has unmapped it again: it was not for the GPU's memory
+                self._dropped(area)
+            else:
+                raise GpusnapError(
+                    f"the GPU driver has left {covered} of {area.size} bytes of a region in process {pid}",
+                    hint="set memory.pages to criu",
+                )
+        for region in regions.regions(process.before, there):
+            yield _Held(region, self._copied(pid, region))
+
+    def _dropped(self, area: Area) -> None:
+        area.discard()
+        with self._lock:
+            self._staged -= area.size
+
+    def _copied(self, pid: int, region: Region) -> Area | None:
+        """A region's bytes in a file, too; None where there is no memory for both."""
+        if region.size > proc.available_memory() - _RESERVE:
+            return None
+        try:
+            area = self._area(pid, region.start, region.size)
+        except OSError:
+            return None
+        try:
+            copies.read(pid, region.start, area.view(0, region.size), threads=self._settings.threads)
+        except OSError:  # it ended, or the memory did: reading it again for the chunks says which
+            self._dropped(area)
+            return None
+        return area
+
+    def _write(self, sources: Sequence[transfer.Part | Area], into: Sequence[tuple[int, _Held]]) -> None:
+        if not into:
+            return
+        before = self._progress
+        last = [Progress(0)]
+        # A chunk that is only linked was not read: no process may depend on it alone.
+        live = any(isinstance(source, transfer.Part) for source in sources)
+        with transfer.as_image_error(self._layout.path), self._home.known() as known:
+            self._layout.create()
+            tables = writing.write(
+                sources,
+                self._layout,
+                threads=self._settings.threads or copies.cores(),
+                ceiling=_working(self._settings),
+                chunk_size=self._settings.chunk_size,
+                level=self._settings.level,
+                known=known if not live else None,
+                trust=False,  # an earlier checkpoint in the same place may have been damaged
+                met=self._early.end() if self._early is not None else {},
+                written=self._flush,
+                progress=lambda now: last.__setitem__(0, now),
+            )
+        for (_, each), table in zip(into, tables, strict=True):
+            each.table = table
+        ahead = self._early.counted(tables) if self._early is not None else Written()
+        self._progress = Progress(
+            before.total + last[0].total,
+            before.done + last[0].done,
+            before.zero + last[0].zero,
+            before.known + last[0].known + ahead.known,
+            before.written + last[0].written + ahead.stored,
+        )
+
+    def _free(self, pid: int) -> None:
+        """In a thread of its own for each process, which is the tracer."""
+        found = self._processes[pid].held
+        if not found:
+            return
+        try:
+            with inside(pid) as remote, journal.thread(self._key, pid, remote.saved):
+                for each in found:
+                    _let_go(remote, each)
+        except OSError as error:
+            if proc.running(pid):
+                raise GpusnapError(
+                    f"the GPU memory of process {pid} ({proc.comm(pid)}) is written, but cannot be freed in "
+                    f"it: {reason(error)}",
+                    hint="set memory.pages to criu",
+                ) from error
+
+
+def _let_go(remote: Remote, held: _Held) -> None:
+    """Leave nothing of a region in the process but its addresses."""
+    start, size = held.region.start, held.region.size
+    if held.mapped:
+        remote.mmap(start, size, mmap.PROT_READ | mmap.PROT_WRITE, _EMPTY)
+    else:
+        remote.madvise(start, size, _DONTNEED)
+
+
+def _common(area: Area, mapping: regions.Mapping) -> int:
+    """Bytes of a region that lie in a mapping."""
+    return max(0, min(mapping.end, area.address + area.size) - max(mapping.start, area.address))
+
+
+def _areas(process: _Process, *, mapped: bool) -> list[Area]:
+    return [h.area for h in process.held or () if h.area is not None and h.mapped == mapped]
+
+
+def _from_layout(process: _Process) -> list[tuple[Region, Table]]:
+    return [
+        (each.region, each.table)
+        for each in process.held or ()
+        if each.area is None and each.table is not None
+    ]
+
+
+def _working(settings: Memory) -> int:
+    """Of these, what the threads that write chunks may hold: the rest is for what is staged."""
+    one = writing.worker_memory(settings.chunk_size, settings.level)
+    return min(transfer.ceiling(settings), one * (settings.threads or copies.cores()))
+
+
+def _mappings(pid: int) -> tuple[regions.Mapping, ...]:
+    """None for a process that ended; what else is wrong with it the next step will say."""
+    try:
+        return regions.mappings(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return ()

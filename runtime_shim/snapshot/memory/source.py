@@ -1,0 +1,251 @@
+"""The chunks of a checkpoint that lie in a store, or in a registry that it was pushed to.
+
+All that the store has is linked into a staging folder of its first, so that nothing can take it away while
+the restore runs. Of the rest a registry is asked, before anything is started, whether it has it; then those
+who need a chunk fetch it, each in the thread that waits for it, while CRIU restores the container.
+
+Which store and which registry is for this host to say (the settings, or the caller's environment), never for
+the checkpoint: an archive from elsewhere cannot make us speak to anybody, nor send anybody our credentials.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from oci.base.errors import BlobError, DiskError, LayoutError, OciError
+from oci.base.threads import for_each
+from oci.chunks import reader as reading
+from oci.chunks.buffers import File
+from oci.chunks.table import descriptors
+from oci.layout.blobs import Blobs, FirstOf
+from oci.layout.documents import Descriptor
+from oci.layout.layout import Layout
+from oci.store.store import Staging, Store
+from runtime_shim import settings as settings_file
+from runtime_shim.errors import ImageError, Refused, reason
+from runtime_shim.process.memory import copy as copies
+from runtime_shim.records.manifest import FOLDER, FileRecord, Manifest
+from runtime_shim.snapshot.memory import transfer
+from runtime_shim.snapshot.memory.destination import as_artifact
+from runtime_shim.units import human
+
+if TYPE_CHECKING:
+    from oci.registry.repository import Repository
+
+__all__ = ["PULL_FROM", "STORE", "Fetching", "rebuild"]
+
+STORE, PULL_FROM = "GPUSNAP_STORE", "GPUSNAP_PULL_FROM"
+"""The caller's environment, which reaches a restore, before store.path and store.pull-from; several
+repositories with spaces between."""
+# Connections that ask and fetch at once: what bounds them is the network, not this host's cores.
+_CONNECTIONS = 16
+
+
+class Fetching:
+    """`oci.layout.blobs.Blobs` for one restore. Used as a context manager; ended by `finish`, or given up."""
+
+    def __init__(self, record: Manifest, images: str, store: str, pull_from: Sequence[str]) -> None:
+        """Have what the store has, and know where the rest is.
+
+        `images`: the image directory, in which `gpusnap pull -o` may have put the chunks all the same.
+        Raises Refused, which names a chunk that is nowhere, and ImageError.
+        """
+        self._record = record
+        self._beside = Layout(os.path.join(images, FOLDER))
+        self._store = Store(os.path.realpath(store))
+        self._staging: Staging | None = None
+        self._remote: dict[str, Repository] = {}
+        self._connected = contextlib.ExitStack()
+        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._guard = threading.Lock()
+        self.fetched = 0
+        """Bytes."""
+        wanted = descriptors(record.tables)
+        self._there = {each.digest for each in wanted if self._beside.has_blob(each.digest, each.size)}
+        wanted = tuple(each for each in wanted if each.digest not in self._there)
+        try:
+            missing = self._taken(wanted) if wanted else []
+            if missing:
+                self._found(missing, pull_from)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def of(
+        cls,
+        record: Manifest,
+        images: str,
+        settings: settings_file.Store,
+        environ: Mapping[str, str] = os.environ,
+    ) -> Fetching:
+        """As the caller's environment says, or else the settings."""
+        pull_from = environ.get(PULL_FROM, "").split() or settings.pull_from
+        return cls(record, images, environ.get(STORE) or settings.path, pull_from)
+
+    def __enter__(self) -> Fetching:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The layouts that the chunks are read from."""
+        beside = (self._beside.path,) if self._there else ()
+        staged = () if self._staging is None else (self._staging.layout.path,)
+        return (*beside, *staged, self._store.layout.path)
+
+    @property
+    def scratch(self) -> str | None:
+        """A folder for files, on the store's disk; None where the store cannot be written to."""
+        return None if self._staging is None else self._staging.path
+
+    def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
+        """A chunk's blob, fetched first where it has to be. Raises BlobError, RegistryError, DiskError."""
+        if digest in self._there:
+            return self._beside.open_blob(digest, size)
+        if self._staging is None:
+            return self._store.layout.open_blob(digest, size)
+        repository = self._remote.get(digest)
+        if repository is not None and size is not None:
+            with self._guard:
+                lock = self._locks[digest]
+            with lock:
+                if not self._staging.layout.has_blob(digest, size):
+                    self._fetch(repository, self._staging.layout, digest, size)
+        return self._staging.layout.open_blob(digest, size)
+
+    def check_blob(self, wanted: Descriptor) -> None:
+        """As Layout.check_blob. Raises BlobError."""
+        FirstOf([Layout(path) for path in self.folders]).check_blob(wanted)
+
+    def finish(self) -> None:
+        """Have the store keep what was fetched, if it has all of it then, as a checkpoint here would have.
+
+        Raises ImageError; the container runs all the same.
+        """
+        if self._staging is not None and self.fetched and not self._there:
+            with transfer.as_image_error(self._store.path):
+                self._staging.commit(
+                    as_artifact(self._staging.layout, self._record), foreign=self._record.tables
+                )
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the staging folder, and of registries. May be called twice."""
+        self._connected.close()
+        if self._staging is not None:
+            staging, self._staging = self._staging, None
+            with contextlib.suppress(OciError, OSError):  # a leftover is gc's
+                staging.close()
+
+    def _taken(self, wanted: Sequence[Descriptor]) -> list[Descriptor]:
+        """Link what the store has, and return the rest."""
+        try:
+            staging = self._staging = self._store.create().stage()
+        except DiskError:  # one that is mounted read-only can be read all the same
+            layout = self._store.layout
+            missing = [each for each in wanted if not layout.has_blob(each.digest, each.size)]
+            if missing:
+                raise self._nowhere(missing, ["the store cannot be written to"]) from None
+            return []
+        except OciError as error:
+            raise ImageError(f"the store {self._store.path} cannot be used: {error}") from error
+        with transfer.as_image_error(self._store.path):
+            missing = [each for each in wanted if not staging.take(each.digest, each.size)]
+            return [each for each in missing if not self._left_behind(each, staging)]
+
+    def _left_behind(self, wanted: Descriptor, staging: Staging) -> bool:
+        """Link a blob from a staging whose owner died before the store named it (the host crashed, say)."""
+        folder = os.path.dirname(staging.path)
+        for name in os.listdir(folder):
+            layout = Layout(os.path.join(folder, name))
+            with contextlib.suppress(BlobError, LayoutError):
+                if layout.has_blob(wanted.digest, wanted.size):
+                    layout.check_blob(wanted)  # it may not have come to disk whole
+                    staging.layout.link_blob(wanted.digest, wanted.size, layout)
+                    return True
+        return False
+
+    def _found(self, missing: Sequence[Descriptor], pull_from: Sequence[str]) -> None:
+        """Ask the registries for what the store lacks. Raises Refused."""
+        said = []
+        for text in pull_from:
+            if not missing:
+                return
+            try:
+                missing = self._asked(text, missing)
+            except OciError as error:
+                said.append(str(error))
+        if missing:
+            raise self._nowhere(missing, said or [f"nor {name} has it" for name in pull_from])
+
+    def _asked(self, text: str, missing: Sequence[Descriptor]) -> list[Descriptor]:
+        """Ask one; what it lacks as well. Raises RegistryError."""
+        repository = _repository(text)
+        self._connected.callback(repository.close)
+        lacking: list[Descriptor] = []
+
+        def ask(each: Descriptor) -> None:
+            if repository.has_blob(each.digest):
+                self._remote[each.digest] = repository
+            else:
+                lacking.append(each)
+
+        for_each(missing, ask, threads=min(_CONNECTIONS, len(missing)))
+        return lacking
+
+    def _fetch(self, repository: Repository, layout: Layout, digest: str, size: int) -> None:
+        repository.fetch_blob(Descriptor("application/octet-stream", digest, size), layout)
+        # On its way to disk now, so that the end need not wait for all of them.
+        with layout.open_blob(digest, size) as file:
+            os.fsync(file.fileno())
+        with self._guard:
+            self.fetched += size
+
+    def _nowhere(self, missing: Sequence[Descriptor], said: Sequence[str]) -> Refused:
+        size = human(sum(each.size for each in missing))
+        others = f" and {len(missing) - 1} others ({size} together)" if len(missing) > 1 else ""
+        why = f": {'; '.join(said)}" if said else ""
+        return Refused(
+            f"the chunk {missing[0].digest}{others} of the checkpoint is not in the store "
+            f"{self._store.path}{why}",
+            hint="pull the checkpoint there with gpusnap pull, name its repository in store.pull-from, or "
+            f"set {STORE} to the store that it was made in",
+        )
+
+
+def _repository(text: str) -> Repository:
+    """That of a line of store.pull-from. Raises RegistryError."""
+    from oci.layout.reference import parse_plain
+    from oci.registry.repository import Repository
+
+    reference, plain_http = parse_plain(text)
+    limits = settings_file.load().registry.limits
+    return Repository.of(reference, plain_http=plain_http, limits=limits)
+
+
+def rebuild(files: Sequence[FileRecord], blobs: Blobs, folder: str, *, threads: int, ceiling: int) -> None:
+    """Write CRIU's images that are in chunks into a folder, checked. Raises ImageError."""
+    try:
+        with contextlib.ExitStack() as opened:
+            targets = []
+            for each in files:
+                file = opened.enter_context(open(os.path.join(folder, each.name), "xb", buffering=0))
+                os.ftruncate(file.fileno(), each.table.size)
+                targets.append(File(file.fileno(), each.table.size))
+            tables = [each.table for each in files]
+            reading.read(tables, blobs, targets, threads=threads or copies.cores(), ceiling=ceiling)
+    except OciError as error:
+        raise ImageError(f"CRIU's images cannot be put together: {error}") from error
+    except OSError as error:
+        raise ImageError(
+            f"CRIU's images cannot be put together in {folder}: {reason(error)}", hint="make room there"
+        ) from error

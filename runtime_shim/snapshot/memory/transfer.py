@@ -1,0 +1,221 @@
+"""GPU memory between processes, files of memory.stage and the layout of a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from oci.base.errors import OciError
+from oci.base.threads import for_each
+from oci.chunks import artifact
+from oci.chunks import reader as reading
+from oci.chunks.table import Table, descriptors
+from oci.layout.blobs import Blobs
+from oci.layout.documents import Index
+from oci.layout.graph import walk
+from oci.layout.layout import Layout
+from runtime_shim.errors import GpusnapError, ImageError, reason
+from runtime_shim.gpu.api.parallel import at_once
+from runtime_shim.process import proc
+from runtime_shim.process.memory import copy as copies
+from runtime_shim.process.memory import maps as regions
+from runtime_shim.process.memory import tmpfs as stage
+from runtime_shim.process.memory.maps import Region
+from runtime_shim.process.memory.tmpfs import Area
+from runtime_shim.process.ptrace.remote_syscall import inside
+from runtime_shim.records.manifest import FOLDER
+from runtime_shim.settings import Memory
+from runtime_shim.snapshot.records import journal
+
+__all__ = [
+    "OWN",
+    "Part",
+    "as_image_error",
+    "ceiling",
+    "check",
+    "commit",
+    "copy",
+    "fill",
+    "give",
+    "own",
+    "remove_layout",
+    "write_again",
+]
+
+OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # asm-generic/mman-common.h, MAP_FIXED
+"""Memory of a process' own, in the place of what is there."""
+_PIECE = 64 << 20  # bytes that are held at once of a process' own memory
+_SHARE = 4  # of the memory that is available, when the settings say nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A region of a process, to read from and to fill: oci.chunks.buffers' Source and Target."""
+
+    pid: int
+    start: int
+    size: int
+
+    def view(self, offset: int, size: int) -> None:
+        """It is no memory of ours: as a Target it is written to."""
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """In the calling thread alone: the crew of oci.chunks.writer has one for each core."""
+        copies.read(self.pid, self.start + offset, into, threads=1)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Likewise."""
+        copies.write(self.pid, self.start + offset, data, threads=1)
+
+
+def check(blobs: Blobs, tables: Sequence[Table], *, where: str, threads: int = 0) -> None:
+    """Read every blob and compare it with its digest; `commit` makes those of a layout durable.
+
+    `where`: for the message. Raises ImageError.
+    """
+    with as_image_error(where):
+        for_each(descriptors(tables), blobs.check_blob, threads=threads or copies.cores())
+
+
+def write_again(layout: Layout, tables: Sequence[Table], *, where: str, threads: int = 0) -> None:
+    """As `check`, for what a process wrote that is no more: what was read is written anew, for `commit`.
+
+    An fsync of what is there proves nothing: one may have failed, and the next would not
+    (oci.layout.unsynced).
+    """
+    with as_image_error(where):
+        for_each(descriptors(tables), layout.write_again, threads=threads or copies.cores())
+
+
+def commit(layout: Layout, tables: Sequence[Table], *, sync: bool = True) -> None:
+    """Make a layout durable, if so wished, and one that anybody can read. Raises ImageError."""
+    with as_image_error(layout.path):
+        # What each chunk is of, the manifest beside the layout says.
+        chunks = artifact.chunk_layers(("", table) for table in tables)
+        root = artifact.write(layout.create(), artifact.Artifact(chunks=chunks))
+        if sync:
+            layout.commit(Index((root,)))
+        else:
+            layout.write_index(Index((root,)))
+        # Podman packs the whole folder, and an earlier checkpoint may have been in the same place.
+        layout.prune({found.digest for found, _ in walk(root, layout.read_blob)})
+
+
+def fill(layout: Layout, wanted: Mapping[int, Iterable[tuple[Region, Table]]], settings: Memory) -> None:
+    """Fill regions of processes that have been freed; those that ended are left out. Raises ImageError."""
+    pairs = [(pid, region, table) for pid, found in wanted.items() for region, table in found]
+    pairs = [each for each in pairs if proc.running(each[0])]
+    if not pairs:
+        return
+    with as_image_error(layout.path):
+        reading.read(
+            [table for _, _, table in pairs],
+            layout,
+            [Part(pid, region.start, region.size) for pid, region, _ in pairs],
+            threads=settings.threads or copies.cores(),
+            ceiling=ceiling(settings),
+        )
+
+
+def give(key: str, wanted: Mapping[int, Sequence[Area]], *, hint: str = "") -> dict[int, GpusnapError]:
+    """Map staged regions into their processes; those that ended are left out. What kept some from it, by PID.
+
+    What a process writes there does not get into the file. Where it cannot have the file (SELinux; a limit on
+    its descriptors), the bytes are copied. `key`: the container's; `hint`: what to do where that fails, if
+    the bytes do not stay in the stage.
+    """
+
+    def one(pid: int) -> None:
+        try:
+            try:
+                with inside(pid) as remote, journal.thread(key, pid, remote.saved):
+                    for area in wanted[pid]:
+                        remote.map_file(area.descriptor, area.address, area.size, area.lead, shared=False)
+            except ProcessLookupError:
+                raise
+            except (OSError, GpusnapError):
+                copy(pid, wanted[pid])
+        except OSError as error:
+            if proc.running(pid):
+                raise GpusnapError(
+                    f"the GPU memory of process {pid} ({proc.comm(pid)}) cannot be given back: "
+                    f"{reason(error)}",
+                    hint=hint
+                    or f"its bytes are in {os.path.dirname(wanted[pid][0].path)}; run gpusnap recover",
+                ) from error
+
+    return at_once(one, [pid for pid in wanted if proc.running(pid)]).errors
+
+
+def copy(pid: int, areas: Sequence[Area]) -> None:
+    """Copy staged regions to where the process has memory of its own for them. Raises OSError."""
+    for area in areas:
+        if area.size > proc.available_memory():
+            raise OSError(errno.ENOMEM, "there is no memory for a copy of what is staged", area.path)
+        copies.write(pid, area.address, area.view(0, area.size))
+
+
+def own(key: str, pid: int) -> None:
+    """Let a process that stands have memory of its own where it still has a staged file.
+
+    After the driver's restore, that has taken what it needed of the regions and unmapped them: what is left
+    was the process' own memory (its heap grows while the driver works), and must be such again, of which it
+    may give pages back and find zeros. Raises GpusnapError.
+    """
+    try:
+        # By the device as well: a file of the container's own may have such a name.
+        ours = stage.device()
+        left = [
+            m for m in regions.mappings(pid) if m.device == ours and m.name.startswith(stage.FOLDER + "/")
+        ]
+        if not left:
+            return
+        with inside(pid) as remote, journal.thread(key, pid, remote.saved):
+            held = bytearray(min(_PIECE, max(each.size for each in left)))
+            for each in left:
+                for start in range(each.start, each.end, _PIECE):
+                    with memoryview(held)[: min(_PIECE, each.end - start)] as piece:
+                        copies.read(pid, start, piece)
+                        remote.mmap(start, piece.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, OWN)
+                        copies.write(pid, start, piece)
+    except OSError as error:
+        if proc.running(pid):
+            raise GpusnapError(
+                f"memory of process {pid} ({proc.comm(pid)}) is still a file of gpusnap's: {reason(error)}",
+                hint="free some memory, and run gpusnap recover",
+            ) from error
+
+
+def remove_layout(image_path: str) -> None:
+    """Remove the layout of a checkpoint that came to nothing. Raises ImageError."""
+    folder = os.path.join(image_path, FOLDER)
+    try:
+        shutil.rmtree(os.path.join(folder, "blobs"))
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ImageError(f"the layout in {folder} cannot be removed: {reason(error)}") from error
+    for name in ("index.json", "oci-layout"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(folder, name))
+
+
+def ceiling(settings: Memory) -> int:
+    """Bytes that gpusnap may hold for chunks under way."""
+    return settings.ceiling or max(proc.available_memory() // _SHARE, 256 << 20)
+
+
+@contextlib.contextmanager
+def as_image_error(folder: str) -> Iterator[None]:
+    """What goes wrong with the layout in a folder, as an ImageError."""
+    try:
+        yield
+    except OciError as error:
+        raise ImageError(f"the GPU memory in {folder}: {error}") from error
+    except OSError as error:
+        raise ImageError(f"the GPU memory in {folder} cannot be carried: {reason(error)}") from error

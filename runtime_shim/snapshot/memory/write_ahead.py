@@ -1,0 +1,114 @@
+"""Chunks of memory that the driver still fills, written ahead of time, so that the disk need not wait for it.
+
+Nobody says how far the driver is, so this guesses: it goes through a region from its beginning, and what lies
+before a page that is not zero any more is likely to be there. A wrong guess costs a blob that nobody names:
+each chunk is copied, and named by the digest of that copy (see oci.chunks.writer). When the driver is done
+the whole region is read and hashed as ever, and only what has the digest of one that was written ahead need
+not be written again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+
+from oci.base.errors import OciError
+from oci.chunks import writer as writing
+from oci.chunks.buffers import is_zero
+from oci.chunks.index import Known
+from oci.chunks.table import Chunk, Table
+from oci.layout.layout import Layout
+from runtime_shim.process.memory import copy as copies
+from runtime_shim.process.memory.tmpfs import Area
+from runtime_shim.records.manifest import Written
+from runtime_shim.settings import Memory
+
+__all__ = ["Early"]
+
+# The driver copies in a thread of its own, and all cores' hashing would take its memory from it.
+_SHARE = 3
+_MOST = 8
+# Bytes of zeros that are looked over for one that is not.
+_AHEAD = 1 << 30
+_LOOK = 0.005  # seconds
+_PAGE = 4096
+
+
+class Early:
+    """What is written of regions ahead of time. Nothing here fails: what is not written now is later."""
+
+    def __init__(
+        self, layout: Layout, settings: Memory, known: Known | None, written: Callable[[str], None]
+    ) -> None:
+        """`written` is told each new blob."""
+        self._layout, self._settings, self._known, self._tell = layout, settings, known, written
+        self._new: set[str] = set()
+        self._threads: list[threading.Thread] = []
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._chunks: dict[str, Chunk] = {}
+
+    def begin(self, area: Area) -> None:
+        """Watch a region that was just made, and is zeros so far."""
+        thread = threading.Thread(target=self._watch, args=(area,), name="gpusnap-early")
+        self._threads.append(thread)
+        thread.start()
+
+    def end(self) -> dict[str, Chunk]:
+        """The driver is done: what there is by now, by the digest of the plain bytes. May be called twice."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+        return self._chunks
+
+    def _watch(self, area: Area) -> None:
+        size, level = self._settings.chunk_size, self._settings.level
+        threads = max(1, min(_MOST, (self._settings.threads or copies.cores()) // _SHARE))
+        with suppress(OciError, OSError, ValueError):  # ValueError: it was let go of
+            (table,) = writing.write(
+                [area],
+                self._layout,
+                threads=threads,
+                ceiling=threads * writing.worker_memory(size, level),
+                chunk_size=size,
+                level=level,
+                known=self._known,
+                trust=False,
+                written=self._wrote,
+                pieces=self._filled(area, size),
+            )
+            with self._lock:
+                self._chunks |= {chunk.plain: chunk for chunk in table.chunks}
+
+    def counted(self, tables: Iterable[Table]) -> Written:
+        """Of the chunks that were written ahead and are in these tables: what is new, and what was linked."""
+        used = {c.blob: c for table in tables for c in table.chunks if c.plain in self._chunks}
+        new = sum(chunk.stored for blob, chunk in used.items() if blob in self._new)
+        linked = sum(chunk.size for blob, chunk in used.items() if blob not in self._new)
+        return Written(new, linked)
+
+    def _wrote(self, blob: str) -> None:
+        self._new.add(blob)
+        self._tell(blob)
+
+    def _filled(self, area: Area, size: int) -> Iterator[tuple[int, int, int]]:
+        """The chunks before the furthest one that has begun to be something else than zeros."""
+        at = 0
+        while not self._stop.is_set():
+            for offset in range(at, _reach(area, at, size), size):
+                if self._stop.is_set():
+                    return
+                yield 0, offset, size
+                at = offset + size
+            self._stop.wait(_LOOK)
+
+
+def _reach(area: Area, at: int, size: int) -> int:
+    """How far the driver seems to be: the offset of the last chunk in sight whose first page is not zero."""
+    last = min(area.size - _PAGE, at + _AHEAD)
+    for offset in range(last - last % size, at, -size):
+        if not is_zero(area.view(offset, _PAGE)):
+            return offset
+    return at

@@ -1,0 +1,1 @@
+"""What refuses a checkpoint while nothing has been changed."""

@@ -1,0 +1,400 @@
+"""Everything that can refuse a checkpoint, asked while nothing has been changed yet.
+
+Each function returns nothing or raises Refused with one sentence: what, which process, and what to do about
+it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from runtime_shim.errors import Refused, reason
+from runtime_shim.gpu.api.driver import ProcessState
+from runtime_shim.process import proc
+from runtime_shim.records.manifest import Manifest
+from runtime_shim.runtime import container as containers
+from runtime_shim.runtime.command_line import CheckpointCall
+from runtime_shim.runtime.container import Container
+from runtime_shim.runtime.criu.config import Connections
+from runtime_shim.runtime.criu.version import criu_version
+from runtime_shim.runtime.identify import RealRuntime
+from runtime_shim.settings import Memory, Nvidia
+from runtime_shim.snapshot.preflight import sockets as open_sockets
+from runtime_shim.snapshot.preflight.nccl import sharing
+from runtime_shim.units import human
+
+__all__ = [
+    "adopted",
+    "call",
+    "complete",
+    "criu_library",
+    "leftover",
+    "neighbours",
+    "room_in_memory",
+    "room_on_disk",
+    "room_to_restore",
+    "sessions",
+    "shared",
+    "sockets",
+    "states",
+]
+
+_Found = TypeVar("_Found")
+
+# The heap of a process grows by about 150 MiB at its first checkpoint (seen with driver 580).
+_HEAP_GROWTH = 150 << 20
+# How long a process may look like something else: one that is just starting CUDA holds device files before
+# the driver calls it a CUDA process, and what podman exec starts joins one namespace after another.
+_STARTING = 1.0
+_OWN_NAMESPACE = "run the container with a PID namespace of its own"
+# As crun names it to dlopen(3) (src/libcrun/criu.c, load_wrapper), or one that is linked with it.
+_CRIU_LIBRARY = re.compile(rb"libcriu\.so\.\d+\0")
+
+
+def call(wanted: CheckpointCall, container: Container) -> None:
+    """Options and states that cannot work for a container that uses a GPU."""
+    if _own_users(container.pid):
+        raise Refused(
+            f"container {container.id} has a user namespace of its own, and no runtime brings it "
+            "back: crun cannot dump such, and what runc dumps it cannot restore",
+            hint="run it without --userns and --uidmap",
+        )
+    if containers.own_v1_freezer(container.pid, container.id):
+        raise Refused(
+            f"container {container.id} is in a freezer of cgroup v1, where CRIU would wait for ever for "
+            "a process that stands still",
+            hint="use a host with cgroup v2 (systemd.unified_cgroup_hierarchy=1)",
+        )
+    if container.status == "paused" and containers.frozen_by(container) is None:
+        raise Refused(
+            f"container {container.id} is paused, and not by a cgroup of its own that could be thawed while "
+            "its GPU is asked",
+            hint="unpause it first; containerd pauses by itself: run it in a cgroup (version 2) of its own",
+        )
+    for name, given in (("--pre-dump", wanted.pre_dump), ("--lazy-pages", wanted.lazy_pages)):
+        if given:
+            raise Refused(
+                f"container {container.id} uses a GPU, and {name} cannot carry a GPU's memory",
+                hint="make a whole checkpoint instead, without it",
+            )
+    if wanted.page_server:
+        raise Refused(
+            f"container {container.id} uses a GPU, and --page-server would leave pages outside of it",
+            hint="make a whole checkpoint instead, without it",
+        )
+
+
+def criu_library(real: RealRuntime) -> None:
+    """crun loads CRIU's library when it checkpoints, and no sooner; its packages do not all ask for it.
+
+    By the name that is in its program; one without has the library in itself. runc runs the program criu.
+    """
+    if real.kind != "crun":
+        return
+    try:
+        program = real.path.read_bytes()
+    except OSError:
+        return
+    found = _CRIU_LIBRARY.search(program)
+    if found is None:
+        return
+    name = os.fsdecode(program[program.rfind(b"\0", 0, found.start()) + 1 : found.end() - 1])
+    try:
+        ctypes.CDLL(name)
+    except OSError as error:
+        raise Refused(
+            f"{real.name} ({real.path}) needs {name} for a checkpoint, and this host does not have it",
+            hint="install libcriu2 (Debian, Ubuntu) or criu-libs (Fedora)",
+        ) from error
+
+
+def _own_users(init: int) -> bool:
+    """Whether the container has a user namespace.
+
+    Seen with crun 1.21 and 1.28 ("/dev/urandom doesn't have a proper root mount": it declares none of the
+    nodes that it binds there) and with runc 1.1.15 and 1.3.6 ("Unable to open timens-0.img: Permission
+    denied": CRIU opens the images as the container's root), under CRIU 4.1.1 and 4.2.1.
+    """
+    theirs = proc.namespace(init, "user")
+    return bool(theirs) and theirs != proc.namespace(os.getpid(), "user")
+
+
+def states(users: Mapping[proc.Process, ProcessState]) -> None:
+    """All GPU processes have to be running: a suspended one is somebody else's, or a killed gpusnap's."""
+    for process, state in users.items():
+        if state is not ProcessState.RUNNING:
+            raise Refused(
+                f"the GPU state of process {process.pid} ({process.comm}) is {state.name.lower()} already",
+                hint=f"bring it back first: gpusnap recover, or gpusnap resume {process.pid}",
+            )
+
+
+def leftover(strangers: Callable[[], Mapping[proc.Process, Sequence[str]]]) -> None:
+    """A process that holds device files but has no GPU state: CRIU cannot dump those files.
+
+    `strangers` gives such processes, but for those of which `leftover.clear` can take them; it is asked again
+    for a moment, since a process that is just starting CUDA looks the same.
+    """
+    holders = _lasting(strangers)
+    for process, files in holders.items():
+        raise Refused(
+            f"process {process.pid} ({process.comm}) holds {files[0]} but has no CUDA state of its own, "
+            "nor did it inherit that handle from a CUDA process: CRIU cannot dump it",
+            hint="end what only watches the GPU (NVML, nvidia-smi) or draws on it; start workers with spawn",
+        )
+
+
+def adopted(container: Container) -> None:
+    """Processes of other containers that have the container's init for an ancestor.
+
+    Its init is the PID 1 of a namespace that they share. CRIU goes by the tree from init on, and does not get
+    at one that is not frozen with the rest ("Unseizable non-zombie"; CRIU 4.1.1 under crun and runc).
+    """
+
+    def children() -> list[proc.Process]:
+        found = containers.beside(container.pid, container.id)
+        return [process for process in found if containers.descends(process.pid, container.pid)]
+
+    for process in _lasting(children):
+        raise Refused(
+            f"process {process.pid} ({process.comm}) of another container became a child of container "
+            f"{container.id} when its own parent ended, and CRIU cannot dump the one without the other",
+            hint="run the other with a PID namespace of its own, or both in a pod (--share pid)",
+        )
+
+
+def neighbours(wanted: CheckpointCall, container: Container) -> None:
+    """Processes of other containers that would end with this one, because its init is their PID 1."""
+    if wanted.leave_running:
+        return
+    for process in _lasting(lambda: containers.beside(container.pid, container.id)):
+        raise Refused(
+            f"process {process.pid} ({process.comm}) of another container shares the PID namespace of "
+            f"container {container.id}, and would be killed as soon as this one ends",
+            hint="checkpoint it with --leave-running, or end the other first",
+        )
+
+
+def complete(container: Container, members: Sequence[proc.Process], users: Sequence[proc.Process]) -> None:
+    """CRIU dumps init and its descendants alone, and the work of the rest would be lost.
+
+    What `podman exec` has started is left out as ever, unless it is one of `users`, which use a GPU.
+    """
+    lost = containers.left_out(container.pid, members)
+    for process in lost:
+        raise Refused(
+            f"process {process.pid} ({process.comm}) of container {container.id} became a child of another "
+            "container when its own parent ended, and a dump would leave it out",
+            hint=_OWN_NAMESPACE,
+        )
+    for process in users:
+        if not containers.descends(process.pid, container.pid):
+            raise Refused(
+                f"GPU process {process.pid} ({process.comm}) is not a descendant of the init of container "
+                f"{container.id}, and a dump would leave it out",
+                hint="end it: what podman exec starts cannot be checkpointed",
+            )
+
+
+def sessions(container: Container, members: Sequence[proc.Process]) -> tuple[proc.Process, ...]:
+    """Those of a container's processes that a dump leaves out: what exec has started in it."""
+
+    def apart(process: proc.Process) -> bool:
+        return not containers.descends(process.pid, container.pid) and proc.same(process.pid, process.start)
+
+    # Twice: of one that loses its parent at this moment the way to init is cut once.
+    return tuple(each for each in members if apart(each) and apart(each))
+
+
+def _lasting(ask: Callable[[], _Found]) -> _Found:
+    """What is there for more than a moment."""
+    deadline = time.monotonic() + _STARTING
+    while (found := ask()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def shared(users: Sequence[proc.Process], settings: Nvidia, driver_version: str) -> None:
+    """Processes whose GPU memory is shared so that the driver could suspend but not restore it: work lost."""
+    if settings.allow_nccl:
+        return
+    found = sharing(users, driver_version)
+    if found is not None:
+        raise Refused(
+            f"process {found.process.pid} ({found.process.comm}) {found.why}",
+            hint=f"{found.todo}; if you know better: gpusnap checkpoint --force, or set nvidia.allow-nccl",
+        )
+
+
+def sockets(processes: Sequence[proc.Process], real: RealRuntime, connections: Connections) -> None:
+    """Sockets that CRIU does not dump on this kernel, and connections where it is not told what to do.
+
+    `processes` are all of the container's, with a GPU or without.
+    """
+    found = tuple(open_sockets.opened(processes))
+    # Which CRIU a script starts, that somebody put around the runtime, is not known.
+    if _is_program(real):
+        for name, first in {each.protocol: each for each in reversed(found)}.items():
+            if not open_sockets.can_be_dumped(name):
+                raise Refused(
+                    f"process {first.process.pid} ({first.process.comm}) has a socket of the protocol "
+                    f"{name}, which CRIU {criu_version()} cannot dump on this kernel",
+                    hint=open_sockets.cure(name),
+                )
+    if connections is Connections.REFUSED:
+        _unconnected(found)
+
+
+def _unconnected(found: Sequence[open_sockets.Opened]) -> None:
+    holders = {each.inode: each.process for each in found}
+    for pid in {proc.namespace(process.pid, "net"): process.pid for process in holders.values()}.values():
+        for each in open_sockets.connections(pid):
+            if each.inode in holders:
+                holder = holders[each.inode]
+                raise Refused(
+                    f"process {holder.pid} ({holder.comm}) has a TCP connection with {each.peer}, and CRIU "
+                    "dumps it only if it is told what to do with it",
+                    hint="give --tcp-established, or set criu.tcp-close to have it closed by a restore",
+                )
+
+
+def _is_program(real: RealRuntime) -> bool:
+    try:
+        with open(real.path, "rb") as file:
+            return file.read(4) == b"\x7fELF"
+    except OSError:
+        return False
+
+
+def room_in_memory(gpu_bytes: Mapping[int, int], init: int, settings: Memory | None = None) -> None:
+    """The GPUs' memory has to fit beside what runs: on the host, in the container's limit, in our own.
+
+    `gpu_bytes` is by PID. Where the driver puts it into the process itself, the container's memory limit
+    counts it, and where it is staged by us, our own does; over a limit the kernel would kill the process,
+    work and all. With `settings`, what would be staged by them is asked for.
+    """
+    need = sum(gpu_bytes.values()) + _HEAP_GROWTH * len(gpu_bytes)
+    _fits(need, "have to move to", "this host", _available())
+    _fits(need, "have to move to", "the container's memory limit", _limit(init))
+    _fits_us(need, "have to move to", settings)
+
+
+def room_to_restore(record: Manifest, settings: Memory) -> None:
+    """The memory that is not in CRIU's images has to fit beside what runs on this host."""
+    need = sum(region.table.size for process in record.processes for region in process.regions)
+    _fits(need, "have to pass through", "this host", _available())
+    _fits_us(need, "have to pass through", settings)
+
+
+def _fits_us(need: int, how: str, settings: Memory | None) -> None:
+    """Our own cgroup has to take what is staged; above memory.ceiling nothing is."""
+    if settings is not None and settings.pages != "criu":
+        least = min(need, settings.ceiling or need)
+        where = "the memory limit of gpusnap's own cgroup"
+        _fits(least, how, where, _limit(os.getpid()), hint=f"raise {where}, or set memory.ceiling below it")
+
+
+def _fits(need: int, how: str, where: str, free: int | None, *, hint: str = "") -> None:
+    if free is not None and need > free:
+        raise Refused(
+            f"{human(need)} of GPU memory {how} RAM, and {where} leaves {human(free)}",
+            hint=hint or ("free some memory" if where == "this host" else f"raise {where}"),
+        )
+
+
+def room_on_disk(
+    image_path: str,
+    gpu_bytes: int,
+    processes: Sequence[proc.Process],
+    make_room: Callable[[int], object] = id,
+    *,
+    place: str = "",
+) -> None:
+    """The image has to fit where it goes; what is resident is an upper bound of CRIU's part.
+
+    `make_room` may free so many bytes there, and is asked before this refuses. `place`: a store, if the GPUs'
+    memory goes there; then CRIU's images are cut into chunks there, too, before they leave the image.
+    """
+    resident = sum(proc.memory(process.pid) for process in processes)
+    need = resident + gpu_bytes
+    if place not in ("", image_path):
+        if os.stat(place).st_dev == os.stat(image_path).st_dev:
+            need += resident
+        else:
+            _fits_there(place, need)
+            need = resident
+    if need > _free(image_path):
+        make_room(need)
+    _fits_there(image_path, need)
+
+
+def _fits_there(folder: str, need: int) -> None:
+    free = _free(folder)
+    if need > free:
+        raise Refused(
+            f"the checkpoint needs up to {human(need)} in {folder}, where {human(free)} are free",
+            hint="free some space there",
+        )
+
+
+def _free(folder: str) -> int:
+    try:
+        place = os.statvfs(folder)
+    except OSError as error:
+        raise Refused(f"the checkpoint's directory {folder} cannot be used: {reason(error)}") from error
+    return place.f_bavail * place.f_frsize
+
+
+def _available() -> int | None:
+    """What this host has left; None where it does not tell."""
+    return proc.available_memory() or None
+
+
+def _limit(init: int) -> int | None:
+    """Bytes left below the tightest memory limit above a process; None without one (cgroup v2 and v1)."""
+    groups = proc.cgroups(init)
+    left: list[int] = []
+    for mount in proc.mounts("self"):
+        if mount.kind == "cgroup2":
+            path, names = groups.get(""), ("memory.max", "memory.current", "inactive_file")
+        elif mount.kind == "cgroup" and any("memory" in name.split(",") for name in groups):
+            path = next(p for name, p in groups.items() if "memory" in name.split(","))
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # Seen from inside another cgroup namespace the path may begin with /..: nothing there is ours to
+        # read.
+        if path is not None and not path.startswith("/.."):
+            inside = path.removeprefix(mount.root) if mount.root != "/" else path
+            left += _left_below(mount.destination, inside.strip("/"), names)
+    return min(left, default=None)
+
+
+def _left_below(top: str, path: str, names: tuple[str, str, str]) -> list[int]:
+    """What each cgroup from `path` up to `top` leaves; `names`: its limit, its use, what it can drop."""
+    found = []
+    while True:
+        folder = os.path.join(top, path)
+        limit, used = _number(f"{folder}/{names[0]}"), _number(f"{folder}/{names[1]}")
+        if limit is not None and used is not None:
+            found.append(max(0, limit - used + (_number(f"{folder}/memory.stat", names[2]) or 0)))
+        if not path:
+            return found
+        path = path.rpartition("/")[0]
+
+
+def _number(path: str, key: str = "") -> int | None:
+    """A number in a cgroup's file, or the one behind `key`; None for "max" and without such a file."""
+    try:
+        with open(path, encoding="ascii") as file:
+            text = file.read()
+    except OSError:
+        return None
+    if key:
+        text = next((line.split()[1] for line in text.splitlines() if line.startswith(key + " ")), "")
+    return int(text) if text.strip().isdigit() else None

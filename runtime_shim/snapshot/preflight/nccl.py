@@ -1,0 +1,208 @@
+"""GPU memory that processes share: the driver suspends it without complaint, and then cannot restore it.
+
+What was seen on two H200s with driver 580 and NCCL 2.28 (docs/benchmarks.md; tests/gpu/test_nccl.py runs it
+again): two ranks come back if NCCL moves their data through host memory that it shares by files, or through
+sockets, and do not where it has mapped one rank's memory, or host memory of CUDA's (cuMem), into the other.
+
+    NCCL_P2P_DISABLE   NCCL_CUMEM_ENABLE   NCCL_CUMEM_HOST_ENABLE   NCCL_SHM_DISABLE   both come back
+           -                   -                      -                     -              no
+           1                   -                      -                     -              no
+           -                   -                      -                     1              no
+           -                   0                      0                     -              no
+           1                   0                      -                     -              yes
+           1                   -                      0                     -              yes
+           1                   0                      0                   - or 1           yes
+           1                   -                      -                     1              yes
+
+Signs that can be seen from outside, before anything is done:
+
+- A communicator has a Unix socket, @tmp/nccl-socket-<rank>-<hash>, as long as it lives (NCCL from 2.19
+  on). A program that only loaded NCCL has none, nor torchrun's launcher, nor one that has destroyed its
+  communicator. NCCL before 2.19 is known by two signs together: a file libnccl.so* that is mapped and knows
+  no such socket, and a launcher's variable that tells of several ranks. Where a program was linked with it
+  statically, or nobody set such a variable, it is not seen.
+- A process that holds rank 0 alone, or all ranks up to its highest, shares nothing with another: one rank, or
+  several GPUs of one process, which come back with every setting. That can be told only where no other
+  process holds a rank, or all hold rank 0 alone: two communicators of the same two processes, in opposite
+  order, look like two jobs of two GPUs each. And a rank 0 whose others are in another container is known by
+  its launcher's variables alone.
+- NCCL's variables as getenv(3) finds them now: programs set them themselves, and NCCL's files do.
+- /dev/shm/nccl-*: host memory that is shared by files; where CUDA's takes its place there is none.
+- /dev/shm/cuda.shm.<uid>.<PID in hex>.<n>: CUDA IPC, the PID being the exporter's. A process that has
+  another's mapped has opened its memory (torch.multiprocessing does), and its restore failed.
+
+Not to be seen is a bare cudaIpcOpenMemHandle, without events (vLLM's own all-reduce).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from runtime_shim.process import proc
+from runtime_shim.process.environ import live_environment
+
+__all__ = ["IPC_DRIVER", "VARIABLES", "Sharing", "sharing"]
+
+IPC_DRIVER = 610
+"""The first driver that brings CUDA IPC back, by NVIDIA's notes on cuda-checkpoint; none was at hand."""
+VARIABLES: Mapping[str, str] = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_CUMEM_HOST_ENABLE": "0",
+}
+"""With these a job comes back."""
+_ALL = " ".join(f"{name}={value}" for name, value in VARIABLES.items())
+
+_SOCKET = re.compile(r"@tmp/nccl-socket-(\d{1,9})-[0-9a-f]+")
+_SEGMENT = "/dev/shm/nccl-"
+_IPC = re.compile(r"/dev/shm/cuda\.shm\.\d+\.([0-9a-f]+)\.\d+")
+# How launchers tell a rank how many there are: torchrun, Open MPI, MPICH; else Slurm of the step, or else of
+# the whole job, which a program in a batch script has too, though it may be alone.
+_SIZES = (
+    ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    ("SLURM_STEP_NUM_TASKS",),
+    ("SLURM_NTASKS",),
+)
+_NAME = b"/tmp/nccl-socket-"
+# The part of libnccl in which its constants are: all of the largest seen, 330 MiB.
+_LONGEST = 1 << 30
+_PIECE = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """A process that would not come back."""
+
+    process: proc.Process
+    why: str
+    """As the end of a sentence that begins with the process."""
+    todo: str
+
+
+def sharing(users: Sequence[proc.Process], driver_version: str) -> Sharing | None:
+    """The first of these GPU processes that shares memory which the driver could not restore; or None.
+
+    `users`: all GPU processes of a container. `driver_version`: as NVML writes it, 580.159.04.
+    """
+    return _by_nccl(users) or (None if _major(driver_version) >= IPC_DRIVER else _by_ipc(users))
+
+
+def _by_nccl(users: Sequence[proc.Process]) -> Sharing | None:
+    ranks = {process: held for process in users if (held := _ranks(process.pid))}
+    old = [process for process in users if process not in ranks and _old_rank(process.pid)]
+    suspects = [*(ranks if _several(ranks) else ()), *old]
+    for process in suspects:
+        before = proc.environment(process.pid)
+        now = live_environment(process.pid) or before
+        if not _comes_back(now):
+            missing = [f"{name}={value}" for name, value in VARIABLES.items() if not _is(now, name, value)]
+            return Sharing(
+                process,
+                "is a rank of a job whose NCCL shares GPU memory between processes, which the driver would "
+                "suspend and then fail to restore",
+                f"run it with {' '.join(missing)}",
+            )
+        if process not in old and not _comes_back(before) and _SEGMENT not in proc.maps(process.pid):
+            return Sharing(
+                process,
+                "has set NCCL's variables itself, and nothing shows that NCCL read them in time",
+                f"run it with {_ALL} from its start",
+            )
+    return None
+
+
+def _comes_back(environment: Mapping[str, str]) -> bool:
+    """Whether NCCL shares no memory of CUDA's under these settings."""
+    if not _is(environment, "NCCL_P2P_DISABLE", "1"):
+        return False
+    return (
+        _is(environment, "NCCL_SHM_DISABLE", "1")
+        or _is(environment, "NCCL_CUMEM_ENABLE", "0")
+        or _is(environment, "NCCL_CUMEM_HOST_ENABLE", "0")
+    )
+
+
+def _is(environment: Mapping[str, str], name: str, wanted: str) -> bool:
+    """Whether a switch is on ("1") or off ("0"); NCCL takes every number but zero for on."""
+    try:
+        value = int(environment.get(name, ""), 0)
+    except ValueError:
+        return False
+    return (value != 0) == (wanted == "1")
+
+
+def _ranks(pid: int) -> frozenset[int]:
+    """The ranks of the process' communicators."""
+    found = (_SOCKET.fullmatch(name) for name in proc.unix_sockets(pid))
+    return frozenset(int(match[1]) for match in found if match)
+
+
+def _several(ranks: Mapping[proc.Process, frozenset[int]]) -> bool:
+    """Whether a communicator of these has ranks in more than one process."""
+    if any(len(held) <= max(held) for held in ranks.values()):
+        return True  # a lower rank is somewhere else
+    if len(ranks) > 1 and any(max(held) > 0 for held in ranks.values()):
+        return True
+    return any(_size(process.pid) > 1 for process in ranks)
+
+
+def _size(pid: int) -> int:
+    """How many processes the job has, as far as its launcher told this one; 1 where it did not."""
+    environment = live_environment(pid) or proc.environment(pid)
+    for names in _SIZES:
+        told = (environment.get(name, "") for name in names)
+        numbers = [int(text) for text in told if text.isascii() and text.isdigit() and len(text) < 9]
+        if numbers:
+            return max(numbers)
+    return 1
+
+
+def _old_rank(pid: int) -> bool:
+    """Whether the process is one of several ranks, by its launcher, and has an NCCL without the socket."""
+    if _size(pid) <= 1:
+        return False
+    for fields in proc.named_mappings(pid):
+        if "/libnccl.so" in fields[5]:
+            return not _mentions_socket(pid, fields[0])
+    return False
+
+
+def _mentions_socket(pid: int, addresses: str) -> bool:
+    start, end = (int(each, 16) for each in addresses.split("-"))
+    try:
+        with open(f"{proc.PROC}/{pid}/map_files/{start:x}-{end:x}", "rb", buffering=0) as file:
+            return _mentions(file.fileno(), _NAME)
+    except (OSError, ValueError):
+        return True  # gone, or not to be read: no sign of an old one
+
+
+def _mentions(file: int, word: bytes) -> bool:
+    """Whether the beginning of a file has a word. Not mapped: who shortened the file would kill us."""
+    at, last = 0, b""
+    while at < _LONGEST and (data := os.pread(file, _PIECE, at)):
+        if word in last + data:
+            return True
+        last = (last + data)[-len(word) + 1 :]
+        at += len(data)
+    return False
+
+
+def _by_ipc(users: Sequence[proc.Process]) -> Sharing | None:
+    for process in users:
+        exporters = {int(found[1], 16) for found in _IPC.finditer(proc.maps(process.pid))}
+        if exporters - {process.ns_pids[-1]}:
+            return Sharing(
+                process,
+                "has GPU memory of another process open (CUDA IPC), which the driver would suspend and then "
+                "fail to restore",
+                f"share through host memory instead, or use NVIDIA driver {IPC_DRIVER} or later",
+            )
+    return None
+
+
+def _major(version: str) -> int:
+    first = version.partition(".")[0]
+    return int(first) if first.isascii() and first.isdigit() else 0

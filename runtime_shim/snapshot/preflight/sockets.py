@@ -1,0 +1,175 @@
+"""The sockets of a container's processes: their protocols, and TCP's connections.
+
+CRIU refuses some of them, and by then the container has been paused for long; so they are looked at before.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from runtime_shim.process import proc
+from runtime_shim.runtime.criu.version import criu_version, refuses
+
+__all__ = [
+    "DUMPED",
+    "LOCAL",
+    "Connection",
+    "Opened",
+    "can_be_dumped",
+    "connections",
+    "cure",
+    "inode",
+    "opened",
+    "protocol",
+    "restricted_by_kernel",
+]
+
+DUMPED = frozenset(
+    {
+        *("UNIX", "UNIX-STREAM", "UNIX-DGRAM", "UNIX-SEQPACKET", "NETLINK", "PACKET"),
+        *("TCP", "TCPv6", "UDP", "UDPv6", "UDP-Lite", "UDPLITEv6", "RAW", "RAWv6"),
+    }
+)
+"""What CRIU dumps, as the kernel names it in system.sockprotoname (struct proto's name): Unix, netlink and
+packet sockets, and of the internet's these (criu/sockets.c, dump_socket; criu/sk-inet.c,
+can_dump_ipproto)."""
+LOCAL = ("UNIX", "NETLINK")
+"""Those that CRIU before 4.2 can dump on Linux 6.16 and later; how their names begin."""
+
+# include/net/tcp_states.h. What CRIU calls connected (criu/sk-inet.c, can_dump_inet_sk): all but these.
+_LISTEN, _CLOSE, _TIME_WAIT = 0x0A, 0x07, 0x06
+_SOCKET = re.compile(r"socket:\[(\d+)\]")
+# asm-generic/socket.h; Python's socket module names it on newer releases only.
+_SO_PASSCRED = 16
+
+# Sockets to try CRIU with. On such a kernel an old CRIU dumps all but the local ones, or none of them.
+_MPTCP = 262  # include/uapi/linux/in.h, IPPROTO_MPTCP
+_TCP = (socket.AF_INET, socket.SOCK_STREAM, 0)
+_TRIED = {
+    "MPTCP": (socket.AF_INET, socket.SOCK_STREAM, _MPTCP),
+    "MPTCPv6": (socket.AF_INET6, socket.SOCK_STREAM, _MPTCP),
+}
+_CURES = dict.fromkeys(_TRIED, "start the program without MPTCP (Go: GODEBUG=multipathtcp=0)")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A socket that a process has open."""
+
+    process: proc.Process
+    number: int
+    inode: str
+    protocol: str
+    """As the kernel names it; empty where it does not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A TCP connection, by the inode of its socket."""
+
+    inode: str
+    peer: str
+    """Address and port: 192.0.2.7:443, [2001:db8::7]:443."""
+    port: int
+    """The peer's."""
+
+
+def inode(target: str) -> str:
+    """The inode of a socket by what its descriptor's link says; empty for other files."""
+    match = _SOCKET.fullmatch(target)
+    return match[1] if match else ""
+
+
+def protocol(link: str) -> str:
+    """The protocol of a socket, by a link to it in /proc/PID/fd; empty where the kernel does not tell.
+
+    Source: net/socket.c, sockfs_xattr_handlers; lsof asks so, too.
+    """
+    try:
+        return os.getxattr(link, "system.sockprotoname").rstrip(b"\0").decode("ascii", "replace")
+    except OSError:
+        return ""
+
+
+def opened(processes: Iterable[proc.Process]) -> Iterator[Opened]:
+    """Every socket of the processes; what is closed meanwhile is left out."""
+    for process in processes:
+        folder = f"/proc/{process.pid}/fd"
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            continue
+        for name in names:
+            link = f"{folder}/{name}"
+            try:
+                found = inode(os.readlink(link))
+            except OSError:
+                continue
+            if found:
+                yield Opened(process, int(name), found, protocol(link))
+
+
+def connections(pid: int, root: str = "/") -> Iterator[Connection]:
+    """The TCP connections in a process' network namespace (proc_pid_net(5)), of all processes in it."""
+    for name in ("tcp", "tcp6"):
+        try:
+            with open(os.path.join(root, f"proc/{pid}/net/{name}"), encoding="ascii") as file:
+                lines = file.read().splitlines()[1:]
+        except (OSError, ValueError):
+            continue
+        for line in lines:
+            words = line.split()
+            if len(words) > 9 and int(words[3], 16) not in (_LISTEN, _CLOSE, _TIME_WAIT):
+                address, _, port = words[2].partition(":")
+                yield Connection(words[9], f"{_address(address)}:{int(port, 16)}", int(port, 16))
+
+
+def _address(text: str) -> str:
+    """An address as the kernel prints it: 32-bit words in the machine's order, here little-endian."""
+    data = b"".join(bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8))
+    if len(data) == 4:
+        return socket.inet_ntop(socket.AF_INET, data)
+    if data.startswith(bytes(10) + b"\xff\xff"):
+        return socket.inet_ntop(socket.AF_INET, data[12:])
+    return f"[{socket.inet_ntop(socket.AF_INET6, data)}]"
+
+
+def restricted_by_kernel() -> bool:
+    """Whether the kernel has SO_PASSCRED for Unix and netlink sockets alone, as Linux 6.16 and later.
+
+    CRIU before 4.2 asks it of every socket, and dumps none that does not answer (criu/sockets.c,
+    dump_socket_opts; fixed by its commit 4b7398595).
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
+            one.getsockopt(socket.SOL_SOCKET, _SO_PASSCRED)
+    except OSError as error:
+        return error.errno == errno.EOPNOTSUPP
+    return False
+
+
+def can_be_dumped(name: str) -> bool:
+    """Whether this host's CRIU dumps sockets of a protocol on this kernel; true where that is not known."""
+    if name.startswith(LOCAL):
+        return True
+    if name in DUMPED:
+        return not (restricted_by_kernel() and _is_old(criu_version()) and refuses(*_TCP))
+    return name not in _TRIED or not refuses(*_TRIED[name])
+
+
+def cure(name: str) -> str:
+    """What to do about a protocol that CRIU does not dump."""
+    if name in DUMPED:
+        return "install CRIU 4.2 or later"
+    return _CURES.get(name, "end what uses it, or start the program without it")
+
+
+def _is_old(version: str) -> bool:
+    """Before 4.2; a version that is not known counts as such, as it is tried then."""
+    match = re.match(r"(\d{1,9})\.(\d{1,9})", version)
+    return match is None or (int(match[1]), int(match[2])) < (4, 2)

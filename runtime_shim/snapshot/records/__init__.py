@@ -1,0 +1,1 @@
+"""What is noted for a gpusnap that is killed, and the files of volumes."""

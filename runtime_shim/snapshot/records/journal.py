@@ -1,0 +1,443 @@
+"""What a killed gpusnap leaves to be put right: where the bytes are that it had taken out of a container.
+
+    /run/gpusnap/journal/        0700; gone with the next boot, as the processes are
+        <key>.json               written before the first process is locked, and again before a region is
+                                 freed; removed when all run again, or the checkpoint is whole
+        <key>.lock               held (flock) while a checkpoint of it is under way
+        <key>.restore            a restore that is under way, see snapshot/recover_restore.py
+        <key>.<pid>.thread       a thread's own registers, while it makes system calls for us
+        <key>.<pid>.idle         a process without GPU state, while it stands still for us (`leftover`)
+        <key>.paused             which processes of a paused container were stopped, see paused_container.py;
+        or
+                                 that it was gpusnap who paused it, see dump_pause.py
+        <key>.unsynced           the disk failed at the fsync of CRIU's images, which the next one would hide:
+                                 they are not called whole
+
+A container is named by its key (runtime/container_key.py), since several engines may each have one of the
+same ID. An entry names processes by PID (and the PID namespace) and start time, regions by address, and where
+their bytes are, all of them in files by then: the image's layout, or files of memory.stage.
+`snapshot/recover_checkpoint.py` reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any
+
+from oci.base.errors import ChunkError
+from oci.base.json_text import parse_json
+from oci.chunks.table import from_json, to_json
+from runtime_shim.errors import GpusnapError, reason
+from runtime_shim.process import proc
+from runtime_shim.process.ptrace.remote_syscall import Saved
+from runtime_shim.records.manifest import FOLDER as FOLDER_IN_IMAGE
+from runtime_shim.records.manifest import RegionRecord
+from runtime_shim.runtime import container_key
+
+__all__ = [
+    "PAUSED",
+    "Entry",
+    "Pause",
+    "Staged",
+    "Suspended",
+    "drop",
+    "entries",
+    "given_back",
+    "held",
+    "idle",
+    "load",
+    "note_pause",
+    "note_unsynced",
+    "noted",
+    "owner",
+    "read",
+    "remove",
+    "store",
+    "thread",
+    "unsynced",
+    "write",
+]
+
+FOLDER = "/run/gpusnap/journal"
+_VERSION = 2
+_PAUSE_VERSION = 1
+_MOST = 64 << 20
+UNSYNCED = "unsynced"
+"""The kind of file that says that an fsync of the images has failed."""
+PAUSED = "paused"
+"""The kind of file that says what was stopped of a paused container."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A region whose bytes are in a file of memory.stage."""
+
+    path: str
+    start: int
+    """Its address in the process."""
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """A process whose regions may have been freed."""
+
+    pid: int
+    start: int
+    """As proc.Process.start: it tells the process from a later one with its PID."""
+    regions: tuple[RegionRecord, ...]
+    thread: Saved | None = None
+    """A thread of it that was lent to us."""
+    staged: tuple[Staged, ...] = ()
+    """Those of its regions that need not come from the layout."""
+    idle: bool = False
+    """It never had GPU state, and only stands still."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A paused container, as paused_container.py and dump_pause.py note it."""
+
+    owner: tuple[int, int]
+    """As Entry.owner."""
+    group: str
+    """The folder of its cgroup; empty where it was gpusnap that paused it."""
+    thawed: bool
+    """Whether it was gpusnap that thawed it."""
+    stopped: tuple[tuple[int, int], ...]
+    """PID and start time of what gpusnap stopped."""
+    runtime: str = ""
+    """The kind of the real runtime."""
+    lull: tuple[int, int] | None = None
+    """PID and start time of the container's init, where it was gpusnap that paused it."""
+    groups: tuple[str, ...] = ()
+    """The folders of the cgroups of which one is frozen then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is known of one container."""
+
+    key: str
+    image: str
+    """The image directory; empty where only the pause is to be put right."""
+    owner: tuple[int, int]
+    """PID and start time of the gpusnap that wrote it."""
+    processes: tuple[Suspended, ...]
+    layout: str = ""
+    """Where its chunks are."""
+    paused: Pause | None = None
+    """Where the container was paused."""
+
+    @property
+    def container(self) -> str:
+        """Its ID."""
+        return container_key.id_of(self.key)
+
+    @property
+    def at_work(self) -> bool:
+        """Whether that gpusnap is still there."""
+        return proc.same(*self.owner)
+
+
+def write(
+    key: str,
+    image: str,
+    regions: Mapping[int, tuple[RegionRecord, ...]],
+    *,
+    staged: Mapping[int, Sequence[Staged]] = MappingProxyType({}),
+    layout: str = "",
+) -> None:
+    """Write the entry of a container, by its key, in place of an earlier one.
+
+    By PID: the regions that are in the layout at the path `layout`, the image's folder where that is empty,
+    and those that are staged. Raises GpusnapError.
+    """
+    document = {
+        "version": _VERSION,
+        "container": container_key.id_of(key),
+        "image": image,
+        "layout": layout or os.path.join(image, FOLDER_IN_IMAGE),
+        "owner": list(owner()),
+        "space": _space(),
+        "processes": [
+            {
+                "pid": pid,
+                "start": _start(pid),
+                "regions": [{"start": region.start, **to_json(region.table)} for region in found],
+                "staged": [[each.path, each.start, each.size] for each in staged.get(pid, ())],
+            }
+            for pid, found in regions.items()
+        ],
+    }
+    data = json.dumps(document).encode()
+    if len(data) > _MOST:
+        container = container_key.id_of(key)
+        raise GpusnapError(
+            f"the journal of container {container} would have {len(data) >> 20} MiB, too much to be read",
+            hint="set a larger memory.chunk-size",
+        )
+    _write(_path(key, "json"), data)
+
+
+@contextmanager
+def thread(key: str, pid: int, saved: Saved) -> Iterator[None]:
+    """Have a thread's own registers on file while the block has it make system calls. Raises GpusnapError."""
+    path = _path(key, f"{pid}.thread")
+    document = {"tid": saved.tid, "registers": saved.registers.hex(), "mask": saved.mask}
+    _write(path, json.dumps(document).encode())
+    try:
+        yield
+    finally:
+        _unlink(path)
+
+
+@contextmanager
+def idle(key: str, pid: int) -> Iterator[None]:
+    """Have it on file that a process without GPU state is stopped, while it is. Raises GpusnapError."""
+    path = _path(key, f"{pid}.idle")
+    _write(path, json.dumps({"start": _start(pid)}).encode())
+    try:
+        yield
+    finally:
+        _unlink(path)
+
+
+def remove(key: str) -> None:
+    """The container needs nothing any more."""
+    if not container_key.is_key(key):
+        return  # nothing was ever written for such a one
+    with contextlib.suppress(OSError):
+        for name in os.listdir(FOLDER):
+            if re.fullmatch(rf"{re.escape(key)}\.\d+\.(thread|idle)", name, re.ASCII):
+                _unlink(os.path.join(FOLDER, name))
+    _unlink(_path(key, UNSYNCED))
+    _unlink(_path(key, "json"))
+
+
+def given_back(key: str, pid: int) -> None:
+    """The thread of a process has its registers again."""
+    _unlink(_path(key, f"{pid}.thread"))
+
+
+@contextmanager
+def held(key: str) -> Iterator[None]:
+    """Keep every other gpusnap from this container while the block runs. Raises GpusnapError at once."""
+    path = _path(key, "lock")
+    _folders()
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        lock = os.open(path, flags, 0o600)
+    except OSError as error:
+        raise GpusnapError(f"{path} cannot be used: {reason(error)}", hint="make room in /run") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Whoever had it has removed it since, and a third one may have the next of that name.
+        if os.fstat(lock).st_ino != os.stat(path).st_ino:
+            raise BlockingIOError
+    except (BlockingIOError, FileNotFoundError):
+        os.close(lock)
+        container = container_key.id_of(key)
+        raise GpusnapError(
+            f"another gpusnap is still at work on container {container}", hint="wait for it"
+        ) from None
+    try:
+        yield
+    finally:
+        _unlink(path)
+        os.close(lock)
+
+
+def entries() -> tuple[Entry, ...]:
+    """All that waits, by container. Raises GpusnapError for one that cannot be read."""
+    found = (read(key) for key in sorted({*noted("json"), *noted(PAUSED)}))
+    return tuple(entry for entry in found if entry is not None)
+
+
+def read(key: str) -> Entry | None:
+    """The entry of a container, if there is one. Raises GpusnapError where it cannot be read."""
+    if not container_key.is_key(key):
+        return None
+    path = _path(key, "json")
+    paused = _pause(key)
+    document = _read(path)
+    if document is None:
+        return Entry(key, "", paused.owner, (), paused=paused) if paused is not None else None
+    try:
+        wrote = (int(document["owner"][0]), int(document["owner"][1]))
+        processes = tuple(_suspended(key, each) for each in document["processes"])
+        processes += tuple(_idle(key))
+        image = str(document["image"])
+        layout = str(document.get("layout") or os.path.join(image, FOLDER_IN_IMAGE))
+        return Entry(key, image, wrote, processes, layout, paused)
+    except (KeyError, TypeError, ValueError, IndexError, ChunkError) as error:
+        raise GpusnapError(
+            f"{path} is not as gpusnap writes it: {error}", hint="it was written by another version"
+        ) from error
+
+
+def store(key: str, kind: str, document: Mapping[str, Any]) -> None:
+    """Write a file of another kind beside the entries, in place of an earlier one. Raises GpusnapError."""
+    _write(_path(key, kind), json.dumps({**document, "space": _space()}).encode())
+
+
+def note_pause(key: str, pause: Pause) -> None:
+    """Write what is to be known of a container's pause, in place of what was. Raises GpusnapError."""
+    store(key, PAUSED, {"version": _PAUSE_VERSION, **asdict(pause)})
+
+
+def note_unsynced(key: str, why: str) -> None:
+    """The images of a container's checkpoint did not come to disk, whatever a later fsync says.
+
+    Raises GpusnapError.
+    """
+    store(key, UNSYNCED, {"why": why})
+
+
+def unsynced(key: str) -> str | None:
+    """Why the images of a checkpoint did not come to disk; None where nothing is known of that."""
+    document = load(key, UNSYNCED)
+    return None if document is None else str(document.get("why") if isinstance(document, dict) else document)
+
+
+def load(key: str, kind: str) -> Any:
+    """What `store` wrote; None where it wrote nothing. Raises GpusnapError where it cannot be read."""
+    return _read(_path(key, kind)) if container_key.is_key(key) else None
+
+
+def drop(key: str, kind: str) -> None:
+    """Remove what `store` wrote."""
+    if container_key.is_key(key):
+        _unlink(_path(key, kind))
+
+
+def noted(kind: str) -> tuple[str, ...]:
+    """The keys of those with a file of a kind, in order.
+
+    Raises GpusnapError where the journal cannot be read.
+    """
+    try:
+        names = sorted(os.listdir(FOLDER))
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise GpusnapError(f"{FOLDER} cannot be read: {reason(error)}", hint="run gpusnap as root") from error
+    return tuple(name.removesuffix(f".{kind}") for name in names if name.endswith(f".{kind}"))
+
+
+def _pause(key: str) -> Pause | None:
+    path = _path(key, PAUSED)
+    document = _read(path)
+    if document is None:
+        return None
+    try:
+        stopped = tuple((int(pid), int(start)) for pid, start in document["stopped"])
+        wrote = (int(document["owner"][0]), int(document["owner"][1]))
+        group, thawed = str(document["group"]), bool(document["thawed"])
+        init = document.get("lull")
+        lull = (int(init[0]), int(init[1])) if init is not None else None
+        groups = tuple(str(folder) for folder in document.get("groups", ()))
+        return Pause(wrote, group, thawed, stopped, str(document.get("runtime", "")), lull, groups)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise GpusnapError(
+            f"{path} is not as gpusnap writes it: {error}", hint="it was written by another version"
+        ) from error
+
+
+def _suspended(key: str, document: Any) -> Suspended:
+    pid = int(document["pid"])
+    regions = tuple(RegionRecord(int(each["start"]), from_json(each)) for each in document["regions"])
+    staged = tuple(Staged(str(path), int(start), int(size)) for path, start, size in document["staged"])
+    return Suspended(pid, int(document["start"]), regions, _saved(key, pid), staged)
+
+
+def _saved(key: str, pid: int) -> Saved | None:
+    lent = _read(_path(key, f"{pid}.thread"))
+    return Saved(int(lent["tid"]), bytes.fromhex(lent["registers"]), int(lent["mask"])) if lent else None
+
+
+def _idle(key: str) -> Iterator[Suspended]:
+    name = re.compile(rf"{re.escape(key)}\.(\d+)\.idle", re.ASCII)
+    for pid in sorted(int(found[1]) for each in os.listdir(FOLDER) if (found := name.fullmatch(each))):
+        document = _read(_path(key, f"{pid}.idle"))
+        if document is not None:  # else it goes on since
+            yield Suspended(pid, int(document["start"]), (), _saved(key, pid), idle=True)
+
+
+def owner() -> tuple[int, int]:
+    """PID and start time of this process, as an entry names who wrote it."""
+    return os.getpid(), _start(os.getpid())
+
+
+def _start(pid: int) -> int:
+    process = proc.process(pid)
+    return process.start if process is not None else 0
+
+
+def _path(key: str, kind: str) -> str:
+    if not container_key.is_key(key):
+        raise GpusnapError(f"{key[:80]!r} is no container's ID")
+    return os.path.join(FOLDER, f"{key}.{kind}")
+
+
+def _read(path: str) -> Any:
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
+            document = parse_json(file.read(_MOST))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        said = reason(error) if isinstance(error, OSError) else str(error)
+        raise GpusnapError(f"{path} cannot be read: {said}") from error
+    space = document.get("space") if isinstance(document, dict) else None
+    if space and space != _space():  # every PID in it would be another process, or none
+        raise GpusnapError(
+            f"{path} was written in another PID namespace, whose processes cannot be told from here",
+            hint="run gpusnap on the host itself, not in a container or toolbox that has the host's /run",
+        )
+    return document
+
+
+def _space() -> str:
+    """Our PID namespace."""
+    return proc.namespace(os.getpid(), "pid")
+
+
+def _write(path: str, data: bytes) -> None:
+    """Whole or not at all; tmpfs needs no fsync, since a crash of the host ends the processes as well."""
+    _folders()
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        with open(os.open(path + ".new", flags, 0o600), "wb") as file:
+            file.write(data)
+        os.replace(path + ".new", path)
+    except OSError as error:
+        raise GpusnapError(
+            f"the journal {path} cannot be written: {reason(error)}", hint="make room in /run"
+        ) from error
+
+
+def _folders() -> None:
+    try:
+        for folder in (os.path.dirname(FOLDER), FOLDER):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
+    except OSError as error:
+        raise GpusnapError(
+            f"the journal {FOLDER} cannot be made: {reason(error)}", hint="run gpusnap as root"
+        ) from error
+
+
+def _unlink(path: str) -> None:
+    for each in (path + ".new", path):  # `_write` may have been killed
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(each)

@@ -1,0 +1,200 @@
+"""The image of the open files of a pod's volumes, see volumes.py: its form, and how it is put in place.
+
+IMAGE is a line of JSON, {"version": 1, "entries": […]}, and the data of all files one after another.
+
+It may be anybody's: it is written to the new container's own emptyDirs and /dev/shm and nowhere else, no link
+is followed there, and nothing gets a setuid bit. A file that is there already is replaced by a new one, so
+that another container of the pod keeps what it has open.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import IO, Any
+
+from oci.base.json_text import parse_json
+from runtime_shim.errors import GpusnapError, ImageError, Refused, reason
+
+__all__ = ["BLOCK", "DIRECTORY", "FIFO", "FILE", "IMAGE", "KINDS", "Entry", "header", "put_back"]
+
+IMAGE = "gpusnap-volumes.img"
+BLOCK = 8 << 20
+FILE, DIRECTORY, FIFO = "file", "directory", "fifo"
+KINDS = {stat.S_IFREG: FILE, stat.S_IFDIR: DIRECTORY, stat.S_IFIFO: FIFO}
+
+_VERSION = 1
+_LONGEST_HEADER = 64 << 20
+_MOST = 1 << 17
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file in an image. Its extents have data, the rest of it is a hole."""
+
+    volume: str
+    path: str
+    kind: str
+    mode: int
+    uid: int
+    gid: int
+    size: int
+    extents: tuple[tuple[int, int], ...]
+    """Offset and length."""
+
+
+def header(entries: Sequence[Entry]) -> bytes:
+    """The image's first line."""
+    document = {"version": _VERSION, "entries": [asdict(entry) for entry in entries]}
+    return json.dumps(document).encode() + b"\n"
+
+
+def put_back(image_path: str, sources: Mapping[str, str], mounted: Collection[str]) -> None:
+    """Put what an image has into the new container's volumes; nothing without an image.
+
+    `sources` are the volumes' paths on this host by their destinations; `mounted` are the destinations of all
+    of its bind mounts. Raises Refused where the container has no mount where a volume was, ImageError.
+    """
+    path = os.path.join(image_path, IMAGE)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ImageError(f"{path} cannot be read: {reason(error)}") from error
+    with open(descriptor, "rb") as image:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ImageError(f"{path} is no regular file", hint="make the checkpoint anew")
+        entries = _entries(image, path)
+        for entry in entries:
+            source = sources.get(entry.volume)
+            if source is None and entry.volume not in mounted:
+                raise Refused(
+                    f"the checkpoint has {entry.volume}/{entry.path} open, in a volume of its pod, and the "
+                    f"new container has nothing mounted at {entry.volume}",
+                    hint="give the new pod the volumes of the old one",
+                )
+            try:
+                if source is None:  # a volume of another kind, whose content is not ours
+                    _skip(image, entry)
+                else:
+                    _put(source, entry, image)
+            except OSError as error:
+                raise ImageError(
+                    f"{entry.volume}/{entry.path} cannot be put into the new pod's volume: {reason(error)}",
+                    hint=f"see that {source} has room, and that the checkpoint is whole",
+                ) from error
+
+
+def _entries(image: IO[bytes], path: str) -> list[Entry]:
+    """What the image's first line says. Raises ImageError."""
+    broken = ImageError(f"{path} is damaged, or not of gpusnap", hint="make the checkpoint anew")
+    try:
+        line = image.readline(_LONGEST_HEADER)
+        document = parse_json(line)
+        if not line.endswith(b"\n") or document["version"] != _VERSION or len(document["entries"]) > _MOST:
+            raise broken
+        return [_parsed(each) for each in document["entries"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise broken from None
+
+
+def _parsed(each: Any) -> Entry:
+    """An entry of the JSON. Raises ValueError, KeyError, TypeError."""
+    mode, uid, gid, size = numbers = [each[name] for name in ("mode", "uid", "gid", "size")]
+    extents = tuple((offset, length) for offset, length in each["extents"])
+    volume, path, kind = (each[name] for name in ("volume", "path", "kind"))
+    every = [*numbers, *(number for extent in extents for number in extent)]
+    right = (
+        all(type(number) is int and 0 <= number < 1 << 62 for number in every)
+        and max(uid, gid) < (1 << 32) - 1  # which leaves the owner as it is (chown(2))
+        and isinstance(volume, str)
+        and isinstance(path, str)
+        and not any(name in ("", ".", "..") or "\0" in name for name in path.split("/"))
+        and kind in KINDS.values()
+        and (kind == FILE or not extents)
+        and all(offset + length <= size for offset, length in extents)
+    )
+    if not right:
+        raise ValueError
+    return Entry(volume, path, kind, mode, uid, gid, size, extents)
+
+
+def _put(source: str, entry: Entry, image: IO[bytes]) -> None:
+    """Make one file of a volume as the entry says. Raises OSError."""
+    *above, name = entry.path.split("/")
+    folder = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in above:
+            inner = os.open(part, _FOLDER_FLAGS, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        if entry.kind == DIRECTORY:
+            _put_directory(folder, name, entry)
+        elif entry.kind == FIFO:
+            _put_fifo(folder, name, entry)
+        else:
+            _put_file(folder, name, entry, image)
+    finally:
+        os.close(folder)
+
+
+def _put_directory(folder: int, name: str, entry: Entry) -> None:
+    with suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=folder)
+    descriptor = os.open(name, _FOLDER_FLAGS, dir_fd=folder)
+    try:
+        _own(descriptor, entry, 0o1777)
+    finally:
+        os.close(descriptor)
+
+
+def _put_fifo(folder: int, name: str, entry: Entry) -> None:
+    with suppress(FileNotFoundError):
+        if stat.S_ISFIFO(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+            return
+    os.mkfifo(name, entry.mode & 0o777, dir_fd=folder)
+    os.chown(name, entry.uid, entry.gid, dir_fd=folder, follow_symlinks=False)
+
+
+def _put_file(folder: int, name: str, entry: Entry, image: IO[bytes]) -> None:
+    new = f".gpusnap-{os.getpid()}"
+    with suppress(FileNotFoundError):
+        os.unlink(new, dir_fd=folder)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(new, flags, 0o600, dir_fd=folder)
+    try:
+        os.ftruncate(descriptor, entry.size)
+        with open(descriptor, "wb", closefd=False) as file:
+            for offset, length in entry.extents:
+                file.seek(offset)
+                for begin in range(0, length, BLOCK):
+                    data = image.read(min(BLOCK, length - begin))
+                    if len(data) < min(BLOCK, length - begin):
+                        raise ImageError(
+                            f"{IMAGE} ends within {entry.volume}/{entry.path}",
+                            hint="make the checkpoint anew",
+                        )
+                    file.write(data)
+        _own(descriptor, entry, 0o777)
+        os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except (OSError, GpusnapError):
+        with suppress(OSError):
+            os.unlink(new, dir_fd=folder)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _own(descriptor: int, entry: Entry, allowed: int) -> None:
+    os.fchown(descriptor, entry.uid, entry.gid)
+    os.fchmod(descriptor, entry.mode & allowed)
+
+
+def _skip(image: IO[bytes], entry: Entry) -> None:
+    image.seek(sum(length for _, length in entry.extents), os.SEEK_CUR)

@@ -1,0 +1,269 @@
+"""Open files of a pod's own volumes, which a checkpoint through CRI does not have.
+
+After a restore the mounts of a pod's container are those of the new pod. CRIU opens by its path what was open
+when it dumped, and an emptyDir, or the /dev/shm of the pod's sandbox, is empty then ("Can't open file"). So
+the files, directories and FIFOs in such mounts that a process has open or mapped, or works in, are copied
+into an image of ours beside CRIU's, with the directories above them, while all processes stand. A restore
+puts them in place before CRIU looks; see volume_image.py. What nobody has open stays behind, as with every
+checkpoint that kubelet asks for.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from io import FileIO
+from typing import Any
+
+from runtime_shim.errors import ImageError, Refused, reason
+from runtime_shim.process import proc
+from runtime_shim.records.cri_layout import OF_CRI
+from runtime_shim.runtime.bundle import binds
+from runtime_shim.runtime.container_files import directory
+from runtime_shim.snapshot.records import volume_image
+from runtime_shim.snapshot.records.volume_image import BLOCK, FILE, IMAGE, KINDS, Entry, header
+from runtime_shim.units import human
+
+__all__ = ["Opened", "Volume", "check", "find", "opened", "put_back", "take"]
+
+_OF_CRIO = "io.kubernetes.cri-o.ContainerType"
+"""An annotation of every container of CRI-O's (cri-o, pkg/annotations)."""
+# kubelet's directories (kubernetes, pkg/volume/emptydir and pkg/volume/util/subpath).
+_EMPTY_DIR = re.compile(r"/.*/volumes/kubernetes\.io~empty-dir/[^/]+")
+_SUBPATH = re.compile(r"(/.*)/volume-subpaths/([^/]+)/[^/]+/\d+")
+# containerd (internal/cri/server, getSandboxDevShm) and CRI-O (server/sandbox_run_linux.go, setupShm).
+_SHM = re.compile(r"/.*/(?:sandboxes/[^/]+|userdata)/shm")
+
+_DELETED = " (deleted)"
+
+
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """A mount of a pod's container whose content ends with the pod."""
+
+    destination: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A file of a volume that a process has open or mapped, or a directory above one."""
+
+    volume: str
+    """The mount's destination."""
+    path: str
+    """Below the volume."""
+    link: str
+    """Where it can be opened, in /proc; empty for a directory above."""
+    process: proc.Process
+    info: os.stat_result
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes in an image."""
+        return self.info.st_blocks * 512 if stat.S_ISREG(self.info.st_mode) else 0
+
+
+def find(config: Mapping[str, Any]) -> tuple[Volume, ...]:
+    """The emptyDirs and the sandbox's /dev/shm of a container's configuration; none where it is no pod's."""
+    annotations = config.get("annotations")
+    if not isinstance(annotations, dict) or not {OF_CRI, _OF_CRIO} & set(annotations):
+        return ()
+    found = []
+    for mount in binds(config):
+        destination, source = mount.get("destination"), mount.get("source")
+        if isinstance(destination, str) and isinstance(source, str) and _ends_with_pod(destination, source):
+            found.append(Volume(os.path.normpath(destination), source))
+    return tuple(found)
+
+
+def _ends_with_pod(destination: str, source: str) -> bool:
+    if _EMPTY_DIR.fullmatch(source):
+        return True
+    if match := _SUBPATH.fullmatch(source):  # of any kind of volume: its name says of which
+        return os.path.isdir(f"{match[1]}/volumes/kubernetes.io~empty-dir/{match[2]}")
+    return os.path.normpath(destination) == "/dev/shm" and bool(_SHM.fullmatch(source))
+
+
+def opened(processes: Iterable[proc.Process], volumes: Sequence[Volume]) -> tuple[Opened, ...]:
+    """What processes have open or mapped in volumes, each file once, after the directories above it.
+
+    A deleted file is CRIU's to carry, but wants its directory. Raises Refused for one that has another name
+    left, by which CRIU would look for it in the new volume.
+    """
+    found: dict[tuple[str, str], Opened] = {}
+    for process in processes if volumes else ():
+        mounts = {mount.destination for mount in proc.mounts(process.pid)}
+        for link, target in _links(process.pid):
+            volume, path = _place(target, mounts, volumes)
+            if not volume:
+                continue
+            with suppress(OSError):  # it has been closed, or the process has ended
+                info = os.stat(link)
+                if not _is_deleted(process.pid, target, info):
+                    found.setdefault((volume, path), Opened(volume, path, link, process, info))
+                elif info.st_nlink and stat.S_ISREG(info.st_mode):
+                    raise _renamed(process, target)
+            _add_directories(found, process, volume, path)
+        for name in proc.unix_sockets(process.pid):  # CRIU binds them anew, in their directory
+            _add_directories(found, process, *_place(os.path.normpath(name), mounts, volumes))
+    known = (each for each in found.values() if stat.S_IFMT(each.info.st_mode) in KINDS and each.path)
+    return tuple(sorted(known, key=lambda each: (each.volume, each.path.split("/"))))
+
+
+def _links(pid: int) -> Iterator[tuple[str, str]]:
+    """(link in /proc, path) of each file that a process has open or mapped, or works in.
+
+    Each link leads to the very file. Paths of the container's are only names: what lies there by now may be a
+    link, which from here leads to a file of this host.
+    """
+    base = f"/proc/{pid}"
+    links = [f"{base}/cwd"]
+    with suppress(OSError):
+        links += [f"{base}/fd/{number}" for number in os.listdir(f"{base}/fd")]
+    for link in links:
+        with suppress(OSError):
+            if (target := os.readlink(link)).startswith("/"):
+                yield link, target
+    for fields in proc.named_mappings(pid):
+        if fields[5].startswith("/"):
+            start, _, end = fields[0].partition("-")
+            yield f"{base}/map_files/{int(start, 16):x}-{int(end, 16):x}", fields[5].replace("\\012", "\n")
+
+
+def _place(target: str, mounts: Iterable[str], volumes: Sequence[Volume]) -> tuple[str, str]:
+    """The volume's destination and the path below it; empty where the file is in none."""
+    above = [each for each in mounts if target == each or target.startswith(each.rstrip("/") + "/")]
+    mount = max(above, key=len, default="")
+    if not any(volume.destination == mount for volume in volumes):
+        return "", ""
+    return mount, target[len(mount) :].strip("/")
+
+
+def _is_deleted(pid: int, target: str, info: os.stat_result) -> bool:
+    """Whether the file has not its name any more: the kernel says so by what may be a name's end, too."""
+    if not target.endswith(_DELETED):
+        return False
+    folder, _, name = target.rpartition("/")
+    try:
+        with directory(pid, folder) as above:
+            return not os.path.samestat(os.stat(name, dir_fd=above, follow_symlinks=False), info)
+    except OSError:
+        return True
+
+
+def _renamed(process: proc.Process, target: str) -> Refused:
+    return Refused(
+        f"process {process.pid} ({process.comm}) has {target.removesuffix(_DELETED)} open, a file in a "
+        "volume of its pod whose name was removed while it has another one: a new pod would not have it",
+        hint="close it, or keep it in a persistent volume or in the container's own file system",
+    )
+
+
+def _add_directories(
+    found: dict[tuple[str, str], Opened], process: proc.Process, volume: str, path: str
+) -> None:
+    while path := os.path.dirname(path):
+        if (volume, path) in found:
+            return
+        with suppress(OSError), directory(process.pid, f"{volume}/{path}") as folder:
+            found[volume, path] = Opened(volume, path, "", process, os.fstat(folder))
+
+
+def check(found: Iterable[Opened], limit: int) -> None:
+    """Refuse a file that takes more than `limit` bytes. Raises Refused."""
+    large = max(found, key=lambda each: each.size, default=None)
+    if large is not None and large.size > limit:
+        process = large.process
+        raise Refused(
+            f"process {process.pid} ({process.comm}) has {large.volume}/{large.path} of {human(large.size)} "
+            "open, in a volume that ends with its pod, and a checkpoint takes such files along up to "
+            f"{human(limit)}",
+            hint=f"raise criu.ghost-limit above {human(large.size)}, in the settings or as an annotation, or "
+            "keep the file in a persistent volume",
+        )
+
+
+def take(image_path: str, found: Sequence[Opened]) -> None:
+    """Copy the files into the image directory; nothing is there without any. Raises ImageError."""
+    path = os.path.join(image_path, IMAGE)
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(path)  # of an earlier checkpoint
+        if not found:
+            return
+        entries = [_entry(each) for each in found]
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as image:
+            image.write(header(entries))
+            image.flush()
+            for each, entry in zip(found, entries, strict=True):
+                _copy_out(each, entry, image.fileno())
+    except OSError as error:
+        raise ImageError(
+            f"the open files of the pod's volumes cannot be copied to {path}: {reason(error)}",
+            hint="see that there is room",
+        ) from error
+
+
+def put_back(image_path: str, config: Mapping[str, Any]) -> None:
+    """Put what `take` has copied into the volumes of a new container, by its configuration.
+
+    Raises Refused where it has no mount where a volume was, ImageError.
+    """
+    mounted = {os.path.normpath(str(mount.get("destination"))) for mount in binds(config)}
+    volume_image.put_back(image_path, {each.destination: each.source for each in find(config)}, mounted)
+
+
+def _entry(each: Opened) -> Entry:
+    kind, size, extents = KINDS[stat.S_IFMT(each.info.st_mode)], 0, tuple[tuple[int, int], ...]()
+    if kind == FILE:
+        with _reading(each) as file:
+            size = os.fstat(file.fileno()).st_size
+            extents = tuple(_extents(file.fileno(), size))
+    info = each.info
+    mode = stat.S_IMODE(info.st_mode)
+    return Entry(each.volume, each.path, kind, mode, info.st_uid, info.st_gid, size, extents)
+
+
+def _reading(each: Opened) -> FileIO:
+    """The file itself, whatever its name is now. Raises OSError where the process has opened another."""
+    file = FileIO(os.open(each.link, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    if not os.path.samestat(os.fstat(file.fileno()), each.info):
+        file.close()
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    return file
+
+
+def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
+    """Where a file has data (lseek(2), SEEK_DATA)."""
+    at = 0
+    while at < size:
+        try:
+            at = os.lseek(descriptor, at, os.SEEK_DATA)
+        except OSError:  # ENXIO: a hole to the end
+            return
+        end = min(os.lseek(descriptor, at, os.SEEK_HOLE), size)
+        yield at, end - at
+        at = end
+
+
+def _copy_out(each: Opened, entry: Entry, image: int) -> None:
+    if not entry.extents:
+        return
+    with _reading(each) as file:
+        for offset, length in entry.extents:
+            at, end = offset, offset + length
+            while at < end:
+                count = os.sendfile(image, file.fileno(), at, min(BLOCK, end - at))
+                if not count:
+                    raise ImageError(
+                        f"{each.volume}/{each.path} became shorter while it was copied",
+                        hint="checkpoint the container again",
+                    )
+                at += count

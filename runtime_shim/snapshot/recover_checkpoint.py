@@ -1,0 +1,335 @@
+"""Put right what a killed gpusnap left: processes that stand still, their GPU memory in files or in RAM.
+
+Memory of a process that runs is never touched. One that stands, and whose regions are still mapped, has them
+filled from the layout (again, if need be: the bytes are the same), then the driver restores it and it goes
+on. Where CRIU had dumped and ended them all, the checkpoint gets its name.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from oci.base.errors import BlobError
+from oci.layout.layout import Layout
+from runtime_shim.errors import GpusnapError, ImageError, ManifestError, reason
+from runtime_shim.gpu.api.driver import Driver, ProcessState
+from runtime_shim.gpu.api.parallel import at_once
+from runtime_shim.process import pidfd, proc
+from runtime_shim.process.memory import maps as regions
+from runtime_shim.process.memory import tmpfs as stage
+from runtime_shim.process.memory.maps import Region
+from runtime_shim.process.memory.tmpfs import Area
+from runtime_shim.process.ptrace.remote_syscall import put_back
+from runtime_shim.records import manifest
+from runtime_shim.records.manifest_file import Draft
+from runtime_shim.runtime.criu import scratch_files
+from runtime_shim.runtime.criu.images import directory as image
+from runtime_shim.settings import Memory
+from runtime_shim.snapshot.memory import transfer
+from runtime_shim.snapshot.memory.destination import Home, StoreHome, in_image, left
+from runtime_shim.snapshot.records import journal
+from runtime_shim.snapshot.records.journal import Entry, Suspended
+from runtime_shim.snapshot.suspend import driver_calls, dump_pause, paused_container
+from runtime_shim.snapshot.suspend.gpu_state import InCriu, let_finish, resume, suspended
+from runtime_shim.stopping.stop import Guard, go_on, stop
+
+__all__ = ["alive", "recover", "sweep"]
+
+_SETTLING = 10.0  # seconds
+
+
+def recover(entry: Entry, driver: Driver, settings: Memory) -> str:
+    """Bring the processes of an entry back, and remove it; what was done, in words.
+
+    Raises GpusnapError, also where another gpusnap is at work on that container; what could be brought back
+    has been, and the entry stays.
+    """
+    with journal.held(entry.key):
+        now = journal.read(entry.key)
+        if now is None:
+            return "somebody else has put it right"
+        return _recover(now, driver, settings)
+
+
+def sweep() -> None:
+    """Free the RAM of what is staged for no entry: its gpusnap was killed in its last moments."""
+    for key in stage.containers():
+        with suppress(GpusnapError, OSError), journal.held(key):
+            if key not in (*journal.noted("json"), *journal.noted("restore")):
+                stage.remove(key)
+
+
+def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
+    """While nobody else is at work on it."""
+    if entry.at_work:
+        raise GpusnapError(
+            f"gpusnap (process {entry.owner[0]}) is still at work on container {entry.container}",
+            hint="wait for it",
+        )
+    scratch_files.let_end(entry.owner, entry.container)
+    entry = dump_pause.put_right(entry)
+    pids = [process.pid for process in alive(entry)]
+    paused = paused_container.left(entry, pids)
+    if paused is None:
+        said = _put_right(entry, driver, settings, None)
+        journal.drop(entry.key, journal.PAUSED)
+        return said
+    try:
+        paused.keep(pids)  # first: whatever fails, none of them goes on without its memory
+        paused.hold(pids, timeout=_SETTLING)
+        return _put_right(entry, driver, settings, paused.let_go)
+    finally:
+        paused.freeze()
+
+
+def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[[int], object] | None) -> str:
+    """Bring back what is there; `let_go` as in `resume`."""
+    if not entry.image:
+        return "nothing but its pause was to be put right"
+    _let_idle_go_on(entry, let_go)
+    there = tuple(process for process in alive(entry) if not process.idle)
+    if there:
+        driver.open()
+        _settle(there)
+        stopped = [process for process in there if proc.still(process.pid)]
+        for process in stopped:
+            _give_thread_back(entry, process)
+        pids = [process.pid for process in stopped]
+        guard = Guard(pids)
+        try:
+            at_once(partial(let_finish, driver), pids).raise_first()
+            stopped += _astray(driver, [process for process in there if process not in stopped])
+            lacking = _give_back(entry, [p for p in stopped if suspended(driver, p.pid)], settings)
+            pids = [process.pid for process in there if process.pid not in lacking]
+            resume(driver, pids, InCriu(), right=partial(_right, entry, guard), let_go=let_go)
+        finally:
+            guard.end()
+        for error in lacking.values():
+            raise error
+        said = "running: " + " ".join(str(process.pid) for process in there)
+        _discard(entry, settings)
+    elif entry.processes:
+        said = _finish(entry, settings)
+    elif _named(entry, settings):
+        said = f"it runs on, and the checkpoint in {entry.image} is whole"
+    else:
+        _take_back(entry, settings)
+        said = "it runs on, and its checkpoint came to nothing"
+    try:
+        stage.remove(entry.key)
+    except OSError as error:
+        raise GpusnapError(
+            f"what is staged of container {entry.container} cannot be removed: {reason(error)}",
+            hint=f"it takes RAM; remove it from {stage.FOLDER}",
+        ) from error
+    scratch_files.sweep(entry.owner)
+    journal.remove(entry.key)
+    return said
+
+
+def _right(entry: Entry, guard: Guard, pid: int) -> None:
+    """Before a process goes on: its memory is its own, and it is kept stopped no longer."""
+    transfer.own(entry.key, pid)
+    guard.release(pid)
+
+
+def _give_back(entry: Entry, processes: Sequence[Suspended], settings: Memory) -> dict[int, GpusnapError]:
+    """Have the regions of suspended processes in place: from the layout, or from files of the stage.
+
+    What kept some from it, by PID.
+    """
+    lost = {p.pid: _not_there(p) for p in processes if not _mapped(p)}
+    there = [process for process in processes if process.pid not in lost]
+    layout = {p.pid: [(Region(r.start, r.table.size), r.table) for r in p.regions] for p in there}
+    if any(layout.values()):
+        transfer.fill(Layout(entry.layout), layout, settings)
+    staged: dict[int, list[Area]] = {}
+    for process in there:
+        try:
+            staged[process.pid] = [Area(each.path, each.start, each.size) for each in process.staged]
+        except OSError as error:
+            lost[process.pid] = GpusnapError(
+                f"the GPU memory of process {process.pid} cannot be read: {reason(error)}",
+                hint="if somebody removed that file it is lost: restore the container from a checkpoint",
+            )
+    lost |= transfer.give(entry.key, {pid: areas for pid, areas in staged.items() if areas})
+    for area in (area for areas in staged.values() for area in areas):
+        area.close()
+    return lost
+
+
+def _not_there(process: Suspended) -> GpusnapError:
+    """The driver must not restore it: it would read zeros, or something else."""
+    return GpusnapError(
+        f"process {process.pid} has no longer mapped where its GPU memory was",
+        hint="kill it, and restore its container from a checkpoint",
+    )
+
+
+def _astray(driver: Driver, running: Sequence[Suspended]) -> list[Suspended]:
+    """Those that somebody let go on though the driver has their GPU state: they stand again."""
+    away = [p for p in running if p.regions or p.staged]
+    found = [p for p in away if driver_calls.state(driver, p.pid) is ProcessState.CHECKPOINTED]
+    stop([process.pid for process in found], timeout=_SETTLING)
+    return found
+
+
+def _let_idle_go_on(entry: Entry, let_go: Callable[[int], object] | None) -> None:
+    """Those without GPU state were only stopped, a thread perhaps in the middle of a call for us."""
+    idle = [process for process in alive(entry) if process.idle]
+    _settle(idle)
+    for process in idle:
+        if proc.still(process.pid):
+            _give_thread_back(entry, process)
+    for process in idle:
+        if let_go is not None:
+            let_go(process.pid)
+        else:
+            go_on([process.pid])
+
+
+def _settle(there: Sequence[Suspended]) -> None:
+    """Wait until those that were stopped stand with all threads.
+
+    gpusnap may have been killed in the middle of a call of the driver's, whose thread in the process then
+    stops as soon as the kernel gets to it; until then nobody could say whether the process stands.
+    """
+    deadline = time.monotonic() + _SETTLING
+    while time.monotonic() < deadline and any(
+        proc.stopped(process.pid) and not proc.still(process.pid) for process in there
+    ):
+        time.sleep(0.01)
+
+
+def alive(entry: Entry) -> tuple[Suspended, ...]:
+    """Those processes of an entry that are still there."""
+    pidfd.remember((process.pid, process.start) for process in entry.processes)
+    return tuple(process for process in entry.processes if proc.same(process.pid, process.start))
+
+
+def _finish(entry: Entry, settings: Memory) -> str:
+    """After a dump all processes are gone, and all that the checkpoint may lack is its manifest's name."""
+    draft = Draft(entry.image)
+    try:
+        record = draft.pending()
+    except ManifestError:
+        record = None  # cut off while it was written, and so before the dump
+    if record is not None and record.container != entry.container:
+        _drop(entry, settings)
+        return "no process is left, and its image is another container's by now"
+    dumped = os.path.exists(os.path.join(entry.image, manifest.INVENTORY))
+    if record is None and dumped and _named(entry, settings):
+        return f"the checkpoint in {entry.image} is whole"
+    if record is None or not dumped:
+        _drop(entry, settings)
+        return "no process is left"
+    if (why := journal.unsynced(entry.key)) is not None:
+        raise ImageError(
+            f"the images in {entry.image} did not come to disk ({why}), and nobody can tell whether they are "
+            "whole",
+            hint=f"see dmesg for the disk; rename {manifest.PENDING} in {entry.image}/{manifest.FOLDER} to "
+            f"{manifest.NAME} to use them at your own risk, or remove them, and run gpusnap recover again",
+        )
+    home: Home | None = None
+    if record.pages != InCriu.name:
+        tables = [region.table for process in record.processes for region in process.regions]
+        home = left(entry.layout, entry.image, entry.container, replace(settings, sync=True), tables)
+        # Nobody knows how much of it had come to disk.
+        transfer.write_again(home.layout, tables, where=entry.image)
+        home.commit(tables, kept=False)
+    paused_container.thaw_image(entry.image)
+    image.sync(entry.image, failed=partial(journal.note_unsynced, entry.key))
+    if home is not None:
+        home.name(record)
+    draft.finish(record)
+    if home is not None:
+        home.close(record)
+    return f"the checkpoint in {entry.image} is whole"
+
+
+def _named(entry: Entry, settings: Memory) -> bool:
+    """Whether the image had its manifest when gpusnap was killed; the store then names its chunks, too.
+
+    Also where somebody has given the manifest its name by hand. Raises ImageError.
+    """
+    try:
+        record = manifest.read(entry.image)
+    except ManifestError:
+        return False
+    if record.container != entry.container:
+        return False
+    if record.pages == StoreHome.kind and not in_image(entry.layout, entry.image):
+        home = left(entry.layout, entry.image, entry.container, settings, record.tables)
+        try:
+            home.name(record)
+        except ImageError as error:
+            if not isinstance(error.__cause__, BlobError):
+                raise
+            home.discard(earlier=True)  # an earlier checkpoint's, whose chunks somebody has removed
+            return False
+        home.close(record)
+    return True
+
+
+def _drop(entry: Entry, settings: Memory) -> None:
+    """Remove what was written to a store for a checkpoint that came to nothing."""
+    with suppress(ImageError):  # it takes room until gc is told to take it
+        left(entry.layout, entry.image, entry.container, settings).discard(earlier=True)
+
+
+def _take_back(entry: Entry, settings: Memory) -> None:
+    """Remove all that was written of a checkpoint whose container was running again."""
+    with suppress(ImageError):  # there is none, so nothing was dumped
+        image.clean(entry.image, since=Draft(entry.image).written_at())
+    _discard(entry, settings)
+
+
+def _discard(entry: Entry, settings: Memory) -> None:
+    """Remove what the checkpoint came to, unless somebody else has begun one in the same folder."""
+    others = (other for other in journal.entries() if other.key != entry.key)
+    if any(other.image == entry.image for other in others):
+        _drop(entry, settings)
+        return
+    earlier = os.path.exists(os.path.join(entry.image, manifest.FOLDER, manifest.NAME))
+    left(entry.layout, entry.image, entry.container, settings).discard(earlier=earlier)
+    Draft(entry.image).discard()
+
+
+def _mapped(process: Suspended) -> bool:
+    """Whether there is memory at the addresses of all its regions: the driver's restore takes it away."""
+    try:
+        mapped = regions.mappings(process.pid)
+    except OSError:
+        return False
+    layout = [(region.start, region.table.size) for region in process.regions]
+    staged = [(region.start, region.size) for region in process.staged]
+    return all(_covered(start, size, mapped) for start, size in (*layout, *staged))
+
+
+def _covered(start: int, size: int, mapped: Sequence[regions.Mapping]) -> bool:
+    """Whether memory is mapped all the way, plain or staged; the kernel may show it in several pieces."""
+    at = start
+    ours = [m for m in mapped if m.plain or m.name.startswith(stage.FOLDER + "/")]
+    for each in sorted(ours, key=lambda m: m.start):
+        if each.start <= at < each.end:
+            at = each.end
+    return at >= start + size
+
+
+def _give_thread_back(entry: Entry, process: Suspended) -> None:
+    if process.thread is None:
+        return
+    try:
+        put_back(process.pid, process.thread)
+    except OSError as error:
+        raise GpusnapError(
+            f"thread {process.thread.tid} of process {process.pid} cannot be given its registers back: "
+            f"{reason(error)}",
+            hint="see that no debugger has it",
+        ) from error
+    journal.given_back(entry.key, process.pid)

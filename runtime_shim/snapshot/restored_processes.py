@@ -1,0 +1,80 @@
+"""The processes that came back with a restore: those of the manifest are there, and it has forgotten none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Sequence
+
+from runtime_shim.errors import GpusnapError
+from runtime_shim.gpu.api.driver import Driver, ProcessState
+from runtime_shim.gpu.api.errors import GpuError
+from runtime_shim.log import note
+from runtime_shim.process import proc
+from runtime_shim.records.manifest import GpuProcess
+from runtime_shim.snapshot.suspend import driver_calls
+
+__all__ = ["all_there", "none_forgotten", "none_suspended", "without_ended"]
+
+
+def all_there(wanted: Iterable[GpuProcess], there: Collection[int], images: str) -> None:
+    """See that the processes of the manifest are `there`, by PID in the container.
+
+    One that CRIU restored from `images` and that has ended since is only said. Raises GpusnapError for one
+    that was never in the dump.
+    """
+    for process in wanted:
+        if process.pid in there:
+            continue
+        if not os.path.exists(os.path.join(images, f"core-{process.pid}.img")):
+            raise GpusnapError(
+                f"process {process.pid} ({process.name}) of the checkpoint did not come back: CRIU's images "
+                "do not have it",
+                hint="it was left out of the dump, or the checkpoint was changed since; restore another one",
+            )
+        note(
+            f"process {process.pid} ({process.name}) ended by itself before its GPU state could be restored; "
+            "the rest of the container runs on"
+        )
+
+
+def without_ended(
+    processes: Sequence[proc.Process], gone_on: Collection[int], init: int
+) -> list[proc.Process]:
+    """Those that are to be there; one that ended after it had gone on with all of its state is only said.
+
+    Without its init there is no container.
+    """
+    left = []
+    for process in processes:
+        if process.pid == init or process.pid not in gone_on or proc.running(process.pid):
+            left.append(process)
+            continue
+        note(
+            f"process {process.pid} ({process.comm}) ended by itself as soon as it ran again; the rest of "
+            "the container runs on"
+        )
+    return left
+
+
+def none_suspended(driver: Driver | None, processes: Iterable[proc.Process]) -> None:
+    """As `none_forgotten`, for a checkpoint that is said to have no GPU, and this host's driver, if any."""
+    if driver is None:
+        return
+    try:
+        driver.open()
+    except GpuError:
+        return  # one without the checkpoint API has suspended none
+    none_forgotten(driver, processes)
+
+
+def none_forgotten(driver: Driver, processes: Iterable[proc.Process]) -> None:
+    """See that no process which the manifest does not list is suspended. Raises GpusnapError."""
+    for process in processes:
+        native = driver.plugin is None
+        state = driver_calls.state(driver, process.pid) if native else driver.state(process.pid)
+        if state is not None and state is not ProcessState.RUNNING:
+            raise GpusnapError(
+                f"process {process.pid} ({process.comm}) came back with its GPU state {state.name.lower()}, "
+                "and the checkpoint's manifest does not list it",
+                hint="the checkpoint was changed since it was made; restore another one",
+            )

@@ -1,0 +1,1 @@
+"""GPU state: locked, taken, given back, and who stands still meanwhile."""

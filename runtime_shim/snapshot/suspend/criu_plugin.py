@@ -1,0 +1,150 @@
+"""Checkpoints and restores whose GPU state a plugin of CRIU's carries: what is otherwise there.
+
+AMD's always does; NVIDIA's where the setting nvidia.driver says so. There is nothing to lock, carry away or
+fill then: it is CRIU that calls the plugin, and the GPUs' memory is in its images. A restore goes the way
+that its checkpoint was made, whatever this host's settings say, since no other leads back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from runtime_shim.errors import GpusnapError, Refused
+from runtime_shim.gpu import driver_of, find_drivers, holders
+from runtime_shim.gpu.api.criu_plugin import CUDA, KNOWN, Plugin
+from runtime_shim.gpu.api.driver import Driver, Host, ProcessState
+from runtime_shim.gpu.api.gpu_map import GpuMap, means
+from runtime_shim.process import proc
+from runtime_shim.records.manifest import Manifest
+from runtime_shim.runtime import container as containers
+from runtime_shim.runtime.criu import plugins
+from runtime_shim.settings import Memory, Settings
+from runtime_shim.snapshot.memory.capture import Chunks
+from runtime_shim.snapshot.memory.destination import StoreHome
+from runtime_shim.snapshot.suspend.gpu_state import InCriu, Pages, idle_holders
+
+__all__ = ["came_back", "chosen", "inherited", "of_record", "pages", "possible", "same_gpus"]
+
+_PLUGIN = "criu-plugin"
+
+
+def chosen(driver: Driver, container: containers.Container, settings: Settings) -> Driver:
+    """The driver for a container, with the way to suspend that the settings ask for.
+
+    `driver` is this host's first. On a host with GPUs of two vendors it is that of those whose device files
+    the container's processes hold, or else that has some in its /dev. Raises Refused where processes hold
+    both: a checkpoint has one vendor's GPUs.
+    """
+    every = find_drivers()
+    if len(every) > 1 and container.pid and any(each.vendor == driver.vendor for each in every):
+        driver = _held(every, container) or driver
+    if driver.plugin is None and driver.vendor == "nvidia" and settings.nvidia.driver == _PLUGIN:
+        return driver_of("nvidia", CUDA.name) or driver
+    return driver
+
+
+def _held(every: Sequence[Driver], container: containers.Container) -> Driver | None:
+    members = containers.processes(container.pid, container.id)
+    holding = [each for each in every if any(each.handles(process.pid) for process in members)]
+    if len(holding) > 1:
+        vendors = " and ".join(each.vendor.upper() for each in holding)
+        raise Refused(
+            f"the processes of container {container.id} use GPUs of {vendors}, and a checkpoint can hold "
+            "those of one vendor alone",
+            hint="run what uses the one and what uses the other in two containers",
+        )
+    return next(iter(holding), None) or next((each for each in every if each.nodes(container.pid)), None)
+
+
+def of_record(record: Manifest, found: Driver | None) -> Driver | None:
+    """The driver that brings a checkpoint's GPUs back in the way that they were suspended; None without one.
+
+    `found` is this host's first.
+    """
+    if found is not None and found.vendor == record.host.vendor and _name(found.plugin) == record.plugin:
+        return found
+    if not record.plugin and (found is None or found.vendor == "nvidia") and record.host.vendor == "nvidia":
+        return found
+    return driver_of(record.host.vendor, record.plugin)
+
+
+def _name(plugin: Plugin | None) -> str:
+    return plugin.name if plugin is not None else ""
+
+
+def pages(image_path: str, container: containers.Container, settings: Settings) -> Pages:
+    """The way of the memory: it is in CRIU's images, and with these in a store, if that is asked for."""
+    memory: Memory = settings.memory
+    if memory.pages == StoreHome.kind:
+        home = StoreHome(settings.store.path, image_path, container.id, memory)
+        return Chunks(image_path, container.key, memory, container.bundle, home=home)
+    return InCriu(image_path, container.key, memory.threads)
+
+
+def possible(
+    driver: Driver, container: containers.Container, processes: Collection[proc.Process], settings: Settings
+) -> None:
+    """Refuse, while nothing has been changed, what CRIU's plugin could not do; nothing without one."""
+    if (plugin := driver.plugin) is None:
+        return
+    if holders(driver, [process.pid for process in processes]):
+        plugins.find(plugin, settings)
+    if plugin.running and container.status == "paused":
+        raise Refused(
+            f"container {container.id} is paused, and {plugin.what} waits for an answer of its processes",
+            hint='unpause it first; with nvidia.driver = "native" it may stay paused',
+        )
+
+
+def inherited(driver: Driver, processes: Collection[proc.Process]) -> None:
+    """Refuse where processes hold GPU files without GPU state; nothing without a plugin.
+
+    To be called when none is just starting: it looks the same (`preflight.leftover` waits for that).
+    """
+    if (plugin := driver.plugin) is None:
+        return
+    for process, files in idle_holders(driver, processes).items():
+        raise Refused(
+            f"process {process.pid} ({process.comm}) holds {files[0]} and has no GPU state of its own, and "
+            f"{plugin.what} leaves that file to CRIU, which cannot dump it",
+            hint='start workers with spawn, or set nvidia.driver = "native", which takes such files away',
+        )
+
+
+def same_gpus(record: Manifest, host: Host, request: GpuMap) -> GpuMap:
+    """The GPU map that a plugin which cannot change GPUs needs: each stays. Empty where anything goes.
+
+    Raises Refused where this host lacks one of them, or the request asks for another.
+    """
+    plugin = next((each for each in KNOWN if each.name == record.plugin), None)
+    if plugin is None or plugin.remaps:
+        return ()
+    here = {gpu.uuid: gpu for gpu in host.gpus}
+    for gpu in record.gpus:
+        asked = next((right for left, right in request if means(left, gpu.index, gpu.uuid)), None)
+        same = here.get(gpu.uuid)
+        if same is None or (asked is not None and not means(asked, same.index, same.uuid)):
+            why = "this host does not have it" if same is None else f"the GPU map asks for {asked}"
+            raise Refused(
+                f"the checkpoint was made through {plugin.what}, which brings a process back on the GPU "
+                f"that it had, {gpu.uuid}, and {why}",
+                hint="restore it on its own GPUs; one made with nvidia.driver = native can move",
+            )
+    return tuple((gpu.uuid, gpu.uuid) for gpu in record.gpus)
+
+
+def came_back(driver: Driver, processes: Iterable[proc.Process]) -> None:
+    """See that the restored processes have their GPU state again. Raises GpusnapError.
+
+    Where a plugin carried it, CRIU has seen to that, and the processes run on since: one may have ended, or
+    be done with its GPU, but none may be left suspended.
+    """
+    for process in processes:
+        state = driver.state(process.pid) if proc.running(process.pid) else None
+        if state is None and driver.plugin is not None:
+            continue
+        if state is not ProcessState.RUNNING:
+            raise GpusnapError(
+                f"process {process.pid} ({process.comm}) did not come back with its GPU state",
+                hint="its own log may say why",
+            )

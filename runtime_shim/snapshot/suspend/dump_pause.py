@@ -1,0 +1,122 @@
+"""A running container, paused for CRIU's dump alone, at a moment when no process waits in vfork(2).
+
+The runtimes have CRIU freeze the container's cgroup and seize what is in it. Where that comes upon a process
+that waits for its child to begin a program, the dump fails after CRIU's timeout (stopping/vfork.py). A shell
+that starts programs all day is in that state for some percent of the time. So the container is paused before
+the dump, by the runtime itself, since that is the group which it names to CRIU; where a process waits it goes
+on for a moment, and is paused again. A container whose processes all stand already is left alone.
+
+A killed gpusnap leaves it paused: the journal says so (<container>.paused), and `recover` lets it go on.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from runtime_shim.process import proc
+from runtime_shim.runtime import cgroup_freezer
+from runtime_shim.runtime import container as containers
+from runtime_shim.runtime.criu.run import control
+from runtime_shim.snapshot.records import journal
+from runtime_shim.stopping import vfork
+from runtime_shim.transaction import stop_if_asked
+
+__all__ = ["Lull", "put_right"]
+
+# Seconds that it goes on where a process waits; longer each time, and no two the same, since what starts
+# programs may do it at regular intervals.
+_FIRST, _LONGEST = 0.001, 0.05
+
+
+class Lull:
+    """The pause of one container; nothing where it cannot be paused by a cgroup (version 2) of its own."""
+
+    def __init__(self, container: containers.Container, command: Sequence[str]) -> None:
+        """`command` is the real runtime with its global options."""
+        self._container, self._command = container, command
+        self._groups = containers.freezable(container)
+        self._group: str | None = None
+        self._noted = False
+
+    def wanted(self) -> bool:
+        """Whether it is of use: some process may run, and nobody else has paused the container."""
+        if not self._groups or any(map(cgroup_freezer.frozen, self._groups)):
+            return False
+        return not all(map(proc.still, cgroup_freezer.members(self._groups[0])))
+
+    def begin(self, *, timeout: float) -> None:
+        """Pause it; within so many seconds no process waits. May be called again after `end`.
+
+        Raises GpusnapError where some process waits all the time, Interrupted where a signal came; the
+        container goes on.
+        """
+        self._note()
+        try:
+            if self._paused():
+                self._wait(timeout)
+            else:
+                self.end()  # as CRIU finds it, then
+            stop_if_asked()
+        except BaseException:
+            self.end()
+            raise
+
+    def _paused(self) -> bool:
+        """Have the runtime pause it: whether that has been done, by a group that is known."""
+        done = control([*self._command, "pause", self._container.id])
+        # Also where it failed: runc leaves a group frozen of which a process does not freeze in time.
+        self._group = next(filter(cgroup_freezer.frozen, self._groups), None)
+        if done.code == 0 and self._group is None:
+            control([*self._command, "resume", self._container.id])
+        return done.code == 0 and self._group is not None
+
+    def _wait(self, timeout: float) -> None:
+        assert self._group is not None
+        deadline, longest = time.monotonic() + timeout, _FIRST
+        while True:
+            cgroup_freezer.settle(self._group)
+            found = next(vfork.waiting(cgroup_freezer.members(self._group)), None)
+            if found is None:
+                return
+            if time.monotonic() > deadline:
+                raise vfork.too_long(found, timeout)
+            stop_if_asked()
+            cgroup_freezer.thaw(self._group)
+            time.sleep(random.uniform(_FIRST / 2, longest))
+            longest = min(longest * 2, _LONGEST)
+            cgroup_freezer.freeze(self._group)
+
+    def end(self) -> None:
+        """Let it go on. May be called again, and without `begin`."""
+        if self._group is not None:
+            cgroup_freezer.thaw(self._group)
+            self._group = None
+        if self._noted:
+            journal.drop(self._container.key, journal.PAUSED)
+            self._noted = False
+
+    def _note(self) -> None:
+        init = proc.process(self._container.pid)
+        lull = (init.pid, init.start) if init is not None else (0, 0)
+        pause = journal.Pause(journal.owner(), "", False, (), lull=lull, groups=self._groups)
+        journal.note_pause(self._container.key, pause)
+        self._noted = True
+
+
+def put_right(entry: journal.Entry) -> journal.Entry:
+    """Let a container go on that a killed gpusnap had paused for its dump; the entry without that pause.
+
+    Raises GpusnapError.
+    """
+    pause = entry.paused
+    if pause is None or pause.lull is None:
+        return entry
+    if proc.same(*pause.lull):  # else it has ended, and what has its name and its cgroup now is another
+        for group in filter(cgroup_freezer.frozen, pause.groups):
+            cgroup_freezer.thaw(group)
+    # From now on a pause is somebody else's.
+    journal.drop(entry.key, journal.PAUSED)
+    return replace(entry, paused=None)

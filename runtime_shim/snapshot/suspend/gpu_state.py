@@ -1,0 +1,461 @@
+"""The GPU state of a container's processes: suspended together, resumed together.
+
+`resume` goes by the state that the driver reports and not by what we believe we did, so it is right after a
+failure at any point, and may be called twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol
+
+from runtime_shim.errors import GpusnapError, ImageError, Interrupted, Refused
+from runtime_shim.gpu import holders
+from runtime_shim.gpu.api.driver import Driver, Host, ProcessState
+from runtime_shim.gpu.api.errors import DriverFailed, NotInitialized, PermissionRefused
+from runtime_shim.gpu.api.parallel import Outcome, at_once
+from runtime_shim.process import proc
+from runtime_shim.records.manifest import FileRecord, Manifest, Written
+from runtime_shim.snapshot.records import journal
+from runtime_shim.snapshot.suspend import driver_calls
+from runtime_shim.stopping.stop import go_on, populated, settle, stop
+
+if TYPE_CHECKING:
+    from runtime_shim.process.ptrace.populate import Populated
+    from runtime_shim.process.ptrace.tracer import Tracer
+    from runtime_shim.records.manifest import RegionRecord
+
+__all__ = [
+    "InCriu",
+    "Pages",
+    "Record",
+    "idle_holders",
+    "let_finish",
+    "record",
+    "resume",
+    "suspend",
+    "suspended",
+    "users",
+]
+
+# A restore can fail for a passing reason, such as another process that just has the memory; giving up would
+# leave the work suspended, so it is tried a few times.
+_ATTEMPTS = 4
+# How often a driver is asked that does not know a process any more, and seconds in between.
+_ASKED, _BETWEEN = 4, 0.05
+_PAUSE = 0.5
+# Seconds until a process that is stopped counts as one that stays so.
+_STOPPED = 1.0
+# Seconds for a process to stand that somebody has let go on without its GPU state.
+_STOPPING = 10.0
+# Seconds for what the driver had begun when its caller was killed: a large process takes it up to a minute.
+_UNDER_WAY = 300.0
+
+
+Pairs = Sequence[tuple[str, str]]
+
+
+class Pages(Protocol):
+    """Where the GPUs' memory goes while a process is suspended: the seam between the driver and CRIU."""
+
+    name: str
+    """What the manifest calls it."""
+
+    @property
+    def place(self) -> str:
+        """The folder that it goes to in the end."""
+
+    def prepare(self) -> None:
+        """A checkpoint begins, and nothing has been changed yet."""
+
+    def watch(self, pid: int) -> None:
+        """A process stands still, and the driver's checkpoint comes next."""
+
+    def thread(self, pid: int, tid: int) -> AbstractContextManager[Tracer]:
+        """Let the driver's thread run while the block has the driver checkpoint the process."""
+
+    def take(self, pids: Sequence[int]) -> None:
+        """Carry the suspended processes' GPU memory away, before CRIU dumps them."""
+
+    def ready(self) -> None:
+        """A dump comes next that leaves nothing of the processes: write what a restore needs."""
+
+    def give_back(self, pids: Sequence[int]) -> Mapping[int, GpusnapError]:
+        """Put it back before the driver restores them, after a dump or a failure; what kept some from it."""
+
+    def resumed(self) -> None:
+        """The processes run again after the dump."""
+
+    def note(self, pids: Sequence[int]) -> None:
+        """Have it in the journal where their memory is; of those that were not taken yet, that they are."""
+
+    def records(self) -> Mapping[int, tuple[RegionRecord, ...]] | None:
+        """By PID, the memory that is not in CRIU's images, for the manifest; None before it is known."""
+
+    def notes(self) -> Mapping[int, str]:
+        """By PID, why a slower way was taken than there is."""
+
+    def written(self) -> Written:
+        """What was written beside CRIU's images."""
+
+    def commit(self, *, kept: bool) -> None:
+        """Write what is not, and make it durable, before the manifest says that it is there.
+
+        `kept`: the container runs on, and is likely to be checkpointed again.
+        """
+
+    def images(self) -> tuple[FileRecord, ...]:
+        """After the dump: CRIU's images that are in chunks, too, and durable."""
+
+    def named(self, record: Manifest) -> None:
+        """All is durable, and this is what the manifest will say."""
+
+    def whole(self, record: Manifest | None) -> None:
+        """That manifest is on disk; None where only the one from before the dump is."""
+
+    def close(self) -> None:
+        """The checkpoint is over, and whole."""
+
+    def discard(self, *, layout: bool) -> None:
+        """Remove what was staged and, of the image, the `layout`, but not what a process needs."""
+
+
+class InCriu:
+    """It stays in the process, and CRIU dumps and restores it with the rest."""
+
+    name = "criu"
+
+    def __init__(self, image_path: str = "", container: str = "", threads: int = 0) -> None:
+        """`threads` that populate a large mapping, all cores' for 0."""
+        self._image, self._container, self._threads = image_path, container, threads
+        self._populated: dict[int, Populated] = {}
+
+    @property
+    def place(self) -> str:
+        """That of the images."""
+        return self._image
+
+    def prepare(self) -> None:
+        """Nothing to prepare."""
+
+    def watch(self, pid: int) -> None:
+        """Nothing to remember."""
+
+    @contextmanager
+    def thread(self, pid: int, tid: int) -> Iterator[Tracer]:
+        """The thread alone, its large mapping populated for it."""
+        with populated(pid, tid, threads=self._threads) as done:
+            self._populated[pid] = done
+            assert done.tracer is not None
+            yield done.tracer
+
+    def take(self, pids: Sequence[int]) -> None:
+        """Nothing to carry."""
+
+    def ready(self) -> None:
+        """It is in the processes, which is where CRIU looks."""
+
+    def give_back(self, pids: Sequence[int]) -> Mapping[int, GpusnapError]:
+        """Nothing was carried away."""
+        return {}
+
+    def resumed(self) -> None:
+        """Nothing of theirs is anywhere else."""
+
+    def note(self, pids: Sequence[int]) -> None:
+        """It is in themselves."""
+        journal.write(self._container, self._image, dict.fromkeys(pids, ()))
+
+    def records(self) -> Mapping[int, tuple[RegionRecord, ...]]:
+        """CRIU's images have it all."""
+        return {}
+
+    def notes(self) -> Mapping[int, str]:
+        """Why a mapping was not populated."""
+        return {pid: done.why_not for pid, done in self._populated.items() if done.why_not}
+
+    def written(self) -> Written:
+        """Nothing."""
+        return Written()
+
+    def commit(self, *, kept: bool) -> None:
+        """CRIU's images are made durable by themselves."""
+
+    def images(self) -> tuple[FileRecord, ...]:
+        """None."""
+        return ()
+
+    def named(self, record: Manifest) -> None:
+        """There is no other name."""
+
+    def whole(self, record: Manifest | None) -> None:
+        """Nothing is there twice."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def discard(self, *, layout: bool) -> None:
+        """Nothing was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What was known of a GPU process before it was suspended and let go of its GPUs."""
+
+    process: proc.Process
+    inner_pid: int
+    """Its PID as the container's init sees it."""
+    gpus: tuple[tuple[str, int], ...]
+    """(UUID, bytes used) of every GPU that it could see."""
+
+    @property
+    def used(self) -> int:
+        """Bytes of GPU memory, over all GPUs."""
+        return sum(used for _, used in self.gpus)
+
+
+def users(
+    driver: Driver, processes: Iterable[proc.Process], held: Collection[int] = ()
+) -> dict[proc.Process, ProcessState]:
+    """The processes that have GPU state, with it.
+
+    Raises Refused for one that is stopped, unless it is among those PIDs that we ourselves have `held`.
+    """
+    by_pid = {process.pid: process for process in processes}
+    found = {}
+    for pid in holders(driver, by_pid):
+        state = _state(driver, by_pid[pid], held)
+        if state is not None:
+            found[by_pid[pid]] = state
+    return found
+
+
+def idle_holders(
+    driver: Driver, processes: Iterable[proc.Process], held: Collection[int] = ()
+) -> dict[proc.Process, tuple[str, ...]]:
+    """The processes that have a GPU's device files open or mapped, but no GPU state; with those files.
+
+    Raises Refused for one that is stopped, as `users`.
+    """
+    found = {}
+    for process in processes:
+        files = driver.handles(process.pid)
+        if files and _state(driver, process, held) is None and proc.running(process.pid):
+            found[process] = files
+    return found
+
+
+def _state(driver: Driver, process: proc.Process, held: Collection[int]) -> ProcessState | None:
+    """Its GPU state. One that somebody else has stopped for good cannot be checkpointed as it is."""
+    # CRIU's plugin that needs no answer of the processes does not mind.
+    asks = driver.plugin is None or driver.plugin.running
+    if asks and process.pid not in held and not _runs(process.pid):
+        raise Refused(
+            f"process {process.pid} ({process.comm}) is stopped, and cannot answer the GPU's driver",
+            hint="gpusnap recover if gpusnap was killed, else SIGCONT or unpause it first",
+        )
+    if driver.plugin is not None:
+        return driver.state(process.pid)
+    return driver_calls.state(driver, process.pid)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process runs, at least now and then: cpulimit stops and continues one all the time."""
+    deadline = time.monotonic() + _STOPPED
+    while proc.stopped(pid):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def record(
+    driver: Driver, host: Host, fresh: Sequence[proc.Process], inner: Mapping[int, int]
+) -> list[Record]:
+    """What the manifest says of processes that still run on their GPUs; `inner` as `container.inner_pids`.
+
+    Where the driver does not tell a process' share (NVML in some virtual machines), the GPU's whole use
+    stands in for it: an upper bound, as pre-flight needs it.
+    """
+    used = driver.memory_used([process.pid for process in fresh])
+    whole = {gpu.uuid: gpu.memory_used for gpu in host.gpus}
+    records = []
+    for process in fresh:
+        own = used.get(process.pid)
+        gpus = {
+            uuid: (whole.get(uuid, 0) if own is None else own.get(uuid, 0))
+            for uuid in driver.visible(process.pid)
+        }
+        records.append(Record(process, inner[process.pid], tuple(gpus.items())))
+    return records
+
+
+def suspend(
+    driver: Driver,
+    pids: Collection[int],
+    pages: Pages,
+    *,
+    timeout: float,
+    standing: Callable[[], object] = tuple,
+    held: Collection[int] = (),
+) -> None:
+    """Have locked processes stand still, and the driver take their GPU state, all at once.
+
+    `timeout` in seconds is for standing still; `standing` is called in between. Those in `held` stood before,
+    and stand after a failure, too. Raises GpusnapError; `resume` puts right whatever was done.
+    """
+    try:
+        stop(pids, timeout=timeout)
+        settle(pids)
+    except GpusnapError:
+        # Half stopped they would keep the driver waiting, and nothing has been taken from them.
+        go_on(pid for pid in pids if pid not in held)
+        raise
+    standing()
+    at_once(partial(_suspend, driver, pages, held), pids).raise_first()
+
+
+def _suspend(driver: Driver, pages: Pages, held: Collection[int], pid: int) -> None:
+    pages.watch(pid)
+    try:
+        driver_calls.checkpoint(driver, pid, pages.thread)
+    except PermissionRefused:
+        if pid not in held:
+            go_on([pid])  # its driver's thread cannot be had, and an undo could not have it either
+        raise
+
+
+def let_finish(driver: Driver, pid: int, *, within: float = _UNDER_WAY, quiet: float = 1.0) -> None:
+    """Let the driver's thread of a process that stands end what it was at when its caller was killed.
+
+    The driver says nothing of a call that is under way, so the thread counts as done when it has slept for
+    `quiet` seconds without running at all; seconds, as `within`, after which it is left as it is. It may wait
+    for a lock that another thread was stopped with.
+    """
+    driver_calls.let_finish(driver, pid, within=within, quiet=quiet)
+
+
+def suspended(driver: Driver, pid: int) -> bool:
+    """Whether the driver has taken the GPU state of a process that stands."""
+    return driver_calls.state(driver, pid) is ProcessState.CHECKPOINTED
+
+
+def resume(
+    driver: Driver,
+    pids: Iterable[int],
+    pages: Pages,
+    *,
+    pairs: Mapping[int, Pairs] = MappingProxyType({}),
+    right: Callable[[int], object] = int,
+    let_go: Callable[[int], object] | None = None,
+) -> None:
+    """Restore every suspended process, let it go on, and unlock it; all at once, those that died left out.
+
+    `pairs` of (old UUID, new UUID), by PID, for those that come back on other GPUs. `right` is called with
+    the PID after the driver's restore of each, and what it raises keeps that one from going on. With `let_go`
+    those that stand are unlocked and stand on: it is called with the PID in place of a SIGCONT. Raises a
+    GpusnapError after everything that could be resumed has been; a process that the driver could not restore
+    stays stopped, since its threads would miss what the driver took from them.
+    """
+    alive = [pid for pid in pids if proc.running(pid)]
+    waiting, failure = alive, None
+    for attempt in range(_ATTEMPTS):
+        if attempt:
+            time.sleep(_PAUSE * attempt)
+        lacking = pages.give_back(waiting)
+        ready = [pid for pid in waiting if pid not in lacking]
+        outcome = at_once(partial(_bring_back, driver, pairs, right, let_go), ready)
+        # One that ended meanwhile has nothing to get back.
+        errors = {
+            pid: error for pid, error in (*lacking.items(), *outcome.errors.items()) if proc.running(pid)
+        }
+        waiting, failure = list(errors), _failed(Outcome(outcome.results, errors).raise_first)
+        if not lacking and all(isinstance(error, ImageError) for error in errors.values()):
+            break  # memory that was found wrong stays so
+    # One that has gone on may have been stopped again by somebody else: its state says whether it is locked.
+    gone_on = [pid for pid in alive if (let_go is None and pid not in waiting) or not proc.still(pid)]
+    locked = _those(driver, gone_on, ProcessState.LOCKED)
+    failure = _failed(lambda: at_once(partial(driver_calls.unlock, driver), locked).raise_first()) or failure
+    if failure is not None:
+        raise failure
+
+
+def _bring_back(
+    driver: Driver,
+    pairs: Mapping[int, Pairs],
+    right: Callable[[int], object],
+    let_go: Callable[[int], object] | None,
+    pid: int,
+) -> None:
+    """Restore one process if it is suspended, and let it go on."""
+    if not proc.still(pid):
+        # Somebody has let it go on, or the kernel has not stopped it again yet since CRIU let it go.
+        if _asked_again(driver, pid) is not ProcessState.CHECKPOINTED:
+            if let_go is None:
+                go_on([pid])  # a stop of ours may be under way
+            return
+        stop([pid], timeout=_STOPPING)
+    state = _asked_again(driver, pid)
+    if state is None and proc.running(pid):
+        raise NotInitialized(
+            f"the GPU driver does not know process {pid} ({proc.comm(pid)}), whose GPU state it had taken",
+            hint="it stays stopped; see with nvidia-smi that the driver works",
+            pid=pid,
+        )
+    if state is ProcessState.FAILED:
+        raise DriverFailed(
+            f"the GPU state of process {pid} ({proc.comm(pid)}) cannot be restored any more: the driver has "
+            "given it up",
+            hint="kill the process, and restore its container from a checkpoint",
+            pid=pid,
+        )
+    if state is ProcessState.CHECKPOINTED:
+        driver_calls.restore(driver, pid, pairs.get(pid, ()))
+    right(pid)
+    if let_go is not None:
+        if _asked_again(driver, pid) is ProcessState.LOCKED:
+            driver_calls.unlock(driver, pid)
+        let_go(pid)
+    else:
+        go_on([pid])
+
+
+def _asked_again(driver: Driver, pid: int) -> ProcessState | None:
+    """The state of a process that had one; None where it has ended, or the driver says so again and again.
+
+    A driver that lacks memory or descriptors for a moment does not find the process in /proc.
+    """
+    for attempt in range(_ASKED):
+        if attempt:
+            time.sleep(_BETWEEN)
+        state = driver_calls.state(driver, pid)
+        if state is not None or not proc.running(pid):
+            return state
+    return None
+
+
+def _those(driver: Driver, pids: Iterable[int], wanted: ProcessState) -> list[int]:
+    """Those in a state, and those whose state cannot be read: the step on them will say why."""
+
+    def there(pid: int) -> bool:
+        try:
+            return _asked_again(driver, pid) is wanted
+        except GpusnapError:
+            return True
+
+    return [pid for pid in pids if there(pid)]
+
+
+def _failed(action: Callable[[], object]) -> GpusnapError | None:
+    try:
+        action()
+    except Interrupted:
+        raise
+    except GpusnapError as error:
+        return error
+    return None

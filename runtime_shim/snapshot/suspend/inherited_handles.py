@@ -1,0 +1,219 @@
+"""GPU files that a process inherited by fork and never used: found, and replaced where they are.
+
+The workers of PyTorch's DataLoader are children by fork of a CUDA process. They hold all of its device files,
+open and mapped, and use none of them: CUDA refuses to work in such a child. The driver takes the parent's
+away when it suspends it, nobody takes the children's, and CRIU dumps no such file. So while the parent stands
+still, locked but not suspended yet, each child is stopped, its descriptors are led to /dev/null, its mappings
+to nothing, and it goes on. That is never undone, and need not be: a handle shared with a parent that has been
+suspended once is dead in any case, because the driver opens new ones when it resumes the parent.
+
+A process counts as such a child only if everything that it holds came from an ancestor with GPU state: each
+descriptor is the same open file as one of the ancestor's (kcmp(2), KCMP_FILE), each mapping lies where the
+ancestor has the same one. What a process opened by itself is its own business: it may be starting CUDA, or
+watching the GPU. And no table may be shared: where a child has its memory or its descriptors in common with
+another process (CLONE_VM, CLONE_FILES; in the middle of vfork or posix_spawn), what is replaced in the one is
+gone in the other, which may be the GPU process itself. Seen on an H200 with driver 580: each worker had 31
+descriptors and 30 mappings, all so inherited and all close-on-exec, also after the parent had freed its
+memory and its streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from runtime_shim.errors import GpusnapError, reason
+from runtime_shim.gpu.api.driver import Driver, Held
+from runtime_shim.gpu.api.parallel import at_once
+from runtime_shim.log import note
+from runtime_shim.process import proc
+from runtime_shim.process.kcmp import EQUAL, FILE, FILES, VM, compared
+from runtime_shim.process.ptrace.neutralise import Neutralised, neutralise
+from runtime_shim.records.manifest import NeutralisedProcess
+from runtime_shim.runtime import container as containers
+from runtime_shim.snapshot.records import journal
+from runtime_shim.snapshot.suspend.gpu_state import idle_holders, users
+from runtime_shim.stopping.stop import go_on, stop
+
+__all__ = ["Cleared", "clear", "records", "say", "strangers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """A process whose inherited GPU files have been replaced."""
+
+    process: proc.Process
+    done: Neutralised
+
+
+def strangers(
+    driver: Driver, processes: Collection[proc.Process], held: Collection[int] = ()
+) -> dict[proc.Process, tuple[str, ...]]:
+    """Those that hold GPU files without GPU state, and not by inheritance alone; with the files of their own.
+
+    `processes` are all of the container's. Of one that shares its memory or its descriptors with another of
+    them, every file counts as its own. Raises Refused for one that is stopped, but not by us (`held`).
+    """
+    idle = idle_holders(driver, processes, held)
+    if not idle:
+        return {}
+    gpu = users(driver, (process for process in processes if process not in idle), held)
+    source = _Source(driver, [process.pid for process in gpu])
+    everyone = [process.pid for process in processes]
+    own = {process: source.own(process.pid, everyone) for process in idle}
+    return {process: files for process, files in own.items() if files}
+
+
+def clear(
+    driver: Driver,
+    key: str,
+    gpu: Collection[int],
+    processes: Callable[[], Collection[proc.Process]],
+    *,
+    timeout: float,
+    held: Collection[int] = (),
+) -> tuple[Cleared, ...]:
+    """Replace what processes inherited from those in `gpu`, which stand still and have their files open yet.
+
+    `processes` gives the container's, each time anew: a child may have children of its own until it stands.
+    What others hold is left alone. `timeout` in seconds is for standing still. The journal of the container,
+    by its `key`, says which processes are stopped, and keeps the registers of a thread that is lent to us.
+    Those in `held` stand already, and stand on. Raises GpusnapError; what has been replaced by then stays so,
+    and all others go on.
+    """
+    source = _Source(driver, gpu)
+    found: dict[int, proc.Process] = {}
+    with contextlib.ExitStack() as stack:
+        while True:
+            there = tuple(processes())
+            everyone = [process.pid for process in there]
+            fresh = source.heirs(
+                [p for p in there if p.pid not in gpu and p.pid not in found], everyone, held
+            )
+            if not fresh:
+                break
+            for pid in (pid for pid in fresh if pid not in held):
+                stack.enter_context(journal.idle(key, pid))
+                stack.callback(go_on, [pid])
+            stop(fresh, timeout=timeout)
+            found |= fresh
+        # Until it stood, one may have opened something by itself, or have got a child that shares its tables.
+        heirs = [pid for pid in found if proc.running(pid) and not source.own(pid, everyone)]
+        outcome = at_once(partial(_clear, driver, key), heirs)
+        outcome.raise_first()
+    return tuple(Cleared(found[pid], each) for pid, each in sorted(outcome.results.items()) if each)
+
+
+def say(cleared: Iterable[Cleared]) -> None:
+    """Tell stderr whose files were replaced."""
+    pids = [each.process.pid for each in cleared]
+    if pids:
+        one = len(pids) == 1
+        who = (
+            "1 process holds GPU files that it" if one else f"{len(pids)} processes hold GPU files that they"
+        )
+        note(f"{who} inherited and never used; replaced by /dev/null: {' '.join(map(str, pids))}")
+
+
+def records(cleared: Iterable[Cleared], init: int) -> tuple[NeutralisedProcess, ...]:
+    """What the manifest says of those that are still there."""
+    there = [each for each in cleared if proc.same(each.process.pid, each.process.start)]
+    inner = containers.inner_pids(init, [each.process for each in there])
+    return tuple(
+        NeutralisedProcess(
+            inner[each.process.pid],
+            each.process.comm,
+            each.done.descriptors,
+            len(each.done.mappings),
+            sum(mapping.size for mapping in each.done.mappings),
+        )
+        for each in there
+    )
+
+
+def _clear(driver: Driver, key: str, pid: int) -> Neutralised | None:
+    """One process that stands; None where it has ended. The calling thread is the tracer."""
+    held = driver.held(pid)
+    numbers = [number for number, _ in held.descriptors]
+    ranges = [(start, end) for start, end, _ in held.mappings]
+    try:
+        return neutralise(pid, numbers, ranges, lent=partial(journal.thread, key, pid))
+    except OSError as error:
+        if not proc.running(pid):
+            return None
+        raise GpusnapError(
+            f"process {pid} ({proc.comm(pid)}) holds GPU files that it inherited, and they cannot be "
+            f"replaced: {reason(error)}",
+            hint="end the debugger that has it, or start such workers with spawn or forkserver",
+        ) from error
+
+
+class _Source:
+    """The files of the processes with GPU state, to compare others' with."""
+
+    def __init__(self, driver: Driver, gpu: Collection[int]) -> None:
+        self._driver, self._gpu = driver, frozenset(gpu)
+        self._held: dict[int, Held] = {}
+
+    def heirs(
+        self, processes: Iterable[proc.Process], everyone: Collection[int], held: Collection[int]
+    ) -> dict[int, proc.Process]:
+        """Those that hold GPU files by inheritance alone, by PID. Raises Refused as `strangers`."""
+        idle = idle_holders(self._driver, processes, held)
+        return {process.pid: process for process in idle if not self.own(process.pid, everyone)}
+
+    def own(self, pid: int, everyone: Collection[int]) -> tuple[str, ...]:
+        """Paths of the files that a process holds and did not inherit, each once.
+
+        All of its files, where it shares its memory or its descriptors with one of `everyone`.
+        """
+        held = self._driver.held(pid)
+        if any(_shares(pid, each) for each in {*everyone, *self._gpu} - {pid}):
+            files = [path for _, path in held.descriptors] + [path for *_, path in held.mappings]
+            return tuple(dict.fromkeys(files))
+        ancestors = [each for each in _ancestors(pid) if each in self._gpu]
+        inherited = {mapping for each in ancestors for mapping in self._of(each).mappings}
+        files = [
+            path
+            for number, path in held.descriptors
+            if not any(self._shared(each, pid, number) for each in ancestors)
+        ]
+        files += [path for start, end, path in held.mappings if (start, end, path) not in inherited]
+        return tuple(dict.fromkeys(files))
+
+    def _shared(self, ancestor: int, pid: int, number: int) -> bool:
+        """Whether a descriptor is an open file of the ancestor; there it mostly has the same number."""
+        theirs = sorted(self._of(ancestor).descriptors, key=lambda each: each[0] != number)
+        return any(_same_file(ancestor, each, pid, number) for each, _ in theirs)
+
+    def _of(self, pid: int) -> Held:
+        if pid not in self._held:
+            self._held[pid] = self._driver.held(pid)
+        return self._held[pid]
+
+
+def _ancestors(pid: int) -> list[int]:
+    found: list[int] = []
+    while (pid := proc.parent(pid)) and pid not in found:
+        found.append(pid)
+    return found
+
+
+def _same_file(pid: int, number: int, other: int, other_number: int) -> bool:
+    """Whether two descriptors share an open file description; not so where the kernel does not tell."""
+    return compared(pid, other, FILE, number, other_number) == EQUAL
+
+
+def _shares(pid: int, other: int) -> bool:
+    """Whether two processes have their memory or their descriptors in common; so where nobody can tell.
+
+    One that has ended has neither.
+    """
+    for kind in (VM, FILES):
+        found = compared(pid, other, kind)
+        if found == EQUAL or (found < 0 and found != -errno.ESRCH):
+            return True
+    return False

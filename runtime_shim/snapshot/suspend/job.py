@@ -1,0 +1,346 @@
+"""The GPU processes of one checkpoint: found, stopped, suspended, brought back; and the container's pause."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from runtime_shim.errors import GpusnapError, Refused
+from runtime_shim.gpu import holders
+from runtime_shim.gpu.api.device_nodes import Node
+from runtime_shim.gpu.api.driver import Driver, Host
+from runtime_shim.log import say
+from runtime_shim.process import proc
+from runtime_shim.records import manifest
+from runtime_shim.runtime import container as containers
+from runtime_shim.runtime.command_line import CheckpointCall
+from runtime_shim.runtime.criu.images import directory as image
+from runtime_shim.runtime.criu.run import quiet
+from runtime_shim.runtime.identify import RealRuntime
+from runtime_shim.settings import Settings
+from runtime_shim.snapshot.memory import chunk_cache, transfer
+from runtime_shim.snapshot.preflight import checks as preflight
+from runtime_shim.snapshot.records.volumes import Volume
+from runtime_shim.snapshot.suspend import driver_calls, inherited_handles, paused_container
+from runtime_shim.snapshot.suspend.dump_pause import Lull
+from runtime_shim.snapshot.suspend.gpu_state import Pages, Record, record, resume, suspend, users
+from runtime_shim.snapshot.suspend.lock import lock
+from runtime_shim.stopping.stop import Guard, drop_stops, stop
+from runtime_shim.transaction import Transaction
+
+__all__ = [
+    "Job",
+    "all_suspended",
+    "for_the_dump",
+    "newcomers",
+    "resume_all",
+    "resumed",
+    "suspend_all",
+    "thaw",
+]
+
+
+@dataclass(slots=True)
+class Job:
+    """One checkpoint under way."""
+
+    call: CheckpointCall
+    real: RealRuntime
+    settings: Settings
+    driver: Driver
+    container: containers.Container
+    transaction: Transaction
+    pages: Pages
+    records: dict[int, Record] = field(default_factory=dict)
+    """By PID, of every process that has been, or is being, suspended."""
+    cleared: tuple[inherited_handles.Cleared, ...] = ()
+    """Processes that held GPU files which they had inherited."""
+    mounts: tuple[manifest.DriverMount, ...] = ()
+    masters: bool = False
+    volumes: tuple[Volume, ...] = ()
+    """Those of its pod, whose open files are taken along."""
+    nodes: tuple[Node, ...] = ()
+    """The GPUs' device nodes in its /dev."""
+    host: Host | None = None
+    init: proc.Process | None = None
+    """The container's init, as it was at first."""
+    record: manifest.Manifest | None = None
+    """As of the last dump: afterwards the container, and its PID namespace, may be gone."""
+    suspended: bool = False
+    """Whether processes may stand, or wait for their memory."""
+    paused: paused_container.Paused | None = None
+    """Where somebody has paused the container."""
+    stuck: GpusnapError | None = None
+    """What kept us from ending our own pause."""
+    guard: Guard | None = None
+    """Who keeps the suspended processes stopped."""
+    dumping: int | None = None
+    """When CRIU began to write (st_mtime_ns); an earlier checkpoint in the same place is no more since."""
+    earlier: image.Earlier = field(default_factory=dict)
+    """That one's images."""
+
+    @property
+    def image_path(self) -> str:
+        return str(self.call.images())
+
+    @property
+    def held(self) -> Collection[int]:
+        """The processes of a paused container that stand because we stopped them."""
+        return self.paused.held if self.paused is not None else ()
+
+    def processes(self) -> tuple[proc.Process, ...]:
+        return containers.processes(self.container.pid, self.container.id)
+
+
+def thaw(job: Job) -> None:
+    """Hold a paused container's processes still, and thaw it: a frozen one does not answer the driver."""
+    if job.driver.plugin is not None:
+        return  # it is CRIU's to thaw, if it has to be
+    if job.paused is None:
+        job.paused = paused_container.find(job.container, job.real.kind)
+        if job.paused is None:
+            return
+        job.transaction.undo("pausing the container again", job.paused.freeze)
+    with job.transaction.step("hold"):
+        pids = holders(job.driver, [process.pid for process in job.processes()])
+        job.paused.hold(pids, timeout=job.settings.nvidia.lock_timeout)
+
+
+def _freeze(job: Job) -> None:
+    """Pause again what `thaw` has thawed."""
+    if job.paused is not None:
+        with job.transaction.step("freeze"):
+            job.paused.freeze()
+
+
+@contextmanager
+def for_the_dump(job: Job) -> Iterator[None]:
+    """Pause the container while the block dumps it, at a moment at which CRIU can; one that is paused again.
+
+    Not where CRIU has a plugin's work done: that asks processes which run.
+    """
+    if job.driver.plugin is None:
+        drop_stops(job.records)
+    if job.paused is not None:
+        _leave_alone(job)
+        _freeze(job)
+        job.paused.nobody_waits()
+    if job.paused is not None or job.driver.plugin is not None:
+        yield
+        return
+    lull = Lull(job.container, quiet(job.call, job.real))
+    try:
+        if lull.wanted():
+            with job.transaction.step("lull"):
+                _begin_lull(job, lull)
+        _leave_alone(job)  # nobody in the container can let one go on any more
+        yield
+    finally:
+        try:
+            lull.end()
+        except (GpusnapError, OSError) as error:
+            # Not raised: the dump may be done, and then there is no way back.
+            job.stuck = GpusnapError(
+                f"container {job.container.id} is still paused: {error}",
+                hint=f"gpusnap recover {job.container.id}",
+            )
+            say(job.stuck.sentence())
+
+
+def _begin_lull(job: Job, lull: Lull) -> None:
+    """Pause the container at a moment at which every suspended process stands."""
+    timeout = job.settings.nvidia.lock_timeout
+    deadline = time.monotonic() + timeout
+    lull.begin(timeout=timeout)
+    while not all(proc.still(pid) and not proc.stop_pending(pid) for pid in job.records if proc.running(pid)):
+        # One was let go on at the last moment, and is frozen as it runs, or was sent another SIGSTOP.
+        lull.end()
+        all_suspended(job)
+        drop_stops(job.records)
+        if time.monotonic() > deadline:
+            raise GpusnapError(
+                "processes in the container keep stopping and continuing its GPU processes while these are "
+                "suspended",
+                hint="end what sends them SIGSTOP and SIGCONT (cpulimit, say), and try again",
+            )
+        lull.begin(timeout=timeout)
+
+
+def suspend_all(job: Job) -> None:
+    """Lock and checkpoint every GPU process; those that begin to use a GPU meanwhile in another round."""
+    if job.driver.plugin is not None:
+        _suspend_these(job, newcomers(job))  # CRIU asks its plugin for whatever comes after
+        return
+    if not job.suspended:
+        job.suspended = True
+        job.transaction.undo("resuming the GPU processes", lambda: _undo_suspend(job))
+    rounds = 0
+    done = set(job.records)
+    while fresh := newcomers(job):
+        if rounds > job.settings.retries:
+            raise Refused(
+                f"processes of container {job.container.id} keep starting to use a GPU",
+                hint="try again when it is quieter",
+            )
+        _suspend_these(job, fresh)
+        rounds += 1
+    if set(job.records) != done:
+        with job.transaction.step("pages"):
+            job.pages.take(list(job.records))
+
+
+def _watch_over(job: Job) -> None:
+    """Have the suspended processes kept stopped, whoever sends them a SIGCONT."""
+    _leave_alone(job)
+    job.guard = Guard(job.records)
+
+
+def _leave_alone(job: Job) -> None:
+    if job.guard is not None:
+        job.guard.end()
+        job.guard = None
+
+
+def _undo_suspend(job: Job) -> None:
+    resume_all(job)
+    job.suspended = False
+
+
+def resume_all(job: Job) -> None:
+    """Have the GPU processes run again; a paused container is thawed for that, and to be frozen after it."""
+    if job.stuck is not None:
+        raise job.stuck  # no driver is asked of a frozen process
+    if job.driver.plugin is not None:
+        return
+    if job.paused is not None:
+        thaw(job)
+    let_go = job.paused.let_go if job.paused is not None else None
+    _leave_alone(job)
+    # Those alone that were stopped: after a lock that failed all of them run, and shall.
+    job.guard = Guard([pid for pid in job.records if proc.still(pid)])
+    try:
+        resume(job.driver, list(job.records), job.pages, right=partial(_right, job), let_go=let_go)
+    finally:
+        _leave_alone(job)
+        _note_calls(job)
+
+
+def _right(job: Job, pid: int) -> None:
+    """Before a process goes on: its memory is its own, and it is kept stopped no longer."""
+    transfer.own(job.container.key, pid)
+    if job.guard is not None:
+        job.guard.release(pid)
+
+
+def newcomers(job: Job) -> list[proc.Process]:
+    """The GPU processes that have not been suspended.
+
+    Raises Refused for one that a dump would leave out: `podman exec` may start it at any moment.
+    """
+    members = job.processes()
+    found = list(users(job.driver, [each for each in members if each.pid not in job.records], job.held))
+    if found:
+        preflight.complete(job.container, members, found)
+    return found
+
+
+def all_suspended(job: Job) -> None:
+    """Have every GPU process stand, and none be gone: it must not get into the manifest.
+
+    Whom somebody else has let go on is stopped again. Raises GpusnapError.
+    """
+    if job.driver.plugin is not None:  # they run, and may end, until CRIU stops them
+        job.records = {pid: item for pid, item in job.records.items() if proc.running(pid)}
+        return
+    for pid, item in job.records.items():
+        if not proc.same(pid, item.process.start):
+            raise GpusnapError(
+                f"GPU process {pid} ({item.process.comm}) ended before it could be dumped",
+                hint="checkpoint the container again",
+            )
+    stop(job.records, timeout=job.settings.nvidia.lock_timeout)
+    _watch_over(job)
+
+
+def _suspend_these(job: Job, fresh: Sequence[proc.Process]) -> None:
+    """Suspend these processes, all at once."""
+    assert job.host is not None
+    inner = containers.inner_pids(job.container.pid, fresh)
+    records = {r.process.pid: r for r in record(job.driver, job.host, fresh, inner)}
+    all_bytes = sum(r.used for r in records.values()) + sum(r.used for r in job.records.values())
+    used = {pid: r.used for pid, r in records.items()}
+    plugin = job.driver.plugin
+    if plugin is None or plugin.into_memory:
+        staged = job.settings.memory if plugin is None else None
+        preflight.room_in_memory(used, job.container.pid, staged)
+    preflight.room_on_disk(
+        job.image_path,
+        all_bytes,
+        job.processes(),
+        lambda need: _make_room(job, need),
+        place=job.pages.place,
+    )
+    job.records |= records
+    if plugin is not None:
+        return  # CRIU will have it done
+    job.pages.note(list(job.records))
+    timeout = job.settings.nvidia.lock_timeout
+    if job.paused is not None:
+        job.paused.keep(records)
+    with job.transaction.step("lock"):
+        told = job.transaction.note
+        for pid in lock(job.driver, records, timeout=timeout, held=job.held, tell=told):
+            told(f"process {pid} was paused within a call of CUDA, and ran until it had ended")
+    with job.transaction.step("driver checkpoint"):
+        standing = partial(_standing, job, timeout)
+        try:
+            suspend(job.driver, records, job.pages, timeout=timeout, standing=standing, held=job.held)
+        finally:
+            _note_calls(job)
+        _watch_over(job)
+        for pid, why in job.pages.notes().items():
+            if pid in records:
+                job.transaction.note(f"process {pid}: {why}")
+
+
+def _note_calls(job: Job) -> None:
+    for text in driver_calls.take_notes():
+        job.transaction.note(text)
+
+
+def _make_room(job: Job, need: int) -> None:
+    chunk_cache.make_room(job.settings.memory, job.image_path, need, container=job.container.id)
+
+
+def _standing(job: Job, timeout: float) -> None:
+    """The GPU processes stand, and nothing has been taken from them yet.
+
+    They may have begun to share memory since they were looked at first. And what their children inherited is
+    taken from these while both can still be compared.
+    """
+    assert job.host is not None
+    members = [item.process for item in job.records.values()]
+    preflight.shared(members, job.settings.nvidia, job.host.driver_version)
+    job.cleared += inherited_handles.clear(
+        job.driver, job.container.key, job.records, job.processes, timeout=timeout, held=job.held
+    )
+
+
+def resumed(job: Job) -> GpusnapError | None:
+    """What kept processes from running on; a container that was paused is so again."""
+    try:
+        failure = _failed(partial(resume_all, job))
+    finally:
+        frozen_again = _failed(partial(_freeze, job))
+    return failure or frozen_again
+
+
+def _failed(action: Callable[[], object]) -> GpusnapError | None:
+    try:
+        action()
+    except GpusnapError as error:
+        return error
+    return None

@@ -1,0 +1,1 @@
+"""Processes that stand still: stopped, and let run a little where they must."""

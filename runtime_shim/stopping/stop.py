@@ -1,0 +1,266 @@
+"""Stopped processes: stopped at a safe instant, and threads of them that run while the others stand.
+
+The driver's checkpoint takes away host memory that it had mapped into the process (pinned memory). A thread
+that runs on and reads it dies of SIGSEGV: on an H100, three of three JAX processes did within 3 s, and twelve
+of twelve came through when only the driver's own thread ran. So a locked process is stopped by SIGSTOP before
+the driver's checkpoint and goes on by SIGCONT after its restore. CRIU dumps a stopped process as such and
+restores it stopped, so no thread runs in between either. For the driver's calls its thread alone is let run,
+by ptrace(2): CRIU's own CUDA plugin does the same.
+
+A process that is stopped as a whole answers no call of NVIDIA's driver but
+cuCheckpointProcessGetRestoreThreadId.
+
+The driver's thread uses the C library of the process, and waits for a lock that a stopped thread holds. So
+`settle` looks where the threads stand, and lets those within fork, malloc, stdio or the loader run a little
+further, while the driver has taken nothing yet (process/ptrace/positions.py). What that does not see is found
+when it happens: snapshot/suspend/driver_calls.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from runtime_shim import threads
+from runtime_shim.errors import GpusnapError, reason
+from runtime_shim.gpu.api.errors import PermissionRefused
+from runtime_shim.process import pidfd, proc
+
+if TYPE_CHECKING:
+    from runtime_shim.process.ptrace.populate import Backing, Populated
+    from runtime_shim.process.ptrace.tracer import Tracer
+
+__all__ = [
+    "Guard",
+    "drop_stops",
+    "go_on",
+    "only",
+    "populated",
+    "settle",
+    "several",
+    "stand",
+    "stop",
+    "untraceable",
+]
+
+# Seconds after which a process that does not stand is sent another SIGSTOP: a SIGCONT has undone the first.
+_AGAIN = 0.05
+# Seconds between two looks of a guard.
+_GUARD = 0.002
+# Seconds that threads within the C library may take to leave it. Those that hold no lock there (one that
+# prints into a string all day looks the same) only cost this time.
+_LEAVING = 1.0
+# Seconds that a thread is let run at first, doubled so many times before it is that short again: one that
+# takes such locks all the time is best met at many instants, but on a busy machine it takes a while to run.
+_MOMENT, _TRIES = 0.0005, 5
+
+
+def stop(pids: Iterable[int], *, timeout: float) -> None:
+    """Stop processes, and wait until every thread of each stands still; one that ended is left out.
+
+    Where somebody lets one go on, it is stopped again. Raises GpusnapError after `timeout` seconds; they are
+    stopped all the same, until `go_on`.
+    """
+    pids = tuple(pids)
+    _stop_moving(pids)
+    _await_still(pids, timeout, again=True)
+
+
+def stand(pids: Iterable[int], *, timeout: float) -> None:
+    """Wait until every thread of processes that were sent a SIGSTOP stands still, as `stop` does.
+
+    Raises GpusnapError after `timeout` seconds.
+    """
+    _await_still(tuple(pids), timeout, again=False)
+
+
+def _stop_moving(pids: Iterable[int]) -> None:
+    for pid in [pid for pid in pids if not proc.still(pid)]:
+        pidfd.send(pid, signal.SIGSTOP)
+
+
+def _await_still(pids: tuple[int, ...], timeout: float, *, again: bool) -> None:
+    begin = time.monotonic()
+    deadline, sent, pause = begin + timeout, begin, 0.0005
+    while moving := [pid for pid in pids if not proc.still(pid)]:
+        now = time.monotonic()
+        if now > deadline:
+            raise GpusnapError(
+                f"process {moving[0]} ({proc.comm(moving[0])}) did not stand still within {timeout:g} s",
+                hint="one of its threads waits in the kernel, e.g. for a file system; try again after that",
+            )
+        if again and now - sent > _AGAIN:
+            _stop_moving(moving)
+            sent = now
+        time.sleep(pause)
+        pause = min(pause * 2, 0.02)
+
+
+def go_on(pids: Iterable[int]) -> None:
+    """Let stopped processes run again; one that ended is left out."""
+    for pid in pids:
+        pidfd.send(pid, signal.SIGCONT)
+
+
+def settle(pids: Iterable[int], *, within: float = _LEAVING) -> None:
+    """Have no thread of stopped processes stand where it may hold a lock of the C library.
+
+    Each that does is let run for a moment, alone, and again if need be; at times all of them together with
+    those that wait for a lock, since these may wait for one another. Seconds of `within` for all; what is
+    left then stays where it is. Raises PermissionRefused where a process cannot be traced.
+    """
+    from runtime_shim.process.ptrace import positions
+
+    deadline = time.monotonic() + within
+    waiting = list(pids)
+    for attempt in itertools.count():
+        moment = _MOMENT * 2 ** (attempt % _TRIES)
+        waiting = [pid for pid in waiting if proc.running(pid) and positions.unsafe(pid)]
+        if not waiting or time.monotonic() > deadline:
+            return
+        for pid in waiting:
+            with several(pid, ()) as tracer:
+                found = positions.unsafe(pid)
+                if attempt % 3 == 2:
+                    tracer.run_briefly({*found, *positions.waiting(pid)}, moment)
+                    continue
+                for tid in found:
+                    if time.monotonic() < deadline:
+                        tracer.run_briefly([tid], moment)
+
+
+def drop_stops(pids: Iterable[int]) -> None:
+    """Take back the SIGSTOPs that stopped processes have pending: CRIU takes one for an interruption.
+
+    A program that sends them all day (cpulimit) sends one to a process that stands already, and it waits
+    until the process goes on. Raises PermissionRefused where a process cannot be traced.
+    """
+    from runtime_shim.process.ptrace.tracee import held
+
+    for pid in pids:
+        if not proc.stop_pending(pid):
+            continue
+        try:
+            with held(pid, pid) as tracee:
+                tracee.to_signal(signal.SIGSTOP)
+                tracee.to_rest()
+        except ProcessLookupError:
+            continue
+        except OSError as error:
+            raise untraceable(pid, pid, error) from error
+
+
+class Guard:
+    """Keeps processes stopped that miss their GPU state, while nobody is at work on them.
+
+    A program in the container may send them a SIGCONT at any moment (cpulimit, a shell), and their threads
+    would run without memory that the driver has taken away. A thread of ours looks every 2 ms.
+    """
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._pids = {*pids}
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gpusnap-guard", daemon=True)
+        threads.start(self._thread)
+
+    def release(self, pid: int) -> None:
+        """Leave one of them alone: it is to go on."""
+        with self._lock:
+            self._pids.discard(pid)
+
+    def end(self) -> None:
+        """Look no more. May be called again."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(_GUARD):
+            for pid in tuple(self._pids):
+                with self._lock, contextlib.suppress(GpusnapError):
+                    if pid in self._pids and proc.goes_on(pid):
+                        _stop_moving([pid])
+
+
+@contextmanager
+def only(pid: int, tid: int) -> Iterator[Tracer]:
+    """Let one thread of a stopped process run while the block does, and stop it again.
+
+    The tracer is a thread of our own. The thread gets no signal meanwhile but for what itself does. Raises
+    PermissionRefused where it cannot be traced.
+    """
+    with several(pid, [tid]) as tracer:
+        yield tracer
+
+
+@contextmanager
+def several(pid: int, tids: Iterable[int], *, guard: bool = True) -> Iterator[Tracer]:
+    """As `only`, for any number of threads; `guard` as for Tracer."""
+    # Imported here: a container without a GPU must not pay for it.
+    from runtime_shim.process.ptrace.tracer import Tracer
+
+    tids = tuple(tids)
+    tracer = Tracer(pid, tids, guard=guard)
+    try:
+        tracer.start()
+    except OSError as error:
+        raise untraceable(pid, tids[0] if tids else pid, error) from error
+    try:
+        yield tracer
+    finally:
+        _end(tracer)
+
+
+@contextmanager
+def populated(pid: int, tid: int, *, threads: int = 0, backing: Backing | None = None) -> Iterator[Populated]:
+    """As `only`, for the driver's checkpoint: the large mapping that the thread makes is populated for it.
+
+    With `backing`, files take the mappings' place.
+
+    What was done is complete when the block has ended; where nothing was, it says why, and the driver's own
+    way was taken. In so many threads, all cores' for 0.
+    """
+    # Imported here: it takes 12 ms, and a container without a GPU must not pay for it.
+    from runtime_shim.process.ptrace import populate
+
+    stack = contextlib.ExitStack()
+    try:
+        done = stack.enter_context(populate.populated(pid, tid, threads=threads, backing=backing))
+    except OSError as error:
+        raise untraceable(pid, tid, error) from error
+    try:
+        yield done
+    finally:
+        try:
+            stack.close()
+        except OSError as error:
+            raise _does_not_stop(pid, error) from error
+
+
+def _end(tracer: Tracer) -> None:
+    try:
+        tracer.end()
+    except OSError as error:
+        raise _does_not_stop(tracer.pid, error) from error
+
+
+def _does_not_stop(pid: int, error: OSError) -> GpusnapError:
+    return GpusnapError(
+        f"a thread of process {pid} ({proc.comm(pid)}) does not stop: {reason(error)}",
+        hint="it waits in the kernel; see the kernel log, and run gpusnap recover when it has come out",
+    )
+
+
+def untraceable(pid: int, tid: int, error: OSError) -> PermissionRefused:
+    """What to say where a thread cannot be traced."""
+    return PermissionRefused(
+        f"thread {tid} of process {pid} ({proc.comm(pid)}) cannot be traced: {reason(error)}",
+        hint="end the debugger that has it, or see that gpusnap may use ptrace",
+        pid=pid,
+    )

@@ -1,0 +1,163 @@
+"""Processes that wait for a child to begin its program: vfork(2), as sh, posix_spawn and subprocess have it.
+
+The child has the parent's memory until then, and the parent sleeps in the kernel, where nothing but SIGKILL
+reaches it: no SIGSTOP, no tracer. Where the child stands in the meantime, be it by a signal, in a freezer or
+for CRIU, the parent never stands, and CRIU gives up after its timeout ("Timeout reached", "Unseizable
+non-zombie …, state D"; https://github.com/checkpoint-restore/criu/issues/423 has it in 4 % of all dumps and
+knows no cause). So a container has to be stopped at a moment when none waits
+(snapshot/suspend/dump_pause.py), or such children be let run that far.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from runtime_shim.errors import GpusnapError
+from runtime_shim.process import proc
+from runtime_shim.process.kcmp import EQUAL, VM, compared
+from runtime_shim.process.ptrace import calls as ptrace
+from runtime_shim.stopping.stop import stand, untraceable
+
+__all__ = ["Waiting", "finish", "for_good", "too_long", "waiting"]
+
+_LOOK = 0.0005
+_FALLING_ASLEEP = 1.0
+# Seconds until a child stops that was asked to; beyond that it waits in the kernel itself.
+_INTERRUPTED = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A parent that waits, and the child that it waits for."""
+
+    parent: int
+    child: int
+
+
+def waiting(pids: Iterable[int]) -> Iterator[Waiting]:
+    """Those of these processes, which stand or are frozen, that wait for another of them.
+
+    Not found are parents whose child has a memory of its own, or another parent (clone(2), CLONE_VFORK
+    without CLONE_VM or with CLONE_PARENT), as nothing known to us makes them.
+    """
+    among = set(pids)
+    for child in sorted(among):
+        parent = proc.parent(child)
+        if parent in among and compared(parent, child, VM) == EQUAL and _sleeps(parent):
+            yield Waiting(parent, child)
+
+
+def finish(pids: Iterable[int], *, timeout: float) -> None:
+    """Have the children among stopped processes begin their programs, or end; none runs any further.
+
+    `timeout` seconds for all. Raises GpusnapError; the child then stands where it was.
+    """
+    pids = tuple(pids)
+    deadline = time.monotonic() + timeout
+    # A child may itself have such a child.
+    while found := {each.child: each for each in waiting(pids)}:
+        parents = {each.parent for each in found.values()}
+        for each in (each for child, each in found.items() if child not in parents):
+            _begin(each, deadline, timeout)
+
+
+def too_long(each: Waiting, timeout: float) -> GpusnapError:
+    """What to say where a child does not come to its program."""
+    return GpusnapError(
+        f"process {each.parent} ({proc.comm(each.parent)}) waits for its child {each.child} to begin a "
+        f"program (vfork), which took longer than {timeout:g} s",
+        hint="CRIU could not stop it meanwhile; try again when it is quieter",
+    )
+
+
+def for_good(each: Waiting) -> GpusnapError:
+    """What to say where a parent would wait for as long as the container is paused."""
+    return GpusnapError(
+        f"process {each.parent} ({proc.comm(each.parent)}) waits for its child {each.child} to begin a "
+        "program (vfork), and that child is stopped",
+        hint=f"let it go on (kill -CONT {each.child}), or end it",
+    )
+
+
+def _sleeps(pid: int) -> bool:
+    """Whether a thread of the process waits in the kernel, and no signal wakes it.
+
+    A thaw wakes it for nothing, and it is a while until it sleeps again; what stands or is frozen has no
+    other thread that runs.
+    """
+    deadline = time.monotonic() + _FALLING_ASLEEP
+    while True:
+        states = set(proc.states(pid))
+        if "D" in states or "R" not in states or time.monotonic() > deadline:
+            return "D" in states
+        time.sleep(_LOOK)
+
+
+def _begin(each: Waiting, deadline: float, timeout: float) -> None:
+    """Trace one child until it has begun its program; no instruction of that is run."""
+    child = each.child
+    stand([child], timeout=max(deadline - time.monotonic(), _INTERRUPTED))
+    try:
+        ptrace.seize(child)
+        begun = _run(child, deadline)
+    except ProcessLookupError:
+        begun = True  # it has ended instead
+    except OSError as error:
+        raise untraceable(child, child, error) from error
+    if not begun:
+        raise too_long(each, timeout)
+    stand([child], timeout=_INTERRUPTED)
+
+
+def _run(child: int, deadline: float) -> bool:
+    """Let a child that was seized run, and let it go: whether it came to its program.
+
+    Its signals are its own: posix_spawn has it block them, and unblock them before the program. Those that
+    it gets meanwhile are delivered.
+    """
+    stop = None
+    try:
+        stop = _stop(child, deadline)  # as a part of its process: a stopped thread reports itself at once
+        if stop is not None:
+            ptrace.set_options(child, ptrace.TRACEEXEC)
+        while stop is not None and not stop.at_exec:
+            ptrace.go(child, _delivered(stop))
+            stop = None
+            stop = _stop(child, deadline)
+        return stop is not None
+    finally:
+        _let_go(child, stop)
+
+
+def _let_go(child: int, stop: ptrace.Stop | None) -> None:
+    """Be its tracer no longer. `stop` is the last one that was seen; it may run, or be killed, since."""
+    # One that has ended has to be waited for, or its parent would never hear of it.
+    with suppress(ProcessLookupError, ChildProcessError):
+        stop = ptrace.stopped(child) or stop
+        if stop is None or not _detached(child, stop):
+            ptrace.interrupt(child)
+            stop = _stop(child, time.monotonic() + _INTERRUPTED)
+            if stop is not None:
+                _detached(child, stop)
+
+
+def _detached(child: int, stop: ptrace.Stop) -> bool:
+    with suppress(ProcessLookupError):
+        ptrace.let_go(child, _delivered(stop))
+        return True
+    return False
+
+
+def _delivered(stop: ptrace.Stop) -> int:
+    """The signal that a thread has stopped for; 0 where it was for another reason."""
+    return 0 if stop.by_tracer or stop.at_exec else stop.signal
+
+
+def _stop(child: int, deadline: float) -> ptrace.Stop | None:
+    """Its next stop; None where there is none in time. Raises ProcessLookupError when it has ended."""
+    while (stop := ptrace.stopped(child)) is None and time.monotonic() < deadline:
+        time.sleep(_LOOK)
+    return stop

@@ -1,0 +1,1 @@
+"""What only developers run; not installed."""

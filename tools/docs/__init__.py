@@ -1,0 +1,1 @@
+"""Generators of documentation, from the declarations in the code."""
