@@ -605,7 +605,7 @@ FAILURES: dict[str, tuple[Callable[[Scene, list[int]], object], str]] = {
     ),
     "a process without its state": (
         lambda scene, pids: scene.driver.states.pop(pids[0]),
-        "did not come back with its GPU state",
+        "the GPU driver does not know process",
     ),
     "a process dies in the driver": (
         lambda scene, pids: scene.driver.when("restore", scene.family.end, pids[0]),

@@ -39,7 +39,7 @@ def test_a_restore_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     filling._reading = Reading()  # type: ignore[assignment]
     monkeypatch.setattr(Filling, "_drop", lambda _: done.append("drop"))
-    monkeypatch.setattr("runtime_shim.snapshot.memory.transfer.give", lambda *_: {})
+    monkeypatch.setattr("runtime_shim.snapshot.memory.transfer.give", lambda *_, **__: {})
     monkeypatch.setattr(threading.Thread, "start", _refuse)
     monkeypatch.setattr("runtime_shim.snapshot.memory.prefetch.zip", lambda *_, **__: (), raising=False)
     with pytest.raises(GpusnapError, match="no thread could be started"):

@@ -67,8 +67,10 @@ def test_a_folder_of_a_volume(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def old(tmp_path: Path) -> Path:
-    return made(tmp_path / "old")
+def old() -> Iterator[Path]:
+    """Where a socket's whole name is no longer than unix(7) takes."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as pod:
+        yield made(Path(pod))
 
 
 @pytest.fixture

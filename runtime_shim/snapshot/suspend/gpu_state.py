@@ -404,7 +404,7 @@ def _bring_back(
     if state is None and proc.running(pid):
         raise NotInitialized(
             f"the GPU driver does not know process {pid} ({proc.comm(pid)}), whose GPU state it had taken",
-            hint="it stays stopped; see with nvidia-smi that the driver works",
+            hint="see with nvidia-smi that the driver works",
             pid=pid,
         )
     if state is ProcessState.FAILED:
