@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import IO, cast
 
@@ -30,6 +30,7 @@ from runtime_shim.process.memory.copy import cores
 from runtime_shim.records import manifest
 from runtime_shim.records.manifest import Manifest
 from runtime_shim.runtime.criu.images import check as criu_images
+from runtime_shim.runtime.criu.images.digests import Comparison
 
 __all__ = ["in_archive", "in_folder"]
 
@@ -48,6 +49,8 @@ def in_folder(path: str, progress: Progress) -> Verified:
     record = manifest.read(inner)
     try:
         criu_images.check(inner, record.host.architecture, record.sizes)
+        with closing(Comparison(inner, record.images)) as compared:
+            compared.result()
     except ImageError as error:
         return _with_image(_chunks_of_folder(path, inner, record, progress), str(error))
     return _chunks_of_folder(path, inner, record, progress)

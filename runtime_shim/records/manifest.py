@@ -47,6 +47,7 @@ __all__ = [
     "GpuProcess",
     "GpuRecord",
     "HostRecord",
+    "ImageRecord",
     "Manifest",
     "NeutralisedProcess",
     "RegionRecord",
@@ -107,6 +108,17 @@ class FileRecord:
 
     name: str
     table: Table
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRecord:
+    """One of CRIU's images that lies in the image directory."""
+
+    name: str
+    size: int
+    """Bytes."""
+    digest: str
+    """sha256:<64 hex>, of the content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +234,8 @@ class Manifest:
     """At this checkpoint, not at earlier ones."""
     files: tuple[FileRecord, ...] = ()
     """Where `pages` is store."""
+    images: tuple[ImageRecord, ...] = ()
+    """CRIU's images in the image directory; earlier versions of gpusnap wrote none of these."""
     plugin: str = ""
     """CRIU's plugin that suspended the processes, and brings them back; empty where gpusnap does."""
     gpusnap: str = __version__
@@ -393,7 +407,7 @@ def _check(document: Any, where: str) -> None:
         ("library", [library["path"] for library in document["libraries"]]),
         ("mount", [mount["destination"] for mount in document["mounts"]]),
         ("mount key", [mount["key"] for mount in document["mounts"]]),
-        ("image", [each["name"] for each in document.get("files", ())]),
+        ("image", [each["name"] for key in ("files", "images") for each in document.get(key, ())]),
     ):
         _once(what, names, where)
     known = {gpu["uuid"] for gpu in document["gpus"]}
@@ -480,6 +494,10 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         document["plugin"] = manifest.plugin
     if manifest.files:
         document["files"] = [{"name": each.name, **to_json(each.table)} for each in manifest.files]
+    if manifest.images:
+        document["images"] = [
+            {"name": each.name, "size": each.size, "digest": each.digest} for each in manifest.images
+        ]
     if manifest.neutralised:
         document["neutralised"] = [
             {
@@ -563,5 +581,9 @@ def _from_json(document: dict[str, Any]) -> Manifest:
             for process in document.get("neutralised", ())
         ),
         files=tuple(FileRecord(each["name"], from_json(each)) for each in document.get("files", ())),
+        images=tuple(
+            ImageRecord(each["name"], int(each["size"]), each["digest"])
+            for each in document.get("images", ())
+        ),
         plugin=document.get("plugin", ""),
     )

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,7 +32,7 @@ from runtime_shim.runtime import container as containers
 from runtime_shim.runtime.command_line import CheckpointCall, render
 from runtime_shim.runtime.criu import config as criu_config
 from runtime_shim.runtime.criu import external_mounts as criu_mounts
-from runtime_shim.runtime.criu.images import dev
+from runtime_shim.runtime.criu.images import dev, digests
 from runtime_shim.runtime.criu.images import directory as image
 from runtime_shim.runtime.criu.plugins import injected
 from runtime_shim.runtime.criu.run import Invoked, invoke
@@ -264,8 +265,8 @@ def _complete(job: Job, draft: Draft) -> None:
             job.pages.commit(kept=job.call.leave_running)
             files = job.pages.images()
             paused_container.thaw_image(job.image_path)
-            _sync(job, but=[each.name for each in files])
-        record = replace(_finished(job, job.record), files=files)
+            images = _sync(job, but=[each.name for each in files])
+        record = replace(_finished(job, job.record), files=files, images=images)
         with job.transaction.step("name"):
             job.pages.named(record)
         better = draft.finish(record)
@@ -356,6 +357,10 @@ def _discard(job: Job) -> None:
     _clean(job)
 
 
-def _sync(job: Job, *, but: Collection[str]) -> None:
-    if job.settings.memory.sync:
-        image.sync(job.image_path, but=but, failed=partial(journal.note_unsynced, job.container.key))
+def _sync(job: Job, *, but: Collection[str]) -> tuple[manifest.ImageRecord, ...]:
+    """Have the images on disk, `but` some; their digests, taken while the disk is at work."""
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(digests.take, job.image_path, but=but)
+        if job.settings.memory.sync:
+            image.sync(job.image_path, but=but, failed=partial(journal.note_unsynced, job.container.key))
+        return taken.result()

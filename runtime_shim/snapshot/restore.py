@@ -42,6 +42,7 @@ from runtime_shim.runtime.criu import external_mounts as criu_mounts
 from runtime_shim.runtime.criu import scratch_files
 from runtime_shim.runtime.criu.images import check as criu_images
 from runtime_shim.runtime.criu.images import inventory, masked_paths
+from runtime_shim.runtime.criu.images.digests import Comparison
 from runtime_shim.runtime.criu.images.overlay import view
 from runtime_shim.runtime.criu.plugins import find as find_plugin
 from runtime_shim.runtime.criu.plugins import injected
@@ -99,6 +100,8 @@ class _Job:
     remap: Remap | None = None
     filling: Filling | None = None
     """Memory that is not in CRIU's images, on its way."""
+    compared: Comparison | None = None
+    """CRIU's images, read by us while CRIU works."""
     fetching: Fetching | None = None
     """Where its chunks come from, if not from the image directory."""
     entry: recover_restore.Restore | None = None
@@ -280,6 +283,7 @@ def _plan(job: _Job, config: dict[str, Any]) -> None:
         replaced = remap.image(job.record, job.images, job.remap, config)
     elsewhere = _fetch(job) if job.record.pages == StoreHome.kind else {}
     criu_images.check(job.images, job.record.host.architecture, job.record.sizes)
+    job.compared = job.cleanup.enter_context(contextlib.closing(Comparison(job.images, job.record.images)))
     _clear_links(job)
     if job.driver is not None and any(process.regions for process in job.record.processes):
         filling = Filling(job.images, job.record, job.settings.memory, job.key, job.fetching)
@@ -383,6 +387,9 @@ def _finish(job: _Job) -> None:
     _note(job, stage=Stage.SETTLE, init=(container.pid, init.start if init is not None else 0))
     members = containers.processes(container.pid, container.id)
     containers.gather(container.pid, container.id, members)
+    if job.compared is not None:
+        with job.transaction.step("compare images"):
+            job.compared.result()
     if job.driver is not None and job.remap is not None:
         _settle(job, container, job.remap, job.driver)
         _note(job, stage=Stage.GPUS)

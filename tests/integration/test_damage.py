@@ -84,6 +84,16 @@ def linked(folder: Path) -> None:
     path.symlink_to("../elsewhere")
 
 
+def flip(folder: Path) -> None:
+    """One bit in the middle of a page, where nobody but a digest sees it."""
+    path = pages(folder)
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
 DAMAGE: dict[str, tuple[Edit, str]] = {
     "pages a page short": (shorten(lambda size: size - 4096), "pages-"),
     "pages emptied": (shorten(lambda size: 0), "pages-"),
@@ -94,6 +104,14 @@ DAMAGE: dict[str, tuple[Edit, str]] = {
     "a core cut short": (lambda folder: os.truncate(folder / "checkpoint/core-1.img", 200), "core-1.img"),
     "no pagemap": (lambda folder: (folder / "checkpoint/pagemap-1.img").unlink(), "pagemap-1.img"),
 }
+
+
+def test_a_bit_of_a_page(unpacked: Path) -> None:
+    """CRIU restores it; before a GPU process goes on it is found, and nothing is left of the container."""
+    flip(unpacked)
+    text, told = both_refuse(unpacked)
+    assert "is not what was dumped: its digest is another one" in text
+    assert "is not what was dumped: its digest is another one" in told.out
 
 
 @pytest.mark.parametrize("name", DAMAGE)

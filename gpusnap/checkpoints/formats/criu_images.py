@@ -7,13 +7,16 @@ from oci.base.errors import ArchiveError, LayoutError
 from oci.chunks.artifact import Artifact
 from oci.layout.layout import Layout
 from oci.tar.archive import Entry
+from oci.tar.compression import Readable
 from runtime_shim.errors import ImageError
-from runtime_shim.records.manifest import Manifest
+from runtime_shim.records.manifest import ImageRecord, Manifest
 from runtime_shim.runtime.criu.images.check import LINK, PARENT, Checker, check_parent
+from runtime_shim.runtime.criu.images.digests import Digester, differs, first_other
 
 __all__ = ["Images", "Links", "records_fault"]
 
 _FOLDER = "checkpoint/"
+_PIECE = 1 << 20
 
 
 class Images:
@@ -23,6 +26,8 @@ class Images:
         """`where` names the archive in messages."""
         self._checker, self._links = Checker(where), Links(where)
         self._fault = ""
+        self._where = where
+        self._records: list[ImageRecord] = []
 
     def add(self, entry: Entry) -> None:
         """Look at an entry, and read it if it is an image. Raises ArchiveError."""
@@ -45,7 +50,9 @@ class Images:
         elif entry.content is None:
             self._checker.add_special(name, "a directory" if entry.info.isdir() else "a link")
         else:
-            self._checker.add(name, entry.info.size, entry.content)
+            content = _Passing(name, entry.content)
+            self._checker.add(name, entry.info.size, content)
+            self._records.append(content.record())
 
     def fault(self, record: Manifest | None) -> str:
         """What is wrong with the first image that a restore would refuse; empty where nothing is."""
@@ -57,7 +64,26 @@ class Images:
             self._checker.finish(record.host.architecture if record is not None else "")
         except ImageError as error:
             return str(error)
-        return ""
+        other = first_other(record.images if record is not None else (), self._records)
+        return str(differs(other, self._where)) if other else ""
+
+
+class _Passing:
+    """The content of an image, and its digest when it has been read."""
+
+    def __init__(self, name: str, content: Readable) -> None:
+        self._content, self._digester = content, Digester(name)
+
+    def read(self, size: int = -1, /) -> bytes:
+        piece = self._content.read(size)
+        self._digester.add(piece)
+        return piece
+
+    def record(self) -> ImageRecord:
+        """Of all of it; what nobody has read yet is read."""
+        while self.read(_PIECE):
+            pass
+        return self._digester.record()
 
 
 class Links:

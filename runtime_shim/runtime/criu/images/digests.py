@@ -1,0 +1,108 @@
+"""The digests of CRIU's images: taken after the dump, compared while they are restored.
+
+Podman's archive has no digests, and CRIU believes what it reads: a bit that has changed in a page comes back
+as the memory of a process, and the container computes something else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from os import scandir
+
+from oci.base.files import open_below
+from runtime_shim.errors import ImageError, reason
+from runtime_shim.records.manifest import ImageRecord
+
+__all__ = ["Comparison", "Digester", "differs", "first_other", "take"]
+
+_THREADS = 8
+_PIECE = 1 << 20
+
+
+class Digester:
+    """The record of an image whose bytes pass by, in order."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._size, self._hash = name, 0, hashlib.sha256()
+
+    def add(self, piece: bytes | memoryview) -> None:
+        """The next bytes; other threads run meanwhile."""
+        self._size += len(piece)
+        self._hash.update(piece)
+
+    def record(self) -> ImageRecord:
+        """Of all that was added."""
+        return ImageRecord(self._name, self._size, f"sha256:{self._hash.hexdigest()}")
+
+
+def take(image_path: str, *, but: Collection[str] = ()) -> tuple[ImageRecord, ...]:
+    """Of all images in a directory, `but` some, by name. Raises ImageError."""
+    try:
+        names = sorted(
+            entry.name
+            for entry in scandir(image_path)
+            if entry.name.endswith(".img") and entry.name not in but and entry.is_file(follow_symlinks=False)
+        )
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return tuple(pool.map(lambda name: _digested(image_path, name), names))
+    except (OSError, ValueError) as error:
+        why = reason(error) if isinstance(error, OSError) else str(error)
+        raise ImageError(
+            f"the images in {image_path} cannot be read again: {why}",
+            hint="the dump itself succeeded; the checkpoint has no manifest yet",
+        ) from error
+
+
+def differs(name: str, where: str) -> ImageError:
+    """What is said of an image that is not the one of the dump; `where` names the directory or archive."""
+    return ImageError(
+        f"CRIU's image {name} in {where} is not what was dumped: its digest is another one",
+        hint="take another copy of the checkpoint",
+    )
+
+
+class Comparison:
+    """Images on their way through threads of ours, while CRIU reads them as well. Close it at the end."""
+
+    def __init__(self, image_path: str, records: Sequence[ImageRecord]) -> None:
+        """`records`: of the manifest; images that it has none of are not compared."""
+        self._where = image_path
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="gpusnap-images")
+        self._running: list[Future[None]] = [self._pool.submit(self._compare, each) for each in records]
+
+    def result(self) -> None:
+        """Wait until all have been read. Raises ImageError for one that is missing, or is another one."""
+        for each in self._running:
+            each.result()
+
+    def close(self) -> None:
+        """Read no further image; wait for those that are being read. May be called twice."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _compare(self, wanted: ImageRecord) -> None:
+        try:
+            found = _digested(self._where, wanted.name)
+        except (OSError, ValueError) as error:
+            why = reason(error) if isinstance(error, OSError) else str(error)
+            raise ImageError(
+                f"CRIU's image {wanted.name} in {self._where} cannot be read: {why}",
+                hint="take another copy of the checkpoint",
+            ) from error
+        if found != wanted:
+            raise differs(wanted.name, self._where)
+
+
+def first_other(wanted: Iterable[ImageRecord], found: Iterable[ImageRecord]) -> str:
+    """The name of the first image that is missing among those found, or is another one; empty without any."""
+    there = {each.name: each for each in found}
+    return next((each.name for each in wanted if there.get(each.name) != each), "")
+
+
+def _digested(image_path: str, name: str) -> ImageRecord:
+    digester, buffer = Digester(name), bytearray(_PIECE)
+    with open_below(image_path, name)[0] as file, memoryview(buffer) as view:
+        while size := file.readinto(view):
+            digester.add(view[:size])
+    return digester.record()
