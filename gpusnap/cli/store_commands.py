@@ -135,9 +135,8 @@ def verify(what: tuple[str, ...], everything: bool, deep: bool, plain_http: bool
     """Check that checkpoints are complete and undamaged, and name every damaged blob.
 
     A checkpoint in a store is read completely, and compared with its digests. In an archive, its end, the
-    manifest and the chunks are checked; the rest has no digests. CRIU's images are checked as a restore does
-    it. A registry is asked whether it has every blob; --deep reads them. The exit code is 4 if something is
-    damaged.
+    manifest, CRIU's images and the chunks are checked; the other files have no digests. A registry is asked
+    whether it has every blob; --deep reads them. The exit code is 4 if something is damaged.
 
     As JSON: a list of what, digest, blobs, size, read (false where content was not read), damaged (digest,
     mediaType, size, what, belongsTo), note.

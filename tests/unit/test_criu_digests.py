@@ -16,7 +16,7 @@ from fakes import a_manifest
 
 from gpusnap.checkpoints.formats.criu_images import Images
 from gpusnap.checkpoints.formats.entries import entries
-from runtime_shim.errors import ImageError
+from runtime_shim.errors import ImageError, ManifestError
 from runtime_shim.records import manifest
 from runtime_shim.records.manifest import ImageRecord
 from runtime_shim.runtime.criu.images.digests import Comparison, take
@@ -50,13 +50,18 @@ def test_taken(folder: Path) -> None:
     compare(folder, taken)
 
 
+def a_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda path: path.write_bytes(CONTENT[:99] + bytes([CONTENT[99] ^ 1]) + CONTENT[100:]), "another"),
         (lambda path: path.write_bytes(CONTENT + b"\0"), "another one"),
         (lambda path: path.unlink(), "cannot be read: it does not exist"),
-        (lambda path: (path.unlink(), os.mkfifo(path)), "cannot be read"),
+        (a_fifo, "cannot be read"),
     ],
     ids=["a bit", "longer", "missing", "a FIFO"],
 )
@@ -81,7 +86,7 @@ def test_in_the_manifest(folder: Path) -> None:
 def test_names(name: str) -> None:
     """A name that leads elsewhere is refused with the manifest."""
     record = replace(a_manifest(), images=(ImageRecord(name, 1, f"sha256:{'0' * 64}"),))
-    with pytest.raises(manifest.ManifestError):
+    with pytest.raises(ManifestError):
         manifest.encode(record)
 
 
