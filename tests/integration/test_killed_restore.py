@@ -213,7 +213,9 @@ def test_gpusnap_at_its_end(crun: None, tmp_path: Path) -> None:
         found = re.search(rf"(\S*crun(?: \S+)* delete --force {ident})", said.out)
         assert found is not None, said
         assert processes(WORK)
-        good(run(*found[1].split()))
+        done = run(*found[1].split())
+        # Podman's own clean-up, which begins when the processes end, may remove its directory meanwhile.
+        assert done.code == 0 or "No such file or directory" in done.err, done
         assert engine.wait(60) != 0
         assert engine.stderr is not None
         engine.stderr.close()
