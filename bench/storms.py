@@ -2,16 +2,17 @@
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 --
         /opt/gpusnap/bin/python -B bench/storms.py [--rounds 30] [--kinds fork,malloc,stdio,dlopen,all]
-        [--runtimes crun,runc] [--ways running,paused,ended] [--threads 2] [--signals] [--json F]
+        [--runtimes crun,runc] [--ways running,paused,ended] [--threads 2] [--signals] [--jobs N] [--json F]
     python3 bench/storms.py --gpu [--kinds fork,malloc,dlopen,torch,jax] [...]         on a machine with a GPU
 
 Threads of the workload fork, take malloc's, stdio's and the loader's locks without a pause (gpuwork --locks).
 A round is one checkpoint: of a running container that runs on, of a paused one, or of one that ends and is
 restored from the archive. After each the workload must go on with every word of its memory right. A command
 that takes longer than two minutes counts as hung, and the storm ends there. With --signals a shell in the
-container stops and continues the workload all the time, as cpulimit does. Runs in the test host, as it puts
-gpusnap and softgpu in place; or, with --gpu, on a machine with a real one, where `torch` and `jax` are
-programs of these frameworks with threads that fork and import.
+container stops and continues the workload all the time, as cpulimit does. With --jobs so many kinds at
+once, each in a container of its own, on one GPU. Runs in the test host, as it puts gpusnap and softgpu in
+place; or, with --gpu, on a machine with a real one, where `torch` and `jax` are programs of these frameworks
+with threads that fork and import.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 for folder in (".", "tests/host", "tests/integration", "tests/gpu"):
@@ -78,20 +82,21 @@ def one_round(container: Container, way: str, folder: Path) -> Done:
     if way == "ended":
         archive = folder / "archive.tar"
         line = ("podman", "--runtime", "gpusnap-runtime", "container")
-        done = limited(*line, "checkpoint", "--compress", "none", "--export", archive, NAME)
+        done = limited(*line, "checkpoint", "--compress", "none", "--export", archive, container.name)
         if done.code == 0:
-            good(podman("rm", "--force", "--time", "0", NAME))
+            good(podman("rm", "--force", "--time", "0", container.name))
             done = limited(*line, "restore", "--import", archive)
         return done
     if way == "paused":
-        good(podman("pause", NAME))
+        good(podman("pause", container.name))
         done = limited(*container.line(folder, "--leave-running"))
-        good(podman("unpause", NAME))
+        good(podman("unpause", container.name))
         return done
     return limited(*container.line(folder, "--leave-running"))
 
 
-Start = Callable[[str, int, bool], Container]
+Start = Callable[[str, str, int, bool], Container]
+"""Given a container's name, a kind, how many threads, and whether it is disturbed by signals."""
 
 
 # As cpulimit has it: a process beside the workload stops it and lets it go on, all day.
@@ -103,54 +108,54 @@ done
 """
 
 
-def in_software(kind: str, threads: int, signals: bool) -> Container:
+def in_software(name: str, kind: str, threads: int, signals: bool) -> Container:
     """The workload on softgpu; with `signals` it is stopped and continued by a shell in the container."""
     words = ["--tick", "30", "--mib", "8", "--locks", kind, "--lock-threads", str(threads)]
     if signals:
-        return Container.start(NAME, script=_DISTURBED.format(" ".join(["/gpuwork", *words])))
-    return Container.start(NAME, *words)
+        return Container.start(name, script=_DISTURBED.format(" ".join(["/gpuwork", *words])))
+    return Container.start(name, *words)
 
 
 def on_hardware(machine: realhost.Machine) -> Start:
     """The same on this machine's GPU, and programs of PyTorch and JAX."""
 
-    def start(kind: str, threads: int, signals: bool) -> Container:
+    def start(name: str, kind: str, threads: int, signals: bool) -> Container:
         assert not signals, "--signals is for the test host"
         if kind in ("torch", "jax"):
             load = realhost.Workload.python(f"{kind}_train.py", kind, 256, "--forks", str(threads))
         else:
             words = ("--tick", "30", "--locks", kind, "--lock-threads", str(threads))
             load = realhost.Workload.gpuwork(256, *words)
-        return realhost.Program.begin(NAME, load, machine.options())
+        return realhost.Program.begin(name, load, machine.options())
 
     return start
 
 
 def storm(
-    runtime: str, kind: str, way: str, rounds: int, threads: int, disturbed: bool, start: Start
+    kind: str, way: str, rounds: int, threads: int, disturbed: bool, start: Start
 ) -> tuple[Counter[str], Counter[str], dict[str, float]]:
     """So many rounds of one container: how they ended, what those said that failed, and the longest steps.
 
     These are medians in seconds, of steps that took a tenth of a second or more.
     """
     steps: dict[str, list[float]] = {}
-    shimhost.write_settings(f'runtime = "{runtime}"\n[nvidia]\nlock-timeout = 20.0\n')
     counts: Counter[str] = Counter()
     said: Counter[str] = Counter()
-    podman("rm", "--force", "--time", "0", NAME)  # an earlier one that was killed
-    container = start(kind, threads, disturbed)
+    name = f"{NAME}-{kind}"
+    podman("rm", "--force", "--time", "0", name)  # an earlier one that was killed
+    container = start(name, kind, threads, disturbed)
     try:
-        with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
+        with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
             for _ in range(rounds):
-                done = one_round(container, way, Path(name))
+                done = one_round(container, way, Path(folder))
                 counts["good" if done.code == 0 else "failed"] += 1
-                counts["helped"] += _was_helped(Path(name, "image"))
-                _add_steps(steps, Path(name, "image"))
+                counts["helped"] += _was_helped(Path(folder, "image"))
+                _add_steps(steps, Path(folder, "image"))
                 if done.code:
                     said[(done.err.strip().splitlines() or ["nothing"])[-1][:300]] += 1
                 container.goes_on(more=2)
     finally:
-        podman("rm", "--force", "--time", "0", NAME)
+        podman("rm", "--force", "--time", "0", name)
     found = {name: round(statistics.median(seconds), 2) for name, seconds in steps.items()}
     return counts, said, {name: seconds for name, seconds in found.items() if seconds >= 0.1}
 
@@ -178,6 +183,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--ways", default="running,paused,ended")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--signals", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--json")
     given = parser.parse_args()
@@ -187,24 +193,35 @@ def options() -> argparse.Namespace:
 
 
 def run_all(given: argparse.Namespace, start: Start) -> int:
-    """Run the storms, print a line for each; 1 where a round failed."""
-    rows, bad = [], 0
+    """Run the storms, print a line for each; 1 where a round failed or a storm ended early."""
+    rows: list[dict[str, Any]] = []
+    failed: list[str] = []
+
+    def one(runtime: str, way: str, kind: str) -> None:
+        begun = time.monotonic()
+        try:
+            counts, said, steps = storm(kind, way, given.rounds, given.threads, given.signals, start)
+        except (Hung, AssertionError) as error:
+            failed.append(f"{runtime} {way} {kind}: ended early")
+            print(f"{failed[-1]}: {error}", flush=True)
+            return
+        seconds = round((time.monotonic() - begun) / given.rounds, 2)
+        rows.append(
+            {"runtime": runtime, "way": way, "kind": kind, **counts, "seconds": seconds, "steps": steps}
+        )
+        failed.extend(said.elements())
+        print(rows[-1], *said.items(), sep="\n  ", flush=True)
+        if given.json:
+            Path(given.json).write_text(json.dumps(rows, indent=1))
+
     for runtime in given.runtimes.split(","):
+        shimhost.write_settings(f'runtime = "{runtime}"\n[nvidia]\nlock-timeout = 20.0\n')
         for way in given.ways.split(","):
-            for kind in given.kinds.split(","):
-                begun = time.monotonic()
-                counts, said, steps = storm(
-                    runtime, kind, way, given.rounds, given.threads, given.signals, start
-                )
-                seconds = round((time.monotonic() - begun) / given.rounds, 2)
-                row = {"runtime": runtime, "way": way, "kind": kind, **counts, "seconds": seconds}
-                rows.append({**row, "steps": steps})
-                bad += counts["failed"]
-                print(rows[-1], *said.items(), sep="\n  ", flush=True)
-                if given.json:
-                    Path(given.json).write_text(json.dumps(rows, indent=1))
-    print(f"{sum(row.get('good', 0) for row in rows)} good, {bad} failed")
-    return 1 if bad else 0
+            with ThreadPoolExecutor(given.jobs) as pool:
+                for _ in pool.map(partial(one, runtime, way), given.kinds.split(",")):
+                    pass
+    print(f"{sum(row.get('good', 0) for row in rows)} good, {len(failed)} failed")
+    return 1 if failed else 0
 
 
 def main() -> int:
