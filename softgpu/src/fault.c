@@ -34,6 +34,10 @@ static bool parse_word(char *word, struct line *line)
         return snprintf(line->comm, sizeof(line->comm), "%s", value) > 0;
     if (strcmp(word, "state") == 0)
         return line->fault.fail = strcmp(value, "failed") == 0;
+    if (strcmp(word, "spin") == 0) {
+        line->fault.spin = strcmp(value, "handler") == 0 ? SPIN_HANDLER : SPIN_OTHERS;
+        return line->fault.spin == SPIN_HANDLER || strcmp(value, "others") == 0;
+    }
     if (strcmp(word, "result") == 0) {
         line->fault.result = result_by_name(value);
         return line->fault.result > 0;

@@ -8,6 +8,7 @@
 struct fault {
     int result; /* CUDA_SUCCESS: none asked for */
     unsigned hang_ms;
+    enum { SPIN_NOT, SPIN_HANDLER, SPIN_OTHERS } spin; /* yield until that thread, or any other, has run */
     bool die, fail;
 };
 

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <malloc.h>
+#include <sched.h>
 #include <semaphore.h>
 #include <signal.h>
 #include <stdio.h>
@@ -31,6 +32,61 @@ static uint64_t now_ms(void)
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
+}
+
+/* As NVIDIA's driver, a lock needs a second thread of the driver's, and waits for it without a deadline: a
+ * process of which the restore thread alone may run is not locked. */
+static sem_t handler_asked, handler_answered;
+
+static void wait_for(sem_t *semaphore)
+{
+    while (sem_wait(semaphore) < 0 && errno == EINTR)
+        ;
+}
+
+static void *handler_thread(void *unused)
+{
+    (void)unused;
+    pthread_setname_np(pthread_self(), "cuda-EvtHandlr");
+    for (;;) {
+        wait_for(&handler_asked);
+        sem_post(&handler_answered);
+    }
+    return NULL;
+}
+
+static void ask_handler(void)
+{
+    sem_post(&handler_asked);
+    wait_for(&handler_answered);
+}
+
+static uint64_t cpu_time(clockid_t clock)
+{
+    struct timespec used;
+    clock_gettime(clock, &used);
+    return (uint64_t)used.tv_sec * 1000000000 + (uint64_t)used.tv_nsec;
+}
+
+/* What the other threads of this process have run, in nanoseconds. */
+static uint64_t others_ran(void)
+{
+    uint64_t own = cpu_time(CLOCK_THREAD_CPUTIME_ID);
+    return cpu_time(CLOCK_PROCESS_CPUTIME_ID) - own;
+}
+
+/* NVIDIA's restore thread has been seen to yield, and nothing else, before it takes anything: it waits for what
+ * another thread does. */
+static void spin(const struct fault *fault)
+{
+    const uint64_t enough = 200 * 1000, before = others_ran();
+    if (fault->spin == SPIN_HANDLER) {
+        sem_post(&handler_asked);
+        while (sem_trywait(&handler_answered) < 0)
+            sched_yield();
+    }
+    while (fault->spin == SPIN_OTHERS && others_ran() < before + enough)
+        sched_yield();
 }
 
 static CUresult fail(const struct fault *fault)
@@ -70,6 +126,7 @@ static CUresult checkpoint(void)
 {
     struct fault fault = fault_take("checkpoint");
     fault_hang(fault.hang_ms);
+    spin(&fault);
     if (fault.result)
         return fail(&fault);
     CUresult result = checkpoint_save(&fault);
@@ -82,6 +139,7 @@ static CUresult restore(const struct request *request)
 {
     struct fault fault = fault_take("restore");
     fault_hang(fault.hang_ms);
+    spin(&fault);
     if (fault.result)
         return fail(&fault);
     CUresult result = checkpoint_restore(request->pairs, request->pair_count, &fault);
@@ -100,33 +158,6 @@ static CUresult unlock(void)
     mailbox.state = CU_PROCESS_STATE_RUNNING;
     gate_open();
     return CUDA_SUCCESS;
-}
-
-/* As NVIDIA's driver, a lock needs a second thread of the driver's, and waits for it without a deadline: a
- * process of which the restore thread alone may run is not locked. */
-static sem_t handler_asked, handler_answered;
-
-static void wait_for(sem_t *semaphore)
-{
-    while (sem_wait(semaphore) < 0 && errno == EINTR)
-        ;
-}
-
-static void *handler_thread(void *unused)
-{
-    (void)unused;
-    pthread_setname_np(pthread_self(), "cuda-EvtHandlr");
-    for (;;) {
-        wait_for(&handler_asked);
-        sem_post(&handler_answered);
-    }
-    return NULL;
-}
-
-static void ask_handler(void)
-{
-    sem_post(&handler_asked);
-    wait_for(&handler_answered);
 }
 
 /* NVIDIA's restore thread uses malloc, stdio and the loader of the process that it lives in: it waits where a

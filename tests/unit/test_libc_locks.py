@@ -158,3 +158,17 @@ def test_a_lock_taken_in_the_programs_own_code(caller: Caller, works: Callable[.
     os.kill(work.pid, signal.SIGSTOP)
     wait_until(lambda: proc.still(work.pid), "the process stands")
     there_and_back(caller, work)
+
+
+@pytest.mark.parametrize("operation", ["checkpoint", "restore"])
+@pytest.mark.parametrize("thread", ["handler", "others"])
+def test_a_driver_that_yields(
+    box: Box, caller: Caller, works: Callable[..., Work], operation: str, thread: str
+) -> None:
+    """It waits for what another thread does, and spins meanwhile: the driver's second one, or any other."""
+    (box.state / "faults").write_text(f"{operation} spin={thread}\n")
+    work = works()
+    caller("safe_lock", work.pid)
+    os.kill(work.pid, signal.SIGSTOP)
+    wait_until(lambda: proc.still(work.pid), "the process stands")
+    there_and_back(caller, work)

@@ -111,6 +111,7 @@ X86_64 = Machine(
             "clone": 56,
             "fork": 57,
             "vfork": 58,
+            "sched_yield": 24,
             "futex": 202,
             "tgkill": 234,
             "openat": 257,

@@ -26,6 +26,7 @@ from typing import Protocol
 
 from runtime_shim.errors import GpusnapError
 from runtime_shim.process.ptrace import calls as ptrace
+from runtime_shim.process.ptrace.positions import Position, position
 from runtime_shim.process.ptrace.tracee import FAULTS, Tracee, state
 
 __all__ = ["CallWatch", "Tracer"]
@@ -34,6 +35,8 @@ __all__ = ["CallWatch", "Tracer"]
 _SOON, _LATEST = 0.0001, 0.002
 # Seconds between two looks whether the process still stands.
 _GUARD = 0.005
+# Seconds that a thread may take to stop to be looked at.
+_GLANCE = 0.02
 # Seconds that the tracer's thread may take to begin and to end: it waits for each of its threads.
 _ENDING = 3 * ptrace.PATIENCE
 
@@ -53,11 +56,12 @@ class CallWatch(Protocol):
 
 @dataclass
 class _Errand:
-    """Threads that are to run for a moment."""
+    """Threads that are to run for a moment; or one of ours that is to be looked at (0 seconds)."""
 
     tids: tuple[int, ...]
     seconds: float
     done: threading.Event = field(default_factory=threading.Event)
+    found: Position | None = None
 
 
 class Tracer:
@@ -134,10 +138,18 @@ class Tracer:
 
         One that has ended, or cannot be traced, is left out.
         """
-        errand = _Errand(tuple(tids), seconds)
+        self._have_done(_Errand(tuple(tids), seconds))
+
+    def glance(self, tid: int) -> Position | None:
+        """Where one of the threads is that it lets run: it stops for that. None where it does not at once."""
+        errand = _Errand((tid,), 0.0)
+        self._have_done(errand)
+        return errand.found
+
+    def _have_done(self, errand: _Errand) -> None:
         self._errands.put(errand)
         self._wake.set()
-        deadline = time.monotonic() + seconds + _ENDING
+        deadline = time.monotonic() + errand.seconds + _ENDING
         while not errand.done.wait(0.05):
             if not self._thread.is_alive() or time.monotonic() > deadline:
                 return
@@ -251,6 +263,9 @@ class Tracer:
         """Take more threads, let them run, and let them stand where they are."""
         lent: dict[int, Tracee] = {}
         try:
+            if not errand.seconds:
+                errand.found = self._glance_at(errand.tids[0])
+                return
             for tid in errand.tids:
                 if tid not in self._tracees:
                     with suppress(OSError):  # it has ended, or another tracer has it
@@ -261,6 +276,20 @@ class Tracer:
                 with suppress(OSError):
                     tracee.let_go()
             errand.done.set()
+
+    def _glance_at(self, tid: int) -> Position | None:
+        if tid not in self._tracees:
+            return None
+        with suppress(ProcessLookupError):
+            ptrace.interrupt(tid)
+            deadline = time.monotonic() + _GLANCE
+            while time.monotonic() < deadline:
+                if (stop := ptrace.stopped(tid)) is not None:
+                    found = position(self.pid, tid)
+                    self._answer(tid, stop)
+                    return found
+                self._wake.wait(_SOON)
+        return None  # where it stops later, that is answered then
 
     def _lend(self, lent: Mapping[int, Tracee], seconds: float) -> None:
         deadline = time.monotonic() + seconds
