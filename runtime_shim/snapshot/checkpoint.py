@@ -126,6 +126,7 @@ def _inspect(job: Job) -> None:
     job.call = criu_config.with_flags(job.call, job.real, job.settings.criu)
     render(job.call, job.real)
     preflight.sockets(job.processes(), job.real, _connections(job))
+    preflight.rings(job.processes())
     criu_plugin.possible(job.driver, job.container, job.processes(), job.settings)
     thaw(job)
     preflight.leftover(lambda: inherited_handles.strangers(job.driver, job.processes(), job.held))
@@ -133,7 +134,7 @@ def _inspect(job: Job) -> None:
     found = users(job.driver, job.processes(), job.held)
     preflight.states(found)
     preflight.complete(job.container, job.processes(), list(found))
-    preflight.shared(list(found), job.settings.nvidia, job.host.driver_version)
+    preflight.shared(list(found), job.settings.nvidia, job.host)
     if left_out := preflight.sessions(job.container, job.processes()):
         names = ", ".join(f"{each.pid} ({each.comm})" for each in left_out)
         note(f"what exec started in the container is not in its checkpoint: process {names}")

@@ -173,6 +173,6 @@ def test_what_is_said_is_what_happens(
         pytest.skip("needs two GPUs")
     job = start(kind, ranks, settings, **more)
     good = good or (kind == "ipc" and int(host.driver_version.partition(".")[0]) >= IPC_DRIVER)
-    found = sharing(job.gpu_processes(driver), host.driver_version)
+    found = sharing(job.gpu_processes(driver), host)
     assert (found is None) is good, found
     assert comes_back(driver, job) is good

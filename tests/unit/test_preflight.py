@@ -16,7 +16,7 @@ from fakes import POISON, Family, a_manifest, unshare_works, wait_for
 
 from oci.chunks.table import Table
 from runtime_shim.errors import Refused
-from runtime_shim.gpu.api.driver import ProcessState
+from runtime_shim.gpu.api.driver import Host, ProcessState
 from runtime_shim.process import proc
 from runtime_shim.records.manifest import RegionRecord
 from runtime_shim.runtime.command_line import CheckpointCall
@@ -206,31 +206,55 @@ def test_a_process_that_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(held) == {}
 
 
+# Rings of io_uring.
+
+
+def test_io_uring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has one is refused by name, with what starts it without; other files are not."""
+    reader, writer = os.pipe()
+    try:
+        preflight.rings([process(os.getpid())])
+        asked = os.readlink
+        monkeypatch.setattr(
+            os,
+            "readlink",
+            lambda path: "anon_inode:[io_uring]" if path.endswith(f"/{reader}") else asked(path),
+        )
+        with pytest.raises(Refused, match=r"uses io_uring, which CRIU cannot dump") as caught:
+            preflight.rings([process(os.getpid())])
+        assert "USE_LIBUV=0" in caught.value.hint
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
 # Shared GPU memory; what counts as such is test_sharing's.
+
+HOST = Host("nvidia", "580.1", "13.0", ())
 
 
 def test_shared_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the driver could not restore is refused by name, with what to do and how to override it."""
     said = Sharing(process(7), "has memory of another process open", "share it through host memory")
-    asked: list[str] = []
+    asked: list[Host] = []
 
-    def found(users: Sequence[proc.Process], version: str) -> Sharing:
-        asked.append(version)
+    def found(users: Sequence[proc.Process], host: Host) -> Sharing:
+        asked.append(host)
         return said
 
     monkeypatch.setattr(preflight, "sharing", found)
     with pytest.raises(Refused, match=r"process 7 \(python3\) has memory of another") as caught:
-        preflight.shared([process(7)], Nvidia(), "580.1")
+        preflight.shared([process(7)], Nvidia(), HOST)
     assert caught.value.hint.startswith(
         "share it through host memory; if you know better: gpusnap checkpoint"
     )
-    preflight.shared([process(7)], Nvidia(allow_nccl=True), "580.1")
-    assert asked == ["580.1"]
+    preflight.shared([process(7)], Nvidia(allow_nccl=True), HOST)
+    assert asked == [HOST]
 
 
 def test_nothing_shared() -> None:
     """An ordinary process is none of that."""
-    preflight.shared([process(os.getpid())], Nvidia(), "580.1")
+    preflight.shared([process(os.getpid())], Nvidia(), HOST)
 
 
 # Memory.

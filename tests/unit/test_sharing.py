@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from runtime_shim.gpu.api.driver import Gpu, Host
 from runtime_shim.process import proc
 from runtime_shim.snapshot.preflight import nccl
 from runtime_shim.snapshot.preflight.nccl import VARIABLES
 
 DRIVER = "580.159.04"
 SAFE = dict(VARIABLES)
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
 
 # argv: the names of sockets, and of files in /dev/shm to map, and variables to set, each a list with commas
 PROGRAM = """
@@ -64,8 +66,13 @@ class Ranks:
         self.found.append(found)
         return self
 
-    def judged(self, driver: str = DRIVER) -> nccl.Sharing | None:
-        return nccl.sharing(self.found, driver)
+    def judged(self, driver: str = DRIVER, capability: str = "9.0") -> nccl.Sharing | None:
+        return nccl.sharing(self.found, host(driver, capability))
+
+
+def host(driver: str = DRIVER, capability: str = "9.0") -> Host:
+    gpu = Gpu("GPU-0", 0, 0, "Any", capability, 80 << 30, 0, False, "default")
+    return Host("nvidia", driver, "13.0", (gpu,))
 
 
 @pytest.fixture
@@ -83,6 +90,7 @@ def ranks() -> Iterator[Ranks]:
         {"NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"},
         {**SAFE, "NCCL_P2P_DISABLE": "0"},
         {**SAFE, "NCCL_P2P_DISABLE": "yes"},
+        {**SAFE, "NCCL_NVLS_ENABLE": "2"},
     ],
 )
 def test_ranks_that_do_not_come_back(ranks: Ranks, environment: dict[str, str]) -> None:
@@ -100,15 +108,26 @@ def test_ranks_that_do_not_come_back(ranks: Ranks, environment: dict[str, str]) 
     [
         SAFE,
         {**SAFE, "NCCL_SHM_DISABLE": "1"},
-        {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0"},
-        {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0"},
-        {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
+        {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0", **NO_MULTICAST},
+        {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0", **NO_MULTICAST},
+        {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", **NO_MULTICAST},
         {**SAFE, "NCCL_P2P_DISABLE": "0x1"},
     ],
 )
 def test_ranks_that_come_back(ranks: Ranks, environment: dict[str, str]) -> None:
     """The settings that were seen to work raise no alarm, with or without connections so far."""
     assert ranks.add(0, **environment).add(1, files="nccl-a", **environment).judged() is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "good"), [("8.9", True), ("9.0", False), ("10.0", False), ("gfx942", True)]
+)
+def test_multicast(ranks: Ranks, capability: str, good: bool) -> None:
+    """GPUs that can share memory by NVLink's multicast do so unless NCCL is told not to."""
+    environment = {name: value for name, value in SAFE.items() if name not in NO_MULTICAST}
+    found = ranks.add(0, **environment).add(1, **environment).judged(capability=capability)
+    assert (found is None) is good
+    assert found is None or found.todo == "run it with NCCL_NVLS_ENABLE=0"
 
 
 def test_one_bad_rank_is_enough(ranks: Ranks) -> None:
@@ -216,4 +235,4 @@ def test_a_word_at_a_seam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_one_that_is_gone() -> None:
     """A process that ended meanwhile shares nothing."""
-    assert nccl.sharing([proc.Process(1 << 22, (1 << 22,), "gone", (), 1)], DRIVER) is None
+    assert nccl.sharing([proc.Process(1 << 22, (1 << 22,), "gone", (), 1)], host()) is None

@@ -122,7 +122,7 @@ def _asks(
         _Asked(
             "shared GPU memory",
             "no GPU memory is shared in a way that does not come back (NCCL, CUDA IPC)",
-            lambda: preflight.shared(list(used), looking, driver.host().driver_version),
+            lambda: preflight.shared(list(used), looking, driver.host()),
             "allowed by nvidia.allow-nccl" if settings.nvidia.allow_nccl else "",
         ),
         _Asked("CRIU plugin", "", lambda: criu_plugin.possible(driver, container, of.processes, settings)),

@@ -11,10 +11,11 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from runtime_shim.errors import Refused, reason
-from runtime_shim.gpu.api.driver import ProcessState
+from runtime_shim.gpu.api.driver import Host, ProcessState
 from runtime_shim.process import proc
 from runtime_shim.records.manifest import Manifest
 from runtime_shim.runtime import container as containers
@@ -35,6 +36,7 @@ __all__ = [
     "criu_library",
     "leftover",
     "neighbours",
+    "rings",
     "room_in_memory",
     "room_on_disk",
     "room_to_restore",
@@ -51,6 +53,7 @@ _HEAP_GROWTH = 150 << 20
 # How long a process may look like something else: one that is just starting CUDA holds device files before
 # the driver calls it a CUDA process, and what podman exec starts joins one namespace after another.
 _STARTING = 1.0
+_RING = "anon_inode:[io_uring]"
 _OWN_NAMESPACE = "run the container with a PID namespace of its own"
 # As crun names it to dlopen(3) (src/libcrun/criu.c, load_wrapper), or one that is linked with it.
 _CRIU_LIBRARY = re.compile(rb"libcriu\.so\.\d+\0")
@@ -219,16 +222,36 @@ def _lasting(ask: Callable[[], _Found]) -> _Found:
     return found
 
 
-def shared(users: Sequence[proc.Process], settings: Nvidia, driver_version: str) -> None:
+def shared(users: Sequence[proc.Process], settings: Nvidia, host: Host) -> None:
     """Processes whose GPU memory is shared so that the driver could suspend but not restore it: work lost."""
     if settings.allow_nccl:
         return
-    found = sharing(users, driver_version)
+    found = sharing(users, host)
     if found is not None:
         raise Refused(
             f"process {found.process.pid} ({found.process.comm}) {found.why}",
             hint=f"{found.todo}; if you know better: gpusnap checkpoint --force, or set nvidia.allow-nccl",
         )
+
+
+def rings(processes: Sequence[proc.Process]) -> None:
+    """Rings of io_uring(7), which no CRIU dumps (4.2: criu/files.c, dump_one_file)."""
+    for process in processes:
+        if _RING in _links(process.pid):
+            raise Refused(
+                f"process {process.pid} ({process.comm}) uses io_uring, which CRIU cannot dump",
+                hint="start it without (USE_LIBUV=0 for PyTorch's rendezvous, UV_USE_IO_URING=0 for libuv)",
+            )
+
+
+def _links(pid: int) -> set[str]:
+    """What a process has open, as /proc/PID/fd has it; what is closed meanwhile is left out."""
+    found = set()
+    with suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                found.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return found
 
 
 def sockets(processes: Sequence[proc.Process], real: RealRuntime, connections: Connections) -> None:

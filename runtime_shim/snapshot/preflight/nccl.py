@@ -14,6 +14,10 @@ sockets, and do not where it has mapped one rank's memory, or host memory of CUD
            1                   0                      0                   - or 1           yes
            1                   -                      -                     1              yes
 
+All of these with NCCL_NVLS_ENABLE=0. Without it (and without TORCH_SYMM_MEM_DISABLE_MULTICAST=1) the driver's
+checkpoint of two ranks in a container did not end, on two H100s, six times of six; with it, it does. GPUs can
+share memory so (NVLink multicast) from compute capability 9.0 on.
+
 Signs that can be seen from outside, before anything is done:
 
 - A communicator has a Unix socket, @tmp/nccl-socket-<rank>-<hash>, as long as it lives (NCCL from 2.19
@@ -41,6 +45,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from runtime_shim.gpu.api.driver import Gpu, Host
 from runtime_shim.process import proc
 from runtime_shim.process.environ import live_environment
 
@@ -52,9 +57,11 @@ VARIABLES: Mapping[str, str] = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_CUMEM_HOST_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
 }
 """With these a job comes back."""
-_ALL = " ".join(f"{name}={value}" for name, value in VARIABLES.items())
+_MULTICAST = "NCCL_NVLS_ENABLE"
+_FIRST_MULTICAST = (9, 0)
 
 _SOCKET = re.compile(r"@tmp/nccl-socket-(\d{1,9})-[0-9a-f]+")
 _SEGMENT = "/dev/shm/nccl-"
@@ -82,41 +89,49 @@ class Sharing:
     todo: str
 
 
-def sharing(users: Sequence[proc.Process], driver_version: str) -> Sharing | None:
+def sharing(users: Sequence[proc.Process], host: Host) -> Sharing | None:
     """The first of these GPU processes that shares memory which the driver could not restore; or None.
 
-    `users`: all GPU processes of a container. `driver_version`: as NVML writes it, 580.159.04.
+    `users`: all GPU processes of a container on that host.
     """
-    return _by_nccl(users) or (None if _major(driver_version) >= IPC_DRIVER else _by_ipc(users))
+    multicast = any(_capability(gpu) >= _FIRST_MULTICAST for gpu in host.gpus)
+    wanted = {name: value for name, value in VARIABLES.items() if multicast or name != _MULTICAST}
+    return _by_nccl(users, wanted) or (None if _major(host.driver_version) >= IPC_DRIVER else _by_ipc(users))
 
 
-def _by_nccl(users: Sequence[proc.Process]) -> Sharing | None:
+def _capability(gpu: Gpu) -> tuple[int, ...]:
+    return tuple(int(part) for part in gpu.compute_capability.split(".") if part.isdecimal())
+
+
+def _by_nccl(users: Sequence[proc.Process], wanted: Mapping[str, str]) -> Sharing | None:
     ranks = {process: held for process in users if (held := _ranks(process.pid))}
     old = [process for process in users if process not in ranks and _old_rank(process.pid)]
     suspects = [*(ranks if _several(ranks) else ()), *old]
     for process in suspects:
         before = proc.environment(process.pid)
         now = live_environment(process.pid) or before
-        if not _comes_back(now):
-            missing = [f"{name}={value}" for name, value in VARIABLES.items() if not _is(now, name, value)]
+        if not _comes_back(now, wanted):
+            missing = [f"{name}={value}" for name, value in wanted.items() if not _is(now, name, value)]
             return Sharing(
                 process,
                 "is a rank of a job whose NCCL shares GPU memory between processes, which the driver would "
-                "suspend and then fail to restore",
+                "not suspend, or suspend and then fail to restore",
                 f"run it with {' '.join(missing)}",
             )
-        if process not in old and not _comes_back(before) and _SEGMENT not in proc.maps(process.pid):
+        if process not in old and not _comes_back(before, wanted) and _SEGMENT not in proc.maps(process.pid):
             return Sharing(
                 process,
                 "has set NCCL's variables itself, and nothing shows that NCCL read them in time",
-                f"run it with {_ALL} from its start",
+                f"run it with {' '.join(map('='.join, wanted.items()))} from its start",
             )
     return None
 
 
-def _comes_back(environment: Mapping[str, str]) -> bool:
+def _comes_back(environment: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
     """Whether NCCL shares no memory of CUDA's under these settings."""
     if not _is(environment, "NCCL_P2P_DISABLE", "1"):
+        return False
+    if _MULTICAST in wanted and not _is(environment, _MULTICAST, "0"):
         return False
     return (
         _is(environment, "NCCL_SHM_DISABLE", "1")

@@ -323,7 +323,7 @@ def _standing(job: Job, timeout: float) -> None:
     """
     assert job.host is not None
     members = [item.process for item in job.records.values()]
-    preflight.shared(members, job.settings.nvidia, job.host.driver_version)
+    preflight.shared(members, job.settings.nvidia, job.host)
     job.cleared += inherited_handles.clear(
         job.driver, job.container.key, job.records, job.processes, timeout=timeout, held=job.held
     )
