@@ -36,8 +36,9 @@ DRIVER = ("libcuda.so.1", "libnvidia-ml.so.1", "libnvidia-ptxjitcompiler.so.1")
 START = 180.0  # seconds for a framework's first ticks, from a disk that has never read it
 
 _STAMP = re.compile(r"tick=(\d+) ok .*?sum=(\S+) at=([\d.]+)")
-# What tells programs where CUDA is.
+# What tells programs where CUDA is, and what this machine asks of all that use several GPUs.
 _PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH")
+_PASSED_ON_ALL = ("NCCL_", "NVSHMEM_", "TORCH_SYMM_MEM_")
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,9 @@ class Machine:
         for path in self.mounts:
             # `bind`: CRIU is told of the mounts that are in config.json, and of none below them.
             words += ["--volume", f"{path}:{path}:ro,bind"]
-        for name in _PASSED_ON:
-            if name in os.environ:
-                words += ["--env", f"{name}={os.environ[name]}"]
+        for name, value in os.environ.items():
+            if name in _PASSED_ON or name.startswith(_PASSED_ON_ALL):
+                words += ["--env", f"{name}={value}"]
         words += [word for node in nodes if gpu for word in ("--device", node)]
         return [*words, "--volume", f"{HERE / 'programs'}:/programs:ro,bind"]
 

@@ -40,6 +40,9 @@ def options(machine: Machine, gpus: tuple[Gpu, Gpu]) -> list[str]:
     words = machine.options(minors=[gpu.minor for gpu in gpus])
     words[words.index("--network") + 1] = "none"
     variables = {**VARIABLES, "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    variables["USE_LIBUV"] = (
+        "0"  # the store of PyTorch's rendezvous would use io_uring, which CRIU does not dump
+    )
     named = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
     return [*words, *named, "--shm-size", "1g"]
 

@@ -63,7 +63,8 @@ def run(step: Step, options: argparse.Namespace) -> None:
         tick += 1
         good, checksum = step(tick)
         word, now = "ok" if good else "BAD", time.time()
-        print(f"pid={os.getpid()} tick={tick} {word} sum={checksum} at={now:.4f}", flush=True)
+        # In one write(2): ranks share the log, and print() may write the end of the line by itself.
+        os.write(1, f"pid={os.getpid()} tick={tick} {word} sum={checksum} at={now:.4f}\n".encode())
         if not good:
             raise SystemExit(1)
         if options.pause:

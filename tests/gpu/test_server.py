@@ -1,0 +1,45 @@
+"""A model server on a real GPU, whose clients open 100 new connections a second; four stay open."""
+
+from __future__ import annotations
+
+import pytest
+from realhost import Machine, Program, Workload
+from servers import PORT, Clients, Server
+from test_containers import needs
+
+RUNNING, RESTORED = 25, 5
+MODEL = Workload.python("torch_server.py", "torch", 1024, "--port", str(PORT))
+
+
+def begin(machine: Machine) -> Server:
+    needs(MODEL)
+    return Server(Program.begin("w", MODEL, machine.options()), "127.0.0.1", "host")
+
+
+@pytest.mark.parametrize("established", [False, True], ids=["closed", "established"])
+def test_it_runs_on(real: str, machine: Machine, established: bool) -> None:
+    """No client loses anything while the server is checkpointed, again and again."""
+    server = begin(machine)
+    with Clients(server.address, server.port) as clients:
+        server.wait_for_answers(clients)
+        for _ in range(RUNNING):
+            server.round(leave_running=True, established=established)
+            server.wait_for_answers(clients)
+        assert set(clients.short) == {"ok"}
+        assert set(clients.held) == {"answers"}
+    server.container.goes_on()
+
+
+@pytest.mark.parametrize("established", [False, True], ids=["closed", "established"])
+def test_it_comes_back(real: str, machine: Machine, established: bool) -> None:
+    """It answers after each restore; connections that stayed open are kept only where it was asked for."""
+    server = begin(machine)
+    with Clients(server.address, server.port) as clients:
+        server.wait_for_answers(clients)
+        for _ in range(RESTORED):
+            server.round(leave_running=False, established=established)
+            server.wait_for_answers(clients)
+            server.wait_for_held(clients)
+        if established:
+            assert set(clients.held) == {"answers"}
+    server.container.goes_on()
