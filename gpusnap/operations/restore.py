@@ -39,6 +39,7 @@ from oci.base.errors import (
     OciError,
     RegistryError,
     StoreError,
+    UnsafeNameError,
 )
 from oci.base.json_text import parse_json
 from oci.layout.layout import Layout
@@ -174,13 +175,16 @@ def _from_archive(wish: Wish, path: str, progress: Progress) -> str:
 def _check_files(path: str) -> None:
     """Raise ImageError where a link is in the place of a file, ArchiveError for a FIFO in that of a record.
 
-    Podman waits for ever at a FIFO. Whatever else cannot be read Podman says.
+    Podman waits for ever at a FIFO, and unpacks what lies below a link wherever that leads: UnsafeNameError.
+    Whatever else cannot be read Podman says.
     """
     links = Links(path)
     try:
         with closing(entries(path)) as found:
             for entry in found:
                 links.check(entry)
+    except UnsafeNameError:
+        raise
     except ArchiveError as error:
         if any(name in str(error) for name in FIRST):  # which it names where they are no files
             raise

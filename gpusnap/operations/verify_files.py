@@ -15,9 +15,11 @@ import zstandard
 from gpusnap.checkpoints.damage import Damage, Progress, Verified, damaged, within_manifest
 from gpusnap.checkpoints.formats.criu_images import Images
 from gpusnap.checkpoints.formats.entries import entries
+from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
 from gpusnap.checkpoints.locator import default_store, open_store
 from gpusnap.checkpoints.statistics import parts
 from oci.base.errors import ArchiveError, LayoutError
+from oci.base.json_text import parse_json
 from oci.base.threads import for_each
 from oci.chunks.table import LARGEST_CHUNK, MEDIA_TYPES
 from oci.chunks.verify import Contents, Fault, not_held
@@ -32,7 +34,7 @@ from runtime_shim.records.manifest import Manifest
 from runtime_shim.runtime.criu.images import check as criu_images
 from runtime_shim.runtime.criu.images.digests import Comparison
 
-__all__ = ["in_archive", "in_folder"]
+__all__ = ["in_archive", "in_folder", "note"]
 
 _PIECE = 1 << 20
 _OCTETS = "application/octet-stream"
@@ -41,6 +43,7 @@ _BLOBS = f"{_FOLDER}blobs/sha256/"
 _MANIFEST = _FOLDER + manifest.NAME
 _INDEX = _FOLDER + manifest.INDEX
 _IMAGES = "CRIU's images"
+_RECORDS = "Podman's records"
 
 
 def in_folder(path: str, progress: Progress) -> Verified:
@@ -70,7 +73,7 @@ def _chunks(path: str, record: Manifest, layout: Layout, progress: Progress) -> 
     """Chunks that a manifest names and a layout has."""
     named = _named(record)
     if not named:
-        return Verified(path, "", 0, 0, True, (), NO_DIGESTS)
+        return Verified(path, "", 0, 0, True, (), note(record))
     done, whole, lock = 0, sum(each.size for each in named), threading.Lock()
     faults: list[Fault] = []
     contents = Contents(record.tables)
@@ -91,15 +94,23 @@ def _chunks(path: str, record: Manifest, layout: Layout, progress: Progress) -> 
     for_each(named, check, threads=min(cores(), len(named)))
     places = within_manifest(record)
     faulty = tuple(damaged(fault, places) for fault in faults)
-    return Verified(path, "", len(named), whole, True, faulty, NO_DIGESTS)
+    return Verified(path, "", len(named), whole, True, faulty, note(record))
 
 
 def _with_image(found: Verified, fault: str) -> Verified:
     """What was found, and an image that a restore would refuse."""
-    return replace(found, damaged=(*found.damaged, Damage("", "", 0, fault, (_IMAGES,)))) if fault else found
+    return _with_part(found, fault, _IMAGES)
 
 
-NO_DIGESTS = "CRIU's images and the engine's files have no digests there; those in a store have"
+def _with_part(found: Verified, fault: str, part: str) -> Verified:
+    """What was found, and what is wrong with a part that is no chunk."""
+    return replace(found, damaged=(*found.damaged, Damage("", "", 0, fault, (part,)))) if fault else found
+
+
+def note(record: Manifest | None) -> str:
+    """What such a checkpoint has no digests of."""
+    images = "" if record is not None and record.images else "CRIU's images and "
+    return f"{images}the engine's files have no digests there; those in a store have"
 
 
 def in_archive(path: str, progress: Progress) -> Verified:
@@ -108,7 +119,7 @@ def in_archive(path: str, progress: Progress) -> Verified:
     # By blob, size and digest of what is compressed in it.
     plain: dict[str, tuple[int, str]] = {}
     data = index = None
-    ours = False
+    ours, broken = False, ""
     images = Images(path)
     done, whole = 0, os.path.getsize(path)
     try:
@@ -120,6 +131,8 @@ def in_archive(path: str, progress: Progress) -> Verified:
                     data = _document(entry, manifest.LARGEST, path)
                 elif entry.name == _INDEX:
                     index = _document(entry, manifest.LARGEST_INDEX, path)
+                elif entry.name in FIRST:
+                    broken = broken or _no_json(entry)
                 elif entry.name.startswith(_BLOBS) and entry.content is not None:
                     name = entry.name.removeprefix(_BLOBS)
                     digest, plain[PREFIX + name] = _digests(entry.content)
@@ -137,7 +150,7 @@ def in_archive(path: str, progress: Progress) -> Verified:
         manifest.check_digest(data, index, f"{path}: {_MANIFEST}")
     fault = images.fault(record)
     if record is not None and record.pages == "store":
-        return _with_image(_chunks_in_store(path, record, progress), fault)
+        return _with_part(_with_image(_chunks_in_store(path, record, progress), fault), broken, _RECORDS)
     named = () if record is None else _named(record)
     places = within_manifest(record)
     lies = {} if record is None else _lies(record, plain)
@@ -154,7 +167,20 @@ def in_archive(path: str, progress: Progress) -> Verified:
     ]
     size = sum(each.size for each in named)
     faulty = tuple(damaged(each, places) for each in faults)
-    return _with_image(Verified(path, "", len(named), size, True, faulty, NO_DIGESTS), fault)
+    found_all = Verified(path, "", len(named), size, True, faulty, note(record))
+    return _with_part(_with_image(found_all, fault), broken, _RECORDS)
+
+
+def _no_json(entry: Entry) -> str:
+    """Why Podman could not read a record of its own; empty where it is a JSON object."""
+    if entry.content is None or entry.info.size > LARGEST_DUMP:
+        return f"{entry.name} is no record of Podman's"
+    try:
+        if isinstance(parse_json(entry.content.read()), dict):
+            return ""
+    except ValueError as error:
+        return f"{entry.name} is no JSON: {error}"
+    return f"{entry.name} is no JSON object"
 
 
 def _document(entry: Entry, limit: int, path: str) -> bytes:

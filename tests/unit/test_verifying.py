@@ -17,11 +17,12 @@ from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints.locator import InStore
 from gpusnap.operations import verify as verifying
 from gpusnap.operations.verify import verify_one
-from gpusnap.operations.verify_files import NO_DIGESTS
+from gpusnap.operations.verify_files import note
 from oci.layout.layout import Layout
 from oci.store.store import Store
 from runtime_shim.errors import ManifestError
 from runtime_shim.records import manifest
+from runtime_shim.records.manifest import ImageRecord
 from runtime_shim.settings import Settings
 from runtime_shim.settings import Store as StoreSettings
 
@@ -55,7 +56,25 @@ def test_all_right(images: Path, archive: bool) -> None:
     """Every chunk is read; that the rest has no digests is said."""
     found = verify_one(str(packed(images) if archive else images))
     assert (found.blobs, found.size, found.damaged, found.read) == (3, 3 * CHUNK, (), True)
-    assert found.note == NO_DIGESTS
+    assert found.note == note(None)
+
+
+@pytest.mark.parametrize("name", ["config.dump", "spec.dump"])
+@pytest.mark.parametrize("text", [b'{"a": 1', b"{}{}", b"[]", b"", b'{"a": 1, "a": 2}'])
+def test_records_of_podman(images: Path, name: str, text: bytes) -> None:
+    """They have no digests; that they are JSON can be seen all the same."""
+    (images / name).write_bytes(text)
+    (found,) = verify_one(str(packed(images))).damaged
+    assert found.belongs_to == ("Podman's records",)
+    assert found.what.startswith(f"{name} is no JSON")
+
+
+def test_a_note_on_digests(images: Path) -> None:
+    """CRIU's images have digests in manifests of today; the engine's files never."""
+    record = manifest.read(str(images / "checkpoint"))
+    assert note(record).startswith("CRIU's images and the engine's files have no digests")
+    digests = (ImageRecord("inventory.img", len(INVENTORY), f"sha256:{'0' * 64}"),)
+    assert note(replace(record, images=digests)).startswith("the engine's files have no digests")
 
 
 @pytest.mark.parametrize("archive", [True, False])
