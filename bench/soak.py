@@ -65,8 +65,8 @@ def cycle(container: Container, number: int) -> None:
         good(limited([COMMAND, "gc", f"oci:{STORE}"]))
 
 
-def counts(container: Container) -> dict[str, int]:
-    """How many there are of all that could grow."""
+def counts(container: Container, keep: Path) -> dict[str, int]:
+    """How many there are of all that could grow; our own reports in `keep` do."""
     found = {"containers of Podman": len(good(podman("ps", "--all", "--quiet")).split())}
     for runtime in ("crun", "runc"):
         found[f"containers of {runtime}"] = len(run(runtime, "list", "-q").out.split())
@@ -79,7 +79,9 @@ def counts(container: Container) -> dict[str, int]:
         found[f"System V {what}"] = len(Path(f"/proc/sysvipc/{what}").read_text().splitlines())
     found["files in /dev/shm"] = len(os.listdir("/dev/shm"))
     for folder in ("/run/gpusnap", "/var/tmp", "/tmp"):
-        found[f"files in {folder}"] = sum(1 for _ in Path(folder).rglob("*"))
+        found[f"files in {folder}"] = sum(
+            1 for path in Path(folder).rglob("*") if keep not in (path, *path.parents)
+        )
     found["files in the store"] = sum(1 for path in STORE.rglob("*") if path.is_file())
     found["bytes in the store"] = sum(path.stat().st_size for path in STORE.rglob("*") if path.is_file())
     found["open files of this program"] = len(os.listdir("/proc/self/fd"))
@@ -115,12 +117,12 @@ def soak(report: Report, runtime: str, number: int, end: float) -> None:
         try:
             cycle(container, at)
             if at < _FIRST:
-                before, first = State.now(), counts(container)
+                before, first = State.now(), counts(container, report.keep)
                 continue
             assert before is not None
             if left := before.left():
                 raise Bad(f"left behind: {left[:10]}")
-            now = counts(container)
+            now = counts(container, report.keep)
             report.note(f"{runtime}, cycle {at}: {now}")
             if found := grown(first, now):
                 raise Bad(f"grown since cycle {_FIRST}: {found}")
@@ -130,7 +132,7 @@ def soak(report: Report, runtime: str, number: int, end: float) -> None:
             remove_all()
             container = start(NAME)
             before = State.now()
-    report.said[f"{runtime}: {counts(container)}"] += 1
+    report.said[f"{runtime}: {counts(container, report.keep)}"] += 1
     remove_all()
     shutil.rmtree(STORE, ignore_errors=True)
 
