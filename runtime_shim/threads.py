@@ -1,4 +1,9 @@
-"""Threads of ours, where this host lets us have one more."""
+"""Threads of ours, where this host lets us have one more.
+
+threading.Thread.start waits without a deadline until the new thread says that it runs (cpython,
+Lib/threading.py). Where the kernel has no memory for what that thread does first, it ends without a word, and
+so would we wait for ever: seen with ENOMEM injected into one mmap(2).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,33 @@ import threading
 
 from runtime_shim.errors import GpusnapError
 
-__all__ = ["start"]
+__all__ = ["bound_starts", "start"]
+
+# Seconds for a thread to run at last. On a busy host it takes some milliseconds.
+_BEGINNING = 30.0
+
+_start = threading.Thread.start
+
+
+class _Begun(threading.Event):
+    """That a thread runs, for whoever starts it; in the end that it does not."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if timeout is None and not super().wait(_BEGINNING):
+            raise RuntimeError("can't start new thread: it ended before it began")
+        return super().wait(timeout)
+
+
+def bound_starts() -> None:
+    """Have every thread of this process, a pool's too, begin in time or fail to start with RuntimeError."""
+    threading.Thread.start = _start_in_time  # type: ignore[assignment, method-assign]
+
+
+def _start_in_time(thread: threading.Thread) -> None:
+    # Made by __init__ and waited for by start, in every Python from 3.9 to 3.14.
+    if isinstance(begun := getattr(thread, "_started", None), threading.Event) and not begun.is_set():
+        thread._started = _Begun()  # type: ignore[attr-defined]
+    _start(thread)
 
 
 def start(thread: threading.Thread) -> None:

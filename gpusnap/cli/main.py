@@ -26,6 +26,7 @@ from gpusnap.progress import Progress
 from gpusnap.user_errors import NotFound, failure
 from oci.base.errors import OciError
 from runtime_shim import settings as settings_file
+from runtime_shim import threads
 from runtime_shim._version import __version__
 from runtime_shim.errors import GpusnapError, Interrupted, reason
 from runtime_shim.gpu import find_driver, find_drivers, holders
@@ -48,6 +49,7 @@ _NOTHING = "nothing to recover"
 def main() -> int:
     """The entry point: every error becomes one sentence and an exit code."""
     forgive_closed_pipes()
+    threads.bound_starts()
     try:
         command.main(prog_name="gpusnap", standalone_mode=False)
         if sys.stdout is not None:

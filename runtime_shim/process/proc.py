@@ -321,9 +321,15 @@ def memory(pid: int) -> int:
 
 
 def peak_memory() -> int:
-    """Bytes of RAM that we ourselves had at most (proc_pid_status(5), VmHWM), shared memory included."""
-    with open("/proc/self/status", "rb") as file:
-        return next((int(line.split()[1]) << 10 for line in file if line.startswith(b"VmHWM:")), 0)
+    """Bytes of RAM that we ourselves had at most (proc_pid_status(5), VmHWM), shared memory included.
+
+    0 where it cannot be read: it is told for information only.
+    """
+    try:
+        with open("/proc/self/status", "rb") as file:
+            return next((int(line.split()[1]) << 10 for line in file if line.startswith(b"VmHWM:")), 0)
+    except OSError:
+        return 0
 
 
 def available_memory() -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from runtime_shim import log
+from runtime_shim import log, threads
 from runtime_shim.errors import ContainerError, GpusnapError, RuntimeFailed, SettingsError, unforeseen
 from runtime_shim.gpu import find_driver, find_drivers, holders
 from runtime_shim.gpu.api.driver import Driver
@@ -34,6 +34,7 @@ JOURNAL = "/run/gpusnap/journal"
 def main(argv: list[str]) -> int:
     """Run `checkpoint` or `restore`; `argv` is without the program's name. Returns the exit code."""
     call: CheckpointCall | RestoreCall | None = None
+    threads.bound_starts()
     try:
         call = parse(argv)
         settings = _settings()

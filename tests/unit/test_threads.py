@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -21,6 +22,22 @@ def test_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(GpusnapError, match="no thread could be started: can't start new thread") as caught:
         threads.start(threading.Thread())
     assert "pids.max" in caught.value.hint
+
+
+def test_one_that_never_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel made it, and had no memory for what it does first: nobody waits for ever, pools neither."""
+    monkeypatch.setattr(threading.Thread, "start", threading.Thread.start)  # put back afterwards
+    monkeypatch.setattr(threads, "_BEGINNING", 0.05)
+    threads.bound_starts()
+    ran = threading.Event()
+    threads.start(threading.Thread(target=ran.set))
+    assert ran.wait(5)
+    for name in ("_start_new_thread", "_start_joinable_thread"):  # before Python 3.13, and from it on
+        monkeypatch.setattr(threading, name, lambda *_, **__: None, raising=False)
+    with pytest.raises(GpusnapError, match="it ended before it began"):
+        threads.start(threading.Thread(target=ran.set))
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="it ended before it began"):
+        pool.submit(ran.set)
 
 
 def test_a_restore_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
