@@ -312,6 +312,8 @@ def _run(
         return podman.restore(
             archive, wish.options(), {**environment, **chosen}, tick=progress.watching(measure)
         )
+    except podman.Killed:
+        raise  # the runtime may still be at work in what Podman has made
     except GpusnapError as error:
         wanted = ""
         with suppress(GpusnapError, OciError):
