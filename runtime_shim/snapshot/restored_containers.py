@@ -3,8 +3,8 @@
 conmon and gpusnap-runtime go on when Podman is killed, and the container runs with its GPU memory, while
 Podman says that it does not run, or knows none of that ID; `podman rm` leaves it. The like is left where
 gpusnap-runtime is killed when all is done and it has not yet said so. So gpusnap-runtime writes down what it
-knows of each container that it restored for a Podman (recover_restore.RESTORED): whoever asks that Podman can
-tell. Nothing is ended for the file's sake: a container may have been at work for hours.
+knows of each container that it restored for a Podman (journal.RESTORED): whoever asks that Podman can tell.
+Nothing is ended for the file's sake: a container may have been at work for hours.
 
 A file counts while the container's init lives, known by PID and start time. Those of others are removed
 whenever gpusnap restores, checkpoints or recovers.
@@ -22,7 +22,8 @@ from runtime_shim.process import proc
 from runtime_shim.runtime import container as containers
 from runtime_shim.snapshot import recover_restore
 from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.recover_restore import RESTORED, Restore
+from runtime_shim.snapshot.records.journal import RESTORED
+from runtime_shim.snapshot.recover_restore import Restore
 
 __all__ = ["end", "is_on_file", "lives", "living", "sweep", "tell"]
 
