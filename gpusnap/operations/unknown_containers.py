@@ -71,7 +71,8 @@ def chosen(wanted: str, ids: Sequence[str]) -> str:
     if wanted in found:
         return wanted
     if len(found) > 1:
-        raise GpusnapError(f"the IDs of several containers begin with {wanted}", hint=" or ".join(found))
+        more = " or ".join(found)
+        raise GpusnapError(f"the IDs of several containers begin with {wanted}", hint=f"give more: {more}")
     if found:
         return found[0]
     named = podman.full_id(wanted, seconds=_PATIENCE) if ids else ""

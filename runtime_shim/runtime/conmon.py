@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from runtime_shim.process import proc
 
@@ -42,7 +43,7 @@ def podman_of(conmon: Sequence[str], container: str) -> tuple[str, ...]:
 
 def _after(words: Sequence[str], option: str) -> Iterator[str]:
     """The values of an option: each in the next word, or behind `=`."""
-    for word, value in zip(words, [*words[1:], ""], strict=True):
+    for word, value in pairwise((*words, "")):
         if word == option:
             yield value
         elif word.startswith(option + "="):

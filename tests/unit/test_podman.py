@@ -129,6 +129,16 @@ def test_a_runtime_that_was_killed(fake: FakePodman, stderr: str) -> None:
     assert "gpusnap recover" in raised.value.hint
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_podman_that_was_killed(fake: FakePodman, number: signal.Signals) -> None:
+    """What it had begun may go on, so that is what is said, and what finds it."""
+    fake.first(f"kill -{number.value} $$\n")
+    with pytest.raises(podman.Killed) as raised:
+        podman.restore("x", [], {})
+    assert f"podman container restore was killed by {number.name}" in str(raised.value)
+    assert "run gpusnap recover" in raised.value.hint
+
+
 def test_notes_are_passed_on(fake: FakePodman, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What gpusnap-runtime noted in a success reaches the user; its other lines and Podman's do not."""
     fake.has(status="exited")

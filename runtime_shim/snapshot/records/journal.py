@@ -337,7 +337,9 @@ def noted(kind: str) -> tuple[str, ...]:
     except FileNotFoundError:
         return ()
     except OSError as error:
-        raise GpusnapError(f"{folder} cannot be read: {reason(error)}", hint="run gpusnap as root") from error
+        raise GpusnapError(
+            f"the journal {folder} cannot be read: {reason(error)}", hint="run gpusnap as root"
+        ) from error
     return tuple(name.removesuffix(f".{kind}") for name in names if name.endswith(f".{kind}"))
 
 
