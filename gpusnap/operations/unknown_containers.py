@@ -22,6 +22,8 @@ __all__ = ["Unknown", "chosen", "end", "unknown"]
 
 _PATIENCE = 15.0
 """Seconds for Podman's answer."""
+_SHORT = 3.0
+"""Where it is certain without one that Podman does not have it as running."""
 # libpod/define/containerstate.go. In the others (initialized, removing, …) Podman itself is at work on it.
 _AT_REST = ("created", "configured", "exited", "stopped")
 
@@ -85,8 +87,9 @@ def _why(entry: Restore) -> str | None:
     Podman may give none where gpusnap-runtime was killed: it waits for conmon, which waits for what the
     container would say of the failure, and has the container's lock meanwhile.
     """
+    seconds = _PATIENCE if entry.told else _SHORT
     try:
-        status = podman.status(entry.container, command=entry.podman, seconds=_PATIENCE)
+        status = podman.status(entry.container, command=entry.podman, seconds=seconds)
     except GpusnapError:
         if entry.told:
             raise

@@ -223,7 +223,8 @@ def test_what_podman_says(scene: Scene, podman: Podman, status: str, said: str) 
 @pytest.mark.parametrize("told", [True, False])
 def test_no_answer(scene: Scene, podman: Podman, monkeypatch: pytest.MonkeyPatch, *, told: bool) -> None:
     """Nothing is certain then, unless gpusnap-runtime was killed before Podman could hear of a success."""
-    monkeypatch.setattr(unknown_containers, "_PATIENCE", 0.2)
+    for name in ("_PATIENCE", "_SHORT"):
+        monkeypatch.setattr(unknown_containers, name, 0.2)
     entry = came_up(scene, podman.does("exec sleep 600"), told=told)
     found, lines = unknown(restored_containers.living())
     if told:
