@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
-from gpusnap.user_errors import NotFound
+from gpusnap.user_errors import Killed, NotFound
 from oci.base.json_text import parse_json
 from runtime_shim.errors import ContainerError, GpusnapError, Interrupted, reason
 from runtime_shim.log import NOTE, note
@@ -29,7 +29,6 @@ from runtime_shim.process import proc
 
 __all__ = [
     "Container",
-    "Killed",
     "check",
     "checkpoint",
     "container",
@@ -53,10 +52,6 @@ _OF_THE_RUNTIME = re.compile(r"failed: (?:exit status|signal: )|OCI runtime|conm
 # How Podman says that the runtime was killed: its own child at a checkpoint, a child of conmon at a restore.
 _KILLED = re.compile(r"^Error: .*(?:failed: signal: killed|no logs from conmon)", re.MULTILINE)
 _LOG_LINE = re.compile(r'^time="[^"]*" level=\w+ msg="(.*)"$')
-
-
-class Killed(GpusnapError):
-    """Podman was killed; conmon and the runtime go on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -330,6 +330,7 @@ def test_the_podman_of_gpusnap_restore(crun: None, tmp_path: Path) -> None:
     assert command.returncode == 1
     assert "podman container restore was killed by SIGKILL" in said
     assert "run gpusnap recover" in said
+    assert podman("container", "exists", "w").code == 0, "it was removed while gpusnap-runtime worked in it"
     until(lambda: not processes("gpusnap-runtime"), "the end of gpusnap-runtime")
     assert unknown(good(run(COMMAND, "recover"))) == [container.id]
     ended(container.id)
