@@ -32,6 +32,8 @@ import gpuhost  # noqa: E402
 import shimhost  # noqa: E402
 from support import GPUS_CONF, GPUWORK, STATE, STORAGE, Container, Done, good, podman, run  # noqa: E402
 
+from runtime_shim.process import proc  # noqa: E402
+
 __all__ = [
     "COMMAND",
     "Bad",
@@ -238,12 +240,24 @@ def _things() -> list[str]:
     for pattern in _LEFT:
         for top in Path("/").glob(pattern[1:]):
             below = [top, *top.rglob("*")] if top.is_dir() else [top]
-            found += [f"file {path}" for path in below if not path.name.endswith(_STAYS)]
+            found += [
+                f"file {path}" for path in below if not path.name.endswith(_STAYS) and not _is_kept(path)
+            ]
     for runtime in ("/run/crun", "/run/runc"):
         found += [f"{runtime}/{name}" for name in (os.listdir(runtime) if os.path.isdir(runtime) else ())]
     found += [f"softgpu {path.name}" for path in STATE.glob("*") if path.name.isdigit()]
     kept = (each for each in found if not re.fullmatch(r"file /run/gpusnap(/\w+)?", each))
     return [re.sub(r"[0-9a-f]{64}|\b[A-Z0-9]{26}\b|\d+", "N", each) for each in kept]
+
+
+def _is_kept(path: Path) -> bool:
+    """Whether that is what gpusnap keeps of a container for as long as it runs."""
+    if path.suffix != ".restored":
+        return False
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        pid, start = json.loads(path.read_text())["init"]
+        return proc.same(pid, start)
+    return False
 
 
 def processes() -> dict[int, str]:

@@ -6,7 +6,8 @@
 
 A round kills some of the processes that a command has started, at a moment of its usual duration or soon
 after one of them has begun. Then `gpusnap recover` succeeds, and the work is there: the container runs with
-every byte right, or its checkpoint restores so. The next checkpoint works, what the killed command left is
+every byte right, or its checkpoint restores so; what runs without Podman's knowledge `recover` names, and
+ends by its ID. The next checkpoint works, what the killed command left is
 gone, and the store is whole. A command that was itself not killed ends in time, with a sentence where it
 failed.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -59,6 +61,9 @@ _RUNTIMES = ("crun", "runc")
 # Seconds after a victim has begun: most of the time that it works.
 _SOON = {"gpusnap": 1.0, "gpusnap-runtime": 0.8, "runtime": 0.15, "criu": 0.08, "podman": 1.5}
 _ENDING = 60.0  # seconds for what goes on behind a killed command
+_STUCK = 15.0
+"""Seconds after which who waits for a gpusnap-runtime that was killed has `gpusnap recover` called for it."""
+_UNKNOWN = re.compile(r"to end it: gpusnap recover ([0-9a-f]{64})")
 Line = list[str]
 
 
@@ -75,8 +80,18 @@ class Killer:
     killed: list[str] = field(default_factory=list)
     root: bool = False
     """Whether the command itself was killed."""
+    stuck: Callable[[], object] = lambda: None
+    """Called where the command still waits though gpusnap-runtime was killed."""
 
     def __call__(self, process: subprocess.Popen[bytes]) -> None:
+        self._kill(process)
+        if "gpusnap-runtime" in self.killed and not self.root:
+            try:
+                process.wait(_STUCK)
+            except subprocess.TimeoutExpired:
+                self.stuck()
+
+    def _kill(self, process: subprocess.Popen[bytes]) -> None:
         begun = time.monotonic()
         while process.poll() is None:
             victims = [*self._victims().items()]
@@ -150,7 +165,7 @@ class Bench:
             first = random.choice(among)
             wanted = (first, *random.sample(among, random.choice([0, 0, 0, *range(len(among))])))
             after = -random.uniform(0, _SOON[first])
-        killer = Killer(wanted, after, frozenset(processes()))
+        killer = Killer(wanted, after, frozenset(processes()), stuck=lambda: self._free(way))
         done = limited(line, during=killer)
         waited(lambda: not self._behind(killer.before), seconds=_ENDING)
         if going_on := self._behind(killer.before):
@@ -182,6 +197,20 @@ class Bench:
         if done.code:
             raise Bad(f"recover: {checked_message(done)}")
         return done.out.strip()
+
+    def _free(self, way: str) -> None:
+        """What docs/troubleshooting.md says to do where Podman waits for a container that was cut off."""
+        self.report.counts[f"{way}: waited, until recover"] += 1
+        self.end_unknown(self.recover())
+
+    def end_unknown(self, said: str) -> None:
+        """End the containers that `recover` says run without Podman's knowledge; then it says so no more."""
+        for container in _UNKNOWN.findall(said):
+            ended = good(limited([COMMAND, "recover", container]))
+            self.report.counts["ran without Podman's knowledge"] += 1
+            self.report.note(f"    {said}\n    {ended}")
+            if found := _UNKNOWN.findall(self.recover()):
+                raise Bad(f"{ended!r}, and yet: {found}")
 
     def nothing_left(self, what: str) -> None:
         """Nothing beside the container that runs, and nothing in the store that nobody needs."""
@@ -219,6 +248,8 @@ def checkpoint(bench: Bench) -> str:
     done, killer = bench.run("checkpoint", line, victims=by_podman)
     what = f"{kind}{' --leave-running' if leave else ''}, {killer.killed} killed after {killer.after:.2f} s"
     said = bench.recover()
+    if _UNKNOWN.search(said):
+        raise Bad(f"{what}: nothing was restored, and recover: {said}")
     if Path(f"/proc/{init}").exists():
         goes_on(bench.container.id)
         outcome = "ran on"
@@ -268,9 +299,12 @@ def restore(bench: Bench) -> str:
     said = bench.recover()
     status = podman("inspect", "--format", "{{.State.Status}}", NAME).out.strip()
     if done.code == 0 or (status == "running" and _ticks_on(bench)):
+        if _UNKNOWN.search(said):
+            raise Bad(f"{what}: Podman knows it, and recover: {said}")
         goes_on(bench.container.id)
         outcome = "ran"
     else:
+        bench.end_unknown(said)
         podman("rm", "--force", "--time", "0", NAME)
         if left := bare.left():
             raise Bad(f"left behind by {what}; recover: {said!r}; podman said {status!r}: {left[:10]}")

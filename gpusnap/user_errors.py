@@ -2,9 +2,10 @@
 
     GpusnapError
     ├── NotFound   there is no such container, name, file or reference
-    └── Damaged    it is there, and is not what its digests, or its format, say
+    ├── Damaged    it is there, and is not what its digests, or its format, say
+    └── Killed     Podman was killed at work for us, and what it had begun goes on
 
-The kinds have exit codes of their own. Whatever else the packages below raise is a GpusnapError.
+The first two have exit codes of their own. Whatever else the packages below raise is a GpusnapError.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from oci.base import errors
 from runtime_shim.errors import GpusnapError, Interrupted
 
-__all__ = ["Damaged", "NotFound", "failure", "is_tls", "told"]
+__all__ = ["Damaged", "Killed", "NotFound", "failure", "is_tls", "told"]
 
 
 class NotFound(GpusnapError):
@@ -25,6 +26,10 @@ class NotFound(GpusnapError):
 
 class Damaged(GpusnapError):
     """What was found is not what its digests, or its format, say."""
+
+
+class Killed(GpusnapError):
+    """Podman was killed; what it had started goes on."""
 
 
 # From the most specific to the base: the first that fits counts.

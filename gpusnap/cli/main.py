@@ -21,6 +21,7 @@ from gpusnap.cli.completion import complete_checkpoint, completion
 from gpusnap.cli.store_commands import inspected
 from gpusnap.cli.streams import forgive_closed_pipes
 from gpusnap.engines.install.hooks import install_hooks
+from gpusnap.operations import unknown_containers
 from gpusnap.operations.open import needed, opened
 from gpusnap.progress import Progress
 from gpusnap.user_errors import NotFound, failure
@@ -34,8 +35,9 @@ from runtime_shim.gpu.api.driver import Driver
 from runtime_shim.runtime import identify as real
 from runtime_shim.shim import overrides
 from runtime_shim.snapshot import recover_checkpoint as recovery
-from runtime_shim.snapshot import recover_restore
+from runtime_shim.snapshot import recover_restore, restored_containers
 from runtime_shim.snapshot.devices import choose as choosing
+from runtime_shim.snapshot.devices import reservations
 from runtime_shim.snapshot.devices.reservations import reserved
 from runtime_shim.snapshot.memory import chunk_cache
 from runtime_shim.snapshot.records import journal
@@ -222,48 +224,101 @@ def resume(pids: tuple[int, ...]) -> None:
 @click.option("--list", "only_list", is_flag=True, help="List what needs recovery, and change nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --list: print it as JSON.")
 def recover(container: str | None, only_list: bool, as_json: bool) -> None:
-    """Clean up after a killed gpusnap, for all containers or for CONTAINER (its full ID).
+    """Clean up after a killed gpusnap or Podman, for all containers or for CONTAINER.
 
-    After a killed checkpoint, the processes are stopped and their GPU memory is in RAM or in files: they are
-    resumed. After a killed restore, the incomplete container is removed, so that it can be restored again. A
-    running container is left alone. If only the command `gpusnap checkpoint` was killed, Podman and its
-    runtime continue and complete the checkpoint: then there is nothing to recover, and `podman container
-    restore NAME` restores the container.
+    CONTAINER is its ID, the beginning of it, or Podman's name. After a killed checkpoint, the processes are
+    stopped and their GPU memory is in RAM or in files: they are resumed. After a killed restore, the
+    incomplete container is removed, so that it can be restored again. A running container is left alone. If
+    only the command `gpusnap checkpoint` was killed, Podman and its runtime continue and complete the
+    checkpoint: then there is nothing to recover, and `podman container restore NAME` restores the container.
+
+    If Podman was killed during a restore, the container may run without Podman's knowledge. It is reported;
+    only `gpusnap recover CONTAINER` ends it, and it has to be restored again. A container that Podman has as
+    running or paused is never ended.
     """
     if as_json and not only_list:
         raise click.UsageError("--json goes with --list")
-    found = [entry for entry in journal.entries() if container in (None, entry.container)]
-    cut_off = [entry for entry in recover_restore.entries() if container in (None, entry.container)]
-    if container is not None and not found and not cut_off:
-        raise GpusnapError(
-            f"there is nothing to recover for container {container}",
-            hint="gpusnap recover --list shows what there is, by full container IDs",
-        )
+    found, cut_off, up = journal.entries(), recover_restore.entries(), restored_containers.living()
+    if container is not None:
+        ids = [entry.container for entry in found] + [entry.container for entry in (*cut_off, *up)]
+        container = wanted = unknown_containers.chosen(container, ids)
+        found = tuple(entry for entry in found if entry.container == wanted)
+        cut_off = tuple(entry for entry in cut_off if entry.container == wanted)
+        up = tuple(entry for entry in up if entry.container == wanted)
+        if not found and not cut_off and not up:
+            raise _nothing_for(container)
     if only_list:
-        waits = recover_list.waiting(found, cut_off)
-        if as_json:
-            click.echo(recover_list.as_json(waits))
-            return
-        for each in waits:
-            click.echo(recover_list.line(each))
-        if not waits:
-            click.echo(_NOTHING, err=True)
-        return
-    _recover_all(
-        [(each.container, partial(_recover_restore, each)) for each in cut_off]
-        + [(each.container, partial(_recover_checkpoint, each)) for each in found]
+        _list(found, cut_off, up, as_json=as_json)
+    elif container is not None and not found and not cut_off:
+        _end_unknown(container, up)
+    else:
+        _recover_and_say(container, found, cut_off)
+
+
+def _nothing_for(container: str) -> GpusnapError:
+    return GpusnapError(
+        f"there is nothing to recover for container {container}",
+        hint="gpusnap recover --list shows what there is, by full container IDs",
     )
+
+
+def _list(
+    found: Sequence[journal.Entry],
+    cut_off: Sequence[recover_restore.Restore],
+    up: Sequence[recover_restore.Restore],
+    *,
+    as_json: bool,
+) -> None:
+    unknown, open_ones = unknown_containers.unknown(up)
+    waits = recover_list.waiting(found, cut_off, unknown)
+    if as_json:
+        click.echo(recover_list.as_json(waits))
+    for each in waits if not as_json else ():
+        click.echo(recover_list.line(each))
+    for line in open_ones:
+        click.echo(line, err=True)
+    if not waits and not open_ones and not as_json:
+        click.echo(_NOTHING, err=True)
+
+
+def _recover_and_say(
+    container: str | None, found: Sequence[journal.Entry], cut_off: Sequence[recover_restore.Restore]
+) -> None:
+    """Recover all that was cut off, then say what runs without its Podman's knowledge."""
+    try:
+        _recover_all(
+            [(each.container, partial(_recover_restore, each)) for each in cut_off]
+            + [(each.container, partial(_recover_checkpoint, each)) for each in found]
+        )
+    finally:
+        restored_containers.sweep()
+        up = (each for each in restored_containers.living() if container in (None, each.container))
+        unknown, open_ones = unknown_containers.unknown(up)
+        for each in unknown:
+            click.echo(f"{each.container}  {each.why}")
+        for line in open_ones:
+            click.echo(line, err=True)
+    reservations.sweep()
     if container is None:
         recovery.sweep()
         chunk_cache.tidy(settings_file.load().memory)
         overrides.sweep()
-        if not found and not cut_off:
+        if not found and not cut_off and not unknown and not open_ones:
             click.echo(_NOTHING, err=True)
+
+
+def _end_unknown(container: str, up: Sequence[recover_restore.Restore]) -> None:
+    """End those of that ID that Podman does not know. Raises GpusnapError where there is none."""
+    done = [said for said in map(unknown_containers.end, up) if said is not None]
+    for said in done:
+        click.echo(f"{container}  {said}")
+    if not done:
+        raise _nothing_for(container)
 
 
 def _recover_restore(entry: recover_restore.Restore) -> str:
     said = recover_restore.recover(entry.key, find_driver())
-    if not said.startswith("running: "):
+    if not said.startswith(recover_restore.RUNNING) or entry.podman:  # Podman is asked next
         return said
     # Whoever had it restored was told that this failed, and may take it for a container that does not run.
     ends = recover_restore.deletion(entry.command, entry.container)

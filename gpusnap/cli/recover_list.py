@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from gpusnap.operations.unknown_containers import Unknown
 from runtime_shim.snapshot import recover_checkpoint as recovery
 from runtime_shim.snapshot import recover_restore
 from runtime_shim.snapshot.records import journal
@@ -15,21 +16,25 @@ __all__ = ["Waiting", "as_json", "line", "waiting"]
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A checkpoint or restore that is under way, or was cut off."""
+    """A checkpoint or restore that is under way, or was cut off; or a container that Podman does not know."""
 
     container: str
     kind: str
-    """checkpoint or restore."""
+    """checkpoint, restore, or unknown: it was restored and runs, and Podman says that it does not."""
     at_work: bool
     """Its gpusnap is still there, and nobody else may touch the container."""
     processes: tuple[int, ...]
-    """Of a checkpoint: the PIDs that it had suspended and that are still there."""
+    """The PIDs that a checkpoint had suspended and that are still there; of an unknown container its init."""
     image: str
-    """The image directory."""
+    """The image directory; empty for an unknown container."""
+    why: str = ""
+    """What Podman says of an unknown container."""
 
 
 def waiting(
-    checkpoints: Sequence[journal.Entry], restores: Sequence[recover_restore.Restore]
+    checkpoints: Sequence[journal.Entry],
+    restores: Sequence[recover_restore.Restore],
+    unknown: Sequence[Unknown] = (),
 ) -> tuple[Waiting, ...]:
     """All of these, by container."""
     found = [
@@ -37,11 +42,14 @@ def waiting(
         for e in checkpoints
     ]
     found += [Waiting(e.container, "restore", e.at_work, (), e.image) for e in restores]
+    found += [Waiting(e.container, "unknown", False, e.processes, "", e.why) for e in unknown]
     return tuple(sorted(found, key=lambda each: (each.container, each.kind)))
 
 
 def line(each: Waiting) -> str:
     """One for people."""
+    if each.kind == "unknown":
+        return f"{each.container}  {each.why}"
     if each.at_work:
         state = "gpusnap is at work on it"
     elif each.kind == "restore":

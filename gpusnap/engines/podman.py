@@ -21,15 +21,27 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
-from gpusnap.user_errors import NotFound
+from gpusnap.user_errors import Killed, NotFound
 from oci.base.json_text import parse_json
 from runtime_shim.errors import ContainerError, GpusnapError, Interrupted, reason
 from runtime_shim.log import NOTE, note
 from runtime_shim.process import proc
 
-__all__ = ["Container", "check", "checkpoint", "container", "ids", "not_running", "remove", "restore"]
+__all__ = [
+    "Container",
+    "check",
+    "checkpoint",
+    "container",
+    "full_id",
+    "ids",
+    "not_running",
+    "remove",
+    "restore",
+    "status",
+]
 
 _RUNTIME = "gpusnap-runtime"
+_PODMAN = ("podman",)
 # In the environment of Podman, which a restore's runtime has from conmon.
 _MARK = "GPUSNAP_CALLER"
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -107,6 +119,27 @@ def ids() -> set[str]:
     return set(done.out.split())
 
 
+def status(container_id: str, *, command: Sequence[str], seconds: float) -> str:
+    """What a Podman, named with its global options, has a container as; "" where it knows none of that ID.
+
+    It answers when nobody restores or checkpoints the container: who does has its lock. Raises GpusnapError
+    where it has not answered by then.
+    """
+    words = ("container", "inspect", "--format", "{{.State.Status}}", "--", container_id)
+    done = _ask(*words, command=command, seconds=seconds)
+    if done.code and "no such container" not in done.err.lower():
+        raise GpusnapError(f"Podman does not tell of the container {container_id}: {_sentence(done)}")
+    return "" if done.code else done.out.strip()
+
+
+def full_id(wanted: str, *, seconds: float) -> str:
+    """The ID of a container by its name; "" where Podman knows none, or has not answered by then."""
+    with suppress(GpusnapError):
+        done = _ask("container", "inspect", "--format", "{{.Id}}", "--", wanted, seconds=seconds)
+        return "" if done.code else done.out.strip()
+    return ""
+
+
 def remove(container_id: str) -> None:
     """Remove a container, whatever it does. Raises GpusnapError."""
     done = _ask("rm", "--force", "--time", "0", container_id)
@@ -178,9 +211,17 @@ class _Done:
     err: str
 
 
-def _ask(*words: str) -> _Done:
-    with _started(words, os.environ) as (child, out, err):
-        child.wait()
+def _ask(*words: str, command: Sequence[str] = _PODMAN, seconds: float | None = None) -> _Done:
+    with _started(words, os.environ, command) as (child, out, err):
+        try:
+            child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+            raise GpusnapError(
+                f"Podman has not answered within {seconds:g} s",
+                hint="another podman command may be at work on the container: wait for it",
+            ) from None
         return _ended(child, out, err)
 
 
@@ -203,6 +244,12 @@ def _work(
             tick()
         done = _ended(child, out, err)
     if done.code:
+        if done.code < 0 and not relay.passed:
+            raise Killed(
+                f"podman {words[0]} {words[1]} was killed by {signal.Signals(-done.code).name}, and what it "
+                "had begun may go on",
+                hint="run gpusnap recover, which says what has become of it, then try again",
+            )
         if relay.passed:
             raise Interrupted(_own(done) or f"podman {words[0]} {words[1]} was interrupted")
         if not _own(done) and _KILLED.search(done.err):
@@ -220,13 +267,13 @@ def _work(
 
 @contextmanager
 def _started(
-    words: Sequence[str], environment: Mapping[str, str]
+    words: Sequence[str], environment: Mapping[str, str], command: Sequence[str] = _PODMAN
 ) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]]:
     # Files: nobody has to read along, and a child of Podman's may keep them open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
             child = subprocess.Popen(
-                ["podman", *words],
+                [*command, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,

@@ -29,7 +29,7 @@ from gpusnap.operations import push_pull
 from gpusnap.operations.open import open_repository
 from gpusnap.operations.verify_files import in_archive
 from gpusnap.progress import Progress, grown
-from gpusnap.user_errors import Damaged, told
+from gpusnap.user_errors import Damaged, Killed, told
 from oci.base.errors import (
     ArchiveError,
     BlobError,
@@ -312,6 +312,8 @@ def _run(
         return podman.restore(
             archive, wish.options(), {**environment, **chosen}, tick=progress.watching(measure)
         )
+    except Killed:
+        raise  # the runtime may still be at work in what Podman has made
     except GpusnapError as error:
         wanted = ""
         with suppress(GpusnapError, OciError):

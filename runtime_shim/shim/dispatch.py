@@ -100,6 +100,7 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
         _hand_over(call, real)
     # Imported late: a container without a GPU must not wait for it.
     from runtime_shim.shim import overrides
+    from runtime_shim.snapshot import restored_containers
     from runtime_shim.snapshot.checkpoint import checkpoint
     from runtime_shim.snapshot.records import journal
     from runtime_shim.snapshot.suspend import criu_plugin
@@ -111,6 +112,7 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
         checkpoint(call, real, settings, driver, container)
         if cri_layout.wanted(str(call.images()), container.annotations):
             cri_layout.fold(str(call.images()))
+    restored_containers.sweep()
     return 0
 
 
@@ -167,11 +169,16 @@ def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | Settings
     if not manifest.belongs(images):
         _hand_over(call, real)
     valid = _valid(settings)
+    from runtime_shim.snapshot import restored_containers
     from runtime_shim.snapshot.restore import restore
 
     _announce(call)
     config = containers.bundle_config(str(call.bundle_dir()))
-    return restore(call, real, annotated(valid, containers.bundle_annotations(config)), config)
+    code = restore(call, real, annotated(valid, containers.bundle_annotations(config)), config)
+    restored_containers.sweep()
+    key = container_key.key(container_key.root(call.globals.root, real.kind), call.container_id)
+    restored_containers.tell(key)  # last: with the exit code the engine knows
+    return code
 
 
 def _concerns_us(driver: Driver, container: containers.Container) -> bool:

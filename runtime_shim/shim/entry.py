@@ -17,6 +17,10 @@ from runtime_shim.errors import GpusnapError, NotStarted, RuntimeFailed, reason,
 from runtime_shim.runtime import find as locate
 from runtime_shim.runtime.command_line_words import FALSE, HELP
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
+
 __all__ = [
     "CHECK",
     "COMMANDS",
@@ -158,9 +162,19 @@ def _answer(args: list[str]) -> int:
         if line is None:
             from runtime_shim.shim.dispatch import main as checkpoint_or_restore
 
-            return checkpoint_or_restore(args)
+            _end(checkpoint_or_restore(args))
         args, at = line, len(line)
     return locate.start(args, at, values.get("root"), locate.become)
+
+
+def _end(code: int) -> NoReturn:
+    """End at once. Who is killed in Python's own end, after a success, has told the engine of a failure."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            continue  # nobody reads it, or there is none
+    os._exit(code)
 
 
 def _log_options(args: list[str]) -> dict[str, str]:

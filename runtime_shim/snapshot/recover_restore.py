@@ -3,6 +3,8 @@
     /run/gpusnap/journal/<key>.restore      written before config.json is changed, and again at each
                                             stage; removed when the container runs with its GPU state, or
                                             has been removed
+    /run/gpusnap/restored/<key>.restored    the last of it, while a container runs that Podman had restored;
+                                            see restored_containers.py
 
 The real runtime goes on when gpusnap is killed, so there may be a container whose processes stand and miss
 their GPU state. Podman waits for it, and holds its lock, until it is gone: conmon reads what the container
@@ -20,7 +22,7 @@ import hashlib
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -32,11 +34,12 @@ from oci.store.store import Store
 from runtime_shim.errors import ContainerError, GpusnapError, Refused, RuntimeFailed, reason
 from runtime_shim.gpu.api.driver import Driver, ProcessState
 from runtime_shim.gpu.api.parallel import at_once
+from runtime_shim.log import note
 from runtime_shim.process import proc
 from runtime_shim.process.memory import tmpfs as stage
 from runtime_shim.records import manifest
 from runtime_shim.records.manifest import Manifest
-from runtime_shim.runtime import bundle, container_key
+from runtime_shim.runtime import bundle, conmon, container_key
 from runtime_shim.runtime import container as containers
 from runtime_shim.runtime.command_line import RestoreCall
 from runtime_shim.runtime.criu import scratch_files
@@ -50,14 +53,17 @@ from runtime_shim.snapshot.suspend import driver_calls
 from runtime_shim.snapshot.suspend.gpu_state import InCriu, let_finish, resume
 
 __all__ = [
+    "RUNNING",
     "Restore",
     "Stage",
     "begun",
+    "came_up",
     "changed",
     "delete",
     "deletion",
     "entries",
     "forget",
+    "is_missing",
     "read",
     "recover",
     "remove",
@@ -67,6 +73,8 @@ __all__ = [
 _KIND = "restore"
 _VERSION = 1
 _GONE = "nothing is left of it"
+RUNNING = "running: "
+"""How `recover` begins what it says of a container that runs; its processes follow."""
 _ANOTHER = "another container of that ID runs by now, and was left alone"
 _NO_SUCH = "there is no such container"  # runtime/container.py's words for what either runtime says
 
@@ -117,6 +125,10 @@ class Restore:
     """The directory in which CRIU works."""
     place: Place | None = None
     """By what its processes are known; None where an earlier version wrote the entry."""
+    podman: tuple[str, ...] = ()
+    """The Podman that has it restored, with its global options; empty where that is another's container."""
+    told: bool = False
+    """Whether the engine has been told that it runs: by the exit code of this process, which comes next."""
 
     @property
     def container(self) -> str:
@@ -145,6 +157,7 @@ def begun(call: RestoreCall, real: RealRuntime, record: Manifest, config: Mappin
         state=os.path.join(root, call.container_id),
         work=os.path.abspath(call.work() or call.images(real.kind)),
         place=Place.of(config, bundle_dir, call.container_id),
+        podman=conmon.podman_above(call.container_id),
     )
 
 
@@ -156,14 +169,27 @@ def changed(before: bytes, after: bytes) -> dict[str, str]:
     }
 
 
-def write(entry: Restore) -> None:
+def write(entry: Restore, kind: str = _KIND) -> None:
     """Write the entry, in place of an earlier one. Raises GpusnapError."""
-    journal.store(entry.key, _KIND, {"version": _VERSION, "container": entry.container, **asdict(entry)})
+    journal.store(entry.key, kind, {"version": _VERSION, "container": entry.container, **asdict(entry)})
 
 
 def forget(key: str) -> None:
     """The container runs, or nothing is left of it."""
     journal.drop(key, _KIND)
+
+
+def came_up(entry: Restore) -> None:
+    """The container runs: have it on file whom to ask about it, if it is Podman's.
+
+    Nothing is to be undone any more, so that it is only noted where there is no room for that.
+    """
+    if entry.podman and entry.init is not None:
+        try:
+            write(replace(entry, config=None, digest="", told=False), journal.RESTORED)
+        except GpusnapError as error:
+            note(f"who restored the container is not on file: {error.sentence()}")
+            journal.drop(entry.key, journal.RESTORED)
 
 
 def entries() -> tuple[Restore, ...]:
@@ -172,9 +198,9 @@ def entries() -> tuple[Restore, ...]:
     return tuple(entry for entry in found if entry is not None)
 
 
-def read(key: str) -> Restore | None:
+def read(key: str, kind: str = _KIND) -> Restore | None:
     """The entry of a container, by its key, if there is one. Raises GpusnapError where it cannot be read."""
-    document = journal.load(key, _KIND)
+    document = journal.load(key, kind)
     if document is None:
         return None
     try:
@@ -206,6 +232,8 @@ def _decoded(document: Any, key: str) -> Restore:
         state=str(document.get("state", "")),
         work=str(document.get("work", "")),
         place=None if place is None else Place.from_json(place),
+        podman=tuple(str(word) for word in document.get("podman", ())),
+        told=bool(document.get("told", False)),
     )
 
 
@@ -231,6 +259,8 @@ def recover(key: str, driver: Driver | None, *, remove: bool = True) -> str:
             entry.owner, entry.container, enough=lambda: not entry.detach and _pid(entry) > 0
         )
         said = _kept(entry, driver) if entry.stage is not Stage.PREPARE else None
+        if said is not None and said.startswith(RUNNING):
+            _came_up_late(entry)
         if said is None:
             if not remove and entry.stage is not Stage.PREPARE:
                 container = entry.container
@@ -284,7 +314,14 @@ def _kept(entry: Restore, driver: Driver | None) -> str | None:
         if standing:
             _check(entry)
         resume(driver, ours, InCriu(), right=partial(transfer.own, entry.key))
-    return "running: " + " ".join(map(str, ours or [init.pid]))
+    return RUNNING + " ".join(map(str, ours or [init.pid]))
+
+
+def _came_up_late(entry: Restore) -> None:
+    """Have it on file: whoever had it restored was told that this had failed."""
+    if entry.init is None and (found := _found(entry)) is not None:
+        entry = replace(entry, init=(found[1].pid, found[1].start))
+    came_up(entry)
 
 
 def _check(entry: Restore) -> None:
@@ -301,11 +338,16 @@ def _found(entry: Restore) -> tuple[containers.Container, proc.Process] | None:
     try:
         found = containers.find(entry.command, entry.container)
     except ContainerError as error:
-        if _NO_SUCH in str(error):
+        if is_missing(error):
             return None
         raise  # for all that we know it runs
     init = proc.process(found.pid) if found.pid else None
     return (found, init) if init is not None else None
+
+
+def is_missing(error: GpusnapError) -> bool:
+    """Whether the runtime said that there is no such container."""
+    return _NO_SUCH in str(error)
 
 
 def _states(entry: Restore, driver: Driver | None, pids: Sequence[int]) -> Mapping[int, ProcessState | None]:
@@ -389,7 +431,7 @@ def delete(command: Sequence[str], container: str) -> bool:
         containers.find(command, container)
         known = True
     except GpusnapError as error:
-        known = _NO_SUCH not in str(error)
+        known = not is_missing(error)
     done = control([*command, "delete", "--force", container])
     missing = "not exist" in done.err or "no such file" in done.err.lower()
     if done.code != 0 and not missing:

@@ -50,7 +50,7 @@ from runtime_shim.runtime.criu.run import Invoked, invoke, quiet
 from runtime_shim.runtime.criu.scratch_files import scratch
 from runtime_shim.runtime.identify import RealRuntime
 from runtime_shim.settings import Settings
-from runtime_shim.snapshot import recover_restore, restored_processes
+from runtime_shim.snapshot import recover_restore, restored_containers, restored_processes
 from runtime_shim.snapshot.devices import remap
 from runtime_shim.snapshot.devices.choose import choose, driver_for, given, gpu_request
 from runtime_shim.snapshot.devices.nvidia_hooks import rerun
@@ -190,6 +190,8 @@ def _commit(job: _Job) -> None:
         if job.fetching is not None:
             _keep_fetched(job.fetching)
         job.cleanup.close()
+    assert job.entry is not None
+    recover_restore.came_up(job.entry)
     recover_restore.forget(job.key)  # not before: who is killed until then leaves files
     job.held.close()  # a checkpoint of it stages under the same name
     _say_timing(job)
@@ -208,10 +210,13 @@ def _absent(job: _Job) -> None:
         found = containers.find(quiet(job.call, job.real), job.call.container_id)
     except ContainerError:
         return
+    ends = recover_restore.deletion(quiet(job.call, job.real), found.id)
+    if restored_containers.is_on_file(job.key, found.pid):
+        ends = f"gpusnap recover {found.id}"
     raise Refused(
         f"there is a container {found.id} already, and it is {found.status}",
         hint="remove it, or restore under another name; if its engine does not know of it (the one that "
-        f"restored it was killed): {recover_restore.deletion(quiet(job.call, job.real), found.id)}",
+        f"restored it was killed): {ends}",
     )
 
 

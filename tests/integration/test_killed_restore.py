@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import shimhost
-from support import Container, faults, good, podman, run, until
+from support import GPUWORK, Container, faults, good, podman, run, until
 
 from runtime_shim.process import proc
 
@@ -170,24 +170,170 @@ def test_nothing_stood(crun: None) -> None:
     restored(container)
 
 
+def unknown(said: str) -> list[str]:
+    """The containers that `recover` says run without their Podman's knowledge."""
+    return re.findall(r"to end it: gpusnap recover ([0-9a-f]{64})", said)
+
+
+def ended(wanted: str) -> None:
+    """`recover` ends it, and conmon goes by itself; then there is nothing to recover."""
+    assert "it was ended: " in good(run(COMMAND, "recover", wanted))
+    assert processes(WORK) == []
+    until(lambda: not processes("conmon"), "the end of conmon")
+    nothing_left()
+    assert os.listdir("/run/gpusnap/restored") == []
+    assert "nothing to recover" in run(COMMAND, "recover").err
+
+
 def test_podman(real: str) -> None:
-    """The container comes up, and Podman does not know: the next restore names a command that works."""
+    """The container comes up, and Podman does not know: `recover` says so, and ends it when it is named."""
     settings(real, "chunks")
     container = checkpointed("chunks", "8")
     with restoring() as engine:
         until(lambda: processes(WORK), "a restored process")
         engine.kill()
         until(lambda: not processes("gpusnap-runtime"), "the end of gpusnap")
-        assert processes(WORK)
-        done = podman("container", "restore", "w")
-        assert "already, and it is running" in done.err
-        found = re.search(rf"(\S*{real}(?: \S+)* delete --force {container.id})", done.err)
-        assert found is not None, done.err
-        good(run(*found[1].split()))
-        until(lambda: not processes(WORK), "the end of the container")
+        (before,) = processes(WORK)
+        said = good(run(COMMAND, "recover"))
+        assert unknown(said) == [container.id]
+        assert f"runs under {real} (process {before}), but Podman has it as exited" in said
+        (listed,) = json.loads(good(run(COMMAND, "recover", "--list", "--json")))
+        assert (listed["container"], listed["kind"]) == (container.id, "unknown")
+        assert listed["processes"] == [before]
+        assert unknown(good(run(COMMAND, "recover", "--list"))) == [container.id]
+        assert processes(WORK) == [before], "saying so ended it"
+        ended("w")
         assert engine.stderr is not None
         engine.stderr.close()
     restored(container)
+
+
+def test_podman_and_again(real: str) -> None:
+    """The next restore is refused, and names what ends it; Podman's clean-up behind it does so as well."""
+    settings(real, "chunks")
+    container = checkpointed("chunks", "8")
+    with restoring() as engine:
+        until(lambda: processes(WORK), "a restored process")
+        engine.kill()
+        until(lambda: not processes("gpusnap-runtime"), "the end of gpusnap")
+        done = podman("container", "restore", "w")
+        assert "already, and it is running" in done.err
+        assert f"gpusnap recover {container.id}" in done.err
+        run(COMMAND, "recover", container.id)
+        until(lambda: not processes(WORK), "the end of the container")
+        assert engine.stderr is not None
+        engine.stderr.close()
+    until(lambda: not processes("conmon"), "the end of conmon")
+    restored(container)
+
+
+def test_podman_and_its_record(real: str) -> None:
+    """`podman rm` has removed all that it knew: the container is still found, and ended."""
+    settings(real, "chunks")
+    container = checkpointed("chunks", "8")
+    ident = container.id
+    with restoring() as engine:
+        until(lambda: processes(WORK), "a restored process")
+        engine.kill()
+        until(lambda: not processes("gpusnap-runtime"), "the end of gpusnap")
+        good(podman("rm", "--force", "--time", "0", "w"))
+        assert processes(WORK), "Podman ended it by itself"
+        said = good(run(COMMAND, "recover"))
+        assert unknown(said) == [ident]
+        assert "Podman knows no such container" in said
+        ended(ident[:12])
+        assert engine.stderr is not None
+        engine.stderr.close()
+
+
+def test_one_that_podman_knows(real: str) -> None:
+    """A container that its Podman has as running or paused is never named and never ended."""
+    settings(real, "chunks")
+    container = checkpointed("chunks", "8")
+    restored(container)
+    before = processes(WORK)
+    assert before
+    for change in ("", "pause", "unpause"):
+        if change:
+            good(podman(change, "w"))
+        assert "nothing to recover" in run(COMMAND, "recover").err
+        assert json.loads(good(run(COMMAND, "recover", "--list", "--json"))) == []
+        for wanted in ("w", container.id):
+            assert "there is nothing to recover for container" in run(COMMAND, "recover", wanted).err
+    assert processes(WORK) == before
+    container.goes_on()
+
+
+def test_another_storage(crun: None, tmp_path: Path) -> None:
+    """The Podman that is asked is the one that had it restored, with its own storage."""
+    settings("crun", "chunks")
+    own = ("--root", str(tmp_path / "root"), "--runroot", str(tmp_path / "runroot"))
+    image = tmp_path / "image.tar"
+    good(podman("save", "-o", image, "localhost/base"))
+    try:
+        good(podman(*own, "load", "-i", image))
+        gpu = ("--device", "nvidia.com/gpu=all", "-v", f"{GPUWORK}:/gpuwork:ro")
+        good(podman(*own, "run", "-d", "--name", "v", *gpu, "localhost/base", "/gpuwork", "--tick", "30"))
+        good(podman(*own, "container", "checkpoint", "v"))
+        good(podman(*own, "container", "restore", "v"))
+        assert podman("container", "exists", "v").code == 1
+        before = processes(WORK)
+        assert len(before) == 1
+        assert "nothing to recover" in run(COMMAND, "recover").err
+        assert processes(WORK) == before
+    finally:
+        podman(*own, "rm", "--force", "--all", "--time", "0")
+        podman(*own, "system", "reset", "--force")
+
+
+def test_told_to_nobody(real: str) -> None:
+    """gpusnap is killed when all is done, before its exit code says so: Podman waits, and `recover` helps."""
+    settings(real, "chunks")
+    container = checkpointed("chunks", "8")
+    ident = container.id  # later nobody can ask: Podman waits, and holds its lock
+    folder = Path("/run/gpusnap/restored")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.mkfifo(folder / "x.restored")  # whoever reads the files that are no longer needed waits for a writer
+    with restoring() as engine:
+        until(lambda: [*folder.glob(f"{ident}*.restored")] and not notes(), "that all is restored")
+        kill(*processes("gpusnap-runtime"))
+        (folder / "x.restored").unlink()
+        said = good(run(COMMAND, "recover"))
+        assert unknown(said) == [ident]
+        assert "gpusnap-runtime was killed before it could tell Podman" in said or "Podman has it as" in said
+        ended(ident)
+        assert engine.wait(60) != 0
+        assert engine.stderr is not None
+        engine.stderr.close()
+    restored(container)
+
+
+def notes() -> list[str]:
+    """What the journal has of a restore that is under way."""
+    return [path.name for path in Path("/run/gpusnap/journal").glob("*.restore")]
+
+
+def test_the_podman_of_gpusnap_restore(crun: None, tmp_path: Path) -> None:
+    """gpusnap says that it was killed, and what to do; what Podman had begun is not touched meanwhile."""
+    settings("crun", "chunks")
+    container = checkpointed("chunks", "8")
+    restored(container)
+    archive = tmp_path / "w.tar"
+    good(podman("container", "checkpoint", "--export", archive, "w"))
+    container.remove()
+    faults("restore hang=1500 count=1")
+    with subprocess.Popen([COMMAND, "restore", archive], stderr=subprocess.PIPE, text=True) as command:
+        until(lambda: processes(WORK), "a restored process")
+        kill(*(pid for pid in processes("podman") if proc.parent(pid) == command.pid))
+        _, said = command.communicate(timeout=60)
+    faults("")
+    assert command.returncode == 1
+    assert "podman container restore was killed by SIGKILL" in said
+    assert "run gpusnap recover" in said
+    assert podman("container", "exists", "w").code == 0, "it was removed while gpusnap-runtime worked in it"
+    until(lambda: not processes("gpusnap-runtime"), "the end of gpusnap-runtime")
+    assert unknown(good(run(COMMAND, "recover"))) == [container.id]
+    ended(container.id)
 
 
 def test_gpusnap_at_its_end(crun: None, tmp_path: Path) -> None:
@@ -210,14 +356,10 @@ def test_gpusnap_at_its_end(crun: None, tmp_path: Path) -> None:
         faults("")
         said = run(COMMAND, "recover")
         assert "running: " in said.out, said
-        found = re.search(rf"(\S*crun(?: \S+)* delete --force {ident})", said.out)
-        assert found is not None, said
+        assert unknown(said.out) == [ident], said
         assert processes(WORK)
-        done = run(*found[1].split())
-        # Podman's own clean-up, which begins when the processes end, may remove its directory meanwhile.
-        assert done.code == 0 or "No such file or directory" in done.err, done
+        ended(ident)
         assert engine.wait(60) != 0
         assert engine.stderr is not None
         engine.stderr.close()
-        nothing_left()
     restored(container)

@@ -32,7 +32,8 @@ from runtime_shim.records.manifest_file import Draft
 from runtime_shim.settings import TABLE, Settings, load
 from runtime_shim.shim import overrides
 from runtime_shim.snapshot import recover_checkpoint as recovery
-from runtime_shim.snapshot import recover_restore
+from runtime_shim.snapshot import recover_restore, restored_containers
+from runtime_shim.snapshot.devices import reservations
 from runtime_shim.snapshot.memory import chunk_cache
 from runtime_shim.snapshot.records import journal
 from runtime_shim.transaction import Step
@@ -453,8 +454,10 @@ def test_nothing_to_recover(
     """That is said; programs get an empty list. What a killed command ordered is removed."""
     for module in (journal, recover_restore):
         monkeypatch.setattr(module, "entries", tuple)
-    for module, name in ((recovery, "sweep"), (chunk_cache, "tidy")):
-        monkeypatch.setattr(module, name, lambda *_: None)
+    monkeypatch.setattr(restored_containers, "living", tuple)
+    for module in (recovery, restored_containers, reservations):
+        monkeypatch.setattr(module, "sweep", lambda: None)
+    monkeypatch.setattr(chunk_cache, "tidy", lambda _: None)
     monkeypatch.setattr(overrides, "FOLDER", str(tmp_path))
     (tmp_path / "w.json").write_text('{"owner": [1, 1]}')
     assert gpusnap("recover", *words) == (0, "", "nothing to recover\n")

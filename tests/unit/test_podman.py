@@ -14,7 +14,7 @@ from fake_podman import ID, FakePodman
 from fakes import wait_for
 
 from gpusnap.engines import podman
-from gpusnap.user_errors import NotFound
+from gpusnap.user_errors import Killed, NotFound
 from runtime_shim.errors import ContainerError, GpusnapError, Interrupted
 
 FOUND = podman.Container(ID, "w", "gpusnap-runtime", "running")
@@ -127,6 +127,16 @@ def test_a_runtime_that_was_killed(fake: FakePodman, stderr: str) -> None:
     with pytest.raises(GpusnapError, match="restore, was killed or ended without a message") as raised:
         podman.restore("x", [], {})
     assert "gpusnap recover" in raised.value.hint
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_podman_that_was_killed(fake: FakePodman, number: signal.Signals) -> None:
+    """What it had begun may go on, so that is what is said, and what finds it."""
+    fake.first(f"kill -{number.value} $$\n")
+    with pytest.raises(Killed) as raised:
+        podman.restore("x", [], {})
+    assert f"podman container restore was killed by {number.name}" in str(raised.value)
+    assert "run gpusnap recover" in raised.value.hint
 
 
 def test_notes_are_passed_on(fake: FakePodman, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,15 @@ _REGISTRY = (
 _NAME = "write the reference as registry.example/team/app:tag or …@sha256:…"
 
 CURES: Mapping[str, str] = {
+    "who restored the container is not on file: <sentence>": (
+        "a note, no error: the container runs. `gpusnap recover` cannot name it, should Podman be killed "
+        "before it hears that it runs. Make room in /run"
+    ),
+    # What runs without its Podman's knowledge
+    "container <container> is another one by now: its init is process <pid>": (
+        "`gpusnap recover` was to end a container that its Podman does not know, and the runtime has another "
+        "one under that ID: it was left alone. `crun list` or `runc list` shows it"
+    ),
     # Processes that a dump leaves out, or that end
     "what exec started in the container is not in its checkpoint: process <names>": (
         "a note, no error: CRIU dumps the container's first process and its descendants. Start from the "

@@ -34,7 +34,7 @@ from oci.base.json_text import parse_json
 from runtime_shim.errors import GpusnapError, reason
 from runtime_shim.process import proc
 
-__all__ = ["Room", "claim", "reserved"]
+__all__ = ["Room", "claim", "reserved", "sweep"]
 
 FOLDER = "/run/gpusnap/room"
 PATIENCE = 10.0
@@ -128,6 +128,14 @@ def reserved(folder: str = FOLDER) -> Mapping[str, int]:
         return {}
     except OSError as error:
         raise GpusnapError(f"{folder} cannot be read: {reason(error)}", hint="do it as root") from error
+
+
+def sweep(folder: str = FOLDER) -> None:
+    """Remove what restores that were killed had claimed: it counts no more. What cannot be removed stays."""
+    if not os.path.isdir(folder):
+        return
+    with contextlib.suppress(GpusnapError, OSError), claim(folder):
+        pass
 
 
 def _unusable(path: str, error: OSError) -> GpusnapError:

@@ -12,6 +12,9 @@
                                  that it was gpusnap who paused it, see dump_pause.py
         <key>.unsynced           the disk failed at the fsync of CRIU's images, which the next one would hide:
                                  they are not called whole
+    /run/gpusnap/restored/
+        <key>.restored           whom to ask about a container that runs, see restored_containers.py: it stays
+                                 when nothing is under way
 
 A container is named by its key (runtime/container_key.py), since several engines may each have one of the
 same ID. An entry names processes by PID (and the PID namespace) and start time, regions by address, and where
@@ -44,6 +47,7 @@ from runtime_shim.runtime import container_key
 
 __all__ = [
     "PAUSED",
+    "RESTORED",
     "Entry",
     "Pause",
     "Staged",
@@ -74,6 +78,8 @@ UNSYNCED = "unsynced"
 """The kind of file that says that an fsync of the images has failed."""
 PAUSED = "paused"
 """The kind of file that says what was stopped of a paused container."""
+RESTORED = "restored"
+"""The kind of file that says by whom a container that runs was restored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +239,7 @@ def given_back(key: str, pid: int) -> None:
 def held(key: str) -> Iterator[None]:
     """Keep every other gpusnap from this container while the block runs. Raises GpusnapError at once."""
     path = _path(key, "lock")
-    _folders()
+    _folders(FOLDER)
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         lock = os.open(path, flags, 0o600)
@@ -325,12 +331,15 @@ def noted(kind: str) -> tuple[str, ...]:
 
     Raises GpusnapError where the journal cannot be read.
     """
+    folder = _folder(kind)
     try:
-        names = sorted(os.listdir(FOLDER))
+        names = sorted(os.listdir(folder))
     except FileNotFoundError:
         return ()
     except OSError as error:
-        raise GpusnapError(f"{FOLDER} cannot be read: {reason(error)}", hint="run gpusnap as root") from error
+        raise GpusnapError(
+            f"the journal {folder} cannot be read: {reason(error)}", hint="run gpusnap as root"
+        ) from error
     return tuple(name.removesuffix(f".{kind}") for name in names if name.endswith(f".{kind}"))
 
 
@@ -386,7 +395,11 @@ def _start(pid: int) -> int:
 def _path(key: str, kind: str) -> str:
     if not container_key.is_key(key):
         raise GpusnapError(f"{key[:80]!r} is no container's ID")
-    return os.path.join(FOLDER, f"{key}.{kind}")
+    return os.path.join(_folder(kind), f"{key}.{kind}")
+
+
+def _folder(kind: str) -> str:
+    return os.path.join(os.path.dirname(FOLDER), RESTORED) if kind == RESTORED else FOLDER
 
 
 def _read(path: str) -> Any:
@@ -414,7 +427,7 @@ def _space() -> str:
 
 def _write(path: str, data: bytes) -> None:
     """Whole or not at all; tmpfs needs no fsync, since a crash of the host ends the processes as well."""
-    _folders()
+    _folders(os.path.dirname(path))
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         with open(os.open(path + ".new", flags, 0o600), "wb") as file:
@@ -426,14 +439,14 @@ def _write(path: str, data: bytes) -> None:
         ) from error
 
 
-def _folders() -> None:
+def _folders(inner: str) -> None:
     try:
-        for folder in (os.path.dirname(FOLDER), FOLDER):
+        for folder in (os.path.dirname(inner), inner):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder, 0o700)
     except OSError as error:
         raise GpusnapError(
-            f"the journal {FOLDER} cannot be made: {reason(error)}", hint="run gpusnap as root"
+            f"the journal {inner} cannot be made: {reason(error)}", hint="run gpusnap as root"
         ) from error
 
 

@@ -1,0 +1,50 @@
+"""Which Podman a container belongs to: conmon, which starts the runtime for it, has it in its command line.
+
+    conmon -c ID -b BUNDLE … --exit-command /usr/bin/podman --exit-command-arg --root --exit-command-arg … \
+        --exit-command-arg container --exit-command-arg cleanup …
+
+That command is run when the container has ended, with all of Podman's own options: where its storage is, and
+its database (libpod, oci_conmon_common.go, createOCIContainer; specgenutil, CreateExitCommandArgs).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from runtime_shim.process import proc
+
+__all__ = ["podman_above", "podman_of"]
+
+_NAME = "conmon"
+_PROGRAM, _ARGUMENT = "--exit-command", "--exit-command-arg"
+_CLEAN_UP = ("container", "cleanup")
+_PODMAN = "podman"
+
+
+def podman_above(container: str) -> tuple[str, ...]:
+    """The Podman that has this process restore a container, with its global options; empty for others.
+
+    `container`: its full ID.
+    """
+    parent = proc.parent(os.getpid())
+    return podman_of(proc.command(parent), container) if proc.comm(parent) == _NAME else ()
+
+
+def podman_of(conmon: Sequence[str], container: str) -> tuple[str, ...]:
+    """As `podman_above`, by the command line of a conmon: another engine's has none of Podman's."""
+    program, arguments = _after(conmon, _PROGRAM), tuple(_after(conmon, _ARGUMENT))
+    at = next((at for at in range(len(arguments)) if arguments[at : at + 2] == _CLEAN_UP), -1)
+    ours = container in _after(conmon, "-c") and container in arguments[at + 2 :]
+    (path,) = [*program][:1] or [""]
+    return (path, *arguments[:at]) if ours and at >= 0 and os.path.basename(path) == _PODMAN else ()
+
+
+def _after(words: Sequence[str], option: str) -> Iterator[str]:
+    """The values of an option: each in the next word, or behind `=`."""
+    for word, value in pairwise((*words, "")):
+        if word == option:
+            yield value
+        elif word.startswith(option + "="):
+            yield word.partition("=")[2]

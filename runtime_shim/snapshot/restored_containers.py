@@ -1,0 +1,122 @@
+"""Containers that Podman had restored and may never have heard of: it was killed, or told of a failure.
+
+conmon and gpusnap-runtime go on when Podman is killed, and the container runs with its GPU memory, while
+Podman says that it does not run, or knows none of that ID; `podman rm` leaves it. The like is left where
+gpusnap-runtime is killed when all is done and it has not yet said so. So gpusnap-runtime writes down what it
+knows of each container that it restored for a Podman (journal.RESTORED): whoever asks that Podman can tell.
+Nothing is ended for the file's sake: a container may have been at work for hours.
+
+A file counts while the container's init lives, known by PID and start time. Those of others are removed
+whenever gpusnap restores, checkpoints or recovers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from runtime_shim.errors import ContainerError, GpusnapError
+from runtime_shim.process import proc
+from runtime_shim.runtime import container as containers
+from runtime_shim.snapshot import recover_restore
+from runtime_shim.snapshot.records import journal
+from runtime_shim.snapshot.records.journal import RESTORED
+from runtime_shim.snapshot.recover_restore import Restore
+
+__all__ = ["end", "is_on_file", "lives", "living", "sweep", "tell"]
+
+_ENDING = 30.0  # seconds that a container that was killed may take to go
+
+
+def living() -> tuple[Restore, ...]:
+    """Those that still run, by container. Raises GpusnapError for one that cannot be read."""
+    found = (recover_restore.read(key, RESTORED) for key in journal.noted(RESTORED))
+    return tuple(entry for entry in found if entry is not None and lives(entry))
+
+
+def lives(entry: Restore) -> bool:
+    """Whether the container that was restored then is still there, and not about to end."""
+    return entry.init is not None and proc.same(*entry.init) and not proc.dying(entry.init[0])
+
+
+def is_on_file(key: str, init: int) -> bool:
+    """Whether Podman had the container restored whose init is that process. Raises GpusnapError."""
+    entry = recover_restore.read(key, RESTORED)
+    return entry is not None and lives(entry) and entry.init is not None and entry.init[0] == init
+
+
+def tell(key: str) -> None:
+    """Write down that the engine is told now. By then nothing may fail: without room the file is removed."""
+    try:
+        entry = recover_restore.read(key, RESTORED)
+        if entry is not None:
+            recover_restore.write(replace(entry, told=True), RESTORED)
+    except GpusnapError:
+        with suppress(OSError):
+            journal.drop(key, RESTORED)
+
+
+def sweep() -> None:
+    """Remove the files of containers that have ended. What cannot be read or removed stays."""
+    with suppress(GpusnapError):
+        for key in journal.noted(RESTORED):
+            with suppress(GpusnapError, OSError):
+                _sweep(key)
+
+
+def _sweep(key: str) -> None:
+    entry = recover_restore.read(key, RESTORED)
+    if entry is None or (entry.init is not None and proc.same(*entry.init)):
+        return
+    with journal.held(key):  # a restore of it writes the next one meanwhile
+        if recover_restore.read(key, RESTORED) == entry:
+            journal.drop(key, RESTORED)
+
+
+def end(entry: Restore, unknown: Callable[[], str | None]) -> str | None:
+    """End such a container, and see that nothing is left of it; what was done, in words.
+
+    `unknown` asks its Podman: None, as the answer, where that knows it and it is left alone. Raises
+    GpusnapError, also where another gpusnap is at work on it.
+    """
+    with journal.held(entry.key):
+        if recover_restore.read(entry.key, RESTORED) != entry or not lives(entry):
+            return "it has ended by itself"
+        why = unknown()
+        if why is None:
+            return None
+        if not lives(entry):
+            return "it has ended by itself"
+        _check(entry)
+        recover_restore.remove(entry)
+        _wait(entry)
+        journal.drop(entry.key, RESTORED)
+    return f"it was ended: {why}"
+
+
+def _check(entry: Restore) -> None:
+    """Raise ContainerError where the runtime has another container under this ID."""
+    try:
+        found = containers.find(entry.command, entry.container)
+    except ContainerError as error:
+        if recover_restore.is_missing(error):
+            return
+        raise
+    if entry.init is None or found.pid not in (0, entry.init[0]):
+        raise ContainerError(
+            f"container {entry.container} is another one by now: its init is process {found.pid}"
+        )
+
+
+def _wait(entry: Restore) -> None:
+    assert entry.init is not None
+    deadline = time.monotonic() + _ENDING
+    while proc.same(*entry.init):
+        if time.monotonic() > deadline:
+            raise GpusnapError(
+                f"container {entry.container} does not end though it was killed: process {entry.init[0]}",
+                hint=f"/proc/{entry.init[0]}/stack says what it waits for",
+            )
+        time.sleep(0.02)
