@@ -167,7 +167,9 @@ class Bench:
             after = -random.uniform(0, _SOON[first])
         killer = Killer(wanted, after, frozenset(processes()), stuck=lambda: self._free(way))
         done = limited(line, during=killer)
-        waited(lambda: not self._behind(killer.before), seconds=_ENDING)
+        if not waited(lambda: not self._behind(killer.before), seconds=_ENDING / 2):
+            self._free(way)
+            waited(lambda: not self._behind(killer.before), seconds=_ENDING / 2)
         if going_on := self._behind(killer.before):
             raise Bad(f"{killer.killed} killed, and {going_on} still run after {_ENDING:g} s")
         self.report.counts["killed"] += bool(killer.killed)
