@@ -13,7 +13,7 @@ from functools import partial
 
 import click
 
-from gpusnap.cli import checkpoint_commands, exit_codes, recover_list, store_commands
+from gpusnap.cli import checkpoint_commands, debugging, exit_codes, recover_list, store_commands
 from gpusnap.cli import doctor as commands_doctor
 from gpusnap.cli import install as commands_install
 from gpusnap.cli import tables as show
@@ -66,8 +66,10 @@ def main() -> int:
     except GpusnapError as error:
         return _failed(error)
     except OciError as error:
+        debugging.show(error)
         return _failed(failure(error))
     except OSError as error:
+        debugging.show(error)
         # Nobody below made a sentence of it: no folder for temporary files, say, or stdout on a full disk.
         what = error.filename or "a file, or the output,"
         return _failed(GpusnapError(f"{what} cannot be used: {reason(error)}"))
@@ -75,6 +77,7 @@ def main() -> int:
 
 
 def _failed(error: GpusnapError) -> int:
+    debugging.show(error)
     print(f"gpusnap: {error.sentence()}", file=sys.stderr)
     return exit_codes.exit_code(error)
 
@@ -93,7 +96,8 @@ class _Commands(click.Group):
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="gpusnap")
-def command() -> None:
+@click.option("--debug", is_flag=True, help="Print each program that is run, and tracebacks of errors.")
+def command(debug: bool) -> None:
     """Checkpoint and restore containers that use GPUs.
 
     A checkpoint (WHAT) is written as one of:
@@ -107,6 +111,8 @@ def command() -> None:
     Start with `gpusnap doctor`, which checks this host. Containers must be started with gpusnap-runtime,
     which Podman and containerd run in place of crun or runc.
     """
+    if debug:
+        debugging.begin()
 
 
 @command.command()

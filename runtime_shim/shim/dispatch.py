@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
@@ -51,6 +52,8 @@ def main(argv: list[str]) -> int:
         if call is None:
             raise
         # Of a kind or a configuration of a shape that nobody foresaw; whatever was begun has been undone.
+        if call.globals.debug:
+            traceback.print_exception(error)
         log.report(unforeseen(error), log=call.globals.log, log_format=call.globals.log_format)
         return 1
 
