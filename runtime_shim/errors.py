@@ -138,6 +138,11 @@ def unforeseen(error: Exception) -> GpusnapError:
             f"a part of gpusnap is missing, so nothing is checkpointed or restored: {error}",
             hint="install gpusnap anew; gpusnap doctor tells whether all of it is there",
         )
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return GpusnapError(
+            f"no thread could be started: {error}",
+            hint="raise the limit on processes and threads for gpusnap (ulimit -u, pids.max)",
+        )
     if isinstance(error, OSError):
         said = (f"{error.filename}: " if error.filename else "") + reason(error)
     else:

@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from runtime_shim.errors import GpusnapError, ImageError, Refused, RuntimeFailed
+from runtime_shim.errors import GpusnapError, ImageError, Refused, RuntimeFailed, unforeseen
 from runtime_shim.gpu.api.driver import Driver
 from runtime_shim.log import note
 from runtime_shim.process import proc
@@ -273,9 +273,13 @@ def _complete(job: Job, draft: Draft) -> None:
         better = draft.finish(record)
         with job.transaction.step("let go"):
             job.pages.whole(record if better else None)
-    except GpusnapError as error:
-        _not_written(job, error, failure)
-        raise
+    except Exception as error:
+        # Of whatever kind: the container has ended, or needs to be told of.
+        known = error if isinstance(error, GpusnapError) else unforeseen(error)
+        _not_written(job, known, failure)
+        if known is error:
+            raise
+        raise known from error
     if failure is not None:
         _add(
             failure,

@@ -165,6 +165,36 @@ def test_leave_running_with_two_failures(scene: Scene, monkeypatch: pytest.Monke
     assert "is whole" not in sentence
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            RuntimeError("can't start new thread"),
+            "no thread could be started: can't start new thread;",
+        ),
+        (OSError(errno.EIO, os.strerror(errno.EIO), "/proc/self/x"), "/proc/self/x: Input/output error"),
+    ],
+)
+@pytest.mark.parametrize("options", [(), ("--leave-running",)], ids=["stop", "leave running"])
+def test_what_nobody_foresaw_after_the_dump(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], error: Exception, said: str
+) -> None:
+    """What has become of the container is said of every kind of error."""
+    scene.gpu_processes(1)
+
+    def failing(_: object, *, but: Sequence[str]) -> None:
+        raise error
+
+    monkeypatch.setattr(checkpoint, "_sync", failing)
+    sentence = scene.checkpoint(*options).sentence()
+    assert sentence.startswith(said)
+    if options:
+        assert sentence.endswith("; the container runs on")
+        assert scene.all_running()
+    else:
+        assert sentence.endswith("; the container is dumped: gpusnap recover c0ffee tries again")
+
+
 def test_no_sync_no_manifest(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images that are not on disk are no checkpoint."""
     scene.gpu_processes(1)
