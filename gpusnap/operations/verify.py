@@ -28,7 +28,15 @@ from gpusnap.checkpoints.offline import stand_in
 from gpusnap.operations.open import hold, open_repository
 from gpusnap.operations.verify_files import in_archive, in_folder
 from gpusnap.user_errors import told
-from oci.base.errors import BlobError, DigestError, LayoutError, NotInRegistry, OciError, RegistryError
+from oci.base.errors import (
+    BlobError,
+    DigestError,
+    LayoutError,
+    NotACheckpoint,
+    NotInRegistry,
+    OciError,
+    RegistryError,
+)
 from oci.base.threads import for_each
 from oci.chunks import artifact as artifacts
 from oci.chunks.artifact import Artifact
@@ -171,8 +179,10 @@ def _of_images(root: Descriptor, layout: Layout) -> tuple[Fault, ...]:
     """The records of an artifact whose blobs are right, if a restore would refuse an image in them."""
     try:
         artifact = artifacts.read(root, layout.read_blob)
-    except (LayoutError, DigestError):
+    except (NotACheckpoint, DigestError):
         return ()  # another tool's
+    except LayoutError as error:
+        return (Fault(root, str(error)),)
     fault = records_fault(artifact, config_of(artifact, layout), layout)
     return (Fault(artifact.records, fault),) if fault and artifact.records is not None else ()
 

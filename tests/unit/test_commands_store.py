@@ -674,3 +674,17 @@ def test_verify_of_a_lie(gpusnap: Run, kept: Kept, tmp_path: Path, line: tuple[s
         code, out, _ = gpusnap("verify", *words)
     assert code == exit_codes.DAMAGED
     assert f"{chunk.blob}: does not hold the chunk sha256:{fake} of {chunk.size} bytes" in out
+
+
+def test_verify_of_annotations_that_are_no_texts(gpusnap: Run, kept: Kept) -> None:
+    """A restore refuses such a manifest, though every digest is right; so does verify."""
+    document = json.loads(kept.store.read(kept.first))
+    changed = json.dumps({**document, "annotations": {"org.opencontainers.image.created": -1}})
+    root = kept.store.layout.add_blob(changed.encode(), media_type=kept.first.media_type)
+    path = Path(kept.store.path, "index.json")
+    index = json.loads(path.read_text())
+    named = {**root.to_json(), "annotations": {"org.opencontainers.image.ref.name": "odd"}}
+    path.write_text(json.dumps({**index, "manifests": [*index["manifests"], named]}))
+    code, out, _ = gpusnap("verify", "odd")
+    assert (code, root.digest in out) == (exit_codes.DAMAGED, True)
+    assert "are not texts" in out
