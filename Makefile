@@ -7,16 +7,26 @@
 #   make deb     a Debian package, in dist/
 #   make test-packages   install these in clean trees of Debian 12, Debian 13 and Ubuntu 24.04, and use them there
 #   make bench-passthrough   what the shim costs the commands that it only passes on
+#   make demo-picture   docs/demo.svg, the picture of the demo in README.md, from a run of it
 #   make clean   remove what these made, the test host included
 
 PYTHON ?= python3
 
-.PHONY: help demo test test-sid unit integration lint type native wheel deb test-packages testhost bench-passthrough clean
+.PHONY: help demo demo-picture test test-sid unit integration lint type native wheel deb test-packages testhost bench-passthrough clean
 help:
-	@sed -n '2,12s/^# \{0,1\}//p' Makefile
+	@sed -n '2,13s/^# \{0,1\}//p' Makefile
 
 demo:
 	@$(PYTHON) demo/demo.py
+
+demo-picture: build/docs/ready
+	@PYTHONDONTWRITEBYTECODE=1 build/docs/bin/python -m tools.docs.demo_picture
+
+# rich alone, at the version of the extra `docs` in pyproject.toml.
+build/docs/ready: | testhost
+	@$(PYTHON) -m venv build/docs
+	@build/docs/bin/pip install -q --disable-pip-version-check 'rich==15.0.0'
+	@touch $@
 
 test: .venv/ready testhost
 	@.venv/bin/tox run

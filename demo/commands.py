@@ -23,7 +23,7 @@ from report import DemoError, say
 
 DEADLINE_S = 180.0
 _POLL_S = 0.02
-_WIDTH = 110
+_WIDTH = 92
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 T = TypeVar("T")

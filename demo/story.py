@@ -191,7 +191,7 @@ class Story:
         say(f"  in use on that GPU: {ticks.size(ticks.gpu_memory(log[-1].gpus))}")
         self.summary = (
             f"A running container with {self._mib} MiB in GPU memory became a file, and the file a running\n"
-            "container again: no tick lost, no word wrong, and nothing changed in the program or the image."
+            "container again: no tick lost, no word wrong. Nothing changed in the program or the image."
         )
 
     def timeline(self) -> None:
