@@ -1,4 +1,4 @@
-"""The integration tests, one test host for each file of them, as many at once as there are cores.
+"""The integration tests, one test host for each file of them, one more at once than there are cores.
 
     tests/host/shards.py [--suite sid] [pytest's options]
 
@@ -29,13 +29,17 @@ ENTER = ["enter", "--env", "GPUSNAP_TESTHOST=1", "--"]
 PYTEST = ["/opt/gpusnap/bin/python", "-B", "-m", "pytest", "-p", "no:cacheprovider", "-q", "--color=no"]
 # The longest ones, which nobody wants to wait for at the end.
 FIRST = [
+    "test_neighbours.py",
     "test_recover.py",
+    "test_remap.py",
+    "test_keep.py",
+    "test_ranks.py",
+    "test_killed_restore.py",
     "test_containerd.py",
     "test_criu_plugins.py",
     "test_artifacts.py",
     "test_bench.py",
     "test_podman.py",
-    "test_keep.py",
 ]
 # pytest's exit code where the options select no test of a file; sysexits of a run that was ended.
 NONE_SELECTED = 5
@@ -114,7 +118,8 @@ def main() -> int:
     words = sys.argv[1:]
     suite, words = (words[:2], words[2:]) if words[:1] == ["--suite"] else ([], words)
     shards = Shards(*selected(words), suite=suite)
-    threads = [threading.Thread(target=shards.work) for _ in range(max(1, os.cpu_count() or 1))]
+    # A sixth of a file's time nobody works: it waits for ticks, and for containers to end.
+    threads = [threading.Thread(target=shards.work) for _ in range((os.cpu_count() or 1) + 1)]
 
     def stop(_number: int, _frame: object) -> None:
         shards.end()
