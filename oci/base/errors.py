@@ -54,7 +54,6 @@ __all__ = [
     "StoreError",
     "Unauthorized",
     "Unreachable",
-    "UnsafeNameError",
     "binary_size",
     "disk_error",
     "reason",
@@ -116,10 +115,6 @@ class StagingBusy(StoreBusy):
 
 class ArchiveError(OciError):
     """An archive that cannot be read, is cut short, or does not hold what was asked for."""
-
-
-class UnsafeNameError(ArchiveError):
-    """An archive with a name that lies below a link of its own: who unpacks it would follow that."""
 
 
 class CeilingError(OciError):

@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 
 import zstandard
 
-from oci.base.errors import ArchiveError, DiskError, UnsafeNameError, disk_error, reason
+from oci.base.errors import ArchiveError, DiskError, disk_error, reason
 from oci.base.files import all_written, name_new, new_file, open_folder
 from oci.tar import headers as tar
 from oci.tar.compression import Plain, Readable, packer
@@ -217,13 +217,11 @@ class _Source:
             return tar.read_header(self.exactly)
 
     def check_parents(self, name: str, links: Collection[str]) -> None:
-        """Raise UnsafeNameError where a name is below one of the links."""
+        """Raise ArchiveError where a name is below one of the links: who unpacks it would follow that."""
         parent = os.path.dirname(name)
         while parent:
             if parent in links:
-                raise UnsafeNameError(
-                    str(self._broken(f"the name {name[:200]!r} leads through the link {parent[:200]!r}"))
-                )
+                raise self._broken(f"the name {name[:200]!r} leads through the link {parent[:200]!r}")
             parent = os.path.dirname(parent)
 
     def exactly(self, size: int) -> bytes:

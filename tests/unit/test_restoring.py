@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import io
+import lzma
 import os
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -289,9 +293,45 @@ def test_an_archive_that_is_damaged(fake: FakePodman, tmp_path: Path, how: str) 
         (blob,) = [name for name in listed(str(path)) if "/blobs/sha256/" in name][:1]
         data[data.index(blob.encode()) + 512] ^= 1
     path.write_bytes(data)
-    with pytest.raises(Damaged, match=f"the archive {path} is ") as raised:
+    with pytest.raises(Damaged, match=f"{path} is ") as raised:
         restored(InFile(str(path)))
     assert exit_code(raised.value) == 4
+
+
+def _tar(*found: tuple[str, bytes, str]) -> bytes:
+    """A tar with entries of these names, types and targets of links."""
+    with io.BytesIO() as file:
+        with tarfile.open(fileobj=file, mode="w") as archive:
+            for name, kind, target in found:
+                info = tarfile.TarInfo(name)
+                info.type, info.linkname = kind, target
+                archive.addfile(info)
+        return file.getvalue()
+
+
+_DEVICE = ("null", tarfile.CHRTYPE, "")
+_THROUGH = (("checkpoint/l", tarfile.SYMTYPE, "/etc"), ("checkpoint/l/evil", tarfile.REGTYPE, ""))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        _tar(*_THROUGH),
+        _tar(_DEVICE, *_THROUGH),
+        _tar(_DEVICE, ("config.dump", tarfile.FIFOTYPE, "")),
+        _tar(_DEVICE, ("checkpoint/pages-1.img", tarfile.SYMTYPE, "/etc/shadow")),
+        lzma.compress(_tar(*_THROUGH)),
+        bz2.compress(_tar(*_THROUGH)),
+    ],
+    ids=["through a link", "that behind a device", "a FIFO behind one", "a link behind one", "xz", "bzip2"],
+)
+def test_what_cannot_be_looked_through(fake: FakePodman, tmp_path: Path, data: bytes) -> None:
+    """Podman, which reads on and knows more compressions, is not given it."""
+    path = tmp_path / "in.tar"
+    path.write_bytes(data)
+    with pytest.raises(Damaged, match="is not a checkpoint archive"):
+        restored(InFile(str(path)))
+    assert not (fake.folder / "calls").exists()
 
 
 @pytest.mark.parametrize(
