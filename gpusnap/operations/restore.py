@@ -31,7 +31,6 @@ from gpusnap.operations.verify_files import in_archive
 from gpusnap.progress import Progress, grown
 from gpusnap.user_errors import Damaged, Killed, told
 from oci.base.errors import (
-    ArchiveError,
     BlobError,
     DiskError,
     EngineImage,
@@ -172,9 +171,9 @@ def _from_archive(wish: Wish, path: str, progress: Progress) -> str:
 
 
 def _check_files(path: str) -> None:
-    """Raise ImageError where a link is in the place of a file, ArchiveError for what cannot be looked through.
+    """Raise ImageError where a link is in the place of a file, ArchiveError where not all can be looked at.
 
-    Podman waits for ever at a FIFO, and unpacks what lies below a link wherever that leads. It also reads what
+    Podman waits for ever at a FIFO, and unpacks what lies below a link wherever that leads. It reads what
     we do not: behind a header that no checkpoint has, or with another compression.
     """
     links = Links(path)
