@@ -103,7 +103,10 @@ class Restore:
     owner: tuple[int, int]
     """PID and start time of the gpusnap that restores."""
     command: tuple[str, ...]
-    """The real runtime with the caller's global options."""
+    """The real runtime with the caller's global options, and always with --root.
+
+    Without it crun takes XDG_RUNTIME_DIR of who asks: Podman's is empty, a login shell's is not.
+    """
     bundle: str
     pid_file: str
     """Absolute; empty where the caller gave none."""
@@ -149,7 +152,7 @@ def begun(call: RestoreCall, real: RealRuntime, record: Manifest, config: Mappin
         key=container_key.key(root, call.container_id),
         image=str(call.images(real.kind)),
         owner=(os.getpid(), own.start if own is not None else 0),
-        command=tuple(quiet(call, real)),
+        command=tuple(quiet(replace(call, globals=replace(call.globals, root=root)), real)),
         bundle=bundle_dir,
         pid_file=os.path.abspath(call.pid_file) if call.pid_file else "",
         detach=call.detach,

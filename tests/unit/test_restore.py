@@ -571,7 +571,7 @@ def test_the_runtime_fails(scene: Scene) -> None:
         "crun 1.21 could not restore container c0ffee: CRIU restoring failed; CRIU says: no such GPU "
     )
     assert scene.driver.of("restore") == []
-    assert [line.split()[:2] for line in scene.runtime.calls("delete")] == [["delete", "--force"]]
+    assert [line.split()[2:4] for line in scene.runtime.calls("delete")] == [["delete", "--force"]]
 
 
 def test_what_a_killed_runtime_leaves(scene: Scene) -> None:
@@ -629,7 +629,7 @@ def test_failure_after_the_runtime(scene: Scene, name: str, detach: bool) -> Non
     outcome = scene.restore(*(["--detach"] if detach else []))
     assert FAILURES[name][1] in outcome.sentence()
     (line,) = scene.runtime.calls("delete")
-    assert line == "delete --force c0ffee"
+    assert line.endswith(" delete --force c0ffee")
     for pid in [*pids, scene.family.init]:
         wait_for(lambda pid=pid: not proc.running(pid), f"the end of process {pid}")  # type: ignore[misc]
     assert (scene.image / "gpusnap" / "manifest.json").exists()
