@@ -60,7 +60,7 @@ def recover(entry: Entry, driver: Driver, settings: Memory) -> str:
 def sweep() -> None:
     """Free the RAM of what is staged for no entry: its gpusnap was killed in its last moments."""
     for key in stage.containers():
-        with suppress(GpusnapError, OSError), journal.held(key):
+        with suppress(GpusnapError, OSError), journal.held(key, patience=0):
             if key not in (*journal.noted("json"), *journal.noted("restore")):
                 stage.remove(key)
 

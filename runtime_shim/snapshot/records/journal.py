@@ -29,6 +29,7 @@ import fcntl
 import json
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -74,6 +75,9 @@ FOLDER = "/run/gpusnap/journal"
 _VERSION = 2
 _PAUSE_VERSION = 1
 _MOST = 64 << 20
+LOOKING = 0.3
+"""Seconds that another gpusnap may have a container's lock that only looks at what is on file of it."""
+_PAUSE = 0.005
 UNSYNCED = "unsynced"
 """The kind of file that says that an fsync of the images has failed."""
 PAUSED = "paused"
@@ -236,10 +240,30 @@ def given_back(key: str, pid: int) -> None:
 
 
 @contextmanager
-def held(key: str) -> Iterator[None]:
-    """Keep every other gpusnap from this container while the block runs. Raises GpusnapError at once."""
+def held(key: str, *, patience: float = LOOKING) -> Iterator[None]:
+    """Keep every other gpusnap from this container while the block runs. Raises GpusnapError.
+
+    `patience`: seconds in which another one that only looks lets go of it; 0 for who only looks.
+    """
     path = _path(key, "lock")
     _folders(FOLDER)
+    deadline = time.monotonic() + patience
+    while (lock := _locked(path)) is None:
+        if time.monotonic() >= deadline:
+            container = container_key.id_of(key)
+            raise GpusnapError(
+                f"another gpusnap is still at work on container {container}", hint="wait for it"
+            )
+        time.sleep(_PAUSE)
+    try:
+        yield
+    finally:
+        _unlink(path)
+        os.close(lock)
+
+
+def _locked(path: str) -> int | None:
+    """The descriptor of a lock file that is ours by now; None where it is another's. Raises GpusnapError."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         lock = os.open(path, flags, 0o600)
@@ -252,15 +276,8 @@ def held(key: str) -> Iterator[None]:
             raise BlockingIOError
     except (BlockingIOError, FileNotFoundError):
         os.close(lock)
-        container = container_key.id_of(key)
-        raise GpusnapError(
-            f"another gpusnap is still at work on container {container}", hint="wait for it"
-        ) from None
-    try:
-        yield
-    finally:
-        _unlink(path)
-        os.close(lock)
+        return None
+    return lock
 
 
 def entries() -> tuple[Entry, ...]:
