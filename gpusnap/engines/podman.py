@@ -46,6 +46,8 @@ _PODMAN = ("podman",)
 _MARK = "GPUSNAP_CALLER"
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EVERY = 0.25
+# Seconds that Podman may take to go when it was killed.
+_DYING = 5.0
 _LONGEST = 64 << 10
 # How Podman names what its runtime did: by its command line, or by what it wrote into its log.
 _OF_THE_RUNTIME = re.compile(r"failed: (?:exit status|signal: )|OCI runtime|conmon|gpusnap: ")
@@ -129,15 +131,20 @@ def status(container_id: str, *, command: Sequence[str], seconds: float) -> str:
     done = _ask(*words, command=command, seconds=seconds)
     if done.code and "no such container" not in done.err.lower():
         raise GpusnapError(f"Podman does not tell of the container {container_id}: {_sentence(done)}")
-    return "" if done.code else done.out.strip()
+    found = done.out.strip()
+    if not done.code and not found:
+        raise GpusnapError(f"Podman says nothing of the container {container_id}")
+    return "" if done.code else found
 
 
 def full_id(wanted: str, *, seconds: float) -> str:
-    """The ID of a container by its name; "" where Podman knows none, or has not answered by then."""
-    with suppress(GpusnapError):
-        done = _ask("container", "inspect", "--format", "{{.Id}}", "--", wanted, seconds=seconds)
-        return "" if done.code else done.out.strip()
-    return ""
+    """The ID of the container that has exactly this name; "" where Podman knows none. Raises GpusnapError."""
+    words = ("container", "inspect", "--format", "{{.Id}} {{.Name}}", "--", wanted)
+    done = _ask(*words, seconds=seconds)
+    if done.code and "no such container" not in done.err.lower():
+        raise GpusnapError(f"Podman does not tell of the container {wanted}: {_sentence(done)}")
+    found, _, name = done.out.strip().partition(" ")
+    return found if not done.code and name == wanted else ""
 
 
 def remove(container_id: str) -> None:
@@ -217,7 +224,8 @@ def _ask(*words: str, command: Sequence[str] = _PODMAN, seconds: float | None = 
             child.wait(seconds)
         except subprocess.TimeoutExpired:
             child.kill()
-            child.wait()
+            with suppress(subprocess.TimeoutExpired):  # one that waits for a disk does not go
+                child.wait(_DYING)
             raise GpusnapError(
                 f"Podman has not answered within {seconds:g} s",
                 hint="another podman command may be at work on the container: wait for it",

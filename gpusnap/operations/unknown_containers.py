@@ -8,6 +8,7 @@ by its ID or its name.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,8 @@ _PATIENCE = 15.0
 """Seconds for Podman's answer."""
 _SHORT = 3.0
 """Where it is certain without one that Podman does not have it as running."""
+# A random ID, as Podman and Kubernetes make them, and how much of one nobody takes for a name.
+_ID, _SURE = re.compile(r"[0-9a-f]{64}", re.ASCII), 12
 # libpod/define/containerstate.go. In the others (initialized, removing, …) Podman itself is at work on it.
 _AT_REST = ("created", "configured", "exited", "stopped")
 
@@ -65,20 +68,29 @@ def end(entry: Restore) -> str | None:
 
 
 def chosen(wanted: str, ids: Sequence[str]) -> str:
-    """Which of these IDs is meant: by the ID, by its beginning, or by Podman's name; else what was given.
+    """Which of these IDs is meant: by the ID, by Podman's name, or by its beginning; else what was given.
 
-    Raises GpusnapError where several begin so.
+    As with Podman a name goes before the beginning of another container's ID (`db` may be both). IDs of other
+    engines may be any names, of which none is meant by another that begins so. Raises GpusnapError where
+    several begin so, and where a few digits may be a name that Podman does not tell.
     """
-    found = sorted({each for each in ids if each.startswith(wanted)})
-    if wanted in found:
+    if wanted in ids or not wanted or not ids:
         return wanted
+    found = sorted({each for each in ids if _ID.fullmatch(each) and each.startswith(wanted)})
+    try:
+        named = podman.full_id(wanted, seconds=_PATIENCE)
+    except GpusnapError as error:
+        if found and len(wanted) < _SURE:
+            raise GpusnapError(
+                f"whether a container has the name {wanted} is open: {error}", hint=f"give the ID: {found[0]}"
+            ) from error
+        named = ""
+    if named:
+        return named if named in ids else wanted
     if len(found) > 1:
         more = " or ".join(found)
         raise GpusnapError(f"the IDs of several containers begin with {wanted}", hint=f"give more: {more}")
-    if found:
-        return found[0]
-    named = podman.full_id(wanted, seconds=_PATIENCE) if ids else ""
-    return named if named in ids else wanted
+    return found[0] if found else wanted
 
 
 def _why(entry: Restore) -> str | None:
@@ -107,7 +119,7 @@ def _runs(entry: Restore) -> str:
 def _is_busy(entry: Restore) -> bool:
     """Whether a gpusnap is at work on it."""
     try:
-        with journal.held(entry.key):
+        with journal.held(entry.key, patience=0):
             return False
     except GpusnapError:
         return True

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from runtime_shim.errors import ContainerError, GpusnapError
+from runtime_shim.log import note
 from runtime_shim.process import proc
 from runtime_shim.runtime import container as containers
 from runtime_shim.snapshot import recover_restore
@@ -31,9 +32,20 @@ _ENDING = 30.0  # seconds that a container that was killed may take to go
 
 
 def living() -> tuple[Restore, ...]:
-    """Those that still run, by container. Raises GpusnapError for one that cannot be read."""
-    found = (recover_restore.read(key, RESTORED) for key in journal.noted(RESTORED))
-    return tuple(entry for entry in found if entry is not None and lives(entry))
+    """Those that still run, by container. Of one whose file cannot be read only a note tells.
+
+    Nobody needs it to have his processes back. Raises GpusnapError where the folder cannot be read.
+    """
+    found = []
+    for key in journal.noted(RESTORED):
+        try:
+            entry = recover_restore.read(key, RESTORED)
+        except GpusnapError as error:
+            note(f"what is on file of a restored container is passed over: {error.sentence()}")
+            continue
+        if entry is not None and lives(entry):
+            found.append(entry)
+    return tuple(found)
 
 
 def lives(entry: Restore) -> bool:
@@ -42,8 +54,11 @@ def lives(entry: Restore) -> bool:
 
 
 def is_on_file(key: str, init: int) -> bool:
-    """Whether Podman had the container restored whose init is that process. Raises GpusnapError."""
-    entry = recover_restore.read(key, RESTORED)
+    """Whether Podman had the container restored whose init is that process; not where nobody can tell."""
+    try:
+        entry = recover_restore.read(key, RESTORED)
+    except GpusnapError:
+        return False
     return entry is not None and lives(entry) and entry.init is not None and entry.init[0] == init
 
 
@@ -70,7 +85,7 @@ def _sweep(key: str) -> None:
     entry = recover_restore.read(key, RESTORED)
     if entry is None or (entry.init is not None and proc.same(*entry.init)):
         return
-    with journal.held(key):  # a restore of it writes the next one meanwhile
+    with journal.held(key, patience=0):  # a restore of it writes the next one meanwhile
         if recover_restore.read(key, RESTORED) == entry:
             journal.drop(key, RESTORED)
 
@@ -84,6 +99,11 @@ def end(entry: Restore, unknown: Callable[[], str | None]) -> str | None:
     with journal.held(entry.key):
         if recover_restore.read(entry.key, RESTORED) != entry or not lives(entry):
             return "it has ended by itself"
+        if entry.at_work:
+            raise GpusnapError(
+                f"gpusnap (process {entry.owner[0]}) has yet to tell Podman of container {entry.container}",
+                hint="wait for it",
+            )
         why = unknown()
         if why is None:
             return None

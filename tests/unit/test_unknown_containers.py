@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from criu_images import INVENTORY
 from fakes import ID, KEY, Scene, a_manifest
 
 from gpusnap.cli import main as cli
+from gpusnap.engines import podman as engine
 from gpusnap.operations import unknown_containers
 from gpusnap.operations.unknown_containers import chosen, unknown
 from runtime_shim.errors import ContainerError, GpusnapError
@@ -20,8 +24,9 @@ from runtime_shim.gpu.api.driver import ProcessState
 from runtime_shim.process import proc
 from runtime_shim.process.memory import tmpfs as stage
 from runtime_shim.records.manifest_file import Draft
-from runtime_shim.runtime import conmon
+from runtime_shim.runtime import command_line, conmon
 from runtime_shim.runtime.criu import scratch_files
+from runtime_shim.runtime.identify import identify
 from runtime_shim.shim import overrides
 from runtime_shim.snapshot import recover_restore, restored_containers
 from runtime_shim.snapshot.devices import reservations
@@ -333,17 +338,117 @@ def test_cut_off_at_its_end(
     assert proc.running(scene.family.init)
 
 
-def test_which_is_meant(podman: Podman, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its ID, the beginning of that, or a name that Podman knows."""
+DB1, DB2, CAFE = ("db1" + "0" * 61), ("db2" + "0" * 61), ("cafe" + "0" * 60)
+
+
+def named(podman: Podman, monkeypatch: pytest.MonkeyPatch, **ids: str) -> None:
+    """Have a Podman in PATH that knows containers by name, and another whose ID begins with de."""
     monkeypatch.setenv("PATH", f"{podman.folder}:{os.environ['PATH']}")
-    podman.does('case "$*" in *" w") echo abc1;; *) exit 125;; esac')
-    assert chosen("abc1", ["abc1", "abc2"]) == "abc1"
-    assert chosen("b", ["abc1", "b2"]) == "b2"
-    assert chosen("w", ["abc1", "abc2"]) == "abc1"
-    assert chosen("x", ["abc1", "abc2"]) == "x"
-    assert chosen("abc1", ["abc1", "abc12"]) == "abc1"
-    with pytest.raises(GpusnapError, match="the IDs of several containers begin with abc"):
-        chosen("abc", ["abc1", "abc2"])
+    cases = "".join(f'*" {name}") echo {ident} {name};; ' for name, ident in ids.items())
+    cases += f'*" de") echo {"de" * 32} other;; '
+    podman.does(f'case "$*" in {cases} *) echo "Error: no such container x" >&2; exit 125;; esac')
+
+
+def test_which_is_meant(podman: Podman, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its ID, a name that Podman knows, or the beginning of its ID."""
+    ids = [DB1, DB2, CAFE, "web-2"]
+    named(podman, monkeypatch, w=DB1, other="f" * 64)
+    assert chosen(DB1, ids) == DB1
+    assert chosen("web-2", ids) == "web-2"
+    assert chosen("w", ids) == DB1
+    assert chosen("c", ids) == CAFE
+    assert chosen("x", ids) == "x"
+    assert chosen("de", [*ids, "de" + "1" * 62]) == "de" + "1" * 62
+    with pytest.raises(GpusnapError, match="the IDs of several containers begin with db"):
+        chosen("db", ids)
+
+
+def test_which_is_not_meant(podman: Podman, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None by nothing; none by the name of another container, of which its ID or name is the beginning."""
+    named(podman, monkeypatch, cafe="f" * 64)
+    assert chosen("", [CAFE]) == ""
+    assert chosen("cafe", [CAFE]) == "cafe"
+    assert chosen("web", ["web-2"]) == "web"
+
+
+def test_whether_it_is_a_name_is_open(podman: Podman, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Podman's answer a few digits may be a name; an ID as Podman prints it is none."""
+    named(podman, monkeypatch)
+    podman.does("echo 'Error: the storage is gone' >&2; exit 125")
+    with pytest.raises(GpusnapError, match="whether a container has the name cafe is open") as raised:
+        chosen("cafe", [CAFE])
+    assert raised.value.hint == f"give the ID: {CAFE}"
+    assert chosen(CAFE[:12], [CAFE]) == CAFE
+
+
+def test_a_podman_that_says_nothing(scene: Scene, podman: Podman) -> None:
+    """It has not said that it knows no such container."""
+    entry = came_up(scene, podman.does("exit 0"))
+    with pytest.raises(GpusnapError, match="Podman says nothing of the container"):
+        unknown_containers.end(entry)
+    assert proc.running(scene.family.init)
+
+
+def test_a_podman_that_does_not_go(scene: Scene, podman: Podman, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was killed, and waits in the kernel: nobody waits for it for ever."""
+    monkeypatch.setattr(engine, "_DYING", 0.1)
+    monkeypatch.setattr(unknown_containers, "_PATIENCE", 0.1)
+    started: list[subprocess.Popen[bytes]] = []
+
+    def kill(child: subprocess.Popen[bytes]) -> None:
+        started.append(child)
+
+    entry = came_up(scene, podman.does("exec sleep 600"))
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess.Popen, "kill", kill)
+        with pytest.raises(GpusnapError, match="has not answered"):
+            unknown_containers.end(entry)
+    for child in started:
+        child.kill()
+        child.wait()
+    assert len(started) == 1
+
+
+def test_before_podman_is_told(scene: Scene, podman: Podman, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpusnap-runtime is about to say that it runs, and a busy Podman does not answer: it is not ended."""
+    monkeypatch.setattr(unknown_containers, "_SHORT", 0.1)
+    own = proc.process(os.getpid())
+    assert own is not None
+    entry = came_up(scene, podman.does("exec sleep 600"), told=False, owner=(own.pid, own.start))
+    with pytest.raises(GpusnapError, match="has yet to tell Podman"):
+        unknown_containers.end(entry)
+    assert proc.running(scene.family.init)
+    assert scene.runtime.calls("delete") == []
+
+
+def test_a_file_that_cannot_be_read(scene: Scene, podman: Podman, capfd: pytest.CaptureFixture[str]) -> None:
+    """It keeps nobody from the others, nor from what waits to be recovered."""
+    entry = came_up(scene, podman.has("exited"))
+    path = Path(journal.FOLDER).parent / "restored" / "abc.restored"
+    path.write_text("{", encoding="ascii")
+    assert restored_containers.living() == (entry,)
+    assert "what is on file of a restored container is passed over" in capfd.readouterr().err
+    assert not restored_containers.is_on_file("abc", scene.family.init)
+
+
+def test_who_only_looks_is_waited_for(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep, or a `recover --list`, does not make a restore or a checkpoint fail that begins just then."""
+    with ExitStack() as looking:
+        looking.enter_context(journal.held(KEY))
+        monkeypatch.setattr(time, "sleep", lambda _: looking.close())
+        with pytest.raises(GpusnapError, match="another gpusnap"), journal.held(KEY, patience=0):
+            pass
+        with journal.held(KEY):
+            pass
+
+
+def test_the_root_is_on_file(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who recovers may have another XDG_RUNTIME_DIR than Podman gives, by which crun finds its containers."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/0")
+    call = command_line.parse(["restore", "--image-path", "/i", "--bundle", str(scene.bundle), ID])
+    assert isinstance(call, command_line.RestoreCall)
+    entry = recover_restore.begun(call, identify(Path(scene.runtime.path)), a_manifest(), {})
+    assert entry.command == (str(scene.runtime.path), "--root", "/run/user/0/crun")
 
 
 def test_room_is_swept(tmp_path: Path) -> None:
