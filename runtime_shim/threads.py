@@ -20,11 +20,24 @@ _start = threading.Thread.start
 
 
 class _Begun(threading.Event):
-    """That a thread runs, for whoever starts it; in the end that it does not."""
+    """That a thread runs, for whoever starts it; in the end that it does not, and never will."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given_up = False
+        self._deciding = threading.Lock()
+
+    def set(self) -> None:
+        with self._deciding:
+            if not self.given_up:
+                super().set()
 
     def wait(self, timeout: float | None = None) -> bool:
         if timeout is None and not super().wait(_BEGINNING):
-            raise RuntimeError("can't start new thread: it ended before it began")
+            with self._deciding:
+                self.given_up = not self.is_set()
+            if self.given_up:
+                raise RuntimeError("can't start new thread: it ended before it began")
         return super().wait(timeout)
 
 
@@ -35,8 +48,15 @@ def bound_starts() -> None:
 
 def _start_in_time(thread: threading.Thread) -> None:
     # Made by __init__ and waited for by start, in every Python from 3.9 to 3.14.
-    if isinstance(begun := getattr(thread, "_started", None), threading.Event) and not begun.is_set():
-        thread._started = _Begun()  # type: ignore[attr-defined]
+    if isinstance(getattr(thread, "_started", None), threading.Event) and not thread._started.is_set():  # type: ignore[attr-defined]
+        begun = thread._started = _Begun()  # type: ignore[attr-defined]
+
+        def run() -> None:
+            del thread.run  # its class' from here on
+            if not begun.given_up:  # else nobody knows of it, nor would end what it does
+                thread.run()
+
+        thread.run = run  # type: ignore[method-assign]
     _start(thread)
 
 

@@ -40,6 +40,31 @@ def test_one_that_never_begins(monkeypatch: pytest.MonkeyPatch) -> None:
         pool.submit(ran.set)
 
 
+def test_one_that_begins_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where gpusnap itself was stopped meanwhile: what nobody waits for does nothing."""
+    monkeypatch.setattr(threading.Thread, "start", threading.Thread.start)  # put back afterwards
+    monkeypatch.setattr(threads, "_BEGINNING", 0.05)
+    threads.bound_starts()
+    go, ended, ran = threading.Event(), threading.Event(), threading.Event()
+
+    class Late(threading.Thread):
+        def _bootstrap_inner(self) -> None:
+            go.wait()
+            try:
+                super()._bootstrap_inner()  # type: ignore[misc]
+            finally:
+                ended.set()
+
+        def run(self) -> None:
+            ran.set()
+
+    with pytest.raises(GpusnapError, match="it ended before it began"):
+        threads.start(Late(daemon=True))
+    go.set()
+    assert ended.wait(5)
+    assert not ran.is_set()
+
+
 def test_a_restore_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is staged for a restore is let go of, though the thread that was to check it never began."""
     filling = Filling.__new__(Filling)
