@@ -211,8 +211,7 @@ class Tracer:
             try:
                 stop = ptrace.stopped(tid)
             except ProcessLookupError:
-                del self._tracees[tid]  # it has ended
-                self.traced.discard(tid)
+                self._forget(tid)
                 continue
             if stop is not None:
                 busy = True
@@ -292,14 +291,24 @@ class Tracer:
             return None
         with suppress(ProcessLookupError):
             ptrace.interrupt(tid)
-            deadline = time.monotonic() + _GLANCE
-            while time.monotonic() < deadline:
-                if (stop := ptrace.stopped(tid)) is not None:
-                    found = position(self.pid, tid)
-                    self._answer(tid, stop)
-                    return found
-                self._wake.wait(_SOON)
+        deadline = time.monotonic() + _GLANCE
+        while time.monotonic() < deadline:
+            try:
+                stop = ptrace.stopped(tid)
+            except ProcessLookupError:
+                self._forget(tid)
+                return None
+            if stop is not None:
+                found = position(self.pid, tid)
+                self._answer(tid, stop)
+                return found
+            self._wake.wait(_SOON)
         return None  # where it stops later, that is answered then
+
+    def _forget(self, tid: int) -> None:
+        """It has ended, and was reaped just now: nobody can wait for it again."""
+        del self._tracees[tid]
+        self.traced.discard(tid)
 
     def _lend(self, lent: Mapping[int, Tracee], seconds: float) -> None:
         deadline = time.monotonic() + seconds
