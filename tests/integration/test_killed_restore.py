@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -260,6 +261,24 @@ def test_one_that_podman_knows(real: str) -> None:
         assert json.loads(good(run(COMMAND, "recover", "--list", "--json"))) == []
         for wanted in ("w", container.id):
             assert "there is nothing to recover for container" in run(COMMAND, "recover", wanted).err
+    assert processes(WORK) == before
+    container.goes_on()
+
+
+def test_from_a_login_shell(real: str) -> None:
+    """Podman gives its runtime an empty XDG_RUNTIME_DIR, a login shell another: what runs is found all the same.
+
+    gpusnap was killed when all was done, just before it removed its note.
+    """
+    settings(real, "chunks")
+    container = checkpointed("chunks", "8")
+    restored(container)
+    before = processes(WORK)
+    (path,) = Path("/run/gpusnap/restored").glob("*.restored")
+    shutil.copy(path, Path("/run/gpusnap/journal", path.name).with_suffix(".restore"))
+    said = good(run("env", "XDG_RUNTIME_DIR=/run/user/0", COMMAND, "recover"))
+    assert f"running: {before[0]}" in said
+    assert notes() == []
     assert processes(WORK) == before
     container.goes_on()
 
