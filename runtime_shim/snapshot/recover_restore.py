@@ -59,6 +59,7 @@ __all__ = [
     "begun",
     "came_up",
     "changed",
+    "commands",
     "delete",
     "deletion",
     "entries",
@@ -103,10 +104,7 @@ class Restore:
     owner: tuple[int, int]
     """PID and start time of the gpusnap that restores."""
     command: tuple[str, ...]
-    """The real runtime with the caller's global options, and always with --root.
-
-    Without it crun takes XDG_RUNTIME_DIR of who asks: Podman's is empty, a login shell's is not.
-    """
+    """The real runtime with the caller's global options, as `commands` gives it."""
     bundle: str
     pid_file: str
     """Absolute; empty where the caller gave none."""
@@ -152,7 +150,7 @@ def begun(call: RestoreCall, real: RealRuntime, record: Manifest, config: Mappin
         key=container_key.key(root, call.container_id),
         image=str(call.images(real.kind)),
         owner=(os.getpid(), own.start if own is not None else 0),
-        command=tuple(quiet(replace(call, globals=replace(call.globals, root=root)), real)),
+        command=commands(call, real),
         bundle=bundle_dir,
         pid_file=os.path.abspath(call.pid_file) if call.pid_file else "",
         detach=call.detach,
@@ -162,6 +160,15 @@ def begun(call: RestoreCall, real: RealRuntime, record: Manifest, config: Mappin
         place=Place.of(config, bundle_dir, call.container_id),
         podman=conmon.podman_above(call.container_id),
     )
+
+
+def commands(call: RestoreCall, real: RealRuntime) -> tuple[str, ...]:
+    """The real runtime with the caller's global options, and with --root, for whoever asks it later.
+
+    Without that crun takes XDG_RUNTIME_DIR of who asks: Podman's is empty, a login shell's is not.
+    """
+    root = container_key.root(call.globals.root, real.kind)
+    return tuple(quiet(replace(call, globals=replace(call.globals, root=root)), real))
 
 
 def changed(before: bytes, after: bytes) -> dict[str, str]:

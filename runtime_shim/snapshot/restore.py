@@ -206,11 +206,14 @@ def _keep_fetched(fetching: Fetching) -> None:
 
 def _absent(job: _Job) -> None:
     """Refuse where there is such a container: the runtime would, and the undo must not remove that one."""
+    command = recover_restore.commands(job.call, job.real)
     try:
-        found = containers.find(quiet(job.call, job.real), job.call.container_id)
-    except ContainerError:
-        return
-    ends = recover_restore.deletion(quiet(job.call, job.real), found.id)
+        found = containers.find(command, job.call.container_id)
+    except ContainerError as error:
+        if recover_restore.is_missing(error):
+            return
+        raise  # for all that we know it is there
+    ends = recover_restore.deletion(command, found.id)
     if restored_containers.is_on_file(job.key, found.pid):
         ends = f"gpusnap recover {found.id}"
     raise Refused(

@@ -28,6 +28,7 @@ from runtime_shim.process.memory import tmpfs as stage
 from runtime_shim.records import manifest
 from runtime_shim.records.manifest import RegionRecord
 from runtime_shim.records.manifest_file import Draft
+from runtime_shim.runtime import container_key
 from runtime_shim.runtime.criu import scratch_files
 from runtime_shim.shim import dispatch
 from runtime_shim.snapshot import recover_restore
@@ -510,7 +511,7 @@ def test_the_stages(scene: Scene) -> None:
     assert (prepare.stage, prepare.init, prepare.processes) == (Stage.PREPARE, None, tuple(pids))
     assert json.loads(at_restore.read_text())["stage"] == "restore"
     assert (gpus.stage, gpus.init) == (Stage.GPUS, (init.pid, init.start))
-    assert gpus.command == (str(scene.runtime.path),)
+    assert gpus.command == (str(scene.runtime.path), "--root", container_key.root(None, "crun"))
     assert gpus.at_work
     assert os.listdir(journal.FOLDER) == []
 

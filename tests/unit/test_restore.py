@@ -205,6 +205,21 @@ def test_a_container_that_exists(scene: Scene) -> None:
     assert proc.running(scene.family.init)
 
 
+def test_whether_there_is_one_is_open(scene: Scene) -> None:
+    """A runtime that cannot say so for a moment knows it perhaps: the undo would remove it, while it runs."""
+    suspended(scene)
+    scene.runtime.knows(scene.state(), [scene.family.init])
+    state = scene.runtime.folder / "state.json"
+    state.unlink()
+    state.mkdir()  # so that `state` fails
+    scene.runtime.script("restore", "echo 'container already exists' >&2; exit 1")
+    sentence = scene.restore("--detach").sentence()
+    assert scene.runtime.calls("delete") == [], sentence
+    assert "the state of container c0ffee cannot be read" in sentence
+    assert scene.runtime.calls("delete") == []
+    assert proc.running(scene.family.init)
+
+
 @pytest.mark.parametrize("whose", ["its own", "an earlier version's", "another engine's"])
 def test_a_checkpoint_that_was_cut_off(scene: Scene, whose: str) -> None:
     """What waits for its memory under the same key is not put at risk; under another it is none of ours."""
