@@ -133,7 +133,9 @@ def status(container_id: str, *, command: Sequence[str], seconds: float) -> str:
         raise GpusnapError(f"Podman does not tell of the container {container_id}: {_sentence(done)}")
     found = done.out.strip()
     if not done.code and not found:
-        raise GpusnapError(f"Podman says nothing of the container {container_id}")
+        raise GpusnapError(
+            f"Podman says nothing of the container {container_id}", hint="see what podman ps --all says"
+        )
     return "" if done.code else found
 
 

@@ -266,7 +266,7 @@ def test_one_that_podman_knows(real: str) -> None:
 
 
 def test_from_a_login_shell(real: str) -> None:
-    """Podman gives its runtime an empty XDG_RUNTIME_DIR, a login shell another: what runs is found all the same.
+    """Podman gives its runtime an empty XDG_RUNTIME_DIR, a login shell another: what runs is found.
 
     gpusnap was killed when all was done, just before it removed its note.
     """
