@@ -182,6 +182,8 @@ def _of_images(root: Descriptor, layout: Layout) -> tuple[Fault, ...]:
     except (NotACheckpoint, DigestError):
         return ()  # another tool's
     except LayoutError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return ()  # removed meanwhile; what is missing else has been found
         return (Fault(root, str(error)),)
     fault = records_fault(artifact, config_of(artifact, layout), layout)
     return (Fault(artifact.records, fault),) if fault and artifact.records is not None else ()

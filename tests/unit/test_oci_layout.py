@@ -431,7 +431,7 @@ def test_file_too_large(layout: Layout) -> None:
         "import resource, sys; from oci.layout.layout import Layout; layout = Layout(sys.argv[1])\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); layout.add_blob(bytes(4000))"
     )
-    root = Path(oci.layout.layout.__file__).parents[1]
+    root = Path(oci.layout.layout.__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", program, layout.path], cwd=root, capture_output=True, text=True, check=False
     )

@@ -40,5 +40,6 @@ def test_waiting() -> None:
         "at_work": False,
         "processes": [process.pid],
         "image": "/i",
+        "why": "",
     }
     assert as_json(()) == "[]"
