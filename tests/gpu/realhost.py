@@ -28,7 +28,17 @@ from support import Container, good, podman, run, until  # noqa: E402
 
 from runtime_shim.process import proc  # noqa: E402
 
-__all__ = ["IMAGE", "Machine", "Program", "Workload", "cdi_device", "machine", "missing", "reference"]
+__all__ = [
+    "IMAGE",
+    "Machine",
+    "Program",
+    "Workload",
+    "cdi_device",
+    "machine",
+    "missing",
+    "needs_network_lock",
+    "reference",
+]
 
 IMAGE = "localhost/gpusnap-this-machine"
 # What a CDI specification brings, as far as a program with kernels in PTX needs it.
@@ -121,6 +131,14 @@ def reference(load: Workload, ticks: int) -> dict[int, str]:
     words = [load.command[0], str(script), *load.command[2:], "--ticks", str(ticks), "--pause", "0"]
     said = good(run(*words, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}))
     return {int(m[1]): m[2] for m in _STAMP.finditer(said)}
+
+
+def needs_network_lock() -> None:
+    """Skip where CRIU cannot keep connections: its rules for iptables match a mark (criu/netfilter.c)."""
+    import pytest  # what bench/ uses of this module needs none
+
+    if run("iptables", "-m", "mark", "--help").code:
+        pytest.skip("iptables has no match `mark` here, which CRIU needs for --tcp-established")
 
 
 def missing() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import shimhost
-from realhost import Machine, Program, Workload
+from realhost import Machine, Program, Workload, needs_network_lock
 from support import containers_left, good, podman, run
 from test_containers import needs
 
@@ -67,6 +67,7 @@ def test_ranks(
 ) -> None:
     """As often as one likes while they run; then ended, and restored with the GPUs swapped."""
     needs(load)
+    needs_network_lock()
     program = Program.begin("w", load, options(machine, two), workers=2)
     for _ in range(TIMES):
         good(run(*program.line(tmp_path, "--leave-running", "--tcp-established")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from realhost import Machine, Program, Workload
+from realhost import Machine, Program, Workload, needs_network_lock
 from servers import PORT, Clients, Server
 from test_containers import needs
 
@@ -19,6 +19,8 @@ def begin(machine: Machine) -> Server:
 @pytest.mark.parametrize("established", [False, True], ids=["closed", "established"])
 def test_it_runs_on(real: str, machine: Machine, established: bool) -> None:
     """No client loses anything while the server is checkpointed, again and again."""
+    if established:
+        needs_network_lock()
     server = begin(machine)
     with Clients(server.address, server.port) as clients:
         server.wait_for_answers(clients)
@@ -33,6 +35,8 @@ def test_it_runs_on(real: str, machine: Machine, established: bool) -> None:
 @pytest.mark.parametrize("established", [False, True], ids=["closed", "established"])
 def test_it_comes_back(real: str, machine: Machine, established: bool) -> None:
     """It answers after each restore; connections that stayed open are kept only where it was asked for."""
+    if established:
+        needs_network_lock()
     server = begin(machine)
     with Clients(server.address, server.port) as clients:
         server.wait_for_answers(clients)
