@@ -150,8 +150,11 @@ def full_id(wanted: str, *, seconds: float) -> str:
 
 
 def remove(container_id: str) -> None:
-    """Remove a container, whatever it does. Raises GpusnapError."""
-    done = _ask("rm", "--force", "--time", "0", container_id)
+    """Remove a container that does not run. Raises GpusnapError.
+
+    Without --force: Podman looks whether it runs while it has its lock, and not as we did before.
+    """
+    done = _ask("rm", container_id)
     if done.code:
         raise GpusnapError(f"the container {container_id[:12]} cannot be removed: {_sentence(done)}")
 

@@ -343,7 +343,10 @@ def _is_running(name: str) -> bool:
 
 
 def _remove_new(name: str, before: set[str]) -> None:
-    """Remove what Podman leaves of an import that failed: a container that never ran, and its files."""
+    """Remove what Podman leaves of an import that failed: a container that never ran, and its files.
+
+    Another gpusnap may restore one of that name meanwhile: Podman refuses to remove that, once it runs.
+    """
     left = podman.container(name) if name else None
     if left is not None and left.id not in before and left.status != "running":
         podman.remove(left.id)
