@@ -22,7 +22,6 @@ from types import MappingProxyType
 
 from runtime_shim.errors import ImageError, reason
 from runtime_shim.runtime.criu import scratch_files
-from runtime_shim.runtime.criu.scratch_files import scratch
 
 __all__ = ["view"]
 
@@ -53,7 +52,7 @@ def view(
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             raise ImageError(f"{name!r} is no name of an image in {image_path}")
     try:
-        folder = tempfile.mkdtemp(prefix=scratch_files.prefix("images"), dir=scratch())
+        folder = tempfile.mkdtemp(prefix=scratch_files.prefix("images"), dir=scratch_files.scratch())
     except OSError as error:
         raise _failed(image_path, error) from error
     try:
@@ -89,5 +88,5 @@ def _fill(folder: str, image_path: str, replaced: Mapping[str, bytes], elsewhere
 def _failed(image_path: str, error: OSError) -> ImageError:
     return ImageError(
         f"the images in {image_path} cannot be prepared for the restore: {reason(error)}",
-        hint=f"see that {image_path} can be read and that {scratch()} has room",
+        hint=f"see that {image_path} can be read and that {scratch_files.scratch()} has room",
     )
