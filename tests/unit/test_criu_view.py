@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from runtime_shim.errors import ImageError
+from runtime_shim.runtime.criu import scratch_files
 from runtime_shim.runtime.criu.images import overlay as module
 from runtime_shim.runtime.criu.images.overlay import view
 from runtime_shim.runtime.criu.scratch_files import scratch
@@ -135,7 +136,7 @@ def test_names(images: Path, name: str) -> None:
 def test_too_many(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory that is none of CRIU's is refused, and nothing is left behind."""
     monkeypatch.setattr(module, "_MOST", 3)
-    monkeypatch.setattr(module, "scratch", lambda: str(images.parent))
+    monkeypatch.setattr(scratch_files, "scratch", lambda: str(images.parent))
     before = sorted(os.listdir(images.parent))
     with pytest.raises(ImageError, match="holds 4 files, more than") as caught, view(str(images), {"x": b""}):
         pass
@@ -152,7 +153,7 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 
 def test_no_room(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full /run is told as such, wherever it is found out, and what was begun is gone."""
-    monkeypatch.setattr(module, "scratch", lambda: str(images.parent))
+    monkeypatch.setattr(scratch_files, "scratch", lambda: str(images.parent))
     before = sorted(os.listdir(images.parent))
 
     def full(*_: object, **__: object) -> None:
