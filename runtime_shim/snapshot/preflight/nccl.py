@@ -15,8 +15,8 @@ sockets, and do not where it has mapped one rank's memory, or host memory of CUD
            1                   -                      -                     1              yes
 
 All of these with NCCL_NVLS_ENABLE=0. Without it (and without TORCH_SYMM_MEM_DISABLE_MULTICAST=1) the driver's
-checkpoint of two ranks in a container did not end, on two H100s, five times of five; with it, it does. GPUs can
-share memory so (NVLink multicast) from compute capability 9.0 on.
+checkpoint of two ranks in a container did not end, on two H100s, five times of five; with it, it does. GPUs
+can share memory so (NVLink multicast) from compute capability 9.0 on.
 
 Signs that can be seen from outside, before anything is done:
 
