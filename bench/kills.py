@@ -7,9 +7,8 @@
 A round kills some of the processes that a command has started, at a moment of its usual duration or soon
 after one of them has begun. Then `gpusnap recover` succeeds, and the work is there: the container runs with
 every byte right, or its checkpoint restores so; what runs without Podman's knowledge `recover` names, and
-ends by its ID. The next checkpoint works, what the killed command left is
-gone, and the store is whole. A command that was itself not killed ends in time, with a sentence where it
-failed.
+ends by its ID. The next checkpoint works, what the killed command left is gone, and the store is whole. A
+command that was itself not killed ends in time, with a sentence where it failed.
 """
 
 from __future__ import annotations

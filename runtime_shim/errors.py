@@ -37,6 +37,7 @@ __all__ = [
     "RuntimeFailed",
     "SettingsError",
     "UsageError",
+    "no_thread",
     "printable",
     "reason",
     "unforeseen",
@@ -139,10 +140,7 @@ def unforeseen(error: Exception) -> GpusnapError:
             hint="install gpusnap anew; gpusnap doctor tells whether all of it is there",
         )
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
-        return GpusnapError(
-            f"no thread could be started: {error}",
-            hint="raise the limit on processes and threads for gpusnap (ulimit -u, pids.max)",
-        )
+        return no_thread(error)
     if isinstance(error, OSError):
         said = (f"{error.filename}: " if error.filename else "") + reason(error)
     else:
@@ -153,6 +151,14 @@ def unforeseen(error: Exception) -> GpusnapError:
     if trace is not None:
         said += f" ({os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno})"
     return GpusnapError(said, hint="this should have been said better: tell us")
+
+
+def no_thread(error: RuntimeError) -> GpusnapError:
+    """A thread that Python could not start."""
+    return GpusnapError(
+        f"no thread could be started: {error}",
+        hint="raise the limit on processes and threads for gpusnap (ulimit -u, pids.max)",
+    )
 
 
 def printable(text: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 
-from runtime_shim.errors import GpusnapError
+from runtime_shim.errors import no_thread
 
 __all__ = ["bound_starts", "start"]
 
@@ -65,7 +65,4 @@ def start(thread: threading.Thread) -> None:
     try:
         thread.start()
     except RuntimeError as error:
-        raise GpusnapError(
-            f"no thread could be started: {error}",
-            hint="raise the limit on processes and threads for gpusnap (ulimit -u, pids.max)",
-        ) from error
+        raise no_thread(error) from error

@@ -127,26 +127,30 @@ def status(container_id: str, *, command: Sequence[str], seconds: float) -> str:
     It answers when nobody restores or checkpoints the container: who does has its lock. Raises GpusnapError
     where it has not answered by then.
     """
-    words = ("container", "inspect", "--format", "{{.State.Status}}", "--", container_id)
-    done = _ask(*words, command=command, seconds=seconds)
-    if done.code and "no such container" not in done.err.lower():
-        raise GpusnapError(f"Podman does not tell of the container {container_id}: {_sentence(done)}")
-    found = done.out.strip()
-    if not done.code and not found:
+    found = _inspected(container_id, "{{.State.Status}}", command=command, seconds=seconds)
+    if found == "":
         raise GpusnapError(
             f"Podman says nothing of the container {container_id}", hint="see what podman ps --all says"
         )
-    return "" if done.code else found
+    return found or ""
 
 
 def full_id(wanted: str, *, seconds: float) -> str:
     """The ID of the container that has exactly this name; "" where Podman knows none. Raises GpusnapError."""
-    words = ("container", "inspect", "--format", "{{.Id}} {{.Name}}", "--", wanted)
-    done = _ask(*words, seconds=seconds)
-    if done.code and "no such container" not in done.err.lower():
-        raise GpusnapError(f"Podman does not tell of the container {wanted}: {_sentence(done)}")
-    found, _, name = done.out.strip().partition(" ")
-    return found if not done.code and name == wanted else ""
+    told = _inspected(wanted, "{{.Id}} {{.Name}}", command=_PODMAN, seconds=seconds) or ""
+    found, _, name = told.partition(" ")
+    return found if name == wanted else ""
+
+
+def _inspected(wanted: str, what: str, *, command: Sequence[str], seconds: float) -> str | None:
+    """What a Podman tells of a container, by a template; None where it knows none. Raises GpusnapError."""
+    words = ("container", "inspect", "--format", what, "--", wanted)
+    done = _ask(*words, command=command, seconds=seconds)
+    if not done.code:
+        return done.out.strip()
+    if "no such container" in done.err.lower():
+        return None
+    raise GpusnapError(f"Podman does not tell of the container {wanted}: {_sentence(done)}")
 
 
 def remove(container_id: str) -> None:

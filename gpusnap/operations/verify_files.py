@@ -55,7 +55,7 @@ def in_folder(path: str, progress: Progress) -> Verified:
         with closing(Comparison(inner, record.images)) as compared:
             compared.result()
     except ImageError as error:
-        return _with_image(_chunks_of_folder(path, inner, record, progress), str(error))
+        return _with_part(_chunks_of_folder(path, inner, record, progress), str(error), _IMAGES)
     return _chunks_of_folder(path, inner, record, progress)
 
 
@@ -95,11 +95,6 @@ def _chunks(path: str, record: Manifest, layout: Layout, progress: Progress) -> 
     places = within_manifest(record)
     faulty = tuple(damaged(fault, places) for fault in faults)
     return Verified(path, "", len(named), whole, True, faulty, note(record))
-
-
-def _with_image(found: Verified, fault: str) -> Verified:
-    """What was found, and an image that a restore would refuse."""
-    return _with_part(found, fault, _IMAGES)
 
 
 def _with_part(found: Verified, fault: str, part: str) -> Verified:
@@ -150,7 +145,8 @@ def in_archive(path: str, progress: Progress) -> Verified:
         manifest.check_digest(data, index, f"{path}: {_MANIFEST}")
     fault = images.fault(record)
     if record is not None and record.pages == "store":
-        return _with_part(_with_image(_chunks_in_store(path, record, progress), fault), broken, _RECORDS)
+        found_all = _chunks_in_store(path, record, progress)
+        return _with_part(_with_part(found_all, fault, _IMAGES), broken, _RECORDS)
     named = () if record is None else _named(record)
     places = within_manifest(record)
     lies = {} if record is None else _lies(record, plain)
@@ -168,7 +164,7 @@ def in_archive(path: str, progress: Progress) -> Verified:
     size = sum(each.size for each in named)
     faulty = tuple(damaged(each, places) for each in faults)
     found_all = Verified(path, "", len(named), size, True, faulty, note(record))
-    return _with_part(_with_image(found_all, fault), broken, _RECORDS)
+    return _with_part(_with_part(found_all, fault, _IMAGES), broken, _RECORDS)
 
 
 def _no_json(entry: Entry) -> str:

@@ -37,6 +37,7 @@ __all__ = [
     "mounts",
     "named_mappings",
     "namespace",
+    "open_files",
     "parent",
     "parents",
     "peak_memory",
@@ -311,6 +312,24 @@ def namespace(pid: int, kind: str) -> str:
         return os.readlink(f"{PROC}/{pid}/ns/{kind}")
     except OSError:
         return ""
+
+
+def open_files(pid: int) -> Iterator[tuple[str, str]]:
+    """What a process has open: the descriptor's link in /proc and where it leads, socket:[1] for one.
+
+    What is closed meanwhile is left out (proc_pid_fd(5)).
+    """
+    folder = f"{PROC}/{pid}/fd"
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return
+    for name in names:
+        link = f"{folder}/{name}"
+        try:
+            yield link, os.readlink(link)
+        except OSError:
+            continue
 
 
 def memory(pid: int) -> int:

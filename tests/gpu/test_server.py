@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 from realhost import Machine, Program, Workload, needs_network_lock
 from servers import PORT, Clients, Server
@@ -16,34 +19,36 @@ def begin(machine: Machine) -> Server:
     return Server(Program.begin("w", MODEL, machine.options()), "127.0.0.1", "host")
 
 
-@pytest.mark.parametrize("established", [False, True], ids=["closed", "established"])
-def test_it_runs_on(real: str, machine: Machine, established: bool) -> None:
-    """No client loses anything while the server is checkpointed, again and again."""
+@contextmanager
+def checkpointed(
+    machine: Machine, times: int, *, leave_running: bool, established: bool
+) -> Iterator[Clients]:
+    """A server that was checkpointed so often, and its clients, which are still at work."""
     if established:
         needs_network_lock()
     server = begin(machine)
     with Clients(server.address, server.port) as clients:
         server.wait_for_answers(clients)
-        for _ in range(RUNNING):
-            server.round(leave_running=True, established=established)
+        for _ in range(times):
+            server.round(leave_running=leave_running, established=established)
             server.wait_for_answers(clients)
+            if not leave_running:
+                server.wait_for_held(clients)
+        yield clients
+    server.container.goes_on()
+
+
+@pytest.mark.parametrize("established", [False, True], ids=["closed", "established"])
+def test_it_runs_on(real: str, machine: Machine, established: bool) -> None:
+    """No client loses anything while the server is checkpointed, again and again."""
+    with checkpointed(machine, RUNNING, leave_running=True, established=established) as clients:
         assert set(clients.short) == {"ok"}
         assert set(clients.held) == {"answers"}
-    server.container.goes_on()
 
 
 @pytest.mark.parametrize("established", [False, True], ids=["closed", "established"])
 def test_it_comes_back(real: str, machine: Machine, established: bool) -> None:
     """It answers after each restore; connections that stayed open are kept only where it was asked for."""
-    if established:
-        needs_network_lock()
-    server = begin(machine)
-    with Clients(server.address, server.port) as clients:
-        server.wait_for_answers(clients)
-        for _ in range(RESTORED):
-            server.round(leave_running=False, established=established)
-            server.wait_for_answers(clients)
-            server.wait_for_held(clients)
+    with checkpointed(machine, RESTORED, leave_running=False, established=established) as clients:
         if established:
             assert set(clients.held) == {"answers"}
-    server.container.goes_on()

@@ -11,7 +11,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import TypeVar
 
 from runtime_shim.errors import Refused, reason
@@ -237,21 +236,11 @@ def shared(users: Sequence[proc.Process], settings: Nvidia, host: Host) -> None:
 def rings(processes: Sequence[proc.Process]) -> None:
     """Rings of io_uring(7), which no CRIU dumps (4.2: criu/files.c, dump_one_file)."""
     for process in processes:
-        if _RING in _links(process.pid):
+        if any(target == _RING for _, target in proc.open_files(process.pid)):
             raise Refused(
                 f"process {process.pid} ({process.comm}) uses io_uring, which CRIU cannot dump",
                 hint="start it without (USE_LIBUV=0 for PyTorch's rendezvous, UV_USE_IO_URING=0 for libuv)",
             )
-
-
-def _links(pid: int) -> set[str]:
-    """What a process has open, as /proc/PID/fd has it; what is closed meanwhile is left out."""
-    found = set()
-    with suppress(OSError):
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            with suppress(OSError):
-                found.add(os.readlink(f"/proc/{pid}/fd/{name}"))
-    return found
 
 
 def sockets(processes: Sequence[proc.Process], real: RealRuntime, connections: Connections) -> None:

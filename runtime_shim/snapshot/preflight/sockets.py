@@ -99,19 +99,9 @@ def protocol(link: str) -> str:
 def opened(processes: Iterable[proc.Process]) -> Iterator[Opened]:
     """Every socket of the processes; what is closed meanwhile is left out."""
     for process in processes:
-        folder = f"/proc/{process.pid}/fd"
-        try:
-            names = os.listdir(folder)
-        except OSError:
-            continue
-        for name in names:
-            link = f"{folder}/{name}"
-            try:
-                found = inode(os.readlink(link))
-            except OSError:
-                continue
-            if found:
-                yield Opened(process, int(name), found, protocol(link))
+        for link, target in proc.open_files(process.pid):
+            if found := inode(target):
+                yield Opened(process, int(os.path.basename(link)), found, protocol(link))
 
 
 def connections(pid: int, root: str = "/") -> Iterator[Connection]:

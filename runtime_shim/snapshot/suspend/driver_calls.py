@@ -192,12 +192,12 @@ class _Watch:
             return ""
         quiet = now - self._since
         if wait is None:
-            return self._describe() if quiet > _ASLEEP else ""
+            return self._describe("does not get on") if quiet > _ASLEEP else ""
         first, again, last = (_WAITING, _WAITING_AGAIN, _STUCK)
         if not wait.futex:
             first, again, last = (_YIELDS, _YIELDS_AGAIN, _YIELDING)
         if quiet > last:
-            return self._describe()
+            return self._describe("waits for a lock" if wait.futex else "does not get on")
         if quiet > (again if self._helped else first):
             self._help(wait)
         return ""
@@ -277,16 +277,12 @@ class _Watch:
         first = 1 + (_ROUNDS_OF_HANDLER if handlers and not wait.futex else 0)
         return alone + together if self._round == first else [*together, *alone]
 
-    def _describe(self) -> str:
+    def _describe(self, what: str) -> str:
         """Where the driver's thread and those that may block it stand."""
         from runtime_shim.process.ptrace import positions
 
         unsafe = [tid for tid in positions.unsafe(self._pid) if tid not in self._threads]
-        said = (
-            f"its thread {self._threads[0]} waits for a lock"
-            if (wait := self._wait(time.monotonic())) is not None and wait.futex
-            else (f"its thread {self._threads[0]} does not get on")
-        )
+        said = f"its thread {self._threads[0]} {what}"
         for tid in unsafe[:1]:
             said += f", and thread {tid} ({proc.thread_name(self._pid, tid)}) stands within the C library"
         return said
