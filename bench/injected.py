@@ -1,14 +1,15 @@
 """ENOSPC, EIO, ENOMEM and EMFILE at every system call of a checkpoint and of a restore in turn.
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 [--bind DIR:/keep] --
-        /opt/gpusnap/bin/python -B /src/bench/injected.py [--rounds 400 | --stride 1] [--seed 1]
+        /opt/gpusnap/bin/python -B /src/bench/injected.py [--rounds 400 | --stride 1 | --kinds] [--seed 1]
         [--runtimes crun] [--ways checkpoint,restore] [--errors ENOSPC,EIO,ENOMEM,EMFILE]
 
 Calls of gpusnap-runtime itself, not of crun and CRIU, from where it begins to import its own modules
 (injecting.py). Each round fails one call once: --stride 1 takes each call with each error that its manual
-page knows, --rounds as many, spread evenly. Then either it has worked all the same, and the image or the
-container is right; or one sentence says why not, the workload runs on with every byte right (or the image is
-whole), and nothing is left.
+page knows, --rounds as many, spread evenly, --kinds one of each kind: the same call on the same file, but
+for what each run draws anew in its name, with the same error. Then either it has worked all the same, and
+the image or the container is right; or one sentence says why not, the workload runs on with every byte right
+(or the image is whole), and nothing is left.
 """
 
 from __future__ import annotations
@@ -62,11 +63,36 @@ def traced(line: list[str], point: Point | None) -> tuple[Done, list[str]]:
     return done, CALLS.read_text().splitlines()
 
 
-def points(calls: list[str], errors: list[str], *, rounds: int, stride: int) -> list[Point]:
-    """Each call with each error that fits it; of these every `stride`th, or as many as are wanted.
+# What each run draws anew: IDs, UUIDs and digests, random names, counted blocks and descriptors.
+_DRAWN = re.compile(
+    r"0x[0-9a-f]+|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{12,}|(?<=tmp)\w{8}|(?<=\.)\w{8}\b|\d+"
+)
+
+
+def kind(call: str) -> str:
+    """The call, and the file or the values that it is about, without what each run draws anew."""
+    _, name, subject = [*call.split(" ", 2), "", ""][:3]
+    if _OF_IMPORTS.search(call):
+        subject = "imports"
+    return f"{name} {_DRAWN.sub('N', subject)}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which of the calls are taken: `rounds` of them, every `stride`th, or one of each kind."""
+
+    rounds: int
+    stride: int = 0
+    kinds: bool = False
+
+
+def points(calls: list[str], errors: list[str], choice: Choice) -> list[Point]:
+    """Each call with each error that fits it; of these every `stride`th, as many, or one of each kind.
 
     Of the calls of imports, which are most and all alike, --rounds takes a tenth of its rounds.
     """
+    if choice.kinds:
+        return _one_of_each(calls, errors)
     found: list[Point] = []
     imports: list[Point] = []
     for error in errors:
@@ -76,9 +102,21 @@ def points(calls: list[str], errors: list[str], *, rounds: int, stride: int) -> 
     print(
         f"{len(calls)} calls; {len(found)} with each error that fits, {len(imports)} of imports", flush=True
     )
-    if stride:
-        return sorted(found + imports)[random.randrange(stride) :: stride]
-    return [*_spread(found, rounds - rounds // 10), *_spread(imports, rounds // 10)]
+    if choice.stride:
+        return sorted(found + imports)[random.randrange(choice.stride) :: choice.stride]
+    tenth = choice.rounds // 10
+    return [*_spread(found, choice.rounds - tenth), *_spread(imports, tenth)]
+
+
+def _one_of_each(calls: list[str], errors: list[str]) -> list[Point]:
+    """A call of each kind with each error that fits it, any of them where there are several."""
+    found: dict[tuple[str, str], list[Point]] = {}
+    for error in errors:
+        fitting = [call for call in calls if error in call.partition(" ")[0].split(",")]
+        for at, call in enumerate(fitting):
+            found.setdefault((error, kind(call)), []).append((at, error))
+    print(f"{len(calls)} calls; {len(found)} kinds with each error that fits", flush=True)
+    return sorted(random.choice(alike) for alike in found.values())
 
 
 def _spread(found: list[Point], rounds: int) -> list[Point]:
@@ -237,9 +275,7 @@ class Restores:
             raise Bad(f"wrong bytes: {wrong[0]}")
 
 
-def rounds(
-    report: Report, way: str, runtime: str, given: list[str], *, number: int, stride: int, end: float
-) -> None:
+def rounds(report: Report, way: str, runtime: str, given: list[str], choice: Choice, *, end: float) -> None:
     """All rounds of a checkpoint or of a restore."""
 
     def begin() -> Checkpoints | Restores:
@@ -249,7 +285,7 @@ def rounds(
     done, calls = traced(job.line(), None)
     good(done)
     job.check(done)
-    chosen = points(calls, given, rounds=number, stride=stride)
+    chosen = points(calls, given, choice)
     random.shuffle(chosen)  # a run that has too little time takes some of each
     for at, point in enumerate(chosen):
         if report.over(end):
@@ -284,6 +320,7 @@ def main() -> int:
     """Run the rounds."""
     given = parser(__doc__ or "", 400)
     given.add_argument("--stride", type=int, default=0, help="every Nth call instead of --rounds")
+    given.add_argument("--kinds", action="store_true", help="one call of each kind instead of --rounds")
     given.add_argument("--runtimes", default="crun")
     given.add_argument("--ways", default="checkpoint,restore")
     given.add_argument("--errors", default=",".join(FITTING))
@@ -295,8 +332,8 @@ def main() -> int:
     for at, (runtime, way) in enumerate(runs):
         settings(runtime)
         end = options.seconds * (at + 1) / len(runs)
-        number = options.rounds // len(runs)
-        rounds(report, way, runtime, options.errors.split(","), number=number, stride=options.stride, end=end)
+        choice = Choice(options.rounds // len(runs), options.stride, options.kinds)
+        rounds(report, way, runtime, options.errors.split(","), choice, end=end)
     remove_all()
     return report.end()
 

@@ -166,9 +166,12 @@ class Container:
         return found
 
     def goes_on(self, *, more: int = 3, without: Sequence[int] = ()) -> None:
-        """Wait until every worker has ticked on, with no tick left out and every byte right."""
+        """Wait until every worker has ticked on, with no tick left out and every byte right.
+
+        The log of a container that was restored from an image begins empty.
+        """
+        until(lambda: set(self.ticks()) - set(without), f"a first tick of {self.name}")
         before = {pid: numbers[-1] for pid, numbers in self.ticks().items() if pid not in without}
-        assert before, f"no ticks:\n{self.log()}"
         until(
             lambda: all(self.ticks()[pid][-1] >= last + more for pid, last in before.items()),
             f"{more} more ticks of each worker of {self.name}; log:\n{self.log()[-2000:]}",
