@@ -25,8 +25,10 @@ from runtime_shim.process.memory import tmpfs as stage
 from runtime_shim.process.memory.maps import Region
 from runtime_shim.process.memory.tmpfs import Area
 from runtime_shim.process.ptrace.remote_syscall import put_back
+from runtime_shim.process.ptrace.tracee import put_masks_back
 from runtime_shim.records import manifest
 from runtime_shim.records.manifest_file import Draft
+from runtime_shim.runtime import container_key
 from runtime_shim.runtime.criu import scratch_files
 from runtime_shim.runtime.criu.images import digests
 from runtime_shim.runtime.criu.images import directory as image
@@ -58,7 +60,14 @@ def recover(entry: Entry, driver: Driver, settings: Memory) -> str:
 
 
 def sweep() -> None:
-    """Free the RAM of what is staged for no entry: its gpusnap was killed in its last moments."""
+    """Free the RAM of what is staged for no entry: its gpusnap was killed in its last moments.
+
+    And unblock the signals of threads that are named in no entry.
+    """
+    for key in journal.noted(journal.MASKS):
+        if key not in (*journal.noted("json"), *journal.noted(journal.PAUSED), *journal.noted("restore")):
+            with suppress(GpusnapError), journal.held(key, patience=0):
+                _unblock_signals(key)
     for key in stage.containers():
         with suppress(GpusnapError, OSError), journal.held(key, patience=0):
             if key not in (*journal.noted("json"), *journal.noted("restore")):
@@ -90,6 +99,7 @@ def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
 
 def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[[int], object] | None) -> str:
     """Bring back what is there; `let_go` as in `resume`."""
+    _unblock_signals(entry.key)
     if not entry.image:
         return "nothing but its pause was to be put right"
     _let_idle_go_on(entry, let_go)
@@ -131,6 +141,18 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
     scratch_files.sweep(entry.owner)
     journal.remove(entry.key)
     return said
+
+
+def _unblock_signals(key: str) -> None:
+    """Give the threads that a killed gpusnap held their signal masks back."""
+    try:
+        put_masks_back(journal.masks(key))
+    except OSError as error:
+        raise GpusnapError(
+            f"a thread of container {container_key.id_of(key)} cannot be given its signal mask back: "
+            f"{reason(error)}",
+            hint="see that no debugger has it",
+        ) from error
 
 
 def _right(entry: Entry, guard: Guard, pid: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from cells import ID, Cell, cell, pause
 from fakes import FakeDriver, a_manifest
+from holders import blocked, hold_and_be_killed
 
 from runtime_shim.errors import GpusnapError
 from runtime_shim.gpu.api.driver import ProcessState
@@ -75,6 +76,21 @@ def test_only_the_pause(cell: Cell) -> None:
     _, entry = killed(cell)
     assert "its pause" in recover(entry, Driver(), Memory())
     assert journal.read(ID) is None
+    as_it_was(cell, before)
+
+
+def test_a_thread_was_held(cell: Cell) -> None:
+    """Killed while it held a thread, whose signals it had blocked: the thread has its own mask again."""
+    before = cell.counts()
+    pid = cell.pids[0]
+    mask = blocked(pid, pid)
+    _, entry = killed(cell)
+    cell.freeze(0)
+    hold_and_be_killed(pid, [pid], Path(journal.masks(ID)))
+    assert blocked(pid, pid) != mask
+    recover(entry, Driver(), Memory())
+    assert blocked(pid, pid) == mask
+    assert journal.noted(journal.MASKS) == ()
     as_it_was(cell, before)
 
 

@@ -3,7 +3,8 @@
 While a thread is held it gets no signal, because nobody would take it on: all are blocked but those that the
 kernel raises for what the thread itself does, and its own mask is put back at the end. SIGSTOP cannot be
 blocked, so one that was still on its way makes the thread report itself; where the process stands anyway, it
-is dropped. A thread that is let go stands again if its process does (kernel/ptrace.c, __ptrace_unlink).
+is dropped. A thread that is let go stands again if its process does (kernel/ptrace.c, __ptrace_unlink). Where
+its tracer is killed, the mask is in a file (signal_masks.py).
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from runtime_shim.process.ptrace import calls as ptrace
+from runtime_shim.process.ptrace import signal_masks
 from runtime_shim.process.ptrace.calls import Stop
 
-__all__ = ["FAULTS", "Tracee", "held", "state"]
+__all__ = ["FAULTS", "Tracee", "held", "put_masks_back", "state"]
 
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """What the kernel raises for an instruction that cannot be run."""
 # The kernel itself raises these in a thread: SIGTRAP for its tracer, SIGSYS for a seccomp filter, and faults.
 # Where one is blocked it takes the process' handler away (kernel/signal.c, force_sig_info_to_task).
 _UNBLOCKED = (signal.SIGTRAP, signal.SIGSYS, *FAULTS)
-_EVERY = (1 << 64) - 1 & ~sum(1 << number - 1 for number in _UNBLOCKED)
+_NEVER_BLOCKED = (signal.SIGKILL, signal.SIGSTOP)
+_EVERY = (1 << 64) - 1 & ~sum(1 << number - 1 for number in (*_UNBLOCKED, *_NEVER_BLOCKED))
 # Seconds for a thread to stand again; reached only where somebody else sent a SIGCONT, and then there is
 # nothing to wait for.
 _SETTLING = 1.0
@@ -46,6 +49,7 @@ class Tracee:
         """Its own signal mask."""
         self._tracer = threading.get_native_id()
         self._late: list[int] = []
+        self._note: signal_masks.Note | None = None
         ptrace.seize(tid)
         try:
             # A thread that stands with its process reports itself at once, and an interrupt on top would stop
@@ -57,6 +61,8 @@ class Tracee:
             self.stood = stop.with_process
             self.keep(stop)
             self.mask = ptrace.signal_mask(tid)
+            if self.mask != _EVERY:
+                self._note = signal_masks.note(pid, tid, self.mask)
             ptrace.set_signal_mask(tid, _EVERY)
         except BaseException:  # it was killed, or a signal to us cut the wait short
             with suppress(OSError):
@@ -149,6 +155,9 @@ class Tracee:
             with suppress(ProcessLookupError, ChildProcessError):
                 ptrace.wait(self.tid)
                 self._let_go()
+        if self._note is not None:
+            self._note.drop()
+            self._note = None
         if self.stood:
             _settle(self.pid, self.tid)
 
@@ -186,6 +195,24 @@ def held(pid: int, tid: int) -> Iterator[Tracee]:
         yield tracee
     finally:
         tracee.let_go()
+
+
+def put_masks_back(path: str) -> int:
+    """Give threads back the masks that a killed gpusnap left in a file; how many there were.
+
+    A thread that has another mask by now is let alone. Raises OSError where one cannot be traced; what has
+    not been given back stays in the file then.
+    """
+    done = 0
+    for mask in signal_masks.read(path):
+        with suppress(ProcessLookupError):
+            if mask.there:
+                with held(mask.pid, mask.tid) as tracee:
+                    if tracee.mask == _EVERY:
+                        tracee.mask = mask.blocked
+                        done += 1
+        signal_masks.clear(path, [mask])
+    return done
 
 
 def _settle(pid: int, tid: int) -> None:

@@ -6,6 +6,7 @@
         <key>.lock               held (flock) while a checkpoint of it is under way
         <key>.restore            a restore that is under way, see snapshot/recover_restore.py
         <key>.<pid>.thread       a thread's own registers, while it makes system calls for us
+        <key>.masks              the signal masks of threads that are held, see process/ptrace/signal_masks.py
         <key>.<pid>.idle         a process without GPU state, while it stands still for us (`leftover`)
         <key>.paused             which processes of a paused container were stopped, see paused_container.py;
         or
@@ -41,12 +42,14 @@ from oci.base.json_text import parse_json
 from oci.chunks.table import from_json, to_json
 from runtime_shim.errors import GpusnapError, reason
 from runtime_shim.process import proc
+from runtime_shim.process.ptrace import signal_masks
 from runtime_shim.process.ptrace.remote_syscall import Saved
 from runtime_shim.records.manifest import FOLDER as FOLDER_IN_IMAGE
 from runtime_shim.records.manifest import RegionRecord
 from runtime_shim.runtime import container_key
 
 __all__ = [
+    "MASKS",
     "PAUSED",
     "RESTORED",
     "Entry",
@@ -59,6 +62,7 @@ __all__ = [
     "held",
     "idle",
     "load",
+    "masks",
     "note_pause",
     "note_unsynced",
     "noted",
@@ -82,6 +86,8 @@ UNSYNCED = "unsynced"
 """The kind of file that says that an fsync of the images has failed."""
 PAUSED = "paused"
 """The kind of file that says what was stopped of a paused container."""
+MASKS = "masks"
+"""The kind of file that has the signal masks of threads."""
 RESTORED = "restored"
 """The kind of file that says by whom a container that runs was restored."""
 
@@ -256,10 +262,16 @@ def held(key: str, *, patience: float = LOOKING) -> Iterator[None]:
             )
         time.sleep(_PAUSE)
     try:
-        yield
+        with signal_masks.kept(masks(key)):
+            yield
     finally:
         _unlink(path)
         os.close(lock)
+
+
+def masks(key: str) -> str:
+    """The file of the signal masks that a killed gpusnap left, if it is there."""
+    return _path(key, MASKS)
 
 
 def _locked(path: str) -> int | None:
