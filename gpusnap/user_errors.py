@@ -1,9 +1,10 @@
 """What goes wrong below, in the terms of who typed the command: a sentence, a hint, and what kind it is.
 
     GpusnapError
-    ├── NotFound   there is no such container, name, file or reference
-    ├── Damaged    it is there, and is not what its digests, or its format, say
-    └── Killed     Podman was killed at work for us, and what it had begun goes on
+    ├── NotFound    there is no such container, name, file or reference
+    ├── Damaged     it is there, and is not what its digests, or its format, say
+    ├── NoManifest  it is a checkpoint, and gpusnap's manifest is not in it
+    └── Killed      Podman was killed at work for us, and what it had begun goes on
 
 The first two have exit codes of their own. Whatever else the packages below raise is a GpusnapError.
 """
@@ -15,9 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from oci.base import errors
-from runtime_shim.errors import GpusnapError, Interrupted
+from runtime_shim.errors import GpusnapError, Interrupted, ManifestError
 
-__all__ = ["Damaged", "Killed", "NotFound", "failure", "is_tls", "told"]
+__all__ = ["Damaged", "Killed", "NoManifest", "NotFound", "failure", "is_tls", "told"]
 
 
 class NotFound(GpusnapError):
@@ -26,6 +27,10 @@ class NotFound(GpusnapError):
 
 class Damaged(GpusnapError):
     """What was found is not what its digests, or its format, say."""
+
+
+class NoManifest(ManifestError):
+    """A checkpoint that has no manifest of gpusnap's, as those of containers without a GPU."""
 
 
 class Killed(GpusnapError):

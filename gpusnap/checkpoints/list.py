@@ -11,7 +11,7 @@ from oci.base.errors import DigestError, LayoutError
 from oci.chunks import artifact as artifacts
 from oci.layout.documents import EMPTY, Descriptor, parse_document
 from oci.layout.graph import is_document, walk
-from oci.registry.referrers import subject_of
+from oci.store.referrers import subject_of
 from oci.store.store import Store
 
 __all__ = ["Kept", "Kind", "Listing", "Row", "blobs_of", "kept", "listing"]

@@ -24,7 +24,7 @@ from oci.base.errors import LayoutError, RegistryError, StoreError
 from oci.layout import reference
 from oci.layout.graph import is_document
 from oci.layout.reference import PLAIN_HTTP, Reference
-from oci.registry.referrers import subject_of
+from oci.store.referrers import subject_of
 from oci.store.store import Entry, Store, check_name
 from runtime_shim import settings as settings_file
 from runtime_shim.errors import UsageError

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import click
 
 from gpusnap.checkpoints import locator
 from gpusnap.cli.completion import complete_checkpoint, complete_container, complete_store
-from gpusnap.operations import checkpoint as checkpointing
-from gpusnap.operations import push_pull
-from gpusnap.operations import restore as restoring
 from gpusnap.progress import Progress
-from oci.layout.single_layer_image import Packing
-from oci.registry.copy import Moved
 from runtime_shim.errors import UsageError
 from runtime_shim.units import human
+
+# What a command does is imported when it is run: of a restore that waits for it, each 0.1 s is felt.
+if TYPE_CHECKING:
+    from gpusnap.operations import checkpoint as checkpointing
+    from gpusnap.operations import push_pull
+    from oci.layout.single_layer_image import Packing
+    from oci.registry.copy import Moved
 
 __all__ = ["checkpoint", "pull", "push", "restore"]
 
@@ -77,6 +80,8 @@ def checkpoint(
     all blobs), new (bytes of those that the store did not have), seconds, and pushed where it was, as
     `gpusnap push` has it.
     """
+    from gpusnap.operations import checkpoint as checkpointing
+
     wish = checkpointing.Wish(
         container=container,
         to=locator.destination(to) if to is not None else None,
@@ -149,6 +154,8 @@ def restore(
     As JSON: container, containerId, digest (empty for an archive), kept (the name in the store of what came
     from a registry, empty where that did not keep it) and seconds.
     """
+    from gpusnap.operations import restore as restoring
+
     wish = restoring.Wish(
         what=locator.find(what),
         name=name,
@@ -212,6 +219,8 @@ def push(
     As JSON: reference, digest, blobs and bytes that were sent, skippedBlobs and skippedBytes that were there,
     and mounted, the blobs of those that the registry took from another of its repositories.
     """
+    from gpusnap.operations import push_pull
+
     if packing is not None and form == "oci":
         raise UsageError(
             "--compression is for an image, and chunks of an artifact have their own",
@@ -271,6 +280,8 @@ def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -
     As JSON: reference, digest, store, name, file, image (its name in containerd, or in the file for ctr),
     baseImage (which a restore needs there), and blobs to mounted as `gpusnap push` has them.
     """
+    from gpusnap.operations import push_pull
+
     place: locator.Place | locator.InContainerd | None = None
     if to is not None:
         place = locator.in_containerd(to) or locator.destination(to)

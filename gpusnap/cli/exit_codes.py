@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gpusnap.operations.open import NoManifest
-from gpusnap.user_errors import Damaged, NotFound
+from gpusnap.user_errors import Damaged, NoManifest, NotFound
 from runtime_shim.errors import GpusnapError, Interrupted, ManifestError, ManifestVersion, UsageError
 
 __all__ = ["exit_code"]

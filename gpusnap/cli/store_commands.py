@@ -24,12 +24,12 @@ from gpusnap.progress import Progress
 from gpusnap.user_errors import Damaged, NotFound, told
 from oci.base.errors import DigestError, LayoutError, NotThere
 from oci.base.json_text import parse_json
-from oci.registry.referrers import below
+from oci.store.referrers import below
 from oci.store.store import Collected, Store
 from runtime_shim.errors import GpusnapError, UsageError
 from runtime_shim.records.manifest import encode
 
-__all__ = ["diff", "gc", "inspected", "ls", "rm", "tag", "verify"]
+__all__ = ["diff", "gc", "inspect", "ls", "rm", "tag", "verify"]
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 _plain_http = click.option(
@@ -62,8 +62,21 @@ def ls(store: str | None, as_json: bool) -> None:
     store_tables.listing(show.output(), found)
 
 
-def inspected(what: str, *, as_json: bool, plain_http: bool) -> None:
-    """Print what a checkpoint holds. Raises GpusnapError."""
+@click.command()
+@click.argument("what", metavar="WHAT", shell_complete=complete_checkpoint)
+@_plain_http
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
+def inspect(what: str, plain_http: bool, as_json: bool) -> None:
+    """Show the contents of the checkpoint WHAT: GPUs, processes, memory, and how long each step took.
+
+    WHAT is in a store or a registry, an archive made by `podman container checkpoint --export` or by skopeo
+    (oci-archive), or a directory of CRIU images. For a checkpoint in a store, the output also lists the other
+    checkpoints that share blobs with it. From a registry, only the records are fetched, not the memory.
+
+    As JSON: the manifest (docs/format.md), with statistics (size, zero, repeated, chunks, blobs, plain, zstd,
+    stored, ratio) where it has chunks, and artifact (where, names, digest, mediaType, size, records, rootfs,
+    chunks, manifests, annotations, shared) where it is kept as one.
+    """
     with Progress() as progress:
         progress.stage(f"reading {what}")
         with opened(what, plain_http=plain_http) as checkpoint:

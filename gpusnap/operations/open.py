@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints.artifact import hold
@@ -21,23 +22,24 @@ from gpusnap.checkpoints.formats.layout_archive import is_layout, opened_layout,
 from gpusnap.checkpoints.formats.names import CONFIG, PIECE
 from gpusnap.checkpoints.locator import InFile, InRegistry, InStore, find, open_store
 from gpusnap.checkpoints.offline import stand_in
-from gpusnap.user_errors import told
+from gpusnap.user_errors import NoManifest, told
 from oci.base.errors import EngineImage, RegistryError
 from oci.chunks import artifact as artifacts
 from oci.chunks.artifact import Artifact
 from oci.layout.blobs import Blobs
 from oci.layout.documents import EMPTY, Descriptor
 from oci.layout.layout import Layout
-from oci.registry.repository import Repository
 from oci.store.store import Store
 from oci.tar.archive import ArchiveError
 from runtime_shim import settings as settings_file
 from runtime_shim.errors import ManifestError
 from runtime_shim.records import manifest
 
+if TYPE_CHECKING:
+    from oci.registry.repository import Repository
+
 __all__ = [
     "Checkpoint",
-    "NoManifest",
     "Stored",
     "hold",
     "load_manifest",
@@ -45,10 +47,6 @@ __all__ = [
     "open_repository",
     "opened",
 ]
-
-
-class NoManifest(ManifestError):
-    """A checkpoint that has no manifest of gpusnap's, as those of containers without a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +139,8 @@ def load_manifest(path: str) -> manifest.Manifest:
 @contextmanager
 def open_repository(place: InRegistry, *, plain_http: bool = False) -> Iterator[Repository]:
     """The repository of a reference, with its user's credentials. Raises RegistryError, SettingsError."""
+    from oci.registry.repository import Repository
+
     limits = settings_file.load().registry.limits
     plain_http = plain_http or place.plain_http
     with Repository.of(place.reference, plain_http=plain_http, limits=limits) as repository:

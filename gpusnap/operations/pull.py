@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
@@ -17,10 +18,11 @@ from oci.chunks import artifact
 from oci.layout.documents import Descriptor
 from oci.layout.layout import Layout
 from oci.layout.reference import Reference
-from oci.registry import copy as transfer
-from oci.registry.copy import Moved
-from oci.registry.repository import Repository
 from oci.store.store import Staging, Store
+
+if TYPE_CHECKING:
+    from oci.registry.copy import Moved
+    from oci.registry.repository import Repository
 
 __all__ = ["LATEST", "fetched"]
 
@@ -58,6 +60,8 @@ def fetched(
     The staging is removed at the end of the block, and stays
     for the next time where that fails. Raises OciError, ManifestError, Damaged, NotFound.
     """
+    from oci.registry import copy as transfer
+
     store.create()
     with open_repository(what, plain_http=plain_http) as repository:
         progress.stage(f"pull of {what.reference}")
@@ -67,7 +71,7 @@ def fetched(
             transfer.pull(repository, root.digest, staging.layout, have=_have(staging), wanted=_is_config)
             found = kept.load(root, staging.layout)
             check(found)
-            early = Moved()
+            early = transfer.Moved()
             if look is not None and found.artifact.is_image:
                 records = found.artifact.records
                 early = transfer.pull(

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
@@ -33,13 +33,14 @@ from oci.layout import single_layer_image as image
 from oci.layout.documents import Descriptor
 from oci.layout.layout import Layout
 from oci.layout.reference import Reference
-from oci.registry import copy as transfer
-from oci.registry import referrers
-from oci.registry.copy import Moved
-from oci.registry.repository import Repository
+from oci.store.referrers import below
 from oci.store.store import Staging, Store, check_name
 from oci.tar.archive import Compression, read_member
 from runtime_shim.errors import GpusnapError, ManifestError, Refused, UsageError
+
+if TYPE_CHECKING:
+    from oci.registry.copy import Moved
+    from oci.registry.repository import Repository
 
 __all__ = [
     "Format",
@@ -207,6 +208,8 @@ def pull(
         also: list[Descriptor] = []
 
         def referrers_too(repository: Repository, staging: Staging, found: Kept) -> Moved:
+            from oci.registry import referrers
+
             more, moved = referrers.pull(
                 repository,
                 found.root.digest,
@@ -330,6 +333,9 @@ def _sent(
     plain_http: bool,
     progress: Progress,
 ) -> Pushed:
+    from oci.registry import copy as transfer
+    from oci.registry import referrers
+
     tag = "" if to.reference.digest else to.reference.tag or LATEST
     if to.reference.digest not in ("", root.digest):
         raise UsageError(
@@ -356,7 +362,7 @@ def _sent(
 def _referrers(layout: Layout, root: Descriptor) -> tuple[Descriptor, ...]:
     """What a store, or another tool's layout, has of signatures and the like of a manifest."""
     with suppress(LayoutError):  # a staging has no index
-        return referrers.below(layout.read_index().manifests, layout.read_blob, root.digest)
+        return below(layout.read_index().manifests, layout.read_blob, root.digest)
     return ()
 
 

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from gpusnap.checkpoints.damage import (
     Progress,
@@ -46,11 +47,13 @@ from oci.layout.digests import digest_of, encoded
 from oci.layout.documents import INDEX, Descriptor, Index, written_document
 from oci.layout.graph import children, is_document
 from oci.layout.layout import Layout
-from oci.registry.repository import Repository
 from oci.store.store import Store
 from runtime_shim.process.memory.copy import cores
 from runtime_shim.records import manifest
 from runtime_shim.records.manifest import Manifest
+
+if TYPE_CHECKING:
+    from oci.registry.repository import Repository
 
 __all__ = ["verify_all", "verify_one"]
 

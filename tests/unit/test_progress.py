@@ -38,6 +38,7 @@ def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         assert bar.shown
         bar.stage("checkpoint of [red]w")
         bar.chunks(ChunkProgress(8 * MIB, 2 * MIB))
+        assert bar._bars is not None
         bar._bars.refresh()
         bar.stage("restore")
         bar.at(5 * MIB)
