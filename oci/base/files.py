@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 
 __all__ = [
     "all_written",
+    "exists",
+    "is_folder",
     "name_new",
     "new_file",
     "open_below",
@@ -41,7 +43,24 @@ _NOREPLACE = 1  # linux/fs.h, RENAME_NOREPLACE
 _UNKNOWN = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
+# stat(2): nothing is there, or can be.
+_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def exists(path: str, *, follow: bool = True) -> bool:
+    """Whether something is there; with `follow`, at the end of a link.
+
+    Raises OSError where the kernel does not say so (EIO, ENOMEM, EACCES), which os.path.exists takes for no.
+    """
+    return _mode(path, follow=follow) is not None
+
+
+def is_folder(path: str) -> bool:
+    """Whether a folder is there, or a link to one. Raises OSError as `exists` does."""
+    mode = _mode(path, follow=True)
+    return mode is not None and stat.S_ISDIR(mode)
 
 
 def open_folder(*names: str) -> int:
@@ -202,3 +221,13 @@ def _parent(top: str, name: str) -> Iterator[tuple[int, str]]:
         yield folder, last
     finally:
         os.close(folder)
+
+
+def _mode(path: str, *, follow: bool) -> int | None:
+    """The mode of what is at a path; None for nothing."""
+    try:
+        return os.stat(path, follow_symlinks=follow).st_mode
+    except OSError as error:
+        if error.errno in _NOTHING:
+            return None
+        raise
