@@ -7,11 +7,9 @@ FIFO or a device is never waited for.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import io
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -45,8 +43,6 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 # stat(2): nothing is there, or can be.
 _NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def exists(path: str, *, follow: bool = True) -> bool:
@@ -111,7 +107,7 @@ def read_regular(name: str, folder: int, *, limit: int) -> bytes:
 @contextmanager
 def new_file(folder: int) -> Iterator[tuple[int, str]]:
     """A new file in a folder: its descriptor and its name for now. Gone at the end, unless it was renamed."""
-    name = UNFINISHED + secrets.token_hex(8)
+    name = UNFINISHED + os.urandom(8).hex()
     descriptor = os.open(name, _NEW, 0o600, dir_fd=folder)
     try:
         yield descriptor, name
@@ -154,7 +150,9 @@ def name_new(unfinished: str, name: str, folder: int) -> None:
 
 
 def _rename_new(unfinished: str, name: str, folder: int) -> None:
-    call = getattr(_libc, "renameat2", None)
+    import ctypes  # whoever only looks whether something is there need not wait for it
+
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:  # a C library before glibc 2.28
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), name)
     call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
