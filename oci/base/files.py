@@ -7,17 +7,17 @@ FIFO or a device is never waited for.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import io
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 __all__ = [
     "all_written",
+    "exists",
+    "is_folder",
     "name_new",
     "new_file",
     "open_below",
@@ -41,7 +41,22 @@ _NOREPLACE = 1  # linux/fs.h, RENAME_NOREPLACE
 _UNKNOWN = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
-_libc = ctypes.CDLL(None, use_errno=True)
+# stat(2): nothing is there, or can be.
+_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+
+
+def exists(path: str, *, follow: bool = True) -> bool:
+    """Whether something is there; with `follow`, at the end of a link.
+
+    Raises OSError where the kernel does not say so (EIO, ENOMEM, EACCES), which os.path.exists takes for no.
+    """
+    return _mode(path, follow=follow) is not None
+
+
+def is_folder(path: str) -> bool:
+    """Whether a folder is there, or a link to one. Raises OSError as `exists` does."""
+    mode = _mode(path, follow=True)
+    return mode is not None and stat.S_ISDIR(mode)
 
 
 def open_folder(*names: str) -> int:
@@ -92,7 +107,7 @@ def read_regular(name: str, folder: int, *, limit: int) -> bytes:
 @contextmanager
 def new_file(folder: int) -> Iterator[tuple[int, str]]:
     """A new file in a folder: its descriptor and its name for now. Gone at the end, unless it was renamed."""
-    name = UNFINISHED + secrets.token_hex(8)
+    name = UNFINISHED + os.urandom(8).hex()
     descriptor = os.open(name, _NEW, 0o600, dir_fd=folder)
     try:
         yield descriptor, name
@@ -135,7 +150,9 @@ def name_new(unfinished: str, name: str, folder: int) -> None:
 
 
 def _rename_new(unfinished: str, name: str, folder: int) -> None:
-    call = getattr(_libc, "renameat2", None)
+    import ctypes  # whoever only looks whether something is there need not wait for it
+
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:  # a C library before glibc 2.28
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), name)
     call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
@@ -202,3 +219,13 @@ def _parent(top: str, name: str) -> Iterator[tuple[int, str]]:
         yield folder, last
     finally:
         os.close(folder)
+
+
+def _mode(path: str, *, follow: bool) -> int | None:
+    """The mode of what is at a path; None for nothing."""
+    try:
+        return os.stat(path, follow_symlinks=follow).st_mode
+    except OSError as error:
+        if error.errno in _NOTHING:
+            return None
+        raise

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from oci.base.errors import DigestError, DiskError, LayoutError, OciError, StoreError
-from oci.base.files import open_folder
+from oci.base.files import exists, open_folder
 from oci.base.locks import stands, try_exclusive, unlock
 from oci.chunks.index import Known
 from oci.layout.digests import PREFIX, encoded
@@ -84,7 +84,7 @@ def _roots(catalog: Catalog, held: Iterable[str]) -> dict[str, Descriptor | None
         found.setdefault(entry.descriptor.digest, entry.descriptor)
     for digest in held:
         # What a reader is about to find missing is named by nobody.
-        if os.path.lexists(os.path.join(catalog.path, *BLOBS, encoded(digest))):
+        if exists(os.path.join(catalog.path, *BLOBS, encoded(digest)), follow=False):
             found.setdefault(digest, None)
     return found
 

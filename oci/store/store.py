@@ -44,7 +44,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from oci.base.errors import LayoutError, NotThere, StoreError
-from oci.base.files import UNFINISHED
+from oci.base.files import UNFINISHED, exists
 from oci.base.locks import stands, try_exclusive, unlock
 from oci.chunks.index import Known
 from oci.layout.digests import encoded
@@ -85,7 +85,7 @@ class Store:
                 os.makedirs(folder, mode=0o700, exist_ok=True)
         with tree.locked("the making of a store"), tree.writing("the store"):
             self.layout.create()
-            if not os.path.lexists(os.path.join(self.path, "index.json")):
+            if not exists(os.path.join(self.path, "index.json"), follow=False):
                 self._try_link()
                 self.layout.commit(Index())
         self.check()

@@ -31,6 +31,7 @@ __all__ = [
     "goes_on",
     "halted",
     "host_path",
+    "lines",
     "maps",
     "maps_library",
     "memory",
@@ -124,6 +125,11 @@ def _lines(text: str) -> list[str]:
     str.splitlines knows form feeds and line separators (U+2028), too, which may be in any name.
     """
     return text.removesuffix("\n").split("\n") if text else []
+
+
+def lines(path: str) -> list[str]:
+    """The lines of a file of /proc, given by its path; none where it is not there, or not for us."""
+    return _lines(_read(path) or "")
 
 
 def pids() -> Iterator[int]:
@@ -307,11 +313,11 @@ def cgroups(pid: int | str) -> dict[str, str]:
 
 
 def namespace(pid: int, kind: str) -> str:
-    """The identity of a namespace, e.g. pid:[4026531836]; empty when the process is gone."""
-    try:
-        return os.readlink(f"{PROC}/{pid}/ns/{kind}")
-    except OSError:
-        return ""
+    """The identity of a namespace, e.g. pid:[4026531836]; empty when the process is gone.
+
+    Raises GpusnapError, as all here do that read a file of /proc, where the kernel goes on to say no.
+    """
+    return _answer(f"{PROC}/{pid}/ns/{kind}", os.readlink) or ""
 
 
 def open_files(pid: int) -> Iterator[tuple[str, str]]:
@@ -320,16 +326,10 @@ def open_files(pid: int) -> Iterator[tuple[str, str]]:
     What is closed meanwhile is left out (proc_pid_fd(5)).
     """
     folder = f"{PROC}/{pid}/fd"
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return
-    for name in names:
+    for name in _names(folder):
         link = f"{folder}/{name}"
-        try:
-            yield link, os.readlink(link)
-        except OSError:
-            continue
+        if (target := _answer(link, os.readlink)) is not None:
+            yield link, target
 
 
 def memory(pid: int) -> int:

@@ -79,7 +79,13 @@ def unfold(image_path: str) -> None:
     except OSError:
         return  # whoever reads the images says so
     try:
-        found = [name for name in os.listdir(top) if natural(name) != name]
+        try:
+            found = [name for name in os.listdir(top) if natural(name) != name]
+        except OSError as error:
+            raise ImageError(
+                f"the images in {image_path} cannot be listed: {reason(error)}",
+                hint="see that the directory can be read, and try again",
+            ) from error
         # The manifest comes last: without it they are no checkpoint.
         for name in sorted(found, key=lambda name: natural(name) == f"{FOLDER}/{NAME}"):
             try:

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from oci.base.files import read_below
+from oci.base.files import exists, is_folder, read_below
 from oci.base.json_text import parse_json
 from oci.layout.digests import digest_of
 from runtime_shim._version import __version__
-from runtime_shim.errors import ManifestError, ManifestVersion, reason
+from runtime_shim.errors import ImageError, ManifestError, ManifestVersion, reason
 from runtime_shim.transaction import Step
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ __all__ = [
     "decode",
     "digested",
     "encode",
+    "has",
     "missing",
     "read",
     "unreadable",
@@ -286,8 +287,32 @@ def decode(data: bytes, where: str) -> Manifest:
 
 
 def belongs(image_path: str) -> bool:
-    """Whether gpusnap made this image: it has our folder, complete or not."""
-    return os.path.isdir(os.path.join(image_path, FOLDER))
+    """Whether gpusnap made this image: it has our folder, complete or not. Raises ImageError.
+
+    One that is taken for another tool's is restored without its GPU memory.
+    """
+    try:
+        return is_folder(os.path.join(image_path, FOLDER))
+    except OSError as error:
+        raise ImageError(
+            f"it cannot be told whether gpusnap made the images in {image_path}: {reason(error)}",
+            hint="see that the directory can be read, and try again",
+        ) from error
+
+
+def has(image_path: str, *names: str) -> bool:
+    """Whether a file is in the image directory, given by the parts of its path.
+
+    Raises ImageError where nobody can tell: what is taken for missing would be removed, or done again.
+    """
+    path = os.path.join(image_path, *names)
+    try:
+        return exists(path)
+    except OSError as error:
+        raise ImageError(
+            f"it cannot be told whether {path} is there: {reason(error)}",
+            hint="see that the directory can be read, and try again",
+        ) from error
 
 
 def read(image_path: str) -> Manifest:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from oci.base.files import UNFINISHED, open_below, read_below, replace_below, sync_folder
+from oci.base.files import UNFINISHED, exists, open_below, read_below, replace_below, sync_folder
 from oci.layout.digests import digest_of
 from runtime_shim.errors import ImageError, ManifestError, reason
 from runtime_shim.records.manifest import (
@@ -58,7 +58,7 @@ class Draft:
             os.makedirs(self._folder, mode=0o700, exist_ok=True)
             # There is room for it, which is what matters now; an fsync would wait for all that was written.
             _write(self._pending, encode(manifest) if manifest is not None else b"")
-            if os.path.exists(self._final):
+            if exists(self._final):
                 _remove(self._final)
                 sync_folder(self._folder)
         except OSError as error:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 import time
 from collections.abc import Iterator
 
+from oci.base.files import is_folder
 from runtime_shim.errors import GpusnapError, reason
 
-__all__ = ["freeze", "frozen", "members", "settle", "thaw"]
+__all__ = ["freeze", "frozen", "gone", "members", "settle", "thaw"]
 
+# The cgroup has been removed: all in it have ended. ENODEV: while its file was open (fs/kernfs/file.c).
+_GONE = (errno.ENOENT, errno.ENODEV)
 # Seconds until all are frozen. None runs on from the moment that the kernel was told, so that the wait is
 # only for whoever looks whether the container is paused.
 _FREEZING = 2.0
@@ -27,22 +30,57 @@ def thaw(group: str) -> None:
 
 
 def frozen(group: str) -> bool:
-    """Whether somebody has it frozen."""
+    """Whether somebody has it frozen; not where it is gone. Raises GpusnapError."""
     return _read(group, "cgroup.freeze").strip() == "1"
 
 
+def gone(group: str) -> bool:
+    """Whether the cgroup has been removed, so that no process is in it. Raises GpusnapError."""
+    try:
+        return not is_folder(group)
+    except OSError as error:
+        raise _unreadable(group, error) from error
+
+
 def settle(group: str) -> None:
-    """Wait until all are frozen that can be."""
+    """Wait until all are frozen that can be. Raises GpusnapError."""
     deadline = time.monotonic() + _FREEZING
     while "frozen 0" in _read(group, "cgroup.events").splitlines() and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
 def members(group: str) -> Iterator[int]:
-    """PIDs in a cgroup and those below it; one that our PID namespace does not see has 0."""
-    for folder, _, _ in os.walk(group):
-        with contextlib.suppress(OSError), open(f"{folder}/cgroup.procs", encoding="ascii") as file:
-            yield from (int(line) for line in file if int(line))
+    """PIDs in a cgroup and those below it; one that our PID namespace does not see is left out.
+
+    Raises GpusnapError where one cannot be read: a process that is missed would run on.
+    """
+    for folder in _with_inner(group):
+        try:
+            with open(f"{folder}/cgroup.procs", encoding="ascii") as file:
+                found = [int(line) for line in file if int(line)]
+        except OSError as error:
+            if error.errno in _GONE:
+                continue
+            raise _unreadable(folder, error) from error
+        yield from found
+
+
+def _with_inner(group: str) -> Iterator[str]:
+    """A cgroup's folder and those below it. Raises GpusnapError where one cannot be listed."""
+    waiting = [group]
+    for folder in waiting:
+        try:
+            with os.scandir(folder) as entries:
+                waiting += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+        except OSError as error:
+            if error.errno in _GONE:
+                continue
+            raise _unreadable(folder, error) from error
+        yield folder
+
+
+def _unreadable(folder: str, error: OSError) -> GpusnapError:
+    return GpusnapError(f"the cgroup {folder} cannot be read: {reason(error)}", hint="try again")
 
 
 def _write(group: str, text: str, how: str) -> None:
@@ -50,7 +88,7 @@ def _write(group: str, text: str, how: str) -> None:
         with open(f"{group}/cgroup.freeze", "w", encoding="ascii") as file:
             file.write(text)
     except OSError as error:
-        if not os.path.isdir(group):
+        if error.errno in _GONE:
             return  # all have ended
         raise GpusnapError(
             f"the cgroup {group} cannot be {how}: {reason(error)}", hint="see that gpusnap may write there"
@@ -61,5 +99,7 @@ def _read(group: str, name: str) -> str:
     try:
         with open(f"{group}/{name}", encoding="ascii") as file:
             return file.read()
-    except OSError:
-        return ""
+    except OSError as error:
+        if error.errno in _GONE:
+            return ""
+        raise _unreadable(group, error) from error

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
+from oci.base.files import exists
 from runtime_shim import log, threads
 from runtime_shim.errors import ContainerError, GpusnapError, RuntimeFailed, SettingsError, unforeseen
 from runtime_shim.gpu import find_driver, find_drivers, holders
@@ -128,7 +129,7 @@ def _make_work(call: CheckpointCall, real: RealRuntime) -> None:
 
 def _recover(driver: Driver, container: containers.Container, settings: Settings | SettingsError) -> bool:
     """Put right first what a killed gpusnap left of this container; whether there was anything."""
-    if not os.path.exists(JOURNAL):
+    if not exists(JOURNAL):
         return False
     from runtime_shim.snapshot.records import journal
 
@@ -151,7 +152,7 @@ def _take_away(call: CheckpointCall | RestoreCall, real: RealRuntime, driver: Dr
     """
     key = container_key.key(container_key.root(call.globals.root, real.kind), call.container_id)
     for each in (key, call.container_id):  # an earlier version's has the bare ID, and the command to ask
-        if os.path.exists(f"{JOURNAL}/{each}.restore"):
+        if exists(f"{JOURNAL}/{each}.restore"):
             from runtime_shim.snapshot import recover_restore
 
             said = recover_restore.recover(each, driver, remove=isinstance(call, RestoreCall))

@@ -219,7 +219,7 @@ def _runtime_checkpoint(job: Job) -> GpusnapError | None:
             drop_connections=_connections(job) is criu_config.Connections.DROPPED,
         )
         done = invoke(job.call, job.real, text, capture=True, environment=extra.environment)
-    dumped = os.path.exists(os.path.join(job.image_path, manifest.INVENTORY))
+    dumped = _has(job, manifest.INVENTORY)
     if done.code != 0 and dumped and not _alive(job):
         # CRIU ends the processes only when all of them are on disk: whatever failed then, the images are all
         # that is left of the container, and must not be cleaned away.
@@ -345,6 +345,15 @@ def _manifest(job: Job) -> manifest.Manifest:
     )
 
 
+def _has(job: Job, *names: str) -> bool:
+    """Whether a file is in the image directory; one of which nobody can tell is: nothing is lost for it."""
+    try:
+        return manifest.has(job.image_path, *names)
+    except ImageError as error:
+        note(error.sentence())
+        return True
+
+
 def _clean(job: Job) -> None:
     """Remove what a failed dump wrote, so that nothing looks like a checkpoint."""
     Draft(job.image_path).discard()
@@ -354,7 +363,7 @@ def _clean(job: Job) -> None:
 
 def _discard(job: Job) -> None:
     """The checkpoint came to nothing; what processes still need of it stays."""
-    whole = os.path.exists(os.path.join(job.image_path, manifest.FOLDER, manifest.NAME))
+    whole = _has(job, manifest.FOLDER, manifest.NAME)
     # An earlier one in the same place may consist of the same chunks.
     job.pages.discard(layout=not whole)
     if not job.suspended:  # what is staged has gone by now: nobody would find it without the journal

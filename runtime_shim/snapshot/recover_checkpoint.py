@@ -7,7 +7,6 @@ on. Where CRIU had dumped and ended them all, the checkpoint gets its name.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -245,7 +244,7 @@ def _finish(entry: Entry, settings: Memory) -> str:
     if record is not None and record.container != entry.container:
         _drop(entry, settings)
         return "no process is left, and its image is another container's by now"
-    dumped = os.path.exists(os.path.join(entry.image, manifest.INVENTORY))
+    dumped = manifest.has(entry.image, manifest.INVENTORY)
     if record is None and dumped and _named(entry, settings):
         return f"the checkpoint in {entry.image} is whole"
     if record is None or not dumped:
@@ -319,7 +318,7 @@ def _discard(entry: Entry, settings: Memory) -> None:
     if any(other.image == entry.image for other in others):
         _drop(entry, settings)
         return
-    earlier = os.path.exists(os.path.join(entry.image, manifest.FOLDER, manifest.NAME))
+    earlier = manifest.has(entry.image, manifest.FOLDER, manifest.NAME)
     left(entry.layout, entry.image, entry.container, settings).discard(earlier=earlier)
     Draft(entry.image).discard()
 

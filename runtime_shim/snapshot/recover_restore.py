@@ -337,7 +337,7 @@ def _came_up_late(entry: Restore) -> None:
 def _check(entry: Restore) -> None:
     """See that the memory of processes that have not gone on was right: a restore does so at the end."""
     layouts = entry.layouts or (os.path.join(entry.image, manifest.FOLDER),)
-    if entry.layouts or os.path.isdir(os.path.join(layouts[0], "blobs")):
+    if entry.layouts or manifest.has(layouts[0], "blobs"):
         processes = manifest.read(entry.image).processes
         tables = [region.table for process in processes for region in process.regions]
         transfer.check(FirstOf([Layout(path) for path in layouts]), tables, where=entry.image)

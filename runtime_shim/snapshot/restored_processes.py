@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Sequence
 
 from runtime_shim.errors import GpusnapError
@@ -10,6 +9,7 @@ from runtime_shim.gpu.api.driver import Driver, ProcessState
 from runtime_shim.gpu.api.errors import GpuError
 from runtime_shim.log import note
 from runtime_shim.process import proc
+from runtime_shim.records import manifest
 from runtime_shim.records.manifest import GpuProcess
 from runtime_shim.snapshot.suspend import driver_calls
 
@@ -25,7 +25,7 @@ def all_there(wanted: Iterable[GpuProcess], there: Collection[int], images: str)
     for process in wanted:
         if process.pid in there:
             continue
-        if not os.path.exists(os.path.join(images, f"core-{process.pid}.img")):
+        if not manifest.has(images, f"core-{process.pid}.img"):
             raise GpusnapError(
                 f"process {process.pid} ({process.name}) of the checkpoint did not come back: CRIU's images "
                 "do not have it",

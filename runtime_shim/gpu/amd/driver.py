@@ -7,17 +7,18 @@ there is to do beside that is here: which GPUs there are, who uses them, and by 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
+from oci.base.files import exists, is_folder
+from runtime_shim.errors import reason
 from runtime_shim.gpu.amd import device_files, topology
 from runtime_shim.gpu.amd.device_files import DRM_MAJOR
 from runtime_shim.gpu.api import device_files as handles
 from runtime_shim.gpu.api.criu_plugin import AMDGPU, Plugin
 from runtime_shim.gpu.api.device_nodes import Node, in_container, on_host
 from runtime_shim.gpu.api.driver import Held, Host, ProcessState
-from runtime_shim.gpu.api.errors import DriverMissing, NoDevice, NotInitialized, NotSupported
+from runtime_shim.gpu.api.errors import DriverMissing, GpuError, NoDevice, NotInitialized, NotSupported
 from runtime_shim.process import proc
 
 __all__ = ["Amd", "present"]
@@ -26,8 +27,14 @@ VENDOR = "amd"
 
 
 def present() -> bool:
-    """Whether this host has AMD's compute driver: its device node, or its topology."""
-    return os.path.exists(device_files.KFD) or os.path.isdir(f"{topology.SYS}/class/kfd/kfd/topology")
+    """Whether this host has AMD's compute driver: its device node, or its topology. Raises GpuError."""
+    try:
+        return exists(device_files.KFD) or is_folder(f"{topology.SYS}/class/kfd/kfd/topology")
+    except OSError as error:
+        raise GpuError(
+            f"it cannot be told whether this host has AMD's driver: {error.filename}: {reason(error)}",
+            hint="try again",
+        ) from error
 
 
 class Amd:

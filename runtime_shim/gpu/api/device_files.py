@@ -63,18 +63,17 @@ class Node:
 
 
 def character_drivers(table: str = "/proc/devices") -> tuple[tuple[str, int], ...]:
-    """(name, major) of each driver of character devices; none where the table is masked, as in containers."""
+    """(name, major) of each driver of character devices; none where the table is masked, as in containers.
+
+    Raises GpusnapError where it cannot be read: who uses a GPU would be taken for one that does not.
+    """
     found = []
-    try:
-        with open(table, encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if line.startswith("Block devices"):
-                    break
-                number, _, name = line.strip().partition(" ")
-                if number.isdigit():
-                    found.append((name, int(number)))
-    except OSError:
-        pass
+    for line in proc.lines(table):
+        if line.startswith("Block devices"):
+            break
+        number, _, name = line.strip().partition(" ")
+        if number.isdigit():
+            found.append((name, int(number)))
     return tuple(found)
 
 

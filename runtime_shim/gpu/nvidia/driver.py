@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from oci.base.files import exists
+from runtime_shim.errors import reason
 from runtime_shim.gpu.api import device_files as handles
 from runtime_shim.gpu.api.criu_plugin import Plugin
 from runtime_shim.gpu.api.device_nodes import Node, in_container, on_host
@@ -67,15 +69,17 @@ _NO_WORDS: _Words = MappingProxyType({})
 
 
 def present() -> bool:
-    """Whether this host has NVIDIA's kernel driver or its device nodes; loads nothing."""
-    if os.path.exists("/proc/driver/nvidia/version"):
-        return True
+    """Whether this host has NVIDIA's kernel driver or its device nodes; loads nothing. Raises GpuError."""
     try:
-        return any(
-            name == "nvidiactl" or name[6:].isdigit() for name in os.listdir("/dev") if name[:6] == "nvidia"
-        )
-    except OSError:
-        return False
+        if exists("/proc/driver/nvidia/version"):
+            return True
+        nodes = [name[6:] for name in os.listdir("/dev") if name.startswith("nvidia")]
+    except OSError as error:
+        raise GpuError(
+            f"it cannot be told whether this host has NVIDIA's driver: {error.filename}: {reason(error)}",
+            hint="try again",
+        ) from error
+    return any(name == "ctl" or name.isdigit() for name in nodes)
 
 
 class Nvidia:

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
+from oci.base.files import is_folder
 from runtime_shim.process.memory import copy as copies
 
 __all__ = ["FOLDER", "Area", "Stage", "containers", "device", "remove"]
@@ -140,7 +141,7 @@ class Stage:
 def remove(key: str) -> None:
     """Remove what is staged for a container, and the tmpfs where nothing else is in it. Raises OSError."""
     folder = _folder(key)
-    if not os.path.isdir(FOLDER):
+    if not is_folder(FOLDER):
         return
     with _locked():
         with suppress(FileNotFoundError):

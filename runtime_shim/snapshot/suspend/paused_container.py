@@ -113,7 +113,7 @@ class Paused:
 
     def freeze(self) -> None:
         """Pause the container again, and have all go on with that whom only we keep. May be called again."""
-        if not os.path.isdir(self._group):
+        if cgroup_freezer.gone(self._group):
             self.forget()  # it has ended
             return
         cgroup_freezer.freeze(self._group)
@@ -169,7 +169,7 @@ def left(entry: Entry, pids: Iterable[int]) -> Paused | None:
         return Paused(entry.key, group, alive) if group is not None else None
     stopped = {pid: start for pid, start in pause.stopped if proc.same(pid, start)}
     ours = pause.thawed and pause.runtime != "crun"
-    if os.path.isdir(pause.group) and (ours or cgroup_freezer.frozen(pause.group)):
+    if not cgroup_freezer.gone(pause.group) and (ours or cgroup_freezer.frozen(pause.group)):
         return Paused(entry.key, pause.group, stopped | alive, runtime=pause.runtime)
     go_on(pid for pid in stopped if pid not in alive)
     return None
