@@ -23,6 +23,12 @@ class Group(click.Group):
         self._modules = modules
         """The module of each command, which has it by that name."""
 
+    def all_commands(self) -> dict[str, click.Command]:
+        """Every command by name, which imports them all."""
+        context = click.Context(self)
+        found = ((name, self.get_command(context, name)) for name in self.list_commands(context))
+        return {name: command for name, command in found if command is not None}
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All names, in order."""
         return sorted({*self._modules, *self.commands})

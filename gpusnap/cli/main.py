@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import click
@@ -46,6 +47,8 @@ def main() -> int:
     """The entry point: every error becomes one sentence and an exit code."""
     forgive_closed_pipes()
     threads.bound_starts()
+    if "_GPUSNAP_COMPLETE" in os.environ:
+        import gpusnap.cli.completion  # noqa: F401 (our own way for bash is in place then)
     try:
         command.main(prog_name="gpusnap", standalone_mode=False)
         if sys.stdout is not None:

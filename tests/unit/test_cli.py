@@ -19,7 +19,7 @@ import zstandard
 from fakes import POISON, FakeDriver, a_manifest, gpu, uuid
 from rich.console import Console
 
-from gpusnap.cli import exit_codes
+from gpusnap.cli import exit_codes, host_commands
 from gpusnap.cli import main as cli
 from gpusnap.cli import tables as show
 from gpusnap.operations.open import load_manifest
@@ -280,7 +280,7 @@ def test_gpus(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """This host's GPUs with what is special about them, and as JSON."""
     odd = replace(gpu(1, used=1 << 30), mig=True, compute_mode="prohibited")
     driver = FakeDriver(gpus=(gpu(0), odd))
-    monkeypatch.setattr(cli, "find_driver", lambda: driver)
+    monkeypatch.setattr(host_commands, "find_driver", lambda: driver)
     code, out, err = gpusnap("gpus")
     assert (code, err) == (0, "")
     assert "driver 580.159.04 (CUDA 13.0)" in out
@@ -296,7 +296,7 @@ def test_gpus(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gpus_without_any(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host without a GPU: one sentence and exit code 1."""
-    monkeypatch.setattr(cli, "find_driver", lambda: None)
+    monkeypatch.setattr(host_commands, "find_driver", lambda: None)
     code, out, err = gpusnap("gpus")
     assert (code, out) == (1, "")
     assert err.startswith("gpusnap: this host has no GPU driver")
@@ -416,8 +416,8 @@ def test_a_timeline_of_nothing() -> None:
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """A host with GPU 1 and 2 of the checkpoint's kind, and no restore under way."""
     driver = FakeDriver(gpus=(replace(gpu(1), index=0), replace(gpu(2), index=1)))
-    monkeypatch.setattr(cli, "find_driver", lambda: driver)
-    monkeypatch.setattr(cli, "reserved", dict)
+    monkeypatch.setattr(host_commands, "find_driver", lambda: driver)
+    monkeypatch.setattr(host_commands, "reserved", dict)
     monkeypatch.setattr("runtime_shim.settings.load", Settings)
     return driver
 
@@ -442,7 +442,7 @@ def test_plan_of_a_registry_without_tls(gpusnap: Run, monkeypatch: pytest.Monkey
         said.append(plain_http)
         raise GpusnapError("enough")
 
-    monkeypatch.setattr(cli, "opened", opened)
+    monkeypatch.setattr(host_commands, "opened", opened)
     assert gpusnap("plan", "registry.example/w:v1", "--plain-http")[0] == exit_codes.FAILED
     assert said == [True]
 

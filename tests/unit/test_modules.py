@@ -25,7 +25,7 @@ FLOORS = ["gpusnap", "hooks", "runtime_shim", "oci"]
 ROOMS = ("runtime_shim.gpu", "runtime_shim.process.memory", "runtime_shim.process.ptrace")
 GROUND = {"oci.base.files", "oci.base.json_text", "runtime_shim.errors", "runtime_shim.process.proc"}
 # Named in no __all__: click finds its commands by itself, and the reader of --version has no other caller.
-UNLISTED = {"gpusnap.cli.main": {"command", "gpus", "inspect", "plan", "recover", "resume", "settings"}}
+UNLISTED = {"gpusnap.cli.main": {"command"}}
 HEAVY = (
     "argparse",
     "tomllib",

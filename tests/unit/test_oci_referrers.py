@@ -23,6 +23,7 @@ from oci.layout.documents import INDEX, Descriptor, Index, Manifest, empty_descr
 from oci.layout.layout import Layout
 from oci.registry import copy as transfer
 from oci.registry import referrers
+from oci.store.referrers import below
 from oci.store.store import Store
 
 QUIET = Progress(shown=False)
@@ -191,5 +192,5 @@ def test_a_loop(registry: FakeRegistry, tmp_path: Path) -> None:
     chain = [referring(layout, Descriptor(INDEX, "sha256:" + "2" * 64, 2), b"0")]
     for at in range(8):
         chain.append(referring(layout, chain[-1], b"%d" % at))
-    found = referrers.below(chain, layout.read_blob, chain[0].digest)
+    found = below(chain, layout.read_blob, chain[0].digest)
     assert [each.digest for each in found] == [each.digest for each in chain[1:4]]

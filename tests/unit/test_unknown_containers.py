@@ -16,6 +16,7 @@ from criu_images import INVENTORY
 from fakes import ID, KEY, Scene, a_manifest
 
 from gpusnap.cli import main as cli
+from gpusnap.cli import recover_commands
 from gpusnap.engines import podman as engine
 from gpusnap.operations import unknown_containers
 from gpusnap.operations.unknown_containers import chosen, unknown
@@ -325,7 +326,7 @@ def test_cut_off_at_its_end(
     scene: Scene, podman: Podman, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """gpusnap-runtime was killed when all ran: the same command says so, and ends nothing."""
-    monkeypatch.setattr(cli, "find_driver", lambda: scene.driver)
+    monkeypatch.setattr(recover_commands, "find_driver", lambda: scene.driver)
     monkeypatch.setattr(reservations, "sweep", lambda: None)
     entry = came_up(scene, podman.has("created"))
     recover_restore.write(replace(entry, told=False))

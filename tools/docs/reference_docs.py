@@ -17,6 +17,7 @@ import click
 
 from gpusnap.cli import main as cli
 from gpusnap.cli.exit_codes import MEANINGS
+from gpusnap.cli.group import Group
 from runtime_shim._version import __version__
 
 __all__ = ["Described", "Option", "Paragraph", "described", "main", "man", "markdown"]
@@ -65,8 +66,8 @@ class Described:
 
 def described() -> tuple[Described, ...]:
     """All commands, by name."""
-    assert isinstance(cli.command, click.Group)
-    return tuple(_described(name, each) for name, each in sorted(cli.command.commands.items()))
+    assert isinstance(cli.command, Group)
+    return tuple(_described(name, each) for name, each in cli.command.all_commands().items())
 
 
 def markdown() -> str:
