@@ -20,8 +20,9 @@ from oci.layout.layout import Layout
 from oci.store.store import Store
 from runtime_shim.errors import Refused
 from runtime_shim.records import manifest
+from runtime_shim.snapshot.memory.destination import as_artifact
 
-__all__ = ["Kept", "forget_pages", "forget_pages_of", "held", "hold", "load", "roots"]
+__all__ = ["Kept", "forget_pages_of", "held", "hold", "load", "pages_of", "roots"]
 
 # As runtime_shim.snapshot.memory.destination.described writes them.
 _CONTAINER = "io.gpusnap.container.id"
@@ -158,18 +159,20 @@ def roots(store: Store) -> set[str]:
     return {each.descriptor.digest for each in store.entries()}
 
 
-def forget_pages(store: Store, config: Descriptor, before: set[str]) -> None:
-    """Take out of the index what a runtime put there since `before`: memory without records.
+def pages_of(found: Kept, staging: Layout, before: set[str]) -> str:
+    """The digest of what a runtime has put into the index of it: memory without records; see Staging.commit.
 
-    `config`: its manifest. The blobs stay. What cannot be told or done is left, and shown by `gpusnap ls`.
+    Empty where it has none, or that was there `before`.
     """
-    _forget(store, before, lambda found: found.config.digest == config.digest)
+    pages = as_artifact(staging, found.record).digest if found.record is not None else ""
+    return "" if pages in before else pages
 
 
 def forget_pages_of(store: Store, container: str, since: datetime, before: set[str]) -> None:
-    """The same for a checkpoint that came to nothing: that of a container (its full ID) and no other's.
+    """Take out of the index what a runtime put there since `before` for a checkpoint that came to nothing.
 
-    since: when it began. Others make checkpoints into the same store meanwhile.
+    That of a container (its full ID), and no other's: others make checkpoints into the same store meanwhile.
+    `since`: when it began. The blobs stay. What cannot be told or done is left, and shown by `gpusnap ls`.
     """
 
     def ours(found: Artifact) -> bool:
@@ -181,10 +184,6 @@ def forget_pages_of(store: Store, container: str, since: datetime, before: set[s
         except (ValueError, TypeError):
             return False
 
-    _forget(store, before, ours)
-
-
-def _forget(store: Store, before: set[str], ours: Callable[[Artifact], bool]) -> None:
     for entry in store.entries():
         digest = entry.descriptor.digest
         if entry.name or digest in before:

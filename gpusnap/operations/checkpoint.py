@@ -155,9 +155,9 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
                 progress.stage("records")
                 root = push_pull.taken_in(staging, export.archive, progress)
                 progress.stage("to disk")
-                staging.commit(root, names=[name])
-        whole = kept.load(root, store.layout)
-        kept.forget_pages(store, whole.artifact.config, before)
+                whole = kept.load(root, staging.layout)
+                pages = kept.pages_of(whole, staging.layout, before)
+                staging.commit(root, names=[name], completes=pages)
     parts = {each.digest: each.size for each in (*whole.artifact.blobs(), *whole.artifact.documents)}
     return Made(
         container=found,

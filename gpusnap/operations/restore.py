@@ -282,8 +282,8 @@ def _keep(store: Store, staging: Staging, found: Kept, name: str, before: set[st
     """Name in the store what is all there by now; whether it is. Nothing else depends on it."""
     with suppress(OciError):
         push_pull.take_chunks(staging, found.artifact.chunks)
-        staging.commit(found.root, names=[name], foreign=found.tables)
-        kept.forget_pages(store, found.artifact.config, before)
+        pages = kept.pages_of(found, staging.layout, before)
+        staging.commit(found.root, names=[name], foreign=found.tables, completes=pages)
         return True
     return False
 

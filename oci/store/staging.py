@@ -85,15 +85,15 @@ class Staging:
         also: Sequence[Descriptor] = (),
         tables: Iterable[Table] = (),
         foreign: Iterable[Table] = (),
-        annotations: Mapping[str, str] | None = None,
+        completes: str = "",
         threads: int = THREADS,
     ) -> None:
         """Make the manifest or index `root`, and all below it, part of the store.
 
         Every blob of it is in this staging or in the store; one that only the store has, gc may remove until
-        now. Then they are durable, `root` has these `names` (taken from others that had them) and, on its
-        entry, its own annotations and these. `also`: further manifests, which have no name. What the staging
-        has is removed, but from a precious one.
+        now. Then they are durable, and `root` has these `names` (taken from others that had them). `also`:
+        further manifests, which have no name. `completes`: the digest of a manifest without a name, whose
+        place in the index this one takes. What the staging has is removed, but from a precious one.
 
         The chunks of `tables` are known from then on: they were compressed here, out of what their plain
         digests say. `foreign`: tables out of a document that somebody else wrote, whose compressed chunks
@@ -127,9 +127,11 @@ class Staging:
                         raise _missing(name, size, self._tree.path)
                 os.fsync(store)
                 catalog = Catalog(layout.path)
-                catalog.add(root, names, annotations or {})
+                if completes != root.digest:
+                    catalog.complete(completes)
+                catalog.add(root, names)
                 for each in also:
-                    catalog.add(each, (), {})
+                    catalog.add(each, ())
                 catalog.write()
                 self._learn(tables, foreign)
         if why_precious(self.path) is None:

@@ -11,6 +11,7 @@ from archives import CREATED, record, regions
 from kept_checkpoints import an_archive, keep, keep_pages
 
 from gpusnap.checkpoints import artifact as kept
+from gpusnap.checkpoints.formats.podman import take_in
 from gpusnap.checkpoints.locator import InStore
 from gpusnap.user_errors import Damaged, NotFound
 from oci.base.errors import DiskError, disk_error
@@ -51,16 +52,33 @@ def test_pages_only(store: Store, tmp_path: Path) -> None:
     assert "podman container restore abababababab" in raised.value.sentence()
 
 
-def test_forget_pages(store: Store, tmp_path: Path) -> None:
-    """What came without a name, without records and with that manifest; nothing else, and nothing older."""
-    whole = keep(store, an_archive(tmp_path), ["w"])
+def test_pages_become_the_whole(store: Store, tmp_path: Path) -> None:
+    """One index takes the whole in place of its memory; what was there before stays, and so does a name."""
     pages = keep_pages(store)
-    with kept.held(InStore(store, whole)) as (_, other), kept.held(InStore(store, pages)) as (_, found):
-        kept.forget_pages(store, found.artifact.config, kept.roots(store))
-        kept.forget_pages(store, other.artifact.config, {whole})
-        assert kept.roots(store) == {whole, pages}
-        kept.forget_pages(store, found.artifact.config, {whole})
-        assert kept.roots(store) == {whole}
+    other = keep(store, an_archive(tmp_path), ["other"])
+
+    (tmp_path / "of").mkdir()
+    archive = an_archive(tmp_path / "of", pages="store")
+
+    def complete(before: set[str]) -> str:
+        with store.stage() as staging:
+            taken = take_in(archive, staging.layout, known=staging.take)
+            parts = artifact.Artifact(taken.config, taken.records, chunks=taken.chunks)
+            root = artifact.write(staging.layout, parts)
+            found = kept.load(root, staging.layout)
+            staging.commit(root, names=["w"], completes=kept.pages_of(found, staging.layout, before))
+        return root.digest
+
+    whole = complete({pages})
+    assert kept.roots(store) == {whole, pages, other}
+    store.tag(pages, "mine")
+    complete(set())
+    assert kept.roots(store) == {whole, pages, other}
+    store.remove("mine")
+    store.remove("w")
+    pages = keep_pages(store)
+    assert complete(set()) == whole
+    assert kept.roots(store) == {whole, other}
 
 
 def test_forget_pages_of(store: Store, tmp_path: Path) -> None:

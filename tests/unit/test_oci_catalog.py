@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def test_commit_and_find(store: Store) -> None:
     with store.stage() as staging:
         root = put(staging.layout, b"1", b"2")
         created = {"org.opencontainers.image.created": "2026-01-02T03:04:05Z"}
-        staging.commit(root, names=["a", "b/c:latest"], annotations=created)
+        staging.commit(replace(root, annotations=created), names=["a", "b/c:latest"])
         assert names(staging.layout) == set()
     assert stagings(store) == []
     for wanted in ("a", "b/c:latest", root.digest, root.digest[:13], root.digest[7:13], root.digest[7:]):
