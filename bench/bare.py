@@ -70,8 +70,7 @@ class Bare:
         if row != _STAGED:
             return self._round(only if row == PLAIN else populated)
         with self._staging() as chunks:
-            stages, _ = self._round(chunks.thread, chunks)
-            return stages, "; ".join(sorted(set(chunks.notes().values())))
+            return self._round(chunks.thread, chunks)
 
     @contextmanager
     def _staging(self) -> Iterator[Chunks]:
@@ -121,9 +120,6 @@ class Bare:
 
         step("lock", partial(driver.lock, timeout=_TIMEOUT))
         stop(pids, timeout=_TIMEOUT)
-        if chunks is not None:
-            for pid in pids:
-                chunks.watch(pid)
         step("driver checkpoint", away)
         if chunks is not None:
             timed("let go", partial(chunks.take, pids))

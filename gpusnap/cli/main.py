@@ -40,6 +40,7 @@ from runtime_shim.snapshot.devices import choose as choosing
 from runtime_shim.snapshot.devices import reservations
 from runtime_shim.snapshot.devices.reservations import reserved
 from runtime_shim.snapshot.memory import chunk_cache
+from runtime_shim.snapshot.memory.pages import Pages
 from runtime_shim.snapshot.records import journal
 from runtime_shim.snapshot.suspend import gpu_state
 
@@ -221,7 +222,7 @@ def resume(pids: tuple[int, ...]) -> None:
                 hint=f"gpusnap recover {noted[pid].container}",
             )
     driver.open()
-    gpu_state.resume(driver, pids, gpu_state.InCriu())
+    gpu_state.resume(driver, pids, Pages())
     click.echo("running: " + " ".join(map(str, pids)))
 
 

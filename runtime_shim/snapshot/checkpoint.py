@@ -42,10 +42,11 @@ from runtime_shim.snapshot.describe import describe
 from runtime_shim.snapshot.devices import bind_mounted_nodes, remap
 from runtime_shim.snapshot.memory.capture import Chunks
 from runtime_shim.snapshot.memory.destination import StoreHome
+from runtime_shim.snapshot.memory.pages import Pages
 from runtime_shim.snapshot.preflight import checks as preflight
 from runtime_shim.snapshot.records import journal, volumes
 from runtime_shim.snapshot.suspend import criu_plugin, inherited_handles, paused_container
-from runtime_shim.snapshot.suspend.gpu_state import InCriu, Pages, users
+from runtime_shim.snapshot.suspend.gpu_state import users
 from runtime_shim.snapshot.suspend.job import (
     Job,
     all_suspended,
@@ -97,8 +98,8 @@ def _pages(
     image_path, memory = str(call.images()), settings.memory
     if driver.plugin is not None:
         return criu_plugin.pages(image_path, container, settings)
-    if memory.pages == InCriu.name:
-        return InCriu(image_path, container.key, memory.threads)
+    if memory.pages == Pages.name:
+        return Pages(image_path, container.key, memory.threads)
     home = None
     if memory.pages == StoreHome.kind:
         home = StoreHome(settings.store.path, image_path, container.id, memory)
@@ -259,20 +260,16 @@ def _complete(job: Job, draft: Draft) -> None:
     try:
         if job.call.leave_running:
             if failure is None:  # else `gpusnap recover` may try again
-                job.pages.resumed()
+                job.pages.note(())
             _write(job)
         with job.transaction.step("sync"):
             image.drop_earlier(job.image_path, job.earlier)
-            job.pages.commit(kept=job.call.leave_running)
-            files = job.pages.images()
+            files = job.pages.commit(kept=job.call.leave_running)
             paused_container.thaw_image(job.image_path)
             images = _sync(job, but=[each.name for each in files])
         record = replace(_finished(job, job.record), files=files, images=images)
         with job.transaction.step("name"):
-            job.pages.named(record)
-        better = draft.finish(record)
-        with job.transaction.step("let go"):
-            job.pages.whole(record if better else None)
+            job.pages.finish(record, partial(draft.finish, record))
     except Exception as error:
         # Of whatever kind: the container has ended, or needs to be told of.
         known = error if isinstance(error, GpusnapError) else unforeseen(error)
@@ -304,7 +301,7 @@ def _finished(job: Job, record: manifest.Manifest) -> manifest.Manifest:
         record,
         processes=processes,
         timing=tuple(job.transaction.steps),
-        written=job.pages.written(),
+        written=job.pages.written,
         peak_memory=proc.peak_memory(),
     )
 

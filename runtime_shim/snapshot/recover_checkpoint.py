@@ -33,10 +33,11 @@ from runtime_shim.runtime.criu.images import directory as image
 from runtime_shim.settings import Memory
 from runtime_shim.snapshot.memory import transfer
 from runtime_shim.snapshot.memory.destination import Home, StoreHome, in_image, left
+from runtime_shim.snapshot.memory.pages import Pages
 from runtime_shim.snapshot.records import journal
 from runtime_shim.snapshot.records.journal import Entry, Suspended
 from runtime_shim.snapshot.suspend import driver_calls, dump_pause, paused_container
-from runtime_shim.snapshot.suspend.gpu_state import InCriu, let_finish, resume, suspended
+from runtime_shim.snapshot.suspend.gpu_state import let_finish, resume, suspended
 from runtime_shim.stopping.stop import Guard, go_on, stop
 
 __all__ = ["alive", "recover", "sweep"]
@@ -107,7 +108,7 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
             stopped += _astray(driver, [process for process in there if process not in stopped])
             lacking = _give_back(entry, [p for p in stopped if suspended(driver, p.pid)], settings)
             pids = [process.pid for process in there if process.pid not in lacking]
-            resume(driver, pids, InCriu(), right=partial(_right, entry, guard), let_go=let_go)
+            resume(driver, pids, Pages(), right=partial(_right, entry, guard), let_go=let_go)
         finally:
             guard.end()
         for error in lacking.values():
@@ -237,7 +238,7 @@ def _finish(entry: Entry, settings: Memory) -> str:
             f"{manifest.NAME} to use them at your own risk, or remove them, and run gpusnap recover again",
         )
     home: Home | None = None
-    if record.pages != InCriu.name:
+    if record.pages != Pages.name:
         tables = [region.table for process in record.processes for region in process.regions]
         home = left(entry.layout, entry.image, entry.container, replace(settings, sync=True), tables)
         # Nobody knows how much of it had come to disk.

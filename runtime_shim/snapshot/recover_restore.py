@@ -31,6 +31,7 @@ from oci.base.errors import OciError
 from oci.layout.blobs import FirstOf
 from oci.layout.layout import Layout
 from oci.store.store import Store
+from runtime_shim import state_files
 from runtime_shim.errors import ContainerError, GpusnapError, Refused, RuntimeFailed, reason
 from runtime_shim.gpu.api.driver import Driver, ProcessState
 from runtime_shim.gpu.api.parallel import at_once
@@ -48,9 +49,10 @@ from runtime_shim.runtime.identify import RealRuntime
 from runtime_shim.snapshot import incomplete_restore
 from runtime_shim.snapshot.incomplete_restore import Place
 from runtime_shim.snapshot.memory import transfer
+from runtime_shim.snapshot.memory.pages import Pages
 from runtime_shim.snapshot.records import journal
 from runtime_shim.snapshot.suspend import driver_calls
-from runtime_shim.snapshot.suspend.gpu_state import InCriu, let_finish, resume
+from runtime_shim.snapshot.suspend.gpu_state import let_finish, resume
 
 __all__ = [
     "RUNNING",
@@ -144,12 +146,11 @@ class Restore:
 
 def begun(call: RestoreCall, real: RealRuntime, record: Manifest, config: Mapping[str, Any]) -> Restore:
     """The first entry of a restore by this process; `config` is the bundle's config.json."""
-    own = proc.process(os.getpid())
     root, bundle_dir = container_key.root(call.globals.root, real.kind), str(call.bundle_dir())
     return Restore(
         key=container_key.key(root, call.container_id),
         image=str(call.images(real.kind)),
-        owner=(os.getpid(), own.start if own is not None else 0),
+        owner=state_files.owner(),
         command=commands(call, real),
         bundle=bundle_dir,
         pid_file=os.path.abspath(call.pid_file) if call.pid_file else "",
@@ -323,7 +324,7 @@ def _kept(entry: Restore, driver: Driver | None) -> str | None:
         at_once(partial(let_finish, driver), standing).raise_first()
         if standing:
             _check(entry)
-        resume(driver, ours, InCriu(), right=partial(transfer.own, entry.key))
+        resume(driver, ours, Pages(), right=partial(transfer.own, entry.key))
     return RUNNING + " ".join(map(str, ours or [init.pid]))
 
 

@@ -59,13 +59,14 @@ from runtime_shim.snapshot.devices.reservations import Room, claim
 from runtime_shim.snapshot.foreground import Beside, pid_file
 from runtime_shim.snapshot.memory import transfer
 from runtime_shim.snapshot.memory.destination import StoreHome
+from runtime_shim.snapshot.memory.pages import Pages
 from runtime_shim.snapshot.memory.prefetch import Filling
 from runtime_shim.snapshot.memory.source import Fetching, rebuild
 from runtime_shim.snapshot.preflight import checks as preflight
 from runtime_shim.snapshot.records import journal, volumes
 from runtime_shim.snapshot.recover_restore import Stage
 from runtime_shim.snapshot.suspend import criu_plugin, driver_calls
-from runtime_shim.snapshot.suspend.gpu_state import InCriu, resume
+from runtime_shim.snapshot.suspend.gpu_state import resume
 from runtime_shim.stopping.stop import stop
 from runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
 
@@ -470,7 +471,7 @@ def _fill(
     with job.transaction.step("driver restore"):
         right = partial(_right, job.key, job.filling, gone_on)
         try:
-            resume(driver, pids, InCriu(), pairs=pairs, right=right)
+            resume(driver, pids, Pages(), pairs=pairs, right=right)
         except GpuError:
             # The driver's words for memory that is not what it was tell of the GPU, which is not to blame.
             if job.filling is not None:

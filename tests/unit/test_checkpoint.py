@@ -25,9 +25,9 @@ from runtime_shim.runtime import container as containers
 from runtime_shim.runtime.criu.run import invoke
 from runtime_shim.settings import Nvidia
 from runtime_shim.snapshot import checkpoint
+from runtime_shim.snapshot.memory.pages import Pages
 from runtime_shim.snapshot.preflight import checks as preflight
 from runtime_shim.snapshot.preflight.nccl import Sharing
-from runtime_shim.snapshot.suspend.gpu_state import InCriu
 from runtime_shim.snapshot.suspend.job import Job
 
 MANAGED = "the GPU driver could not checkpoint process 7: it uses managed memory"
@@ -317,7 +317,7 @@ def dies(scene: Scene, pids: list[int], _patch: pytest.MonkeyPatch) -> None:
 
 
 def dies_after(scene: Scene, _pids: list[int], patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(InCriu, "take", lambda _, pids: scene.family.end(pids[0]))
+    patch.setattr(Pages, "take", lambda _, pids: scene.family.end(pids[0]))
 
 
 def late_and_no_lock(scene: Scene, pids: list[int], _patch: pytest.MonkeyPatch) -> None:
@@ -662,7 +662,7 @@ SIGNALS: dict[str, Callable[[Scene, pytest.MonkeyPatch], object]] = {
     "prepare": in_prepare,
     "lock": lambda scene, _: scene.driver.when("lock", stop),
     "driver checkpoint": lambda scene, _: scene.driver.when("checkpoint", stop),
-    "pages": lambda _, patch: patch.setattr(InCriu, "take", lambda *_: stop()),
+    "pages": lambda _, patch: patch.setattr(Pages, "take", lambda *_: stop()),
 }
 
 

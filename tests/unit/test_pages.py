@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from runtime_shim.process.memory import copy as copies
 from runtime_shim.process.memory import maps as regions
 from runtime_shim.process.memory import tmpfs as stage
 from runtime_shim.process.memory.tmpfs import Area, Stage
+from runtime_shim.process.ptrace.populate import Populated
 from runtime_shim.process.ptrace.remote_syscall import inside
 from runtime_shim.records import manifest
 from runtime_shim.records.manifest import Manifest
@@ -96,9 +98,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def suspended(chunks: Chunks, holders: list[Holder]) -> list[str]:
     """Each maps memory as the driver's checkpoint would, and stands; their digests."""
+    digests = []
     for holder in holders:
-        chunks.watch(holder.pid)
-    digests = [holder.say("map") for holder in holders]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pages, "populated", lambda *_, **__: nullcontext(Populated()))
+            with chunks.thread(holder.pid, holder.pid):
+                digests.append(holder.say("map"))
     stop([holder.pid for holder in holders], timeout=5)
     return digests
 
@@ -135,7 +140,7 @@ def test_taken_and_given_back(way: str, holders: list[Holder], tmp_path: Path) -
     go_on(pids)
     assert [holder.say("digest") for holder in holders] == digests
     chunks.close()
-    assert chunks.written().stored == sum(r.table.stored for found in records.values() for r in found)
+    assert chunks.written.stored == sum(r.table.stored for found in records.values() for r in found)
 
 
 def test_what_runs_again_does_not_change_what_is_written(holders: list[Holder], tmp_path: Path) -> None:
@@ -149,7 +154,7 @@ def test_what_runs_again_does_not_change_what_is_written(holders: list[Holder], 
     go_on(pids)
     changed = [holder.say("change") for holder in holders]
     assert changed != digests
-    chunks.resumed()
+    chunks.note(())
     assert journal.entries()[0].processes == ()
     chunks.commit(kept=False)
     stop(pids, timeout=5)
@@ -439,7 +444,7 @@ def test_killed_while_it_wrote_behind(holders: list[Holder], tmp_path: Path) -> 
     (path / "pages-1.img").write_bytes(b"pages")
     chunks.give_back(pids)
     go_on(pids)
-    chunks.resumed()
+    chunks.note(())
     chunks.ready()
     (entry,) = journal.entries()
     entry = replace(entry, owner=(entry.owner[0], 1))  # it was killed

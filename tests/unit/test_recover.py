@@ -11,6 +11,7 @@ import pytest
 from cells import ID, Cell, cell, pause
 from fakes import FakeDriver, a_manifest
 
+from runtime_shim import state_files
 from runtime_shim.errors import GpusnapError
 from runtime_shim.gpu.api.driver import ProcessState
 from runtime_shim.gpu.api.errors import GpuError
@@ -33,7 +34,8 @@ def _folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "FOLDER", str(tmp_path / "gpusnap" / name))
     (tmp_path / "gpusnap").mkdir()
     # What is written here is a killed gpusnap's: no process has its PID and that start time.
-    monkeypatch.setattr(journal, "owner", lambda: (1, 1))
+    owner = state_files.owner
+    monkeypatch.setattr(state_files, "owner", lambda pid=None: owner(pid) if pid else (1, 1))
 
 
 class Driver(FakeDriver):

@@ -304,7 +304,7 @@ def test_another_gpu(scene: Scene) -> None:
     assert linux["devices"] == [{**device, "path": "/dev/nvidia1", "minor": 1}]
     assert linux["resources"]["devices"] == [{**rule, "minor": 1}]
     assert (scene.folder / "gpusnap" / "room").is_dir()
-    assert [p.name for p in (scene.folder / "gpusnap" / "room").iterdir()] == ["lock"]
+    assert [p.name for p in (scene.folder / "gpusnap" / "room").iterdir()] == []
 
 
 def test_the_same_gpu_needs_no_pairs(scene: Scene) -> None:

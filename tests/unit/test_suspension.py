@@ -12,8 +12,10 @@ from runtime_shim.gpu.api.driver import ProcessState
 from runtime_shim.gpu.api.errors import DriverFailed, GpuError, NotInitialized, PermissionRefused
 from runtime_shim.process import proc
 from runtime_shim.runtime import container
+from runtime_shim.snapshot.memory import pages
+from runtime_shim.snapshot.memory.pages import Pages
 from runtime_shim.snapshot.suspend import gpu_state
-from runtime_shim.snapshot.suspend.gpu_state import InCriu, idle_holders, record, resume, suspend, users
+from runtime_shim.snapshot.suspend.gpu_state import idle_holders, record, resume, suspend, users
 from runtime_shim.stopping.stop import stop
 
 RUNNING, LOCKED, CHECKPOINTED = ProcessState.RUNNING, ProcessState.LOCKED, ProcessState.CHECKPOINTED
@@ -77,7 +79,7 @@ def test_resume_from_any_state(family: Family, driver: FakeDriver, state: Proces
     """Whatever was done so far, afterwards it runs; and once more does no harm."""
     pid = driver.use(family.spawn(), state=state)
     for _ in range(2):
-        resume(driver, [pid], InCriu())
+        resume(driver, [pid], Pages())
         assert driver.states[pid] is RUNNING
     assert len(driver.of("restore")) == (state is CHECKPOINTED)
     assert len(driver.of("unlock")) == (state is not RUNNING)
@@ -85,7 +87,7 @@ def test_resume_from_any_state(family: Family, driver: FakeDriver, state: Proces
 
 def test_resume_of_nothing(driver: FakeDriver) -> None:
     """No process, no call."""
-    resume(driver, [], InCriu())
+    resume(driver, [], Pages())
     assert driver.calls == []
 
 
@@ -93,7 +95,7 @@ def test_resume_passes_the_pairs(family: Family, driver: FakeDriver) -> None:
     """The UUID pairs of a restore onto other GPUs reach the driver, each process' own."""
     pids = [driver.use(family.spawn(), state=CHECKPOINTED) for _ in range(3)]
     pairs = {pids[0]: ((uuid(0), uuid(1)),), pids[1]: ((uuid(0), uuid(1)), (uuid(1), uuid(0)))}
-    resume(driver, pids, InCriu(), pairs=pairs)
+    resume(driver, pids, Pages(), pairs=pairs)
     assert driver.pairs == {**pairs, pids[2]: ()}
 
 
@@ -104,7 +106,7 @@ def test_resume_leaves_out_the_dead(family: Family, driver: FakeDriver) -> None:
     dying = driver.use(family.spawn(), state=CHECKPOINTED)
     family.end(dead)
     driver.when("restore", family.end, dying)
-    resume(driver, [dead, dying, alive], InCriu())
+    resume(driver, [dead, dying, alive], Pages())
     assert driver.states[alive] is RUNNING
     assert dead not in driver.of("restore")
 
@@ -114,7 +116,7 @@ def test_resume_tries_again(family: Family, driver: FakeDriver) -> None:
     first = driver.use(family.spawn(), state=CHECKPOINTED)
     second = driver.use(family.spawn(), state=CHECKPOINTED)
     driver.fail("restore", first, DriverFailed("busy"), times=3)
-    resume(driver, [first, second], InCriu())
+    resume(driver, [first, second], Pages())
     assert driver.of("restore").count(first) == 4
     assert driver.of("restore").count(second) == 1
     assert {driver.states[pid] for pid in (first, second)} == {RUNNING}
@@ -127,7 +129,7 @@ def test_resume_gives_up_on_one_only(family: Family, driver: FakeDriver) -> None
     third = driver.use(family.spawn(), state=CHECKPOINTED)
     driver.fail("restore", first, DriverFailed("lost", hint="reset it"))
     with pytest.raises(DriverFailed, match="lost"):
-        resume(driver, [first, second, third], InCriu())
+        resume(driver, [first, second, third], Pages())
     assert [driver.states[pid].name for pid in (first, second, third)] == [
         "CHECKPOINTED",
         "RUNNING",
@@ -140,7 +142,7 @@ def test_an_unlock_that_fails(family: Family, driver: FakeDriver) -> None:
     first, second = (driver.use(family.spawn(), state=LOCKED) for _ in range(2))
     driver.fail("unlock", first, DriverFailed("stuck"))
     with pytest.raises(DriverFailed, match="stuck"):
-        resume(driver, [first, second], InCriu())
+        resume(driver, [first, second], Pages())
     assert driver.states[second] is RUNNING
 
 
@@ -150,7 +152,7 @@ def test_a_state_that_cannot_be_read(family: Family, driver: FakeDriver) -> None
     second = driver.use(family.spawn(), state=CHECKPOINTED)
     driver.fail("state", first, DriverFailed("no answer"))
     with pytest.raises(GpuError):
-        resume(driver, [first, second], InCriu())
+        resume(driver, [first, second], Pages())
     assert driver.states[second] is RUNNING
 
 
@@ -169,18 +171,18 @@ def test_a_driver_that_finds_no_process(
         return None if forgotten[0] >= 0 else real(asked)
 
     monkeypatch.setattr(driver, "state", forgetful)
-    resume(driver, [pid], InCriu())
+    resume(driver, [pid], Pages())
     assert driver.states[pid] is RUNNING
     driver.states[pid] = state
     stop([pid], timeout=5)
     forgotten[0] = 10**6
     with pytest.raises(NotInitialized, match=f"does not know process {pid} .* had taken"):
-        resume(driver, [pid], InCriu())
+        resume(driver, [pid], Pages())
     assert proc.still(pid)
     assert driver.states[pid] is state
 
 
-class Elsewhere(InCriu):
+class Elsewhere(Pages):
     """GPU memory that is kept outside, and cannot be given back."""
 
     name = "elsewhere"
@@ -229,11 +231,11 @@ def test_a_process_that_cannot_be_traced(
     def refused(*_: int, **__: object) -> object:
         raise PermissionRefused(f"thread {pid} cannot be traced")
 
-    monkeypatch.setattr(gpu_state, "populated", refused)
+    monkeypatch.setattr(pages, "populated", refused)
     with pytest.raises(PermissionRefused, match="cannot be traced"):
-        suspend(driver, [pid], InCriu(), timeout=5)
+        suspend(driver, [pid], Pages(), timeout=5)
     wait_for(lambda: not proc.still(pid), "it goes on")
-    resume(driver, [pid], InCriu())
+    resume(driver, [pid], Pages())
     assert driver.states[pid] is RUNNING
 
 
@@ -245,7 +247,7 @@ def test_a_process_that_does_not_stand_still(
     with monkeypatch.context() as patch:
         patch.setattr(proc, "still", lambda _: False)
         with pytest.raises(GpusnapError, match="did not stand still"):
-            suspend(driver, [pid], InCriu(), timeout=0.05)
+            suspend(driver, [pid], Pages(), timeout=0.05)
     wait_for(lambda: not proc.still(pid), "it goes on")
     assert driver.of("checkpoint") == []
 
@@ -253,7 +255,7 @@ def test_a_process_that_does_not_stand_still(
 def test_memory_that_is_not_right(family: Family, driver: FakeDriver) -> None:
     """After the driver's restore, and before it goes on: it stays where it is, and nothing is tried again."""
     pid = driver.use(family.spawn(), state=LOCKED)
-    suspend(driver, [pid], InCriu("/image", "c0ffee"), timeout=5)
+    suspend(driver, [pid], Pages("/image", "c0ffee"), timeout=5)
     asked: list[bool] = []
 
     def right(asked_for: int) -> None:
@@ -261,10 +263,10 @@ def test_memory_that_is_not_right(family: Family, driver: FakeDriver) -> None:
         raise ImageError("the blob is not what it was")
 
     with pytest.raises(ImageError, match="not what it was"):
-        resume(driver, [pid], InCriu(), right=right)
+        resume(driver, [pid], Pages(), right=right)
     assert asked == [True]
     assert proc.still(pid)
-    resume(driver, [pid], InCriu())
+    resume(driver, [pid], Pages())
 
 
 def test_users_that_we_hold(family: Family, driver: FakeDriver) -> None:
@@ -281,9 +283,9 @@ def test_users_that_we_hold(family: Family, driver: FakeDriver) -> None:
 def test_resume_without_going_on(family: Family, driver: FakeDriver) -> None:
     """It is restored and unlocked, and stands until whoever asked lets it go."""
     pid = driver.use(family.spawn(), state=LOCKED)
-    suspend(driver, [pid], InCriu("/image", "c0ffee"), timeout=5)
+    suspend(driver, [pid], Pages("/image", "c0ffee"), timeout=5)
     let_go: list[int] = []
-    resume(driver, [pid], InCriu("/image", "c0ffee"), let_go=let_go.append)
+    resume(driver, [pid], Pages("/image", "c0ffee"), let_go=let_go.append)
     assert let_go == [pid]
     assert proc.still(pid)
     assert driver.states[pid] is RUNNING

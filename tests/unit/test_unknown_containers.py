@@ -459,4 +459,4 @@ def test_room_is_swept(tmp_path: Path) -> None:
     folder.mkdir(parents=True, mode=0o700)
     (folder / "1-abc.json").write_text('{"pid": 4194000, "start": 1, "bytes": {}}')
     reservations.sweep(str(folder))
-    assert os.listdir(folder) == ["lock"]
+    assert os.listdir(folder) == []

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
@@ -44,6 +43,7 @@ from contextlib import contextmanager
 from oci.base.errors import OciError
 from oci.base.files import UNFINISHED, open_folder, read_regular, replace
 from oci.base.json_text import parse_json
+from oci.base.locks import stands, try_exclusive, unlock
 from oci.base.threads import for_each
 from oci.chunks.index import Known
 from oci.chunks.table import Table
@@ -146,7 +146,7 @@ class Kept:
         """Let others have it. May be called twice."""
         if self._lock is not None:
             lock, self._lock = self._lock, None
-            _unlock(lock)
+            unlock(lock)
 
     def _replace(self, layout: Layout, tables: Sequence[Table], blobs: Mapping[str, int]) -> None:
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
@@ -168,9 +168,9 @@ class Kept:
     def _made(self) -> int:
         """The container's folder, locked, made anew where somebody removed it meanwhile."""
         _check_name(self._container, self._folder)
-        if self._lock is not None and not _stands(self._lock, self._path):
+        if self._lock is not None and not stands(self._lock, self._path):
             lock, self._lock = self._lock, None
-            _unlock(lock)
+            unlock(lock)
         if self._lock is None:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self._path, 0o700)
@@ -249,12 +249,8 @@ def _locked(folder: str, name: str) -> int:
         for found, where in ((os.stat(folder), folder), (os.fstat(lock), path)):
             if found.st_uid != os.geteuid() or found.st_mode & 0o022:
                 raise _Unkept(f"others may write to {where}")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _stands(lock, path):  # whoever had it has removed it
-            raise BlockingIOError
-    except BlockingIOError:
-        os.close(lock)
-        raise _Unkept(f"another gpusnap is at work on {path}") from None
+        if not try_exclusive(lock) or not stands(lock, path):  # whoever had it has removed it
+            raise _Unkept(f"another gpusnap is at work on {path}")
     except BaseException:
         os.close(lock)
         raise
@@ -266,27 +262,13 @@ def _check_name(name: str, folder: str) -> None:
         raise _Unkept(f"{name[:80]!r} is no name for a folder in {folder}")
 
 
-def _stands(lock: int, path: str) -> bool:
-    """Whether that folder is still the one at `path`."""
-    try:
-        return os.path.samestat(os.fstat(lock), os.lstat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _unlock(lock: int) -> None:
-    with contextlib.suppress(OSError):
-        fcntl.flock(lock, fcntl.LOCK_UN)  # a child may have the descriptor too
-    os.close(lock)
-
-
 @contextmanager
 def _held(folder: str, name: str) -> Iterator[None]:
     lock = _locked(folder, name)
     try:
         yield
     finally:
-        _unlock(lock)
+        unlock(lock)
 
 
 def _bundle_of(path: str) -> str | None:

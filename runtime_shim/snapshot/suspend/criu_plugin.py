@@ -21,7 +21,8 @@ from runtime_shim.runtime.criu import plugins
 from runtime_shim.settings import Memory, Settings
 from runtime_shim.snapshot.memory.capture import Chunks
 from runtime_shim.snapshot.memory.destination import StoreHome
-from runtime_shim.snapshot.suspend.gpu_state import InCriu, Pages, idle_holders
+from runtime_shim.snapshot.memory.pages import Pages
+from runtime_shim.snapshot.suspend.gpu_state import idle_holders
 
 __all__ = ["came_back", "chosen", "inherited", "of_record", "pages", "possible", "same_gpus"]
 
@@ -78,7 +79,7 @@ def pages(image_path: str, container: containers.Container, settings: Settings) 
     if memory.pages == StoreHome.kind:
         home = StoreHome(settings.store.path, image_path, container.id, memory)
         return Chunks(image_path, container.key, memory, container.bundle, home=home)
-    return InCriu(image_path, container.key, memory.threads)
+    return Pages(image_path, container.key, memory.threads)
 
 
 def possible(

@@ -62,6 +62,7 @@ __all__ = [
     "checkpoint",
     "let_finish",
     "lock",
+    "note",
     "restore",
     "state",
     "take_notes",
@@ -102,7 +103,12 @@ _MOMENT, _LONGEST_MOMENT = 0.002, 0.1
 
 
 # What was out of the ordinary, from any thread, until it is taken.
-_notes: collections.deque[str] = collections.deque(maxlen=64)
+_notes: collections.deque[str] = collections.deque(maxlen=256)
+
+
+def note(text: str) -> None:
+    """Keep something for `take_notes`."""
+    _notes.append(text)
 
 
 def take_notes() -> list[str]:

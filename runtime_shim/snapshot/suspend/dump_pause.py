@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from runtime_shim import state_files
 from runtime_shim.process import proc
 from runtime_shim.runtime import cgroup_freezer
 from runtime_shim.runtime import container as containers
@@ -101,7 +102,7 @@ class Lull:
     def _note(self) -> None:
         init = proc.process(self._container.pid)
         lull = (init.pid, init.start) if init is not None else (0, 0)
-        pause = journal.Pause(journal.owner(), "", False, (), lull=lull, groups=self._groups)
+        pause = journal.Pause(state_files.owner(), "", False, (), lull=lull, groups=self._groups)
         journal.note_pause(self._container.key, pause)
         self._noted = True
 

@@ -22,11 +22,12 @@ from runtime_shim.runtime.criu.run import quiet
 from runtime_shim.runtime.identify import RealRuntime
 from runtime_shim.settings import Settings
 from runtime_shim.snapshot.memory import chunk_cache, transfer
+from runtime_shim.snapshot.memory.pages import Pages
 from runtime_shim.snapshot.preflight import checks as preflight
 from runtime_shim.snapshot.records.volumes import Volume
 from runtime_shim.snapshot.suspend import driver_calls, inherited_handles, paused_container
 from runtime_shim.snapshot.suspend.dump_pause import Lull
-from runtime_shim.snapshot.suspend.gpu_state import Pages, Record, record, resume, suspend, users
+from runtime_shim.snapshot.suspend.gpu_state import Record, record, resume, suspend, users
 from runtime_shim.snapshot.suspend.lock import lock
 from runtime_shim.stopping.stop import Guard, drop_stops, stop
 from runtime_shim.transaction import Transaction
@@ -301,9 +302,6 @@ def _suspend_these(job: Job, fresh: Sequence[proc.Process]) -> None:
         finally:
             _note_calls(job)
         _watch_over(job)
-        for pid, why in job.pages.notes().items():
-            if pid in records:
-                job.transaction.note(f"process {pid}: {why}")
 
 
 def _note_calls(job: Job) -> None:

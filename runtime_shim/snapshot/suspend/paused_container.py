@@ -28,6 +28,7 @@ import signal
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
+from runtime_shim import state_files
 from runtime_shim.errors import GpusnapError, ImageError, reason
 from runtime_shim.process import pidfd, proc
 from runtime_shim.runtime import cgroup_freezer
@@ -140,7 +141,7 @@ class Paused:
 
     def _note(self, *, thawed: bool) -> None:
         stopped = tuple(self._stopped.items())
-        pause = journal.Pause(journal.owner(), self._group, thawed, stopped, self._runtime)
+        pause = journal.Pause(state_files.owner(), self._group, thawed, stopped, self._runtime)
         journal.note_pause(self._container, pause)
 
 
