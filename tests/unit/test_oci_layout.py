@@ -330,16 +330,6 @@ def test_a_link_of_a_durable_blob(layout: Layout, monkeypatch: pytest.MonkeyPatc
     assert folder in synced
 
 
-def test_sync_early(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A blob can be made durable as it is written."""
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", synced.append)
-    layout.add_blob(DATA)
-    assert synced == []
-    layout.add_blob(b"other", sync=True)
-    assert len(synced) == 1
-
-
 def test_a_failed_sync_leaves_no_index(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that fails at fsync is an error, and the layout is not finished."""
 

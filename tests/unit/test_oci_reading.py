@@ -17,7 +17,7 @@ from oci_regions import CEILING, PAGE, Far, fill, load, save
 from oci.base.errors import BlobError, Cancelled, CeilingError, ChunkError, OciError
 from oci.chunks.buffers import Buffer
 from oci.chunks.reader import Reading, read
-from oci.chunks.table import MEDIA_TYPES, Chunk, Progress, Table
+from oci.chunks.table import MEDIA_TYPES, Chunk, Table
 from oci.layout.digests import digest_of
 from oci.layout.layout import Layout
 
@@ -170,15 +170,12 @@ def test_staged_bytes_need_no_file(layout: Layout) -> None:
     """What was read ahead is safe in memory: its blobs may go."""
     tables = save(layout, MIXED)
     target = bytearray(len(MIXED))
-    said: list[Progress] = []
-    with Reading(tables, layout, threads=2, ceiling=CEILING, progress=said.append) as reading:
+    with Reading(tables, layout, threads=2, ceiling=CEILING) as reading:
         wait_for(lambda: reading.staged == 16 * PAGE)
         for chunk in tables[0].chunks:
             path_of(layout, chunk).unlink()
-        assert said == []
         reading.deliver([Buffer(target)])
     assert target == MIXED
-    assert said[-1] == Progress(16 * PAGE, 16 * PAGE)
 
 
 def test_many_regions(layout: Layout) -> None:
@@ -191,26 +188,18 @@ def test_many_regions(layout: Layout) -> None:
     assert targets == regions
 
 
-def test_clear(layout: Layout) -> None:
-    """Zeros are written where the target may hold something else, and only there."""
+def test_zeros_are_not_written(layout: Layout) -> None:
+    """Targets have them: what is in no chunk stays as it is."""
     tables = save(layout, MIXED, bytearray(5 * PAGE))
-    assert load(layout, tables, clear=True, dirt=7) == [MIXED, bytearray(5 * PAGE)]
-    dirty = load(layout, tables, clear=False, dirt=7)
+    dirty = load(layout, tables, dirt=7)
     assert dirty[1] == bytes([7]) * 5 * PAGE
     assert dirty[0][2 * PAGE : 3 * PAGE] == bytes([7]) * PAGE
-
-
-def test_clear_of_a_region_without_chunks(layout: Layout) -> None:
-    """A region of nothing but zeros is cleared within a small ceiling."""
-    target = bytearray(b"x" * 10 * PAGE)
-    read([Table(len(target), ())], layout, [Buffer(target)], threads=2, ceiling=PAGE, clear=True)
-    assert target == bytes(10 * PAGE)
 
 
 def test_a_huge_region_of_zeros_costs_nothing(layout: Layout) -> None:
     """A table may speak of any number of zeros: nothing is made of them before there is a target."""
     with (
-        Reading([Table(1 << 47, ())], layout, threads=2, ceiling=PAGE, clear=True) as reading,
+        Reading([Table(1 << 47, ())], layout, threads=2, ceiling=PAGE) as reading,
         pytest.raises(ChunkError, match="does not fit"),
     ):
         reading.deliver([Buffer(bytearray(PAGE))])
@@ -283,16 +272,6 @@ def test_an_early_error_is_told_early(layout: Layout) -> None:
     with Reading(tables, layout, threads=2, ceiling=CEILING) as reading:
         wait_for(lambda: failed(reading))
         with pytest.raises(BlobError):
-            reading.deliver([Buffer(bytearray(len(MIXED)))])
-
-
-def test_cancelled_while_it_waits(layout: Layout) -> None:
-    """Workers that wait for targets see that they are no longer wanted."""
-    event = threading.Event()
-    with Reading(save(layout, MIXED), layout, threads=2, ceiling=CEILING, cancelled=event) as reading:
-        event.set()
-        wait_for(lambda: failed(reading))
-        with pytest.raises(Cancelled):
             reading.deliver([Buffer(bytearray(len(MIXED)))])
 
 

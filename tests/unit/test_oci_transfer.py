@@ -18,7 +18,7 @@ from fake_registry import CutAnswer, CutBody, FakeRegistry, NoAnswer, Say
 from oci_regions import blobs
 
 import oci.registry.upload
-from oci.base.errors import BlobError, Cancelled, NotInRegistry, Unreachable
+from oci.base.errors import BlobError, NotInRegistry, Unreachable
 from oci.layout.documents import INDEX, Descriptor, Index, Manifest, written_document
 from oci.layout.graph import walk
 from oci.layout.layout import Layout
@@ -282,26 +282,6 @@ def test_progress(registry: FakeRegistry, layout: Layout, other: Layout) -> None
 
     with pytest.raises(ZeroDivisionError):
         push(root, layout, registry.repository("b"), progress=fail)
-
-
-def test_cancelled(registry: FakeRegistry, layout: Layout, other: Layout) -> None:
-    """It ends at the next piece, without the name; so does a pull, and what was whole stays."""
-    root, end = artifact(layout), threading.Event()
-
-    def tell(underway: Underway) -> None:
-        if underway.moved.blobs >= 2:
-            end.set()
-
-    with pytest.raises(Cancelled):
-        push(root, layout, registry.repository(), tag="v1", threads=1, progress=tell, cancelled=end)
-    assert registry.manifests == {}
-    end.clear()
-    push(root, layout, registry.repository(), tag="v1")
-    with pytest.raises(Cancelled):
-        pull(registry.repository(), "v1", other, threads=1, progress=tell, cancelled=end)
-    names = set(blobs(Path(other.path)))
-    assert 0 < len(names) < len(SIZES)
-    assert not [name for name in names if name.startswith(".new-")]
 
 
 PROGRAM = """

@@ -8,7 +8,6 @@ import threading
 
 import pytest
 
-from oci.base.errors import Cancelled
 from oci.base.threads import Crew, for_each
 
 
@@ -35,24 +34,6 @@ def test_the_first_error_ends_it() -> None:
     with pytest.raises(ValueError, match="the first"):
         for_each(range(1000), do, threads=2)
     assert len(done) < 1000
-
-
-def test_cancelled() -> None:
-    """A worker that checks leaves once the caller's signal is set."""
-    wish = threading.Event()
-    crew = Crew(wish)
-    begun = threading.Barrier(3)
-
-    def work() -> None:
-        begun.wait(10)
-        while True:
-            crew.check()
-
-    crew.start(2, work)
-    begun.wait(10)
-    wish.set()
-    with pytest.raises(Cancelled):
-        crew.join()
 
 
 def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from oci_regions import CEILING, PAGE, Far, blobs, fill, load, save
 
-from oci.base.errors import Cancelled, CeilingError, ChunkError, DiskFull, LayoutError
+from oci.base.errors import CeilingError, ChunkError, DiskFull, LayoutError
 from oci.chunks.buffers import Buffer
 from oci.chunks.index import Known
 from oci.chunks.table import MEDIA_TYPES, Progress
@@ -147,29 +147,6 @@ def test_progress_that_fails(layout: Layout) -> None:
 
     with pytest.raises(ValueError, match="no terminal"):
         write([Buffer(MIXED)], layout, threads=2, ceiling=CEILING, chunk_size=PAGE, progress=progress)
-
-
-def test_cancelled(layout: Layout) -> None:
-    """Set on the way, the event ends the writing."""
-    event = threading.Event()
-    done: list[Progress] = []
-
-    def progress(now: Progress) -> None:
-        done.append(now)
-        event.set()
-
-    with pytest.raises(Cancelled):
-        write(
-            [Buffer(MIXED)],
-            layout,
-            threads=2,
-            ceiling=CEILING,
-            chunk_size=PAGE,
-            progress=progress,
-            cancelled=event,
-        )
-    assert len(done) <= 2
-    assert not [name for name in blobs(Path(layout.path)) if len(name) != 64]
 
 
 def test_full_disk(small_disk: Path) -> None:
