@@ -20,7 +20,8 @@ from typing import Any
 
 from hooks import schema
 from hooks.document import parse, text
-from hooks.given import has_gpu, is_driver_file
+from hooks.given import has_gpu
+from runtime_shim.gpu.nvidia.driver_files import is_driver_file
 
 __all__ = ["CRIU_ANNOTATION", "prepared"]
 

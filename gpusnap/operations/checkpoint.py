@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.formats.entries import read_member
 from gpusnap.checkpoints.formats.names import ARCHIVE, CONFIG, FIRST
 from gpusnap.engines import podman
 from gpusnap.operations import disk_space, push_pull
@@ -33,7 +34,7 @@ from oci.base.errors import OciError
 from oci.base.files import name_new
 from oci.layout.documents import empty_descriptor
 from oci.store.store import Staging, Store, check_name
-from oci.tar.archive import entries, read_member
+from oci.tar.archive import entries
 from runtime_shim import settings as settings_file
 from runtime_shim.errors import GpusnapError, ImageError, Interrupted, UsageError, reason
 from runtime_shim.records import manifest
@@ -107,9 +108,8 @@ def checkpoint(wish: Wish, progress: Progress) -> Made:
     if not isinstance(wish.to, locator.InRegistry):
         return made
     try:
-        pushed = push_pull.push_kept(
-            Store(made.store), made.digest, wish.to, plain_http=wish.plain_http, progress=progress
-        )
+        made_there = locator.InStore(Store(made.store), made.digest)
+        pushed = push_pull.push(made_there, wish.to, plain_http=wish.plain_http, progress=progress)
     except (GpusnapError, KeyboardInterrupt) as error:
         said = error if isinstance(error, GpusnapError) else Interrupted("it was interrupted")
         plain_http = " --plain-http" if wish.plain_http or wish.to.plain_http else ""

@@ -17,6 +17,7 @@ from gpusnap.checkpoints.formats import podman as convert
 from gpusnap.checkpoints.formats.annotations import annotations_of
 from gpusnap.checkpoints.formats.containerd import Source
 from gpusnap.checkpoints.formats.containerd_archive import Archive
+from gpusnap.checkpoints.formats.entries import read_member
 from gpusnap.checkpoints.formats.layout_archive import InLayout, is_layout, opened_layout
 from gpusnap.checkpoints.formats.names import ARCHIVE, FIRST, LARGEST_DUMP
 from gpusnap.checkpoints.locator import store_name
@@ -38,7 +39,7 @@ from oci.registry import referrers
 from oci.registry.copy import Moved
 from oci.registry.repository import Repository
 from oci.store.store import Staging, Store, check_name
-from oci.tar.archive import Compression, read_member
+from oci.tar.archive import Compression
 from runtime_shim.errors import GpusnapError, ManifestError, Refused, UsageError
 
 __all__ = [
@@ -50,7 +51,6 @@ __all__ = [
     "image_in",
     "pull",
     "push",
-    "push_kept",
     "store_name",
     "take_chunks",
     "taken_in",
@@ -172,13 +172,6 @@ def _check_format(
             f"{source.layout.path} has a checkpoint that is an image for an engine already",
             hint="push it without --format, as it is",
         )
-
-
-def push_kept(
-    store: Store, wanted: str, to: locator.InRegistry, *, plain_http: bool, progress: Progress
-) -> Pushed:
-    """Push what a store has as an artifact. Raises as `push` does."""
-    return push(locator.InStore(store, wanted), to, plain_http=plain_http, progress=progress)
 
 
 def pull(

@@ -20,7 +20,7 @@ from gpusnap.checkpoints.artifact import Kept
 from gpusnap.checkpoints.damage import within_artifact
 from gpusnap.checkpoints.formats.criu_images import Links
 from gpusnap.checkpoints.formats.engine_images import archive_of, blob_path
-from gpusnap.checkpoints.formats.entries import entries
+from gpusnap.checkpoints.formats.entries import entries, read_member
 from gpusnap.checkpoints.formats.layout_archive import InLayout, is_layout, opened_layout
 from gpusnap.checkpoints.formats.names import ARCHIVE, FIRST, LARGEST_DUMP, PIECE
 from gpusnap.checkpoints.offline import stand_in
@@ -43,7 +43,6 @@ from oci.base.json_text import parse_json
 from oci.layout.layout import Layout
 from oci.layout.single_layer_image import CRIU
 from oci.store.store import Staging, Store
-from oci.tar.archive import read_member
 from runtime_shim import settings as settings_file
 from runtime_shim.errors import GpusnapError, Interrupted, Refused, UsageError
 from runtime_shim.snapshot.devices.choose import GPU_MAP

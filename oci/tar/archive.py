@@ -13,7 +13,7 @@ import os
 import tarfile
 import zlib
 from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, TypeAlias
@@ -25,7 +25,7 @@ from oci.base.files import all_written, name_new, new_file, open_folder
 from oci.tar import headers as tar
 from oci.tar.compression import Plain, Readable, packer
 
-__all__ = ["ArchiveError", "Compression", "Content", "Entry", "Writer", "entries", "read_member", "unpacked"]
+__all__ = ["ArchiveError", "Compression", "Content", "Entry", "Writer", "entries", "unpacked"]
 
 Compression: TypeAlias = Literal["none", "zstd"]
 
@@ -95,18 +95,6 @@ def entries(
                 source.skip(content.left)
                 source.skip(-size % tar.BLOCK)
         source.end()
-
-
-def read_member(path: str, name: str, *, limit: int) -> bytes | None:
-    """The content of one file, at most `limit` bytes of it; None where the archive has no such file.
-
-    Raises ArchiveError as `entries` does; what comes after the file is not looked at.
-    """
-    with closing(entries(path)) as found:
-        for entry in found:
-            if entry.name == name and entry.content is not None:
-                return entry.content.read(limit)
-    return None
 
 
 def unpacked(file: Readable, where: str) -> Iterator[bytes]:

@@ -32,7 +32,6 @@ __all__ = [
     "halted",
     "host_path",
     "maps",
-    "maps_library",
     "memory",
     "mounts",
     "named_mappings",
@@ -370,11 +369,6 @@ def named_mappings(pid: int) -> Iterator[tuple[str, ...]]:
         fields = line.split(None, 5)
         if len(fields) > 5:
             yield tuple(fields)
-
-
-def maps_library(pid: int, prefix: str) -> bool:
-    """Whether the process has a file mapped whose name begins with `prefix`, e.g. libnccl.so."""
-    return f"/{prefix}" in maps(pid)
 
 
 def unix_sockets(pid: int) -> tuple[str, ...]:

@@ -31,7 +31,6 @@ __all__ = [
     "PASS",
     "VERSION",
     "VERSION_OPTIONS",
-    "classify",
     "main",
     "read",
 ]
@@ -75,18 +74,13 @@ CHECK = ("checkpoint", "--gpusnap-check")
 PASS, VERSION, OURS = "pass", "version", "ours"
 
 
-def classify(args: list[str]) -> tuple[str, int]:
-    """PASS, VERSION or OURS for a command line, and where its command stands: len(args) without one.
-
-    `args` is the line without the program's name. Global options come first; one or two dashes; `--opt value`
-    and `--opt=value`. A line that ends too early is the real runtime's to complain of.
-    """
-    whose, at, _ = read(args)
-    return whose, at
-
-
 def read(args: list[str]) -> tuple[str, int, dict[str, str]]:
-    """As `classify`, with the values of the global options by name; the last of each counts."""
+    """PASS, VERSION or OURS for a command line; where its command stands, or len(args); its global options.
+
+    `args` is the line without the program's name. Global options come first, by name, the last of each
+    counts; one or two dashes; `--opt value` and `--opt=value`. A line that ends too early is the real
+    runtime's to complain of.
+    """
     version, at = False, 0
     values: dict[str, str] = {}
     while at < len(args):

@@ -229,14 +229,14 @@ def _decoded(document: Any, key: str) -> Restore:
     return Restore(
         key=key,
         image=str(document["image"]),
-        owner=_identity(document["owner"]),
+        owner=journal.identity(document["owner"]),
         command=tuple(str(word) for word in document["command"]),
         bundle=str(document["bundle"]),
         pid_file=str(document["pid_file"]),
         detach=bool(document["detach"]),
         processes=tuple(int(pid) for pid in document["processes"]),
         stage=Stage(document["stage"]),
-        init=None if init is None else _identity(init),
+        init=None if init is None else journal.identity(init),
         config=None if config is None else str(config),
         digest=str(document["digest"]),
         layouts=tuple(str(path) for path in document.get("layouts", ())),
@@ -246,10 +246,6 @@ def _decoded(document: Any, key: str) -> Restore:
         podman=tuple(str(word) for word in document.get("podman", ())),
         told=bool(document.get("told", False)),
     )
-
-
-def _identity(value: Any) -> tuple[int, int]:
-    return int(value[0]), int(value[1])
 
 
 def recover(key: str, driver: Driver | None, *, remove: bool = True) -> str:

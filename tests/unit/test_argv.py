@@ -26,7 +26,7 @@ from runtime_shim.runtime.command_line import (
 )
 from runtime_shim.runtime.identify import RealRuntime
 from runtime_shim.runtime.options import Option, Takes
-from runtime_shim.shim.entry import classify
+from runtime_shim.shim.entry import read
 
 Call = CheckpointCall | RestoreCall
 
@@ -351,7 +351,7 @@ def test_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_probe(line: str, probed: str | None) -> None:
     args = line.split()
-    assert probe(args, classify(args)[1]) == (probed.split() if probed is not None else None)
+    assert probe(args, read(args)[1]) == (probed.split() if probed is not None else None)
 
 
 def test_all() -> None:

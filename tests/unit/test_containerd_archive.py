@@ -14,12 +14,12 @@ from gpusnap.checkpoints.formats.containerd import blob_of
 from gpusnap.checkpoints.formats.containerd_archive import Archive
 from gpusnap.checkpoints.formats.layout_archive import opened_layout, refuse_containerd
 from gpusnap.user_errors import Damaged
-from oci.base.errors import BlobError, LayoutError
+from oci.base.errors import BlobError
 from oci.layout import archive as layout_archive
 from oci.layout.archive import is_layout
 from oci.layout.digests import digest_of
 from oci.layout.documents import Descriptor
-from runtime_shim.errors import ImageError, Refused, UsageError
+from runtime_shim.errors import GpusnapError, ImageError, Refused, UsageError
 
 
 @pytest.fixture
@@ -87,14 +87,12 @@ def test_no_checkpoint(made: Made, tmp_path: Path) -> None:
     """Nothing in it, too much in it, or nothing that can be read."""
     path = tmp_path / "cp.tar"
     [entry] = json.loads(made.layout()["index.json"])["manifests"]
-    with pytest.raises(ImageError, match="no checkpoint of containerd's among"):
+    with pytest.raises(GpusnapError, match="has no checkpoint in it"):
         Archive(changed(made, path, {"schemaVersion": 2, "manifests": []}))
     other = {**entry, "mediaType": "application/vnd.oci.image.manifest.v1+json"}
-    with pytest.raises(ImageError, match="no checkpoint of containerd's among"):
+    with pytest.raises(ImageError, match="is broken"):
         Archive(changed(made, path, {"schemaVersion": 2, "manifests": [other]}))
-    with pytest.raises(ImageError, match="65 images"):
-        Archive(changed(made, path, {"schemaVersion": 2, "manifests": [entry] * 65}))
-    with pytest.raises(LayoutError, match="not JSON"):
+    with pytest.raises(ImageError, match="not JSON"):
         Archive(changed(made, path, b"{"))
     with pytest.raises(ImageError, match="a huge one"):
         Archive(changed(made, path, bytes((4 << 20) + 1)))

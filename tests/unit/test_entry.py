@@ -81,19 +81,19 @@ def host(tmp_path: Path) -> Host:
 
 @pytest.mark.parametrize("args", lines.OURS.values(), ids=lines.OURS)
 def test_ours(args: list[str]) -> None:
-    whose, at = entry.classify(args)
+    whose, at, _ = entry.read(args)
     assert whose == entry.OURS
     assert args[at] in ("checkpoint", "restore")
 
 
 @pytest.mark.parametrize("args", (lines.PASS | lines.UNCOMMON).values(), ids=lines.PASS | lines.UNCOMMON)
 def test_pass(args: list[str]) -> None:
-    assert entry.classify(args)[0] == entry.PASS
+    assert entry.read(args)[0] == entry.PASS
 
 
 @pytest.mark.parametrize("args", lines.VERSION.values(), ids=lines.VERSION)
 def test_version(args: list[str]) -> None:
-    assert entry.classify(args)[0] == entry.VERSION
+    assert entry.read(args)[0] == entry.VERSION
 
 
 def test_global_options_are_those_of_the_table() -> None:

@@ -253,7 +253,7 @@ _PARTS = [
 @given(args=st.lists(st.sampled_from(_PARTS), max_size=6))
 def test_as_python(launcher: Launcher, args: list[str]) -> None:
     """Whose it is, and to what a question about checkpoint or restore is cut."""
-    whose, at = entry.classify(args)
+    whose, at, _ = entry.read(args)
     if whose == entry.VERSION:
         assert launcher.run(*args, end=OWN_VERSION) == [*launcher.real("crun"), *args]
         return

@@ -20,9 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import oci.tar.archive
+from gpusnap.checkpoints.formats.entries import read_member
 from oci.base.errors import DiskError, DiskFull
 from oci.tar import headers as tar
-from oci.tar.archive import ArchiveError, Compression, Writer, entries, read_member, unpacked
+from oci.tar.archive import ArchiveError, Compression, Writer, entries, unpacked
 from oci.tar.compression import as_file, squeezed
 
 NAME = "checkpoint/gpusnap/manifest.json"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import ctypes
 import errno
 import mmap
 import os
@@ -59,7 +58,7 @@ def test_a_process_that_is_gone() -> None:
     assert not proc.running(NONE)
     assert (proc.comm(NONE), proc.command(NONE), proc.environment(NONE)) == ("", (), {})
     assert (proc.cgroups(NONE), proc.namespace(NONE, "pid"), proc.memory(NONE)) == ({}, "", 0)
-    assert (proc.mounts(NONE), proc.maps_library(NONE, "libc.so")) == ((), False)
+    assert proc.mounts(NONE) == ()
 
 
 def test_a_zombie(zombie: int) -> None:
@@ -121,14 +120,6 @@ def test_memory() -> None:
         assert proc.memory(os.getpid()) < before + size // 2
         reserved.write(b"\1" * size)
         assert proc.memory(os.getpid()) >= before + size // 2
-
-
-def test_maps_library() -> None:
-    """By the beginning of a mapped file's name, not by its folder."""
-    ctypes.CDLL(None)
-    assert proc.maps_library(os.getpid(), "libc.so")
-    assert not proc.maps_library(os.getpid(), "ibc.so")
-    assert not proc.maps_library(os.getpid(), "libnccl.so")
 
 
 def test_cgroups_and_namespace(family: Family) -> None:

@@ -36,7 +36,10 @@ def entries(path: str | Readable, *, where: str = "") -> Generator[Entry, None, 
 
 
 def read_member(path: str, name: str, *, limit: int) -> bytes | None:
-    """As oci.tar.archive.read_member. Raises as that does."""
+    """The content of one file, at most `limit` bytes of it; None where the archive has no such file.
+
+    Raises ArchiveError as `entries` does; what comes after the file is not looked at.
+    """
     with closing(entries(path)) as found:
         for entry in found:
             if entry.name == name and entry.content is not None:

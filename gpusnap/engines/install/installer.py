@@ -12,7 +12,6 @@ Paths are those of the host; with `root` the files lie in that tree instead, for
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 from collections.abc import Collection, Iterator, Sequence
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from gpusnap.engines.install import files
 from gpusnap.engines.install.files import check_inside, file_state, state, under
 from gpusnap.engines.install.record import RECORD, Entry, Record, load, save
+from oci.base.locks import try_exclusive
 from runtime_shim.errors import GpusnapError, reason
 
 __all__ = ["RECORD", "Change", "Entry", "Item", "Record", "install", "load", "uninstall"]
@@ -262,12 +262,10 @@ def _alone(root: str) -> Iterator[None]:
             f"the folder {folder} cannot be made: {reason(error)}", hint="run it as root"
         ) from error
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_exclusive(descriptor):
             raise GpusnapError(
                 "another gpusnap install or uninstall is under way", hint="run it again when that has ended"
-            ) from None
+            )
         yield
     finally:
         os.close(descriptor)

@@ -55,6 +55,7 @@ __all__ = [
     "entries",
     "given_back",
     "held",
+    "identity",
     "idle",
     "load",
     "note_pause",
@@ -265,7 +266,7 @@ def read(key: str) -> Entry | None:
     if document is None:
         return Entry(key, "", paused.owner, (), paused=paused) if paused is not None else None
     try:
-        wrote = (int(document["owner"][0]), int(document["owner"][1]))
+        wrote = identity(document["owner"])
         processes = tuple(_suspended(key, each) for each in document["processes"])
         processes += tuple(_idle(key))
         image = str(document["image"])
@@ -336,16 +337,20 @@ def _pause(key: str) -> Pause | None:
         return None
     try:
         stopped = tuple((int(pid), int(start)) for pid, start in document["stopped"])
-        wrote = (int(document["owner"][0]), int(document["owner"][1]))
+        wrote = identity(document["owner"])
         group, thawed = str(document["group"]), bool(document["thawed"])
-        init = document.get("lull")
-        lull = (int(init[0]), int(init[1])) if init is not None else None
+        lull = identity(document["lull"]) if document.get("lull") is not None else None
         groups = tuple(str(folder) for folder in document.get("groups", ()))
         return Pause(wrote, group, thawed, stopped, str(document.get("runtime", "")), lull, groups)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise GpusnapError(
             f"{path} is not as gpusnap writes it: {error}", hint="it was written by another version"
         ) from error
+
+
+def identity(value: Any) -> tuple[int, int]:
+    """PID and start time of a process, as a file has them. Raises TypeError, ValueError, IndexError."""
+    return int(value[0]), int(value[1])
 
 
 def _suspended(key: str, document: Any) -> Suspended:
