@@ -19,8 +19,6 @@ from oci.chunks.table import Progress as ChunkProgress
 from oci.registry.copy import Underway
 from runtime_shim.units import human
 
-__all__ = ["Progress", "Tick", "grown"]
-
 Tick = Callable[[], None]
 
 

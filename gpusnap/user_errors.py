@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from oci.base import errors
 from runtime_shim.errors import GpusnapError, Interrupted
 
-__all__ = ["Damaged", "Killed", "NotFound", "failure", "is_tls", "told"]
-
 
 class NotFound(GpusnapError):
     """There is no such container, name, file or reference."""

@@ -2,5 +2,3 @@
 
 `gpusnap-hook STAGE` (hooks.main) is what runs; hooks.hooksd writes the files that make Podman run it.
 """
-
-__all__: list[str] = []

@@ -11,8 +11,6 @@ from hooks.errors import HookError
 from hooks.file import read_file
 from hooks.marks import may_have_gpu
 
-__all__ = ["note_gpus"]
-
 _CONFIG_LIMIT = 16 << 20
 
 

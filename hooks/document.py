@@ -11,8 +11,6 @@ TYPE_CHECKING = False  # not typing's, whose import every container would pay fo
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["parse", "text"]
-
 
 def parse(data: bytes, what: str) -> dict[str, Any]:
     """The JSON object in `data`; `what` names it in the message.

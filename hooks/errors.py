@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from runtime_shim.errors import GpusnapError
 
-__all__ = ["HookError"]
-
 
 class HookError(GpusnapError):
     """What a hook was given is not what it should be, or its record cannot be kept."""

@@ -8,8 +8,6 @@ import stat
 from hooks.errors import HookError
 from runtime_shim.errors import reason
 
-__all__ = ["read_file"]
-
 
 def read_file(path: str, limit: int, *, folder: int | None = None) -> bytes:
     """A regular file of at most `limit` bytes; `folder` is a descriptor that `path` is relative to.

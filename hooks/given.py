@@ -11,8 +11,6 @@ import re
 import stat
 from typing import Any
 
-__all__ = ["cdi_names", "driver_version", "has_gpu", "nodes", "visible_devices"]
-
 _VERSIONED = re.compile(r"/lib(?:cuda|nvidia-ml)\.so\.(\d{2,4}(?:\.\d{1,4}){1,2})$")
 _CDI = "cdi.k8s.io/"
 

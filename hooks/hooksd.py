@@ -26,18 +26,6 @@ from hooks.file import read_file
 from hooks.main import STAGES
 from runtime_shim.errors import reason
 
-__all__ = [
-    "ANNOTATION",
-    "PROGRAM",
-    "SHARED_DIRECTORIES",
-    "TIMEOUT",
-    "Change",
-    "files",
-    "find_program",
-    "install",
-    "remove",
-]
-
 PROGRAM = "gpusnap-hook"
 SHARED_DIRECTORIES = ("/usr/share/containers/oci/hooks.d", "/etc/containers/oci/hooks.d")
 """Read by CRI-O, Buildah and `podman build` too, which take a file with the stage precreate for an error

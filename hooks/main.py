@@ -20,8 +20,6 @@ TYPE_CHECKING = False  # not typing's, whose import takes longer than all of thi
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["SECONDS", "STAGES", "main"]
-
 STAGES = ("precreate", "createRuntime", "poststop")
 SECONDS = 5.0
 """That a hook gives itself, less than the timeout in the hooks.d files: a killed hook fails the container."""

@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from hooks import folder
 from hooks.errors import HookError
 
-__all__ = ["checked", "make", "opened", "remove"]
-
 # runc (libcontainer/factory_linux.go) and containerd (pkg/identifiers) allow no more than this.
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,254}")
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -8,8 +8,6 @@ from hooks import folder
 from hooks.errors import HookError
 from runtime_shim.errors import reason
 
-__all__ = ["forget"]
-
 
 def forget(data: bytes) -> None:
     """Remove what gpusnap kept for the container whose state `data` is. Raises HookError."""

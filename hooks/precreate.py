@@ -23,8 +23,6 @@ from hooks.document import parse, text
 from hooks.given import has_gpu
 from runtime_shim.gpu.nvidia.driver_files import is_driver_file
 
-__all__ = ["CRIU_ANNOTATION", "prepared"]
-
 CRIU_ANNOTATION = "org.criu.config"
 """Read by runc and, from 1.26 on with CRIU 4.2, by crun; an older crun refuses to checkpoint with it."""
 

@@ -17,8 +17,6 @@ from hooks.errors import HookError
 from hooks.file import read_file
 from runtime_shim.errors import reason
 
-__all__ = ["NAME", "Node", "Record", "now", "read", "write"]
-
 NAME = "gpus.json"
 _VERSION = 1
 _LIMIT = 4 << 20

@@ -8,8 +8,6 @@ from typing import Any
 
 from hooks.errors import HookError
 
-__all__ = ["check"]
-
 
 def check(document: dict[str, Any], name: str, what: str) -> None:
     """Raise HookError where `document` does not follow NAME.schema.json; `what` names it in the message."""

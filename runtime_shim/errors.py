@@ -25,24 +25,6 @@ from __future__ import annotations
 import errno
 import os
 
-__all__ = [
-    "ContainerError",
-    "GpusnapError",
-    "ImageError",
-    "Interrupted",
-    "ManifestError",
-    "ManifestVersion",
-    "NotStarted",
-    "Refused",
-    "RuntimeFailed",
-    "SettingsError",
-    "UsageError",
-    "no_thread",
-    "printable",
-    "reason",
-    "unforeseen",
-]
-
 
 class GpusnapError(Exception):
     """The base of all errors that a user may see: one sentence, and what to do about it."""

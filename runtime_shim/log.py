@@ -17,8 +17,6 @@ from datetime import UTC, datetime
 from oci.base.json_text import parse_json
 from runtime_shim.errors import GpusnapError, printable, reason
 
-__all__ = ["NOTE", "note", "report", "runtime_message", "runtime_warnings", "say"]
-
 NOTE = "note: "
 """What a sentence on stderr begins with that is no error; engines/podman.py tells the two apart."""
 

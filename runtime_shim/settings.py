@@ -23,23 +23,6 @@ from runtime_shim.runtime.find import SETTINGS_FILE
 if TYPE_CHECKING:
     from oci.registry.pace import Limits
 
-__all__ = [
-    "ANNOTATION_PREFIX",
-    "SETTINGS_FILE",
-    "TABLE",
-    "Amd",
-    "Criu",
-    "Key",
-    "Memory",
-    "Nvidia",
-    "Registry",
-    "Settings",
-    "Store",
-    "annotated",
-    "load",
-    "usable",
-]
-
 ANNOTATION_PREFIX = "io.gpusnap."
 
 _LARGEST = 1 << 20

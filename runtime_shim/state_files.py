@@ -23,8 +23,6 @@ from oci.base.json_text import parse_json
 from oci.base.locks import stands, try_exclusive, unlock
 from runtime_shim.process import proc
 
-__all__ = ["locked", "make_folder", "owner", "read", "remove", "write"]
-
 _PAUSE = 0.005
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 _LOCK = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -11,8 +11,6 @@ import threading
 
 from runtime_shim.errors import no_thread
 
-__all__ = ["bound_starts", "start"]
-
 # Seconds for a thread to run at last. On a busy host it takes some milliseconds.
 _BEGINNING = 30.0
 

@@ -25,16 +25,6 @@ from types import FrameType, TracebackType
 
 from runtime_shim.errors import GpusnapError, Interrupted, reason
 
-__all__ = [
-    "Step",
-    "Transaction",
-    "announce",
-    "forwarded_signals",
-    "held_signals",
-    "interruptible",
-    "stop_if_asked",
-]
-
 # Characters that are kept of a step's notes: a manifest takes no more than its schema allows.
 _NOTE = 4096
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

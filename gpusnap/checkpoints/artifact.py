@@ -22,8 +22,6 @@ from runtime_shim.errors import Refused
 from runtime_shim.records import manifest
 from runtime_shim.snapshot.memory.destination import as_artifact
 
-__all__ = ["Kept", "forget_pages_of", "held", "hold", "load", "pages_of", "roots"]
-
 # As runtime_shim.snapshot.memory.destination.described writes them.
 _CONTAINER = "io.gpusnap.container.id"
 _CREATED = "org.opencontainers.image.created"

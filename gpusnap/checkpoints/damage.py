@@ -21,18 +21,6 @@ from runtime_shim.records import manifest
 from runtime_shim.records.manifest import Manifest
 from runtime_shim.units import human
 
-__all__ = [
-    "Damage",
-    "Progress",
-    "Verified",
-    "config_of",
-    "damaged",
-    "tables_of",
-    "within",
-    "within_artifact",
-    "within_manifest",
-]
-
 Progress = Callable[[int, int], object]
 """Called with bytes that were checked, and of how many."""
 

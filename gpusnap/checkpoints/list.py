@@ -14,8 +14,6 @@ from oci.layout.graph import is_document, walk
 from oci.registry.referrers import subject_of
 from oci.store.store import Store
 
-__all__ = ["Kept", "Kind", "Listing", "Row", "blobs_of", "kept", "listing"]
-
 Kind: TypeAlias = Literal["checkpoint", "pages", "referrer", "other", "damaged"]
 
 

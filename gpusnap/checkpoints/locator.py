@@ -25,26 +25,10 @@ from oci.layout import reference
 from oci.layout.graph import is_document
 from oci.layout.reference import PLAIN_HTTP, Reference
 from oci.registry.referrers import subject_of
-from oci.store.store import Entry, Store, check_name
+from oci.store.index import Entry, check_name
+from oci.store.store import Store
 from runtime_shim import settings as settings_file
 from runtime_shim.errors import UsageError
-
-__all__ = [
-    "InContainerd",
-    "InFile",
-    "InRegistry",
-    "InStore",
-    "Place",
-    "default_store",
-    "destination",
-    "find",
-    "in_containerd",
-    "in_store",
-    "named",
-    "open_store",
-    "registry",
-    "store_name",
-]
 
 _STORE = "oci:"
 _CONTAINERD = "containerd:"

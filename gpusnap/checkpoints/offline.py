@@ -16,8 +16,6 @@ from gpusnap.user_errors import failure, is_tls
 from oci.base.errors import OciError, RegistryError, Unreachable
 from runtime_shim.errors import GpusnapError
 
-__all__ = ["copy_of", "named", "stand_in"]
-
 
 def stand_in(place: InRegistry, error: RegistryError) -> InStore | None:
     """The store's copy, to be taken in the place of the registry's; None where it has none.

@@ -11,24 +11,6 @@ from dataclasses import dataclass
 from oci.chunks.table import Chunk, Table
 from runtime_shim.records.manifest import GpuProcess, GpuRecord, Manifest
 
-__all__ = [
-    "Comparison",
-    "GpuPair",
-    "New",
-    "Part",
-    "PartComparison",
-    "ProcessPair",
-    "Shared",
-    "Span",
-    "Statistics",
-    "compare",
-    "compare_tables",
-    "parts",
-    "shared",
-    "statistics",
-    "zero",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Part:

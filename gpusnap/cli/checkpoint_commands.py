@@ -18,8 +18,6 @@ from oci.registry.copy import Moved
 from runtime_shim.errors import UsageError
 from runtime_shim.units import human
 
-__all__ = ["checkpoint", "pull", "push", "restore"]
-
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
 _plain_http = click.option(
     "--plain-http", is_flag=True, help="Use plain HTTP, without TLS. http:// before REF does the same."

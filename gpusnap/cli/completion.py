@@ -26,15 +26,6 @@ from oci.base.errors import OciError
 from oci.store.store import Store
 from runtime_shim.errors import GpusnapError
 
-__all__ = [
-    "Bash",
-    "complete_checkpoint",
-    "complete_container",
-    "complete_store",
-    "complete_stored",
-    "completion",
-]
-
 SHELLS = ("bash", "zsh", "fish")
 _VARIABLE = "_GPUSNAP_COMPLETE"
 _STORE = "oci:"

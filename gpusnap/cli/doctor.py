@@ -18,8 +18,6 @@ from gpusnap.doctor.base.check import Check, Verdict, document, plural
 from runtime_shim.errors import GpusnapError
 from runtime_shim.gpu import find_driver
 
-__all__ = ["doctor", "print_checks"]
-
 _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILURE: "bold red"}
 _MARKS = {Verdict.OK: "OK", Verdict.WARNING: "warning", Verdict.FAILURE: "failure"}
 

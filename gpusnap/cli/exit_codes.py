@@ -8,8 +8,6 @@ from gpusnap.operations.open import NoManifest
 from gpusnap.user_errors import Damaged, NotFound
 from runtime_shim.errors import GpusnapError, Interrupted, ManifestError, ManifestVersion, UsageError
 
-__all__ = ["exit_code"]
-
 DONE = 0
 FAILED = 1
 USAGE = 2

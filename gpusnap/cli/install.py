@@ -14,7 +14,7 @@ import click
 from gpusnap.engines.install import containerd as install_containerd
 from gpusnap.engines.install import crio as install_crio
 from gpusnap.engines.install import detect as install_engines
-from gpusnap.engines.install import environment, installer
+from gpusnap.engines.install import environment, installer, record
 from gpusnap.engines.install import launcher as install_runtime
 from gpusnap.engines.install import permissions as install_trust
 from gpusnap.engines.install import podman as install_podman
@@ -23,8 +23,6 @@ from gpusnap.engines.install.files import state, under
 from gpusnap.engines.install.installer import Change, Item
 from hooks import hooksd
 from runtime_shim.errors import GpusnapError, Refused
-
-__all__ = ["install", "uninstall"]
 
 _DONE = {"written": "to be written", "replaced": "to be replaced", "removed": "to be removed"}
 _CHANGED = ("written", "replaced", "removed")
@@ -213,7 +211,7 @@ def _parts(plan: _Plan, root: str) -> tuple[set[str], list[str]]:
     An earlier program, as of a wheel before the package, is let go once nobody needs it.
     """
     parts, written = {item.part for item in plan.items}, {item.path for item in plan.items}
-    entries = installer.load(root).entries
+    entries = record.load(root).entries
     old = [each.path for each in entries if each.part == "runtime" and each.path not in written]
     if not old:
         return parts, []
@@ -238,14 +236,14 @@ def _named_still(root: str, force: bool) -> list[install_mentions.Line]:
 
 def _programs(root: str) -> list[str]:
     """What engines have been told of, as far as that is known."""
-    found = [each.path for each in installer.load(root).entries if each.part == "runtime"]
+    found = [each.path for each in record.load(root).entries if each.part == "runtime"]
     with suppress(GpusnapError):
         found.append(install_runtime.find_program(root))
     return found
 
 
 def _is_ours(path: str, root: str) -> bool:
-    entry = installer.load(root).entry(path)
+    entry = record.load(root).entry(path)
     return entry is not None and state(under(root, path)) in entry.states
 
 

@@ -33,6 +33,7 @@ from runtime_shim.errors import GpusnapError, Interrupted, reason
 from runtime_shim.gpu import find_driver, find_drivers, holders
 from runtime_shim.gpu.api.driver import Driver
 from runtime_shim.runtime import identify as real
+from runtime_shim.runtime.find import SETTINGS_FILE
 from runtime_shim.shim import overrides
 from runtime_shim.snapshot import recover_checkpoint as recovery
 from runtime_shim.snapshot import recover_restore, restored_containers
@@ -43,8 +44,6 @@ from runtime_shim.snapshot.memory import chunk_cache
 from runtime_shim.snapshot.memory.pages import Pages
 from runtime_shim.snapshot.records import journal
 from runtime_shim.snapshot.suspend import gpu_state
-
-__all__ = ["main"]
 
 _NOTHING = "nothing to recover"
 
@@ -183,14 +182,14 @@ def gpus(as_json: bool) -> None:
 @click.option(
     "--file",
     "path",
-    default=settings_file.SETTINGS_FILE,
+    default=SETTINGS_FILE,
     show_default=True,
     type=click.Path(),
     help="The settings file to read.",
 )
 def settings(path: str) -> None:
     """Print every setting, and check the settings file and the real runtime."""
-    if path != settings_file.SETTINGS_FILE and not os.path.exists(path):
+    if path != SETTINGS_FILE and not os.path.exists(path):
         raise NotFound(f"there is no settings file {path}", hint="check the path")
     found = settings_file.load(path)
     show.settings(show.output(), found)

@@ -11,8 +11,6 @@ from runtime_shim.snapshot import recover_checkpoint as recovery
 from runtime_shim.snapshot import recover_restore
 from runtime_shim.snapshot.records import journal
 
-__all__ = ["Waiting", "as_json", "line", "waiting"]
-
 
 @dataclass(frozen=True, slots=True)
 class Waiting:

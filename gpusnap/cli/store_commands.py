@@ -25,11 +25,10 @@ from gpusnap.user_errors import Damaged, NotFound, told
 from oci.base.errors import DigestError, LayoutError, NotThere
 from oci.base.json_text import parse_json
 from oci.registry.referrers import below
-from oci.store.store import Collected, Store
+from oci.store.gc import Collected
+from oci.store.store import Store
 from runtime_shim.errors import GpusnapError, UsageError
 from runtime_shim.records.manifest import encode
-
-__all__ = ["diff", "gc", "inspected", "ls", "rm", "tag", "verify"]
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 _plain_http = click.option(

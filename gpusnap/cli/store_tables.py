@@ -18,23 +18,9 @@ from gpusnap.checkpoints.statistics import Comparison, Part, Shared, Span, Stati
 from gpusnap.cli.tables import plain, say, table
 from gpusnap.operations import diff as records
 from gpusnap.operations.open import Stored
-from oci.store.store import Collected
+from oci.store.gc import Collected
 from runtime_shim.records.manifest import GpuProcess, Manifest
 from runtime_shim.units import human
-
-__all__ = [
-    "artifact_document",
-    "collected",
-    "difference",
-    "difference_document",
-    "document",
-    "heading",
-    "listing",
-    "memory",
-    "sharing",
-    "short",
-    "verified",
-]
 
 # The digits of a digest in tables; a store takes as many as tell it from the others.
 DIGITS = 12

@@ -19,20 +19,6 @@ from runtime_shim.settings import Settings
 from runtime_shim.transaction import Step
 from runtime_shim.units import human
 
-__all__ = [
-    "inventory",
-    "manifest",
-    "neutralised",
-    "output",
-    "plain",
-    "plan",
-    "plan_document",
-    "say",
-    "settings",
-    "table",
-    "timeline",
-]
-
 _WIDTH = 40
 # Of tables: below it, what is left for some columns are a few letters.
 _NARROWEST = 80

@@ -23,8 +23,6 @@ from runtime_shim.runtime.criu import external_mounts as criu_mounts
 from runtime_shim.snapshot.preflight import checks as preflight
 from runtime_shim.snapshot.suspend import criu_plugin
 
-__all__ = ["checks"]
-
 
 def checks(of: Subject, driver: Driver | None) -> tuple[Check, ...]:
     """What would stop a checkpoint of the container, and how long one is likely to take."""

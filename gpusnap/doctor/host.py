@@ -16,9 +16,8 @@ from runtime_shim.gpu import find_drivers
 from runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA
 from runtime_shim.gpu.api.driver import Gpu
 from runtime_shim.runtime.criu.version import criu_version
-from runtime_shim.settings import SETTINGS_FILE, Settings
-
-__all__ = ["checks"]
+from runtime_shim.runtime.find import SETTINGS_FILE
+from runtime_shim.settings import Settings
 
 
 def checks(*, runtime: str = "", root: str = "/", settings: str = SETTINGS_FILE) -> tuple[Check, ...]:

@@ -19,8 +19,6 @@ from oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor
 from oci.tar.compression import Readable
 from runtime_shim.errors import GpusnapError
 
-__all__ = ["InContainerd", "Target", "digest_in", "unpack"]
-
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
 _LONGEST = 64 << 10
 _HINT = "see that containerd runs, that its socket is in CONTAINERD_ADDRESS, and that you may use it"

@@ -27,19 +27,6 @@ from runtime_shim.errors import ContainerError, GpusnapError, Interrupted, reaso
 from runtime_shim.log import NOTE, note
 from runtime_shim.process import proc
 
-__all__ = [
-    "Container",
-    "check",
-    "checkpoint",
-    "container",
-    "full_id",
-    "ids",
-    "not_running",
-    "remove",
-    "restore",
-    "status",
-]
-
 _RUNTIME = "gpusnap-runtime"
 _PODMAN = ("podman",)
 # In the environment of Podman, which a restore's runtime has from conmon.

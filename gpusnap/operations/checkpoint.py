@@ -33,15 +33,15 @@ from gpusnap.user_errors import told
 from oci.base.errors import OciError
 from oci.base.files import name_new
 from oci.layout.documents import empty_descriptor
-from oci.store.store import Staging, Store, check_name
+from oci.store.index import check_name
+from oci.store.staging import Staging
+from oci.store.store import Store
 from oci.tar.archive import entries
 from runtime_shim import settings as settings_file
 from runtime_shim.errors import GpusnapError, ImageError, Interrupted, UsageError, reason
 from runtime_shim.records import manifest
 from runtime_shim.shim import overrides
 from runtime_shim.snapshot.memory.destination import StoreHome
-
-__all__ = ["Made", "Wish", "checkpoint"]
 
 _BLOBS = ("blobs", "sha256")
 _COMPRESSION = {".tar": "none", ".tar.gz": "gzip", ".tgz": "gzip", ".tar.zst": "zstd"}
@@ -307,7 +307,7 @@ def _name(wish: Wish, found: podman.Container) -> str:
     if given:
         return check_name(given)
     if isinstance(wish.to, locator.InRegistry):
-        return push_pull.store_name(wish.to.reference)
+        return locator.store_name(wish.to.reference)
     now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     plain = re.sub(r"[^A-Za-z0-9._-]|(?<=[._-])[._-]+", "", found.name).strip("._-")
     return check_name(f"{plain or found.id[:12]}:{now}")

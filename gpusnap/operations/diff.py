@@ -20,8 +20,6 @@ from oci.tar.compression import Readable
 from runtime_shim.errors import GpusnapError, reason
 from runtime_shim.records.manifest import FOLDER
 
-__all__ = ["Changed", "Difference", "File", "Files", "Kind", "compare", "read"]
-
 Kind: TypeAlias = Literal["file", "folder", "link", "hard link"]
 
 _PIECE = 1 << 20

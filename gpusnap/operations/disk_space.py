@@ -16,8 +16,6 @@ from runtime_shim.process import proc
 from runtime_shim.runtime import container
 from runtime_shim.units import human
 
-__all__ = ["check", "files", "memory"]
-
 # CRIU's images that hold no memory, and Podman's records.
 _RECORDS = 4 << 20
 _TMPFS = "tmpfs"

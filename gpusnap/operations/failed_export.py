@@ -23,8 +23,6 @@ from runtime_shim.process import proc
 from runtime_shim.records import manifest
 from runtime_shim.records.manifest import INVENTORY
 
-__all__ = ["Export", "exported", "is_whole"]
-
 # What Podman refuses an archive without (libpod, prepareCheckpointImport).
 _NEEDED = frozenset({"config.dump", "spec.dump", f"checkpoint/{INVENTORY}"})
 # File systems take the time of the last tick of the kernel's clock.

@@ -17,34 +17,23 @@ from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints.artifact import hold
 from gpusnap.checkpoints.formats.engine_images import archive_of, blob_path
 from gpusnap.checkpoints.formats.entries import read_member
-from gpusnap.checkpoints.formats.layout_archive import is_layout, opened_layout, refuse_containerd
+from gpusnap.checkpoints.formats.layout_archive import opened_layout, refuse_containerd
 from gpusnap.checkpoints.formats.names import CONFIG, PIECE
 from gpusnap.checkpoints.locator import InFile, InRegistry, InStore, find, open_store
 from gpusnap.checkpoints.offline import stand_in
 from gpusnap.user_errors import told
-from oci.base.errors import EngineImage, RegistryError
+from oci.base.errors import ArchiveError, EngineImage, RegistryError
 from oci.chunks import artifact as artifacts
 from oci.chunks.artifact import Artifact
+from oci.layout.archive import is_layout
 from oci.layout.blobs import Blobs
 from oci.layout.documents import EMPTY, Descriptor
 from oci.layout.layout import Layout
 from oci.registry.repository import Repository
 from oci.store.store import Store
-from oci.tar.archive import ArchiveError
 from runtime_shim import settings as settings_file
 from runtime_shim.errors import ManifestError
 from runtime_shim.records import manifest
-
-__all__ = [
-    "Checkpoint",
-    "NoManifest",
-    "Stored",
-    "hold",
-    "load_manifest",
-    "needed",
-    "open_repository",
-    "opened",
-]
 
 
 class NoManifest(ManifestError):

@@ -20,9 +20,8 @@ from oci.layout.reference import Reference
 from oci.registry import copy as transfer
 from oci.registry.copy import Moved
 from oci.registry.repository import Repository
-from oci.store.store import Staging, Store
-
-__all__ = ["LATEST", "fetched"]
+from oci.store.staging import Staging
+from oci.store.store import Store
 
 LATEST = "latest"
 """The tag of a reference that has none."""

@@ -18,7 +18,7 @@ from gpusnap.checkpoints.formats.annotations import annotations_of
 from gpusnap.checkpoints.formats.containerd import Source
 from gpusnap.checkpoints.formats.containerd_archive import Archive
 from gpusnap.checkpoints.formats.entries import read_member
-from gpusnap.checkpoints.formats.layout_archive import InLayout, is_layout, opened_layout
+from gpusnap.checkpoints.formats.layout_archive import InLayout, opened_layout
 from gpusnap.checkpoints.formats.names import ARCHIVE, FIRST, LARGEST_DUMP
 from gpusnap.checkpoints.locator import store_name
 from gpusnap.checkpoints.offline import named
@@ -31,6 +31,7 @@ from oci.base.errors import ArchiveError, BlobError, LayoutError, RegistryError
 from oci.chunks import artifact
 from oci.layout import reference
 from oci.layout import single_layer_image as image
+from oci.layout.archive import is_layout
 from oci.layout.documents import Descriptor
 from oci.layout.layout import Layout
 from oci.layout.reference import Reference
@@ -38,24 +39,11 @@ from oci.registry import copy as transfer
 from oci.registry import referrers
 from oci.registry.copy import Moved
 from oci.registry.repository import Repository
-from oci.store.store import Staging, Store, check_name
+from oci.store.index import check_name
+from oci.store.staging import Staging
+from oci.store.store import Store
 from oci.tar.archive import Compression
 from runtime_shim.errors import GpusnapError, ManifestError, Refused, UsageError
-
-__all__ = [
-    "Format",
-    "Pulled",
-    "Pushed",
-    "check_free",
-    "fetched",
-    "image_in",
-    "pull",
-    "push",
-    "store_name",
-    "take_chunks",
-    "taken_in",
-    "write_archive",
-]
 
 Format = Literal["oci", "cri", "podman"]
 

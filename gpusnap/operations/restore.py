@@ -21,11 +21,11 @@ from gpusnap.checkpoints.damage import within_artifact
 from gpusnap.checkpoints.formats.criu_images import Links
 from gpusnap.checkpoints.formats.engine_images import archive_of, blob_path
 from gpusnap.checkpoints.formats.entries import entries, read_member
-from gpusnap.checkpoints.formats.layout_archive import InLayout, is_layout, opened_layout
+from gpusnap.checkpoints.formats.layout_archive import InLayout, opened_layout
 from gpusnap.checkpoints.formats.names import ARCHIVE, FIRST, LARGEST_DUMP, PIECE
 from gpusnap.checkpoints.offline import stand_in
 from gpusnap.engines import podman
-from gpusnap.operations import push_pull
+from gpusnap.operations import pull, push_pull
 from gpusnap.operations.open import open_repository
 from gpusnap.operations.verify_files import in_archive
 from gpusnap.progress import Progress, grown
@@ -40,15 +40,15 @@ from oci.base.errors import (
     StoreError,
 )
 from oci.base.json_text import parse_json
+from oci.layout.archive import is_layout
 from oci.layout.layout import Layout
 from oci.layout.single_layer_image import CRIU
-from oci.store.store import Staging, Store
+from oci.store.staging import Staging
+from oci.store.store import Store
 from runtime_shim import settings as settings_file
 from runtime_shim.errors import GpusnapError, Interrupted, Refused, UsageError
 from runtime_shim.snapshot.devices.choose import GPU_MAP
 from runtime_shim.snapshot.memory import source as fetching
-
-__all__ = ["Restored", "Wish", "restore"]
 
 # Podman gives a restore 240 s (libpod, define.ContainerCreateTimeout): what may not come in that time is
 # fetched before it begins, and need not be fetched again when it fails.
@@ -235,9 +235,9 @@ def _from_registry(wish: Wish, place: locator.InRegistry, progress: Progress) ->
 
 
 def _pulled(wish: Wish, place: locator.InRegistry, progress: Progress) -> tuple[str, str, str]:
-    store, name = locator.default_store(), push_pull.store_name(place.reference)
+    store, name = locator.default_store(), locator.store_name(place.reference)
     pull_from = locator.InRegistry(place.reference, place.plain_http or wish.plain_http).repository
-    coming = push_pull.fetched(
+    coming = pull.fetched(
         store,
         place,
         leave=_ON_THE_WAY,

@@ -19,8 +19,6 @@ from runtime_shim.snapshot import restored_containers
 from runtime_shim.snapshot.records import journal
 from runtime_shim.snapshot.recover_restore import Restore
 
-__all__ = ["Unknown", "chosen", "end", "unknown"]
-
 _PATIENCE = 15.0
 """Seconds for Podman's answer."""
 _SHORT = 3.0

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 
+from gpusnap.checkpoints.artifact import hold
 from gpusnap.checkpoints.damage import (
     Progress,
     Verified,
@@ -21,11 +22,11 @@ from gpusnap.checkpoints.damage import (
     within_artifact,
 )
 from gpusnap.checkpoints.formats.criu_images import records_fault
-from gpusnap.checkpoints.formats.layout_archive import is_layout, opened_layout, refuse_containerd
+from gpusnap.checkpoints.formats.layout_archive import opened_layout, refuse_containerd
 from gpusnap.checkpoints.list import Kept, kept
 from gpusnap.checkpoints.locator import InFile, InRegistry, InStore, find, open_store
 from gpusnap.checkpoints.offline import stand_in
-from gpusnap.operations.open import hold, open_repository
+from gpusnap.operations.open import open_repository
 from gpusnap.operations.verify_files import in_archive, in_folder
 from gpusnap.user_errors import told
 from oci.base.errors import (
@@ -42,6 +43,7 @@ from oci.chunks import artifact as artifacts
 from oci.chunks.artifact import Artifact
 from oci.chunks.table import Table
 from oci.chunks.verify import Checked, Contents, Fault, verify
+from oci.layout.archive import is_layout
 from oci.layout.digests import digest_of, encoded
 from oci.layout.documents import INDEX, Descriptor, Index, written_document
 from oci.layout.graph import children, is_document
@@ -51,8 +53,6 @@ from oci.store.store import Store
 from runtime_shim.process.memory.copy import cores
 from runtime_shim.records import manifest
 from runtime_shim.records.manifest import Manifest
-
-__all__ = ["verify_all", "verify_one"]
 
 _CONNECTIONS = 8
 

@@ -34,8 +34,6 @@ from runtime_shim.records.manifest import Manifest
 from runtime_shim.runtime.criu.images import check as criu_images
 from runtime_shim.runtime.criu.images.digests import Comparison
 
-__all__ = ["in_archive", "in_folder", "note"]
-
 _PIECE = 1 << 20
 _OCTETS = "application/octet-stream"
 _FOLDER = f"checkpoint/{manifest.FOLDER}/"

@@ -31,34 +31,6 @@ from __future__ import annotations
 import errno
 import os
 
-__all__ = [
-    "Ambiguous",
-    "ArchiveError",
-    "BlobError",
-    "Cancelled",
-    "CeilingError",
-    "ChunkError",
-    "DigestError",
-    "DiskError",
-    "DiskFull",
-    "EngineImage",
-    "LayoutError",
-    "NotACheckpoint",
-    "NotInRegistry",
-    "NotThere",
-    "OciError",
-    "RegistryError",
-    "Rejected",
-    "StagingBusy",
-    "StoreBusy",
-    "StoreError",
-    "Unauthorized",
-    "Unreachable",
-    "binary_size",
-    "disk_error",
-    "reason",
-]
-
 
 class OciError(Exception):
     """The base of all errors of the files of a checkpoint; the message is a sentence."""

@@ -9,8 +9,6 @@ TYPE_CHECKING = False  # not typing's, whose import every hook of a container wo
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["parse_json"]
-
 
 def parse_json(data: str | bytes | bytearray) -> Any:
     """The value that a JSON text holds.

@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-__all__ = ["Crew", "Shared", "for_each"]
-
 T = TypeVar("T")
 
 

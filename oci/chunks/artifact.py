@@ -51,8 +51,6 @@ from oci.layout.documents import (
 from oci.layout.layout import Layout
 from oci.layout.single_layer_image import engine_of
 
-__all__ = ["Artifact", "chunk_layers", "read", "write"]
-
 CHECKPOINT = "application/vnd.gpusnap.checkpoint.v1+json"
 CHUNKS = "application/vnd.gpusnap.chunks.v1+json"
 CONFIG = "application/vnd.gpusnap.checkpoint.config.v1+json"

@@ -15,8 +15,6 @@ from typing import Protocol
 
 from oci.base.errors import OciError
 
-__all__ = ["Buffer", "File", "Memory", "Source", "Target", "is_zero"]
-
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _libc.memcmp.restype = ctypes.c_int

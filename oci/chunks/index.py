@@ -30,8 +30,6 @@ from oci.chunks.table import Encoding, Table
 from oci.layout.digests import PREFIX, encoded
 from oci.layout.layout import Layout
 
-__all__ = ["Known", "Place"]
-
 # 1 TiB in chunks of 8 MiB, and a file of about 28 MiB.
 MOST_ENTRIES = 1 << 17
 _LARGEST_FILE = 64 << 20

@@ -29,8 +29,6 @@ from oci.chunks.table import CHUNK_SIZE, Chunk, Table, validated
 from oci.layout.blobs import Blobs
 from oci.layout.digests import digest_of
 
-__all__ = ["Reading", "read"]
-
 # How often a worker with nothing to do looks whether it was cancelled, in seconds.
 _LOOK = 0.05
 

@@ -19,8 +19,6 @@ from oci.base.errors import ChunkError, DigestError
 from oci.layout.digests import PREFIX, encoded
 from oci.layout.documents import Descriptor
 
-__all__ = ["Chunk", "Encoding", "Progress", "Table", "descriptors", "from_json", "to_json", "validated"]
-
 Encoding: TypeAlias = Literal["plain", "zstd"]
 
 MIB = 1 << 20

@@ -18,8 +18,6 @@ from oci.layout.documents import DOCUMENT_LIMIT, Descriptor
 from oci.layout.graph import INDEXES, MANIFESTS, children, is_document
 from oci.layout.layout import Layout
 
-__all__ = ["Checked", "Contents", "Fault", "not_held", "verify"]
-
 _PIECE = 1 << 20
 # As oci.layout.graph.walk has it.
 _DEEPEST = 8

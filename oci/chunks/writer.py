@@ -36,8 +36,6 @@ from oci.chunks.table import (
 from oci.layout.digests import digest_of
 from oci.layout.layout import Layout
 
-__all__ = ["worker_memory", "write"]
-
 LEVEL = 1
 HIGHEST_LEVEL = 19
 PAGE = 4096

@@ -19,8 +19,6 @@ from oci.layout.layout import Layout
 from oci.tar.archive import entries
 from oci.tar.compression import kind_of
 
-__all__ = ["LayoutArchive", "is_layout"]
-
 _BLOBS = "blobs/sha256/"
 _INDEX = "index.json"
 # The first entry of such an archive is one of these, and of Podman's checkpoints none.

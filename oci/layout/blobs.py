@@ -10,8 +10,6 @@ from oci.base.errors import BlobError
 from oci.layout.documents import Descriptor
 from oci.layout.layout import Layout
 
-__all__ = ["Blobs", "FirstOf"]
-
 
 class Blobs(Protocol):
     """What `Layout.open_blob` and `Layout.check_blob` do, from any number of threads."""

@@ -7,8 +7,6 @@ import re
 
 from oci.base.errors import DigestError
 
-__all__ = ["check_digest", "digest_of", "encoded"]
-
 PREFIX = "sha256:"
 
 # descriptor.md: algorithm components of [a-z0-9]+ between [+._-], a colon, then [a-zA-Z0-9=_-]+.

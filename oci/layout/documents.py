@@ -15,8 +15,6 @@ from oci.base.errors import DigestError, LayoutError
 from oci.base.json_text import parse_json
 from oci.layout.digests import check_digest, digest_of
 
-__all__ = ["Descriptor", "Index", "Manifest", "empty_descriptor", "parse_document", "written_document"]
-
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 INDEX = "application/vnd.oci.image.index.v1+json"
 # manifest.md, "Guidance for an Empty Descriptor"; its blob is these two bytes.

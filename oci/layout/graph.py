@@ -12,8 +12,6 @@ from oci.base.errors import LayoutError
 from oci.layout.digests import check_digest
 from oci.layout.documents import INDEX, MANIFEST, Descriptor, parse_document
 
-__all__ = ["INDEXES", "MANIFESTS", "check_known", "children", "is_document", "walk"]
-
 MANIFESTS = (MANIFEST, "application/vnd.docker.distribution.manifest.v2+json")
 INDEXES = (INDEX, "application/vnd.docker.distribution.manifest.list.v2+json")
 # An index may name indexes; nobody nests them deeper, and one that goes on for ever must end somewhere.

@@ -58,8 +58,6 @@ from oci.layout.documents import (
 from oci.layout.partial_blob import Incoming
 from oci.layout.unsynced import Unsynced
 
-__all__ = ["Layout"]
-
 _VERSION = "1.0.0"
 _PIECE = 1 << 20
 _OCTETS = "application/octet-stream"

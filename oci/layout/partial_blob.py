@@ -8,8 +8,6 @@ from oci.base.errors import BlobError, disk_error
 from oci.base.files import all_written
 from oci.layout.documents import Descriptor
 
-__all__ = ["Incoming"]
-
 
 class Incoming:
     """The blob `wanted` on its way into the file `descriptor` of the layout at `path`; for one thread."""

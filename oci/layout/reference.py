@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from oci.base.errors import DigestError, RegistryError
 from oci.layout.digests import check_digest
 
-__all__ = ["PLAIN_HTTP", "Reference", "check_repository", "check_tag", "parse", "parse_plain"]
-
 PLAIN_HTTP = "http://"
 """Before a reference: its registry is spoken to without TLS."""
 # distribution-spec: many clients allow 255 characters for host and name together.

@@ -32,8 +32,6 @@ from oci.layout.layout import Layout
 from oci.tar.archive import entries
 from oci.tar.compression import Packer, Readable, as_file, gzip_packer, kind_of, packer
 
-__all__ = ["CRIU", "CRI_NAME", "PODMAN", "Format", "Packing", "engine_of", "layer_of", "write_image"]
-
 Format: TypeAlias = Literal["cri", "podman"]
 Packing: TypeAlias = Literal["gzip", "zstd"]
 

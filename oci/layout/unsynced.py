@@ -22,8 +22,6 @@ from contextlib import suppress
 
 from oci.base.threads import for_each
 
-__all__ = ["Unsynced"]
-
 MOST = 256
 # No descriptor is left, in this process or on this host.
 _NONE_LEFT = {errno.EMFILE, errno.ENFILE}

@@ -21,8 +21,6 @@ from oci.registry.credentials import Credentials
 from oci.registry.http import Answer, Broken, Pool, address, exchange, host_of
 from oci.registry.responses import BODY_LIMIT, refusal, seconds_to_wait, worth_another
 
-__all__ = ["Challenge", "Tokens", "challenges"]
-
 _CLIENT = "gpusnap"
 # Seconds that a token serves where its service does not say (token.md: at least 60), and its share of them
 # after which another is fetched, rather than have one end in the middle of an upload.

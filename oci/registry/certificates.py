@@ -13,8 +13,6 @@ import ssl
 
 from oci.base.errors import RegistryError, reason
 
-__all__ = ["FOLDERS", "folder_of", "load", "load_ca"]
-
 FOLDERS = ("/etc/containers/certs.d", "/etc/docker/certs.d")
 
 

@@ -28,8 +28,6 @@ from oci.registry.http import PIECE, Answer, Broken, address, clear, exchange, h
 from oci.registry.pace import Limits
 from oci.registry.responses import BODY_LIMIT, refusal, seconds_to_wait, worth_another
 
-__all__ = ["Client", "Request"]
-
 T = TypeVar("T")
 
 _REDIRECTS = (301, 302, 303, 307, 308)

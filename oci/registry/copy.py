@@ -20,8 +20,6 @@ from oci.layout.graph import walk
 from oci.layout.layout import Layout
 from oci.registry.repository import Repository
 
-__all__ = ["Moved", "Underway", "pull", "push", "together"]
-
 _THREADS = 8
 
 

@@ -30,8 +30,6 @@ from dataclasses import dataclass
 from oci.base.errors import Unauthorized, reason
 from oci.base.json_text import parse_json
 
-__all__ = ["Credentials", "find"]
-
 RUN = "/run/containers"
 _DEADLINE = 30.0
 _LARGEST_FILE = 4 << 20

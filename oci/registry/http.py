@@ -34,8 +34,6 @@ from oci.registry.responses import printable
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
 
-__all__ = ["Answer", "Broken", "Pool", "address", "clear", "exchange", "host_of", "make_pool"]
-
 PIECE = 1 << 20
 _PORTS = {"http": 80, "https": 443}
 # What one parser of URLs takes for a part of the host, and another for its end.

@@ -30,8 +30,6 @@ from oci.registry.copy import Moved
 from oci.registry.repository import Repository
 from oci.store.index import REF_NAME
 
-__all__ = ["below", "pull", "push", "subject_of"]
-
 # Of one checkpoint, and how far from it: the signature of an SBOM is at 2.
 _MOST, _DEEPEST = 256, 3
 # Of what a registry lists; it may list anything, and each is asked for.

@@ -35,8 +35,6 @@ from oci.registry.http import Answer, Broken
 from oci.registry.pace import Limits
 from oci.registry.upload import Destination, Upload, Ways
 
-__all__ = ["Repository"]
-
 _ACCEPT = ", ".join((*MANIFESTS, *INDEXES))
 # Of a list (RFC 8288): what comes after it; and no list is longer.
 _NEXT = re.compile(r'<([^<>]{1,4000})>\s*;\s*rel="?next"?', re.ASCII)

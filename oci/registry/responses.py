@@ -19,8 +19,6 @@ from email.utils import parsedate_to_datetime
 from oci.base.errors import NotInRegistry, RegistryError, Rejected, Unauthorized
 from oci.base.json_text import parse_json
 
-__all__ = ["printable", "refusal", "seconds_to_wait", "worth_another"]
-
 BODY_LIMIT = 64 << 10
 _LONGEST = 200
 _REWORDED = (

@@ -33,8 +33,6 @@ from oci.layout.documents import Descriptor
 from oci.registry.client import Client, Request
 from oci.registry.http import PIECE, Answer, Broken
 
-__all__ = ["Destination", "Upload", "Ways"]
-
 T = TypeVar("T")
 
 # The largest blob that never goes in parts, and the parts of larger ones; bytes.

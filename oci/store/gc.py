@@ -22,8 +22,6 @@ from oci.store.index import Catalog
 from oci.store.paths import BLOBS, CUT_OFF, GONE, Tree, discard, opened
 from oci.store.staging import why_precious
 
-__all__ = ["Collected", "Spared", "collect"]
-
 _NAME = re.compile("[0-9a-f]{64}")
 
 

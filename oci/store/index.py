@@ -24,8 +24,6 @@ from oci.base.json_text import parse_json
 from oci.layout.documents import DOCUMENT_LIMIT, Descriptor, Index, written_document
 from oci.store.paths import opened
 
-__all__ = ["Catalog", "Entry", "check_name"]
-
 REF_NAME = "org.opencontainers.image.ref.name"
 CREATED = "org.opencontainers.image.created"
 

@@ -15,8 +15,6 @@ from oci.base.locks import exclusive
 from oci.base.threads import for_each
 from oci.layout.layout import Layout
 
-__all__ = ["Tree", "discard", "link_error", "opened"]
-
 BLOBS = ("blobs", "sha256")
 PRECIOUS = "precious"
 # What is on its way out: a folder of that name in staging/ is of no use to anybody.

@@ -30,8 +30,6 @@ from oci.layout.layout import Layout
 from oci.store.index import Catalog, check_name
 from oci.store.paths import BLOBS, CUT_OFF, PRECIOUS, THREADS, Tree, discard, link_error, opened
 
-__all__ = ["Staging", "adopt", "stage", "why_precious"]
-
 _LONGEST_REASON = 4096
 
 

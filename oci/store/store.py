@@ -50,12 +50,10 @@ from oci.chunks.index import Known
 from oci.layout.digests import encoded
 from oci.layout.documents import Descriptor, Index
 from oci.layout.layout import Layout
-from oci.store.gc import Collected, Spared, collect
-from oci.store.index import Catalog, Entry, check_name
+from oci.store.gc import Collected, collect
+from oci.store.index import Catalog, Entry
 from oci.store.paths import Tree, link_error, opened
 from oci.store.staging import Staging, adopt, stage
-
-__all__ = ["Collected", "Entry", "Spared", "Staging", "Store", "check_name"]
 
 PATIENCE = 60.0
 _STAGING = re.compile(r"[A-Za-z0-9][\w.-]{0,199}", re.ASCII)

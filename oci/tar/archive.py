@@ -25,8 +25,6 @@ from oci.base.files import all_written, name_new, new_file, open_folder
 from oci.tar import headers as tar
 from oci.tar.compression import Plain, Readable, packer
 
-__all__ = ["ArchiveError", "Compression", "Content", "Entry", "Writer", "entries", "unpacked"]
-
 Compression: TypeAlias = Literal["none", "zstd"]
 
 _PIECE = 1 << 20

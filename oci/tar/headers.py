@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 from oci.tar.compression import Readable
 
-__all__ = ["BLOCK", "END", "HeaderFault", "header", "padding", "pieces", "read_header"]
-
 BLOCK = 512
 END = bytes(2 * BLOCK)
 # linux/limits.h, PATH_MAX.

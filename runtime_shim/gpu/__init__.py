@@ -11,8 +11,6 @@ from runtime_shim.gpu.api import device_files
 from runtime_shim.gpu.api.driver import Driver
 from runtime_shim.process import proc
 
-__all__ = ["driver_of", "find_driver", "find_drivers", "holders"]
-
 
 def find_driver() -> Driver | None:
     """The driver of this host's GPUs, not yet opened; None on a host without any.

@@ -31,8 +31,6 @@ from runtime_shim.errors import Refused
 from runtime_shim.gpu.api.driver import Gpu, Host
 from runtime_shim.gpu.api.gpu_map import GpuMap, means
 
-__all__ = ["Plan", "Verdict", "Wanted", "plan"]
-
 _UPDATE = "update the driver here"
 _MAP = "change the GPU map"
 _WAIT = "wait for the other restore to end"

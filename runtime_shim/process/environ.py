@@ -12,8 +12,6 @@ import struct
 
 from runtime_shim.process import proc
 
-__all__ = ["live_environment"]
-
 # glibc, whose file had its version in the name before 2.34; musl's libc is its loader.
 _LIBC = ("libc.so.6", "libc-2.", "ld-musl-")
 _SYMBOL = b"environ"

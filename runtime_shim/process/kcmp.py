@@ -8,8 +8,6 @@ import errno
 from runtime_shim.errors import GpusnapError
 from runtime_shim.process.ptrace.arch import this_machine
 
-__all__ = ["EQUAL", "FILE", "FILES", "VM", "compared"]
-
 FILE, VM, FILES = 0, 1, 2
 """KCMP_* of linux/kcmp.h: an open file, all memory, all descriptors."""
 EQUAL = 0

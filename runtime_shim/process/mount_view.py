@@ -7,8 +7,6 @@ from contextlib import ExitStack
 
 from runtime_shim.process import mount_namespace
 
-__all__ = ["show_mounts"]
-
 
 def show_mounts(pid: int, path: str) -> None:
     """Show what process `pid` sees from its root at `path`; only the calling thread and its children see it.

@@ -21,8 +21,6 @@ from collections.abc import Iterable
 
 from runtime_shim.process import proc
 
-__all__ = ["forget", "remember", "send"]
-
 _SHARE = 4
 _FEWEST = 16
 

@@ -16,46 +16,6 @@ from typing import TypeVar
 
 from runtime_shim.errors import GpusnapError, reason
 
-__all__ = [
-    "PASSING",
-    "Mount",
-    "Process",
-    "activity",
-    "alive",
-    "available_memory",
-    "cgroups",
-    "comm",
-    "command",
-    "dying",
-    "environment",
-    "goes_on",
-    "halted",
-    "host_path",
-    "maps",
-    "memory",
-    "mounts",
-    "named_mappings",
-    "namespace",
-    "open_files",
-    "parent",
-    "parents",
-    "peak_memory",
-    "pids",
-    "process",
-    "progress",
-    "running",
-    "same",
-    "states",
-    "still",
-    "stop_pending",
-    "stopped",
-    "stopped_thread",
-    "thread_by_inner_number",
-    "thread_name",
-    "threads",
-    "unix_sockets",
-]
-
 _T = TypeVar("_T")
 
 PROC = "/proc"

@@ -23,8 +23,6 @@ from contextlib import suppress
 from runtime_shim.errors import ImageError, reason
 from runtime_shim.records.manifest import FOLDER, NAME
 
-__all__ = ["OF_CRI", "fold", "natural", "unfold", "wanted"]
-
 _SLASH = "%2F"
 _BEGINNING = FOLDER + _SLASH
 # What the names of our files consist of: none leads anywhere else.

@@ -32,36 +32,6 @@ from runtime_shim.transaction import Step
 if TYPE_CHECKING:
     from oci.chunks.table import Table
 
-__all__ = [
-    "DIGEST",
-    "FOLDER",
-    "INDEX",
-    "LARGEST",
-    "NAME",
-    "PENDING",
-    "VERSION",
-    "DeviceNode",
-    "DriverLibrary",
-    "DriverMount",
-    "FileRecord",
-    "GpuProcess",
-    "GpuRecord",
-    "HostRecord",
-    "ImageRecord",
-    "Manifest",
-    "NeutralisedProcess",
-    "RegionRecord",
-    "Written",
-    "belongs",
-    "check_digest",
-    "decode",
-    "digested",
-    "encode",
-    "missing",
-    "read",
-    "unreadable",
-]
-
 FOLDER = "gpusnap"
 INVENTORY = "inventory.img"
 """CRIU writes it last of what a restore cannot do without; Podman refuses an archive without it."""

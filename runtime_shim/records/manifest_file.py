@@ -26,8 +26,6 @@ from runtime_shim.records.manifest import (
     encode,
 )
 
-__all__ = ["Draft"]
-
 
 class Draft:
     """A manifest on its way to disk, see manifest.py. All errors are ImageErrors."""

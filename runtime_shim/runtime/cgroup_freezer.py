@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 from runtime_shim.errors import GpusnapError, reason
 
-__all__ = ["freeze", "frozen", "members", "settle", "thaw"]
-
 # Seconds until all are frozen. None runs on from the moment that the kernel was told, so that the wait is
 # only for whoever looks whether the container is paused.
 _FREEZING = 2.0

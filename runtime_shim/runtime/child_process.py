@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from runtime_shim.errors import NotStarted, RuntimeFailed, reason
 from runtime_shim.runtime import find as locate
 
-__all__ = ["Finished", "run"]
-
 
 @dataclass(frozen=True, slots=True)
 class Finished:

@@ -25,8 +25,6 @@ from runtime_shim.runtime.find import SETTINGS_FILE
 from runtime_shim.runtime.identify import RealRuntime
 from runtime_shim.runtime.options import Option, Takes
 
-__all__ = ["Call", "CheckpointCall", "Globals", "RestoreCall", "parse", "probe", "render", "render_globals"]
-
 _TRUE = ("1", "t", "T", "TRUE", "true", "True")  # strconv.ParseBool, as FALSE
 
 

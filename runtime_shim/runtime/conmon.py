@@ -15,8 +15,6 @@ from itertools import pairwise
 
 from runtime_shim.process import proc
 
-__all__ = ["podman_above", "podman_of"]
-
 _NAME = "conmon"
 _PROGRAM, _ARGUMENT = "--exit-command", "--exit-command-arg"
 _CLEAN_UP = ("container", "cleanup")

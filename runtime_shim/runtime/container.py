@@ -19,25 +19,6 @@ from runtime_shim.process import pidfd, proc
 from runtime_shim.runtime import cgroup_freezer, container_key, neighbours
 from runtime_shim.runtime.child_process import run
 
-__all__ = [
-    "UNIFIED",
-    "Container",
-    "beside",
-    "bundle_annotations",
-    "bundle_config",
-    "descends",
-    "find",
-    "freezable",
-    "frozen_by",
-    "frozen_group",
-    "gather",
-    "inner_pids",
-    "left_out",
-    "own_v1_freezer",
-    "processes",
-]
-
-
 UNIFIED = "/sys/fs/cgroup"
 """Where crun and runc look for version 2 of the cgroups."""
 

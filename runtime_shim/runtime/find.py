@@ -24,26 +24,6 @@ if TYPE_CHECKING:
 
     Started = TypeVar("Started")
 
-__all__ = [
-    "LAUNCHER_VARIABLE",
-    "NAMES",
-    "RUNC_ROOTS",
-    "SETTINGS_FILE",
-    "SYSTEM_DIRECTORIES",
-    "become",
-    "content",
-    "creator",
-    "environment",
-    "find",
-    "find_all",
-    "missing",
-    "preferred",
-    "setting",
-    "start",
-    "take_launcher",
-    "written",
-]
-
 LAUNCHER_VARIABLE = "GPUSNAP_LAUNCHER"
 """Set by the launcher for us alone: the path of the launcher's file."""
 

@@ -11,8 +11,6 @@ from runtime_shim.errors import RuntimeFailed
 from runtime_shim.runtime import child_process
 from runtime_shim.runtime import find as locate
 
-__all__ = ["Kind", "RealRuntime", "find", "identify", "parse_version"]
-
 Kind = Literal["crun", "runc", "other"]
 
 _DEADLINE = 30.0

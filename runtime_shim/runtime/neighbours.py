@@ -29,8 +29,6 @@ from dataclasses import dataclass
 
 from runtime_shim.process import proc
 
-__all__ = ["Cgroup", "View", "inside", "look", "orphans"]
-
 Cgroup = tuple[str, str]
 """Hierarchy (the empty one is version 2's) and path."""
 

@@ -26,8 +26,6 @@ from runtime_shim.runtime.identify import RealRuntime, identify
 from runtime_shim.settings import Settings, annotated, usable
 from runtime_shim.snapshot.suspend.gpu_state import users
 
-__all__ = ["main"]
-
 # As runtime_shim.snapshot.records.journal has it, which a container without a GPU must not wait for.
 JOURNAL = "/run/gpusnap/journal"
 

@@ -21,20 +21,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-__all__ = [
-    "CHECK",
-    "COMMANDS",
-    "GLOBAL_FLAGS",
-    "GLOBAL_VALUES",
-    "OURS",
-    "OUR_COMMANDS",
-    "PASS",
-    "VERSION",
-    "VERSION_OPTIONS",
-    "main",
-    "read",
-]
-
 # The same lists as in launcher/line.h, and as options.GLOBAL, which imports more than a pass-through may
 # cost.
 GLOBAL_VALUES = ("root", "log", "log-format", "log-level", "cgroup-manager", "rootless", "criu")

@@ -26,8 +26,6 @@ from runtime_shim.errors import ContainerError, GpusnapError, reason
 from runtime_shim.process import proc
 from runtime_shim.settings import TABLE, Settings
 
-__all__ = ["applied", "ordered", "sweep"]
-
 FOLDER = "/run/gpusnap/orders"
 _ID = re.compile(r"[A-Za-z0-9][\w.+-]{0,250}", re.ASCII)
 _LARGEST = 16 << 10

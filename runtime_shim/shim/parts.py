@@ -14,8 +14,6 @@ import sys
 
 from runtime_shim._version import __version__
 
-__all__ = ["PACKAGES", "REQUIRED", "import_all", "tell"]
-
 PACKAGES = ("runtime_shim", "oci")
 REQUIRED = ("jsonschema", "urllib3", "yaml", "zstandard")
 """What these packages import of others, some of it late."""

@@ -58,8 +58,6 @@ from runtime_shim.snapshot.suspend.job import (
 )
 from runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
 
-__all__ = ["checkpoint"]
-
 
 def checkpoint(
     call: CheckpointCall,

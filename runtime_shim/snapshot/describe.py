@@ -10,8 +10,7 @@ from datetime import UTC, datetime
 
 from oci.base.files import open_regular
 from runtime_shim.gpu.api.device_files import mapped_files
-from runtime_shim.gpu.api.device_nodes import Node
-from runtime_shim.gpu.api.driver import Host
+from runtime_shim.gpu.api.driver import Host, Node
 from runtime_shim.gpu.nvidia.driver_files import is_driver_file, mapped
 from runtime_shim.process import proc
 from runtime_shim.records import manifest
@@ -22,8 +21,6 @@ from runtime_shim.runtime.criu.version import criu_version
 from runtime_shim.runtime.identify import RealRuntime
 from runtime_shim.snapshot.suspend.gpu_state import Record
 from runtime_shim.transaction import Step
-
-__all__ = ["describe"]
 
 # What the manifest's schema allows; a longer list would be no reason to refuse.
 _ARGUMENTS = 4096

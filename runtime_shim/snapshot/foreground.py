@@ -23,8 +23,6 @@ from runtime_shim.runtime.criu.run import Invoked
 from runtime_shim.runtime.criu.scratch_files import scratch
 from runtime_shim.transaction import forwarded_signals, held_signals, stop_if_asked
 
-__all__ = ["LARGEST_LOG", "Beside", "pid_file"]
-
 LARGEST_LOG = 256 << 20
 """Bytes of CRIU's log; that of a thousand processes takes some MiB."""
 _INTERVAL = 0.01  # seconds between two looks at the PID file, the log, and signals

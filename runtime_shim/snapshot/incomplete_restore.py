@@ -28,8 +28,6 @@ from runtime_shim.errors import ContainerError, GpusnapError, reason
 from runtime_shim.process import pidfd, proc
 from runtime_shim.runtime.criu import scratch_files
 
-__all__ = ["Place", "end", "find", "let_runtime_end", "unmount_root", "unmount_yards"]
-
 _PATIENCE = 30.0  # seconds that killed processes may take to go
 _INTERVAL = 0.01
 _ROOT = "criu-root"

@@ -40,8 +40,6 @@ from runtime_shim.snapshot.suspend import driver_calls, dump_pause, paused_conta
 from runtime_shim.snapshot.suspend.gpu_state import let_finish, resume, suspended
 from runtime_shim.stopping.stop import Guard, go_on, stop
 
-__all__ = ["alive", "recover", "sweep"]
-
 _SETTLING = 10.0  # seconds
 
 

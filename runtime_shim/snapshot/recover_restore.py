@@ -54,25 +54,6 @@ from runtime_shim.snapshot.records import journal
 from runtime_shim.snapshot.suspend import driver_calls
 from runtime_shim.snapshot.suspend.gpu_state import let_finish, resume
 
-__all__ = [
-    "RUNNING",
-    "Restore",
-    "Stage",
-    "begun",
-    "came_up",
-    "changed",
-    "commands",
-    "delete",
-    "deletion",
-    "entries",
-    "forget",
-    "is_missing",
-    "read",
-    "recover",
-    "remove",
-    "write",
-]
-
 _KIND = "restore"
 _VERSION = 1
 _GONE = "nothing is left of it"

@@ -70,8 +70,6 @@ from runtime_shim.snapshot.suspend.gpu_state import resume
 from runtime_shim.stopping.stop import stop
 from runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
 
-__all__ = ["TIMING", "restore"]
-
 TIMING = "gpusnap-restore.json"
 """In the work directory; as the manifest's timing."""
 _WRITTEN = ("restore.log", "stats-restore")

@@ -26,8 +26,6 @@ from runtime_shim.snapshot.records import journal
 from runtime_shim.snapshot.records.journal import RESTORED
 from runtime_shim.snapshot.recover_restore import Restore
 
-__all__ = ["end", "is_on_file", "lives", "living", "sweep", "tell"]
-
 _ENDING = 30.0  # seconds that a container that was killed may take to go
 
 

@@ -13,8 +13,6 @@ from runtime_shim.process import proc
 from runtime_shim.records.manifest import GpuProcess
 from runtime_shim.snapshot.suspend import driver_calls
 
-__all__ = ["all_there", "none_forgotten", "none_suspended", "without_ended"]
-
 
 def all_there(wanted: Iterable[GpuProcess], there: Collection[int], images: str) -> None:
     """See that the processes of the manifest are `there`, by PID in the container.

@@ -36,19 +36,6 @@ if TYPE_CHECKING:
     from runtime_shim.process.ptrace.populate import Backing, Populated
     from runtime_shim.process.ptrace.tracer import Tracer
 
-__all__ = [
-    "Guard",
-    "drop_stops",
-    "go_on",
-    "only",
-    "populated",
-    "settle",
-    "several",
-    "stand",
-    "stop",
-    "untraceable",
-]
-
 # Seconds after which a process that does not stand is sent another SIGSTOP: a SIGCONT has undone the first.
 _AGAIN = 0.05
 # Seconds between two looks of a guard.

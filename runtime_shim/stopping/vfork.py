@@ -21,8 +21,6 @@ from runtime_shim.process.kcmp import EQUAL, VM, compared
 from runtime_shim.process.ptrace import calls as ptrace
 from runtime_shim.stopping.stop import stand, untraceable
 
-__all__ = ["Waiting", "finish", "for_good", "too_long", "waiting"]
-
 _LOOK = 0.0005
 _FALLING_ASLEEP = 1.0
 # Seconds until a child stops that was asked to; beyond that it waits in the kernel itself.

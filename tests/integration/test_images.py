@@ -14,7 +14,8 @@ import pytest
 import shimhost
 from support import Container, good, podman, run, until
 
-from gpusnap.checkpoints.formats.podman import Taken, give_out, take_in
+from gpusnap.checkpoints.formats.podman import give_out, take_in
+from gpusnap.checkpoints.formats.podman_reader import Taken
 from oci.chunks.artifact import Artifact
 from oci.layout.blobs import FirstOf
 from oci.layout.documents import Descriptor, Index

@@ -26,8 +26,7 @@ from typing import Any
 import pytest
 
 from runtime_shim.gpu.api.criu_plugin import Plugin
-from runtime_shim.gpu.api.device_nodes import Node
-from runtime_shim.gpu.api.driver import Gpu, Held, Host, ProcessState
+from runtime_shim.gpu.api.driver import Gpu, Held, Host, Node, ProcessState
 from runtime_shim.gpu.api.errors import GpuError, IllegalState, ProcessGone
 from runtime_shim.process import proc
 from runtime_shim.process.memory.maps import mappings

@@ -17,7 +17,8 @@ from oci.chunks.table import MEDIA_TYPES, Table
 from oci.chunks.verify import verify
 from oci.layout.documents import Descriptor
 from oci.layout.layout import Layout
-from oci.store.store import Staging, Store
+from oci.store.staging import Staging
+from oci.store.store import Store
 
 __all__ = [
     "begin",

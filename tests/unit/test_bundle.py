@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from runtime_shim.errors import ContainerError
-from runtime_shim.gpu.api.device_nodes import Change, Node
+from runtime_shim.gpu.api.device_nodes import Change
+from runtime_shim.gpu.api.driver import Node
 from runtime_shim.runtime.bundle import Edits, prepare
 
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from gpusnap.cli import install as commands_install
 from gpusnap.cli.install import install, uninstall
 from gpusnap.engines.install import detect as install_engines
-from gpusnap.engines.install import installer
+from gpusnap.engines.install import installer, record
 from gpusnap.engines.install import launcher as install_runtime
 from gpusnap.engines.install import permissions as install_trust
 from gpusnap.engines.install import references as install_mentions
@@ -204,8 +204,8 @@ def test_from_a_wheel_to_a_package(tree: Path, wheel: Path) -> None:
 def test_a_launcher_in_use(tree: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it go under a container that is run by it."""
     plan = commands_install._Plan([], [], "")
-    plain = installer.load
-    monkeypatch.setattr(installer, "load", lambda root: plain(str(tree)))
+    plain = record.load
+    monkeypatch.setattr(record, "load", lambda root: plain(str(tree)))
     monkeypatch.setattr(install_mentions, "lines", lambda *_: [])
     monkeypatch.setattr(install_engines, "used", lambda: [Used("crio", "0123", "server")])
     parts, notes = commands_install._parts(plan, "/")
@@ -227,7 +227,7 @@ def test_a_program_of_others(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         return []
 
     monkeypatch.setattr(installer, "install", put)
-    monkeypatch.setattr(installer, "load", lambda root: installer.Record())
+    monkeypatch.setattr(record, "load", lambda root: record.Record())
     done = CliRunner().invoke(install, ["--crio"], standalone_mode=False)
     with pytest.raises(
         GpusnapError, match=r"would run .*/gpusnap-runtime as root, and everybody can"
@@ -270,7 +270,7 @@ def test_containers_that_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
         return []
 
     monkeypatch.setattr(installer, "uninstall", taken)
-    monkeypatch.setattr(installer, "load", lambda root: installer.Record())
+    monkeypatch.setattr(record, "load", lambda root: record.Record())
     one = Used("podman", "0123", "server")
     many = [one, *(Used("containerd", f"task{number}") for number in range(6))]
     for found, names in (([one], "of Podman .*: server$"), (many, "of Podman and containerd .* and 2 more$")):

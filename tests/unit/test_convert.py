@@ -18,8 +18,9 @@ import oci.base.files
 import oci.tar.archive
 from gpusnap.checkpoints.formats import names as members
 from gpusnap.checkpoints.formats import podman_reader
-from gpusnap.checkpoints.formats.podman import Taken, give_out, take_in
-from oci.base.errors import BlobError, DiskFull
+from gpusnap.checkpoints.formats.podman import give_out, take_in
+from gpusnap.checkpoints.formats.podman_reader import Taken
+from oci.base.errors import ArchiveError, BlobError, DiskFull
 from oci.chunks import artifact
 from oci.chunks.artifact import Artifact
 from oci.chunks.table import Chunk, Progress, descriptors, validated
@@ -27,7 +28,7 @@ from oci.layout.blobs import FirstOf
 from oci.layout.digests import digest_of
 from oci.layout.documents import EMPTY, Descriptor
 from oci.layout.layout import Layout
-from oci.tar.archive import ArchiveError, Compression, Writer, entries
+from oci.tar.archive import Compression, Writer, entries
 from runtime_shim._version import __version__
 from runtime_shim.errors import ImageError, ManifestError
 from runtime_shim.records import manifest

@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime_shim.errors import ImageError
-from runtime_shim.gpu.api.device_nodes import Change, Node
+from runtime_shim.gpu.api.device_nodes import Change
+from runtime_shim.gpu.api.driver import Node
 from runtime_shim.runtime.criu.images import dev
 from runtime_shim.runtime.criu.images import dev_tar as reader
 from runtime_shim.runtime.criu.images.dev import image_name, rewritten

@@ -10,11 +10,8 @@ from gpusnap.user_errors import Damaged, NotFound, failure, told
 from oci.base import errors
 from runtime_shim.errors import GpusnapError, Interrupted
 
-KINDS = [
-    getattr(errors, name)
-    for name in errors.__all__
-    if isinstance(getattr(errors, name), type) and issubclass(getattr(errors, name), errors.OciError)
-]
+CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+KINDS = [kind for kind in CLASSES if issubclass(kind, errors.OciError)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

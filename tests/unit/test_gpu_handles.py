@@ -100,11 +100,6 @@ def test_mappings_of_any_name(tmp_path: Path, name: str) -> None:
         assert str(path) in [each for _, each in handles._mappings(os.getpid())]
 
 
-def test_all_names_exist() -> None:
-    for module in (handles, gpu):
-        assert all(hasattr(module, name) for name in module.__all__)
-
-
 def both(gpus: set[int], all_of_them: set[int]) -> tuple[frozenset[int], frozenset[int]]:
     return frozenset(gpus), frozenset(all_of_them)
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from runtime_shim.errors import Refused
 from runtime_shim.gpu.api import device_nodes
-from runtime_shim.gpu.api.device_nodes import Change, Node, changes
-from runtime_shim.gpu.api.driver import Gpu
+from runtime_shim.gpu.api.device_nodes import Change, changes
+from runtime_shim.gpu.api.driver import Gpu, Node
 
 
 def uuid(number: int) -> str:

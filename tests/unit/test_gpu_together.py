@@ -11,15 +11,10 @@ from types import FrameType
 import pytest
 
 from runtime_shim.errors import Interrupted
-from runtime_shim.gpu.api import parallel
 from runtime_shim.gpu.api.errors import DriverFailed, GpuError, LockTimeout, ProcessGone
 from runtime_shim.gpu.api.parallel import Outcome, at_once
 
 DEADLINE = 10.0
-
-
-def test_all_names_exist() -> None:
-    assert all(hasattr(parallel, name) for name in parallel.__all__)
 
 
 def test_results_by_pid() -> None:

@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 from runtime_shim.errors import ContainerError
-from runtime_shim.gpu.api.device_nodes import Change, Node
+from runtime_shim.gpu.api.device_nodes import Change
+from runtime_shim.gpu.api.driver import Node
 from runtime_shim.process import mount_namespace, proc
 from runtime_shim.snapshot.devices.bind_mounted_nodes import device_nodes, mounted_nodes, replace_nodes
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from gpusnap.engines.install import files as install_files
-from gpusnap.engines.install.installer import RECORD, Change, Item, install, load, uninstall
+from gpusnap.engines.install.installer import Change, Item, install, uninstall
+from gpusnap.engines.install.record import RECORD, load
 from runtime_shim.errors import GpusnapError
 
 CONF = "/etc/engine/conf.d/90-gpusnap.conf"

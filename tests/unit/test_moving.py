@@ -220,7 +220,7 @@ def test_tls_is_for_all(registry: FakeRegistry, store: Store, archive: str) -> N
 def test_names_in_the_store(text: str, name: str) -> None:
     """A reference, in the narrower grammar of a store."""
     found: Reference = parse(text)
-    assert push_pull.store_name(found) == name
+    assert locator.store_name(found) == name
 
 
 def test_pages_only_is_no_archive(registry: FakeRegistry, store: Store) -> None:
@@ -253,7 +253,7 @@ def test_a_slow_network(
 
     monkeypatch.setattr(transfer, "pull", pull)
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    with push_pull.fetched(store, at(registry), leave=1 << 30, seconds=1.0, progress=QUIET) as (
+    with pulling.fetched(store, at(registry), leave=1 << 30, seconds=1.0, progress=QUIET) as (
         staging,
         found,
         _,
@@ -278,10 +278,10 @@ def test_what_the_store_has_is_not_read_for_a_restore(
         real(layout, wanted)
 
     monkeypatch.setattr(Layout, "check_blob", check)
-    with push_pull.fetched(store, at(registry), leave=1 << 30, seconds=1.0, progress=QUIET) as (_, found, _):
+    with pulling.fetched(store, at(registry), leave=1 << 30, seconds=1.0, progress=QUIET) as (_, found, _):
         chunks = {each.digest for each in found.artifact.chunks}
         assert not chunks & set(read)
-    with push_pull.fetched(store, at(registry), progress=QUIET):
+    with pulling.fetched(store, at(registry), progress=QUIET):
         assert sorted(chunks) == sorted(set(read) & chunks)
         assert all(read.count(each) == 1 for each in chunks)
 
@@ -293,7 +293,7 @@ def test_another_pull_of_the_same_that_does_not_end(
     push_pull.push(InFile(archive), at(registry), progress=QUIET)
     monkeypatch.setattr(pulling, "_PATIENCE", 0)
     with (
-        push_pull.fetched(store, at(registry), progress=QUIET),
+        pulling.fetched(store, at(registry), progress=QUIET),
         pytest.raises(GpusnapError, match="another process is at work"),
     ):
         push_pull.pull(at(registry), progress=QUIET)

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 import oci.tar.archive
 from gpusnap.checkpoints.formats.entries import read_member
-from oci.base.errors import DiskError, DiskFull
+from oci.base.errors import ArchiveError, DiskError, DiskFull
 from oci.tar import headers as tar
-from oci.tar.archive import ArchiveError, Compression, Writer, entries, unpacked
+from oci.tar.archive import Compression, Writer, entries, unpacked
 from oci.tar.compression import as_file, squeezed
 
 NAME = "checkpoint/gpusnap/manifest.json"

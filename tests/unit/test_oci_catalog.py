@@ -13,7 +13,8 @@ from oci_checkpoints import commit, index, names, put, stagings, whole
 
 from oci.base.errors import Ambiguous, LayoutError, NotThere, StoreError
 from oci.layout.documents import MANIFEST, Descriptor, written_document
-from oci.store.store import Store, check_name
+from oci.store.index import check_name
+from oci.store.store import Store
 
 DOCKER = "application/vnd.docker.distribution.manifest.v2+json"
 

@@ -23,7 +23,8 @@ from oci.chunks.verify import verify
 from oci.chunks.writer import write
 from oci.layout.digests import digest_of
 from oci.layout.documents import INDEX, Index, written_document
-from oci.store.store import Spared, Store
+from oci.store.gc import Spared
+from oci.store.store import Store
 
 
 @pytest.fixture

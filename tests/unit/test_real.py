@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim import settings
 from runtime_shim.errors import RuntimeFailed, SettingsError
 from runtime_shim.runtime import command_line
 from runtime_shim.runtime import find as locate
@@ -224,12 +223,3 @@ def test_one_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(real, "_DEADLINE", 0.2)
     with pytest.raises(RuntimeFailed, match=r"crun did not end within 0\.2 s"):
         real.identify(hanging)
-
-
-def test_same_settings_file() -> None:
-    assert locate.SETTINGS_FILE == settings.SETTINGS_FILE
-
-
-def test_all() -> None:
-    assert all(hasattr(real, name) for name in real.__all__)
-    assert all(hasattr(locate, name) for name in locate.__all__)

@@ -13,8 +13,6 @@ from oci.base.json_text import parse_json
 from runtime_shim.records.manifest import Manifest
 from runtime_shim.snapshot.memory import destination as chunk_home
 
-__all__ = ["CREATED", "annotations_of", "bounded", "time_of"]
-
 CREATED = "org.opencontainers.image.created"
 _CRIU = "org.criu.checkpoint."
 _LONGEST = 256

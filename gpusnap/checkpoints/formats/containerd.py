@@ -35,22 +35,6 @@ from oci.layout.graph import INDEXES, children, is_document
 from oci.tar.compression import Readable
 from runtime_shim.errors import ImageError
 
-__all__ = [
-    "LAYOUT",
-    "Checked",
-    "Image",
-    "Source",
-    "blob_of",
-    "container_name",
-    "digested",
-    "is_checkpoint",
-    "is_name",
-    "load",
-    "named",
-    "remade",
-    "top",
-]
-
 _TYPES = "application/vnd.containerd.container."
 CRIU = f"{_TYPES}criu.checkpoint.criu.tar"
 CONFIG = f"{_TYPES}checkpoint.config.v1+proto"

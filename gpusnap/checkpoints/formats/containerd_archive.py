@@ -14,8 +14,6 @@ from oci.layout.documents import Descriptor
 from oci.tar.compression import Readable
 from runtime_shim.errors import ImageError
 
-__all__ = ["Archive"]
-
 
 class Archive:
     """`containerd.Source` of an archive that has one checkpoint. Close it at the end of a `with`.

@@ -21,8 +21,6 @@ from oci.tar import headers as tar
 from oci.tar.archive import Writer
 from runtime_shim.errors import GpusnapError, Refused, UsageError
 
-__all__ = ["Brought", "bring", "check_base", "check_file", "check_names", "check_target", "write"]
-
 # Of containerd's (plugins/snapshots); "" is what ctr takes by itself.
 _SNAPSHOTTER = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}", re.ASCII)
 

@@ -43,8 +43,6 @@ from runtime_shim.process.memory import copy as copies
 from runtime_shim.records.manifest import Manifest
 from runtime_shim.snapshot.memory import destination as chunk_home
 
-__all__ = ["take_in"]
-
 # A registry that has the base image has its layers, which are larger.
 _SMALL = 1 << 20
 _MOST_SMALL = 64 << 20

@@ -30,8 +30,6 @@ from runtime_shim.errors import ImageError
 from runtime_shim.process.memory import copy as copies
 from runtime_shim.snapshot.memory.destination import labelled
 
-__all__ = ["Origin", "give_out", "origin"]
-
 Append = Callable[[bytes], object]
 
 _IMAGES = "checkpoint"

@@ -13,8 +13,6 @@ from runtime_shim.records.manifest import ImageRecord, Manifest
 from runtime_shim.runtime.criu.images.check import LINK, PARENT, Checker, check_parent
 from runtime_shim.runtime.criu.images.digests import Digester, differs, first_other
 
-__all__ = ["Images", "Links", "records_fault"]
-
 _FOLDER = "checkpoint/"
 _PIECE = 1 << 20
 

@@ -15,8 +15,6 @@ from oci.layout.layout import Layout
 from oci.layout.single_layer_image import engine_of, layer_of
 from runtime_shim.errors import Refused
 
-__all__ = ["archive_of", "blob_path"]
-
 
 def archive_of(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Descriptor:
     """The layer that is Podman's archive. Raises EngineImage, Refused for another image; LayoutError."""

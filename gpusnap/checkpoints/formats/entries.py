@@ -14,8 +14,6 @@ from oci.tar.archive import Entry
 from oci.tar.compression import Readable
 from runtime_shim.records import cri_layout
 
-__all__ = ["entries", "natural", "read_member"]
-
 _IMAGES = "checkpoint/"
 
 

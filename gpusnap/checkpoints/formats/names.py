@@ -4,22 +4,6 @@ from __future__ import annotations
 
 from runtime_shim.records import manifest
 
-__all__ = [
-    "ARCHIVE",
-    "BLOBS",
-    "CONFIG",
-    "FIRST",
-    "FOLDERS",
-    "IMAGE_BLOBS",
-    "IMAGE_FOLDER",
-    "LARGEST_DUMP",
-    "LAYOUT",
-    "OURS",
-    "PIECE",
-    "ROOTFS",
-    "SMALL",
-]
-
 OURS = f"checkpoint/{manifest.FOLDER}"
 CONFIG = f"{OURS}/{manifest.NAME}"
 BLOBS = f"{OURS}/blobs"

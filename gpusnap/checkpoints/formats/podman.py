@@ -34,8 +34,6 @@ from runtime_shim.process.memory import copy as copies
 from runtime_shim.records import manifest
 from runtime_shim.snapshot.memory.destination import labelled
 
-__all__ = ["Taken", "give_out", "take_in"]
-
 Report = Callable[[Progress], None]
 
 

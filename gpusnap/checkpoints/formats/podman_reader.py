@@ -39,8 +39,6 @@ from runtime_shim.errors import ImageError
 from runtime_shim.records import manifest
 from runtime_shim.snapshot.memory.destination import StoreHome, labelled
 
-__all__ = ["Crew", "Taken", "Taking"]
-
 # Above that, what writes the blobs is not the processors; each thread may have a blob in memory.
 _MOST_THREADS = 16
 # Of CRIU's images and rootfs files: they are read as often as written, and disks are fast.

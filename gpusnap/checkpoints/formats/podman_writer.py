@@ -40,8 +40,6 @@ from oci.tar.compression import Readable, as_file
 from runtime_shim.errors import ImageError
 from runtime_shim.records import manifest
 
-__all__ = ["Giving", "Sink"]
-
 _MOST_THREADS = 16
 
 T = TypeVar("T")

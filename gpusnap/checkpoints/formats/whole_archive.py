@@ -22,8 +22,6 @@ from runtime_shim.snapshot.memory import source as fetching
 from runtime_shim.snapshot.memory import transfer
 from runtime_shim.snapshot.memory.destination import ImageHome
 
-__all__ = ["rebuilt", "whole"]
-
 
 def whole(config: bytes, record: Manifest) -> tuple[bytes, Manifest]:
     """The manifest of the same checkpoint with all of it in one archive, written and decoded."""

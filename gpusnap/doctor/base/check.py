@@ -10,8 +10,6 @@ from typing import Any
 from oci.base.errors import OciError
 from runtime_shim.errors import GpusnapError, reason
 
-__all__ = ["Ask", "Check", "Verdict", "asked", "document", "failure", "ok", "plural", "refused", "warning"]
-
 
 class Verdict(enum.StrEnum):
     """OK; it will work, but not always or not well; it will not work."""

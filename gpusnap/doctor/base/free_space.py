@@ -14,8 +14,6 @@ from runtime_shim.gpu.api.driver import Gpu
 from runtime_shim.process import proc
 from runtime_shim.units import human
 
-__all__ = ["Speed", "disks", "graph_root", "in_memory", "memory", "podmans_limit", "speed", "unpacking"]
-
 PODMANS_LIMIT = 240.0
 """Seconds that Podman waits for a restore (libpod/define/runtime.go, ContainerCreateTimeout)."""
 _MOST = 128 << 20

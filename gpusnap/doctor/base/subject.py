@@ -17,8 +17,6 @@ from runtime_shim.runtime import container as containers
 from runtime_shim.runtime.container import Container
 from runtime_shim.settings import Settings
 
-__all__ = ["CONTAINERD", "Subject", "find", "in_containerd"]
-
 CONTAINERD = "/run/containerd"
 """containerd's state (its config.toml, `state`)."""
 _TASKS = "io.containerd.runtime.v2.task"

@@ -17,8 +17,6 @@ from runtime_shim.errors import GpusnapError
 from runtime_shim.records.manifest import Manifest
 from runtime_shim.units import human
 
-__all__ = ["Earlier", "Range", "check", "earlier", "estimate", "from_earlier"]
-
 # docs/benchmarks.md, 12.7 GiB on an H200: the driver's checkpoint with its mapping prepared took 2.1 s, as it
 # comes 4.6 s; lock, CRIU's dump of what little was left, sync and the rest 0.5 to 1 s.
 _DRIVER_FAST, _DRIVER_SLOW = 6.0 * (1 << 30), 2.7 * (1 << 30)

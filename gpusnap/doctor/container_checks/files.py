@@ -13,17 +13,6 @@ from gpusnap.doctor.base.sources import below, text
 from runtime_shim.process.proc import Process
 from runtime_shim.units import human
 
-__all__ = [
-    "Opened",
-    "anonymous",
-    "character_devices",
-    "deleted",
-    "locks",
-    "opened",
-    "shared_memory",
-    "watches",
-]
-
 # What CRIU dumps of anonymous inodes (criu/files.c, dump_one_file; pidfd from 4.1 on, bpf-map with libbpf).
 _DUMPED = ("eventfd", "eventpoll", "inotify", "fanotify", "signalfd", "timerfd", "pidfd", "bpf-map")
 _WORDS = {

@@ -23,8 +23,6 @@ from runtime_shim.snapshot.suspend import criu_plugin, inherited_handles
 from runtime_shim.snapshot.suspend.gpu_state import Record, record, users
 from runtime_shim.units import human
 
-__all__ = ["Use", "place", "refusals", "strange_devices", "told", "use"]
-
 Use = Mapping[Process, Record]
 """The GPUs of each process that has GPU state, and how many bytes it has there."""
 

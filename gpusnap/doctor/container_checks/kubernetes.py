@@ -13,8 +13,6 @@ from runtime_shim.records.cri_layout import OF_CRI
 from runtime_shim.snapshot.records import volumes
 from runtime_shim.units import human
 
-__all__ = ["open_files", "probes"]
-
 # Defaults of a probe (kubernetes, pkg/apis/core/v1/defaults.go, SetDefaults_Probe).
 _PERIOD, _THRESHOLD = 10, 3
 

@@ -9,8 +9,6 @@ from typing import Any
 from gpusnap.doctor.base.check import Check, failure, ok
 from runtime_shim.process.proc import Mount
 
-__all__ = ["check", "unexplained"]
-
 # File systems that CRIU makes anew, content and all (criu/filesystems.c), or that have no source on the host.
 _MADE = frozenset(
     {

@@ -9,8 +9,6 @@ from gpusnap.doctor.base.sources import below
 from gpusnap.doctor.container_checks.files import Opened
 from runtime_shim.snapshot.preflight import sockets
 
-__all__ = ["connections", "protocols"]
-
 Ask = Callable[[str], str]
 Judge = Callable[[str], bool]
 

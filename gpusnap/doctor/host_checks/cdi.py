@@ -10,8 +10,6 @@ from gpusnap.doctor.base.check import Check, failure, ok, plural, refused, warni
 from gpusnap.doctor.base.sources import below
 from runtime_shim.gpu.cdi.spec import FOLDERS, CdiError, Spec, load
 
-__all__ = ["check", "driver_versions", "mounted"]
-
 _VERSION = re.compile(r"\.so\.(\d{3,4}(?:\.\d{1,3}){1,2})$")
 _MAKE = "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from gpusnap.doctor.base.check import Check, failure, ok, warning
 from gpusnap.doctor.base.sources import Answer, ask, program, text, version
 
-__all__ = ["criu", "local_sockets_only", "network_lock", "own_check", "pycriu"]
-
 # What Podman asks for (podman, pkg/criu), and what gpusnap has been used with.
 _LEAST = (3, 11)
 _KNOWN = (4, 1)

@@ -20,8 +20,6 @@ from runtime_shim.runtime.identify import find as find_runtime
 from runtime_shim.shim.entry import CHECK
 from runtime_shim.snapshot.preflight import checks as preflight
 
-__all__ = ["complete", "engines", "launcher", "real_runtime", "registered", "runtimes", "under_cri"]
-
 _OURS = "gpusnap-runtime"
 # containers.conf(5): later files win; the folders' files by name.
 _PODMAN = ("/usr/share/containers/containers.conf", "/etc/containers/containers.conf")

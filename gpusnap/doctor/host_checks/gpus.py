@@ -17,17 +17,6 @@ from runtime_shim.runtime.criu.plugins import find as find_plugin
 from runtime_shim.settings import Settings
 from runtime_shim.units import human
 
-__all__ = [
-    "compute_modes",
-    "driver",
-    "mig",
-    "mps",
-    "nodes_made",
-    "persistence",
-    "persistence_modes",
-    "plugin",
-]
-
 # The kernel cuts a process' name to 15 bytes: nvidia-cuda-mps-control, nvidia-cuda-mps-server.
 _MPS = "nvidia-cuda-mps"
 

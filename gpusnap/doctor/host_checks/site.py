@@ -10,12 +10,11 @@ from gpusnap.doctor.base.sources import text
 from oci.base.json_text import parse_json
 from runtime_shim import settings as settings_file
 from runtime_shim.errors import SettingsError
+from runtime_shim.runtime.find import SETTINGS_FILE
 from runtime_shim.settings import Settings
 
-__all__ = ["auth_files", "environment", "registries", "settings"]
 
-
-def settings(path: str = settings_file.SETTINGS_FILE) -> tuple[Settings, Check]:
+def settings(path: str = SETTINGS_FILE) -> tuple[Settings, Check]:
     """The settings, or the defaults where the file is wrong."""
     try:
         found = settings_file.load(path)

@@ -11,8 +11,6 @@ from typing import Any
 from gpusnap.engines.install.files import under
 from runtime_shim.errors import GpusnapError, reason
 
-__all__ = ["HEAD", "drop_ins", "read", "toml_list"]
-
 HEAD = "# Made by `gpusnap install`, which writes it anew; `gpusnap uninstall` takes it away."
 
 

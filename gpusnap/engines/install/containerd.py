@@ -33,8 +33,6 @@ from gpusnap.engines.install.files import under
 from gpusnap.engines.install.installer import Item
 from runtime_shim.errors import GpusnapError
 
-__all__ = ["CONFIG", "DROP_IN", "FRAGMENT", "HANDLER", "Planned", "files", "planned"]
-
 CONFIG = "/etc/containerd/config.toml"
 DROP_IN = "/etc/containerd/conf.d/gpusnap.toml"
 FRAGMENT = "/etc/gpusnap/containerd.toml"

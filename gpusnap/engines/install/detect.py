@@ -15,8 +15,6 @@ from runtime_shim.errors import GpusnapError
 from runtime_shim.runtime import child_process
 from runtime_shim.runtime import find as locate
 
-__all__ = ["ENGINES", "NAMES", "Used", "containerd_version", "find", "used"]
-
 ENGINES = ("podman", "containerd", "crio")
 """The programs by which they are recognised."""
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib import metadata
 
-__all__ = ["OURS", "strangers"]
-
 OURS = ("gpusnap", "hooks", "oci", "runtime_shim")
 """The import names of what gpusnap installs."""
 

@@ -9,19 +9,6 @@ from contextlib import suppress
 
 from runtime_shim.errors import GpusnapError, reason
 
-__all__ = [
-    "check_inside",
-    "file_state",
-    "make_folder",
-    "pending",
-    "put_file",
-    "put_link",
-    "remove_folder",
-    "state",
-    "under",
-    "unlink",
-]
-
 # A file of ours is smaller; nothing larger needs a digest to be somebody else's.
 _LARGEST = 16 << 20
 

@@ -13,8 +13,6 @@ from runtime_shim.runtime import find as locate
 from runtime_shim.runtime import identify as real
 from runtime_shim.runtime.criu.version import criu_version
 
-__all__ = ["install_hooks", "takes_annotation"]
-
 
 @click.command("install-hooks")
 @click.argument("directory", type=click.Path(file_okay=False), metavar="DIR")

@@ -24,8 +24,6 @@ from gpusnap.engines.install.record import RECORD, Entry, Record, load, save
 from oci.base.locks import try_exclusive
 from runtime_shim.errors import GpusnapError, reason
 
-__all__ = ["RECORD", "Change", "Entry", "Item", "Record", "install", "load", "uninstall"]
-
 _OWN = os.path.dirname(RECORD)
 _OWN_MODE = 0o755
 

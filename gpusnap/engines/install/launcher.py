@@ -23,18 +23,7 @@ from gpusnap.engines.install.files import under
 from gpusnap.engines.install.installer import Item
 from runtime_shim import settings
 from runtime_shim.errors import GpusnapError, reason
-
-__all__ = [
-    "ANOTHER_LAUNCHER",
-    "ENTRY",
-    "LAUNCHER",
-    "PROGRAM",
-    "Program",
-    "find_program",
-    "program",
-    "settings_item",
-    "settings_text",
-]
+from runtime_shim.runtime.find import SETTINGS_FILE
 
 PROGRAM = "gpusnap-runtime"
 LAUNCHER = "/usr/local/bin/gpusnap-runtime"
@@ -130,7 +119,7 @@ def _is_script(path: str) -> bool:
 
 def settings_item() -> Item:
     """The settings file with all defaults as comments; one that is there stays."""
-    return Item(settings.SETTINGS_FILE, "settings", settings_text().encode(), yields=True)
+    return Item(SETTINGS_FILE, "settings", settings_text().encode(), yields=True)
 
 
 def settings_text() -> str:

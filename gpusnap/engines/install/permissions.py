@@ -17,8 +17,6 @@ from pathlib import Path
 
 import runtime_shim
 
-__all__ = ["fault"]
-
 # The kernel's own limit (path_resolution(7)).
 _MOST_LINKS = 40
 _LONGEST = 4096

@@ -19,8 +19,6 @@ from gpusnap.engines.install.files import under
 from gpusnap.engines.install.installer import Item
 from hooks import hooksd
 
-__all__ = ["DROP_IN", "HOOKS_DIRECTORY", "RUNTIME", "files", "items", "notes"]
-
 DROP_IN = "/etc/containers/containers.conf.d/90-gpusnap.conf"
 RUNTIME = "gpusnap-runtime"
 """Its name among Podman's runtimes, which archives of checkpoints and their images carry."""

@@ -20,8 +20,6 @@ from oci.base.json_text import parse_json
 from runtime_shim._version import __version__
 from runtime_shim.errors import GpusnapError, reason
 
-__all__ = ["RECORD", "Entry", "Record", "load", "save"]
-
 RECORD = "/etc/gpusnap/installed.json"
 
 _VERSION = 1

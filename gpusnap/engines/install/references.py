@@ -15,8 +15,6 @@ from gpusnap.engines.install import podman as install_podman
 from gpusnap.engines.install.files import under
 from runtime_shim.errors import GpusnapError, reason
 
-__all__ = ["Line", "lines"]
-
 # The handler as the default of containerd or CRI-O, and Podman's.
 _DEFAULT = re.compile(
     r"""\bdefault_runtime(?:_name)?["']?\s*=\s*["']gpusnap["']|\bruntime["']?\s*=\s*["']gpusnap-runtime["']"""

@@ -18,8 +18,6 @@ from runtime_shim.gpu.api.driver import Held
 from runtime_shim.gpu.api.errors import GpuError, PermissionRefused
 from runtime_shim.process import proc
 
-__all__ = ["DRM_MAJOR", "KFD", "Number", "held", "kfd_number", "numbers_held", "numbers_in_dev"]
-
 KFD = "/dev/kfd"
 DRM_MAJOR = 226  # Documentation/admin-guide/devices.txt
 

@@ -15,12 +15,10 @@ from runtime_shim.gpu.amd import device_files, topology
 from runtime_shim.gpu.amd.device_files import DRM_MAJOR
 from runtime_shim.gpu.api import device_files as handles
 from runtime_shim.gpu.api.criu_plugin import AMDGPU, Plugin
-from runtime_shim.gpu.api.device_nodes import Node, in_container, on_host
-from runtime_shim.gpu.api.driver import Held, Host, ProcessState
+from runtime_shim.gpu.api.device_nodes import in_container, on_host
+from runtime_shim.gpu.api.driver import Held, Host, Node, ProcessState
 from runtime_shim.gpu.api.errors import DriverMissing, NoDevice, NotInitialized, NotSupported
 from runtime_shim.process import proc
-
-__all__ = ["Amd", "present"]
 
 VENDOR = "amd"
 

@@ -25,8 +25,6 @@ from dataclasses import dataclass
 
 from runtime_shim.gpu.api.driver import Gpu
 
-__all__ = ["AmdGpu", "driver_version", "gpus", "vram_used"]
-
 SYS = "/sys"
 _MACHINE = "/etc/machine-id"
 

@@ -21,21 +21,6 @@ from runtime_shim.gpu.api.driver import Held
 from runtime_shim.gpu.api.errors import GpuError, PermissionRefused
 from runtime_shim.process import proc
 
-__all__ = [
-    "LAST_GPU_MINOR",
-    "Node",
-    "character_drivers",
-    "comm",
-    "dev_minors",
-    "ends",
-    "gpu_minors",
-    "held",
-    "mapped_files",
-    "maps_libcuda",
-    "nodes",
-    "nvidia_majors",
-]
-
 # "195 char  Nvidia graphics devices" (Documentation/admin-guide/devices.txt): what to go by where the kernel
 # driver is not loaded, or not visible in /proc/devices.
 NVIDIA_MAJOR = 195

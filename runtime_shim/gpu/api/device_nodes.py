@@ -19,8 +19,6 @@ from runtime_shim.gpu.api.device_files import LAST_GPU_MINOR, character_drivers
 from runtime_shim.gpu.api.driver import Gpu, Node
 from runtime_shim.gpu.api.errors import GpuError
 
-__all__ = ["Change", "Node", "changes", "in_container", "on_host"]
-
 _DRM_MAJOR = 226  # Documentation/admin-guide/devices.txt
 _FIRST_RENDER = 128  # drivers/gpu/drm/drm_drv.c: 64 minors for each kind of node, render nodes the third
 

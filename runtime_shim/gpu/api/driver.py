@@ -13,8 +13,6 @@ from typing import Protocol
 
 from runtime_shim.gpu.api.criu_plugin import Plugin
 
-__all__ = ["Driver", "Gpu", "Held", "Host", "Node", "ProcessState"]
-
 
 class ProcessState(enum.IntEnum):
     """CUprocessState of cuda.h: what the driver's checkpoint API says of a process."""

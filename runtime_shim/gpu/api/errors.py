@@ -30,28 +30,6 @@ from typing import ClassVar
 
 from runtime_shim.errors import GpusnapError
 
-__all__ = [
-    "DriverFailed",
-    "DriverMismatch",
-    "DriverMissing",
-    "DriverNotReady",
-    "DriverTooOld",
-    "GpuBusy",
-    "GpuError",
-    "GpuOutOfMemory",
-    "HardwareFault",
-    "IllegalState",
-    "InvalidRequest",
-    "LockTimeout",
-    "MpsInTheWay",
-    "NoDevice",
-    "NotInitialized",
-    "NotSupported",
-    "PermissionRefused",
-    "ProcessGone",
-    "WorkloadFault",
-]
-
 
 class GpuError(GpusnapError):
     """The base of all that a GPU's driver, or our way to it, may refuse.

@@ -17,8 +17,6 @@ from typing import Generic, TypeVar
 from runtime_shim.errors import GpusnapError
 from runtime_shim.gpu.api.errors import DriverFailed, GpuError
 
-__all__ = ["Outcome", "at_once"]
-
 T = TypeVar("T")
 
 # The signals that ask us to stop.

@@ -20,8 +20,6 @@ from oci.base.json_text import parse_json
 from runtime_shim.errors import GpusnapError, reason
 from runtime_shim.gpu.cdi.strict_yaml import Unquoted, from_yaml, shown
 
-__all__ = ["CdiError", "Device", "DeviceNode", "Edits", "Hook", "Mount", "Spec", "load", "parse", "read"]
-
 FOLDERS = ("/etc/cdi", "/run/cdi")
 """The static folder and the dynamic one, which wins; CDI calls it /var/run/cdi."""
 

@@ -13,8 +13,6 @@ from runtime_shim.gpu.api.errors import DriverTooOld
 from runtime_shim.gpu.nvidia.driver import Nvidia
 from runtime_shim.process import proc
 
-__all__ = ["NvidiaByPlugin"]
-
 
 class NvidiaByPlugin(Nvidia):
     """As `Nvidia`, but nothing here may suspend or resume a process."""

@@ -32,18 +32,6 @@ from typing import ClassVar
 
 from runtime_shim.gpu.api.errors import DriverMissing, InvalidRequest
 
-__all__ = [
-    "CHECKPOINT_SYMBOLS",
-    "SONAME",
-    "CheckpointArgs",
-    "GpuPair",
-    "Library",
-    "LockArgs",
-    "RestoreArgs",
-    "UnlockArgs",
-    "uuid_bytes",
-]
-
 SONAME = "libcuda.so.1"
 _UINT_MAX = 2**32 - 1
 

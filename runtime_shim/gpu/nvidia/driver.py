@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from runtime_shim.gpu.api import device_files as handles
 from runtime_shim.gpu.api.criu_plugin import Plugin
-from runtime_shim.gpu.api.device_nodes import Node, in_container, on_host
-from runtime_shim.gpu.api.driver import Held, Host, ProcessState
+from runtime_shim.gpu.api.device_nodes import in_container, on_host
+from runtime_shim.gpu.api.driver import Held, Host, Node, ProcessState
 from runtime_shim.gpu.api.errors import (
     DriverFailed,
     DriverMissing,
@@ -38,8 +38,6 @@ from runtime_shim.process import proc
 
 if TYPE_CHECKING:
     from runtime_shim.gpu.nvidia.cuda import Library
-
-__all__ = ["FIRST_DRIVER", "Nvidia", "present"]
 
 FIRST_DRIVER = 570
 """The first driver that exports cuCheckpointProcess*; for messages only: the symbols are asked for."""

@@ -21,20 +21,6 @@ from runtime_shim.errors import reason
 if TYPE_CHECKING:
     from runtime_shim.gpu.cdi.spec import Spec
 
-__all__ = [
-    "File",
-    "Found",
-    "Mapped",
-    "build_id",
-    "counterpart",
-    "differs",
-    "found",
-    "is_driver_file",
-    "loader_cache",
-    "mapped",
-    "replace_version",
-]
-
 _VERSION = r"[0-9]{3,4}(?:\.[0-9]{1,3}){1,2}"
 # What nvidia-ctk (internal/discover, pkg/nvcdi) and libnvidia-container (nvc_info.c) bring into a container.
 _LIBRARY = r"""(?: lib(?: cuda | cudadebugger | nvcuvid | nvoptix | nvidia-(?!container)[\w-]+

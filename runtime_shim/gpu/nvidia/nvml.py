@@ -17,8 +17,6 @@ from runtime_shim.gpu.api.driver import Gpu, Host
 from runtime_shim.gpu.api.errors import HardwareFault, PermissionRefused
 from runtime_shim.gpu.nvidia.result_codes import NVML_RESULTS, nvml_error
 
-__all__ = ["binding", "driver_version", "inventory", "memory_used"]
-
 T = TypeVar("T")
 
 # nvmlComputeMode_t of nvml.h; 1 (exclusive thread) has not been set by a driver since CUDA 8.

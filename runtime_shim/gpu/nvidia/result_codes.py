@@ -31,8 +31,6 @@ from runtime_shim.gpu.api.errors import (
     WorkloadFault,
 )
 
-__all__ = ["CUDA_RESULTS", "CUDA_SUCCESS", "NVML_RESULTS", "cuda_error", "nvml_error"]
-
 CUDA_SUCCESS = 0
 
 _Table = Mapping[int, tuple[str, type[GpuError]]]

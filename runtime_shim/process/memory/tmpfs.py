@@ -25,8 +25,6 @@ from functools import partial
 
 from runtime_shim.process.memory import copy as copies
 
-__all__ = ["FOLDER", "Area", "Stage", "containers", "device", "remove"]
-
 FOLDER = "/run/gpusnap/stage"
 _SLICE = 16 << 20  # bytes that one thread populates at a time
 # asm-generic/mman-common.h

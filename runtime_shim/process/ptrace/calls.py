@@ -16,25 +16,6 @@ from dataclasses import dataclass
 
 from runtime_shim.process.ptrace.arch import this_machine
 
-__all__ = [
-    "PATIENCE",
-    "Stop",
-    "critical_section",
-    "go",
-    "go_to_call",
-    "interrupt",
-    "let_go",
-    "registers",
-    "seize",
-    "send",
-    "set_options",
-    "set_registers",
-    "set_signal_mask",
-    "signal_mask",
-    "stopped",
-    "wait",
-]
-
 # linux/ptrace.h
 _CONT, _DETACH, _SYSCALL = 7, 17, 24
 _SETOPTIONS, _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT = 0x4200, 0x4204, 0x4205, 0x4206, 0x4207

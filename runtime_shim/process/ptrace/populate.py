@@ -30,8 +30,6 @@ from runtime_shim.process.ptrace.remote_syscall import Remote, Saved
 from runtime_shim.process.ptrace.tracee import Tracee
 from runtime_shim.process.ptrace.tracer import Tracer
 
-__all__ = ["Backing", "Populated", "populated"]
-
 LARGE = 32 << 20
 """Bytes; below it the driver's own way is as good."""
 

@@ -27,18 +27,6 @@ from runtime_shim.errors import GpusnapError
 from runtime_shim.process.memory import maps as regions
 from runtime_shim.process.ptrace.arch import Machine, this_machine
 
-__all__ = [
-    "Position",
-    "Text",
-    "is_unsafe",
-    "position",
-    "positions",
-    "read_text",
-    "unsafe",
-    "waiting",
-    "within_libc",
-]
-
 _LIBC = re.compile(r"/libc(\.so\.6|-2\.\d+\.so)$")
 _LOADER = re.compile(r"/ld(-linux[^/]*\.so\.\d+|-2\.\d+\.so|64\.so\.\d+)$")
 # As malloc/malloc.c of glibc defines them: the code of malloc is from the first to the last of these.

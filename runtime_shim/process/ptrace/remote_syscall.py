@@ -31,8 +31,6 @@ from runtime_shim.process.ptrace import calls as ptrace
 from runtime_shim.process.ptrace.arch import Machine, this_machine
 from runtime_shim.process.ptrace.tracee import Tracee, held
 
-__all__ = ["Remote", "Saved", "inside", "put_back"]
-
 _AT_FDCWD = -100  # linux/fcntl.h
 _WINDOW = 1 << 20
 _MOST_SEARCHED = 1 << 30

@@ -17,8 +17,6 @@ from contextlib import contextmanager, suppress
 from runtime_shim.process.ptrace import calls as ptrace
 from runtime_shim.process.ptrace.calls import Stop
 
-__all__ = ["FAULTS", "Tracee", "held", "state"]
-
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """What the kernel raises for an instruction that cannot be run."""
 # The kernel itself raises these in a thread: SIGTRAP for its tracer, SIGSYS for a seccomp filter, and faults.

@@ -29,8 +29,6 @@ from runtime_shim.process.ptrace import calls as ptrace
 from runtime_shim.process.ptrace.positions import Position, position
 from runtime_shim.process.ptrace.tracee import FAULTS, Tracee, state
 
-__all__ = ["CallWatch", "Tracer"]
-
 # Seconds between two looks: short after something has happened.
 _SOON, _LATEST = 0.0001, 0.002
 # Looks without a pause after which a watched thread is not about to stop again.

@@ -36,8 +36,6 @@ from runtime_shim.runtime.criu.scratch_files import scratch
 from runtime_shim.runtime.identify import RealRuntime
 from runtime_shim.settings import Criu
 
-__all__ = ["VARIABLE", "Connections", "config_file", "connections", "dump_text", "restore_text", "with_flags"]
-
 Call = TypeVar("Call", CheckpointCall, RestoreCall)
 
 VARIABLE = scratch_files.CONFIG

@@ -22,8 +22,6 @@ from runtime_shim.errors import GpusnapError
 from runtime_shim.process import pidfd, proc
 from runtime_shim.runtime.criu import scratch_files
 
-__all__ = ["children", "kill_all"]
-
 _PATIENCE = 30.0  # seconds that killed processes may take to go
 _INTERVAL = 0.01
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h

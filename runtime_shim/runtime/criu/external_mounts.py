@@ -21,8 +21,6 @@ from runtime_shim.gpu.nvidia.driver_files import is_driver_file
 from runtime_shim.process import proc
 from runtime_shim.records.manifest import DriverMount
 
-__all__ = ["checked", "undeclared"]
-
 # A GPU's node that was bind-mounted and has moved: config.json knows it by its old name.
 _NODE = re.compile(r"/dev/(?:nvidia(?:\d{1,3}|ctl|-uvm|-uvm-tools|-modeset)|dri/(?:renderD|card)\d{1,4}|kfd)")
 

@@ -25,9 +25,8 @@ from runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA, KNOWN, Plugin
 from runtime_shim.runtime import find as locate
 from runtime_shim.runtime.criu import scratch_files
 from runtime_shim.runtime.criu.scratch_files import scratch
-from runtime_shim.settings import SETTINGS_FILE, Amd, Criu, Settings
-
-__all__ = ["FOLDERS", "VARIABLE", "Injection", "find", "injected"]
+from runtime_shim.runtime.find import SETTINGS_FILE
+from runtime_shim.settings import Amd, Criu, Settings
 
 VARIABLE = "CRIU_LIBS_DIR"
 

@@ -21,8 +21,6 @@ from runtime_shim.runtime.criu.log import first_error
 from runtime_shim.runtime.criu.scratch_files import scratch
 from runtime_shim.runtime.identify import RealRuntime
 
-__all__ = ["Invoked", "control", "invoke", "quiet"]
-
 
 @dataclass(frozen=True, slots=True)
 class Invoked:

@@ -19,8 +19,6 @@ from collections.abc import Callable
 from runtime_shim.errors import GpusnapError
 from runtime_shim.process import proc
 
-__all__ = ["CONFIG", "children", "let_end", "prefix", "scratch", "sweep"]
-
 # Seconds for what the real runtime is at: CRIU writes or reads the images at the disk's speed.
 _PATIENCE = 300.0
 CONFIG = "CRIU_CONFIG_FILE"

@@ -18,8 +18,6 @@ from runtime_shim.runtime.child_process import run
 from runtime_shim.runtime.criu import scratch_files
 from runtime_shim.runtime.criu.scratch_files import scratch
 
-__all__ = ["criu_version", "refuses"]
-
 # Podman's environment has a PATH, but a service's may lack the sbin folders where Debian keeps criu.
 _FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 

@@ -20,10 +20,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 
 from runtime_shim.errors import ContainerError, reason
-from runtime_shim.gpu.api.device_nodes import Change, Node
+from runtime_shim.gpu.api.device_nodes import Change
+from runtime_shim.gpu.api.driver import Node
 from runtime_shim.process import mount_namespace, proc
-
-__all__ = ["device_nodes", "mounted_nodes", "replace_nodes"]
 
 _T = TypeVar("_T")
 

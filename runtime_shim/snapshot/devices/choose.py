@@ -15,8 +15,6 @@ from runtime_shim.runtime import container as containers
 from runtime_shim.snapshot.devices import remap
 from runtime_shim.snapshot.suspend import criu_plugin
 
-__all__ = ["GPU_MAP", "choose", "driver_for", "given", "gpu_request"]
-
 GPU_MAP = "GPUSNAP_GPU_MAP"
 """The caller's environment reaches a restore (conmon hands Podman's down), though not a checkpoint."""
 # Of NVIDIA's container toolkit, by its present and its former name.

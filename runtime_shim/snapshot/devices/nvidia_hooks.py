@@ -31,8 +31,6 @@ from runtime_shim.log import note
 from runtime_shim.process.mount_view import show_mounts
 from runtime_shim.runtime.container import Container
 
-__all__ = ["HOOKS", "PLACES", "rerun"]
-
 HOOKS = ("update-ldcache", "create-symlinks")
 """The hooks that may run again; they only write into the container's root."""
 

@@ -22,15 +22,13 @@ from typing import Any
 
 from oci.base.files import open_below
 from runtime_shim.errors import GpusnapError, ImageError, Refused, reason
-from runtime_shim.gpu.api.device_nodes import Change, Node, changes
-from runtime_shim.gpu.api.driver import Driver, Gpu, Host
+from runtime_shim.gpu.api.device_nodes import Change, changes
+from runtime_shim.gpu.api.driver import Driver, Gpu, Host, Node
 from runtime_shim.gpu.nvidia.driver_files import Found, counterpart, differs
 from runtime_shim.records.manifest import DriverMount, Manifest
 from runtime_shim.runtime import bundle
 from runtime_shim.runtime.criu.images import dev
 from runtime_shim.snapshot.devices import bind_mounted_nodes
-
-__all__ = ["Remap", "given", "image", "make", "settle"]
 
 _PROC_GPU = re.compile(r"(/proc/driver/nvidia/gpus/)([0-9a-f:.]+)")
 _SEEN = 8

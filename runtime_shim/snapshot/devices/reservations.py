@@ -32,8 +32,6 @@ from runtime_shim import state_files
 from runtime_shim.errors import GpusnapError, reason
 from runtime_shim.process import proc
 
-__all__ = ["Room", "claim", "reserved", "sweep"]
-
 FOLDER = "/run/gpusnap/room"
 PATIENCE = 10.0
 """Seconds to wait for others who are choosing; choosing takes them less than one."""

@@ -45,8 +45,6 @@ from runtime_shim.snapshot.memory.writeback import Flushing
 from runtime_shim.snapshot.records import journal
 from runtime_shim.stopping.stop import populated
 
-__all__ = ["Chunks"]
-
 _DONTNEED = 4  # asm-generic/mman-common.h
 _EMPTY = transfer.OWN | 0x4000  # ibid., MAP_NORESERVE
 # Bytes that stay available beside what is staged.

@@ -54,8 +54,6 @@ from runtime_shim.log import note
 from runtime_shim.settings import Memory
 from runtime_shim.units import human
 
-__all__ = ["Kept", "make_room", "tidy"]
-
 _RECORD = "kept.json"
 _INDEX = "known.json"
 _BLOBS = ("blobs", "sha256")

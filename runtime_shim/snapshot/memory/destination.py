@@ -24,15 +24,14 @@ from oci.chunks.index import Known
 from oci.chunks.table import Table, descriptors
 from oci.layout.documents import Descriptor
 from oci.layout.layout import Layout
-from oci.store.store import Staging, Store
+from oci.store.staging import Staging
+from oci.store.store import Store
 from runtime_shim.errors import Refused
 from runtime_shim.process.memory import copy as copies
 from runtime_shim.records.manifest import FOLDER, FileRecord, Manifest, encode
 from runtime_shim.settings import Memory
 from runtime_shim.snapshot.memory import transfer
 from runtime_shim.snapshot.memory.chunk_cache import Kept
-
-__all__ = ["Home", "ImageHome", "StoreHome", "as_artifact", "described", "in_image", "labelled", "left"]
 
 _PAGES = re.compile(r"pages-[0-9]{1,10}\.img", re.ASCII)
 # Smaller ones are no worse off in an archive.

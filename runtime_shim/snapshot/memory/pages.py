@@ -14,8 +14,6 @@ from runtime_shim.stopping.stop import populated
 if TYPE_CHECKING:
     from runtime_shim.process.ptrace.populate import Populated
 
-__all__ = ["Pages"]
-
 
 class Pages:
     """As it is here the memory stays in the processes, and CRIU dumps and restores it with the rest.

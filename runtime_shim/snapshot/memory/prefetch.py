@@ -34,8 +34,6 @@ from runtime_shim.records.manifest import FOLDER, Manifest
 from runtime_shim.settings import Memory
 from runtime_shim.snapshot.memory import transfer
 
-__all__ = ["Filling"]
-
 # To remove what is staged, and seconds in between: this host may lack memory or descriptors for a moment.
 _TRIES, _PAUSE = 3, 0.05
 

@@ -26,7 +26,8 @@ from oci.chunks.table import descriptors
 from oci.layout.blobs import Blobs, FirstOf
 from oci.layout.documents import Descriptor
 from oci.layout.layout import Layout
-from oci.store.store import Staging, Store
+from oci.store.staging import Staging
+from oci.store.store import Store
 from runtime_shim import settings as settings_file
 from runtime_shim.errors import ImageError, Refused, reason
 from runtime_shim.process.memory import copy as copies
@@ -37,8 +38,6 @@ from runtime_shim.units import human
 
 if TYPE_CHECKING:
     from oci.registry.repository import Repository
-
-__all__ = ["PULL_FROM", "STORE", "Fetching", "rebuild"]
 
 STORE, PULL_FROM = "GPUSNAP_STORE", "GPUSNAP_PULL_FROM"
 """The caller's environment, which reaches a restore, before store.path and store.pull-from; several

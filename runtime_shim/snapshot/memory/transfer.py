@@ -32,21 +32,6 @@ from runtime_shim.records.manifest import FOLDER
 from runtime_shim.settings import Memory
 from runtime_shim.snapshot.records import journal
 
-__all__ = [
-    "OWN",
-    "Part",
-    "as_image_error",
-    "ceiling",
-    "check",
-    "commit",
-    "copy",
-    "fill",
-    "give",
-    "own",
-    "remove_layout",
-    "write_again",
-]
-
 OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # asm-generic/mman-common.h, MAP_FIXED
 """Memory of a process' own, in the place of what is there."""
 _PIECE = 64 << 20  # bytes that are held at once of a process' own memory

@@ -24,8 +24,6 @@ from runtime_shim.process.memory.tmpfs import Area
 from runtime_shim.records.manifest import Written
 from runtime_shim.settings import Memory
 
-__all__ = ["Early"]
-
 # The driver copies in a thread of its own, and all cores' hashing would take its memory from it.
 _SHARE = 3
 _MOST = 8

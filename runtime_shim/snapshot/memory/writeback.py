@@ -13,8 +13,6 @@ import threading
 from oci.base.errors import OciError
 from oci.layout.layout import Layout
 
-__all__ = ["Flushing"]
-
 _THREADS = 4
 # linux/fs.h, SYNC_FILE_RANGE_WRITE
 _WRITE = 2

@@ -28,23 +28,6 @@ from runtime_shim.snapshot.preflight import sockets as open_sockets
 from runtime_shim.snapshot.preflight.nccl import sharing
 from runtime_shim.units import human
 
-__all__ = [
-    "adopted",
-    "call",
-    "complete",
-    "criu_library",
-    "leftover",
-    "neighbours",
-    "rings",
-    "room_in_memory",
-    "room_on_disk",
-    "room_to_restore",
-    "sessions",
-    "shared",
-    "sockets",
-    "states",
-]
-
 _Found = TypeVar("_Found")
 
 # The heap of a process grows by about 150 MiB at its first checkpoint (seen with driver 580).

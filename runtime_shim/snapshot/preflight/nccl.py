@@ -49,8 +49,6 @@ from runtime_shim.gpu.api.driver import Gpu, Host
 from runtime_shim.process import proc
 from runtime_shim.process.environ import live_environment
 
-__all__ = ["IPC_DRIVER", "VARIABLES", "Sharing", "sharing"]
-
 IPC_DRIVER = 610
 """The first driver that brings CUDA IPC back, by NVIDIA's notes on cuda-checkpoint; none was at hand."""
 VARIABLES: Mapping[str, str] = {

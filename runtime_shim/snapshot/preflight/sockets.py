@@ -15,20 +15,6 @@ from dataclasses import dataclass
 from runtime_shim.process import proc
 from runtime_shim.runtime.criu.version import criu_version, refuses
 
-__all__ = [
-    "DUMPED",
-    "LOCAL",
-    "Connection",
-    "Opened",
-    "can_be_dumped",
-    "connections",
-    "cure",
-    "inode",
-    "opened",
-    "protocol",
-    "restricted_by_kernel",
-]
-
 DUMPED = frozenset(
     {
         *("UNIX", "UNIX-STREAM", "UNIX-DGRAM", "UNIX-SEQPACKET", "NETLINK", "PACKET"),

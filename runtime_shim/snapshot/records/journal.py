@@ -44,31 +44,6 @@ from runtime_shim.records.manifest import FOLDER as FOLDER_IN_IMAGE
 from runtime_shim.records.manifest import RegionRecord
 from runtime_shim.runtime import container_key
 
-__all__ = [
-    "PAUSED",
-    "RESTORED",
-    "Entry",
-    "Pause",
-    "Staged",
-    "Suspended",
-    "drop",
-    "entries",
-    "given_back",
-    "held",
-    "identity",
-    "idle",
-    "load",
-    "note_pause",
-    "note_unsynced",
-    "noted",
-    "read",
-    "remove",
-    "store",
-    "thread",
-    "unsynced",
-    "write",
-]
-
 FOLDER = "/run/gpusnap/journal"
 _VERSION = 2
 _PAUSE_VERSION = 1

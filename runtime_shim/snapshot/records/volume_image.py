@@ -20,8 +20,6 @@ from typing import IO, Any
 from oci.base.json_text import parse_json
 from runtime_shim.errors import GpusnapError, ImageError, Refused, reason
 
-__all__ = ["BLOCK", "DIRECTORY", "FIFO", "FILE", "IMAGE", "KINDS", "Entry", "header", "put_back"]
-
 IMAGE = "gpusnap-volumes.img"
 BLOCK = 8 << 20
 FILE, DIRECTORY, FIFO = "file", "directory", "fifo"

@@ -29,8 +29,6 @@ from runtime_shim.snapshot.records import volume_image
 from runtime_shim.snapshot.records.volume_image import BLOCK, FILE, IMAGE, KINDS, Entry, header
 from runtime_shim.units import human
 
-__all__ = ["Opened", "Volume", "check", "find", "opened", "put_back", "take"]
-
 _OF_CRIO = "io.kubernetes.cri-o.ContainerType"
 """An annotation of every container of CRI-O's (cri-o, pkg/annotations)."""
 # kubelet's directories (kubernetes, pkg/volume/emptydir and pkg/volume/util/subpath).

@@ -24,8 +24,6 @@ from runtime_shim.snapshot.memory.destination import StoreHome
 from runtime_shim.snapshot.memory.pages import Pages
 from runtime_shim.snapshot.suspend.gpu_state import idle_holders
 
-__all__ = ["came_back", "chosen", "inherited", "of_record", "pages", "possible", "same_gpus"]
-
 _PLUGIN = "criu-plugin"
 
 

@@ -56,19 +56,6 @@ if TYPE_CHECKING:
     from runtime_shim.process.ptrace.positions import Position
     from runtime_shim.process.ptrace.tracer import Tracer
 
-__all__ = [
-    "call",
-    "call_or_run",
-    "checkpoint",
-    "let_finish",
-    "lock",
-    "note",
-    "restore",
-    "state",
-    "take_notes",
-    "unlock",
-]
-
 T = TypeVar("T")
 
 # Seconds for an answer while the driver's threads alone run: it takes 1.4 ms, or does not come.

@@ -25,8 +25,6 @@ from runtime_shim.snapshot.records import journal
 from runtime_shim.stopping import vfork
 from runtime_shim.transaction import stop_if_asked
 
-__all__ = ["Lull", "put_right"]
-
 # Seconds that it goes on where a process waits; longer each time, and no two the same, since what starts
 # programs may do it at regular intervals.
 _FIRST, _LONGEST = 0.001, 0.05

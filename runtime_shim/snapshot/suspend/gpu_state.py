@@ -27,17 +27,6 @@ from runtime_shim.stopping.stop import go_on, settle, stop
 if TYPE_CHECKING:
     from runtime_shim.process.ptrace.tracer import Tracer
 
-__all__ = [
-    "Record",
-    "idle_holders",
-    "let_finish",
-    "record",
-    "resume",
-    "suspend",
-    "suspended",
-    "users",
-]
-
 # A restore can fail for a passing reason, such as another process that just has the memory; giving up would
 # leave the work suspended, so it is tried a few times.
 _ATTEMPTS = 4

@@ -38,8 +38,6 @@ from runtime_shim.snapshot.records import journal
 from runtime_shim.snapshot.suspend.gpu_state import idle_holders, users
 from runtime_shim.stopping.stop import go_on, stop
 
-__all__ = ["Cleared", "clear", "records", "say", "strangers"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cleared:

@@ -10,8 +10,7 @@ from functools import partial
 
 from runtime_shim.errors import GpusnapError, Refused
 from runtime_shim.gpu import holders
-from runtime_shim.gpu.api.device_nodes import Node
-from runtime_shim.gpu.api.driver import Driver, Host
+from runtime_shim.gpu.api.driver import Driver, Host, Node
 from runtime_shim.log import say
 from runtime_shim.process import proc
 from runtime_shim.records import manifest
@@ -31,17 +30,6 @@ from runtime_shim.snapshot.suspend.gpu_state import Record, record, resume, susp
 from runtime_shim.snapshot.suspend.lock import lock
 from runtime_shim.stopping.stop import Guard, drop_stops, stop
 from runtime_shim.transaction import Transaction
-
-__all__ = [
-    "Job",
-    "all_suspended",
-    "for_the_dump",
-    "newcomers",
-    "resume_all",
-    "resumed",
-    "suspend_all",
-    "thaw",
-]
 
 
 @dataclass(slots=True)

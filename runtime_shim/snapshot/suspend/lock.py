@@ -40,8 +40,6 @@ from runtime_shim.snapshot.suspend import driver_calls
 from runtime_shim.stopping.stop import go_on, stop
 from runtime_shim.transaction import stop_if_asked
 
-__all__ = ["lock"]
-
 # Seconds that the locked ones wait for the others, after the last change; at times, at least so many, and a
 # share of the time since the start.
 _BRIEFLY = 0.005

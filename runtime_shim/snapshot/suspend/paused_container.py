@@ -38,8 +38,6 @@ from runtime_shim.snapshot.records.journal import Entry
 from runtime_shim.stopping import vfork
 from runtime_shim.stopping.stop import go_on, settle, stand
 
-__all__ = ["Paused", "find", "left", "thaw_image"]
-
 # A property of a control group and its value (criu/images/cgroup.proto, cgroup_prop_entry), which CRIU notes
 # for version 1 alone.
 _FROZEN = re.compile(rb"\x0a\x0dfreezer\.state\x12\x06(?=FROZEN)")

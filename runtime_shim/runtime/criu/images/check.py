@@ -30,8 +30,6 @@ from runtime_shim.runtime.criu.images.messages import MAGIC, Damage, Fields, fie
 if TYPE_CHECKING:
     from oci.tar.compression import Readable
 
-__all__ = ["LINK", "PARENT", "Checker", "check", "check_parent", "is_image"]
-
 _COMMON, _SERVICE = 0x54564319, 0x55105940
 _PAGES = re.compile(r"pages-([0-9]{1,10})\.img", re.ASCII)
 _PAGEMAP = re.compile(r"pagemap-([0-9]{1,10})\.img", re.ASCII)

@@ -18,10 +18,9 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import IO
 
-from runtime_shim.gpu.api.device_nodes import Change, Node
+from runtime_shim.gpu.api.device_nodes import Change
+from runtime_shim.gpu.api.driver import Node
 from runtime_shim.runtime.criu.images import dev_tar
-
-__all__ = ["DEFAULT", "ENTRIES", "LIMIT", "Device", "image_name", "rewritten"]
 
 Device = tuple[str, int, int, str]
 """A device that /dev may hold: "c" or "b", major, minor, path."""

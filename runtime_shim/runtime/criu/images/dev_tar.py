@@ -15,23 +15,6 @@ from typing import IO, NoReturn
 
 from runtime_shim.errors import ImageError, reason
 
-__all__ = [
-    "BLOCK_DEVICE",
-    "CHARACTER",
-    "ENTRIES",
-    "FIFO",
-    "FILE",
-    "FOLDER",
-    "HARD",
-    "LIMIT",
-    "SOFT",
-    "Archive",
-    "Entry",
-    "damaged",
-    "refuse",
-    "shown",
-]
-
 LIMIT = 256 << 20
 """Bytes of the tar, and of its compressed form; Podman's /dev is a tmpfs of 64 MiB."""
 ENTRIES = 65536

@@ -15,8 +15,6 @@ from oci.base.files import open_below
 from runtime_shim.errors import ImageError, reason
 from runtime_shim.records.manifest import ImageRecord
 
-__all__ = ["Comparison", "Digester", "differs", "first_other", "take"]
-
 _THREADS = 8
 _PIECE = 1 << 20
 

@@ -12,8 +12,6 @@ from oci.base.files import open_below, sync_folder
 from runtime_shim.errors import ImageError, reason
 from runtime_shim.runtime.criu.images.check import is_image
 
-__all__ = ["Earlier", "clean", "drop_earlier", "earlier", "make", "sync"]
-
 Earlier: TypeAlias = Mapping[str, tuple[int, ...]]
 """Images by name, and what tells each from what is written in its place."""
 

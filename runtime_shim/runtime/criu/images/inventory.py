@@ -14,8 +14,6 @@ from runtime_shim.errors import ImageError, reason
 from runtime_shim.records.manifest import INVENTORY
 from runtime_shim.runtime.criu.images.messages import MAGIC, Damage, fields
 
-__all__ = ["has_closed_connections"]
-
 _HEAD = struct.Struct("<II")
 _TCP_CLOSE = 10
 # Bytes; real ones have less than a hundred.

@@ -22,8 +22,6 @@ from runtime_shim.errors import ImageError, reason
 from runtime_shim.records.manifest import DriverMount
 from runtime_shim.runtime import container_key
 
-__all__ = ["mounts"]
-
 _FOLDER = ".empty-directory"
 # Field 18 of a mount, a string: its tag (18 << 3 | 2 as a varint), its length, and the key. Images may come
 # from anywhere, and the name goes into a configuration file: so nothing but plain words and slashes.

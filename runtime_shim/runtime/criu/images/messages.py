@@ -10,8 +10,6 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["MAGIC", "Damage", "Fields", "fields", "kind_of"]
-
 # Of the images that consist of messages, by their names without a number.
 MAGIC: Mapping[str, int] = {
     "apparmor": 0x59423047,

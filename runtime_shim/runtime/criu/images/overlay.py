@@ -23,8 +23,6 @@ from types import MappingProxyType
 from runtime_shim.errors import ImageError, reason
 from runtime_shim.runtime.criu import scratch_files
 
-__all__ = ["view"]
-
 _MOST = 65536
 """Entries; CRIU writes some ten for each process."""
 
