@@ -297,8 +297,3 @@ sys.modules["runtime_shim.shim.dispatch"] = shim
 """
     done = host.run("--debug", "checkpoint", "--leave-running", "x", before=stand_in)
     assert (done.returncode, done.stdout) == (5, "shim --debug checkpoint --leave-running x\n")
-
-
-def test_all() -> None:
-    assert all(hasattr(entry, name) for name in entry.__all__)
-    assert os.path.samefile(entry.__file__, ROOT / "runtime_shim" / "shim/entry.py")

@@ -23,7 +23,7 @@ def raised(error: Exception) -> Exception:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (KeyError("x"), "KeyError: 'x' (test_shim_unforeseen.py:19)"),
+        (KeyError("x"), "KeyError: 'x' (test_shim_unforeseen.py:18)"),
         (FileNotFoundError(2, "No such file or directory", "/a"), "/a: it does not exist (test_shim"),
         (NameError("_driver"), "NameError: _driver (test_shim"),
     ],
