@@ -31,29 +31,22 @@ def checked(container: object) -> str:
 
 
 @contextlib.contextmanager
-def opened(*names: str) -> Iterator[int]:
-    """A descriptor of folder.FOLDER, or of a folder in it. Raises OSError."""
+def opened(*names: str, make: bool = False) -> Iterator[int]:
+    """A descriptor of folder.FOLDER, or of a folder in it; with `make` they are made where they are missing.
+
+    Raises OSError.
+    """
     top, above, last = _parts()
     with contextlib.ExitStack() as stack:
         descriptor = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         stack.callback(os.close, descriptor)
         for name in (above, last, *names):
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, 0o700, dir_fd=descriptor)
             descriptor = os.open(name, _OPEN, dir_fd=descriptor)
             stack.callback(os.close, descriptor)
         yield descriptor
-
-
-def make(container: str) -> None:
-    """Make the folder of a container, and those above it, where they are missing. Raises OSError."""
-    top, above, last = _parts()
-    with contextlib.ExitStack() as stack:
-        descriptor = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        stack.callback(os.close, descriptor)
-        for name in (above, last, container):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(name, 0o700, dir_fd=descriptor)
-            descriptor = os.open(name, _OPEN, dir_fd=descriptor)
-            stack.callback(os.close, descriptor)
 
 
 def _parts() -> tuple[str, str, str]:

@@ -68,8 +68,7 @@ def write(record: Record) -> None:
     }
     schema.check(document, "gpus", f"the record of container {container}")
     try:
-        place.make(container)
-        with place.opened(container) as folder:
+        with place.opened(container, make=True) as folder:
             _write(text(document) + b"\n", folder)
     except OSError as error:
         raise HookError(f"the record of container {container} cannot be written: {reason(error)}") from error

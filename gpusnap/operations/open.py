@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
@@ -205,14 +205,7 @@ def _temporary(stack: ExitStack) -> Layout:
 def _in_registry(word: str, place: InRegistry, stack: ExitStack, *, plain_http: bool) -> Checkpoint:
     repository = stack.enter_context(open_repository(place, plain_http=plain_http))
     wanted = place.reference.digest or place.reference.tag or "latest"
-    root, content = repository.read_manifest(wanted)
-    documents = {root.digest: content}
-
-    def read(document: Descriptor) -> bytes:
-        if document.digest not in documents:
-            documents[document.digest] = repository.read_manifest(document.digest)[1]
-        return documents[document.digest]
-
+    root, read = manifests(repository, wanted)
     layout = _temporary(stack)
     try:
         config = artifacts.read(root, read).config
@@ -228,6 +221,19 @@ def _in_registry(word: str, place: InRegistry, stack: ExitStack, *, plain_http: 
     return Checkpoint(
         word, found.record, Stored(root, found.artifact, place.reference.name, names, blobs, store=None)
     )
+
+
+def manifests(repository: Repository, wanted: str) -> tuple[Descriptor, Callable[[Descriptor], bytes]]:
+    """What a tag or a digest stands for, and how to read it and manifests below it, each once."""
+    root, content = repository.read_manifest(wanted)
+    documents = {root.digest: content}
+
+    def read(document: Descriptor) -> bytes:
+        if document.digest not in documents:
+            documents[document.digest] = repository.read_manifest(document.digest)[1]
+        return documents[document.digest]
+
+    return root, read
 
 
 class _Remote:

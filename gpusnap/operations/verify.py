@@ -26,7 +26,7 @@ from gpusnap.checkpoints.formats.layout_archive import opened_layout, refuse_con
 from gpusnap.checkpoints.list import Kept, kept
 from gpusnap.checkpoints.locator import InFile, InRegistry, InStore, find, open_store
 from gpusnap.checkpoints.offline import stand_in
-from gpusnap.operations.open import open_repository
+from gpusnap.operations.open import manifests, open_repository
 from gpusnap.operations.verify_files import in_archive, in_folder
 from gpusnap.user_errors import told
 from oci.base.errors import (
@@ -195,15 +195,9 @@ def _of_images(root: Descriptor, layout: Layout) -> tuple[Fault, ...]:
 def _in_registry(
     word: str, repository: Repository, place: InRegistry, deep: bool, progress: Progress
 ) -> Verified:
-    root, content = repository.read_manifest(place.reference.digest or place.reference.tag or "latest")
-    documents = {root.digest: content}
+    root, read = manifests(repository, place.reference.digest or place.reference.tag or "latest")
     faults: list[Fault] = []
     blobs: dict[str, Descriptor] = {}
-
-    def read(document: Descriptor) -> bytes:
-        if document.digest not in documents:
-            documents[document.digest] = repository.read_manifest(document.digest)[1]
-        return documents[document.digest]
 
     waiting, met = [root], {root.digest}
     for at in waiting:

@@ -147,14 +147,14 @@ def _open_nodes(pid: int, majors: frozenset[int]) -> dict[int, Node]:
     try:
         names = os.listdir(folder)
     except OSError as error:
-        _gone_or_raise(error, pid)
+        gone_or_raise(error, pid)
         return found
     for name in names:
         link = f"{folder}/{name}"
         try:
             path = os.readlink(link)
         except OSError as error:
-            _gone_or_raise(error, pid)
+            gone_or_raise(error, pid)
             continue
         # socket:[1], pipe:[2], anon_inode:… are never device files.
         if path.startswith("/"):
@@ -191,7 +191,7 @@ def _dev_nodes(pid: int, majors: frozenset[int]) -> Iterator[Node]:
         folder = os.open(f"/proc/{pid}/root/dev", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         if error.errno not in (errno.ENOTDIR, errno.ELOOP):
-            _gone_or_raise(error, pid)
+            gone_or_raise(error, pid)
         return
     try:
         for name in os.listdir(folder):
@@ -213,7 +213,7 @@ def _mappings(pid: int) -> Iterator[tuple[str, str]]:
                 if len(fields) == 6 and fields[5].startswith("/"):
                     yield fields[0], fields[5]
     except OSError as error:
-        _gone_or_raise(error, pid)
+        gone_or_raise(error, pid)
 
 
 def _node(path: str, link: str, majors: frozenset[int]) -> Node | None:
@@ -241,7 +241,7 @@ def _is_gpu(node: Node, frontends: frozenset[int]) -> bool:
     return ours and 0 <= node.minor <= LAST_GPU_MINOR
 
 
-def _gone_or_raise(error: OSError, pid: int) -> None:
+def gone_or_raise(error: OSError, pid: int) -> None:
     """Return where the process, or the descriptor, is gone; raise for any other reason."""
     # A process that is ending has no memory by which the kernel could allow us: EACCES, for any but root.
     if error.errno in (errno.ENOENT, errno.ESRCH) or not proc.alive(pid):
