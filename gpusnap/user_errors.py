@@ -27,6 +27,8 @@ class NotFound(GpusnapError):
 class Damaged(GpusnapError):
     """What was found is not what its digests, or its format, say."""
 
+    code = "GPS-601"
+
 
 class Killed(GpusnapError):
     """Podman was killed; what it had started goes on."""
@@ -82,16 +84,16 @@ def failure(error: errors.OciError) -> GpusnapError:
     """The same as an error for users: its sentence, and what to do about it."""
     for words, hint in _TLS:
         if isinstance(error, errors.Unreachable) and words in str(error):
-            return GpusnapError(str(error), hint=hint)
+            return GpusnapError(str(error), hint=hint, code=error.code)
     if isinstance(error, errors.EngineImage) and error.engine:
-        return GpusnapError(str(error), hint=_OF_IMAGES[error.engine])
+        return GpusnapError(str(error), hint=_OF_IMAGES[error.engine], code=error.code)
     for kind, ours, hint in _KINDS:
         if isinstance(error, kind):
             cause = error.__cause__
             if ours is Damaged and isinstance(cause, OSError) and cause.errno in _NO_DAMAGE:
-                break
-            return ours(str(error), hint=hint)
-    return GpusnapError(str(error))
+                return GpusnapError(str(error))
+            return ours(str(error), hint=hint, code=error.code)
+    return GpusnapError(str(error), code=error.code)
 
 
 @contextmanager

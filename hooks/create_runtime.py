@@ -26,7 +26,7 @@ def note_gpus(data: bytes) -> None:
     state = parse(data, "the container's state")
     bundle = state.get("bundle")
     if not isinstance(bundle, str) or not os.path.isabs(bundle):
-        raise HookError("the container's state names no bundle")
+        raise HookError("the container's state names no bundle", code="GPS-908")
     config = parse(_config(bundle), "the container's configuration")
     from hooks import given
 
@@ -68,4 +68,4 @@ def _config(bundle: str) -> bytes:
     try:
         return read_file(os.path.join(bundle, "config.json"), _CONFIG_LIMIT)
     except FileNotFoundError:
-        raise HookError(f"the bundle {bundle} has no config.json") from None
+        raise HookError(f"the bundle {bundle} has no config.json", code="GPS-908") from None

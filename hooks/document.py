@@ -25,9 +25,9 @@ def parse(data: bytes, what: str) -> dict[str, Any]:
             data.decode("utf-8"), parse_constant=_no_number, parse_float=_finite, object_pairs_hook=_object
         )
     except (ValueError, RecursionError) as error:
-        raise HookError(f"{what} is not JSON: {str(error)[:200]}") from error
+        raise HookError(f"{what} is not JSON: {str(error)[:200]}", code="GPS-908") from error
     if not isinstance(document, dict):
-        raise HookError(f"{what} is not a JSON object")
+        raise HookError(f"{what} is not a JSON object", code="GPS-908")
     return document
 
 

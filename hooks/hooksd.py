@@ -88,6 +88,7 @@ def find_program() -> str:
     raise HookError(
         f"the program {PROGRAM} is not in {' or '.join(dict.fromkeys(places))}",
         hint="install gpusnap with pip, pipx or your distribution's package, which bring it",
+        code="GPS-002",
     )
 
 
@@ -111,7 +112,9 @@ def install(directory: str, made: Mapping[str, bytes], *, force: bool = False) -
         return [_put(path, before, data) for path, before, data in plan]
     except OSError as error:
         raise HookError(
-            f"the hooks cannot be written into {directory}: {reason(error)}", hint="run it as root"
+            f"the hooks cannot be written into {directory}: {reason(error)}",
+            hint="run it as root",
+            code="GPS-005",
         ) from error
 
 
@@ -133,7 +136,9 @@ def remove(directory: str, *, dry_run: bool = False) -> tuple[list[Change], list
             if not dry_run:
                 os.unlink(path)
         except OSError as error:
-            raise HookError(f"{path} cannot be removed: {reason(error)}", hint="run it as root") from error
+            raise HookError(
+                f"{path} cannot be removed: {reason(error)}", hint="run it as root", code="GPS-005"
+            ) from error
         done.append(("removed", path))
     return done, left
 

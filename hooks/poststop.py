@@ -19,7 +19,7 @@ def forget(data: bytes) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise HookError(f"{folder.FOLDER} cannot be read: {reason(error)}") from error
+        raise HookError(f"{folder.FOLDER} cannot be read: {reason(error)}", code="GPS-908") from error
     from hooks import place
     from hooks.document import parse
 
@@ -33,4 +33,6 @@ def forget(data: bytes) -> None:
     try:
         place.remove(container)
     except OSError as error:
-        raise HookError(f"the record of container {container} cannot be removed: {reason(error)}") from error
+        raise HookError(
+            f"the record of container {container} cannot be removed: {reason(error)}", code="GPS-908"
+        ) from error

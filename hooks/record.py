@@ -74,7 +74,9 @@ def write(record: Record) -> None:
         with place.opened(container) as folder:
             _write(text(document) + b"\n", folder)
     except OSError as error:
-        raise HookError(f"the record of container {container} cannot be written: {reason(error)}") from error
+        raise HookError(
+            f"the record of container {container} cannot be written: {reason(error)}", code="GPS-908"
+        ) from error
 
 
 def _write(data: bytes, folder: int) -> None:
@@ -101,10 +103,10 @@ def read(container: str) -> Record | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise HookError(f"{what} cannot be read: {reason(error)}") from error
+        raise HookError(f"{what} cannot be read: {reason(error)}", code="GPS-908") from error
     schema.check(document, "gpus", what)
     if document["container"] != container:
-        raise HookError(f"{what} is of container {document['container']}")
+        raise HookError(f"{what} is of container {document['container']}", code="GPS-908")
     return Record(
         container=container,
         created=document["created"],

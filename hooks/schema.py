@@ -20,4 +20,6 @@ def check(document: dict[str, Any], name: str, what: str) -> None:
     error = next(iter(jsonschema.Draft202012Validator(json.loads(text)).iter_errors(document)), None)
     if error is not None:
         place = "/".join(map(str, error.absolute_path)) or "the top level"
-        raise HookError(f"{what} is not as the specification says: at {place}, {error.message[:200]}")
+        raise HookError(
+            f"{what} is not as the specification says: at {place}, {error.message[:200]}", code="GPS-908"
+        )

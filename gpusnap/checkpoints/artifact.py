@@ -62,6 +62,7 @@ class Kept:
                 f"{self.root.digest} is a checkpoint of containerd's, which Podman cannot restore",
                 hint="on a host with containerd: gpusnap pull REF --to containerd:IMAGE, then ctr container "
                 "restore --live NAME IMAGE",
+                code="GPS-607",
             )
 
     def check_containerd(self) -> None:
@@ -72,6 +73,7 @@ class Kept:
                 f"{self.root.digest} is no checkpoint of containerd's, but one of Podman's or Kubernetes', "
                 "which ctr cannot restore",
                 hint="gpusnap restore REF has Podman restore it",
+                code="GPS-607",
             )
 
     def check_whole(self) -> None:
@@ -82,6 +84,7 @@ class Kept:
                 f"{self.root.digest} has only the memory of a checkpoint, whose records are in the archive "
                 "that Podman exported, or in Podman's storage",
                 hint=f"run podman container restore --import ARCHIVE, or podman container restore {whose}",
+                code="GPS-608",
             )
 
 
@@ -97,7 +100,8 @@ def load(root: Descriptor, layout: Layout, read: Callable[[Descriptor], bytes] |
         return Kept(root, whole, b"", None)
     if config.size > manifest.LARGEST:
         raise Damaged(
-            f"the manifest {config.digest} has {config.size} bytes, and {manifest.LARGEST} are allowed"
+            f"the manifest {config.digest} has {config.size} bytes, and {manifest.LARGEST} are allowed",
+            code="GPS-604",
         )
     data = layout.read_blob(config, limit=manifest.LARGEST)
     found = Kept(root, whole, data, manifest.decode(data, f"the manifest {config.digest}"))

@@ -44,7 +44,8 @@ def named(place: InRegistry, error: RegistryError) -> None:
     if found is not None:
         said = failure(error)
         copy = f"this host's store has one of that name: oci:{found.store.path}:{found.wanted}"
-        raise type(said)(str(said), hint=f"{said.hint}; {copy}" if said.hint else copy) from error
+        hint = f"{said.hint}; {copy}" if said.hint else copy
+        raise type(said)(str(said), hint=hint, code=said.code) from error
 
 
 def copy_of(place: InRegistry) -> InStore | None:

@@ -278,6 +278,7 @@ def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -
         raise UsageError(
             f"--to {to} is no store",
             hint="write it as oci:DIR, oci:DIR:NAME or containerd:IMAGE, or use -o",
+            code="GPS-102",
         )
     with Progress() as progress:
         done = push_pull.pull(

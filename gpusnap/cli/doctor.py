@@ -15,7 +15,7 @@ from gpusnap.doctor import container as of_container
 from gpusnap.doctor import host
 from gpusnap.doctor.base import subject
 from gpusnap.doctor.base.check import Check, Verdict, document, plural
-from runtime_shim.errors import GpusnapError
+from runtime_shim.errors import GpusnapError, with_code
 from runtime_shim.gpu import find_driver
 
 __all__ = ["doctor", "print_checks"]
@@ -44,7 +44,7 @@ def doctor(container: str | None, namespace: str, runtime: str, as_json: bool) -
     too, and 1 with one.
 
     As JSON: failures, warnings, and checks, each with name, verdict (ok, warning, failure), says, todo,
-    facts.
+    facts, and code (such as GPS-312, for `gpusnap explain`; empty if there is none).
     """
     if container is None:
         if namespace:
@@ -71,7 +71,7 @@ def print_checks(to: Console, checks: Sequence[Check]) -> None:
     for each in checks:
         line = Text(f"{_MARKS[each.verdict]:<8}", style=_STYLES[each.verdict])
         line.append(f"{each.name:<{width}}  ", style="bold")
-        line.append(show.plain(each.says).plain, style="default")
+        line.append(show.plain(with_code(each.says, each.code)).plain, style="default")
         to.print(line, soft_wrap=True)
         if each.todo:
             to.print(Text(" " * (10 + width) + f"→ {show.plain(each.todo).plain}"), soft_wrap=True)

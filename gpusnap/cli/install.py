@@ -156,6 +156,7 @@ def _need_root(command: str, root: str, dry_run: bool) -> None:
         raise GpusnapError(
             f"gpusnap {command} changes files of the system, which only root may do",
             hint="run it as root, or with --dry-run to see what it would do",
+            code="GPS-005",
         )
 
 

@@ -18,6 +18,7 @@ from gpusnap.cli import doctor as commands_doctor
 from gpusnap.cli import install as commands_install
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_checkpoint, completion
+from gpusnap.cli.explain import explain
 from gpusnap.cli.store_commands import inspected
 from gpusnap.cli.streams import forgive_closed_pipes
 from gpusnap.engines.install.hooks import install_hooks
@@ -109,7 +110,8 @@ def command(debug: bool) -> None:
     HOST/REPOSITORY:TAG   in a registry
 
     Start with `gpusnap doctor`, which checks this host. Containers must be started with gpusnap-runtime,
-    which Podman and containerd run in place of crun or runc.
+    which Podman and containerd run in place of crun or runc. A message that ends with a code, such as
+    [GPS-312], is explained by `gpusnap explain GPS-312`.
     """
     if debug:
         debugging.begin()
@@ -219,6 +221,7 @@ def resume(pids: tuple[int, ...]) -> None:
             raise GpusnapError(
                 f"the GPU memory of process {pid} is in files",
                 hint=f"gpusnap recover {noted[pid].container}",
+                code="GPS-021",
             )
     driver.open()
     gpu_state.resume(driver, pids, gpu_state.InCriu())
@@ -354,6 +357,7 @@ command.add_command(commands_install.install)
 command.add_command(commands_install.uninstall)
 command.add_command(install_hooks)
 command.add_command(completion)
+command.add_command(explain)
 command.add_command(store_commands.ls)
 command.add_command(store_commands.diff)
 command.add_command(store_commands.verify)
@@ -376,6 +380,7 @@ def _driver(vendor: str = "") -> Driver:
             "this host has no GPU driver that gpusnap knows: no /dev/nvidia*, no /proc/driver/nvidia, no "
             "/dev/kfd",
             hint="load the driver, and see that nvidia-smi or rocminfo lists the GPUs",
+            code="GPS-301",
         )
     return driver
 

@@ -269,7 +269,7 @@ def _store(word: str | None) -> Store:
         return default_store()
     place = in_store(word) if word.startswith("oci:") else None
     if place is None or place.wanted:
-        raise UsageError(f"{word[:120]!r} is no store", hint="a store is named oci:DIR")
+        raise UsageError(f"{word[:120]!r} is no store", hint="a store is named oci:DIR", code="GPS-102")
     return place.store
 
 
@@ -277,7 +277,9 @@ def _named(word: str) -> InStore:
     """Something in a store, by its name or digest. Raises UsageError, NotFound."""
     place = in_store(word)
     if not place.wanted:
-        raise UsageError(f"{word} is a store", hint=f"name a checkpoint in it: {word.rstrip(':')}:NAME")
+        raise UsageError(
+            f"{word} is a store", hint=f"name a checkpoint in it: {word.rstrip(':')}:NAME", code="GPS-102"
+        )
     return place
 
 

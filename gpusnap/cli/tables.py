@@ -174,6 +174,7 @@ def plan_document(chosen: Plan) -> dict[str, Any]:
         "verdicts": [{"old": v.wanted, "new": v.gpu, "reason": v.reason} for v in chosen.verdicts],
         "refusal": chosen.refusal,
         "hint": chosen.hint,
+        "code": chosen.code,
     }
 
 

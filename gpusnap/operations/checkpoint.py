@@ -94,7 +94,9 @@ def checkpoint(wish: Wish, progress: Progress) -> Made:
     """Make it. Raises NotFound, ContainerError, Interrupted, GpusnapError."""
     began = time.monotonic()
     if isinstance(wish.to, locator.InRegistry) and wish.to.reference.digest:
-        raise UsageError(f"{wish.to.reference} names a digest, which no checkpoint has before it is made")
+        raise UsageError(
+            f"{wish.to.reference} names a digest, which no checkpoint has before it is made", code="GPS-102"
+        )
     settings_file.usable()  # gpusnap-runtime would refuse, and Podman not always show why
     found = podman.container(wish.container)
     podman.check(found)
@@ -116,6 +118,7 @@ def checkpoint(wish: Wish, progress: Progress) -> Made:
         raise type(said)(
             f"the checkpoint is in {made.store} as {made.name}, and was not pushed: {said}",
             hint=f"gpusnap push {made.name} {wish.to.reference}{plain_http} goes on",
+            code=said.code or "GPS-710",
         ) from error
     return Made(
         found,
@@ -240,6 +243,7 @@ def _to_file(wish: Wish, found: podman.Container, path: str, progress: Progress,
             f"{path} was made by somebody else meanwhile, and a checkpoint replaces no file: that of "
             f"{found.name} is whole, and kept as {put}",
             hint="give that file the name that you want",
+            code="GPS-103",
         )
     return Made(found, time.monotonic() - began, memory, size=_size(path), new=_size(path), file=path)
 
@@ -252,14 +256,15 @@ def _check_place(path: str, found: podman.Container) -> None:
             f"{path} cannot be written: it is a folder",
             hint=f"name a file in it, such as {os.path.join(path, found.name)}.tar.zst, or a store in it as "
             f"oci:{path}/store",
+            code="GPS-103",
         )
     if os.path.exists(path) and not os.path.isfile(path):
-        raise GpusnapError(f"{path} cannot be written: it is there, and no file")
+        raise GpusnapError(f"{path} cannot be written: it is there, and no file", code="GPS-103")
     push_pull.check_free(path)
     if not os.path.isdir(folder):
-        raise GpusnapError(f"{path} cannot be written: {folder} is no folder")
+        raise GpusnapError(f"{path} cannot be written: {folder} is no folder", code="GPS-103")
     if not os.access(folder, os.W_OK | os.X_OK):  # for root: on a file system that is read-only
-        raise GpusnapError(f"{path} cannot be written: {folder} is read-only")
+        raise GpusnapError(f"{path} cannot be written: {folder} is read-only", code="GPS-103")
 
 
 def _run(wish: Wish, export: Export, options: list[str], tick: Tick) -> None:
@@ -270,7 +275,7 @@ def _run(wish: Wish, export: Export, options: list[str], tick: Tick) -> None:
         while missing and (entry := next(found, None)) is not None:
             missing.discard(entry.name)
     if missing:
-        raise ImageError(f"what Podman exported of {export.found.name} has no {min(missing)}")
+        raise ImageError(f"what Podman exported of {export.found.name} has no {min(missing)}", code="GPS-907")
     export.whole = True
     if came:
         raise Interrupted("the checkpoint was interrupted before it was kept")
@@ -283,6 +288,7 @@ def _memory_of(export: Export) -> int:
         raise ImageError(
             f"what Podman exported of {export.found.name} has not its memory, which went to a store",
             hint="gpusnap checkpoint without --to keeps both together",
+            code="GPS-608",
         )
     return sum(gpu.memory_used for gpu in record.gpus) if record is not None else 0
 
@@ -340,7 +346,7 @@ def _writing(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ImageError(f"{path} cannot be written: {reason(error)}") from error
+        raise ImageError(f"{path} cannot be written: {reason(error)}", code="GPS-103") from error
 
 
 def _blobs(store: Store) -> set[str]:

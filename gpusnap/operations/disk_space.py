@@ -42,6 +42,7 @@ def check(found: podman.Container, folder: str, *, rootfs: bool, twice: bool, gp
             f"the checkpoint of {found.name} needs up to {human(need)} in {folder}, where {human(free)} "
             "are free",
             hint="make room there, for example with gpusnap rm and gpusnap gc",
+            code="GPS-007",
         )
 
 

@@ -130,21 +130,26 @@ def _after(export: Export, error: GpusnapError, left: _Left) -> GpusnapError:
     if left in ("in Podman", "cut off"):
         export.kept = False
     if left == "in Podman":
-        return kind(there, hint=again)
+        return kind(there, hint=again, code=error.code)
     if left == "cut off":
         first = f"gpusnap recover {export.found.id} completes it, and then "
-        return kind(f"{there}, but for its end", hint=first + again)
+        return kind(f"{there}, but for its end", hint=first + again, code=error.code)
     if export.whole or is_whole(export.archive):
         archive = shlex.quote(export.keep())
         more = f", and {export.more.format(archive=archive)}" if export.more else ""
         return kind(
             f"{error}; nothing is lost: what Podman exported of {name} is kept as {archive}",
             hint=f"{export.environment}podman container restore --import {archive} brings it back{more}",
+            code=error.code,
         )
     export.kept = False
     if left == "removed":
         gone = f"the container {name} has ended, and Podman removes it (--rm) with its checkpoint"
-        return kind(f"{error}; {gone}", hint=error.hint)
+        return kind(f"{error}; {gone}", hint=error.hint, code=error.code)
     if left == "unknown":
         return error
-    return kind(f"{error}; the container {name} has ended, and there is no checkpoint of it", hint=error.hint)
+    return kind(
+        f"{error}; the container {name} has ended, and there is no checkpoint of it",
+        hint=error.hint,
+        code=error.code,
+    )

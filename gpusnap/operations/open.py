@@ -50,6 +50,8 @@ __all__ = [
 class NoManifest(ManifestError):
     """A checkpoint that has no manifest of gpusnap's, as those of containers without a GPU."""
 
+    code = "GPS-605"
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:

@@ -166,11 +166,13 @@ def _check_format(
         raise Refused(
             f"no image for {format} can be made of a checkpoint of containerd's",
             hint="push it without --format, for containerd on another host",
+            code="GPS-607",
         )
     if source is not None and source.kind == "image":
         raise Refused(
             f"{source.layout.path} has a checkpoint that is an image for an engine already",
             hint="push it without --format, as it is",
+            code="GPS-606",
         )
 
 
@@ -297,7 +299,9 @@ def check_free(path: str) -> None:
     """Raise GpusnapError where something has the name that an archive shall have."""
     if os.path.lexists(path):
         raise GpusnapError(
-            f"{path} exists already", hint="gpusnap overwrites no file: remove it, or give another name"
+            f"{path} exists already",
+            hint="gpusnap overwrites no file: remove it, or give another name",
+            code="GPS-103",
         )
 
 
@@ -335,6 +339,7 @@ def _sent(
         raise UsageError(
             f"{to.reference} names another digest than that of the checkpoint, {root.digest}",
             hint="push it to a tag",
+            code="GPS-102",
         )
     with open_repository(to, plain_http=plain_http) as repository:
         progress.stage(f"push to {to.reference}")

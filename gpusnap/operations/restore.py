@@ -126,6 +126,7 @@ def _from_file(wish: Wish, path: str, progress: Progress) -> tuple[str, str]:
         raise UsageError(
             f"{path} is a folder, and Podman restores archives",
             hint="a store is named oci:DIR:NAME; a folder of images is restored by gpusnap-runtime restore",
+            code="GPS-102",
         )
     if not is_layout(path):
         return _from_archive(wish, path, progress), ""
@@ -139,6 +140,7 @@ def _from_layout(wish: Wish, path: str, found: InLayout, progress: Progress) -> 
         raise Refused(
             f"{path} is an image layout, such as containerd exports, which Podman cannot restore",
             hint="ctr images import --no-unpack takes it, and ctr container restore --live restores it",
+            code="GPS-607",
         )
     layout = found.layout
     with _room(locator.default_store()) as folder:
@@ -316,6 +318,7 @@ def _run(
             raise GpusnapError(
                 f"Podman has a container {wanted} already",
                 hint=f"remove it with podman rm {force}{wanted}, or give another name with --name",
+                code="GPS-508",
             ) from error
         raise
 

@@ -82,7 +82,9 @@ def chosen(wanted: str, ids: Sequence[str]) -> str:
     except GpusnapError as error:
         if found and len(wanted) < _SURE:
             raise GpusnapError(
-                f"whether a container has the name {wanted} is open: {error}", hint=f"give the ID: {found[0]}"
+                f"whether a container has the name {wanted} is open: {error}",
+                hint=f"give the ID: {found[0]}",
+                code=error.code,
             ) from error
         named = ""
     if named:

@@ -91,9 +91,12 @@ def write(
     `progress` raises: the first error ends all workers. Blobs that were whole by then stay.
     """
     if not PAGE <= chunk_size <= LARGEST_CHUNK or chunk_size % PAGE:
-        raise ChunkError(f"a chunk size of {chunk_size} bytes is no multiple of {PAGE} up to {LARGEST_CHUNK}")
+        raise ChunkError(
+            f"a chunk size of {chunk_size} bytes is no multiple of {PAGE} up to {LARGEST_CHUNK}",
+            code="GPS-111",
+        )
     if not 0 <= level <= HIGHEST_LEVEL:
-        raise ChunkError(f"zstd level {level} is not one from 0 to {HIGHEST_LEVEL}")
+        raise ChunkError(f"zstd level {level} is not one from 0 to {HIGHEST_LEVEL}", code="GPS-111")
     for source in sources:
         validated(source.size, ())
     need = worker_memory(chunk_size, level)

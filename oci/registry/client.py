@@ -158,7 +158,9 @@ class Client:
         except ValueError:
             found = None
         if found is None or found[0] not in self._schemes:
-            raise RegistryError(f"{host_of(base)} sends us to where there is no TLS, or no address at all")
+            raise RegistryError(
+                f"{host_of(base)} sends us to where there is no TLS, or no address at all", code="GPS-809"
+            )
         return url
 
     def _follow(self, request: Request, shown: str) -> Answer:
@@ -176,7 +178,9 @@ class Client:
             with answer:
                 location = answer.header("Location")
             url = self.resolved(url, location)
-        raise RegistryError(f"{request.what}: it sends us on and on, more than {_MOST_REDIRECTS} times")
+        raise RegistryError(
+            f"{request.what}: it sends us on and on, more than {_MOST_REDIRECTS} times", code="GPS-808"
+        )
 
     def _own(self, url: str) -> bool:
         """Whether a URL is the registry's own, and not one of another host."""

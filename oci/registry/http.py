@@ -259,7 +259,9 @@ def exchange(
             )
     except LocationValueError as error:
         watch.close()
-        raise RegistryError(f"an address on {host_of(url)} is none: {type(error).__name__}") from error
+        raise RegistryError(
+            f"an address on {host_of(url)} is none: {type(error).__name__}", code="GPS-808"
+        ) from error
     except (HTTPError, http.client.HTTPException, OSError) as error:
         watch.close()
         _refuse_tls(error, url)
@@ -283,12 +285,14 @@ def _refuse_tls(error: BaseException, url: str) -> None:
             raise Unreachable(
                 f"the certificate of {host_of(url)} is not trusted ({why}): "
                 "have its CA among the system's, or as a .crt file in the registry's folder in "
-                f"{certificates.FOLDERS[0]}"
+                f"{certificates.FOLDERS[0]}",
+                code="GPS-805",
             ) from error
         if isinstance(each, ssl.SSLError) and each.reason in _NO_TLS:
             raise Unreachable(
                 f"{host_of(url)} does not speak TLS: plain HTTP, which shows everything to the network, "
-                "has to be asked for"
+                "has to be asked for",
+                code="GPS-804",
             ) from error
 
 

@@ -146,7 +146,9 @@ def _add_to_tag(repository: Repository, subject: str, more: Iterable[Descriptor]
     if new:
         content = written_document(Index((*there, *new)).to_json())
         if len(content) > DOCUMENT_LIMIT:
-            raise RegistryError(f"the list of what refers to {subject} would have {len(content)} bytes")
+            raise RegistryError(
+                f"the list of what refers to {subject} would have {len(content)} bytes", code="GPS-812"
+            )
         repository.put_manifest(content, INDEX, _tag(subject))
 
 

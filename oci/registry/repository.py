@@ -181,7 +181,9 @@ class Repository:
 
         told = self._client.persist(attempt, request.what)
         if told.startswith(PREFIX) and told != digest:
-            raise RegistryError(f"{self._to.shown} took the manifest {digest} as {told[:80]!r}")
+            raise RegistryError(
+                f"{self._to.shown} took the manifest {digest} as {told[:80]!r}", code="GPS-808"
+            )
         return Descriptor(media_type, digest, len(content))
 
     def read_referrers(self, digest: str, *, pushing: bool = False) -> tuple[Descriptor, ...] | None:
@@ -293,7 +295,8 @@ class Repository:
                 match = _CONTENT_RANGE.fullmatch(answer.header("Content-Range").strip())
                 if match is None or int(match[1]) != start:
                     raise RegistryError(
-                        f"{self._to.shown} gave another part of {wanted.digest} than asked for"
+                        f"{self._to.shown} gave another part of {wanted.digest} than asked for",
+                        code="GPS-808",
                     )
                 at = start
             length = _length(answer)

@@ -44,7 +44,7 @@ def refusal(status: int, body: bytes, what: str) -> RegistryError:
         return Unauthorized(f"{what}: it is not allowed with these credentials{words}: log in as one who may")
     if status == 404:
         return NotInRegistry(f"{what}: it is not there{words}")
-    return Rejected(f"{what}: it refuses{words}", status=status, code=code)
+    return Rejected(f"{what}: it refuses{words}", status=status, says=code)
 
 
 def printable(text: object, longest: int = _LONGEST) -> str:

@@ -291,7 +291,9 @@ class Upload:
             self._location = ""
             raise Broken(f"{self._to.shown} does not know the upload any more") from error
         if told not in ("", self._blob.digest):
-            raise RegistryError(f"{self._to.shown} took the blob {self._blob.digest} as {told[:80]!r}")
+            raise RegistryError(
+                f"{self._to.shown} took the blob {self._blob.digest} as {told[:80]!r}", code="GPS-808"
+            )
         self._step(self._blob.size)
 
     def _move(self, answer: Answer, *, needed: bool = True) -> None:

@@ -141,7 +141,8 @@ def _refused(tree: Tree, why: str, digest: str) -> StoreError:
     what = f" below {digest}" if digest else ""
     return StoreError(
         f"gc removed nothing from {tree.path}, as it cannot tell what is still needed{what}: {why}; "
-        "verify what it names, and remove what is broken"
+        "verify what it names, and remove what is broken",
+        code="GPS-705",
     )
 
 

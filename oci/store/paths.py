@@ -62,7 +62,8 @@ class Tree:
                 stack.enter_context(exclusive(path, patience=self.patience, what=what))
             except OSError as error:
                 raise StoreError(
-                    f"{self.path} cannot be used as a store: its lock cannot be opened: {reason(error)}"
+                    f"{self.path} cannot be used as a store: its lock cannot be opened: {reason(error)}",
+                    code="GPS-704",
                 ) from error
             yield
 
@@ -81,7 +82,8 @@ def link_error(error: OSError, path: str) -> StoreError | DiskError:
         return disk_error(error, path, "a link of a blob", None)
     return StoreError(
         f"{path} cannot be a store: no hard link can be made in it ({reason(error)}); have it on one file "
-        "system with hard links, such as ext4, XFS, Btrfs or tmpfs"
+        "system with hard links, such as ext4, XFS, Btrfs or tmpfs",
+        code="GPS-704",
     )
 
 

@@ -107,7 +107,8 @@ class Staging:
             check_name(name)
         if not is_document(root):
             raise StoreError(
-                f"{root.digest} cannot be committed: what a {root.media_type} consists of is not known"
+                f"{root.digest} cannot be committed: what a {root.media_type} consists of is not known",
+                code="GPS-603",
             )
         layout = self._tree.layout
         sizes = self._below(root, layout)
@@ -246,14 +247,16 @@ def adopt(tree: Tree, path: str) -> Staging:
     """The staging at `path`, whose owner has died. Raises StagingBusy, StoreBusy, NotThere, StoreError."""
     folder, name = os.path.split(os.path.realpath(path))
     if folder != tree.staging or name.startswith("."):
-        raise StoreError(f"{path} is no staging of the store {tree.path}")
+        raise StoreError(f"{path} is no staging of the store {tree.path}", code="GPS-703")
     with tree.locked(f"the staging {name}"):
         try:
             lock = _locked(os.path.join(folder, name))
         except OSError as error:
             raise NotThere(f"the staging {path} cannot be taken over: {reason(error)}") from error
         if lock is None:
-            raise NotThere(f"the staging {path} cannot be taken over: its owner has just removed it")
+            raise NotThere(
+                f"the staging {path} cannot be taken over: its owner has just removed it", code="GPS-703"
+            )
     return Staging(tree, os.path.join(folder, name), lock, checked=False)
 
 

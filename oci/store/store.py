@@ -96,7 +96,9 @@ class Store:
         self.layout.check()
         for folder in (self._tree.staging, self._tree.holds):
             if not os.path.isdir(folder):
-                raise StoreError(f"{self.path} is an image layout, but no store: it has no folder {folder}")
+                raise StoreError(
+                    f"{self.path} is an image layout, but no store: it has no folder {folder}", code="GPS-704"
+                )
         Catalog(self.path)
 
     # Writers
@@ -108,7 +110,9 @@ class Store:
         the store's. Raises StagingBusy where somebody has it, StoreBusy, StoreError, DiskFull, DiskError.
         """
         if name and not _STAGING.fullmatch(name):
-            raise StoreError(f"{name[:80]!r} is no name for a staging: letters, digits and . _ - make one")
+            raise StoreError(
+                f"{name[:80]!r} is no name for a staging: letters, digits and . _ - make one", code="GPS-001"
+            )
         return stage(self._tree, name or secrets.token_hex(16))
 
     def adopt(self, path: str) -> Staging:

@@ -190,7 +190,8 @@ class Writer:
                 name_new(self._unfinished, name, self._folder)
             except FileExistsError as error:
                 raise DiskError(
-                    f"{self.path} was made by somebody else meanwhile, and an archive replaces no file"
+                    f"{self.path} was made by somebody else meanwhile, and an archive replaces no file",
+                    code="GPS-103",
                 ) from error
             os.fsync(self._folder)
 

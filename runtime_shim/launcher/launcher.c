@@ -143,7 +143,7 @@ static int python_is_missing(long error, enum whose whose)
         say("error ");
         say_number(-error);
     }
-    say(", so nothing is checkpointed or restored; install gpusnap anew\n");
+    say(", so nothing is checkpointed or restored; install gpusnap anew [GPS-002]\n");
     return EXIT_NOT_FOUND;
 }
 

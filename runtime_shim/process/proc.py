@@ -114,6 +114,7 @@ def _answer(path: str, ask: Callable[[str], _T]) -> _T | None:
                 raise GpusnapError(
                     f"{path} cannot be read: {reason(error)}",
                     hint="free memory or files, and try again",
+                    code="GPS-004",
                 ) from error
         time.sleep(_PAUSE)
 

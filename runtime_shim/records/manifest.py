@@ -315,7 +315,9 @@ def read(image_path: str) -> Manifest:
 
 def missing(where: str, hint: str = "take another copy of it") -> ManifestError:
     """The error for a checkpoint of gpusnap's that has no manifest."""
-    return ManifestError(f"the checkpoint in {where} is not complete: it has no {FOLDER}/{NAME}", hint=hint)
+    return ManifestError(
+        f"the checkpoint in {where} is not complete: it has no {FOLDER}/{NAME}", hint=hint, code="GPS-602"
+    )
 
 
 def unreadable(path: str, error: OSError | ValueError) -> ManifestError:

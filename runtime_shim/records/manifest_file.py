@@ -107,6 +107,7 @@ class Draft:
             raise ImageError(
                 f"the checkpoint is on disk, but {self._pending} cannot be renamed: {why}",
                 hint=f"rename it to {NAME} by hand",
+                code="GPS-515",
             ) from error
         return written
 

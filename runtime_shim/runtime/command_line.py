@@ -166,6 +166,7 @@ def _read(
             raise UsageError(
                 f"{command} has no option {word.partition('=')[0]}",
                 hint="leave it out, or tell us that a runtime has it: what it means for a GPU is not known",
+                code="GPS-101",
             )
         if option.takes is not Takes.NOTHING and not equals:
             if not left:
@@ -277,4 +278,4 @@ def _refusal(option: Option, value: Any, runtime: RealRuntime, command: str) -> 
         line = option.criu if value is True else f"{option.criu} {value}"
         hint = f'leave it out, or add "{line}" to criu.options in {SETTINGS_FILE}'
     where = f" for {command}" if command else ""
-    return UsageError(f"{runtime.name} takes no {given}{where}{came}", hint=hint)
+    return UsageError(f"{runtime.name} takes no {given}{where}{came}", hint=hint, code="GPS-101")

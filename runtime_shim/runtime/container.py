@@ -82,7 +82,9 @@ def find(command: Sequence[str], container_id: str, *, root: str = "") -> Contai
             root=root,
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RuntimeFailed(f"{command[0]} state gave no container state: {error!r}") from error
+        raise RuntimeFailed(
+            f"{command[0]} state gave no container state: {error!r}", code="GPS-231"
+        ) from error
 
 
 def _reworded(text: str) -> str:
@@ -270,9 +272,9 @@ def bundle_config(bundle: str) -> dict[str, Any]:
     except OSError as error:
         raise ContainerError(f"{path} cannot be read: {reason(error)}") from error
     except ValueError as error:
-        raise ContainerError(f"{path} is not JSON: {error}") from error
+        raise ContainerError(f"{path} is not JSON: {error}", code="GPS-231") from error
     if not isinstance(config, dict):
-        raise ContainerError(f"{path} is not an OCI configuration")
+        raise ContainerError(f"{path} is not an OCI configuration", code="GPS-231")
     return config
 
 
@@ -280,5 +282,5 @@ def bundle_annotations(config: dict[str, Any]) -> dict[str, str]:
     """Its annotations. Raises SettingsError where they are not a map of strings."""
     annotations = config.get("annotations") or {}
     if not isinstance(annotations, dict) or not all(isinstance(v, str) for v in annotations.values()):
-        raise SettingsError("the container's annotations are not a map of strings")
+        raise SettingsError("the container's annotations are not a map of strings", code="GPS-231")
     return annotations

@@ -297,6 +297,7 @@ def find(name_or_path: str | None = None, *, root: str | None = None) -> str:
         raise SettingsError(
             f"the real runtime {name_or_path} is neither on PATH nor in {_searched()}",
             hint=f"install it, or set runtime in {SETTINGS_FILE}",
+            code="GPS-114",
         )
     raise missing()
 
@@ -311,6 +312,7 @@ def missing() -> RuntimeFailed:
         f"there is no real runtime: neither crun nor runc is on PATH or in {_searched()}",
         hint=f"install one of them, or set runtime in {SETTINGS_FILE}",
         exit_code=127,
+        code="GPS-114",
     )
 
 
@@ -319,11 +321,13 @@ def _checked(path: str) -> str:
         raise SettingsError(
             f"the real runtime {path} is not a program that can be run",
             hint=f"install it, or set runtime in {SETTINGS_FILE}",
+            code="GPS-114",
         )
     if _is_own(path):
         raise SettingsError(
             f"the real runtime {path} is gpusnap-runtime itself",
             hint=f"set runtime in {SETTINGS_FILE} to crun or runc",
+            code="GPS-114",
         )
     return path
 
@@ -384,4 +388,5 @@ def become(path: str, args: list[str]) -> NoReturn:
         raise NotStarted(
             f"the real runtime {path} cannot be started: {reason(error)}",
             hint=f"set runtime in {SETTINGS_FILE} to one that runs here",
+            code="GPS-114",
         ) from error

@@ -63,6 +63,7 @@ def identify(path: Path) -> RealRuntime:
             f"{path} --version failed with exit code {done.code} and said: {said}",
             hint=f"set runtime in {locate.SETTINGS_FILE} to one that runs here",
             exit_code=done.code,
+            code="GPS-114",
         )
     return parse_version(path, done.out)
 

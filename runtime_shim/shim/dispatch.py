@@ -139,7 +139,10 @@ def _recover(driver: Driver, container: containers.Container, settings: Settings
     from runtime_shim.snapshot.recover_checkpoint import recover
 
     for entry in found:
-        log.note(f"an earlier checkpoint was cut off; {recover(entry, driver, _valid(settings).memory)}")
+        log.note(
+            f"an earlier checkpoint was cut off; {recover(entry, driver, _valid(settings).memory)}",
+            code="GPS-021",
+        )
     return True
 
 
@@ -155,7 +158,7 @@ def _take_away(call: CheckpointCall | RestoreCall, real: RealRuntime, driver: Dr
             from runtime_shim.snapshot import recover_restore
 
             said = recover_restore.recover(each, driver, remove=isinstance(call, RestoreCall))
-            log.note(f"an earlier restore was cut off; {said}")
+            log.note(f"an earlier restore was cut off; {said}", code="GPS-022")
 
 
 def _announce(call: CheckpointCall | RestoreCall) -> None:

@@ -144,7 +144,9 @@ def _spawn(path: str, args: list[str]) -> tuple[str, int]:
         heeded = (_signal.SIGPIPE, _signal.SIGXFSZ)
         return path, os.posix_spawn(path, [path, *args], locate.environment(), setsigdef=heeded)
     except OSError as error:
-        raise NotStarted(f"the real runtime {path} cannot be started: {reason(error)}") from error
+        raise NotStarted(
+            f"the real runtime {path} cannot be started: {reason(error)}", code="GPS-114"
+        ) from error
 
 
 def _answer(args: list[str]) -> int:

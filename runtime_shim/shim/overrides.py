@@ -81,6 +81,7 @@ def _alone(path: str, container: str) -> Iterator[None]:
             raise ContainerError(
                 f"another gpusnap checkpoint of the container {container[:12]} is under way",
                 hint="wait until it is done",
+                code="GPS-020",
             )
         if stands(lock, name):
             break
@@ -94,7 +95,9 @@ def _alone(path: str, container: str) -> Iterator[None]:
 
 
 def _unwritable(path: str, error: OSError) -> GpusnapError:
-    return GpusnapError(f"{path} cannot be written: {reason(error)}", hint="run gpusnap as root")
+    return GpusnapError(
+        f"{path} cannot be written: {reason(error)}", hint="run gpusnap as root", code="GPS-005"
+    )
 
 
 def applied(settings: Settings, container: str) -> Settings:

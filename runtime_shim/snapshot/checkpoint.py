@@ -137,7 +137,7 @@ def _inspect(job: Job) -> None:
     preflight.shared(list(found), job.settings.nvidia, job.host)
     if left_out := preflight.sessions(job.container, job.processes()):
         names = ", ".join(f"{each.pid} ({each.comm})" for each in left_out)
-        note(f"what exec started in the container is not in its checkpoint: process {names}")
+        note(f"what exec started in the container is not in its checkpoint: process {names}", code="GPS-212")
 
 
 def _connections(job: Job) -> criu_config.Connections:
@@ -223,13 +223,14 @@ def _runtime_checkpoint(job: Job) -> GpusnapError | None:
     if done.code != 0 and dumped and not _alive(job):
         # CRIU ends the processes only when all of them are on disk: whatever failed then, the images are all
         # that is left of the container, and must not be cleaned away.
-        note(f"{_dump_error(job, done)}, but only after the dump; the checkpoint is whole")
+        note(f"{_dump_error(job, done)}, but only after the dump; the checkpoint is whole", code="GPS-504")
         return None
     if done.code != 0:
         return _dump_error(job, done)
     if not dumped:
         return ImageError(
-            f"{job.real.name} reported a checkpoint, but wrote no {manifest.INVENTORY} to {job.image_path}"
+            f"{job.real.name} reported a checkpoint, but wrote no {manifest.INVENTORY} to {job.image_path}",
+            code="GPS-503",
         )
     return None
 
@@ -246,6 +247,7 @@ def _dump_error(job: Job, done: Invoked) -> RuntimeFailed:
         f"{job.real.name} could not dump container {job.container.id}: {said}",
         hint="the container runs on",
         exit_code=done.code,
+        code="GPS-501",
     )
 
 

@@ -73,7 +73,7 @@ class Beside:
     def result(self, name: str) -> Invoked:
         """What it said, once it has ended. Raises GpusnapError where it could not be run."""
         if not self._ended:
-            raise RuntimeFailed(f"{name} could not be run")
+            raise RuntimeFailed(f"{name} could not be run", code="GPS-003")
         done = self._ended[0]
         if isinstance(done, GpusnapError):
             raise done

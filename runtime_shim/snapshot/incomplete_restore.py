@@ -137,6 +137,7 @@ def end(place: Place | None, owner: tuple[int, int], container: str) -> tuple[in
                 f"processes that were restored for container {container} do not end though they were "
                 f"killed: {' '.join(str(each.pid) for each in left)}",
                 hint="/proc/PID/stack says what they wait for; then run gpusnap recover",
+                code="GPS-025",
             )
         time.sleep(_INTERVAL)
     return tuple(sorted(killed))

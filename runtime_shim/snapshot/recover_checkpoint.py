@@ -71,6 +71,7 @@ def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
         raise GpusnapError(
             f"gpusnap (process {entry.owner[0]}) is still at work on container {entry.container}",
             hint="wait for it",
+            code="GPS-020",
         )
     scratch_files.let_end(entry.owner, entry.container)
     entry = dump_pause.put_right(entry)
@@ -127,6 +128,7 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
         raise GpusnapError(
             f"what is staged of container {entry.container} cannot be removed: {reason(error)}",
             hint=f"it takes RAM; remove it from {stage.FOLDER}",
+            code="GPS-027",
         ) from error
     scratch_files.sweep(entry.owner)
     journal.remove(entry.key)
@@ -157,6 +159,7 @@ def _give_back(entry: Entry, processes: Sequence[Suspended], settings: Memory) -
             lost[process.pid] = GpusnapError(
                 f"the GPU memory of process {process.pid} cannot be read: {reason(error)}",
                 hint="if somebody removed that file it is lost: restore the container from a checkpoint",
+                code="GPS-026",
             )
     lost |= transfer.give(entry.key, {pid: areas for pid, areas in staged.items() if areas})
     for area in (area for areas in staged.values() for area in areas):
@@ -169,6 +172,7 @@ def _not_there(process: Suspended) -> GpusnapError:
     return GpusnapError(
         f"process {process.pid} has no longer mapped where its GPU memory was",
         hint="kill it, and restore its container from a checkpoint",
+        code="GPS-026",
     )
 
 
@@ -235,6 +239,7 @@ def _finish(entry: Entry, settings: Memory) -> str:
             "whole",
             hint=f"see dmesg for the disk; rename {manifest.PENDING} in {entry.image}/{manifest.FOLDER} to "
             f"{manifest.NAME} to use them at your own risk, or remove them, and run gpusnap recover again",
+            code="GPS-515",
         )
     home: Home | None = None
     if record.pages != InCriu.name:
@@ -333,5 +338,6 @@ def _give_thread_back(entry: Entry, process: Suspended) -> None:
             f"thread {process.thread.tid} of process {process.pid} cannot be given its registers back: "
             f"{reason(error)}",
             hint="see that no debugger has it",
+            code="GPS-226",
         ) from error
     journal.given_back(entry.key, process.pid)

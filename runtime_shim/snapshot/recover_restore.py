@@ -198,7 +198,7 @@ def came_up(entry: Restore) -> None:
         try:
             write(replace(entry, config=None, digest="", told=False), journal.RESTORED)
         except GpusnapError as error:
-            note(f"who restored the container is not on file: {error.sentence()}")
+            note(f"who restored the container is not on file: {error.sentence()}", code="GPS-007")
             journal.drop(entry.key, journal.RESTORED)
 
 
@@ -220,6 +220,7 @@ def read(key: str, kind: str = _KIND) -> Restore | None:
         raise GpusnapError(
             f"the journal of the restore of container {container} is not as gpusnap writes it: {error}",
             hint="it was written by another version",
+            code="GPS-023",
         ) from error
 
 
@@ -277,6 +278,7 @@ def recover(key: str, driver: Driver | None, *, remove: bool = True) -> str:
                 raise Refused(
                     f"a restore of container {container} was cut off, and what it left has to be removed",
                     hint=f"gpusnap recover {container}",
+                    code="GPS-022",
                 )
             said = _removed(entry)
         scratch_files.sweep(entry.owner)
@@ -293,6 +295,7 @@ def _cut_off(key: str) -> Restore | None:
         raise GpusnapError(
             f"gpusnap (process {entry.owner[0]}) is still at work on container {entry.container}",
             hint="wait for it",
+            code="GPS-020",
         )
     return entry
 
@@ -308,6 +311,7 @@ def _kept(entry: Restore, driver: Driver | None) -> str | None:
         raise GpusnapError(
             f"container {entry.container} is paused, and does not tell whether its restore was complete",
             hint=f"unpause it, then gpusnap recover {entry.container}",
+            code="GPS-203",
         )
     members = containers.processes(init.pid, entry.container)
     inner = containers.inner_pids(init.pid, members)
@@ -369,6 +373,7 @@ def _states(entry: Restore, driver: Driver | None, pids: Sequence[int]) -> Mappi
             f"this host has no GPU driver now, which alone could tell whether the restore of container "
             f"{entry.container} was complete",
             hint=f"load the driver, then gpusnap recover {entry.container}",
+            code="GPS-301",
         )
     driver.open()
     return {pid: driver_calls.state(driver, pid) for pid in pids}
@@ -432,6 +437,7 @@ def _let_go(key: str) -> None:
         raise GpusnapError(
             f"what is staged of container {container} cannot be removed: {reason(error)}",
             hint=f"it takes RAM; remove it from {stage.FOLDER}",
+            code="GPS-027",
         ) from error
 
 
@@ -445,7 +451,7 @@ def delete(command: Sequence[str], container: str) -> bool:
     done = control([*command, "delete", "--force", container])
     missing = "not exist" in done.err or "no such file" in done.err.lower()
     if done.code != 0 and not missing:
-        raise RuntimeFailed(f"container {container} could not be removed: {done.err.strip()}")
+        raise RuntimeFailed(f"container {container} could not be removed: {done.err.strip()}", code="GPS-022")
     return known and not missing
 
 

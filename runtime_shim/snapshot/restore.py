@@ -220,6 +220,7 @@ def _absent(job: _Job) -> None:
         f"there is a container {found.id} already, and it is {found.status}",
         hint="remove it, or restore under another name; if its engine does not know of it (the one that "
         f"restored it was killed): {ends}",
+        code="GPS-508",
     )
 
 
@@ -232,6 +233,7 @@ def _nothing_waits(job: _Job) -> None:
         raise Refused(
             f"a checkpoint of container {container} was cut off, and what it stopped still waits: {pids}",
             hint=f"gpusnap recover {container}",
+            code="GPS-021",
         )
 
 
@@ -320,6 +322,7 @@ def _clear_links(job: _Job) -> None:
             raise ImageError(
                 f"{path}, which the restore is to write, is no regular file: {reason(error)}",
                 hint="do not restore from this checkpoint",
+                code="GPS-604",
             ) from error
 
 
@@ -335,7 +338,7 @@ def _choose(job: _Job, host: Host, room: Room, only: Collection[str] | None) -> 
 
 
 def _driver_files(host: Host) -> Found:
-    return found(cdi.load(report=lambda error: note(str(error))), host.driver_version)
+    return found(cdi.load(report=lambda error: note(str(error), code=error.code)), host.driver_version)
 
 
 def _invoke(job: _Job, pid_file: str | None, started: Callable[[int], object] | None = None) -> Invoked:
@@ -370,6 +373,7 @@ def _error(job: _Job, done: Invoked) -> RuntimeFailed:
         f"{job.real.name} could not restore container {job.call.container_id}: {said}",
         hint="the checkpoint is unharmed",
         exit_code=done.code,
+        code="GPS-502",
     )
 
 
@@ -389,7 +393,9 @@ def _finish(job: _Job) -> None:
     container = containers.find(quiet(job.call, job.real), job.call.container_id)
     if not container.pid or not proc.running(container.pid):
         raise GpusnapError(
-            f"container {container.id} ended as soon as it was restored", hint="its own log may say why"
+            f"container {container.id} ended as soon as it was restored",
+            hint="its own log may say why",
+            code="GPS-509",
         )
     init = proc.process(container.pid)
     _note(job, stage=Stage.SETTLE, init=(container.pid, init.start if init is not None else 0))

@@ -41,7 +41,9 @@ def living() -> tuple[Restore, ...]:
         try:
             entry = recover_restore.read(key, RESTORED)
         except GpusnapError as error:
-            note(f"what is on file of a restored container is passed over: {error.sentence()}")
+            note(
+                f"what is on file of a restored container is passed over: {error.sentence()}", code="GPS-023"
+            )
             continue
         if entry is not None and lives(entry):
             found.append(entry)
@@ -103,6 +105,7 @@ def end(entry: Restore, unknown: Callable[[], str | None]) -> str | None:
             raise GpusnapError(
                 f"gpusnap (process {entry.owner[0]}) has yet to tell Podman of container {entry.container}",
                 hint="wait for it",
+                code="GPS-020",
             )
         why = unknown()
         if why is None:
@@ -126,7 +129,8 @@ def _check(entry: Restore) -> None:
         raise
     if entry.init is None or found.pid not in (0, entry.init[0]):
         raise ContainerError(
-            f"container {entry.container} is another one by now: its init is process {found.pid}"
+            f"container {entry.container} is another one by now: its init is process {found.pid}",
+            code="GPS-030",
         )
 
 
@@ -138,5 +142,6 @@ def _wait(entry: Restore) -> None:
             raise GpusnapError(
                 f"container {entry.container} does not end though it was killed: process {entry.init[0]}",
                 hint=f"/proc/{entry.init[0]}/stack says what it waits for",
+                code="GPS-025",
             )
         time.sleep(0.02)

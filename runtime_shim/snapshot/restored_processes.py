@@ -30,10 +30,12 @@ def all_there(wanted: Iterable[GpuProcess], there: Collection[int], images: str)
                 f"process {process.pid} ({process.name}) of the checkpoint did not come back: CRIU's images "
                 "do not have it",
                 hint="it was left out of the dump, or the checkpoint was changed since; restore another one",
+                code="GPS-604",
             )
         note(
             f"process {process.pid} ({process.name}) ended by itself before its GPU state could be restored; "
-            "the rest of the container runs on"
+            "the rest of the container runs on",
+            code="GPS-511",
         )
 
 
@@ -51,7 +53,8 @@ def without_ended(
             continue
         note(
             f"process {process.pid} ({process.comm}) ended by itself as soon as it ran again; the rest of "
-            "the container runs on"
+            "the container runs on",
+            code="GPS-511",
         )
     return left
 
@@ -77,4 +80,5 @@ def none_forgotten(driver: Driver, processes: Iterable[proc.Process]) -> None:
                 f"process {process.pid} ({process.comm}) came back with its GPU state {state.name.lower()}, "
                 "and the checkpoint's manifest does not list it",
                 hint="the checkpoint was changed since it was made; restore another one",
+                code="GPS-604",
             )

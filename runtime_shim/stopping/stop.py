@@ -94,6 +94,7 @@ def _await_still(pids: tuple[int, ...], timeout: float, *, again: bool) -> None:
             raise GpusnapError(
                 f"process {moving[0]} ({proc.comm(moving[0])}) did not stand still within {timeout:g} s",
                 hint="one of its threads waits in the kernel, e.g. for a file system; try again after that",
+                code="GPS-225",
             )
         if again and now - sent > _AGAIN:
             _stop_moving(moving)
@@ -254,6 +255,7 @@ def _does_not_stop(pid: int, error: OSError) -> GpusnapError:
     return GpusnapError(
         f"a thread of process {pid} ({proc.comm(pid)}) does not stop: {reason(error)}",
         hint="it waits in the kernel; see the kernel log, and run gpusnap recover when it has come out",
+        code="GPS-225",
     )
 
 
@@ -263,4 +265,5 @@ def untraceable(pid: int, tid: int, error: OSError) -> PermissionRefused:
         f"thread {tid} of process {pid} ({proc.comm(pid)}) cannot be traced: {reason(error)}",
         hint="end the debugger that has it, or see that gpusnap may use ptrace",
         pid=pid,
+        code="GPS-226",
     )

@@ -70,6 +70,7 @@ def too_long(each: Waiting, timeout: float) -> GpusnapError:
         f"process {each.parent} ({proc.comm(each.parent)}) waits for its child {each.child} to begin a "
         f"program (vfork), which took longer than {timeout:g} s",
         hint="CRIU could not stop it meanwhile; try again when it is quieter",
+        code="GPS-227",
     )
 
 
@@ -79,6 +80,7 @@ def for_good(each: Waiting) -> GpusnapError:
         f"process {each.parent} ({proc.comm(each.parent)}) waits for its child {each.child} to begin a "
         "program (vfork), and that child is stopped",
         hint=f"let it go on (kill -CONT {each.child}), or end it",
+        code="GPS-227",
     )
 
 

@@ -175,6 +175,7 @@ def load(
         raise ImageError(
             f"{where} is no checkpoint of containerd's, but a {root.media_type}",
             hint="ctr container checkpoint --task makes one",
+            code="GPS-605",
         )
     document = read(root)
     index = Index.from_json(parse_document(document, f"the index {root.digest}"))
@@ -182,6 +183,7 @@ def load(
         raise ImageError(
             f"{where} is no checkpoint of containerd's, but an ordinary image",
             hint="ctr container checkpoint --task makes one",
+            code="GPS-605",
         )
     criu = [each for each in index.manifests if each.media_type == CRIU]
     if len(criu) != 1:
@@ -189,6 +191,7 @@ def load(
             f"{where} has {len(criu) or 'no'} images of CRIU's, and one is needed",
             hint="ctr container checkpoint writes them with --task, unless containerd has an earlier "
             "checkpoint of the same container: then remove that first, with ctr images rm --sync",
+            code="GPS-906",
         )
     encoded(criu[0].digest)
     walked = _Walk(read, has)

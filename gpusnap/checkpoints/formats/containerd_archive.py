@@ -33,7 +33,7 @@ class Archive:
             # containerd 2.1's transfer service may drop the end, and ctr says nothing of it.
             raise Damaged(str(error), hint="export it again, with ctr images export --local") from error
         except LayoutError as error:
-            raise ImageError(str(error), hint=_NO_IMAGE) from error
+            raise ImageError(str(error), hint=_NO_IMAGE, code=error.code) from error
         try:
             self.root, self.name = self._checkpoint(self._layout.read_index())
         except BaseException:
@@ -59,7 +59,9 @@ class Archive:
         """The index of the checkpoint among the archive's images, and its name."""
         images = index.manifests
         if len(images) > _MOST_IMAGES:
-            raise ImageError(f"{self.word} has {len(images)} images, and {_MOST_IMAGES} are allowed")
+            raise ImageError(
+                f"{self.word} has {len(images)} images, and {_MOST_IMAGES} are allowed", code="GPS-605"
+            )
         found: dict[str, tuple[Descriptor, str]] = {}
         for each in images:
             if each.media_type == INDEX:
@@ -73,7 +75,9 @@ class Archive:
             )
         if not found:
             raise ImageError(
-                f"{self.word} has no checkpoint of containerd's among its images", hint=_NO_IMAGE
+                f"{self.word} has no checkpoint of containerd's among its images",
+                hint=_NO_IMAGE,
+                code="GPS-605",
             )
         return next(iter(found.values()))
 

@@ -57,6 +57,7 @@ def _check_names(of: giving.Origin, name: str) -> None:
         raise Refused(
             f"the checkpoint cannot be called {name}, which is the name of its base image",
             hint="give it another name: by --to containerd:IMAGE, or by another REF",
+            code="GPS-904",
         )
 
 
@@ -73,6 +74,7 @@ def check_target(to: locator.InContainerd) -> None:
     raise Refused(
         f"containerd has an image {to.name} already, and it is no checkpoint",
         hint=f"give another name, or remove that image, with ctr -n {to.namespace} images rm",
+        code="GPS-904",
     )
 
 
@@ -94,6 +96,7 @@ def _check_base(of: giving.Origin, to: locator.InContainerd) -> str:
             f"containerd has another image {name} ({there[:19]}) than the base image of the checkpoint "
             f"({base.digest[:19]})",
             hint=f"give that one another name first, with ctr -n {to.namespace} images tag and images rm",
+            code="GPS-904",
         )
     return there
 
@@ -139,4 +142,5 @@ def _unpack(namespace: str, base: Descriptor, snapshotter: str) -> None:
         raise GpusnapError(
             f"the checkpoint is in containerd, but its base image cannot be unpacked: {error}",
             hint=f"ctr -n {namespace} snapshots unpack {base.digest}, before a restore",
+            code=error.code,
         ) from error

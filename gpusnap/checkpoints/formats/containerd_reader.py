@@ -141,6 +141,7 @@ def _images(content: Readable, where: str, written: list[float]) -> Iterator[Ent
         raise ImageError(
             f"CRIU's images in {where} are compressed, which containerd's never are",
             hint="do not restore them",
+            code="GPS-604",
         )
     for entry in entries(content, where=f"CRIU's images in {where}"):
         info = entry.info

@@ -211,12 +211,16 @@ class _Inner:
         if first == IMAGE_FOLDER or info.name == _IMAGES:
             return
         if first != _IMAGES:
-            raise ImageError(f"the records hold {info.name[:200]!r}, which is none of containerd's")
+            raise ImageError(
+                f"the records hold {info.name[:200]!r}, which is none of containerd's", code="GPS-604"
+            )
         info.name = name
         if info.islnk():
             first, _, info.linkname = info.linkname.partition("/")
             if first != _IMAGES or not info.linkname:
-                raise ImageError(f"the link {name[:200]!r} in the records leads out of CRIU's images")
+                raise ImageError(
+                    f"the link {name[:200]!r} in the records leads out of CRIU's images", code="GPS-604"
+                )
         try:
             for piece in tar.pieces(info, content):
                 self._append(piece)

@@ -113,6 +113,7 @@ class Links:
             raise ImageError(
                 f"{entry.name} in {self._where} is a link, which Podman would follow",
                 hint="do not restore from it: no engine makes such an archive",
+                code="GPS-604",
             )
 
 

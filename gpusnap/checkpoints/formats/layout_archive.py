@@ -45,7 +45,9 @@ def opened_layout(path: str) -> Iterator[InLayout]:
     with LayoutArchive(path) as layout:
         named = {each.digest: each for each in layout.read_index().manifests}
         if len(named) > _MOST_IMAGES:
-            raise LayoutError(f"{path} has {len(named)} images, and {_MOST_IMAGES} are allowed")
+            raise LayoutError(
+                f"{path} has {len(named)} images, and {_MOST_IMAGES} are allowed", code="GPS-605"
+            )
         found: list[InLayout] = []
         fault: LayoutError | DigestError | None = None
         for each in named.values():
@@ -67,6 +69,7 @@ def opened_layout(path: str) -> Iterator[InLayout]:
             raise GpusnapError(
                 f"{path} is an image layout, and has no checkpoint in it",
                 hint="name the file of a checkpoint",
+                code="GPS-605",
             )
         yield found[0]
 
@@ -78,6 +81,7 @@ def refuse_containerd(found: InLayout) -> None:
         raise Refused(
             f"{path} is an image layout, as ctr images export writes it, and gpusnap push alone reads those",
             hint=f"gpusnap push {path} REF, and then look at REF",
+            code="GPS-607",
         )
 
 

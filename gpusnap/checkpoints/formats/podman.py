@@ -100,6 +100,7 @@ def give_out(
         raise ImageError(
             "the checkpoint has no records of an engine's, so no archive can be made of it",
             hint="it is the GPUs' side of an archive that lies elsewhere",
+            code="GPS-608",
         )
     record = manifest.decode(config, CONFIG) if config else None
     files: tuple[manifest.FileRecord, ...] = ()

@@ -103,7 +103,9 @@ class Giving:
                 continue
             ours = entry.name in (CONFIG, ROOTFS, *LAYOUT) or entry.name.startswith(f"{BLOBS}/")
             if ours or (entry.name in FOLDERS and not entry.info.isdir()):
-                raise ImageError(f"the records {layer.digest} hold {entry.name}, which is none of them")
+                raise ImageError(
+                    f"the records {layer.digest} hold {entry.name}, which is none of them", code="GPS-604"
+                )
             self._writer.add(entry.info, entry.content)
         for name, each in rebuilt_ones.items():
             with rebuilt(each, self._blobs, self._threads) as path, open(path, "rb") as file:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpusnap.doctor.base.check import Check, ok, plural, refused, warning
+from gpusnap.doctor.base.check import Check, Verdict, ok, plural, refused
 from gpusnap.doctor.base.sources import free
 from gpusnap.doctor.base.subject import Subject
 from runtime_shim.errors import GpusnapError, Refused
@@ -77,7 +77,8 @@ def refusals(
             each.ask()
         except GpusnapError as error:
             if each.but:
-                yield warning(each.name, f"{error}; {each.but}", error.hint.partition("; if you know")[0])
+                todo = error.hint.partition("; if you know")[0]
+                yield Check(each.name, Verdict.WARNING, f"{error}; {each.but}", todo, code=error.code)
             else:
                 yield refused(each.name, error)
         else:

@@ -51,7 +51,9 @@ def state(path: str) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise GpusnapError(f"{path} cannot be looked at: {reason(error)}", hint="run it as root") from error
+        raise GpusnapError(
+            f"{path} cannot be looked at: {reason(error)}", hint="run it as root", code="GPS-005"
+        ) from error
     if stat.S_ISLNK(found.st_mode):
         return f"link:{os.readlink(path)}"
     if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST:
@@ -60,7 +62,9 @@ def state(path: str) -> str | None:
         with open(path, "rb") as file:
             return file_state(file.read(), stat.S_IMODE(found.st_mode))
     except OSError as error:
-        raise GpusnapError(f"{path} cannot be read: {reason(error)}", hint="run it as root") from error
+        raise GpusnapError(
+            f"{path} cannot be read: {reason(error)}", hint="run it as root", code="GPS-005"
+        ) from error
 
 
 def file_state(data: bytes, mode: int) -> str:
@@ -116,7 +120,9 @@ def unlink(path: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        raise GpusnapError(f"{path} cannot be removed: {reason(error)}", hint="run it as root") from error
+        raise GpusnapError(
+            f"{path} cannot be removed: {reason(error)}", hint="run it as root", code="GPS-005"
+        ) from error
 
 
 def remove_folder(path: str) -> None:

@@ -229,7 +229,9 @@ def _put(item: Item, root: str) -> None:
         else:
             files.put_file(path, item.data, item.mode)
     except OSError as error:
-        raise GpusnapError(f"{path} cannot be written: {reason(error)}", hint="run it as root") from error
+        raise GpusnapError(
+            f"{path} cannot be written: {reason(error)}", hint="run it as root", code="GPS-005"
+        ) from error
 
 
 def _is_marked(root: str) -> bool:
@@ -259,7 +261,7 @@ def _alone(root: str) -> Iterator[None]:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise GpusnapError(
-            f"the folder {folder} cannot be made: {reason(error)}", hint="run it as root"
+            f"the folder {folder} cannot be made: {reason(error)}", hint="run it as root", code="GPS-005"
         ) from error
     try:
         try:

@@ -71,7 +71,9 @@ def program(root: str = "/", packaged: Path = _PACKAGED) -> Program:
         return Program(script, notes=(_SLOW,) if slow else ())
     except OSError as error:
         raise GpusnapError(
-            f"the launcher {packaged} cannot be read: {reason(error)}", hint="install gpusnap anew"
+            f"the launcher {packaged} cannot be read: {reason(error)}",
+            hint="install gpusnap anew",
+            code="GPS-002",
         ) from error
     entry = Item(ENTRY, "runtime", target=script)
     path = ANOTHER_LAUNCHER if _leads(LAUNCHER, script, root) else LAUNCHER
@@ -108,6 +110,7 @@ def find_program(root: str = "/", name: str = PROGRAM) -> str:
     raise GpusnapError(
         f"the program {name} is not in {' or '.join(inside)}",
         hint="install gpusnap with pipx, pip or its Debian package, which bring it, into this tree",
+        code="GPS-002",
     )
 
 

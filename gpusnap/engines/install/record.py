@@ -65,7 +65,7 @@ def load(root: str = "/") -> Record:
         return Record()
     except OSError as error:
         raise GpusnapError(
-            f"the record {path} cannot be read: {reason(error)}", hint="run it as root"
+            f"the record {path} cannot be read: {reason(error)}", hint="run it as root", code="GPS-005"
         ) from error
     try:
         return _decoded(parse_json(data))
@@ -109,5 +109,5 @@ def save(record: Record, root: str, before: Record) -> None:
         put_file(path, json.dumps(document, indent=1).encode() + b"\n", 0o644)
     except OSError as error:
         raise GpusnapError(
-            f"the record {path} cannot be written: {reason(error)}", hint="run it as root"
+            f"the record {path} cannot be written: {reason(error)}", hint="run it as root", code="GPS-005"
         ) from error

@@ -60,7 +60,7 @@ def _in_file(root: str, path: str) -> Iterator[Line]:
         return
     except OSError as error:
         raise GpusnapError(
-            f"{under(root, path)} cannot be read: {reason(error)}", hint="run it as root"
+            f"{under(root, path)} cannot be read: {reason(error)}", hint="run it as root", code="GPS-005"
         ) from error
     for number, line in enumerate(text.splitlines(), 1):
         if not line.lstrip().startswith("#"):

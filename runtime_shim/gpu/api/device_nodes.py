@@ -205,7 +205,9 @@ def _devices(dev: str) -> Iterator[tuple[str, int]]:
         return
     except OSError as error:
         raise GpuError(
-            f"the devices in {dev} cannot be listed: {reason(error)}", hint="run gpusnap as root"
+            f"the devices in {dev} cannot be listed: {reason(error)}",
+            hint="run gpusnap as root",
+            code="GPS-005",
         ) from error
     try:
         for folder in _FOLDERS:

@@ -43,7 +43,9 @@ class Outcome(Generic[T]):
         if not more or not isinstance(first, GpuError):
             raise first
         message = f"{first}, and {more} more process{'es' if more > 1 else ''} failed"
-        raise type(first)(message, hint=first.hint, code_name=first.code_name, pid=first.pid) from first
+        raise type(first)(
+            message, hint=first.hint, code=first.code, code_name=first.code_name, pid=first.pid
+        ) from first
 
 
 def at_once(operation: Callable[[int], T], pids: Iterable[int], *, limit: int | None = None) -> Outcome[T]:
@@ -135,6 +137,7 @@ class _Crew(Generic[T]):
                 f"no thread could be started for process {pid}: {why}",
                 hint="raise the limit on processes and threads for gpusnap (ulimit -u, pids.max)",
                 pid=pid,
+                code="GPS-003",
             )
 
 

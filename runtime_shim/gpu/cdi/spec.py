@@ -63,6 +63,8 @@ _UNFIT = re.compile("[\0\ud800-\udfff]")  # JSON can spell half a character
 class CdiError(GpusnapError):
     """A CDI file cannot be read, or is not what the format says; the message names file and field."""
 
+    code = "GPS-409"
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceNode:
@@ -186,6 +188,7 @@ def parse(data: bytes, path: str) -> Spec:
         raise CdiError(
             "this host's CDI files are YAML, and the Python package that reads it is missing",
             hint="install PyYAML (python3-yaml)",
+            code="GPS-002",
         ) from error
     except RecursionError:
         raise CdiError(f"{path}: is nested too deeply") from None

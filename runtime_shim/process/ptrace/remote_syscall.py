@@ -114,6 +114,7 @@ class Remote:
             f"thread {self._tracee.tid} of process {self._tracee.pid} entered another system call than "
             f"{name}, and was kept from making it",
             hint="its program changes its own code while it is worked on: do not trust it",
+            code="GPS-229",
         )
 
     def mmap(
@@ -246,6 +247,7 @@ def put_back(pid: int, saved: Saved) -> None:
         raise GpusnapError(
             f"the saved registers of process {pid} are not of this host's architecture",
             hint="kill the process, and restore its container from a checkpoint",
+            code="GPS-026",
         )
     with held(pid, saved.tid) as tracee:
         tracee.set_registers(saved.registers)

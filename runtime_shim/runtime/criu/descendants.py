@@ -64,6 +64,7 @@ def kill_all(
                     f"processes of the restore do not end though they were killed: "
                     f"{' '.join(map(str, sorted(left)))}",
                     hint="/proc/PID/stack says what they wait for; then run gpusnap recover",
+                    code="GPS-025",
                 )
             time.sleep(_INTERVAL)
 

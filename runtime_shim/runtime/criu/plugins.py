@@ -116,6 +116,7 @@ def find(plugin: Plugin, settings: Settings) -> str:
     raise Refused(
         f"{plugin.what} is not on this host: there is no {plugin.file} in {', '.join(folders)}",
         hint=f"install it, or set {section}.libdir in {SETTINGS_FILE} to the folder that has it",
+        code="GPS-506",
     )
 
 
@@ -142,6 +143,7 @@ def _with_program(plugin: Plugin, path: str, chosen: str) -> dict[str, str]:
             f"{plugin.what} runs {plugin.program}, and this host has none "
             + (f"at {chosen}" if chosen else f"in {', '.join(_folders(searched))}"),
             hint=f"install NVIDIA's {plugin.program}, or set nvidia.cuda-checkpoint in {SETTINGS_FILE}",
+            code="GPS-506",
         )
     folder = os.path.dirname(program)
     if folder in searched.split(":") and not chosen:

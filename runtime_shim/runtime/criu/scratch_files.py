@@ -69,6 +69,7 @@ def let_end(owner: tuple[int, int], container: str, *, enough: Callable[[], bool
             raise GpusnapError(
                 f"what a killed gpusnap called for container {container} is still at work: process {pids}",
                 hint=f"wait for it, or kill {pids}, and run gpusnap recover again",
+                code="GPS-020",
             )
         time.sleep(0.02)
 

@@ -66,6 +66,7 @@ def device_nodes(init: int) -> tuple[tuple[str, int, int, str], ...]:
             raise ContainerError(
                 f"/dev of the container of process {init} cannot be read: {reason(error)}",
                 hint="free memory or files, and try again",
+                code="GPS-004",
             ) from error
     return tuple(sorted(found, key=lambda each: each[3]))
 

@@ -35,6 +35,7 @@ def driver_for(record: manifest.Manifest, driver: Driver | None) -> Driver | Non
             f"the checkpoint holds the state of {count} GPU{'s' if count > 1 else ''} "
             f"({model}), and this host has no {record.host.vendor.upper()} driver",
             hint="restore it on a host with such GPUs",
+            code="GPS-401",
         )
     return driver
 
@@ -97,5 +98,5 @@ def gpu_request(option: str | None) -> GpuMap:
             try:
                 return parse_map(text)
             except ValueError as error:
-                raise UsageError(f"{name} is {text[:200]!r}; it must be {error}") from None
+                raise UsageError(f"{name} is {text[:200]!r}; it must be {error}", code="GPS-403") from None
     return ()

@@ -80,6 +80,7 @@ def make(
         raise Refused(
             "the checkpoint does not say which device nodes its container had, so it cannot change GPUs",
             hint="restore it on the GPUs that it was made on",
+            code="GPS-406",
         )
     here = driver.nodes()
     old = tuple(Node(n.path, n.major, n.minor, n.gpu) for n in record.nodes)
@@ -176,7 +177,8 @@ def _granted(sources: Iterable[str], strange: Sequence[Node]) -> None:
         node = numbers.get((os.major(found.st_rdev), os.minor(found.st_rdev)))
         if stat.S_ISCHR(found.st_mode) and node is not None:
             raise Refused(
-                f"the checkpoint asks to mount {source}, the device of GPU {node.gpu}, which is not its own"
+                f"the checkpoint asks to mount {source}, the device of GPU {node.gpu}, which is not its own",
+                code="GPS-604",
             )
 
 
@@ -209,6 +211,7 @@ def _same_builds(record: Manifest, sources: Mapping[str, str]) -> None:
                 f"and {why}",
                 hint="a process cannot change the driver's code under its feet: restore on a host with the "
                 "same driver build",
+                code="GPS-405",
             )
 
 

@@ -127,7 +127,9 @@ def reserved(folder: str = FOLDER) -> Mapping[str, int]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise GpusnapError(f"{folder} cannot be read: {reason(error)}", hint="do it as root") from error
+        raise GpusnapError(
+            f"{folder} cannot be read: {reason(error)}", hint="do it as root", code="GPS-005"
+        ) from error
 
 
 def sweep(folder: str = FOLDER) -> None:

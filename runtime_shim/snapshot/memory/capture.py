@@ -198,6 +198,7 @@ class Chunks:
                     f"the GPU memory of process {pid} ({proc.comm(pid)}) cannot be given back: "
                     f"{reason(error)}",
                     hint="run gpusnap recover",
+                    code="GPS-027",
                 ) from error
 
     def resumed(self) -> None:
@@ -348,6 +349,7 @@ class Chunks:
                 raise GpusnapError(
                     f"the GPU driver has left {covered} of {area.size} bytes of a region in process {pid}",
                     hint="set memory.pages to criu",
+                    code="GPS-513",
                 )
         for region in regions.regions(process.before, there):
             yield _Held(region, self._copied(pid, region))
@@ -420,6 +422,7 @@ class Chunks:
                     f"the GPU memory of process {pid} ({proc.comm(pid)}) is written, but cannot be freed in "
                     f"it: {reason(error)}",
                     hint="set memory.pages to criu",
+                    code="GPS-513",
                 ) from error
 
 

@@ -130,7 +130,8 @@ class Kept:
         note(
             f"the GPU memory of container {self._container} is not kept for its next checkpoint, which will "
             f"write all of it again: {why}; set memory.keep-folder to a folder beside the images, or "
-            "memory.keep to false"
+            "memory.keep to false",
+            code="GPS-514",
         )
 
     def drop(self) -> None:

@@ -160,7 +160,9 @@ class StoreHome:
         try:
             self._staging = self._store.create().stage()
         except OciError as error:
-            raise Refused(f"the store {self.place} cannot be used: {error}", hint="see store.path") from error
+            raise Refused(
+                f"the store {self.place} cannot be used: {error}", hint="see store.path", code="GPS-704"
+            ) from error
 
     @classmethod
     def again(

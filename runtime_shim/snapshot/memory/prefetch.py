@@ -188,5 +188,8 @@ class Filling:
                 return
             except OSError as error:
                 if attempt == _TRIES - 1:
-                    note(f"what was staged still takes RAM: {reason(error)}; gpusnap recover frees it")
+                    note(
+                        f"what was staged still takes RAM: {reason(error)}; gpusnap recover frees it",
+                        code="GPS-027",
+                    )
             time.sleep(_PAUSE)

@@ -157,7 +157,9 @@ class Fetching:
                 raise self._nowhere(missing, ["the store cannot be written to"]) from None
             return []
         except OciError as error:
-            raise ImageError(f"the store {self._store.path} cannot be used: {error}") from error
+            raise ImageError(
+                f"the store {self._store.path} cannot be used: {error}", code=error.code
+            ) from error
         with transfer.as_image_error(self._store.path):
             missing = [each for each in wanted if not staging.take(each.digest, each.size)]
             return [each for each in missing if not self._left_behind(each, staging)]
@@ -219,6 +221,7 @@ class Fetching:
             f"{self._store.path}{why}",
             hint="pull the checkpoint there with gpusnap pull, name its repository in store.pull-from, or "
             f"set {STORE} to the store that it was made in",
+            code="GPS-609",
         )
 
 
@@ -244,8 +247,10 @@ def rebuild(files: Sequence[FileRecord], blobs: Blobs, folder: str, *, threads: 
             tables = [each.table for each in files]
             reading.read(tables, blobs, targets, threads=threads or copies.cores(), ceiling=ceiling)
     except OciError as error:
-        raise ImageError(f"CRIU's images cannot be put together: {error}") from error
+        raise ImageError(f"CRIU's images cannot be put together: {error}", code=error.code) from error
     except OSError as error:
         raise ImageError(
-            f"CRIU's images cannot be put together in {folder}: {reason(error)}", hint="make room there"
+            f"CRIU's images cannot be put together in {folder}: {reason(error)}",
+            hint="make room there",
+            code="GPS-007",
         ) from error

@@ -147,6 +147,7 @@ def give(key: str, wanted: Mapping[int, Sequence[Area]], *, hint: str = "") -> d
                     f"{reason(error)}",
                     hint=hint
                     or f"its bytes are in {os.path.dirname(wanted[pid][0].path)}; run gpusnap recover",
+                    code="GPS-027",
                 ) from error
 
     return at_once(one, [pid for pid in wanted if proc.running(pid)]).errors
@@ -188,6 +189,7 @@ def own(key: str, pid: int) -> None:
             raise GpusnapError(
                 f"memory of process {pid} ({proc.comm(pid)}) is still a file of gpusnap's: {reason(error)}",
                 hint="free some memory, and run gpusnap recover",
+                code="GPS-027",
             ) from error
 
 
@@ -216,6 +218,8 @@ def as_image_error(folder: str) -> Iterator[None]:
     try:
         yield
     except OciError as error:
-        raise ImageError(f"the GPU memory in {folder}: {error}") from error
+        raise ImageError(f"the GPU memory in {folder}: {error}", code=error.code or "GPS-512") from error
     except OSError as error:
-        raise ImageError(f"the GPU memory in {folder} cannot be carried: {reason(error)}") from error
+        raise ImageError(
+            f"the GPU memory in {folder} cannot be carried: {reason(error)}", code="GPS-512"
+        ) from error

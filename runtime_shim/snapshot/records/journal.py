@@ -252,7 +252,9 @@ def held(key: str, *, patience: float = LOOKING) -> Iterator[None]:
         if time.monotonic() >= deadline:
             container = container_key.id_of(key)
             raise GpusnapError(
-                f"another gpusnap is still at work on container {container}", hint="wait for it"
+                f"another gpusnap is still at work on container {container}",
+                hint="wait for it",
+                code="GPS-020",
             )
         time.sleep(_PAUSE)
     try:
@@ -268,7 +270,9 @@ def _locked(path: str) -> int | None:
     try:
         lock = os.open(path, flags, 0o600)
     except OSError as error:
-        raise GpusnapError(f"{path} cannot be used: {reason(error)}", hint="make room in /run") from error
+        raise GpusnapError(
+            f"{path} cannot be used: {reason(error)}", hint="make room in /run", code="GPS-007"
+        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Whoever had it has removed it since, and a third one may have the next of that name.
@@ -304,7 +308,9 @@ def read(key: str) -> Entry | None:
         return Entry(key, image, wrote, processes, layout, paused)
     except (KeyError, TypeError, ValueError, IndexError, ChunkError) as error:
         raise GpusnapError(
-            f"{path} is not as gpusnap writes it: {error}", hint="it was written by another version"
+            f"{path} is not as gpusnap writes it: {error}",
+            hint="it was written by another version",
+            code="GPS-023",
         ) from error
 
 
@@ -355,7 +361,9 @@ def noted(kind: str) -> tuple[str, ...]:
         return ()
     except OSError as error:
         raise GpusnapError(
-            f"the journal {folder} cannot be read: {reason(error)}", hint="run gpusnap as root"
+            f"the journal {folder} cannot be read: {reason(error)}",
+            hint="run gpusnap as root",
+            code="GPS-005",
         ) from error
     return tuple(name.removesuffix(f".{kind}") for name in names if name.endswith(f".{kind}"))
 
@@ -375,7 +383,9 @@ def _pause(key: str) -> Pause | None:
         return Pause(wrote, group, thawed, stopped, str(document.get("runtime", "")), lull, groups)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise GpusnapError(
-            f"{path} is not as gpusnap writes it: {error}", hint="it was written by another version"
+            f"{path} is not as gpusnap writes it: {error}",
+            hint="it was written by another version",
+            code="GPS-023",
         ) from error
 
 
@@ -427,7 +437,7 @@ def _read(path: str) -> Any:
         return None
     except (OSError, ValueError) as error:
         said = reason(error) if isinstance(error, OSError) else str(error)
-        raise GpusnapError(f"{path} cannot be read: {said}") from error
+        raise GpusnapError(f"{path} cannot be read: {said}", code="GPS-023") from error
     space = document.get("space") if isinstance(document, dict) else None
     if space and space != _space():  # every PID in it would be another process, or none
         raise GpusnapError(
@@ -452,7 +462,7 @@ def _write(path: str, data: bytes) -> None:
         os.replace(path + ".new", path)
     except OSError as error:
         raise GpusnapError(
-            f"the journal {path} cannot be written: {reason(error)}", hint="make room in /run"
+            f"the journal {path} cannot be written: {reason(error)}", hint="make room in /run", code="GPS-007"
         ) from error
 
 
@@ -463,7 +473,9 @@ def _folders(inner: str) -> None:
                 os.mkdir(folder, 0o700)
     except OSError as error:
         raise GpusnapError(
-            f"the journal {inner} cannot be made: {reason(error)}", hint="run gpusnap as root"
+            f"the journal {inner} cannot be made: {reason(error)}",
+            hint="run gpusnap as root",
+            code="GPS-005",
         ) from error
 
 

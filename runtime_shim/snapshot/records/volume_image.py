@@ -69,7 +69,7 @@ def put_back(image_path: str, sources: Mapping[str, str], mounted: Collection[st
         raise ImageError(f"{path} cannot be read: {reason(error)}") from error
     with open(descriptor, "rb") as image:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ImageError(f"{path} is no regular file", hint="make the checkpoint anew")
+            raise ImageError(f"{path} is no regular file", hint="make the checkpoint anew", code="GPS-601")
         entries = _entries(image, path)
         for entry in entries:
             source = sources.get(entry.volume)
@@ -93,7 +93,9 @@ def put_back(image_path: str, sources: Mapping[str, str], mounted: Collection[st
 
 def _entries(image: IO[bytes], path: str) -> list[Entry]:
     """What the image's first line says. Raises ImageError."""
-    broken = ImageError(f"{path} is damaged, or not of gpusnap", hint="make the checkpoint anew")
+    broken = ImageError(
+        f"{path} is damaged, or not of gpusnap", hint="make the checkpoint anew", code="GPS-601"
+    )
     try:
         line = image.readline(_LONGEST_HEADER)
         document = parse_json(line)
@@ -179,6 +181,7 @@ def _put_file(folder: int, name: str, entry: Entry, image: IO[bytes]) -> None:
                         raise ImageError(
                             f"{IMAGE} ends within {entry.volume}/{entry.path}",
                             hint="make the checkpoint anew",
+                            code="GPS-601",
                         )
                     file.write(data)
         _own(descriptor, entry, 0o777)

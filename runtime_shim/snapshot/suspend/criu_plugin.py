@@ -93,6 +93,7 @@ def possible(
         raise Refused(
             f"container {container.id} is paused, and {plugin.what} waits for an answer of its processes",
             hint='unpause it first; with nvidia.driver = "native" it may stay paused',
+            code="GPS-203",
         )
 
 
@@ -108,6 +109,7 @@ def inherited(driver: Driver, processes: Collection[proc.Process]) -> None:
             f"process {process.pid} ({process.comm}) holds {files[0]} and has no GPU state of its own, and "
             f"{plugin.what} leaves that file to CRIU, which cannot dump it",
             hint='start workers with spawn, or set nvidia.driver = "native", which takes such files away',
+            code="GPS-213",
         )
 
 
@@ -129,6 +131,7 @@ def same_gpus(record: Manifest, host: Host, request: GpuMap) -> GpuMap:
                 f"the checkpoint was made through {plugin.what}, which brings a process back on the GPU "
                 f"that it had, {gpu.uuid}, and {why}",
                 hint="restore it on its own GPUs; one made with nvidia.driver = native can move",
+                code="GPS-406",
             )
     return tuple((gpu.uuid, gpu.uuid) for gpu in record.gpus)
 
@@ -147,4 +150,5 @@ def came_back(driver: Driver, processes: Iterable[proc.Process]) -> None:
             raise GpusnapError(
                 f"process {process.pid} ({process.comm}) did not come back with its GPU state",
                 hint="its own log may say why",
+                code="GPS-509",
             )

@@ -136,6 +136,7 @@ class _Answer(Generic[T]):
             raise DriverFailed(
                 f"no thread could be started for a call of the GPU driver: {error}",
                 hint="raise the limit on processes and threads for gpusnap (ulimit -u, pids.max)",
+                code="GPS-003",
             ) from error
         self._begun = True
 

@@ -258,6 +258,7 @@ def _state(driver: Driver, process: proc.Process, held: Collection[int]) -> Proc
         raise Refused(
             f"process {process.pid} ({process.comm}) is stopped, and cannot answer the GPU's driver",
             hint="gpusnap recover if gpusnap was killed, else SIGCONT or unpause it first",
+            code="GPS-207",
         )
     if driver.plugin is not None:
         return driver.state(process.pid)
@@ -413,6 +414,7 @@ def _bring_back(
             "given it up",
             hint="kill the process, and restore its container from a checkpoint",
             pid=pid,
+            code="GPS-026",
         )
     if state is ProcessState.CHECKPOINTED:
         driver_calls.restore(driver, pid, pairs.get(pid, ()))

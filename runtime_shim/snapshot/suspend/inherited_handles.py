@@ -115,7 +115,10 @@ def say(cleared: Iterable[Cleared]) -> None:
         who = (
             "1 process holds GPU files that it" if one else f"{len(pids)} processes hold GPU files that they"
         )
-        note(f"{who} inherited and never used; replaced by /dev/null: {' '.join(map(str, pids))}")
+        note(
+            f"{who} inherited and never used; replaced by /dev/null: {' '.join(map(str, pids))}",
+            code="GPS-213",
+        )
 
 
 def records(cleared: Iterable[Cleared], init: int) -> tuple[NeutralisedProcess, ...]:
@@ -148,6 +151,7 @@ def _clear(driver: Driver, key: str, pid: int) -> Neutralised | None:
             f"process {pid} ({proc.comm(pid)}) holds GPU files that it inherited, and they cannot be "
             f"replaced: {reason(error)}",
             hint="end the debugger that has it, or start such workers with spawn or forkserver",
+            code="GPS-213",
         ) from error
 
 

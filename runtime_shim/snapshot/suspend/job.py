@@ -146,6 +146,7 @@ def for_the_dump(job: Job) -> Iterator[None]:
             job.stuck = GpusnapError(
                 f"container {job.container.id} is still paused: {error}",
                 hint=f"gpusnap recover {job.container.id}",
+                code="GPS-027",
             )
             say(job.stuck.sentence())
 

@@ -179,6 +179,7 @@ class Checker:
         return ImageError(
             f"CRIU's image {name} in {self._where} {why}",
             hint="take another copy of the checkpoint",
+            code="GPS-601",
         )
 
 
@@ -213,6 +214,7 @@ def check(image_path: str, architecture: str, elsewhere: Mapping[str, int] = Map
     raise ImageError(
         f"the images in {image_path} have more than {_MOST_PARENTS} earlier dumps below them",
         hint="do not restore from them: no engine makes so many",
+        code="GPS-604",
     )
 
 
@@ -230,6 +232,7 @@ def _leads_out(where: str) -> ImageError:
     return ImageError(
         f"the link {PARENT} in {where} leads to no directory beside it, and CRIU would read memory there",
         hint="do not restore from it, or put the images of the earlier dump beside the others yourself",
+        code="GPS-604",
     )
 
 

@@ -124,7 +124,11 @@ class _Rules:
             return self._changed(entry)
         if entry.device and (entry.kind, entry.numbers, entry.name) not in self._allowed:
             major, minor = entry.numbers
-            dev_tar.refuse(entry.name, f"is a device ({major}:{minor}) that nothing gives the container")
+            dev_tar.refuse(
+                entry.name,
+                f"is a device ({major}:{minor}) that nothing gives the container",
+                code="GPS-604",
+            )
         self._take(entry.name)
         return [entry.header]
 

@@ -159,16 +159,18 @@ class Archive:
             raise damaged("is cut short")
 
 
-def damaged(what: str) -> ImageError:
+def damaged(what: str, *, code: str = "GPS-601") -> ImageError:
     """The error that says this of the archive."""
     return ImageError(
-        f"the image of the container's /dev {what}", hint="the checkpoint is damaged, or not what CRIU wrote"
+        f"the image of the container's /dev {what}",
+        hint="the checkpoint is damaged, or not what CRIU wrote",
+        code=code,
     )
 
 
-def refuse(name: bytes, why: str) -> NoReturn:
+def refuse(name: bytes, why: str, *, code: str = "GPS-601") -> NoReturn:
     """Raise the ImageError that says this of an entry."""
-    raise damaged(f"is refused: {shown(name)} {why}")
+    raise damaged(f"is refused: {shown(name)} {why}", code=code)
 
 
 def shown(name: bytes) -> str:

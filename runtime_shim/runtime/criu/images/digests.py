@@ -52,6 +52,7 @@ def take(image_path: str, *, but: Collection[str] = ()) -> tuple[ImageRecord, ..
         raise ImageError(
             f"the images in {image_path} cannot be read again: {why}",
             hint="the dump itself succeeded; the checkpoint has no manifest yet",
+            code="GPS-515",
         ) from error
 
 
@@ -60,6 +61,7 @@ def differs(name: str, where: str) -> ImageError:
     return ImageError(
         f"CRIU's image {name} in {where} is not what was dumped: its digest is another one",
         hint="take another copy of the checkpoint",
+        code="GPS-601",
     )
 
 
@@ -89,6 +91,7 @@ class Comparison:
             raise ImageError(
                 f"CRIU's image {wanted.name} in {self._where} cannot be read: {why}",
                 hint="take another copy of the checkpoint",
+                code="GPS-601",
             ) from error
         if found != wanted:
             raise differs(wanted.name, self._where)

@@ -79,6 +79,7 @@ def drop_earlier(image_path: str, there: Earlier) -> None:
         raise ImageError(
             f"what an earlier dump left in {image_path} cannot be removed: {reason(error)}",
             hint="the dump itself succeeded; the checkpoint has no manifest yet",
+            code="GPS-515",
         ) from error
 
 
@@ -122,4 +123,5 @@ def sync(image_path: str, *, but: Collection[str] = (), failed: Callable[[str], 
         raise ImageError(
             f"the images in {image_path} cannot be brought to disk: {why}",
             hint="the dump itself succeeded; the checkpoint has no manifest yet",
+            code="GPS-515",
         ) from error

@@ -50,7 +50,7 @@ def view(
         return
     for name in (*replaced, *elsewhere):
         if name in ("", ".", "..") or "/" in name or "\0" in name:
-            raise ImageError(f"{name!r} is no name of an image in {image_path}")
+            raise ImageError(f"{name!r} is no name of an image in {image_path}", code="GPS-604")
     try:
         folder = tempfile.mkdtemp(prefix=scratch_files.prefix("images"), dir=scratch_files.scratch())
     except OSError as error:
