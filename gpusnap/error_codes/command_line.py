@@ -37,9 +37,9 @@ CODES = (
     ErrorCode(
         "GPS-111",
         "setting-invalid",
-        "/etc/gpusnap/gpusnap.toml, or an annotation of the container (`io.gpusnap.…`), has a key that "
-        "gpusnap does not know, or a value that the key does not take. Containers run; none is checkpointed "
-        "or restored with settings that nobody meant.",
+        "The settings file, /etc/gpusnap/gpusnap.toml, or an annotation of the container (`io.gpusnap.…`) "
+        "has a key that gpusnap does not know, or a value that the key does not take. Containers run; none "
+        "is checkpointed or restored with settings that nobody meant.",
         "Correct the key that the message names. A key below a `[table]` belongs to that table: keys "
         "without one stand above the first. docs/settings.md says what each key takes, and `gpusnap "
         "settings` checks the file.",

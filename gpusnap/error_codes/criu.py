@@ -12,7 +12,7 @@ CODES = (
         "dump-failed",
         "crun or runc had CRIU dump the container, and CRIU failed. Its first error stands after `CRIU "
         "says:`, and then the log that has the rest. The container continues as before.",
-        "docs/troubleshooting.md has the errors of CRIU that people meet most, with what to do. `criu check "
+        "See docs/troubleshooting.md, which has the errors of CRIU that people meet most. `criu check "
         "--all` tells what this kernel lacks.",
     ),
     ErrorCode(
@@ -20,8 +20,8 @@ CODES = (
         "restore-failed",
         "crun or runc had CRIU restore the container, and CRIU failed. Its first error stands after `CRIU "
         "says:`, and then the log that has the rest. The checkpoint is unharmed, and no container is left.",
-        "docs/troubleshooting.md has the errors of CRIU that people meet most, with what to do. A restore "
-        "needs the same files, mounts and IP address (for open TCP connections) as the checkpoint had.",
+        "See docs/troubleshooting.md, which has the errors of CRIU that people meet most. A restore needs "
+        "the same files, mounts and IP address (for open TCP connections) as the checkpoint had.",
     ),
     ErrorCode(
         "GPS-503",

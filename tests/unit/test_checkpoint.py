@@ -584,7 +584,7 @@ def test_an_exec_session_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) 
     assert outcome.code == 0
     assert outcome.stderr == (
         "gpusnap: note: what exec started in the container is not in its checkpoint: "
-        f"process {session} (sleep)\n"
+        f"process {session} (sleep) [GPS-212]\n"
     )
 
 
@@ -824,7 +824,7 @@ def test_memory_that_is_shared_since_it_was_looked_at(scene: Scene, monkeypatch:
 
     def sharing(users: Sequence[proc.Process], version: str) -> Sharing | None:
         looked.append((sorted(user.pid for user in users), all(proc.still(user.pid) for user in users)))
-        return Sharing(users[1], "is a rank of a job", "run it alone") if len(looked) > 1 else None
+        return Sharing(users[1], "is a rank of a job", "run it alone", "GPS-214") if len(looked) > 1 else None
 
     monkeypatch.setattr(preflight, "sharing", sharing)
     done = scene.checkpoint()

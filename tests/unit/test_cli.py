@@ -489,3 +489,4 @@ def test_plan_refused(tmp_path: Path, gpusnap: Run, two_gpus: FakeDriver) -> Non
     code, out, _ = gpusnap("plan", path, "--json")
     assert code == 1
     assert json.loads(out)["refusal"]
+    assert json.loads(out)["code"] == "GPS-401"

@@ -16,8 +16,9 @@ from gpusnap.cli import doctor as commands_doctor
 from gpusnap.cli import exit_codes
 from gpusnap.doctor import host
 from gpusnap.doctor.base import subject
-from gpusnap.doctor.base.check import Check, failure, ok, warning
+from gpusnap.doctor.base.check import Check, failure, ok, refused, warning
 from gpusnap.user_errors import NotFound
+from runtime_shim.errors import Refused
 
 Run = Callable[..., tuple[int, str, str]]
 FINE, WELL, BAD = (
@@ -50,6 +51,16 @@ def test_text(gpusnap: Run, checks: list[Check]) -> None:
         "1 failure, 1 warning",
     ]
     assert err == "gpusnap: 1 of 3 checks failed; do what each of them says\n"
+
+
+def test_a_code(gpusnap: Run, checks: list[Check]) -> None:
+    """At the end of what was found, and in JSON as a member of its own."""
+    checks.append(refused("one", Refused("it is so", hint="do that", code="GPS-208")))
+    assert gpusnap("doctor")[1].splitlines()[:2] == [
+        "failure one  it is so [GPS-208]",
+        "             → do that",
+    ]
+    assert json.loads(gpusnap("doctor", "--json")[1])["checks"][0]["code"] == "GPS-208"
 
 
 def test_warnings_are_no_failure(gpusnap: Run, checks: list[Check]) -> None:

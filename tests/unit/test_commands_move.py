@@ -115,9 +115,9 @@ def test_a_push_that_fails(store: Store, registry: FakeRegistry) -> None:
         ran("checkpoint", "w", "--to", ref, "--plain-http")
     text = raised.value.sentence()
     assert f"the checkpoint is in {store.path} as {ref}, and was not pushed: " in text
-    assert text.endswith(f"; gpusnap push {ref} {ref} --plain-http goes on")
+    assert text.endswith(f"; gpusnap push {ref} {ref} --plain-http goes on [GPS-801]")
     registry.rules.clear()
-    assert ran(*text.rpartition("; gpusnap ")[2].removesuffix(" goes on").split()).exit_code == 0
+    assert ran(*text.rpartition("; gpusnap ")[2].removesuffix(" goes on [GPS-801]").split()).exit_code == 0
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ CHECKS = (ok("a", "fine", size=1), warning("b", "well", "do it"), failure("c", "
 @pytest.mark.parametrize(
     "error",
     [
-        Refused("it is so", hint="do that"),
-        StoreError("it is so"),
+        Refused("it is so", hint="do that", code="GPS-208"),
+        StoreError("it is so", code="GPS-704"),
         PermissionError(errno.EACCES, "Permission denied", "/proc/1/maps"),
         OSError(errno.ENOENT, "No such file or directory"),
         ValueError("not a\nnumber"),
@@ -38,6 +38,7 @@ def test_a_check_that_cannot_be_made(error: Exception) -> None:
     (told,) = [each for each in found if each.name == "first"]
     assert told.verdict.value == "warning"
     assert told.says.startswith("it cannot be told: ")
+    assert told.code == getattr(error, "code", "")
     assert "\n" not in told.says
     assert not any(words in told.says.lower() for words in POISON)
     assert found[-2:] == CHECKS[1:]
@@ -53,6 +54,7 @@ def test_document() -> None:
         "says": "fine",
         "todo": "",
         "facts": {"size": 1},
+        "code": "",
     }
 
 
@@ -60,6 +62,8 @@ def test_refused() -> None:
     """An error's sentence is what it says, its hint what to do."""
     found = refused("name", Refused("it is\n so", hint="do that"), pid=7)
     assert (found.says, found.todo, found.facts["pid"]) == ("it is so", "do that", 7)
+    found = refused("name", Refused("it is so", code="GPS-208"))
+    assert (found.code, document([found])["checks"][0]["code"]) == ("GPS-208", "GPS-208")
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_shared_memory_that_is_allowed(
 ) -> None:
     """nvidia.allow-nccl does not keep doctor from looking, and makes a warning of what it finds."""
     driver.use(family.pids[0], memory=MIB)
-    shares = Sharing(subject.processes[0], "shares GPU memory", "run it with NCCL_P2P_DISABLE=1")
+    shares = Sharing(subject.processes[0], "shares GPU memory", "run it with NCCL_P2P_DISABLE=1", "GPS-214")
     monkeypatch.setattr(preflight, "sharing", lambda users, version: shares)
     for allow, verdict in ((False, "failure"), (True, "warning")):
         settings = replace(subject.settings, nvidia=Nvidia(allow_nccl=allow))

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from gpusnap.error_codes import CODES
 from tools.docs import error_docs, error_messages
 from tools.docs.error_messages import Message, Messages
 
@@ -17,13 +18,18 @@ def found() -> Messages:
 
 
 def test_every_message_has_a_cure(found: Messages) -> None:
-    """Each says what to do, by its hint, its kind or CURES."""
+    """Each has a code, says what to do, or ends with the underlying error."""
     assert not error_docs.uncured(found), "\n".join(error_docs.uncured(found))
 
 
-def test_every_cure_has_a_message(found: Messages) -> None:
-    """No entry of CURES is left of a message that has gone or was worded anew."""
-    assert not error_docs.unused(found), "take these from CURES of tools/docs/error_cures.py"
+def test_every_code_is_known(found: Messages) -> None:
+    """No message has a code that `gpusnap explain` does not find."""
+    assert not error_docs.unknown(found), "describe these in gpusnap/error_codes"
+
+
+def test_every_code_has_a_message(found: Messages) -> None:
+    """Each is raised somewhere, and each text that needs no cure is said somewhere."""
+    assert not error_docs.unused(found), "no message has these any more"
 
 
 def test_the_file_is_up_to_date(found: Messages) -> None:
@@ -34,12 +40,21 @@ def test_the_file_is_up_to_date(found: Messages) -> None:
 
 
 def test_all_is_on_the_page(found: Messages) -> None:
-    """Each template stands there in its own words, in rows of two or three cells."""
+    """Each template stands there in its own words, below its code if it has one."""
     page = error_docs.markdown(found)
+    sections = {part.split(" ", 1)[0]: part for part in re.split(r"^##+ ", page, flags=re.MULTILINE)}
+    assert set(CODES) < set(sections)
     for each in found.messages:
-        assert f"`{each.template}`".replace("|", r"\|") in page
-    for row in (line for line in page.splitlines() if line.startswith("|")):
-        assert len(re.findall(r"(?<!\\)\|", row)) in (3, 4), row
+        there = sections.get(error_docs.code_of(each)) or page.partition("## Messages without a code")[2]
+        assert f"`{each.template}`" in there or f"`` {each.template} ``" in there
+    for code, known in CODES.items():
+        assert f"**What to do**: {known.cure.split()[0]}" in sections[code]
+
+
+def test_the_drivers_words(found: Messages) -> None:
+    """What NVIDIA's driver calls an error leads to its code, also where no sentence of ours has it."""
+    section = error_docs.markdown(found).partition("### GPS-313 ")[2].partition("###")[0]
+    assert "`CUDA_ERROR_NOT_SUPPORTED`" in section
 
 
 def test_what_is_said_in_c(found: Messages) -> None:
@@ -53,4 +68,27 @@ def test_a_message_without_a_cure() -> None:
     (said,) = error_docs.uncured(Messages((strange,), {}))
     assert "runtime_shim.new" in said
     assert "the <thing> has broken" in said
-    assert "tools/docs/error_cures.py" in said
+    assert "gpusnap/error_codes" in said
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message("m", "GpusnapError", "the thing has broken", ("mend it",)),
+        Message("m", "GpusnapError", "the thing has broken", (), "GPS-001"),
+        Message("m", "GpusnapError", "the thing has broken: <reason>", ()),
+        Message("m", "UsageError", "--this goes with --that", ()),
+        Message("m", "Broken", "the thing answered <status>", ()),
+        Message("m", "CeilingError", "the thing needs <size>", ()),
+    ],
+)
+def test_messages_with_a_cure(message: Message) -> None:
+    """A hint, also of gpusnap.user_errors, a code, a reason, a command line, a part of a message."""
+    assert not error_docs.uncured(Messages((message,), {}))
+
+
+def test_a_code_that_nobody_knows() -> None:
+    """It is named."""
+    strange = Message("m", "GpusnapError", "the thing has broken", (), "GPS-999")
+    assert error_docs.unknown(Messages((strange,), {})) == ("GPS-999",)
+    assert "GPS-001" in error_docs.unused(Messages((strange,), {}))

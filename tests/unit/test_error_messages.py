@@ -51,6 +51,43 @@ def test_forms(tmp_path: Path, code: str, templates: list[str]) -> None:
     assert list(messages(tmp_path, one=f"def f(x, y):\n    {lines}\n")) == templates
 
 
+def test_codes(tmp_path: Path) -> None:
+    """Given where the error is made, by its class, by a caller, or by the error that is passed on."""
+    package = tmp_path / "runtime_shim"
+    package.mkdir()
+    (package / "errors.py").write_text(
+        ERRORS + 'class LockTimeout(GpuError):\n    code = "GPS-312"\nclass Deeper(LockTimeout): ...\n'
+    )
+    (package / "one.py").write_text(
+        dedent("""
+        def f(error):
+            raise GpusnapError("plain words")
+            raise GpusnapError("own words", code="GPS-001")
+            raise LockTimeout("of a class")
+            raise Deeper("of a class above")
+            raise Deeper("of its own", code="GPS-002")
+            raise GpusnapError(f"more words: {error}", code=error.code)
+            raise GpusnapError(f"most words: {error}", code=error.code or "GPS-003")
+        def make(what, *, code="GPS-004"):
+            return GpusnapError(f"it {what}", code=code)
+        make("breaks")
+        make("is evil", code="GPS-005")
+        """)
+    )
+    found = {each.template: each.code for each in error_messages.read(tmp_path).messages}
+    assert found == {
+        "plain words": "",
+        "own words": "GPS-001",
+        "of a class": "GPS-312",
+        "of a class above": "GPS-312",
+        "of its own": "GPS-002",
+        "more words: <error>": error_messages.INHERITED,
+        "most words: <error>": "GPS-003",
+        "it breaks": "GPS-004",
+        "it is evil": "GPS-005",
+    }
+
+
 def test_what_callers_give(tmp_path: Path) -> None:
     """A parameter is followed to the callers, in other modules too, and keeps company with its hint."""
     found = messages(

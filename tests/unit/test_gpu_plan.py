@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime_shim.errors import Refused
+from runtime_shim.errors import Refused, split_code
 from runtime_shim.gpu.api.driver import Gpu, Host
 from runtime_shim.gpu.api.gpu_map import GpuMap, parse_map
 from runtime_shim.gpu.assignment import Plan, Verdict, plan
@@ -59,7 +59,10 @@ def message(found: Plan) -> str:
     error = found.refused()
     assert isinstance(error, Refused)
     assert str(error).splitlines()[0].rstrip(":") == found.refusal
-    return error.sentence()
+    said, code = split_code(error.sentence())
+    assert code == found.code
+    assert code in ("GPS-401", "GPS-402", "GPS-403")
+    return said
 
 
 def test_only_what_is_given() -> None:
@@ -139,6 +142,7 @@ def test_older_driver() -> None:
         "the checkpoint was made with driver 580.159.04, and this host has 570.86.10, which is older; "
         "update the driver here"
     )
+    assert found.code == "GPS-402"
 
 
 def test_words_of_the_checkpoint() -> None:
@@ -273,6 +277,7 @@ def test_a_map_that_makes_no_sense(text: str, said: str) -> None:
     """A GPU that is not there, or two words for one: the refusal names it."""
     found = plan(TWO, MADE_WITH, FOUR, request=parse_map(text))
     assert message(found) == f"{said}; change the GPU map"
+    assert found.code == "GPS-403"
     assert reasons(found) == [""] * 8
 
 

@@ -291,7 +291,7 @@ def test_without_a_driver(scene: Scene) -> None:
         recover_restore.recover(KEY, None)
     assert caught.value.sentence() == (
         "this host has no GPU driver now, which alone could tell whether the restore of container "
-        f"{ID} was complete; load the driver, then gpusnap recover {ID}"
+        f"{ID} was complete; load the driver, then gpusnap recover {ID} [GPS-301]"
     )
     assert recover_restore.read(KEY) is not None
     assert scene.runtime.calls("delete") == []
@@ -549,7 +549,8 @@ def test_the_next_checkpoint(scene: Scene, reached: Stage) -> None:
     entry = cut_off(scene, CHECKPOINTED, RUNNING, stage=reached)
     recover_restore.write(replace(entry, init=None if reached is Stage.RESTORE else entry.init))
     assert scene.checkpoint().sentence() == (
-        f"a restore of container {ID} was cut off, and what it left has to be removed; gpusnap recover {ID}"
+        f"a restore of container {ID} was cut off, and what it left has to be removed; "
+        f"gpusnap recover {ID} [GPS-022]"
     )
     assert scene.runtime.calls("delete") == []
     assert all(proc.running(pid) for pid in entry.processes)

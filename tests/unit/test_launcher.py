@@ -622,7 +622,7 @@ def test_without_the_python_entry(tmp_path: Path, said: str) -> None:
         assert (done.returncode, done.stdout) == (127, b"")
         assert done.stderr.decode() == (
             f"gpusnap-runtime: its Python program {tmp_path / 'entry'} cannot be started: {said}, so nothing "
-            "is checkpointed or restored; install gpusnap anew\n"
+            "is checkpointed or restored; install gpusnap anew [GPS-002]\n"
         )
 
 

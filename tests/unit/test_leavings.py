@@ -74,7 +74,7 @@ def test_let_end_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
         scratch_files.let_end(own(), "c0ffee")
     assert caught.value.sentence() == (
         f"what a killed gpusnap called for container c0ffee is still at work: process {ours.pid}; wait for "
-        f"it, or kill {ours.pid}, and run gpusnap recover again"
+        f"it, or kill {ours.pid}, and run gpusnap recover again [GPS-020]"
     )
 
 

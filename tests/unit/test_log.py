@@ -15,7 +15,7 @@ from fakes import POISON
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime_shim.errors import GpusnapError, reason
+from runtime_shim.errors import GpusnapError, SettingsError, reason, split_code
 from runtime_shim.log import note, report, runtime_message, runtime_warnings
 
 
@@ -39,6 +39,55 @@ def test_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report(GpusnapError('a "b"'), log=f"file:{path}", log_format="text")
     assert path.read_text("utf-8").endswith(' level=error msg="gpusnap: a \\"b\\""\n')
     assert capsys.readouterr().err == 'gpusnap: a "b"\n'
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_a_code(tmp_path: Path, capsys: pytest.CaptureFixture[str], log_format: str) -> None:
+    """It ends the sentence, and is a member of its own: Podman shows the one, programs read the other."""
+    path = tmp_path / "log"
+    report(GpusnapError("it failed", hint="try", code="GPS-123"), log=str(path), log_format=log_format)
+    assert capsys.readouterr().err == "gpusnap: it failed; try [GPS-123]\n"
+    line = path.read_text("utf-8")
+    if log_format == "json":
+        assert json.loads(line)["msg"] == "gpusnap: it failed; try [GPS-123]"
+        assert json.loads(line)["code"] == "GPS-123"
+    else:
+        assert line.endswith(' msg="gpusnap: it failed; try [GPS-123]" code=GPS-123\n')
+
+
+def test_a_note_with_a_code(capsys: pytest.CaptureFixture[str]) -> None:
+    """At its end, as with an error."""
+    note("it went on", code="GPS-123")
+    assert capsys.readouterr().err == "gpusnap: note: it went on [GPS-123]\n"
+
+
+def test_codes_of_errors() -> None:
+    """A class has one for all its errors, the place that raises one a better one; each is said once."""
+    assert SettingsError("a").sentence() == "a [GPS-111]"
+    assert SettingsError("a", code="GPS-231").sentence() == "a [GPS-231]"
+    assert SettingsError("a [GPS-111] b").sentence() == "a [GPS-111] b"
+    assert GpusnapError("a", hint="b").sentence() == "a; b"
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("a; b [GPS-123]", ("a; b", "GPS-123")),
+        ("a [GPS-111] b [GPS-123]", ("a [GPS-111] b", "GPS-123")),
+        ("a [GPS-123]; b", ("a [GPS-123]; b", "")),
+        ("a [GPS-12]", ("a [GPS-12]", "")),
+        ("", ("", "")),
+    ],
+)
+def test_split_code(line: str, parts: tuple[str, str]) -> None:
+    """What another gpusnap said, taken apart, so that more can be said before the code."""
+    assert split_code(line) == parts
+
+
+@pytest.mark.parametrize("words", POISON)
+def test_podman_leaves_the_code(words: str) -> None:
+    """It cuts a message to the line of such words: these are gone, and the code is not."""
+    assert GpusnapError(f"crun: {words}", hint="x", code="GPS-123").sentence().endswith("; x [GPS-123]")
 
 
 @pytest.mark.parametrize("log", [None, "", "journald:x", "syslog:x"])

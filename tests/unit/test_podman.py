@@ -173,6 +173,15 @@ def test_a_failure(fake: FakePodman, stderr: str, said: str) -> None:
     assert str(raised.value).removeprefix("Podman failed: ") == said.removeprefix("Podman failed: ")
 
 
+def test_a_failure_with_a_code(fake: FakePodman) -> None:
+    """It is the error's own again, and stays at the end of whatever is said after it."""
+    fake.fails("Error: OCI runtime error: gpusnap-runtime: gpusnap: too old; update [GPS-302]\n")
+    with pytest.raises(GpusnapError) as raised:
+        podman.restore("x", [], {})
+    assert (str(raised.value), raised.value.code) == ("too old; update", "GPS-302")
+    assert raised.value.sentence() == "too old; update [GPS-302]"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_for_the_runtime(fake: FakePodman, tmp_path: Path, number: signal.Signals) -> None:
     """It undoes what it did; Podman itself is left alone, and says so. A second one goes the same way."""

@@ -235,7 +235,8 @@ HOST = Host("nvidia", "580.1", "13.0", ())
 
 def test_shared_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the driver could not restore is refused by name, with what to do and how to override it."""
-    said = Sharing(process(7), "has memory of another process open", "share it through host memory")
+    opened = "has memory of another process open"
+    said = Sharing(process(7), opened, "share it through host memory", "GPS-215")
     asked: list[Host] = []
 
     def found(users: Sequence[proc.Process], host: Host) -> Sharing:
@@ -248,6 +249,7 @@ def test_shared_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.hint.startswith(
         "share it through host memory; if you know better: gpusnap checkpoint"
     )
+    assert caught.value.code == "GPS-215"
     preflight.shared([process(7)], Nvidia(allow_nccl=True), HOST)
     assert asked == [HOST]
 

@@ -234,7 +234,7 @@ def test_a_checkpoint_that_was_cut_off(scene: Scene, whose: str) -> None:
     if whose == "its own":
         assert outcome.sentence() == (
             f"a checkpoint of container {ID} was cut off, and what it stopped still waits: {pid}; gpusnap "
-            f"recover {ID}"
+            f"recover {ID} [GPS-021]"
         )
         assert scene.runtime.calls("restore") == []
     else:
@@ -481,7 +481,7 @@ def test_one_has_ended_before(scene: Scene) -> None:
     assert outcome.code == 0
     assert outcome.stderr == (
         f"gpusnap: note: process {first} (sleep) ended by itself before its GPU state could be restored; "
-        "the rest of the container runs on\n"
+        "the rest of the container runs on [GPS-511]\n"
     )
     assert scene.driver.of("restore") == [second]
     assert scene.runtime.calls("delete") == []

@@ -187,7 +187,7 @@ def test_the_container_is_there(
     found = name or "w"
     assert raised.value.sentence() == (
         f"Podman has a container {found} already; remove it with podman rm {found}, or give another name "
-        "with --name"
+        "with --name [GPS-508]"
     )
 
 

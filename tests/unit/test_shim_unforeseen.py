@@ -33,7 +33,7 @@ def test_the_sentence(error: Exception, said: str) -> None:
     """Which it was, and the line that it came from: enough to tell us."""
     found = unforeseen(raised(error)).sentence()
     assert found.startswith(said)
-    assert found.endswith("; this should have been said better: tell us")
+    assert found.endswith("; this should have been said better: tell us [GPS-001]")
 
 
 def test_in_the_log(

@@ -282,7 +282,7 @@ def _run(hook: _Hook, container: Container, found: tuple[str, tuple[str, ...]]) 
             code="GPS-410",
         )
     elif said:
-        note(f"NVIDIA's hook {hook.name} said: {said}", code="GPS-410")
+        note(f"NVIDIA's hook {hook.name} said: {said}")
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
