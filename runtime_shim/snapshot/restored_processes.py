@@ -30,7 +30,6 @@ def all_there(wanted: Iterable[GpuProcess], there: Collection[int], images: str)
                 f"process {process.pid} ({process.name}) of the checkpoint did not come back: CRIU's images "
                 "do not have it",
                 hint="it was left out of the dump, or the checkpoint was changed since; restore another one",
-                code="GPS-604",
             )
         note(
             f"process {process.pid} ({process.name}) ended by itself before its GPU state could be restored; "

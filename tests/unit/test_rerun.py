@@ -206,9 +206,9 @@ def test_failure_is_a_note(host: Host) -> None:
     """What it said is in the note, and the next hook runs all the same."""
     host.program("echo broken >&2; exit 3")
     said = host.rerun(hook(LDCACHE), hook(LDCACHE)).splitlines()
-    assert said == [
-        "gpusnap: note: NVIDIA's hook update-ldcache failed with exit code 3: broken [GPS-410]"
-    ] * 2
+    assert (
+        said == ["gpusnap: note: NVIDIA's hook update-ldcache failed with exit code 3: broken [GPS-410]"] * 2
+    )
 
 
 def test_program_that_cannot_start(host: Host) -> None:
