@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 
 __all__ = [
     "ContainerError",
@@ -141,9 +140,6 @@ def _reworded(text: str) -> str:
     return text
 
 
-_CODE = re.compile(r"^(.*\S) \[(GPS-\d{3})\]$")
-
-
 def with_code(text: str, code: str) -> str:
     """A line with a code at its end, where there is one that it does not have yet."""
     return f"{text} [{code}]" if code and f"[{code}]" not in text else text
@@ -151,8 +147,12 @@ def with_code(text: str, code: str) -> str:
 
 def split_code(text: str) -> tuple[str, str]:
     """A line and the code that stood at its end; "" where there was none."""
-    found = _CODE.match(text)
-    return (found[1], found[2]) if found else (text, "")
+    # No regular expression: importing `re` takes longer than a pass-through to crun may.
+    before, _, last = text.rpartition(" [")
+    number = last.removeprefix("GPS-").removesuffix("]")
+    if last == f"GPS-{number}]" and len(number) == 3 and number.isascii() and number.isdecimal():
+        return before, last.removesuffix("]")
+    return text, ""
 
 
 def reason(error: OSError) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim.errors import GpusnapError
+from runtime_shim.errors import GpusnapError, with_code
 from runtime_shim.gpu.api import errors
 from runtime_shim.gpu.api.errors import DriverFailed, GpuError
 from runtime_shim.gpu.nvidia import result_codes
@@ -44,7 +44,8 @@ def test_words_of_each_class(kind: type[GpuError]) -> None:
     assert not SWALLOWED.search(kind.because + kind.advice)
     error = kind("what happened", hint="do this", code_name="CUDA_ERROR_X", pid=7)
     assert (error.code_name, error.pid) == ("CUDA_ERROR_X", 7)
-    assert error.sentence() == f"what happened; do this [{kind.code}]"
+    assert error.sentence() == with_code("what happened; do this", kind.code)
+    assert bool(kind.code) is (kind is not GpuError)
     assert kind("what happened").code_name == ""
 
 
