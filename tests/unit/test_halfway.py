@@ -384,7 +384,7 @@ def test_it_is_under_way(scene: Scene) -> None:
     """A restore whose gpusnap is there is not touched, by nobody."""
     entry = cut_off(scene, CHECKPOINTED, standing=True)
     recover_restore.write(replace(entry, owner=entry.init))  # type: ignore[arg-type]
-    said = f"gpusnap (process {scene.family.init}) is still at work on container {ID}; wait for it"
+    said = f"gpusnap (process {scene.family.init}) is still at work on container {ID}; wait for it [GPS-020]"
     assert refused(scene) == said
     assert scene.restore("--detach", "--tcp-established").sentence() != ""
     assert scene.runtime.calls("delete") == []
@@ -424,7 +424,7 @@ def test_a_checkpoint_meanwhile(scene: Scene) -> None:
     outcomes: list[str] = []
     scene.driver.when("unlock", lambda _: outcomes.append(scene.checkpoint().sentence()))
     kept(scene, "running: " + " ".join(map(str, entry.processes)))
-    assert outcomes == [f"another gpusnap is still at work on container {ID}; wait for it"]
+    assert outcomes == [f"another gpusnap is still at work on container {ID}; wait for it [GPS-020]"]
     assert scene.driver.of("lock") == []
     assert scene.all_running()
 
@@ -450,7 +450,7 @@ def test_it_is_paused(scene: Scene) -> None:
     cut_off(scene, RUNNING, status="paused")
     assert refused(scene) == (
         f"container {ID} is paused, and does not tell whether its restore was complete; unpause it, then "
-        f"gpusnap recover {ID}"
+        f"gpusnap recover {ID} [GPS-203]"
     )
 
 
@@ -458,7 +458,7 @@ def test_it_cannot_be_removed(scene: Scene) -> None:
     """The runtime's words are told, and it can be tried again."""
     cut_off(scene, CHECKPOINTED, standing=True)
     scene.runtime.script("delete", 'say "device busy"; exit 1')
-    assert refused(scene) == f"container {ID} could not be removed: device busy"
+    assert refused(scene) == f"container {ID} could not be removed: device busy [GPS-022]"
     scene.runtime.script("delete", "", default=True)
     recover_restore.recover(KEY, scene.driver)
     assert recover_restore.entries() == ()

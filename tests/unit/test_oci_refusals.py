@@ -37,7 +37,7 @@ def test_its_own_words() -> None:
     """The registry's code and message are shown, and the code can be asked for."""
     found = refusal(400, body("DIGEST_INVALID", "provided digest did not match"), WHAT)
     assert isinstance(found, Rejected)
-    assert found.code == "DIGEST_INVALID"
+    assert (found.says, found.code) == ("DIGEST_INVALID", "GPS-806")
     assert str(found) == f"{WHAT}: it refuses (DIGEST_INVALID: provided digest did not match)"
     assert "(DENIED: requested access" in str(refusal(403, body("DENIED", "requested access"), WHAT))
 
