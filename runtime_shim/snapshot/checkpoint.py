@@ -32,7 +32,7 @@ from runtime_shim.runtime import container as containers
 from runtime_shim.runtime.command_line import CheckpointCall, render
 from runtime_shim.runtime.criu import config as criu_config
 from runtime_shim.runtime.criu import external_mounts as criu_mounts
-from runtime_shim.runtime.criu.images import dev, digests
+from runtime_shim.runtime.criu.images import control_groups, dev, digests
 from runtime_shim.runtime.criu.images import directory as image
 from runtime_shim.runtime.criu.plugins import injected
 from runtime_shim.runtime.criu.run import Invoked, invoke
@@ -44,7 +44,7 @@ from runtime_shim.snapshot.memory.capture import Chunks
 from runtime_shim.snapshot.memory.destination import StoreHome
 from runtime_shim.snapshot.preflight import checks as preflight
 from runtime_shim.snapshot.records import journal, volumes
-from runtime_shim.snapshot.suspend import criu_plugin, inherited_handles, paused_container
+from runtime_shim.snapshot.suspend import criu_plugin, inherited_handles
 from runtime_shim.snapshot.suspend.gpu_state import InCriu, Pages, users
 from runtime_shim.snapshot.suspend.job import (
     Job,
@@ -112,6 +112,7 @@ def _inspect(job: Job) -> None:
     job.host = job.driver.host()
     job.init = proc.process(job.container.pid)
     preflight.criu_library(job.real)
+    preflight.pycriu(job.container)
     preflight.call(job.call, job.container)
     preflight.adopted(job.container)
     preflight.neighbours(job.call, job.container)
@@ -265,7 +266,7 @@ def _complete(job: Job, draft: Draft) -> None:
             image.drop_earlier(job.image_path, job.earlier)
             job.pages.commit(kept=job.call.leave_running)
             files = job.pages.images()
-            paused_container.thaw_image(job.image_path)
+            control_groups.thaw(job.image_path)
             images = _sync(job, but=[each.name for each in files])
         record = replace(_finished(job, job.record), files=files, images=images)
         with job.transaction.step("name"):

@@ -28,7 +28,7 @@ from runtime_shim.process.ptrace.remote_syscall import put_back
 from runtime_shim.records import manifest
 from runtime_shim.records.manifest_file import Draft
 from runtime_shim.runtime.criu import scratch_files
-from runtime_shim.runtime.criu.images import digests
+from runtime_shim.runtime.criu.images import control_groups, digests
 from runtime_shim.runtime.criu.images import directory as image
 from runtime_shim.settings import Memory
 from runtime_shim.snapshot.memory import transfer
@@ -243,7 +243,7 @@ def _finish(entry: Entry, settings: Memory) -> str:
         # Nobody knows how much of it had come to disk.
         transfer.write_again(home.layout, tables, where=entry.image)
         home.commit(tables, kept=False)
-    paused_container.thaw_image(entry.image)
+    control_groups.thaw(entry.image)
     image.sync(entry.image, failed=partial(journal.note_unsynced, entry.key))
     record = replace(record, images=digests.take(entry.image, but=[each.name for each in record.files]))
     if home is not None:

@@ -41,7 +41,7 @@ from runtime_shim.runtime.criu import config as criu_config
 from runtime_shim.runtime.criu import external_mounts as criu_mounts
 from runtime_shim.runtime.criu import scratch_files
 from runtime_shim.runtime.criu.images import check as criu_images
-from runtime_shim.runtime.criu.images import inventory, masked_paths
+from runtime_shim.runtime.criu.images import inventory, masked_paths, pycriu_package
 from runtime_shim.runtime.criu.images.digests import Comparison
 from runtime_shim.runtime.criu.images.overlay import view
 from runtime_shim.runtime.criu.plugins import find as find_plugin
@@ -133,6 +133,7 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
     found = find_driver()
     with _opened_meanwhile(found):
         record = manifest.read(images)
+        pycriu_package.load()  # refuses where it is missing; to import it takes as long as to open a driver
     driver = driver_for(record, criu_plugin.of_record(record, found))
     with (
         interruptible(),

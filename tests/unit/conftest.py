@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -16,6 +17,12 @@ from oci.store.store import Store
 from runtime_shim import settings as settings_file
 from runtime_shim.process import pidfd
 from runtime_shim.settings import Settings
+
+if importlib.util.find_spec("pycriu") is None:
+    # CRIU's Python package is not on PyPI. Of programs that tests start, Python looks there as well.
+    _STANDINS = str(Path(__file__).parents[1] / "standins")
+    sys.path.append(_STANDINS)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), _STANDINS]))
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 
-__all__ = ["CORE", "INVENTORY", "PAGE", "entry", "image", "images", "numbers", "pagemap"]
+__all__ = ["CORE", "INVENTORY", "PAGE", "entry", "image", "images", "numbers", "pagemap", "varint"]
 
 PAGE = 4096
 _COMMON = 0x54564319
@@ -22,6 +22,9 @@ MAGIC = {
     "ipcns-msg": 0x55453737,
     "ghost-file": 0x52583605,
     "mountpoints": 0x55563928,
+    "cgroup": 0x59383330,
+    "files": 0x56303138,
+    "fdinfo": 0x56213732,
 }
 
 

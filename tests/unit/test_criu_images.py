@@ -10,11 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from criu_images import CORE, INVENTORY, PAGE, entry, image, images, numbers, pagemap
+from criu_images import CORE, INVENTORY, PAGE, entry, image, images, numbers, pagemap, varint
 
 from runtime_shim.errors import ImageError
+from runtime_shim.runtime.criu.images import messages
 from runtime_shim.runtime.criu.images.check import check
-from runtime_shim.runtime.criu.images.messages import fields, kind_of
+from runtime_shim.runtime.criu.images.messages import kind_of
 
 
 @pytest.fixture
@@ -216,11 +217,78 @@ def test_an_earlier_dump(folder: Path, tmp_path: Path) -> None:
         check(str(folder), "x86_64")
 
 
-def test_no_end_of_fields() -> None:
-    """A message may have millions of fields that no message of CRIU's has; they take no memory."""
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (b"\x0f", "no known type"),
+        (b"\x08", "goes on beyond its message"),
+        (b"\x08\x80", "goes on beyond its message"),
+        (b"\x08" + b"\xff" * 12, "more than ten bytes"),
+        (b"\x32\x7fshort", "goes on beyond its message"),
+        (b"\x31short", "goes on beyond its message"),
+        (struct.pack("<I", 1 << 31), "is cut short"),
+    ],
+)
+def test_a_run_of_pages_decodes(folder: Path, message: bytes, said: str) -> None:
+    """What is no message is refused; fields that this release does not know are passed over."""
+    path = folder / "pagemap-1.img"
+    whole = path.read_bytes()
+    path.write_bytes(whole + entry(message))
+    if message[:1] == b"\0":
+        path.write_bytes(whole + message)
+        said = "has a message of 2147483648 bytes"
+    assert said in refused(folder)
     keys = range(1 << 14, 1 << 18, 8)  # varints of three bytes, of the wire type for varints
-    message = b"".join(bytes((at & 0x7F | 0x80, at >> 7 & 0x7F | 0x80, at >> 14, 1)) for at in keys)
-    assert fields(numbers((1, 7)) + message, "none") == ({1: 7}, [])
+    unknown = b"".join(bytes((at & 0x7F | 0x80, at >> 7 & 0x7F | 0x80, at >> 14, 1)) for at in keys)
+    path.write_bytes(whole + entry(numbers((1, 0x20000), (2, 0), (4, 0)) + b"\x32\1x\x39longlong" + unknown))
+    check(str(folder), "x86_64")
+
+
+def test_pages_of_other_releases(folder: Path) -> None:
+    """CRIU 4.2 has the number of pages in another field, and zero in the old one; CRIU 2 has no flags."""
+    runs = [numbers((1, 0x1000), (2, 0), (4, 4), (5, 2)), numbers((1, 0x9000), (2, 1))]
+    runs.append(numbers((1, 0x20000), (2, 5), (3, 1)))
+    head = entry(numbers((1, 1)))
+    (folder / "pagemap-1.img").write_bytes(image("pagemap", head, *map(entry, runs)))
+    check(str(folder), "x86_64")
+    (folder / "pages-1.img").write_bytes(bytes(2 * PAGE))
+    assert "pagemap-1.img lists 3 pages" in refused(folder)
+
+
+def nested(depth: int) -> bytes:
+    """A control group in a control group, and so on (criu/images/cgroup.proto)."""
+    message = b""
+    for _ in range(depth):
+        message = b"\x12" + varint(len(message)) + message
+    return message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [nested(10_000), b"\x9b\x06" * 100_000, b"\x12\xff\xff\xff\xff\x07", b"\x12\x05\x0a\x7fabc"],
+    ids=["nested", "groups", "two GiB", "a field beyond its message"],
+)
+def test_hostile_messages(folder: Path, message: bytes) -> None:
+    """protobuf's errors are ours, whatever it is that it does not take."""
+    (folder / "cgroup.img").write_bytes(image("cgroup", entry(message)))
+    assert f"cgroup.img in {folder} does not decode" in refused(folder)
+
+
+def test_wrong_types(folder: Path) -> None:
+    """Fields of another type than CRIU's are as if they were not there, and break nothing."""
+    (folder / "pstree.img").write_bytes(image("pstree", entry(b"\x0a\x01x" + b"\x2d\0\0\0\0")))
+    assert "core-0.img" in refused(folder)
+    (folder / "pipes-data.img").write_bytes(image("pipes-data", entry(b"\x12\x01x", b"data")))
+    assert "pipes-data.img" in refused(folder)
+
+
+def test_a_message_of_millions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No objects are made of a message larger than any; one that has to be known is refused."""
+    monkeypatch.setattr(messages, "_LARGEST_DECODED", 1000)
+    (folder / "mm-1.img").write_bytes(image("mm", entry(b"\x72\0" * 1000)))
+    check(str(folder), "x86_64")
+    (folder / "pstree.img").write_bytes(image("pstree", entry(b"\x28\1" * 1000)))
+    assert "a message of 2000 bytes that cannot be decoded here" in refused(folder)
 
 
 @pytest.mark.parametrize("link", ["../../other/earlier", "{other}/earlier", "../beside", ".."])

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from criu_images import INVENTORY
+from criu_images import INVENTORY, varint
 from fakes import Scene, a_manifest
 
 from runtime_shim.errors import ImageError
@@ -25,16 +25,13 @@ ROOT = "/run/containerd/runc/k8s.io"
 
 def field(number: int, text: str) -> bytes:
     """A string of protobuf."""
-    return (number << 3 | 2).to_bytes(1, "little") + bytes([len(text)]) + text.encode()
+    return varint(number << 3 | 2) + varint(len(text.encode())) + text.encode()
 
 
 def entry(key: str, source: str = "tmpfs") -> bytes:
     """A mount as CRIU writes one (criu/images/mnt.proto): root, mountpoint, source, options; and its key."""
     data = field(6, OWN) + field(7, "./proc/acpi") + field(8, source) + field(9, "mode=755")
-    length = (
-        len(key).to_bytes(1, "little") if len(key) < 128 else bytes([len(key) & 127 | 128, len(key) >> 7])
-    )
-    data += b"\x68\x01\x92\x01" + length + key.encode()
+    data += b"\x68\x01" + field(18, key)
     return len(data).to_bytes(4, "little") + data
 
 
@@ -75,9 +72,17 @@ def test_a_restore_tells_criu(
         assert f"external mnt[{OWN}]:{DUMPED}\n" in scene.runtime.criu_config()
 
 
-@pytest.mark.parametrize("key", [f"/{'a' * 45}/.empty-directory", f"/{'b' * 150}/.empty-directory"])
-def test_lengths(tmp_path: Path, key: str) -> None:
-    """Where the length looks like a part of the name, and where it takes two bytes."""
+@pytest.mark.parametrize(
+    "key",
+    [
+        f"/{'a' * 45}/.empty-directory",
+        f"/{'b' * 150}/.empty-directory",
+        "/srv/a+b/.empty-directory",
+        "/srv/träge~@{}/.empty-directory",
+    ],
+)
+def test_names(tmp_path: Path, key: str) -> None:
+    """Of any length, and with whatever CRIU's configuration takes as one word."""
     assert [mount.key for mount in masked_paths.mounts(str(written(tmp_path, key)), "crun", ROOT, {})] == [
         key
     ]
@@ -93,6 +98,9 @@ def test_lengths(tmp_path: Path, key: str) -> None:
         ("crun", ROOT, {}, "/run/crun/.empty-directory-of-another"),
         ("crun", ROOT, {}, "/run/a b]:/ #/.empty-directory"),
         ("crun", ROOT, {}, "/run/\n/.empty-directory"),
+        ("crun", ROOT, {}, "/run/\x85\x1b/.empty-directory"),
+        ("crun", ROOT, {}, "/run/a]b/.empty-directory"),
+        ("crun", ROOT, {}, "/run/a#b/.empty-directory"),
     ],
 )
 def test_nothing_to_be_told(
@@ -100,6 +108,14 @@ def test_nothing_to_be_told(
 ) -> None:
     """The same name, another runtime, and names that no crun gives."""
     assert masked_paths.mounts(str(written(tmp_path, key)), kind, root, environ) == ()
+
+
+@pytest.mark.parametrize("data", [b"", b"\x19\x43\x56\x54\x28\x39\x56\x55\xff\xff\xff\x7f", b"x" * 40])
+def test_damaged(tmp_path: Path, data: bytes) -> None:
+    """One that is no image of mounts is named."""
+    (tmp_path / "mountpoints-12.img").write_bytes(data)
+    with pytest.raises(ImageError, match=r"mountpoints-12\.img (is cut short|has a message|does not begin)"):
+        masked_paths.mounts(str(tmp_path), "crun", ROOT, {})
 
 
 def test_not_readable(tmp_path: Path) -> None:

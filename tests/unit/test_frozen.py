@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cells import ID, Cell, cell, container, folder, pause
+from criu_images import entry, image, varint
 from fakes import Scene, wait_for
 from pairs import Pair, a_pair
 
@@ -18,6 +19,7 @@ from runtime_shim.errors import GpusnapError, ImageError
 from runtime_shim.process import proc
 from runtime_shim.runtime import cgroup_freezer
 from runtime_shim.runtime import container as containers
+from runtime_shim.runtime.criu.images import control_groups
 from runtime_shim.snapshot.records import journal
 from runtime_shim.snapshot.records.journal import Entry, Pause
 from runtime_shim.snapshot.suspend import paused_container
@@ -252,20 +254,46 @@ def test_not_as_we_write_it(folder: Path) -> None:
         journal.read(ID)
 
 
-def prop(name: str, value: str) -> bytes:
-    """A property of a control group (criu/images/cgroup.proto)."""
-    return b"\x0a" + bytes([len(name)]) + name.encode() + b"\x12" + bytes([len(value)]) + value.encode()
+def a_group(*props: tuple[str, str], children: bytes = b"") -> bytes:
+    """A control group with these properties (criu/images/cgroup.proto, cgroup_dir_entry)."""
+    parts = [part(3, part(1, name.encode()) + part(2, value.encode())) for name, value in props]
+    return part(1, b"/c") + children + b"".join(parts)
+
+
+def part(number: int, content: bytes) -> bytes:
+    """A string or a message within a message."""
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def groups(state: str) -> bytes:
+    """A group and one in it, both of this state, with properties of other names, and fields nobody knows."""
+    others = [
+        ("name", "FROZEN"),
+        ("xfreezer.state", "FROZEN"),
+        ("cgroup.freeze", "1"),
+        ("freezer.state", "no"),
+    ]
+    inner = a_group(("freezer.state", state), *others)
+    outer = a_group(("freezer.state", state), children=part(2, inner)) + part(900, b"FROZEN")
+    return image("cgroup", entry(part(2, part(1, b"freezer") + part(2, outer))))
 
 
 def test_an_image_thaws(tmp_path: Path) -> None:
-    """Version 1's freezer alone is said to be thawed, and every other byte stays."""
+    """Version 1's freezer alone is said to be thawed, and all else stays."""
     path = tmp_path / "cgroup.img"
-    others = prop("name", "FROZEN") + prop("xfreezer.state", "FROZEN") + prop("cgroup.freeze", "1")
-    path.write_bytes(b"head" + prop("freezer.state", "FROZEN") + others + prop("freezer.state", "FROZEN"))
+    path.write_bytes(groups("FROZEN"))
     for _ in range(2):
-        paused_container.thaw_image(str(tmp_path))
-        thawed = prop("freezer.state", "THAWED")
-        assert path.read_bytes() == b"head" + thawed + others + thawed
+        control_groups.thaw(str(tmp_path))
+        assert path.read_bytes() == groups("THAWED")
+
+
+def test_an_image_of_another_kind_thaws(tmp_path: Path) -> None:
+    """What is not as CRIU writes it is named, and stays."""
+    path = tmp_path / "cgroup.img"
+    path.write_bytes(groups("FROZEN")[:-3])
+    with pytest.raises(ImageError, match=r"cgroup\.img, which CRIU has just written, is cut short"):
+        control_groups.thaw(str(tmp_path))
+    assert path.read_bytes() == groups("FROZEN")[:-3]
 
 
 def test_a_checkpoint_thaws_its_image(
@@ -274,15 +302,15 @@ def test_a_checkpoint_thaws_its_image(
     """Whatever has been dumped, before it is called a checkpoint."""
     with Scene(tmp_path, monkeypatch, capfd) as scene:
         scene.gpu_processes(1)
-        text = prop("freezer.state", "FROZEN").decode()
-        scene.runtime.script("checkpoint", f"""printf '%s' '{text}' >"$image/cgroup.img"; """, default=True)
+        (tmp_path / "dumped").write_bytes(groups("FROZEN"))
+        scene.runtime.script("checkpoint", f"""cp '{tmp_path}/dumped' "$image/cgroup.img"; """, default=True)
         assert scene.checkpoint("--leave-running").code == 0
-        assert (scene.image / "cgroup.img").read_bytes() == prop("freezer.state", "THAWED")
+        assert (scene.image / "cgroup.img").read_bytes() == groups("THAWED")
 
 
 def test_no_image_to_thaw(tmp_path: Path) -> None:
     """There is none where CRIU left control groups alone; one that cannot be changed is named."""
-    paused_container.thaw_image(str(tmp_path))
+    control_groups.thaw(str(tmp_path))
     (tmp_path / "cgroup.img").mkdir()
     with pytest.raises(ImageError, match=r"cgroup\.img cannot be changed"):
-        paused_container.thaw_image(str(tmp_path))
+        control_groups.thaw(str(tmp_path))

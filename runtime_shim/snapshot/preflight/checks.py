@@ -15,12 +15,14 @@ from typing import TypeVar
 
 from runtime_shim.errors import Refused, reason
 from runtime_shim.gpu.api.driver import Host, ProcessState
+from runtime_shim.log import note
 from runtime_shim.process import proc
 from runtime_shim.records.manifest import Manifest
 from runtime_shim.runtime import container as containers
 from runtime_shim.runtime.command_line import CheckpointCall
 from runtime_shim.runtime.container import Container
 from runtime_shim.runtime.criu.config import Connections
+from runtime_shim.runtime.criu.images import pycriu_package
 from runtime_shim.runtime.criu.version import criu_version
 from runtime_shim.runtime.identify import RealRuntime
 from runtime_shim.settings import Memory, Nvidia
@@ -35,6 +37,7 @@ __all__ = [
     "criu_library",
     "leftover",
     "neighbours",
+    "pycriu",
     "rings",
     "room_in_memory",
     "room_on_disk",
@@ -113,6 +116,16 @@ def criu_library(real: RealRuntime) -> None:
             f"{real.name} ({real.path}) needs {name} for a checkpoint, and this host does not have it",
             hint="install libcriu2 (Debian, Ubuntu) or criu-libs (Fedora)",
         ) from error
+
+
+def pycriu(container: Container) -> None:
+    """A dump does not need it, but for the freezer of cgroup v1; each restore does, here or elsewhere."""
+    if pycriu_package.is_there():
+        return
+    if any("freezer" in name.split(",") for name in proc.cgroups(container.pid)):
+        raise pycriu_package.missing("the image of the freezer of cgroup v1 cannot be put right without it")
+    said = pycriu_package.missing("this host can restore no checkpoint without it")
+    note(said.sentence())
 
 
 def _own_users(init: int) -> bool:
