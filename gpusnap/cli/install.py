@@ -23,6 +23,7 @@ from gpusnap.engines.install.files import state, under
 from gpusnap.engines.install.installer import Change, Item
 from hooks import hooksd
 from runtime_shim.errors import GpusnapError, Refused
+from runtime_shim.runtime.criu.images import pycriu_package
 
 __all__ = ["install", "uninstall"]
 
@@ -92,7 +93,7 @@ def install(
     plan = _planned(engines, root, default=default, hooks=hooks, force=force)
     parts, kept = _parts(plan, root)
     changes = installer.install(plan.items, parts=parts, root=root, force=force, dry_run=dry_run)
-    notes = [*plan.notes, *kept, *_left(changes), *_restarts(changes, root)]
+    notes = [*plan.notes, *kept, *_left(changes), *_restarts(changes, root), *_missing(root)]
     if not as_json:
         _say(changes, notes, plan.items if dry_run else (), dry_run)
         if not dry_run:
@@ -149,6 +150,13 @@ def _need_own_environment() -> None:
             "of gpusnap is: one has written over files of the other",
             hint="install gpusnap in an environment of its own: pipx install gpusnap",
         )
+
+
+def _missing(root: str) -> list[str]:
+    """What a restore needs and gpusnap's own packages do not bring."""
+    if pycriu_package.is_there(root):
+        return []
+    return [pycriu_package.missing("this host can restore no checkpoint without it").sentence()]
 
 
 def _need_root(command: str, root: str, dry_run: bool) -> None:

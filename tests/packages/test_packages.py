@@ -50,7 +50,7 @@ def made() -> None:
     ("suite", "more"), [("bookworm", ()), ("trixie", ()), ("trixie", ("system",)), ("noble", ())]
 )
 def test_pipx(suite: str, more: tuple[str, ...]) -> None:
-    """Wheel and sdist; with the system's packages, pycriu among them, and without."""
+    """Wheel and sdist; on a system that has pycriu, and without."""
     assert "== all is well" in enter(suite, "sh", "/src/tests/packages/wheel.sh", "/dist", *more)
 
 

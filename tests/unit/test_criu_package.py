@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
@@ -30,13 +30,16 @@ STANDINS = CHECKOUT / "tests/standins"
 def nowhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A host without pycriu."""
     pycriu_package.load.cache_clear()
+    known = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == "pycriu"}
     with monkeypatch.context() as patch:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "pycriu"]:
-            patch.delitem(sys.modules, name)
         patch.setattr(sys, "path", [each for each in sys.path if not Path(each, "pycriu").exists()])
         patch.setattr(pycriu_package, "directories", lambda: ())
         importlib.invalidate_caches()
         yield
+    for name in [*sys.modules]:
+        if name.partition(".")[0] == "pycriu":
+            del sys.modules[name]
+    sys.modules.update(known)
     pycriu_package.load.cache_clear()
 
 

@@ -9,6 +9,8 @@ from doctor_trees import Programs, only, tree
 
 from gpusnap.doctor.base.sources import Answer
 from gpusnap.doctor.host_checks import criu
+from runtime_shim.runtime.criu.images import pycriu_package
+from runtime_shim.runtime.criu.images.pycriu_package import Pycriu
 
 
 @pytest.mark.parametrize(
@@ -126,9 +128,26 @@ def test_network_lock_of_crius_own_files(tmp_path: Path) -> None:
     assert [*criu.network_lock(find=Programs().find)] == []
 
 
-def test_pycriu() -> None:
-    """It may be there or not."""
-    assert only(criu.pycriu())[0] == "ok"
+@pytest.mark.parametrize(("accelerated", "said"), [(True, "can be decoded"), (False, "in Python here")])
+def test_pycriu(monkeypatch: pytest.MonkeyPatch, accelerated: bool, said: str) -> None:
+    """It is there, with protobuf in C or in Python."""
+    found = Pycriu(None, {}, accelerated)
+    monkeypatch.setattr(pycriu_package, "load", lambda: found)
+    [check] = criu.pycriu()
+    assert check.verdict == "ok"
+    assert said in check.says
+
+
+def test_no_pycriu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then a restore would be refused, and the package is named."""
+
+    def load() -> Pycriu:
+        raise pycriu_package.missing("CRIU's images cannot be read without it")
+
+    monkeypatch.setattr(pycriu_package, "load", load)
+    [check] = criu.pycriu()
+    assert check.verdict == "failure"
+    assert "python3-pycriu" in check.todo
 
 
 @pytest.mark.parametrize(

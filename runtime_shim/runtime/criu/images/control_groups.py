@@ -65,4 +65,4 @@ def _properties(entry: Any) -> Iterator[Any]:
 
 
 def _unchanged(path: str, why: str) -> ImageError:
-    return ImageError(f"{path} cannot be changed: {why}")
+    return ImageError(f"{path} cannot be changed: {why}", hint="see that the checkpoint's directory has room")

@@ -1,9 +1,10 @@
 """How many pages a pagemap lists: the one image whose messages are not decoded by pycriu.
 
-A process may have hundreds of thousands of runs of pages, each with a message of its own, and all are counted
-before every restore. And CRIU 4.2 has put the number of pages into another field: with pycriu of 4.1, as a
-host has it whose CRIU was built anew, each such message would be read as one of no pages. So the four numbers
-that such a message consists of are read here, of old images and new. docs/how-it-works.md has the times.
+CRIU 4.2 has put the number of pages into another field: with pycriu of 4.1, as a host has it whose CRIU was
+built anew, each such message would be read as one of no pages. And a process may have hundreds of thousands
+of runs of pages, each with a message of its own, which are counted before every restore: where protobuf has
+no part in C, pycriu takes five times as long for that (bench/image_reading.py; docs/how-it-works.md has the
+figures). So the four numbers that such a message consists of are read here, of old images and new.
 
     pagemap_entry  =  vaddr (1)  nr_pages (2; 0 in those that have 5)  in_parent (3)  flags (4)  nr_pages (5)
 

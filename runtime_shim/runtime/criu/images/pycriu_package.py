@@ -38,9 +38,10 @@ class Pycriu:
     """Whether protobuf decodes in C; in Python it takes some thirty times as long."""
 
 
-def is_there() -> bool:
-    """Whether it can be found; nothing is imported, which `load` alone does."""
-    return not [*_not_found(("", *directories()))]
+def is_there(root: str = "/") -> bool:
+    """Whether it can be found; nothing is imported, which `load` alone does. `root`: of another host."""
+    places = [os.path.join(root, each.lstrip("/")) for each in directories()]
+    return not [*_not_found(("", *places) if root == "/" else places)]
 
 
 def missing(what: str) -> Refused:
