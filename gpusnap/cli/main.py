@@ -18,7 +18,7 @@ from gpusnap.cli import doctor as commands_doctor
 from gpusnap.cli import install as commands_install
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_checkpoint, completion
-from gpusnap.cli.store_commands import inspected
+from gpusnap.cli.store_commands import inspected, inspected_processes
 from gpusnap.cli.streams import forgive_closed_pipes
 from gpusnap.engines.install.hooks import install_hooks
 from gpusnap.operations import unknown_containers
@@ -120,19 +120,32 @@ def command(debug: bool) -> None:
 @click.option(
     "--plain-http", is_flag=True, help="Use plain HTTP, without TLS. http:// before REF does the same."
 )
+@click.option(
+    "--processes", is_flag=True, help="Show the processes in CRIU's images, with open files and sockets."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
-def inspect(what: str, plain_http: bool, as_json: bool) -> None:
+def inspect(what: str, plain_http: bool, processes: bool, as_json: bool) -> None:
     """Show the contents of the checkpoint WHAT: GPUs, processes, memory, and how long each step took.
 
     WHAT is in a store or a registry, an archive made by `podman container checkpoint --export` or by skopeo
     (oci-archive), or a directory of CRIU images. For a checkpoint in a store, the output also lists the other
     checkpoints that share blobs with it. From a registry, only the records are fetched, not the memory.
 
+    --processes shows what CRIU's images contain, of containers without a GPU as well: the tree of processes
+    with their PIDs in the container, command lines, threads, mapped and stored memory, GPU memory, open
+    files, and sockets with addresses and states. A command line is known where the image of the memory that
+    holds it lies beside the others, and of GPU processes.
+
     As JSON: the manifest (docs/format.md), with statistics (size, zero, repeated, chunks, blobs, plain, zstd,
     stored, ratio) where it has chunks, and artifact (where, names, digest, mediaType, size, records, rootfs,
-    chunks, manifests, annotations, shared) where it is kept as one.
+    chunks, manifests, annotations, shared) where it is kept as one. With --processes instead: a list of pid,
+    parent, name, state, command, threads, files (descriptor, kind, path), sockets (descriptor, protocol,
+    local, remote, state), memory (mapped, stored, earlier: the bytes in an earlier dump), gpuMemory.
     """
-    inspected(what, as_json=as_json, plain_http=plain_http)
+    if processes:
+        inspected_processes(what, as_json=as_json, plain_http=plain_http)
+    else:
+        inspected(what, as_json=as_json, plain_http=plain_http)
 
 
 @command.command()

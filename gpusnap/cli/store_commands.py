@@ -13,11 +13,12 @@ from gpusnap.checkpoints import statistics
 from gpusnap.checkpoints.damage import Verified
 from gpusnap.checkpoints.list import Listing, blobs_of, kept, listing
 from gpusnap.checkpoints.locator import InStore, default_store, in_store, named, open_store
-from gpusnap.cli import store_tables
+from gpusnap.cli import process_tables, store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_checkpoint, complete_store, complete_stored
 from gpusnap.cli.store_tables import document
 from gpusnap.operations import diff as records
+from gpusnap.operations import processes as process_images
 from gpusnap.operations.open import Checkpoint, Stored, needed, opened
 from gpusnap.operations.verify import verify_all, verify_one
 from gpusnap.progress import Progress
@@ -29,7 +30,7 @@ from oci.store.store import Collected, Store
 from runtime_shim.errors import GpusnapError, UsageError
 from runtime_shim.records.manifest import encode
 
-__all__ = ["diff", "gc", "inspected", "ls", "rm", "tag", "verify"]
+__all__ = ["diff", "gc", "inspected", "inspected_processes", "ls", "rm", "tag", "verify"]
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 _plain_http = click.option(
@@ -86,6 +87,19 @@ def inspected(what: str, *, as_json: bool, plain_http: bool) -> None:
         show.manifest(console, record)
         store_tables.memory(console, record, figures)
     store_tables.sharing(console, shared)
+
+
+def inspected_processes(what: str, *, as_json: bool, plain_http: bool) -> None:
+    """Print the processes of a checkpoint. Raises GpusnapError."""
+    with Progress() as progress:
+        progress.stage(f"reading {what}")
+        with opened(what, plain_http=plain_http) as checkpoint:
+            found = process_images.read(checkpoint)
+            record = checkpoint.manifest
+    if as_json:
+        _print(process_tables.documents(found, record))
+    else:
+        process_tables.processes(show.output(), found, record)
 
 
 @click.command()

@@ -39,7 +39,22 @@ _NARROWEST = 80
 # No row of a table comes near it.
 _WIDEST = 100_000
 _NUMBERS = {
-    *("PID", "minor", "memory", "used", "free", "seconds", "start", "size", "own", "GPUs"),
+    *(
+        "PID",
+        "descriptor",
+        "threads",
+        "mapped",
+        "GPU memory",
+        "minor",
+        "memory",
+        "used",
+        "free",
+        "seconds",
+        "start",
+        "size",
+        "own",
+        "GPUs",
+    ),
     *("zero", "chunks", "stored", "share", "same", "changed", "only A", "only B", "size in A", "size in B"),
 }
 

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 
 from runtime_shim.runtime.criu.images.messages import Damage, Source
 
-__all__ = ["Pagemap", "read"]
+__all__ = ["Pagemap", "locate", "read"]
 
 # criu/include/pagemap.h
 _IN_PARENT, _PRESENT = 1 << 0, 1 << 2
 _FIELDS = 6
 _MOST_KNOWN = 10_000
+_PAGE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,23 @@ def read(source: Source) -> Pagemap:
         present += counts[0]
         in_parent += counts[1]
     return Pagemap(number, present, in_parent)
+
+
+def locate(source: Source, address: int) -> tuple[int, int, int] | None:
+    """Where the page with an address is: the number of its pages-N.img, the offset there, and what follows.
+
+    That is how many bytes of the same run follow. None where the page is in no file, or in that of an earlier
+    dump. Pages are those of x86-64. Raises Damage.
+    """
+    number, before = _numbers(source.message())[1] or 0, 0
+    while source.left:
+        message = source.message()
+        start, (present, in_parent) = _numbers(message)[1] or 0, _counts(message)
+        end = start + max(present, in_parent) * _PAGE
+        if start <= address < end:
+            return (number, before * _PAGE + address - start, end - address) if present else None
+        before += present
+    return None
 
 
 def _counts(message: bytes) -> tuple[int, int]:
