@@ -92,7 +92,9 @@ def _in_folder(path: str) -> Iterator[tuple[str, int, Readable]]:
             try:
                 file, size = open_below(top, name)
             except ValueError as error:
-                raise ImageError(f"CRIU's image {name} in {top} is no regular file") from error
+                raise ImageError(
+                    f"CRIU's image {name} in {top} is no regular file", hint="do not use it: no dump has such"
+                ) from error
             with io.BufferedReader(file, _PIECE) as reader:
                 yield name, size, reader
     except OSError as error:

@@ -61,6 +61,7 @@ from runtime_shim.snapshot.memory import transfer
 from runtime_shim.snapshot.memory.destination import StoreHome
 from runtime_shim.snapshot.memory.prefetch import Filling
 from runtime_shim.snapshot.memory.source import Fetching, rebuild
+from runtime_shim.snapshot.preflight import addresses
 from runtime_shim.snapshot.preflight import checks as preflight
 from runtime_shim.snapshot.records import journal, volumes
 from runtime_shim.snapshot.recover_restore import Stage
@@ -292,6 +293,9 @@ def _plan(job: _Job, config: dict[str, Any]) -> None:
         replaced = remap.image(job.record, job.images, job.remap, config)
     elsewhere = _fetch(job) if job.record.pages == StoreHome.kind else {}
     criu_images.check(job.images, job.record.host.architecture, job.record.sizes)
+    call = criu_config.with_flags(job.call, job.real, job.settings.criu)
+    if call.tcp_established and not call.tcp_close and not inventory.has_closed_connections(job.images):
+        addresses.check(job.images, config)
     job.compared = job.cleanup.enter_context(contextlib.closing(Comparison(job.images, job.record.images)))
     _clear_links(job)
     if job.driver is not None and any(process.regions for process in job.record.processes):
