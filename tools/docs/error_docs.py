@@ -62,6 +62,8 @@ SUBJECTS: Mapping[str, tuple[str, ...]] = {
     "The GPU's driver": ("runtime_shim.gpu",),
     "A restore": (
         "runtime_shim.snapshot.restore",
+        "runtime_shim.snapshot.preflight.addresses",
+        "runtime_shim.runtime.criu.images.inet_sockets",
         "runtime_shim.snapshot.devices.remap",
         "runtime_shim.snapshot.devices.bind_mounted_nodes",
         "runtime_shim.runtime.bundle",
