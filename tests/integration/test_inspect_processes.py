@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import shimhost
 from servers import Server
-from support import Container, good, podman, run, sentence
+from support import Container, good, run
 
 ADDRESS = "10.9.8.7"
 
@@ -24,16 +24,14 @@ def address(host: None) -> Iterator[str]:
 
 
 def test_a_container(crun: None, tmp_path: Path) -> None:
-    """The tree of a container that was exported, kept in the store, and dumped into a directory."""
+    """The tree of a container that was exported, kept in a store, and dumped into a directory."""
     container = Container.start("w", "--mib", "24")
-    archive = tmp_path / "w.tar.zst"
+    archive, store = tmp_path / "w.tar.zst", f"oci:{tmp_path}/store"
+    good(run(*container.line(tmp_path, "--leave-running")))
+    good(run("gpusnap", "checkpoint", "--leave-running", "--to", store, "w"))
     good(container.checkpoint(archive))
-    good(run("gpusnap", "push", str(archive), "oci:/tmp/processes:w"))
-    shown = [
-        json.loads(good(run("gpusnap", "inspect", "--processes", "--json", what)))
-        for what in (str(archive), "oci:/tmp/processes:w")
-    ]
-    for processes in shown:
+    for what in (str(archive), store, f"{tmp_path}/image"):
+        processes = json.loads(good(run("gpusnap", "inspect", "--processes", "--json", what)))
         [first, *_] = processes
         assert first["pid"] == 1
         assert first["parent"] == 0
@@ -65,11 +63,13 @@ def test_an_address_that_is_gone(serving: shimhost.Writer, address: str, tmp_pat
             ("tcp", f"{address}:{server.port}", "established")
         ]
         good(run("ip", "address", "delete", f"{address}/32", "dev", "lo"))
-        line = ("container", "restore", "--import", str(archive), "--tcp-established")
-        said = sentence(podman(*line))
-        assert f"does not have the address {address}" in said
-        assert "CRIU" not in said
+        line = ("gpusnap", "restore", "--tcp-established", str(archive))
+        said = run(*line)
+        assert said.code != 0
+        assert f"does not have the address {address}" in said.err
+        assert "CRIU" not in said.err
         good(run("ip", "address", "add", f"{address}/32", "dev", "lo"))
-        Container.restore("w", archive, "--tcp-established").goes_on()
+        good(run(*line))
+        Container("w").goes_on()
         client.sendall(bytes(8))
         assert client.recv(8)

@@ -23,10 +23,10 @@ _REGISTRY = (
 _NAME = "write the reference as registry.example/team/app:tag or …@sha256:…"
 
 CURES: Mapping[str, str] = {
-    "the checkpoint has a TCP connection of <local> with <remote>, and the network that the container gets "
-    "here does not have the address <local>, or not yet": (
-        "a note, no error: the kernel may still be checking whether another host has this address of IPv6. If "
-        "the restore fails, give the network the address first, or restore with --tcp-close"
+    "the checkpoint has a TCP connection of <local> with <remote>, and the network that the container "
+    "gets here does not have the address <local>, or not yet": (
+        "a note, no error: the kernel may still be checking whether another host has this address of IPv6. "
+        "If the restore fails, give the network the address first, or restore with --tcp-close"
     ),
     "who restored the container is not on file: <sentence>": (
         "a note, no error: the container runs. `gpusnap recover` cannot name it, should Podman be killed "
