@@ -134,7 +134,8 @@ def inspect(what: str, plain_http: bool, processes: bool, as_json: bool) -> None
     --processes shows what CRIU's images contain, of containers without a GPU as well: the tree of processes
     with their PIDs in the container, command lines, threads, mapped and stored memory, GPU memory, open
     files, and sockets with addresses and states. A command line is known where the image of the memory that
-    holds it lies beside the others, and of GPU processes.
+    holds it lies beside the others, and of GPU processes. These are shown as stopped: gpusnap stops them for
+    the dump.
 
     As JSON: the manifest (docs/format.md), with statistics (size, zero, repeated, chunks, blobs, plain, zstd,
     stored, ratio) where it has chunks, and artifact (where, names, digest, mediaType, size, records, rootfs,

@@ -22,6 +22,7 @@ shift 3
 echo "$*" >>{log}
 case "$*" in
 *sys.version_info*print* | *print*) echo python3.11;;
+*pycriu*) [ ! -e {log}.bare ] || exit 1;;
 *"gpusnap install --crio"*) [ ! -e {log}.fails ] || exit 1; echo gpusnap-runtime >"$host/{crio}";;
 *"gpusnap install"*) [ ! -e {log}.fails ] || exit 1; echo gpusnap-runtime >"$host/{containerd}";;
 *"gpusnap uninstall"*) [ ! -e {log}.fails ] || exit 1; rm -f "$host/{containerd}" "$host/{crio}";;
@@ -112,6 +113,15 @@ def test_folders_of_others(node: Node) -> None:
     node.well("uninstall")
     assert node.names() == before
     assert all((node.opt / name / "file").exists() for name in others)
+
+
+def test_no_pycriu(node: Node) -> None:
+    """A node that could restore nothing is told of the package, and stays as it was."""
+    (node.folder / "log.bare").touch()
+    done = node.sh("install", "--containerd")
+    assert done.returncode == 1
+    assert "python3-pycriu" in done.stderr
+    assert node.names() == []
 
 
 def test_a_place_of_somebody(node: Node) -> None:
