@@ -83,7 +83,7 @@ def test_a_checkpoint_says_so(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     assert "this host can restore no checkpoint without it" in said
     assert "python3-pycriu" in said
     groups["cpu,freezer"] = "/c"
-    with pytest.raises(Refused, match="freezer of cgroup v1"):
+    with pytest.raises(Refused, match="CRIU's images cannot be read without it"):
         preflight.pycriu(container)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from cells import ID, Cell, cell, container, folder, pause
-from criu_images import entry, image, varint
+from criu_images import frozen_groups
 from fakes import Scene, wait_for
 from pairs import Pair, a_pair
 
@@ -254,46 +254,22 @@ def test_not_as_we_write_it(folder: Path) -> None:
         journal.read(ID)
 
 
-def a_group(*props: tuple[str, str], children: bytes = b"") -> bytes:
-    """A control group with these properties (criu/images/cgroup.proto, cgroup_dir_entry)."""
-    parts = [part(3, part(1, name.encode()) + part(2, value.encode())) for name, value in props]
-    return part(1, b"/c") + children + b"".join(parts)
-
-
-def part(number: int, content: bytes) -> bytes:
-    """A string or a message within a message."""
-    return varint(number << 3 | 2) + varint(len(content)) + content
-
-
-def groups(state: str) -> bytes:
-    """A group and one in it, both of this state, with properties of other names, and fields nobody knows."""
-    others = [
-        ("name", "FROZEN"),
-        ("xfreezer.state", "FROZEN"),
-        ("cgroup.freeze", "1"),
-        ("freezer.state", "no"),
-    ]
-    inner = a_group(("freezer.state", state), *others)
-    outer = a_group(("freezer.state", state), children=part(2, inner)) + part(900, b"FROZEN")
-    return image("cgroup", entry(part(2, part(1, b"freezer") + part(2, outer))))
-
-
 def test_an_image_thaws(tmp_path: Path) -> None:
     """Version 1's freezer alone is said to be thawed, and all else stays."""
     path = tmp_path / "cgroup.img"
-    path.write_bytes(groups("FROZEN"))
+    path.write_bytes(frozen_groups("FROZEN"))
     for _ in range(2):
         control_groups.thaw(str(tmp_path))
-        assert path.read_bytes() == groups("THAWED")
+        assert path.read_bytes() == frozen_groups("THAWED")
 
 
 def test_an_image_of_another_kind_thaws(tmp_path: Path) -> None:
     """What is not as CRIU writes it is named, and stays."""
     path = tmp_path / "cgroup.img"
-    path.write_bytes(groups("FROZEN")[:-3])
+    path.write_bytes(frozen_groups("FROZEN")[:-3])
     with pytest.raises(ImageError, match=r"cgroup\.img, which CRIU has just written, is cut short"):
         control_groups.thaw(str(tmp_path))
-    assert path.read_bytes() == groups("FROZEN")[:-3]
+    assert path.read_bytes() == frozen_groups("FROZEN")[:-3]
 
 
 def test_a_checkpoint_thaws_its_image(
@@ -302,10 +278,10 @@ def test_a_checkpoint_thaws_its_image(
     """Whatever has been dumped, before it is called a checkpoint."""
     with Scene(tmp_path, monkeypatch, capfd) as scene:
         scene.gpu_processes(1)
-        (tmp_path / "dumped").write_bytes(groups("FROZEN"))
+        (tmp_path / "dumped").write_bytes(frozen_groups("FROZEN"))
         scene.runtime.script("checkpoint", f"""cp '{tmp_path}/dumped' "$image/cgroup.img"; """, default=True)
         assert scene.checkpoint("--leave-running").code == 0
-        assert (scene.image / "cgroup.img").read_bytes() == groups("THAWED")
+        assert (scene.image / "cgroup.img").read_bytes() == frozen_groups("THAWED")
 
 
 def test_no_image_to_thaw(tmp_path: Path) -> None:

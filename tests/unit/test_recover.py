@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cells import ID, Cell, cell, pause
+from criu_images import frozen_groups
 from fakes import FakeDriver, a_manifest
 
 from runtime_shim.errors import GpusnapError
@@ -142,8 +143,7 @@ def test_dumped(tmp_path: Path) -> None:
     image = tmp_path / "image"
     image.mkdir()
     Draft(str(image)).prepare(replace(a_manifest(pids=()), container=ID, pages="criu"))
-    state = b"\x0a\x0dfreezer.state\x12\x06"
-    (image / "cgroup.img").write_bytes(state + b"FROZEN")
+    (image / "cgroup.img").write_bytes(frozen_groups("FROZEN"))
     (image / "inventory.img").touch()
     gone = proc.process(os.getpid())
     assert gone is not None
@@ -152,7 +152,7 @@ def test_dumped(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journal, "read", lambda _: entry)
         assert "is whole" in recover(entry, Driver(), Memory())
-    assert (image / "cgroup.img").read_bytes() == state + b"THAWED"
+    assert (image / "cgroup.img").read_bytes() == frozen_groups("THAWED")
 
 
 def test_the_disk_failed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

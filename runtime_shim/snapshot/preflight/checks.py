@@ -120,12 +120,11 @@ def criu_library(real: RealRuntime) -> None:
 
 def pycriu(container: Container) -> None:
     """A dump does not need it, but for the freezer of cgroup v1; each restore does, here or elsewhere."""
-    if pycriu_package.is_there():
-        return
     if any("freezer" in name.split(",") for name in proc.cgroups(container.pid)):
-        raise pycriu_package.missing("the image of the freezer of cgroup v1 cannot be put right without it")
-    said = pycriu_package.missing("this host can restore no checkpoint without it")
-    note(said.sentence())
+        pycriu_package.load()
+    elif not pycriu_package.is_there():
+        said = pycriu_package.missing("this host can restore no checkpoint without it")
+        note(said.sentence())
 
 
 def _own_users(init: int) -> bool:
