@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 from figures import BARE, PLAIN, Line, middle
 
-from runtime_shim.gpu.api.driver import Driver
-from runtime_shim.gpu.api.parallel import at_once
-from runtime_shim.settings import Memory
-from runtime_shim.snapshot.memory.capture import Chunks
-from runtime_shim.snapshot.records import journal
-from runtime_shim.stopping.stop import go_on, only, populated, stop
+from gpusnap.runtime_shim.gpu.api.driver import Driver
+from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.stopping.stop import go_on, only, populated, stop
 
 __all__ = ["SIDES", "TURNS", "Bare"]
 

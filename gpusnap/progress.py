@@ -15,9 +15,9 @@ from rich.progress import BarColumn, Task, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
-from oci.chunks.table import Progress as ChunkProgress
-from oci.registry.copy import Underway
-from runtime_shim.units import human
+from gpusnap.oci.chunks.table import Progress as ChunkProgress
+from gpusnap.oci.registry.copy import Underway
+from gpusnap.runtime_shim.units import human
 
 __all__ = ["Progress", "Tick", "grown"]
 
@@ -79,7 +79,7 @@ class Progress:
             self._bars.update(self._task, completed=done, total=whole)
 
     def moved(self, now: Underway) -> None:
-        """For oci.registry.copy."""
+        """For gpusnap.oci.registry.copy."""
         self.at(now.moved.bytes + now.moved.skipped_bytes, now.all_bytes)
 
     def chunks(self, now: ChunkProgress) -> None:

@@ -14,8 +14,8 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from oci.base import errors
-from runtime_shim.errors import GpusnapError, Interrupted
+from gpusnap.oci.base import errors
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted
 
 __all__ = ["Damaged", "Killed", "NotFound", "failure", "is_tls", "told"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from hooks.errors import HookError
+from gpusnap.hooks.errors import HookError
 
 TYPE_CHECKING = False  # not typing's, whose import every container would pay for
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
-"""What can go wrong in a hook. No container fails of it: hooks.main turns it into one line on stderr."""
+"""What can go wrong in a hook. No container fails of it: gpusnap.hooks.main turns it into one line on stderr."""
 
 from __future__ import annotations
 
-from runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.errors import GpusnapError
 
 __all__ = ["HookError"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import stat
 
-from hooks.errors import HookError
-from runtime_shim.errors import reason
+from gpusnap.hooks.errors import HookError
+from gpusnap.runtime_shim.errors import reason
 
 __all__ = ["read_file"]
 

@@ -20,11 +20,11 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hooks.document import parse
-from hooks.errors import HookError
-from hooks.file import read_file
-from hooks.main import STAGES
-from runtime_shim.errors import reason
+from gpusnap.hooks.document import parse
+from gpusnap.hooks.errors import HookError
+from gpusnap.hooks.file import read_file
+from gpusnap.hooks.main import STAGES
+from gpusnap.runtime_shim.errors import reason
 
 __all__ = [
     "ANNOTATION",

@@ -2,7 +2,7 @@
 
     /run/gpusnap/containers/      0700
         ID/                       0700, made at createRuntime, removed at poststop
-            gpus.json             0600, see hooks.record
+            gpus.json             0600, see gpusnap.hooks.record
 
 Nothing here follows a symbolic link, and no container's ID leads out of the folder.
 """
@@ -14,8 +14,8 @@ import os
 import re
 from collections.abc import Iterator
 
-from hooks import folder
-from hooks.errors import HookError
+from gpusnap.hooks import folder
+from gpusnap.hooks.errors import HookError
 
 __all__ = ["checked", "make", "opened", "remove"]
 

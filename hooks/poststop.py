@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from hooks import folder
-from hooks.errors import HookError
-from runtime_shim.errors import reason
+from gpusnap.hooks import folder
+from gpusnap.hooks.errors import HookError
+from gpusnap.runtime_shim.errors import reason
 
 __all__ = ["forget"]
 
@@ -20,14 +20,14 @@ def forget(data: bytes) -> None:
         return
     except OSError as error:
         raise HookError(f"{folder.FOLDER} cannot be read: {reason(error)}") from error
-    from hooks import place
-    from hooks.document import parse
+    from gpusnap.hooks import place
+    from gpusnap.hooks.document import parse
 
     state = parse(data, "the container's state")
     container = place.checked(state.get("id"))
     if not os.path.lexists(os.path.join(folder.FOLDER, container)):
         return
-    from hooks import schema
+    from gpusnap.hooks import schema
 
     schema.check(state, "state", "the container's state")
     try:

@@ -18,9 +18,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hooks import schema
-from hooks.document import parse, text
-from hooks.given import has_gpu, is_driver_file
+from gpusnap.hooks import schema
+from gpusnap.hooks.document import parse, text
+from gpusnap.hooks.given import has_gpu, is_driver_file
 
 __all__ = ["CRIU_ANNOTATION", "prepared"]
 

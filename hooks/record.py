@@ -11,11 +11,11 @@ import os
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
-from hooks import place, schema
-from hooks.document import parse, text
-from hooks.errors import HookError
-from hooks.file import read_file
-from runtime_shim.errors import reason
+from gpusnap.hooks import place, schema
+from gpusnap.hooks.document import parse, text
+from gpusnap.hooks.errors import HookError
+from gpusnap.hooks.file import read_file
+from gpusnap.runtime_shim.errors import reason
 
 __all__ = ["NAME", "Node", "Record", "now", "read", "write"]
 

@@ -6,7 +6,7 @@ import json
 from importlib import resources
 from typing import Any
 
-from hooks.errors import HookError
+from gpusnap.hooks.errors import HookError
 
 __all__ = ["check"]
 

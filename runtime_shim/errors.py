@@ -11,8 +11,8 @@
     │   └── ManifestVersion  … or of a major version that this gpusnap does not know
     ├── ImageError           the checkpoint's directory: not writable, full, not what was dumped
     ├── Interrupted          a signal asked us to stop
-    ├── CdiError             a CDI file of this host: see runtime_shim.gpu.cdi.spec
-    └── GpuError             the GPU's driver: see runtime_shim.gpu.api.errors
+    ├── CdiError             a CDI file of this host: see gpusnap.runtime_shim.gpu.cdi.spec
+    └── GpuError             the GPU's driver: see gpusnap.runtime_shim.gpu.api.errors
 
 A message is one sentence that says what happened to what; `hint` is the next thing to do. Podman rewrites
 every message that holds the words of ENOENT or EACCES into "OCI runtime attempted to invoke a command that

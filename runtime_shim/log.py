@@ -14,8 +14,8 @@ import os
 import sys
 from datetime import UTC, datetime
 
-from oci.base.json_text import parse_json
-from runtime_shim.errors import GpusnapError, printable, reason
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.runtime_shim.errors import GpusnapError, printable, reason
 
 __all__ = ["NOTE", "note", "report", "runtime_message", "runtime_warnings", "say"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 
-from runtime_shim.errors import no_thread
+from gpusnap.runtime_shim.errors import no_thread
 
 __all__ = ["bound_starts", "start"]
 

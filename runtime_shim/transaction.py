@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 
-from runtime_shim.errors import GpusnapError, Interrupted, reason
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, reason
 
 __all__ = [
     "Step",

@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from gpusnap.checkpoints import locator
+from gpusnap.oci.base.errors import DiskError, NotThere, OciError, StoreError
+from gpusnap.oci.chunks import artifact as artifacts
+from gpusnap.oci.chunks.artifact import Artifact
+from gpusnap.oci.chunks.table import Table, descriptors
+from gpusnap.oci.layout.documents import EMPTY, Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.records import manifest
 from gpusnap.user_errors import Damaged
-from oci.base.errors import DiskError, NotThere, OciError, StoreError
-from oci.chunks import artifact as artifacts
-from oci.chunks.artifact import Artifact
-from oci.chunks.table import Table, descriptors
-from oci.layout.documents import EMPTY, Descriptor
-from oci.layout.layout import Layout
-from oci.store.store import Store
-from runtime_shim.errors import Refused
-from runtime_shim.records import manifest
 
 __all__ = ["Kept", "forget_pages", "forget_pages_of", "held", "hold", "load", "roots"]
 
-# As runtime_shim.snapshot.memory.destination.described writes them.
+# As gpusnap.runtime_shim.snapshot.memory.destination.described writes them.
 _CONTAINER = "io.gpusnap.container.id"
 _CREATED = "org.opencontainers.image.created"
 

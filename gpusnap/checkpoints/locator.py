@@ -19,15 +19,15 @@ import os
 import re
 from dataclasses import dataclass
 
+from gpusnap.oci.base.errors import LayoutError, RegistryError, StoreError
+from gpusnap.oci.layout import reference
+from gpusnap.oci.layout.graph import is_document
+from gpusnap.oci.layout.reference import PLAIN_HTTP, Reference
+from gpusnap.oci.registry.referrers import subject_of
+from gpusnap.oci.store.store import Entry, Store, check_name
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import UsageError
 from gpusnap.user_errors import NotFound, told
-from oci.base.errors import LayoutError, RegistryError, StoreError
-from oci.layout import reference
-from oci.layout.graph import is_document
-from oci.layout.reference import PLAIN_HTTP, Reference
-from oci.registry.referrers import subject_of
-from oci.store.store import Entry, Store, check_name
-from runtime_shim import settings as settings_file
-from runtime_shim.errors import UsageError
 
 __all__ = [
     "InContainerd",

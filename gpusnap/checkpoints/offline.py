@@ -12,9 +12,9 @@ import sys
 from contextlib import suppress
 
 from gpusnap.checkpoints.locator import InRegistry, InStore, default_store, store_name
+from gpusnap.oci.base.errors import OciError, RegistryError, Unreachable
+from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.user_errors import failure, is_tls
-from oci.base.errors import OciError, RegistryError, Unreachable
-from runtime_shim.errors import GpusnapError
 
 __all__ = ["copy_of", "named", "stand_in"]
 

@@ -9,14 +9,14 @@ import click
 
 from gpusnap.checkpoints import locator
 from gpusnap.cli.completion import complete_checkpoint, complete_container, complete_store
+from gpusnap.oci.layout.single_layer_image import Packing
+from gpusnap.oci.registry.copy import Moved
 from gpusnap.operations import checkpoint as checkpointing
 from gpusnap.operations import push_pull
 from gpusnap.operations import restore as restoring
 from gpusnap.progress import Progress
-from oci.layout.single_layer_image import Packing
-from oci.registry.copy import Moved
-from runtime_shim.errors import UsageError
-from runtime_shim.units import human
+from gpusnap.runtime_shim.errors import UsageError
+from gpusnap.runtime_shim.units import human
 
 __all__ = ["checkpoint", "pull", "push", "restore"]
 

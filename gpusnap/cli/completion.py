@@ -22,9 +22,9 @@ from click.shell_completion import (
 )
 
 from gpusnap.checkpoints.locator import default_store
-from oci.base.errors import OciError
-from oci.store.store import Store
-from runtime_shim.errors import GpusnapError
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.errors import GpusnapError
 
 __all__ = [
     "Bash",

@@ -15,8 +15,8 @@ from gpusnap.doctor import container as of_container
 from gpusnap.doctor import host
 from gpusnap.doctor.base import subject
 from gpusnap.doctor.base.check import Check, Verdict, document, plural
-from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu import find_driver
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu import find_driver
 
 __all__ = ["doctor", "print_checks"]
 

@@ -21,8 +21,8 @@ from gpusnap.engines.install import podman as install_podman
 from gpusnap.engines.install import references as install_mentions
 from gpusnap.engines.install.files import state, under
 from gpusnap.engines.install.installer import Change, Item
-from hooks import hooksd
-from runtime_shim.errors import GpusnapError, Refused
+from gpusnap.hooks import hooksd
+from gpusnap.runtime_shim.errors import GpusnapError, Refused
 
 __all__ = ["install", "uninstall"]
 

@@ -21,27 +21,27 @@ from gpusnap.cli.completion import complete_checkpoint, completion
 from gpusnap.cli.store_commands import inspected
 from gpusnap.cli.streams import forgive_closed_pipes
 from gpusnap.engines.install.hooks import install_hooks
+from gpusnap.oci.base.errors import OciError
 from gpusnap.operations import unknown_containers
 from gpusnap.operations.open import needed, opened
 from gpusnap.progress import Progress
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim import threads
+from gpusnap.runtime_shim._version import __version__
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, reason
+from gpusnap.runtime_shim.gpu import find_driver, find_drivers, holders
+from gpusnap.runtime_shim.gpu.api.driver import Driver
+from gpusnap.runtime_shim.runtime import identify as real
+from gpusnap.runtime_shim.shim import overrides
+from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
+from gpusnap.runtime_shim.snapshot import recover_restore, restored_containers
+from gpusnap.runtime_shim.snapshot.devices import choose as choosing
+from gpusnap.runtime_shim.snapshot.devices import reservations
+from gpusnap.runtime_shim.snapshot.devices.reservations import reserved
+from gpusnap.runtime_shim.snapshot.memory import chunk_cache
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.suspend import gpu_state
 from gpusnap.user_errors import NotFound, failure
-from oci.base.errors import OciError
-from runtime_shim import settings as settings_file
-from runtime_shim import threads
-from runtime_shim._version import __version__
-from runtime_shim.errors import GpusnapError, Interrupted, reason
-from runtime_shim.gpu import find_driver, find_drivers, holders
-from runtime_shim.gpu.api.driver import Driver
-from runtime_shim.runtime import identify as real
-from runtime_shim.shim import overrides
-from runtime_shim.snapshot import recover_checkpoint as recovery
-from runtime_shim.snapshot import recover_restore, restored_containers
-from runtime_shim.snapshot.devices import choose as choosing
-from runtime_shim.snapshot.devices import reservations
-from runtime_shim.snapshot.devices.reservations import reserved
-from runtime_shim.snapshot.memory import chunk_cache
-from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.suspend import gpu_state
 
 __all__ = ["main"]
 

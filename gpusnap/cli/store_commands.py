@@ -17,17 +17,17 @@ from gpusnap.cli import store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_checkpoint, complete_store, complete_stored
 from gpusnap.cli.store_tables import document
+from gpusnap.oci.base.errors import DigestError, LayoutError, NotThere
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.registry.referrers import below
+from gpusnap.oci.store.store import Collected, Store
 from gpusnap.operations import diff as records
 from gpusnap.operations.open import Checkpoint, Stored, needed, opened
 from gpusnap.operations.verify import verify_all, verify_one
 from gpusnap.progress import Progress
+from gpusnap.runtime_shim.errors import GpusnapError, UsageError
+from gpusnap.runtime_shim.records.manifest import encode
 from gpusnap.user_errors import Damaged, NotFound, told
-from oci.base.errors import DigestError, LayoutError, NotThere
-from oci.base.json_text import parse_json
-from oci.registry.referrers import below
-from oci.store.store import Collected, Store
-from runtime_shim.errors import GpusnapError, UsageError
-from runtime_shim.records.manifest import encode
 
 __all__ = ["diff", "gc", "inspected", "ls", "rm", "tag", "verify"]
 

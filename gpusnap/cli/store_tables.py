@@ -16,11 +16,11 @@ from gpusnap.checkpoints.damage import Verified
 from gpusnap.checkpoints.list import Listing, Row
 from gpusnap.checkpoints.statistics import Comparison, Part, Shared, Span, Statistics, parts, zero
 from gpusnap.cli.tables import plain, say, table
+from gpusnap.oci.store.store import Collected
 from gpusnap.operations import diff as records
 from gpusnap.operations.open import Stored
-from oci.store.store import Collected
-from runtime_shim.records.manifest import GpuProcess, Manifest
-from runtime_shim.units import human
+from gpusnap.runtime_shim.records.manifest import GpuProcess, Manifest
+from gpusnap.runtime_shim.units import human
 
 __all__ = [
     "artifact_document",

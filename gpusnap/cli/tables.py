@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runtime_shim.gpu.api.driver import Host
-from runtime_shim.gpu.assignment import Plan
-from runtime_shim.records.manifest import Manifest, NeutralisedProcess
-from runtime_shim.settings import Settings
-from runtime_shim.transaction import Step
-from runtime_shim.units import human
+from gpusnap.runtime_shim.gpu.api.driver import Host
+from gpusnap.runtime_shim.gpu.assignment import Plan
+from gpusnap.runtime_shim.records.manifest import Manifest, NeutralisedProcess
+from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.transaction import Step
+from gpusnap.runtime_shim.units import human
 
 __all__ = [
     "inventory",

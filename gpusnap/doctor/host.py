@@ -11,12 +11,12 @@ from gpusnap.doctor.base.check import Ask, Check, asked
 from gpusnap.doctor.base.sources import program
 from gpusnap.doctor.host_checks import cdi, criu, engines, gpus, kernel, site
 from gpusnap.engines.install.environment import strangers
-from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu import find_drivers
-from runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA
-from runtime_shim.gpu.api.driver import Gpu
-from runtime_shim.runtime.criu.version import criu_version
-from runtime_shim.settings import SETTINGS_FILE, Settings
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu import find_drivers
+from gpusnap.runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA
+from gpusnap.runtime_shim.gpu.api.driver import Gpu
+from gpusnap.runtime_shim.runtime.criu.version import criu_version
+from gpusnap.runtime_shim.settings import SETTINGS_FILE, Settings
 
 __all__ = ["checks"]
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO
 
+from gpusnap.oci.base.errors import reason
+from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor
+from gpusnap.oci.tar.compression import Readable
+from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.user_errors import NotFound
-from oci.base.errors import reason
-from oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor
-from oci.tar.compression import Readable
-from runtime_shim.errors import GpusnapError
 
 __all__ = ["InContainerd", "Target", "digest_in", "unpack"]
 

@@ -21,11 +21,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Interrupted, reason
+from gpusnap.runtime_shim.log import NOTE, note
+from gpusnap.runtime_shim.process import proc
 from gpusnap.user_errors import Killed, NotFound
-from oci.base.json_text import parse_json
-from runtime_shim.errors import ContainerError, GpusnapError, Interrupted, reason
-from runtime_shim.log import NOTE, note
-from runtime_shim.process import proc
 
 __all__ = [
     "Container",

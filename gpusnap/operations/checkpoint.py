@@ -23,22 +23,22 @@ from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats.names import ARCHIVE, CONFIG, FIRST
 from gpusnap.engines import podman
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.base.files import name_new
+from gpusnap.oci.layout.documents import empty_descriptor
+from gpusnap.oci.store.store import Staging, Store, check_name
+from gpusnap.oci.tar.archive import entries, read_member
 from gpusnap.operations import disk_space, push_pull
 from gpusnap.operations import open as source
 from gpusnap.operations.failed_export import Export, exported
 from gpusnap.operations.push_pull import Pushed
 from gpusnap.progress import Progress, Tick, grown
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, UsageError, reason
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.shim import overrides
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.user_errors import told
-from oci.base.errors import OciError
-from oci.base.files import name_new
-from oci.layout.documents import empty_descriptor
-from oci.store.store import Staging, Store, check_name
-from oci.tar.archive import entries, read_member
-from runtime_shim import settings as settings_file
-from runtime_shim.errors import GpusnapError, ImageError, Interrupted, UsageError, reason
-from runtime_shim.records import manifest
-from runtime_shim.shim import overrides
-from runtime_shim.snapshot.memory.destination import StoreHome
 
 __all__ = ["Made", "Wish", "checkpoint"]
 

@@ -10,11 +10,11 @@ import os
 from contextlib import suppress
 
 from gpusnap.engines import podman
-from runtime_shim.errors import GpusnapError, Refused, reason
-from runtime_shim.gpu.nvidia import nvml
-from runtime_shim.process import proc
-from runtime_shim.runtime import container
-from runtime_shim.units import human
+from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason
+from gpusnap.runtime_shim.gpu.nvidia import nvml
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime import container
+from gpusnap.runtime_shim.units import human
 
 __all__ = ["check", "files", "memory"]
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gpusnap.engines import podman
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.tar.archive import entries
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, reason
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import INVENTORY
 from gpusnap.user_errors import NotFound, failure
-from oci.base.errors import OciError
-from oci.tar.archive import entries
-from runtime_shim.errors import GpusnapError, ImageError, Interrupted, reason
-from runtime_shim.process import proc
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest import INVENTORY
 
 __all__ = ["Export", "exported", "is_whole"]
 

@@ -21,19 +21,19 @@ from gpusnap.checkpoints.formats.layout_archive import is_layout, opened_layout,
 from gpusnap.checkpoints.formats.names import CONFIG, PIECE
 from gpusnap.checkpoints.locator import InFile, InRegistry, InStore, find, open_store
 from gpusnap.checkpoints.offline import stand_in
+from gpusnap.oci.base.errors import EngineImage, RegistryError
+from gpusnap.oci.chunks import artifact as artifacts
+from gpusnap.oci.chunks.artifact import Artifact
+from gpusnap.oci.layout.blobs import Blobs
+from gpusnap.oci.layout.documents import EMPTY, Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.registry.repository import Repository
+from gpusnap.oci.store.store import Store
+from gpusnap.oci.tar.archive import ArchiveError
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import ManifestError
+from gpusnap.runtime_shim.records import manifest
 from gpusnap.user_errors import told
-from oci.base.errors import EngineImage, RegistryError
-from oci.chunks import artifact as artifacts
-from oci.chunks.artifact import Artifact
-from oci.layout.blobs import Blobs
-from oci.layout.documents import EMPTY, Descriptor
-from oci.layout.layout import Layout
-from oci.registry.repository import Repository
-from oci.store.store import Store
-from oci.tar.archive import ArchiveError
-from runtime_shim import settings as settings_file
-from runtime_shim.errors import ManifestError
-from runtime_shim.records import manifest
 
 __all__ = [
     "Checkpoint",
@@ -242,7 +242,7 @@ def _in_registry(word: str, place: InRegistry, stack: ExitStack, *, plain_http: 
 
 
 class _Remote:
-    """`oci.layout.blobs.Blobs` of a repository: each is fetched, and checked, when it is first asked for."""
+    """`gpusnap.oci.layout.blobs.Blobs` of a repository: each is fetched, and checked, when it is first asked for."""
 
     def __init__(self, repository: Repository, layout: Layout) -> None:
         self._repository, self._layout = repository, layout

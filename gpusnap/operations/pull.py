@@ -10,17 +10,17 @@ from dataclasses import replace
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.artifact import Kept
+from gpusnap.oci.base.errors import BlobError, NotACheckpoint, StagingBusy
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.layout.reference import Reference
+from gpusnap.oci.registry import copy as transfer
+from gpusnap.oci.registry.copy import Moved
+from gpusnap.oci.registry.repository import Repository
+from gpusnap.oci.store.store import Staging, Store
 from gpusnap.operations.open import open_repository
 from gpusnap.progress import Progress
-from oci.base.errors import BlobError, NotACheckpoint, StagingBusy
-from oci.chunks import artifact
-from oci.layout.documents import Descriptor
-from oci.layout.layout import Layout
-from oci.layout.reference import Reference
-from oci.registry import copy as transfer
-from oci.registry.copy import Moved
-from oci.registry.repository import Repository
-from oci.store.store import Staging, Store
 
 __all__ = ["LATEST", "fetched"]
 

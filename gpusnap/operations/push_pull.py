@@ -22,24 +22,24 @@ from gpusnap.checkpoints.formats.names import ARCHIVE, FIRST, LARGEST_DUMP
 from gpusnap.checkpoints.locator import store_name
 from gpusnap.checkpoints.offline import named
 from gpusnap.engines.ctr import InContainerd
+from gpusnap.oci.base.errors import ArchiveError, BlobError, LayoutError, RegistryError
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.layout import reference
+from gpusnap.oci.layout import single_layer_image as image
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.layout.reference import Reference
+from gpusnap.oci.registry import copy as transfer
+from gpusnap.oci.registry import referrers
+from gpusnap.oci.registry.copy import Moved
+from gpusnap.oci.registry.repository import Repository
+from gpusnap.oci.store.store import Staging, Store, check_name
+from gpusnap.oci.tar.archive import Compression, read_member
 from gpusnap.operations.open import load_manifest, open_repository
 from gpusnap.operations.pull import LATEST, fetched
 from gpusnap.progress import Progress
+from gpusnap.runtime_shim.errors import GpusnapError, ManifestError, Refused, UsageError
 from gpusnap.user_errors import told
-from oci.base.errors import ArchiveError, BlobError, LayoutError, RegistryError
-from oci.chunks import artifact
-from oci.layout import reference
-from oci.layout import single_layer_image as image
-from oci.layout.documents import Descriptor
-from oci.layout.layout import Layout
-from oci.layout.reference import Reference
-from oci.registry import copy as transfer
-from oci.registry import referrers
-from oci.registry.copy import Moved
-from oci.registry.repository import Repository
-from oci.store.store import Staging, Store, check_name
-from oci.tar.archive import Compression, read_member
-from runtime_shim.errors import GpusnapError, ManifestError, Refused, UsageError
 
 __all__ = [
     "Format",

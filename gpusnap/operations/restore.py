@@ -25,12 +25,7 @@ from gpusnap.checkpoints.formats.layout_archive import InLayout, is_layout, open
 from gpusnap.checkpoints.formats.names import ARCHIVE, FIRST, LARGEST_DUMP, PIECE
 from gpusnap.checkpoints.offline import stand_in
 from gpusnap.engines import podman
-from gpusnap.operations import push_pull
-from gpusnap.operations.open import open_repository
-from gpusnap.operations.verify_files import in_archive
-from gpusnap.progress import Progress, grown
-from gpusnap.user_errors import Damaged, Killed, told
-from oci.base.errors import (
+from gpusnap.oci.base.errors import (
     BlobError,
     DiskError,
     EngineImage,
@@ -39,15 +34,20 @@ from oci.base.errors import (
     RegistryError,
     StoreError,
 )
-from oci.base.json_text import parse_json
-from oci.layout.layout import Layout
-from oci.layout.single_layer_image import CRIU
-from oci.store.store import Staging, Store
-from oci.tar.archive import read_member
-from runtime_shim import settings as settings_file
-from runtime_shim.errors import GpusnapError, Interrupted, Refused, UsageError
-from runtime_shim.snapshot.devices.choose import GPU_MAP
-from runtime_shim.snapshot.memory import source as fetching
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.layout.single_layer_image import CRIU
+from gpusnap.oci.store.store import Staging, Store
+from gpusnap.oci.tar.archive import read_member
+from gpusnap.operations import push_pull
+from gpusnap.operations.open import open_repository
+from gpusnap.operations.verify_files import in_archive
+from gpusnap.progress import Progress, grown
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, Refused, UsageError
+from gpusnap.runtime_shim.snapshot.devices.choose import GPU_MAP
+from gpusnap.runtime_shim.snapshot.memory import source as fetching
+from gpusnap.user_errors import Damaged, Killed, told
 
 __all__ = ["Restored", "Wish", "restore"]
 

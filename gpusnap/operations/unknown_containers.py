@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from gpusnap.engines import podman
-from runtime_shim.errors import GpusnapError
-from runtime_shim.snapshot import restored_containers
-from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.recover_restore import Restore
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.snapshot import restored_containers
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.recover_restore import Restore
 
 __all__ = ["Unknown", "chosen", "end", "unknown"]
 

@@ -25,10 +25,7 @@ from gpusnap.checkpoints.formats.layout_archive import is_layout, opened_layout,
 from gpusnap.checkpoints.list import Kept, kept
 from gpusnap.checkpoints.locator import InFile, InRegistry, InStore, find, open_store
 from gpusnap.checkpoints.offline import stand_in
-from gpusnap.operations.open import hold, open_repository
-from gpusnap.operations.verify_files import in_archive, in_folder
-from gpusnap.user_errors import told
-from oci.base.errors import (
+from gpusnap.oci.base.errors import (
     BlobError,
     DigestError,
     LayoutError,
@@ -37,20 +34,23 @@ from oci.base.errors import (
     OciError,
     RegistryError,
 )
-from oci.base.threads import for_each
-from oci.chunks import artifact as artifacts
-from oci.chunks.artifact import Artifact
-from oci.chunks.table import Table
-from oci.chunks.verify import Checked, Contents, Fault, verify
-from oci.layout.digests import digest_of, encoded
-from oci.layout.documents import INDEX, Descriptor, Index, written_document
-from oci.layout.graph import children, is_document
-from oci.layout.layout import Layout
-from oci.registry.repository import Repository
-from oci.store.store import Store
-from runtime_shim.process.memory.copy import cores
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest import Manifest
+from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.chunks import artifact as artifacts
+from gpusnap.oci.chunks.artifact import Artifact
+from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.chunks.verify import Checked, Contents, Fault, verify
+from gpusnap.oci.layout.digests import digest_of, encoded
+from gpusnap.oci.layout.documents import INDEX, Descriptor, Index, written_document
+from gpusnap.oci.layout.graph import children, is_document
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.registry.repository import Repository
+from gpusnap.oci.store.store import Store
+from gpusnap.operations.open import hold, open_repository
+from gpusnap.operations.verify_files import in_archive, in_folder
+from gpusnap.runtime_shim.process.memory.copy import cores
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.user_errors import told
 
 __all__ = ["verify_all", "verify_one"]
 

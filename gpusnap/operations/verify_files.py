@@ -18,21 +18,21 @@ from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
 from gpusnap.checkpoints.locator import default_store, open_store
 from gpusnap.checkpoints.statistics import parts
-from oci.base.errors import ArchiveError, LayoutError
-from oci.base.json_text import parse_json
-from oci.base.threads import for_each
-from oci.chunks.table import LARGEST_CHUNK, MEDIA_TYPES
-from oci.chunks.verify import Contents, Fault, not_held
-from oci.layout.digests import PREFIX
-from oci.layout.documents import Descriptor
-from oci.layout.layout import Layout
-from oci.tar.archive import Content, Entry
-from runtime_shim.errors import ImageError
-from runtime_shim.process.memory.copy import cores
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest import Manifest
-from runtime_shim.runtime.criu.images import check as criu_images
-from runtime_shim.runtime.criu.images.digests import Comparison
+from gpusnap.oci.base.errors import ArchiveError, LayoutError
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.chunks.table import LARGEST_CHUNK, MEDIA_TYPES
+from gpusnap.oci.chunks.verify import Contents, Fault, not_held
+from gpusnap.oci.layout.digests import PREFIX
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.tar.archive import Content, Entry
+from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.process.memory.copy import cores
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.runtime.criu.images import check as criu_images
+from gpusnap.runtime_shim.runtime.criu.images.digests import Comparison
 
 __all__ = ["in_archive", "in_folder", "note"]
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from oci.base.errors import StoreBusy
+from gpusnap.oci.base.errors import StoreBusy
 
 __all__ = ["exclusive", "stands", "try_exclusive", "unlock"]
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, TypeVar
 
-from oci.base.errors import Cancelled
+from gpusnap.oci.base.errors import Cancelled
 
 __all__ = ["Crew", "Shared", "Signal", "for_each"]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
-from oci.base.errors import OciError
+from gpusnap.oci.base.errors import OciError
 
 __all__ = ["Buffer", "File", "Memory", "Source", "Target", "is_zero"]
 

@@ -22,12 +22,12 @@ from types import TracebackType
 
 import zstandard
 
-from oci.base.errors import BlobError, Cancelled, CeilingError, ChunkError, binary_size, reason
-from oci.base.threads import Crew, Shared, Signal
-from oci.chunks.buffers import Memory, Target
-from oci.chunks.table import CHUNK_SIZE, Chunk, Progress, Table, validated
-from oci.layout.blobs import Blobs
-from oci.layout.digests import digest_of
+from gpusnap.oci.base.errors import BlobError, Cancelled, CeilingError, ChunkError, binary_size, reason
+from gpusnap.oci.base.threads import Crew, Shared, Signal
+from gpusnap.oci.chunks.buffers import Memory, Target
+from gpusnap.oci.chunks.table import CHUNK_SIZE, Chunk, Progress, Table, validated
+from gpusnap.oci.layout.blobs import Blobs
+from gpusnap.oci.layout.digests import digest_of
 
 __all__ = ["Reading", "read"]
 

@@ -19,11 +19,11 @@ from types import MappingProxyType
 
 import zstandard
 
-from oci.base.errors import CeilingError, ChunkError, LayoutError, binary_size
-from oci.base.threads import Crew, Shared, Signal
-from oci.chunks.buffers import Memory, Source, is_zero
-from oci.chunks.index import Known, Place
-from oci.chunks.table import (
+from gpusnap.oci.base.errors import CeilingError, ChunkError, LayoutError, binary_size
+from gpusnap.oci.base.threads import Crew, Shared, Signal
+from gpusnap.oci.chunks.buffers import Memory, Source, is_zero
+from gpusnap.oci.chunks.index import Known, Place
+from gpusnap.oci.chunks.table import (
     CHUNK_SIZE,
     LARGEST_CHUNK,
     MEDIA_TYPES,
@@ -33,8 +33,8 @@ from oci.chunks.table import (
     Table,
     validated,
 )
-from oci.layout.digests import digest_of
-from oci.layout.layout import Layout
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.layout import Layout
 
 __all__ = ["worker_memory", "write"]
 

@@ -34,8 +34,8 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO
 
-from oci.base.errors import BlobError, DiskError, LayoutError, disk_error, reason
-from oci.base.files import (
+from gpusnap.oci.base.errors import BlobError, DiskError, LayoutError, disk_error, reason
+from gpusnap.oci.base.files import (
     UNFINISHED,
     all_written,
     new_file,
@@ -45,8 +45,8 @@ from oci.base.files import (
     replace,
     sync_folder,
 )
-from oci.layout.digests import digest_of, encoded
-from oci.layout.documents import (
+from gpusnap.oci.layout.digests import digest_of, encoded
+from gpusnap.oci.layout.documents import (
     DOCUMENT_LIMIT,
     MANIFEST,
     Descriptor,
@@ -55,8 +55,8 @@ from oci.layout.documents import (
     parse_document,
     written_document,
 )
-from oci.layout.partial_blob import Incoming
-from oci.layout.unsynced import Unsynced
+from gpusnap.oci.layout.partial_blob import Incoming
+from gpusnap.oci.layout.unsynced import Unsynced
 
 __all__ = ["Layout"]
 

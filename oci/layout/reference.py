@@ -12,8 +12,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from oci.base.errors import DigestError, RegistryError
-from oci.layout.digests import check_digest
+from gpusnap.oci.base.errors import DigestError, RegistryError
+from gpusnap.oci.layout.digests import check_digest
 
 __all__ = ["PLAIN_HTTP", "Reference", "check_repository", "check_tag", "parse", "parse_plain"]
 

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from oci.base.threads import for_each
+from gpusnap.oci.base.threads import for_each
 
 __all__ = ["Unsynced"]
 

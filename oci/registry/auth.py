@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlencode, urlsplit
 
-from oci.base.errors import RegistryError, Unauthorized
-from oci.base.json_text import parse_json
-from oci.registry.credentials import Credentials
-from oci.registry.http import Answer, Broken, Pool, address, exchange, host_of
-from oci.registry.responses import BODY_LIMIT, refusal, seconds_to_wait, worth_another
+from gpusnap.oci.base.errors import RegistryError, Unauthorized
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.registry.credentials import Credentials
+from gpusnap.oci.registry.http import Answer, Broken, Pool, address, exchange, host_of
+from gpusnap.oci.registry.responses import BODY_LIMIT, refusal, seconds_to_wait, worth_another
 
 __all__ = ["Challenge", "Tokens", "challenges"]
 

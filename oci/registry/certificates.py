@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import ssl
 
-from oci.base.errors import RegistryError, reason
+from gpusnap.oci.base.errors import RegistryError, reason
 
 __all__ = ["FOLDERS", "folder_of", "load", "load_ca"]
 

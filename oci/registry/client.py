@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import urljoin
 
-from oci.base.errors import RegistryError, Unreachable
-from oci.registry.auth import Tokens
-from oci.registry.credentials import Credentials
-from oci.registry.http import PIECE, Answer, Broken, address, clear, exchange, host_of, make_pool
-from oci.registry.pace import Limits
-from oci.registry.responses import BODY_LIMIT, refusal, seconds_to_wait, worth_another
+from gpusnap.oci.base.errors import RegistryError, Unreachable
+from gpusnap.oci.registry.auth import Tokens
+from gpusnap.oci.registry.credentials import Credentials
+from gpusnap.oci.registry.http import PIECE, Answer, Broken, address, clear, exchange, host_of, make_pool
+from gpusnap.oci.registry.pace import Limits
+from gpusnap.oci.registry.responses import BODY_LIMIT, refusal, seconds_to_wait, worth_another
 
 __all__ = ["Client", "Request"]
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 
-from oci.base.errors import BlobError, NotInRegistry
-from oci.base.threads import Crew, Shared, Signal
-from oci.layout.documents import Descriptor
-from oci.layout.graph import walk
-from oci.layout.layout import Layout
-from oci.registry.repository import Repository
+from gpusnap.oci.base.errors import BlobError, NotInRegistry
+from gpusnap.oci.base.threads import Crew, Shared, Signal
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.graph import walk
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.registry.repository import Repository
 
 __all__ = ["Moved", "Underway", "pull", "push", "together"]
 

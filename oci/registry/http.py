@@ -25,11 +25,11 @@ from urllib3.exceptions import HTTPError, LocationValueError, ProtocolError
 from urllib3.util import make_headers, parse_url
 from urllib3.util.ssl_ import create_urllib3_context
 
-from oci.base.errors import RegistryError, Unreachable, reason
-from oci.registry import certificates
-from oci.registry.pace import Limits, Watch
-from oci.registry.proxies import proxy_for
-from oci.registry.responses import printable
+from gpusnap.oci.base.errors import RegistryError, Unreachable, reason
+from gpusnap.oci.registry import certificates
+from gpusnap.oci.registry.pace import Limits, Watch
+from gpusnap.oci.registry.proxies import proxy_for
+from gpusnap.oci.registry.responses import printable
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
@@ -40,7 +40,7 @@ PIECE = 1 << 20
 _PORTS = {"http": 80, "https": 443}
 # What one parser of URLs takes for a part of the host, and another for its end.
 _AMBIGUOUS = re.compile(r"[^\x21-\x7e]|\\")
-# Seconds: for a connection, and what a socket waits longer than oci.registry.pace does, which says more.
+# Seconds: for a connection, and what a socket waits longer than gpusnap.oci.registry.pace does, which says more.
 _CONNECT, _LONGER = 30.0, 5.0
 # What is left of an answer is read, so that its connection can serve again, where it is no more than this.
 _LEFTOVER = 64 << 10

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from oci.base.errors import binary_size
+from gpusnap.oci.base.errors import binary_size
 
 __all__ = ["Limits", "Watch"]
 

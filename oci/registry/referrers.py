@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
-from oci.base.errors import (
+from gpusnap.oci.base.errors import (
     BlobError,
     DigestError,
     LayoutError,
@@ -20,15 +20,22 @@ from oci.base.errors import (
     Rejected,
     Unauthorized,
 )
-from oci.chunks.artifact import CHECKPOINT
-from oci.layout.digests import PREFIX, encoded
-from oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor, Index, parse_document, written_document
-from oci.layout.graph import is_document
-from oci.layout.layout import Layout
-from oci.registry import copy as transfer
-from oci.registry.copy import Moved
-from oci.registry.repository import Repository
-from oci.store.index import REF_NAME
+from gpusnap.oci.chunks.artifact import CHECKPOINT
+from gpusnap.oci.layout.digests import PREFIX, encoded
+from gpusnap.oci.layout.documents import (
+    DOCUMENT_LIMIT,
+    INDEX,
+    Descriptor,
+    Index,
+    parse_document,
+    written_document,
+)
+from gpusnap.oci.layout.graph import is_document
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.registry import copy as transfer
+from gpusnap.oci.registry.copy import Moved
+from gpusnap.oci.registry.repository import Repository
+from gpusnap.oci.store.index import REF_NAME
 
 __all__ = ["below", "pull", "push", "subject_of"]
 
@@ -79,7 +86,7 @@ def pull(
 ) -> tuple[tuple[Descriptor, ...], Moved]:
     """Bring what refers to a manifest, and what refers to that, into a layout; the manifests, and what came.
 
-    have: as for oci.registry.copy.pull. Raises as that does.
+    have: as for gpusnap.oci.registry.copy.pull. Raises as that does.
     """
     found: dict[str, Descriptor] = {}
     moved, seen = Moved(), set[tuple[str, str]]()

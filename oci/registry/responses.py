@@ -16,8 +16,8 @@ import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 
-from oci.base.errors import NotInRegistry, RegistryError, Rejected, Unauthorized
-from oci.base.json_text import parse_json
+from gpusnap.oci.base.errors import NotInRegistry, RegistryError, Rejected, Unauthorized
+from gpusnap.oci.base.json_text import parse_json
 
 __all__ = ["printable", "refusal", "seconds_to_wait", "worth_another"]
 

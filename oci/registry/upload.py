@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import urlencode
 
-from oci.base.errors import BlobError, NotInRegistry, RegistryError, Rejected, Unauthorized, reason
-from oci.layout.blobs import Blobs
-from oci.layout.documents import Descriptor
-from oci.registry.client import Client, Request
-from oci.registry.http import PIECE, Answer, Broken
+from gpusnap.oci.base.errors import BlobError, NotInRegistry, RegistryError, Rejected, Unauthorized, reason
+from gpusnap.oci.layout.blobs import Blobs
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.registry.client import Client, Request
+from gpusnap.oci.registry.http import PIECE, Answer, Broken
 
 __all__ = ["Destination", "Upload", "Ways"]
 

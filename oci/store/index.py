@@ -18,11 +18,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from oci.base.errors import Ambiguous, LayoutError, NotThere, StoreError, disk_error, reason
-from oci.base.files import read_regular, replace
-from oci.base.json_text import parse_json
-from oci.layout.documents import DOCUMENT_LIMIT, Descriptor, Index, written_document
-from oci.store.paths import opened
+from gpusnap.oci.base.errors import Ambiguous, LayoutError, NotThere, StoreError, disk_error, reason
+from gpusnap.oci.base.files import read_regular, replace
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor, Index, written_document
+from gpusnap.oci.store.paths import opened
 
 __all__ = ["Catalog", "Entry", "check_name"]
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from oci.base.errors import DiskError, StoreError, disk_error, reason
-from oci.base.files import UNFINISHED, open_folder
-from oci.base.locks import exclusive
-from oci.base.threads import for_each
-from oci.layout.layout import Layout
+from gpusnap.oci.base.errors import DiskError, StoreError, disk_error, reason
+from gpusnap.oci.base.files import UNFINISHED, open_folder
+from gpusnap.oci.base.locks import exclusive
+from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.layout.layout import Layout
 
 __all__ = ["Tree", "discard", "link_error", "opened"]
 

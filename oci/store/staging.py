@@ -8,7 +8,7 @@ import secrets
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 
-from oci.base.errors import (
+from gpusnap.oci.base.errors import (
     BlobError,
     DigestError,
     DiskError,
@@ -18,17 +18,17 @@ from oci.base.errors import (
     StoreError,
     reason,
 )
-from oci.base.files import UNFINISHED, open_folder, read_regular, replace
-from oci.base.locks import stands, try_exclusive, unlock
-from oci.base.threads import for_each
-from oci.chunks.index import Known
-from oci.chunks.table import Table
-from oci.layout.digests import encoded
-from oci.layout.documents import Descriptor
-from oci.layout.graph import check_known, is_document, walk
-from oci.layout.layout import Layout
-from oci.store.index import Catalog, check_name
-from oci.store.paths import BLOBS, CUT_OFF, PRECIOUS, THREADS, Tree, discard, link_error, opened
+from gpusnap.oci.base.files import UNFINISHED, open_folder, read_regular, replace
+from gpusnap.oci.base.locks import stands, try_exclusive, unlock
+from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.chunks.index import Known
+from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.layout.digests import encoded
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.graph import check_known, is_document, walk
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.index import Catalog, check_name
+from gpusnap.oci.store.paths import BLOBS, CUT_OFF, PRECIOUS, THREADS, Tree, discard, link_error, opened
 
 __all__ = ["Staging", "adopt", "stage", "why_precious"]
 
@@ -220,7 +220,7 @@ class Staging:
 
 
 def stage(tree: Tree, name: str) -> Staging:
-    """The staging of that name, new or left by somebody. Raises as oci.store.store.Store.stage does."""
+    """The staging of that name, new or left by somebody. Raises as gpusnap.oci.store.store.Store.stage does."""
     path = os.path.join(tree.staging, name)
     with tree.locked(f"the staging {name}"), tree.writing("a staging"):
         lock, new = None, False

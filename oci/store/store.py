@@ -3,7 +3,7 @@
     <store>/                          0700; /var/lib/gpusnap, say: other names in it are no business of this
         oci-layout, index.json        a layout, for any tool to read
         blobs/sha256/<64 hex>         the blobs of all that index.json names, each there once
-        known.json                    which chunk is in which blob, see oci.chunks.index; where broken, all
+        known.json                    which chunk is in which blob, see gpusnap.oci.chunks.index; where broken, all
         are new lock                          flock, exclusive: had by who changes one of these, or begins a
         staging staging/<name>/               a layout without index: one writer's blobs; flocked while he
         lives
@@ -43,17 +43,17 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from oci.base.errors import LayoutError, NotThere, StoreError
-from oci.base.files import UNFINISHED
-from oci.base.locks import stands, try_exclusive, unlock
-from oci.chunks.index import Known
-from oci.layout.digests import encoded
-from oci.layout.documents import Descriptor, Index
-from oci.layout.layout import Layout
-from oci.store.gc import Collected, Spared, collect
-from oci.store.index import Catalog, Entry, check_name
-from oci.store.paths import Tree, link_error, opened
-from oci.store.staging import Staging, adopt, stage
+from gpusnap.oci.base.errors import LayoutError, NotThere, StoreError
+from gpusnap.oci.base.files import UNFINISHED
+from gpusnap.oci.base.locks import stands, try_exclusive, unlock
+from gpusnap.oci.chunks.index import Known
+from gpusnap.oci.layout.digests import encoded
+from gpusnap.oci.layout.documents import Descriptor, Index
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.gc import Collected, Spared, collect
+from gpusnap.oci.store.index import Catalog, Entry, check_name
+from gpusnap.oci.store.paths import Tree, link_error, opened
+from gpusnap.oci.store.staging import Staging, adopt, stage
 
 __all__ = ["Collected", "Entry", "Spared", "Staging", "Store", "check_name"]
 
@@ -152,7 +152,7 @@ class Store:
             unlock(lock)
 
     def known(self) -> Known:
-        """The chunks of what was committed, by plain digest, for oci.chunks.writer.write into a staging."""
+        """The chunks of what was committed, by plain digest, for gpusnap.oci.chunks.writer.write into a staging."""
         return Known(self._tree.known)
 
     def read(self, descriptor: Descriptor) -> bytes:

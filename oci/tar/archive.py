@@ -20,10 +20,10 @@ from typing import Literal, TypeAlias
 
 import zstandard
 
-from oci.base.errors import ArchiveError, DiskError, disk_error, reason
-from oci.base.files import all_written, name_new, new_file, open_folder
-from oci.tar import headers as tar
-from oci.tar.compression import Plain, Readable, packer
+from gpusnap.oci.base.errors import ArchiveError, DiskError, disk_error, reason
+from gpusnap.oci.base.files import all_written, name_new, new_file, open_folder
+from gpusnap.oci.tar import headers as tar
+from gpusnap.oci.tar.compression import Plain, Readable, packer
 
 __all__ = ["ArchiveError", "Compression", "Content", "Entry", "Writer", "entries", "read_member", "unpacked"]
 

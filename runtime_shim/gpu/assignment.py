@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from runtime_shim.errors import Refused
-from runtime_shim.gpu.api.driver import Gpu, Host
-from runtime_shim.gpu.api.gpu_map import GpuMap, means
+from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.gpu.api.driver import Gpu, Host
+from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, means
 
 __all__ = ["Plan", "Verdict", "Wanted", "plan"]
 

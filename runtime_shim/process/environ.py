@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import struct
 
-from runtime_shim.process import proc
+from gpusnap.runtime_shim.process import proc
 
 __all__ = ["live_environment"]
 

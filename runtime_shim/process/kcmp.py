@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.process.ptrace.arch import this_machine
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process.ptrace.arch import this_machine
 
 __all__ = ["EQUAL", "FILE", "FILES", "VM", "compared"]
 

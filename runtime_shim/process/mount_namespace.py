@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from runtime_shim.process import proc
+from gpusnap.runtime_shim.process import proc
 
 __all__ = [
     "detach",

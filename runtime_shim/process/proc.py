@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from signal import SIGKILL, SIGSTOP
 from typing import TypeVar
 
-from runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.errors import GpusnapError, reason
 
 __all__ = [
     "PASSING",

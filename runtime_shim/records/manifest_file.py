@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 
-from oci.base.files import UNFINISHED, open_below, read_below, replace_below, sync_folder
-from oci.layout.digests import digest_of
-from runtime_shim.errors import ImageError, ManifestError, reason
-from runtime_shim.records.manifest import (
+from gpusnap.oci.base.files import UNFINISHED, open_below, read_below, replace_below, sync_folder
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.runtime_shim.errors import ImageError, ManifestError, reason
+from gpusnap.runtime_shim.records.manifest import (
     DIGEST,
     FOLDER,
     INDEX,

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime_shim.errors import ContainerError, reason
-from runtime_shim.gpu.api.device_nodes import Change, Node
+from gpusnap.runtime_shim.errors import ContainerError, reason
+from gpusnap.runtime_shim.gpu.api.device_nodes import Change, Node
 
 __all__ = ["Edits", "binds", "devices", "prepare", "put_back", "write"]
 

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 
-from runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.errors import GpusnapError, reason
 
 __all__ = ["freeze", "frozen", "members", "settle", "thaw"]
 

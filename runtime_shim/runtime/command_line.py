@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runtime_shim.errors import UsageError
-from runtime_shim.runtime import options
-from runtime_shim.runtime.command_line_words import FALSE, HELP
-from runtime_shim.runtime.find import SETTINGS_FILE
-from runtime_shim.runtime.identify import RealRuntime
-from runtime_shim.runtime.options import Option, Takes
+from gpusnap.runtime_shim.errors import UsageError
+from gpusnap.runtime_shim.runtime import options
+from gpusnap.runtime_shim.runtime.command_line_words import FALSE, HELP
+from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
+from gpusnap.runtime_shim.runtime.identify import RealRuntime
+from gpusnap.runtime_shim.runtime.options import Option, Takes
 
 __all__ = ["Call", "CheckpointCall", "Globals", "RestoreCall", "parse", "probe", "render", "render_globals"]
 

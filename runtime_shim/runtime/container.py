@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oci.base.json_text import parse_json
-from runtime_shim.errors import ContainerError, RuntimeFailed, SettingsError, reason
-from runtime_shim.log import runtime_message
-from runtime_shim.process import pidfd, proc
-from runtime_shim.runtime import cgroup_freezer, container_key, neighbours
-from runtime_shim.runtime.child_process import run
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.runtime_shim.errors import ContainerError, RuntimeFailed, SettingsError, reason
+from gpusnap.runtime_shim.log import runtime_message
+from gpusnap.runtime_shim.process import pidfd, proc
+from gpusnap.runtime_shim.runtime import cgroup_freezer, container_key, neighbours
+from gpusnap.runtime_shim.runtime.child_process import run
 
 __all__ = [
     "UNIFIED",

@@ -15,7 +15,7 @@ import os
 import stat
 import sys
 
-from runtime_shim.errors import NotStarted, RuntimeFailed, SettingsError, reason
+from gpusnap.runtime_shim.errors import NotStarted, RuntimeFailed, SettingsError, reason
 
 TYPE_CHECKING = False  # not typing's, whose import takes longer than all of this module
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from runtime_shim.errors import RuntimeFailed
-from runtime_shim.runtime import child_process
-from runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.errors import RuntimeFailed
+from gpusnap.runtime_shim.runtime import child_process
+from gpusnap.runtime_shim.runtime import find as locate
 
 __all__ = ["Kind", "RealRuntime", "find", "identify", "parse_version"]
 

@@ -12,10 +12,10 @@ import _signal  # type: ignore[import-not-found]  # the C module under `signal`,
 import os
 import sys
 
-from runtime_shim._version import __version__
-from runtime_shim.errors import GpusnapError, NotStarted, RuntimeFailed, reason, unforeseen
-from runtime_shim.runtime import find as locate
-from runtime_shim.runtime.command_line_words import FALSE, HELP
+from gpusnap.runtime_shim._version import __version__
+from gpusnap.runtime_shim.errors import GpusnapError, NotStarted, RuntimeFailed, reason, unforeseen
+from gpusnap.runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.runtime.command_line_words import FALSE, HELP
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -149,18 +149,18 @@ def _spawn(path: str, args: list[str]) -> tuple[str, int]:
 
 def _answer(args: list[str]) -> int:
     if args == list(CHECK):
-        from runtime_shim.shim.parts import tell
+        from gpusnap.runtime_shim.shim.parts import tell
 
         return tell()
     whose, at, values = read(args)
     if whose == VERSION:
         return _version(args, at, values.get("root"))
     if whose == OURS:
-        from runtime_shim.runtime.command_line import probe
+        from gpusnap.runtime_shim.runtime.command_line import probe
 
         line = probe(args, at)
         if line is None:
-            from runtime_shim.shim.dispatch import main as checkpoint_or_restore
+            from gpusnap.runtime_shim.shim.dispatch import main as checkpoint_or_restore
 
             _end(checkpoint_or_restore(args))
         args, at = line, len(line)
@@ -190,13 +190,13 @@ def main() -> int:
     try:
         return _answer(args)
     except GpusnapError as error:
-        from runtime_shim.log import report
+        from gpusnap.runtime_shim.log import report
 
         report(error, **_log_options(args))
         return getattr(error, "exit_code", 1)
     except Exception as error:
         # Such as a package that is missing: engines show what is in --log, and no traceback.
-        from runtime_shim.log import report
+        from gpusnap.runtime_shim.log import report
 
         report(unforeseen(error), **_log_options(args))
         return 1

@@ -21,11 +21,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from oci.base.json_text import parse_json
-from oci.base.locks import stands, try_exclusive, unlock
-from runtime_shim.errors import ContainerError, GpusnapError, reason
-from runtime_shim.process import proc
-from runtime_shim.settings import TABLE, Settings
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.base.locks import stands, try_exclusive, unlock
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, reason
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.settings import TABLE, Settings
 
 __all__ = ["applied", "ordered", "sweep"]
 

@@ -12,7 +12,7 @@ import os
 import pkgutil
 import sys
 
-from runtime_shim._version import __version__
+from gpusnap.runtime_shim._version import __version__
 
 __all__ = ["PACKAGES", "REQUIRED", "import_all", "tell"]
 

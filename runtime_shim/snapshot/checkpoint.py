@@ -22,31 +22,31 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from runtime_shim.errors import GpusnapError, ImageError, Refused, RuntimeFailed, unforeseen
-from runtime_shim.gpu.api.driver import Driver
-from runtime_shim.log import note
-from runtime_shim.process import proc
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest_file import Draft
-from runtime_shim.runtime import container as containers
-from runtime_shim.runtime.command_line import CheckpointCall, render
-from runtime_shim.runtime.criu import config as criu_config
-from runtime_shim.runtime.criu import external_mounts as criu_mounts
-from runtime_shim.runtime.criu.images import dev, digests
-from runtime_shim.runtime.criu.images import directory as image
-from runtime_shim.runtime.criu.plugins import injected
-from runtime_shim.runtime.criu.run import Invoked, invoke
-from runtime_shim.runtime.identify import RealRuntime
-from runtime_shim.settings import Settings
-from runtime_shim.snapshot.describe import describe
-from runtime_shim.snapshot.devices import bind_mounted_nodes, remap
-from runtime_shim.snapshot.memory.capture import Chunks
-from runtime_shim.snapshot.memory.destination import StoreHome
-from runtime_shim.snapshot.preflight import checks as preflight
-from runtime_shim.snapshot.records import journal, volumes
-from runtime_shim.snapshot.suspend import criu_plugin, inherited_handles, paused_container
-from runtime_shim.snapshot.suspend.gpu_state import InCriu, Pages, users
-from runtime_shim.snapshot.suspend.job import (
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, RuntimeFailed, unforeseen
+from gpusnap.runtime_shim.gpu.api.driver import Driver
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest_file import Draft
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, render
+from gpusnap.runtime_shim.runtime.criu import config as criu_config
+from gpusnap.runtime_shim.runtime.criu import external_mounts as criu_mounts
+from gpusnap.runtime_shim.runtime.criu.images import dev, digests
+from gpusnap.runtime_shim.runtime.criu.images import directory as image
+from gpusnap.runtime_shim.runtime.criu.plugins import injected
+from gpusnap.runtime_shim.runtime.criu.run import Invoked, invoke
+from gpusnap.runtime_shim.runtime.identify import RealRuntime
+from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.snapshot.describe import describe
+from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, remap
+from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.records import journal, volumes
+from gpusnap.runtime_shim.snapshot.suspend import criu_plugin, inherited_handles, paused_container
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import InCriu, Pages, users
+from gpusnap.runtime_shim.snapshot.suspend.job import (
     Job,
     all_suspended,
     for_the_dump,
@@ -55,7 +55,7 @@ from runtime_shim.snapshot.suspend.job import (
     suspend_all,
     thaw,
 )
-from runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
+from gpusnap.runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
 
 __all__ = ["checkpoint"]
 

@@ -24,9 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime_shim.errors import ContainerError, GpusnapError, reason
-from runtime_shim.process import pidfd, proc
-from runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, reason
+from gpusnap.runtime_shim.process import pidfd, proc
+from gpusnap.runtime_shim.runtime.criu import scratch_files
 
 __all__ = ["Place", "end", "find", "let_runtime_end", "unmount_root", "unmount_yards"]
 

@@ -14,30 +14,30 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from oci.base.errors import BlobError
-from oci.layout.layout import Layout
-from runtime_shim.errors import GpusnapError, ImageError, ManifestError, reason
-from runtime_shim.gpu.api.driver import Driver, ProcessState
-from runtime_shim.gpu.api.parallel import at_once
-from runtime_shim.process import pidfd, proc
-from runtime_shim.process.memory import maps as regions
-from runtime_shim.process.memory import tmpfs as stage
-from runtime_shim.process.memory.maps import Region
-from runtime_shim.process.memory.tmpfs import Area
-from runtime_shim.process.ptrace.remote_syscall import put_back
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest_file import Draft
-from runtime_shim.runtime.criu import scratch_files
-from runtime_shim.runtime.criu.images import digests
-from runtime_shim.runtime.criu.images import directory as image
-from runtime_shim.settings import Memory
-from runtime_shim.snapshot.memory import transfer
-from runtime_shim.snapshot.memory.destination import Home, StoreHome, in_image, left
-from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.records.journal import Entry, Suspended
-from runtime_shim.snapshot.suspend import driver_calls, dump_pause, paused_container
-from runtime_shim.snapshot.suspend.gpu_state import InCriu, let_finish, resume, suspended
-from runtime_shim.stopping.stop import Guard, go_on, stop
+from gpusnap.oci.base.errors import BlobError
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, ManifestError, reason
+from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
+from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.process import pidfd, proc
+from gpusnap.runtime_shim.process.memory import maps as regions
+from gpusnap.runtime_shim.process.memory import tmpfs as stage
+from gpusnap.runtime_shim.process.memory.maps import Region
+from gpusnap.runtime_shim.process.memory.tmpfs import Area
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import put_back
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest_file import Draft
+from gpusnap.runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.runtime.criu.images import digests
+from gpusnap.runtime_shim.runtime.criu.images import directory as image
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory.destination import Home, StoreHome, in_image, left
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records.journal import Entry, Suspended
+from gpusnap.runtime_shim.snapshot.suspend import driver_calls, dump_pause, paused_container
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import InCriu, let_finish, resume, suspended
+from gpusnap.runtime_shim.stopping.stop import Guard, go_on, stop
 
 __all__ = ["alive", "recover", "sweep"]
 

@@ -27,30 +27,30 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
-from oci.base.errors import OciError
-from oci.layout.blobs import FirstOf
-from oci.layout.layout import Layout
-from oci.store.store import Store
-from runtime_shim.errors import ContainerError, GpusnapError, Refused, RuntimeFailed, reason
-from runtime_shim.gpu.api.driver import Driver, ProcessState
-from runtime_shim.gpu.api.parallel import at_once
-from runtime_shim.log import note
-from runtime_shim.process import proc
-from runtime_shim.process.memory import tmpfs as stage
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest import Manifest
-from runtime_shim.runtime import bundle, conmon, container_key
-from runtime_shim.runtime import container as containers
-from runtime_shim.runtime.command_line import RestoreCall
-from runtime_shim.runtime.criu import scratch_files
-from runtime_shim.runtime.criu.run import control, quiet
-from runtime_shim.runtime.identify import RealRuntime
-from runtime_shim.snapshot import incomplete_restore
-from runtime_shim.snapshot.incomplete_restore import Place
-from runtime_shim.snapshot.memory import transfer
-from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.suspend import driver_calls
-from runtime_shim.snapshot.suspend.gpu_state import InCriu, let_finish, resume
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.layout.blobs import FirstOf
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Refused, RuntimeFailed, reason
+from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
+from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory import tmpfs as stage
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.runtime import bundle, conmon, container_key
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime.command_line import RestoreCall
+from gpusnap.runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.runtime.criu.run import control, quiet
+from gpusnap.runtime_shim.runtime.identify import RealRuntime
+from gpusnap.runtime_shim.snapshot import incomplete_restore
+from gpusnap.runtime_shim.snapshot.incomplete_restore import Place
+from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.suspend import driver_calls
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import InCriu, let_finish, resume
 
 __all__ = [
     "RUNNING",

@@ -23,51 +23,58 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from oci.base.files import replace_below
-from runtime_shim.errors import ContainerError, GpusnapError, ImageError, Refused, RuntimeFailed, reason
-from runtime_shim.gpu import find_driver
-from runtime_shim.gpu.api.criu_plugin import Plugin
-from runtime_shim.gpu.api.driver import Driver, Host
-from runtime_shim.gpu.api.errors import GpuError
-from runtime_shim.gpu.cdi import spec as cdi
-from runtime_shim.gpu.nvidia.driver_files import Found, found
-from runtime_shim.log import note
-from runtime_shim.process import proc
-from runtime_shim.records import manifest
-from runtime_shim.runtime import bundle, container_key
-from runtime_shim.runtime import container as containers
-from runtime_shim.runtime.command_line import RestoreCall
-from runtime_shim.runtime.criu import config as criu_config
-from runtime_shim.runtime.criu import external_mounts as criu_mounts
-from runtime_shim.runtime.criu import scratch_files
-from runtime_shim.runtime.criu.images import check as criu_images
-from runtime_shim.runtime.criu.images import inventory, masked_paths
-from runtime_shim.runtime.criu.images.digests import Comparison
-from runtime_shim.runtime.criu.images.overlay import view
-from runtime_shim.runtime.criu.plugins import find as find_plugin
-from runtime_shim.runtime.criu.plugins import injected
-from runtime_shim.runtime.criu.run import Invoked, invoke, quiet
-from runtime_shim.runtime.criu.scratch_files import scratch
-from runtime_shim.runtime.identify import RealRuntime
-from runtime_shim.settings import Settings
-from runtime_shim.snapshot import recover_restore, restored_containers, restored_processes
-from runtime_shim.snapshot.devices import remap
-from runtime_shim.snapshot.devices.choose import choose, driver_for, given, gpu_request
-from runtime_shim.snapshot.devices.nvidia_hooks import rerun
-from runtime_shim.snapshot.devices.remap import Remap
-from runtime_shim.snapshot.devices.reservations import Room, claim
-from runtime_shim.snapshot.foreground import Beside, pid_file
-from runtime_shim.snapshot.memory import transfer
-from runtime_shim.snapshot.memory.destination import StoreHome
-from runtime_shim.snapshot.memory.prefetch import Filling
-from runtime_shim.snapshot.memory.source import Fetching, rebuild
-from runtime_shim.snapshot.preflight import checks as preflight
-from runtime_shim.snapshot.records import journal, volumes
-from runtime_shim.snapshot.recover_restore import Stage
-from runtime_shim.snapshot.suspend import criu_plugin, driver_calls
-from runtime_shim.snapshot.suspend.gpu_state import InCriu, resume
-from runtime_shim.stopping.stop import stop
-from runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
+from gpusnap.oci.base.files import replace_below
+from gpusnap.runtime_shim.errors import (
+    ContainerError,
+    GpusnapError,
+    ImageError,
+    Refused,
+    RuntimeFailed,
+    reason,
+)
+from gpusnap.runtime_shim.gpu import find_driver
+from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Host
+from gpusnap.runtime_shim.gpu.api.errors import GpuError
+from gpusnap.runtime_shim.gpu.cdi import spec as cdi
+from gpusnap.runtime_shim.gpu.nvidia.driver_files import Found, found
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.runtime import bundle, container_key
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime.command_line import RestoreCall
+from gpusnap.runtime_shim.runtime.criu import config as criu_config
+from gpusnap.runtime_shim.runtime.criu import external_mounts as criu_mounts
+from gpusnap.runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.runtime.criu.images import check as criu_images
+from gpusnap.runtime_shim.runtime.criu.images import inventory, masked_paths
+from gpusnap.runtime_shim.runtime.criu.images.digests import Comparison
+from gpusnap.runtime_shim.runtime.criu.images.overlay import view
+from gpusnap.runtime_shim.runtime.criu.plugins import find as find_plugin
+from gpusnap.runtime_shim.runtime.criu.plugins import injected
+from gpusnap.runtime_shim.runtime.criu.run import Invoked, invoke, quiet
+from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
+from gpusnap.runtime_shim.runtime.identify import RealRuntime
+from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.snapshot import recover_restore, restored_containers, restored_processes
+from gpusnap.runtime_shim.snapshot.devices import remap
+from gpusnap.runtime_shim.snapshot.devices.choose import choose, driver_for, given, gpu_request
+from gpusnap.runtime_shim.snapshot.devices.nvidia_hooks import rerun
+from gpusnap.runtime_shim.snapshot.devices.remap import Remap
+from gpusnap.runtime_shim.snapshot.devices.reservations import Room, claim
+from gpusnap.runtime_shim.snapshot.foreground import Beside, pid_file
+from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.runtime_shim.snapshot.memory.prefetch import Filling
+from gpusnap.runtime_shim.snapshot.memory.source import Fetching, rebuild
+from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.records import journal, volumes
+from gpusnap.runtime_shim.snapshot.recover_restore import Stage
+from gpusnap.runtime_shim.snapshot.suspend import criu_plugin, driver_calls
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import InCriu, resume
+from gpusnap.runtime_shim.stopping.stop import stop
+from gpusnap.runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
 
 __all__ = ["TIMING", "restore"]
 

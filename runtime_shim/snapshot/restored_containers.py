@@ -17,14 +17,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from runtime_shim.errors import ContainerError, GpusnapError
-from runtime_shim.log import note
-from runtime_shim.process import proc
-from runtime_shim.runtime import container as containers
-from runtime_shim.snapshot import recover_restore
-from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.records.journal import RESTORED
-from runtime_shim.snapshot.recover_restore import Restore
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.snapshot import recover_restore
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records.journal import RESTORED
+from gpusnap.runtime_shim.snapshot.recover_restore import Restore
 
 __all__ = ["end", "is_on_file", "lives", "living", "sweep", "tell"]
 

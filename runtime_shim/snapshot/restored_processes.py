@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Sequence
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu.api.driver import Driver, ProcessState
-from runtime_shim.gpu.api.errors import GpuError
-from runtime_shim.log import note
-from runtime_shim.process import proc
-from runtime_shim.records.manifest import GpuProcess
-from runtime_shim.snapshot.suspend import driver_calls
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import GpuError
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records.manifest import GpuProcess
+from gpusnap.runtime_shim.snapshot.suspend import driver_calls
 
 __all__ = ["all_there", "none_forgotten", "none_suspended", "without_ended"]
 

@@ -27,14 +27,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from runtime_shim import threads
-from runtime_shim.errors import GpusnapError, reason
-from runtime_shim.gpu.api.errors import PermissionRefused
-from runtime_shim.process import pidfd, proc
+from gpusnap.runtime_shim import threads
+from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.gpu.api.errors import PermissionRefused
+from gpusnap.runtime_shim.process import pidfd, proc
 
 if TYPE_CHECKING:
-    from runtime_shim.process.ptrace.populate import Backing, Populated
-    from runtime_shim.process.ptrace.tracer import Tracer
+    from gpusnap.runtime_shim.process.ptrace.populate import Backing, Populated
+    from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 
 __all__ = [
     "Guard",
@@ -115,7 +115,7 @@ def settle(pids: Iterable[int], *, within: float = _LEAVING) -> None:
     those that wait for a lock, since these may wait for one another. Seconds of `within` for all; what is
     left then stays where it is. Raises PermissionRefused where a process cannot be traced.
     """
-    from runtime_shim.process.ptrace import positions
+    from gpusnap.runtime_shim.process.ptrace import positions
 
     deadline = time.monotonic() + within
     waiting = list(pids)
@@ -141,7 +141,7 @@ def drop_stops(pids: Iterable[int]) -> None:
     A program that sends them all day (cpulimit) sends one to a process that stands already, and it waits
     until the process goes on. Raises PermissionRefused where a process cannot be traced.
     """
-    from runtime_shim.process.ptrace.tracee import held
+    from gpusnap.runtime_shim.process.ptrace.tracee import held
 
     for pid in pids:
         if not proc.stop_pending(pid):
@@ -203,7 +203,7 @@ def only(pid: int, tid: int) -> Iterator[Tracer]:
 def several(pid: int, tids: Iterable[int], *, guard: bool = True) -> Iterator[Tracer]:
     """As `only`, for any number of threads; `guard` as for Tracer."""
     # Imported here: a container without a GPU must not pay for it.
-    from runtime_shim.process.ptrace.tracer import Tracer
+    from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 
     tids = tuple(tids)
     tracer = Tracer(pid, tids, guard=guard)
@@ -227,7 +227,7 @@ def populated(pid: int, tid: int, *, threads: int = 0, backing: Backing | None =
     way was taken. In so many threads, all cores' for 0.
     """
     # Imported here: it takes 12 ms, and a container without a GPU must not pay for it.
-    from runtime_shim.process.ptrace import populate
+    from gpusnap.runtime_shim.process.ptrace import populate
 
     stack = contextlib.ExitStack()
     try:

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.process import proc
-from runtime_shim.process.kcmp import EQUAL, VM, compared
-from runtime_shim.process.ptrace import calls as ptrace
-from runtime_shim.stopping.stop import stand, untraceable
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.kcmp import EQUAL, VM, compared
+from gpusnap.runtime_shim.process.ptrace import calls as ptrace
+from gpusnap.runtime_shim.stopping.stop import stand, untraceable
 
 __all__ = ["Waiting", "finish", "for_good", "too_long", "waiting"]
 

@@ -17,7 +17,7 @@ import pytest
 import shimhost
 from support import GPUWORK, Container, faults, good, podman, run, until
 
-from runtime_shim.process import proc
+from gpusnap.runtime_shim.process import proc
 
 COMMAND = "/usr/local/bin/gpusnap"
 WORK = "gpuwork"

@@ -12,10 +12,10 @@ import pytest
 from fakes import wait_for
 
 from gpusnap.cli import main as cli
-from oci.store.store import Store
-from runtime_shim import settings as settings_file
-from runtime_shim.process import pidfd
-from runtime_shim.settings import Settings
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.process import pidfd
+from gpusnap.runtime_shim.settings import Settings
 
 
 @pytest.fixture(autouse=True)

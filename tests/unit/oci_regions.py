@@ -7,11 +7,11 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from oci.chunks.buffers import Buffer
-from oci.chunks.reader import read
-from oci.chunks.table import Table
-from oci.chunks.writer import write
-from oci.layout.layout import Layout
+from gpusnap.oci.chunks.buffers import Buffer
+from gpusnap.oci.chunks.reader import read
+from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.chunks.writer import write
+from gpusnap.oci.layout.layout import Layout
 
 __all__ = ["CEILING", "PAGE", "blobs", "fill", "load", "region", "save", "text"]
 

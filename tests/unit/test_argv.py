@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime_shim.errors import UsageError
-from runtime_shim.runtime import command_line, options
-from runtime_shim.runtime import identify as real
-from runtime_shim.runtime.command_line import (
+from gpusnap.runtime_shim.errors import UsageError
+from gpusnap.runtime_shim.runtime import command_line, options
+from gpusnap.runtime_shim.runtime import identify as real
+from gpusnap.runtime_shim.runtime.command_line import (
     CheckpointCall,
     Globals,
     RestoreCall,
@@ -24,9 +24,9 @@ from runtime_shim.runtime.command_line import (
     render,
     render_globals,
 )
-from runtime_shim.runtime.identify import RealRuntime
-from runtime_shim.runtime.options import Option, Takes
-from runtime_shim.shim.entry import classify
+from gpusnap.runtime_shim.runtime.identify import RealRuntime
+from gpusnap.runtime_shim.runtime.options import Option, Takes
+from gpusnap.runtime_shim.shim.entry import classify
 
 Call = CheckpointCall | RestoreCall
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from fakes import FakeDriver
 
-from runtime_shim.settings import Memory
+from gpusnap.runtime_shim.settings import Memory
 
 BENCH = Path(__file__).parents[2] / "bench"
 GIB = 1 << 30

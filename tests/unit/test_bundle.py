@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from runtime_shim.errors import ContainerError
-from runtime_shim.gpu.api.device_nodes import Change, Node
-from runtime_shim.runtime.bundle import Edits, prepare
+from gpusnap.runtime_shim.errors import ContainerError
+from gpusnap.runtime_shim.gpu.api.device_nodes import Change, Node
+from gpusnap.runtime_shim.runtime.bundle import Edits, prepare
 
 
 @pytest.fixture

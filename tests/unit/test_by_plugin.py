@@ -11,19 +11,19 @@ import pytest
 from criu_images import INVENTORY
 from fakes import FakeDriver, Scene, a_manifest, gpu, uuid, wait_for
 
-from runtime_shim.errors import Refused
-from runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA
-from runtime_shim.gpu.api.driver import Host, ProcessState
-from runtime_shim.process import proc
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest import Manifest
-from runtime_shim.records.manifest_file import Draft
-from runtime_shim.runtime import container as containers
-from runtime_shim.runtime.container import Container
-from runtime_shim.runtime.criu import plugins
-from runtime_shim.settings import Criu, Memory, Nvidia, Settings
-from runtime_shim.snapshot.devices import choose as choosing
-from runtime_shim.snapshot.suspend import criu_plugin
+from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA
+from gpusnap.runtime_shim.gpu.api.driver import Host, ProcessState
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.records.manifest_file import Draft
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime.container import Container
+from gpusnap.runtime_shim.runtime.criu import plugins
+from gpusnap.runtime_shim.settings import Criu, Memory, Nvidia, Settings
+from gpusnap.runtime_shim.snapshot.devices import choose as choosing
+from gpusnap.runtime_shim.snapshot.suspend import criu_plugin
 
 STEPS = ("lock", "checkpoint", "restore", "unlock")
 
@@ -111,7 +111,7 @@ def test_none_is_needed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container that was given a GPU and uses none needs no plugin."""
     os.unlink(scene.folder / "plugins" / "cuda_plugin.so")
     scene.family.spawn()
-    monkeypatch.setattr("runtime_shim.shim.dispatch._concerns_us", lambda driver, container: True)
+    monkeypatch.setattr("gpusnap.runtime_shim.shim.dispatch._concerns_us", lambda driver, container: True)
     assert scene.checkpoint().code == 0
     assert manifest.read(str(scene.image)).processes == ()
 

@@ -14,21 +14,21 @@ from typing import Any
 import pytest
 from fakes import DEADLINE, Family, HandedOver, Scene, a_manifest, unshare_works, uuid, wait_for
 
-from runtime_shim.errors import ImageError
-from runtime_shim.gpu.api.driver import ProcessState
-from runtime_shim.gpu.api.errors import DriverFailed, DriverTooOld, LockTimeout, NotSupported
-from runtime_shim.process import proc
-from runtime_shim.records import manifest
-from runtime_shim.records import manifest_file as drafts
-from runtime_shim.records.manifest_file import Draft
-from runtime_shim.runtime import container as containers
-from runtime_shim.runtime.criu.run import invoke
-from runtime_shim.settings import Nvidia
-from runtime_shim.snapshot import checkpoint
-from runtime_shim.snapshot.preflight import checks as preflight
-from runtime_shim.snapshot.preflight.nccl import Sharing
-from runtime_shim.snapshot.suspend.gpu_state import InCriu
-from runtime_shim.snapshot.suspend.job import Job
+from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.gpu.api.driver import ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, DriverTooOld, LockTimeout, NotSupported
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest_file as drafts
+from gpusnap.runtime_shim.records.manifest_file import Draft
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime.criu.run import invoke
+from gpusnap.runtime_shim.settings import Nvidia
+from gpusnap.runtime_shim.snapshot import checkpoint
+from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.preflight.nccl import Sharing
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import InCriu
+from gpusnap.runtime_shim.snapshot.suspend.job import Job
 
 MANAGED = "the GPU driver could not checkpoint process 7: it uses managed memory"
 
@@ -276,8 +276,8 @@ def no_bundle(scene: Scene, _pids: list[int], _patch: pytest.MonkeyPatch) -> Non
 
 def no_option(scene: Scene, _pids: list[int], patch: pytest.MonkeyPatch) -> None:
     scene.set(criu=replace(scene.settings.criu, manage_cgroups="ignore"))
-    from runtime_shim.runtime.identify import parse_version
-    from runtime_shim.shim import dispatch
+    from gpusnap.runtime_shim.runtime.identify import parse_version
+    from gpusnap.runtime_shim.shim import dispatch
 
     real = parse_version(scene.runtime.path, "runc version 1.1.15")
     patch.setattr(dispatch, "identify", lambda _: real)
@@ -731,7 +731,7 @@ def handed_over(scene: Scene) -> None:
 
 def test_without_a_driver(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a host without a GPU the real runtime does it."""
-    from runtime_shim.shim import dispatch
+    from gpusnap.runtime_shim.shim import dispatch
 
     monkeypatch.setattr(dispatch, "find_driver", lambda: None)
     handed_over(scene)

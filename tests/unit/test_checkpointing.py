@@ -19,17 +19,17 @@ from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats import podman as convert
 from gpusnap.engines import podman
+from gpusnap.oci.base.errors import DiskFull
+from gpusnap.oci.layout.reference import parse
+from gpusnap.oci.store.store import Store
 from gpusnap.operations import checkpoint as checkpointing
 from gpusnap.operations import disk_space
 from gpusnap.operations.checkpoint import Made, Wish
 from gpusnap.progress import Progress
-from oci.base.errors import DiskFull
-from oci.layout.reference import parse
-from oci.store.store import Store
-from runtime_shim import settings as settings_file
-from runtime_shim.errors import GpusnapError, Interrupted, SettingsError
-from runtime_shim.settings import Settings, load
-from runtime_shim.shim import overrides
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, SettingsError
+from gpusnap.runtime_shim.settings import Settings, load
+from gpusnap.runtime_shim.shim import overrides
 
 
 @pytest.fixture(autouse=True)

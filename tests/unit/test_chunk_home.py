@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from fakes import a_manifest
 
-from oci.chunks import artifact
-from oci.chunks.buffers import Buffer
-from oci.chunks.writer import write
-from oci.store.store import Store
-from runtime_shim.errors import ImageError, Refused
-from runtime_shim.records.manifest import Manifest, RegionRecord, decode
-from runtime_shim.settings import Memory
-from runtime_shim.snapshot.memory.destination import ImageHome, StoreHome, labelled, left
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks.buffers import Buffer
+from gpusnap.oci.chunks.writer import write
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.errors import ImageError, Refused
+from gpusnap.runtime_shim.records.manifest import Manifest, RegionRecord, decode
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.memory.destination import ImageHome, StoreHome, labelled, left
 
 MEMORY = Memory(pages="store", chunk_size=4096, threads=2, ceiling=64 << 20)
 ID = "c0ffee"
@@ -178,7 +178,7 @@ def test_an_image_that_cannot_be_cut_stays(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("oci.layout.layout.Layout.add_blob", full)
+    monkeypatch.setattr("gpusnap.oci.layout.layout.Layout.add_blob", full)
     assert home.images() == ()
     assert (image / "pages-1.img").stat().st_size == 2 << 20
 

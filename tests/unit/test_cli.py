@@ -22,21 +22,21 @@ from rich.console import Console
 from gpusnap.cli import exit_codes
 from gpusnap.cli import main as cli
 from gpusnap.cli import tables as show
+from gpusnap.oci.base.errors import ArchiveError, BlobError, DiskFull, NotInRegistry, NotThere, Unreachable
 from gpusnap.operations.open import load_manifest
-from oci.base.errors import ArchiveError, BlobError, DiskFull, NotInRegistry, NotThere, Unreachable
-from runtime_shim._version import __version__
-from runtime_shim.errors import GpusnapError, Interrupted, ManifestError, Refused, UsageError
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest import GpuProcess, Manifest, NeutralisedProcess, Written
-from runtime_shim.records.manifest_file import Draft
-from runtime_shim.settings import TABLE, Settings, load
-from runtime_shim.shim import overrides
-from runtime_shim.snapshot import recover_checkpoint as recovery
-from runtime_shim.snapshot import recover_restore, restored_containers
-from runtime_shim.snapshot.devices import reservations
-from runtime_shim.snapshot.memory import chunk_cache
-from runtime_shim.snapshot.records import journal
-from runtime_shim.transaction import Step
+from gpusnap.runtime_shim._version import __version__
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, ManifestError, Refused, UsageError
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import GpuProcess, Manifest, NeutralisedProcess, Written
+from gpusnap.runtime_shim.records.manifest_file import Draft
+from gpusnap.runtime_shim.settings import TABLE, Settings, load
+from gpusnap.runtime_shim.shim import overrides
+from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
+from gpusnap.runtime_shim.snapshot import recover_restore, restored_containers
+from gpusnap.runtime_shim.snapshot.devices import reservations
+from gpusnap.runtime_shim.snapshot.memory import chunk_cache
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.transaction import Step
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., tuple[int, str, str]]
@@ -310,7 +310,7 @@ def crun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_text("#!/bin/sh\necho crun version 1.21\n")
     path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
-    monkeypatch.setattr("runtime_shim.runtime.find.SYSTEM_DIRECTORIES", ())
+    monkeypatch.setattr("gpusnap.runtime_shim.runtime.find.SYSTEM_DIRECTORIES", ())
     return path
 
 
@@ -418,7 +418,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     driver = FakeDriver(gpus=(replace(gpu(1), index=0), replace(gpu(2), index=1)))
     monkeypatch.setattr(cli, "find_driver", lambda: driver)
     monkeypatch.setattr(cli, "reserved", dict)
-    monkeypatch.setattr("runtime_shim.settings.load", Settings)
+    monkeypatch.setattr("gpusnap.runtime_shim.settings.load", Settings)
     return driver
 
 

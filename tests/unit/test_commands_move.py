@@ -13,11 +13,11 @@ from fake_registry import FakeRegistry, Say
 from kept_checkpoints import an_archive
 
 from gpusnap.cli import main as cli
-from oci.store.store import Store
-from runtime_shim import settings as settings_file
-from runtime_shim.errors import GpusnapError, UsageError
-from runtime_shim.settings import Settings
-from runtime_shim.shim import overrides
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import GpusnapError, UsageError
+from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.shim import overrides
 
 
 @pytest.fixture

@@ -17,15 +17,15 @@ from fakes import POISON, a_manifest
 
 from gpusnap.cli import exit_codes
 from gpusnap.cli import main as cli
-from oci.base.errors import binary_size
-from oci.chunks import artifact
-from oci.layout.documents import Descriptor, Manifest
-from oci.registry import copy as transfer
-from oci.store.store import Store
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest import GpuProcess
-from runtime_shim.settings import Settings
-from runtime_shim.settings import Store as StoreSettings
+from gpusnap.oci.base.errors import binary_size
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.layout.documents import Descriptor, Manifest
+from gpusnap.oci.registry import copy as transfer
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import GpuProcess
+from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.settings import Store as StoreSettings
 
 IMAGES = {"checkpoint/inventory.img": INVENTORY}
 Run = Callable[..., tuple[int, str, str]]
@@ -56,7 +56,7 @@ class Kept:
 def gpusnap(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
     """Run a command line on a host whose store is store/ in tmp_path; exit code, stdout, stderr."""
     mine = Settings(store=StoreSettings(path=str(tmp_path / "store")))
-    monkeypatch.setattr("runtime_shim.settings.load", lambda: mine)
+    monkeypatch.setattr("gpusnap.runtime_shim.settings.load", lambda: mine)
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setenv("TERM", "dumb")
 

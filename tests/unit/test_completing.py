@@ -15,9 +15,9 @@ from click.shell_completion import ShellComplete, ZshComplete
 
 from gpusnap.cli import completion as completing
 from gpusnap.cli import main as cli
-from oci.store.store import Store
-from runtime_shim.settings import Settings
-from runtime_shim.settings import Store as StoreSettings
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.settings import Store as StoreSettings
 
 ROOT = Path(__file__).parents[2]
 Complete = Callable[[str], list[str]]
@@ -30,7 +30,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     for names in (("web:20260102-030405",), ("web:20260103-030405",), ()):
         keep(made, names=names, records={f"file-{len(names)}-{names}": b""}, gpu=False)
     mine = Settings(store=StoreSettings(path=made.path))
-    monkeypatch.setattr("runtime_shim.settings.load", lambda: mine)
+    monkeypatch.setattr("gpusnap.runtime_shim.settings.load", lambda: mine)
     return made
 
 
@@ -71,7 +71,7 @@ def test_another_store(store: Store, complete: Complete) -> None:
 def test_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: Complete) -> None:
     """Nothing to offer is no error."""
     mine = Settings(store=StoreSettings(path=str(tmp_path / "none")))
-    monkeypatch.setattr("runtime_shim.settings.load", lambda: mine)
+    monkeypatch.setattr("gpusnap.runtime_shim.settings.load", lambda: mine)
     assert complete("rm w") == []
 
 
@@ -133,7 +133,7 @@ def test_bash(tmp_path: Path, store: Store, line: str, replies: list[str]) -> No
     program.parent.mkdir()
     program.write_text(
         f"#!{sys.executable} -B\nimport sys\nsys.path.insert(0, {str(ROOT)!r})\n"
-        "from runtime_shim import settings\n"
+        "from gpusnap.runtime_shim import settings\n"
         f"mine = settings.Settings(store=settings.Store(path={store.path!r}))\n"
         "settings.load = lambda: mine\nfrom gpusnap.cli.main import main\nraise SystemExit(main())\n"
     )

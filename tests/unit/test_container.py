@@ -10,10 +10,10 @@ import pytest
 from cells import cgroup_top
 from fakes import ID, POISON, FakeRuntime, Family, unshare_works
 
-from runtime_shim.errors import ContainerError, RuntimeFailed, SettingsError
-from runtime_shim.process import proc
-from runtime_shim.runtime import container
-from runtime_shim.runtime.container import (
+from gpusnap.runtime_shim.errors import ContainerError, RuntimeFailed, SettingsError
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime import container
+from gpusnap.runtime_shim.runtime.container import (
     Container,
     bundle_annotations,
     bundle_config,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim.runtime.container_files import directory
-from runtime_shim.snapshot import describe as description
+from gpusnap.runtime_shim.runtime.container_files import directory
+from gpusnap.runtime_shim.snapshot import describe as description
 
 
 def test_no_link_is_followed(tmp_path: Path) -> None:

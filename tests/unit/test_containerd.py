@@ -11,10 +11,10 @@ from containerd_layouts import BASE, IMAGE, Made, a_checkpoint
 
 from gpusnap.checkpoints.formats import containerd
 from gpusnap.checkpoints.formats.containerd import Image, container_name, digested, load, named, remade, top
-from oci.base.errors import BlobError, DigestError, LayoutError
-from oci.layout.digests import digest_of
-from oci.layout.documents import INDEX, Descriptor
-from runtime_shim.errors import ImageError
+from gpusnap.oci.base.errors import BlobError, DigestError, LayoutError
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import INDEX, Descriptor
+from gpusnap.runtime_shim.errors import ImageError
 
 
 def loaded(made: Made) -> Image:

@@ -13,13 +13,13 @@ from containerd_layouts import IMAGE, Made, a_checkpoint, packed
 from gpusnap.checkpoints.formats.containerd import blob_of
 from gpusnap.checkpoints.formats.containerd_archive import Archive
 from gpusnap.checkpoints.formats.layout_archive import opened_layout, refuse_containerd
+from gpusnap.oci.base.errors import BlobError, LayoutError
+from gpusnap.oci.layout import archive as layout_archive
+from gpusnap.oci.layout.archive import is_layout
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.runtime_shim.errors import ImageError, Refused, UsageError
 from gpusnap.user_errors import Damaged
-from oci.base.errors import BlobError, LayoutError
-from oci.layout import archive as layout_archive
-from oci.layout.archive import is_layout
-from oci.layout.digests import digest_of
-from oci.layout.documents import Descriptor
-from runtime_shim.errors import ImageError, Refused, UsageError
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ from containerd_layouts import BASE, IMAGE, FakeCtr, Made, a_checkpoint
 
 from gpusnap.checkpoints.formats.containerd import blob_of
 from gpusnap.engines.ctr import InContainerd, Target, digest_in, unpack
+from gpusnap.oci.base.errors import BlobError
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError
 from gpusnap.user_errors import NotFound
-from oci.base.errors import BlobError
-from oci.layout.digests import digest_of
-from oci.layout.documents import Descriptor
-from runtime_shim.errors import GpusnapError, ImageError
 
 
 @pytest.fixture

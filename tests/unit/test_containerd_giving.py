@@ -19,15 +19,15 @@ from gpusnap.checkpoints.formats import containerd_writer
 from gpusnap.checkpoints.formats.containerd_archive import Archive
 from gpusnap.checkpoints.formats.containerd_reader import take_in
 from gpusnap.checkpoints.formats.containerd_writer import give_out, origin
-from oci.base.errors import BlobError, LayoutError
-from oci.chunks import artifact
-from oci.chunks.table import Progress
-from oci.layout.digests import digest_of
-from oci.layout.documents import Descriptor
-from oci.layout.layout import Layout
-from oci.tar import headers as tar
-from oci.tar.compression import as_file, squeezed
-from runtime_shim.errors import ImageError
+from gpusnap.oci.base.errors import BlobError, LayoutError
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks.table import Progress
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.tar import headers as tar
+from gpusnap.oci.tar.compression import as_file, squeezed
+from gpusnap.runtime_shim.errors import ImageError
 
 
 @pytest.fixture

@@ -18,13 +18,13 @@ from gpusnap.checkpoints.formats.containerd import REF_NAME
 from gpusnap.checkpoints.formats.containerd_images import Brought
 from gpusnap.checkpoints.locator import InContainerd, InFile, InRegistry, InStore
 from gpusnap.cli.checkpoint_commands import pull
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import INDEX
+from gpusnap.oci.store.store import Store
 from gpusnap.operations import push_pull
 from gpusnap.operations import restore as restoring
 from gpusnap.progress import Progress
-from oci.layout.digests import digest_of
-from oci.layout.documents import INDEX
-from oci.store.store import Store
-from runtime_shim.errors import GpusnapError, Refused, UsageError
+from gpusnap.runtime_shim.errors import GpusnapError, Refused, UsageError
 
 QUIET = Progress(shown=False)
 THERE = InContainerd("team", IMAGE)

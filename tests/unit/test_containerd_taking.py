@@ -14,16 +14,16 @@ from oci_regions import load
 from gpusnap.checkpoints.formats import containerd_reader
 from gpusnap.checkpoints.formats.containerd_archive import Archive
 from gpusnap.checkpoints.formats.containerd_reader import take_in
-from oci.base.errors import ArchiveError, BlobError
-from oci.chunks import artifact
-from oci.chunks.artifact import Artifact
-from oci.chunks.table import Progress
-from oci.layout.digests import digest_of
-from oci.layout.documents import EMPTY
-from oci.layout.layout import Layout
-from oci.tar.archive import entries
-from runtime_shim.errors import ImageError, ManifestError
-from runtime_shim.records import manifest
+from gpusnap.oci.base.errors import ArchiveError, BlobError
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks.artifact import Artifact
+from gpusnap.oci.chunks.table import Progress
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import EMPTY
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.tar.archive import entries
+from gpusnap.runtime_shim.errors import ImageError, ManifestError
+from gpusnap.runtime_shim.records import manifest
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from oci_regions import PAGE, save
 
 from gpusnap.checkpoints.statistics import Span, compare, compare_tables, parts, shared, statistics
-from oci.chunks.table import Chunk, Table, validated
-from oci.layout.layout import Layout
-from runtime_shim.records.manifest import GpuProcess, GpuRecord
+from gpusnap.oci.chunks.table import Chunk, Table, validated
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.runtime_shim.records.manifest import GpuProcess, GpuRecord
 
 
 @pytest.fixture

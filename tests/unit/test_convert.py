@@ -14,23 +14,23 @@ import pytest
 from archives import CONFIG_DUMP, CREATED, listed, record, regions, written
 from oci_regions import load
 
-import oci.base.files
-import oci.tar.archive
 from gpusnap.checkpoints.formats import names as members
 from gpusnap.checkpoints.formats import podman_reader
 from gpusnap.checkpoints.formats.podman import Taken, give_out, take_in
-from oci.base.errors import BlobError, DiskFull
-from oci.chunks import artifact
-from oci.chunks.artifact import Artifact
-from oci.chunks.table import Chunk, Progress, descriptors, validated
-from oci.layout.blobs import FirstOf
-from oci.layout.digests import digest_of
-from oci.layout.documents import EMPTY, Descriptor
-from oci.layout.layout import Layout
-from oci.tar.archive import ArchiveError, Compression, Writer, entries
-from runtime_shim._version import __version__
-from runtime_shim.errors import ImageError, ManifestError
-from runtime_shim.records import manifest
+from gpusnap.oci.base import files as files_module
+from gpusnap.oci.base.errors import BlobError, DiskFull
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks.artifact import Artifact
+from gpusnap.oci.chunks.table import Chunk, Progress, descriptors, validated
+from gpusnap.oci.layout.blobs import FirstOf
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import EMPTY, Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.tar import archive
+from gpusnap.oci.tar.archive import ArchiveError, Compression, Writer, entries
+from gpusnap.runtime_shim._version import __version__
+from gpusnap.runtime_shim.errors import ImageError, ManifestError
+from gpusnap.runtime_shim.records import manifest
 
 BLOB = "checkpoint/gpusnap/blobs/sha256/"
 MANIFEST = "checkpoint/gpusnap/manifest.json"
@@ -396,7 +396,7 @@ def test_give_out_wrong(
 def test_give_out_full(tmp_path: Path, source: Layout, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     """A disk that is full after some writes: the path is named, nothing is left."""
     found, layout, config = parts(tmp_path, source)
-    left, real = room, oci.base.files.all_written
+    left, real = room, files_module.all_written
 
     def all_written(descriptor: int, data: bytes) -> None:
         nonlocal left
@@ -405,7 +405,7 @@ def test_give_out_full(tmp_path: Path, source: Layout, monkeypatch: pytest.Monke
         left -= 1
         real(descriptor, data)
 
-    monkeypatch.setattr(oci.tar.archive, "all_written", all_written)
+    monkeypatch.setattr(archive, "all_written", all_written)
     before = set(os.listdir(tmp_path))
     with pytest.raises(DiskFull, match=r"is full: the archive out\.tar"):
         give_out(found, layout, str(tmp_path / "out.tar"), config=config)

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from fakes import POISON
 
-from runtime_shim.errors import ImageError, SettingsError
-from runtime_shim.records.manifest import DriverMount
-from runtime_shim.runtime.command_line import CheckpointCall, RestoreCall
-from runtime_shim.runtime.criu import config
-from runtime_shim.runtime.criu.config import (
+from gpusnap.runtime_shim.errors import ImageError, SettingsError
+from gpusnap.runtime_shim.records.manifest import DriverMount
+from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, RestoreCall
+from gpusnap.runtime_shim.runtime.criu import config
+from gpusnap.runtime_shim.runtime.criu.config import (
     VARIABLE,
     Connections,
     config_file,
@@ -25,8 +25,8 @@ from runtime_shim.runtime.criu.config import (
     restore_text,
     with_flags,
 )
-from runtime_shim.runtime.identify import parse_version
-from runtime_shim.settings import Criu
+from gpusnap.runtime_shim.runtime.identify import parse_version
+from gpusnap.runtime_shim.settings import Criu
 
 CRUN = parse_version(Path("/usr/bin/crun"), "crun version 1.21\n+CRIU")
 OLD_RUNC = parse_version(Path("/usr/bin/runc"), "runc version 1.1.15+ds1")

@@ -19,11 +19,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime_shim.errors import ImageError
-from runtime_shim.gpu.api.device_nodes import Change, Node
-from runtime_shim.runtime.criu.images import dev
-from runtime_shim.runtime.criu.images import dev_tar as reader
-from runtime_shim.runtime.criu.images.dev import image_name, rewritten
+from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.gpu.api.device_nodes import Change, Node
+from gpusnap.runtime_shim.runtime.criu.images import dev
+from gpusnap.runtime_shim.runtime.criu.images import dev_tar as reader
+from gpusnap.runtime_shim.runtime.criu.images.dev import image_name, rewritten
 
 CORPUS = Path(__file__).parent / "corpus" / "dev"
 BLOCK = 512

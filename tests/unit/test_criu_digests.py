@@ -16,10 +16,10 @@ from fakes import a_manifest
 
 from gpusnap.checkpoints.formats.criu_images import Images
 from gpusnap.checkpoints.formats.entries import entries
-from runtime_shim.errors import ImageError, ManifestError
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest import ImageRecord
-from runtime_shim.runtime.criu.images.digests import Comparison, take
+from gpusnap.runtime_shim.errors import ImageError, ManifestError
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import ImageRecord
+from gpusnap.runtime_shim.runtime.criu.images.digests import Comparison, take
 
 CONTENT = os.urandom((1 << 20) + 5)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from criu_images import CORE, INVENTORY, PAGE, entry, image, images, numbers, pagemap
 
-from runtime_shim.errors import ImageError
-from runtime_shim.runtime.criu.images.check import check
-from runtime_shim.runtime.criu.images.messages import fields, kind_of
+from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.runtime.criu.images.check import check
+from gpusnap.runtime_shim.runtime.criu.images.messages import fields, kind_of
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim.errors import ImageError
-from runtime_shim.runtime.criu.images.inventory import has_closed_connections
+from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.runtime.criu.images.inventory import has_closed_connections
 
 # As CRIU 4.2.1 wrote it: the first by `dump --tcp-close`, without its run ID, the second by one without.
 CLOSED = "080210011a18080110011801200128013002380340044806500758086005200128013000500158006200"

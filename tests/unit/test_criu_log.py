@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim.runtime.criu import log
-from runtime_shim.runtime.criu.log import first_error
+from gpusnap.runtime_shim.runtime.criu import log
+from gpusnap.runtime_shim.runtime.criu.log import first_error
 
 WHY = "Can't dump file 5 of that type [20000] (chr 195:0)"
 

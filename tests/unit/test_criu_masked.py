@@ -10,13 +10,13 @@ import pytest
 from criu_images import INVENTORY
 from fakes import Scene, a_manifest
 
-from runtime_shim.errors import ImageError
-from runtime_shim.records.manifest_file import Draft
-from runtime_shim.runtime.criu.config import restore_text
-from runtime_shim.runtime.criu.images import masked_paths
-from runtime_shim.runtime.criu.images.overlay import view
-from runtime_shim.settings import Criu
-from runtime_shim.snapshot import restore
+from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.records.manifest_file import Draft
+from gpusnap.runtime_shim.runtime.criu.config import restore_text
+from gpusnap.runtime_shim.runtime.criu.images import masked_paths
+from gpusnap.runtime_shim.runtime.criu.images.overlay import view
+from gpusnap.runtime_shim.settings import Criu
+from gpusnap.runtime_shim.snapshot import restore
 
 DUMPED = "/run/crun/.empty-directory"
 OWN = "/run/containerd/runc/k8s.io/.empty-directory"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim.errors import Refused
-from runtime_shim.process import proc
-from runtime_shim.records.manifest import DriverMount
-from runtime_shim.runtime.criu import external_mounts
-from runtime_shim.runtime.criu.external_mounts import checked, undeclared
+from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records.manifest import DriverMount
+from gpusnap.runtime_shim.runtime.criu import external_mounts
+from gpusnap.runtime_shim.runtime.criu.external_mounts import checked, undeclared
 
 DRIVER = [
     "/usr/lib/x86_64-linux-gnu/libcuda.so.580.159.04",

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from fakes import POISON
 
-from runtime_shim.errors import ImageError, Refused
-from runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA
-from runtime_shim.runtime import find as locate
-from runtime_shim.runtime.criu import plugins
-from runtime_shim.runtime.criu.plugins import VARIABLE, find, injected
-from runtime_shim.settings import Amd, Criu, Nvidia, Settings
+from gpusnap.runtime_shim.errors import ImageError, Refused
+from gpusnap.runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA
+from gpusnap.runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.runtime.criu import plugins
+from gpusnap.runtime_shim.runtime.criu.plugins import VARIABLE, find, injected
+from gpusnap.runtime_shim.settings import Amd, Criu, Nvidia, Settings
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim.runtime.criu import version
+from gpusnap.runtime_shim.runtime.criu import version
 
 TCP = (socket.AF_INET, socket.SOCK_STREAM, 0)
 REFUSED = "(00.03) Error (criu/sockets.c:628): sockets: Can't get 1:16 opt: Operation not supported"

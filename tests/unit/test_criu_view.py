@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim.errors import ImageError
-from runtime_shim.runtime.criu import scratch_files
-from runtime_shim.runtime.criu.images import overlay as module
-from runtime_shim.runtime.criu.images.overlay import view
-from runtime_shim.runtime.criu.scratch_files import scratch
+from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.runtime.criu.images import overlay as module
+from gpusnap.runtime_shim.runtime.criu.images.overlay import view
+from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
 
 # Goes where a restored process is when it opens images: into mounts of its own, with another root.
 INSIDE = """

@@ -12,7 +12,7 @@ CHECKOUT = Path(__file__).parents[2]
 _PROGRAM = """
 import subprocess, sys
 from gpusnap.cli import main as cli
-from runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.errors import GpusnapError
 
 @cli.command.command()
 def fail():

@@ -10,8 +10,8 @@ import pytest
 from fakes import POISON
 
 from gpusnap.doctor.base.check import Check, asked, document, failure, ok, plural, refused, warning
-from oci.base.errors import StoreError
-from runtime_shim.errors import Refused
+from gpusnap.oci.base.errors import StoreError
+from gpusnap.runtime_shim.errors import Refused
 
 CHECKS = (ok("a", "fine", size=1), warning("b", "well", "do it"), failure("c", "no", "do that"))
 

@@ -14,15 +14,15 @@ from gpusnap.doctor.base import free_space
 from gpusnap.doctor.base.check import Check
 from gpusnap.doctor.base.subject import Subject
 from gpusnap.doctor.container_checks import gpu_use
-from runtime_shim.errors import ContainerError, Refused
-from runtime_shim.gpu.api.driver import ProcessState
-from runtime_shim.gpu.api.errors import DriverTooOld, GpuBusy
-from runtime_shim.records.cri_layout import OF_CRI
-from runtime_shim.runtime import container as containers
-from runtime_shim.settings import Nvidia, Settings, Store
-from runtime_shim.snapshot.devices import bind_mounted_nodes
-from runtime_shim.snapshot.preflight import checks as preflight
-from runtime_shim.snapshot.preflight.nccl import Sharing
+from gpusnap.runtime_shim.errors import ContainerError, Refused
+from gpusnap.runtime_shim.gpu.api.driver import ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import DriverTooOld, GpuBusy
+from gpusnap.runtime_shim.records.cri_layout import OF_CRI
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.settings import Nvidia, Settings, Store
+from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes
+from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.preflight.nccl import Sharing
 
 
 @pytest.fixture

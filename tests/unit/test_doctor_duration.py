@@ -13,8 +13,8 @@ from fakes import ID, a_manifest
 from gpusnap.doctor.base.free_space import Speed
 from gpusnap.doctor.container_checks import duration
 from gpusnap.doctor.container_checks.duration import Earlier
-from oci.store.store import Store
-from runtime_shim.transaction import Step
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.transaction import Step
 
 GIB = 1 << 30
 

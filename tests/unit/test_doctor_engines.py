@@ -9,8 +9,8 @@ from doctor_trees import Programs, only, tree
 
 from gpusnap.doctor.base.sources import Answer
 from gpusnap.doctor.host_checks import engines
-from runtime_shim._version import __version__
-from runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim._version import __version__
+from gpusnap.runtime_shim.runtime import find as locate
 
 OURS = "/usr/bin/gpusnap-runtime"
 

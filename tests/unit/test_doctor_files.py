@@ -15,7 +15,7 @@ from doctor_trees import a_process, only, tree
 
 from gpusnap.doctor.container_checks import files
 from gpusnap.doctor.container_checks.files import Opened
-from runtime_shim.process import proc
+from gpusnap.runtime_shim.process import proc
 
 KIB = 1 << 10
 

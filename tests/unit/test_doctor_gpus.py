@@ -10,10 +10,10 @@ from doctor_trees import only, tree
 from fakes import FakeDriver, gpu
 
 from gpusnap.doctor.host_checks import gpus
-from runtime_shim.errors import Refused
-from runtime_shim.gpu.api.criu_plugin import AMDGPU
-from runtime_shim.gpu.api.errors import DriverMissing, DriverTooOld
-from runtime_shim.settings import Settings
+from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.gpu.api.criu_plugin import AMDGPU
+from gpusnap.runtime_shim.gpu.api.errors import DriverMissing, DriverTooOld
+from gpusnap.runtime_shim.settings import Settings
 
 
 def test_driver() -> None:

@@ -10,9 +10,9 @@ import pytest
 from doctor_trees import only
 
 from gpusnap.doctor.container_checks import kubernetes
-from runtime_shim.process import proc
-from runtime_shim.process.proc import Mount
-from runtime_shim.records.cri_layout import OF_CRI
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.proc import Mount
+from gpusnap.runtime_shim.records.cri_layout import OF_CRI
 
 POD = {OF_CRI: "container"}
 

@@ -6,7 +6,7 @@ import pytest
 from doctor_trees import only
 
 from gpusnap.doctor.container_checks import mounts
-from runtime_shim.process.proc import Mount
+from gpusnap.runtime_shim.process.proc import Mount
 
 CONFIG = {
     "mounts": [{"destination": "/proc"}, {"destination": "/dev"}, {"destination": "/data"}],

@@ -11,7 +11,7 @@ from fakes import gpu
 
 from gpusnap.doctor.base import free_space
 from gpusnap.doctor.base.free_space import Speed
-from runtime_shim.process import proc
+from gpusnap.runtime_shim.process import proc
 
 MEMINFO = "MemTotal:       {total} kB\nMemFree: 1 kB\nMemAvailable:   {left} kB\n"
 GIB = 1 << 30

@@ -10,8 +10,8 @@ import pytest
 from doctor_trees import only, tree
 
 from gpusnap.doctor.host_checks import site
-from oci.registry import credentials
-from runtime_shim.settings import Settings
+from gpusnap.oci.registry import credentials
+from gpusnap.runtime_shim.settings import Settings
 
 SECRET = "c2VjcmV0OnNlY3JldA=="
 AUTH = "/run/containers/0/auth.json"

@@ -11,7 +11,7 @@ from doctor_trees import a_process, only, tree
 
 from gpusnap.doctor.container_checks import files, sockets
 from gpusnap.doctor.container_checks.files import Opened
-from runtime_shim.process import proc
+from gpusnap.runtime_shim.process import proc
 
 SOCKET = Opened(a_process(), 3, "socket:[77]", None)
 

@@ -12,8 +12,8 @@ from fakes import ID, Family
 
 from gpusnap.doctor.base import subject
 from gpusnap.engines import podman
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, SettingsError
 from gpusnap.user_errors import NotFound
-from runtime_shim.errors import ContainerError, GpusnapError, SettingsError
 
 TASKS = "io.containerd.runtime.v2.task"
 

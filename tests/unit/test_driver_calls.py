@@ -13,13 +13,13 @@ from contextlib import contextmanager
 import pytest
 from fakes import FakeDriver, Family
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu.api.errors import DriverNotReady, LockTimeout, NotSupported
-from runtime_shim.process import proc
-from runtime_shim.process.ptrace.tracer import Tracer
-from runtime_shim.snapshot.suspend import driver_calls
-from runtime_shim.snapshot.suspend.driver_calls import call_or_run
-from runtime_shim.stopping.stop import only, stop
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu.api.errors import DriverNotReady, LockTimeout, NotSupported
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
+from gpusnap.runtime_shim.snapshot.suspend import driver_calls
+from gpusnap.runtime_shim.snapshot.suspend.driver_calls import call_or_run
+from gpusnap.runtime_shim.stopping.stop import only, stop
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from fakes import wait_for
 
-from oci.chunks import writer as writing
-from oci.chunks.index import Known
-from oci.chunks.reader import read
-from oci.layout.layout import Layout
-from runtime_shim.process.memory.tmpfs import Area
-from runtime_shim.settings import Memory
-from runtime_shim.snapshot.memory.write_ahead import Early
+from gpusnap.oci.chunks import writer as writing
+from gpusnap.oci.chunks.index import Known
+from gpusnap.oci.chunks.reader import read
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.runtime_shim.process.memory.tmpfs import Area
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.memory.write_ahead import Early
 
 SIZE = 64 << 10
 CHUNKS = 32

@@ -14,10 +14,10 @@ from pathlib import Path
 import command_lines as lines
 import pytest
 
-from runtime_shim._version import __version__
-from runtime_shim.runtime import options
-from runtime_shim.runtime.options import Takes
-from runtime_shim.shim import entry, parts
+from gpusnap.runtime_shim._version import __version__
+from gpusnap.runtime_shim.runtime import options
+from gpusnap.runtime_shim.runtime.options import Takes
+from gpusnap.runtime_shim.shim import entry, parts
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,12 +25,12 @@ ROOT = Path(__file__).parents[2]
 _PROGRAM = """
 import sys
 sys.path.insert(0, {root!r})
-from runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.runtime import find as locate
 locate.SETTINGS_FILE = {settings!r}
 locate.SYSTEM_DIRECTORIES = ()
 locate.SYSTEM_LOG = {log!r}
 {before}
-from runtime_shim.shim import entry
+from gpusnap.runtime_shim.shim import entry
 sys.exit(entry.main())
 """
 
@@ -131,9 +131,13 @@ os.execve = show
 """
     done = host.run("state", "x", before=watch)
     assert done.stdout.split() == [
-        *("runtime_shim", "runtime_shim._version", "runtime_shim.errors"),
-        *("runtime_shim.runtime", "runtime_shim.runtime.command_line_words", "runtime_shim.runtime.find"),
-        *("runtime_shim.shim", "runtime_shim.shim.entry"),
+        *("runtime_shim", "gpusnap.runtime_shim._version", "gpusnap.runtime_shim.errors"),
+        *(
+            "gpusnap.runtime_shim.runtime",
+            "gpusnap.runtime_shim.runtime.command_line_words",
+            "gpusnap.runtime_shim.runtime.find",
+        ),
+        *("gpusnap.runtime_shim.shim", "gpusnap.runtime_shim.shim.entry"),
     ]
 
 
@@ -266,7 +270,7 @@ def test_all_parts(host: Host) -> None:
     done = host.run(*entry.CHECK)
     assert done.returncode == 1
     assert "a part of gpusnap is missing" in done.stderr
-    line = [sys.executable, "-m", "runtime_shim.shim.entry", *entry.CHECK]
+    line = [sys.executable, "-m", "gpusnap.runtime_shim.shim.entry", *entry.CHECK]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, f"{__version__} {sys.executable}\n")
 
@@ -291,9 +295,9 @@ def test_a_probe_is_answered_by_the_real_runtime(host: Host) -> None:
 def test_checkpoint_goes_to_the_shim(host: Host) -> None:
     stand_in = """
 import types
-shim = types.ModuleType("runtime_shim.shim.dispatch")
+shim = types.ModuleType("gpusnap.runtime_shim.shim.dispatch")
 shim.main = lambda args: print("shim", *args) or 5
-sys.modules["runtime_shim.shim.dispatch"] = shim
+sys.modules["gpusnap.runtime_shim.shim.dispatch"] = shim
 """
     done = host.run("--debug", "checkpoint", "--leave-running", "x", before=stand_in)
     assert (done.returncode, done.stdout) == (5, "shim --debug checkpoint --leave-running x\n")

@@ -6,9 +6,9 @@ import errno
 
 import pytest
 
+from gpusnap.oci.base import errors
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted
 from gpusnap.user_errors import Damaged, NotFound, failure, told
-from oci.base import errors
-from runtime_shim.errors import GpusnapError, Interrupted
 
 KINDS = [
     getattr(errors, name)

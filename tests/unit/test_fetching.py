@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 from fakes import a_manifest
 
-from oci.base.errors import BlobError, Unreachable
-from oci.chunks.buffers import Buffer
-from oci.chunks.reader import read
-from oci.chunks.table import Table
-from oci.chunks.writer import write
-from oci.layout.documents import Descriptor
-from oci.layout.layout import Layout
-from oci.registry.repository import Repository
-from oci.store.store import Store
-from runtime_shim.errors import ImageError, Refused
-from runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
-from runtime_shim.settings import Store as Settings
-from runtime_shim.snapshot.memory import source as module
-from runtime_shim.snapshot.memory.destination import as_artifact, labelled
-from runtime_shim.snapshot.memory.source import Fetching, rebuild
+from gpusnap.oci.base.errors import BlobError, Unreachable
+from gpusnap.oci.chunks.buffers import Buffer
+from gpusnap.oci.chunks.reader import read
+from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.chunks.writer import write
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.registry.repository import Repository
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.errors import ImageError, Refused
+from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
+from gpusnap.runtime_shim.settings import Store as Settings
+from gpusnap.runtime_shim.snapshot.memory import source as module
+from gpusnap.runtime_shim.snapshot.memory.destination import as_artifact, labelled
+from gpusnap.runtime_shim.snapshot.memory.source import Fetching, rebuild
 
 KIB = 1 << 10
 SIZE = 64 * KIB
@@ -233,7 +233,7 @@ def test_a_store_that_cannot_be_written_to(
     store = stored(tmp_path / "store", record, layout)
 
     def read_only(self: Store, name: str = "") -> None:
-        from oci.base.errors import DiskError
+        from gpusnap.oci.base.errors import DiskError
 
         raise DiskError("it is read-only")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim.errors import ImageError
-from runtime_shim.records import cri_layout, manifest
+from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.records import cri_layout, manifest
 
 FILES = {
     "inventory.img": b"criu",

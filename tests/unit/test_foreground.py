@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from fakes import wait_for
 
-from runtime_shim.errors import Interrupted, RuntimeFailed
-from runtime_shim.process import proc
-from runtime_shim.runtime.criu import descendants
-from runtime_shim.runtime.criu.run import Invoked
-from runtime_shim.snapshot import foreground
-from runtime_shim.snapshot.foreground import Beside
-from runtime_shim.transaction import held_signals, interruptible
+from gpusnap.runtime_shim.errors import Interrupted, RuntimeFailed
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime.criu import descendants
+from gpusnap.runtime_shim.runtime.criu.run import Invoked
+from gpusnap.runtime_shim.snapshot import foreground
+from gpusnap.runtime_shim.snapshot.foreground import Beside
+from gpusnap.runtime_shim.transaction import held_signals, interruptible
 
 # A runtime with a child, and a grandchild in a session of its own.
 TREE = 'echo $$ >>"$0"; sh -c "$1" "$0" & wait'

@@ -14,13 +14,13 @@ from cells import ID, Cell, cell, container, folder, pause
 from fakes import Scene, wait_for
 from pairs import Pair, a_pair
 
-from runtime_shim.errors import GpusnapError, ImageError
-from runtime_shim.process import proc
-from runtime_shim.runtime import cgroup_freezer
-from runtime_shim.runtime import container as containers
-from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.records.journal import Entry, Pause
-from runtime_shim.snapshot.suspend import paused_container
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime import cgroup_freezer
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records.journal import Entry, Pause
+from gpusnap.runtime_shim.snapshot.suspend import paused_container
 
 __all__ = ["cell", "folder"]
 

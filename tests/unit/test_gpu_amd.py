@@ -10,22 +10,22 @@ from pathlib import Path
 import pytest
 from amd_tree import MI210, tree
 
-from runtime_shim import gpu
-from runtime_shim.gpu.amd import device_files, topology
-from runtime_shim.gpu.amd import driver as amd
-from runtime_shim.gpu.amd.driver import Amd
-from runtime_shim.gpu.api import device_files as handles
-from runtime_shim.gpu.api import device_nodes
-from runtime_shim.gpu.api.criu_plugin import AMDGPU
-from runtime_shim.gpu.api.driver import Driver, Node, ProcessState
-from runtime_shim.gpu.api.errors import (
+from gpusnap.runtime_shim import gpu
+from gpusnap.runtime_shim.gpu.amd import device_files, topology
+from gpusnap.runtime_shim.gpu.amd import driver as amd
+from gpusnap.runtime_shim.gpu.amd.driver import Amd
+from gpusnap.runtime_shim.gpu.api import device_files as handles
+from gpusnap.runtime_shim.gpu.api import device_nodes
+from gpusnap.runtime_shim.gpu.api.criu_plugin import AMDGPU
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Node, ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import (
     DriverMissing,
     NoDevice,
     NotInitialized,
     NotSupported,
     PermissionRefused,
 )
-from runtime_shim.gpu.nvidia import driver as nvidia
+from gpusnap.runtime_shim.gpu.nvidia import driver as nvidia
 
 ME = os.getpid()
 ONE, TWO = "GPU-0000000000000001", "GPU-0000000000000002"

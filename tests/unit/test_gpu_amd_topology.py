@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from amd_tree import APU, MI210, MI300X, tree
 
-from runtime_shim.gpu.amd import topology
-from runtime_shim.gpu.amd.topology import driver_version, gpus, vram_used
+from gpusnap.runtime_shim.gpu.amd import topology
+from gpusnap.runtime_shim.gpu.amd.topology import driver_version, gpus, vram_used
 
 
 def test_one_gpu_and_two_processors(tmp_path: Path) -> None:

@@ -13,8 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime_shim.gpu.cdi import spec as cdi
-from runtime_shim.gpu.cdi.spec import CdiError, Device, DeviceNode, Edits, Hook, Mount, load, parse, read
+from gpusnap.runtime_shim.gpu.cdi import spec as cdi
+from gpusnap.runtime_shim.gpu.cdi.spec import (
+    CdiError,
+    Device,
+    DeviceNode,
+    Edits,
+    Hook,
+    Mount,
+    load,
+    parse,
+    read,
+)
 
 CORPUS = sorted((Path(__file__).parent / "corpus" / "cdi").iterdir())
 UUID = "GPU-5067b0de-0000-4000-8000-000000000000"

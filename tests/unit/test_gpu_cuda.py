@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime_shim.gpu.api.errors import DriverMissing, InvalidRequest
-from runtime_shim.gpu.nvidia import cuda
+from gpusnap.runtime_shim.gpu.api.errors import DriverMissing, InvalidRequest
+from gpusnap.runtime_shim.gpu.nvidia import cuda
 
 CUDA_H = Path("/usr/local/cuda/include/cuda.h")
 

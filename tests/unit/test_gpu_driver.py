@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-import runtime_shim.gpu as gpu
-from runtime_shim.gpu.api import device_files, driver
-from runtime_shim.gpu.api.driver import Driver, Gpu, Host, ProcessState
-from runtime_shim.gpu.api.errors import (
+from gpusnap.runtime_shim import gpu
+from gpusnap.runtime_shim.gpu.api import device_files, driver
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host, ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import (
     DriverFailed,
     DriverMissing,
     DriverTooOld,
@@ -27,9 +27,9 @@ from runtime_shim.gpu.api.errors import (
     NotSupported,
     ProcessGone,
 )
-from runtime_shim.gpu.nvidia import cuda, nvml
-from runtime_shim.gpu.nvidia import driver as nvidia
-from runtime_shim.gpu.nvidia.driver import Nvidia
+from gpusnap.runtime_shim.gpu.nvidia import cuda, nvml
+from gpusnap.runtime_shim.gpu.nvidia import driver as nvidia
+from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia
 
 ME = os.getpid()
 UUIDS = [f"GPU-{i:08x}-0000-0000-0000-000000000000" for i in range(4)]
@@ -330,8 +330,8 @@ def test_the_kernel_driver_alone_is_enough(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_looking_for_holders_loads_no_library() -> None:
     script = (
-        "import sys, os; from runtime_shim.gpu import holders; "
-        "from runtime_shim.gpu.nvidia.driver import Nvidia\n"
+        "import sys, os; from gpusnap.runtime_shim.gpu import holders; "
+        "from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia\n"
         "assert holders(Nvidia(), [os.getpid()]) == ()\n"
         "assert not {'ctypes', 'pynvml'} & set(sys.modules)"
     )

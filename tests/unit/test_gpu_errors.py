@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu.api import errors
-from runtime_shim.gpu.api.errors import DriverFailed, GpuError
-from runtime_shim.gpu.nvidia import result_codes
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu.api import errors
+from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, GpuError
+from gpusnap.runtime_shim.gpu.nvidia import result_codes
 
 CUDA_H = Path("/usr/local/cuda/include/cuda.h")
 

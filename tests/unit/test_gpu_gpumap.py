@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime_shim.gpu.api.gpu_map import PAIRS, means, parse_map
+from gpusnap.runtime_shim.gpu.api.gpu_map import PAIRS, means, parse_map
 
 UUID = "GPU-1f3a0000-0000-4000-8000-00000000000a"
 

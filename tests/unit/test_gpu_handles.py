@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-import runtime_shim.gpu as gpu
-from runtime_shim.gpu.api import device_files as handles
-from runtime_shim.gpu.api.device_files import Node
-from runtime_shim.gpu.api.errors import PermissionRefused
-from runtime_shim.process import proc
+from gpusnap.runtime_shim import gpu
+from gpusnap.runtime_shim.gpu.api import device_files as handles
+from gpusnap.runtime_shim.gpu.api.device_files import Node
+from gpusnap.runtime_shim.gpu.api.errors import PermissionRefused
+from gpusnap.runtime_shim.process import proc
 
 # Opening a node by O_PATH needs no driver behind it.
 HOLD = """
@@ -255,8 +255,8 @@ def test_a_process_that_is_not_ours_to_see(start: Start) -> None:
     pid = start(sys.executable, "-c", HOLD)
     script = f"""
 import os
-from runtime_shim.gpu.api import device_files as handles
-from runtime_shim.gpu.api.errors import PermissionRefused
+from gpusnap.runtime_shim.gpu.api import device_files as handles
+from gpusnap.runtime_shim.gpu.api.errors import PermissionRefused
 os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
 try:
     handles.nodes({pid})

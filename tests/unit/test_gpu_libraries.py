@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime_shim.gpu.cdi.spec import Device, Edits, Mount, Spec
-from runtime_shim.gpu.nvidia.driver_files import (
+from gpusnap.runtime_shim.gpu.cdi.spec import Device, Edits, Mount, Spec
+from gpusnap.runtime_shim.gpu.nvidia.driver_files import (
     File,
     Found,
     build_id,

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime_shim.errors import Refused
-from runtime_shim.gpu.api import device_nodes
-from runtime_shim.gpu.api.device_nodes import Change, Node, changes
-from runtime_shim.gpu.api.driver import Gpu
+from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.gpu.api import device_nodes
+from gpusnap.runtime_shim.gpu.api.device_nodes import Change, Node, changes
+from gpusnap.runtime_shim.gpu.api.driver import Gpu
 
 
 def uuid(number: int) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from runtime_shim.gpu.api.errors import DriverMismatch, DriverMissing, DriverNotReady
-from runtime_shim.gpu.nvidia import nvml
+from gpusnap.runtime_shim.gpu.api.errors import DriverMismatch, DriverMissing, DriverNotReady
+from gpusnap.runtime_shim.gpu.nvidia import nvml
 
 pynvml = pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
 

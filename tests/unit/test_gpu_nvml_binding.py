@@ -14,7 +14,7 @@ import pytest
 from test_gpu_nvidia import CALLER, Caller, loaded
 from test_softgpu_box import LIB, ROOT, Agent, Box, gpu_line, open_boxes
 
-from runtime_shim.gpu.nvidia import nvml, nvml_ctypes
+from gpusnap.runtime_shim.gpu.nvidia import nvml, nvml_ctypes
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime_shim.errors import Refused
-from runtime_shim.gpu.api.driver import Gpu, Host
-from runtime_shim.gpu.api.gpu_map import GpuMap, parse_map
-from runtime_shim.gpu.assignment import Plan, Verdict, plan
-from runtime_shim.records.manifest import GpuRecord
+from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.gpu.api.driver import Gpu, Host
+from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, parse_map
+from gpusnap.runtime_shim.gpu.assignment import Plan, Verdict, plan
+from gpusnap.runtime_shim.records.manifest import GpuRecord
 
 MADE_WITH = "580.159.04"
 H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"

@@ -10,10 +10,10 @@ from types import FrameType
 
 import pytest
 
-from runtime_shim.errors import Interrupted
-from runtime_shim.gpu.api import parallel
-from runtime_shim.gpu.api.errors import DriverFailed, GpuError, LockTimeout, ProcessGone
-from runtime_shim.gpu.api.parallel import Outcome, at_once
+from gpusnap.runtime_shim.errors import Interrupted
+from gpusnap.runtime_shim.gpu.api import parallel
+from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, GpuError, LockTimeout, ProcessGone
+from gpusnap.runtime_shim.gpu.api.parallel import Outcome, at_once
 
 DEADLINE = 10.0
 

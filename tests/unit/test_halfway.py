@@ -18,23 +18,23 @@ import pytest
 from criu_images import INVENTORY
 from fakes import ID, KEY, Scene, a_manifest, wait_for
 
-from oci.chunks.table import Chunk, Table
-from oci.layout.layout import Layout
-from runtime_shim.errors import GpusnapError, RuntimeFailed
-from runtime_shim.gpu.api.driver import ProcessState
-from runtime_shim.gpu.api.errors import NotInitialized
-from runtime_shim.process import proc
-from runtime_shim.process.memory import tmpfs as stage
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest import RegionRecord
-from runtime_shim.records.manifest_file import Draft
-from runtime_shim.runtime import container_key
-from runtime_shim.runtime.criu import scratch_files
-from runtime_shim.shim import dispatch
-from runtime_shim.snapshot import recover_restore
-from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.recover_restore import Restore, Stage
-from runtime_shim.snapshot.suspend.gpu_state import let_finish
+from gpusnap.oci.chunks.table import Chunk, Table
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.runtime_shim.errors import GpusnapError, RuntimeFailed
+from gpusnap.runtime_shim.gpu.api.driver import ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import NotInitialized
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory import tmpfs as stage
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import RegionRecord
+from gpusnap.runtime_shim.records.manifest_file import Draft
+from gpusnap.runtime_shim.runtime import container_key
+from gpusnap.runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.shim import dispatch
+from gpusnap.runtime_shim.snapshot import recover_restore
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.recover_restore import Restore, Stage
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import let_finish
 
 RUNNING, LOCKED, CHECKPOINTED = ProcessState.RUNNING, ProcessState.LOCKED, ProcessState.CHECKPOINTED
 BEFORE, AFTER = b'{"before":  1}', b'{"after": 1}'

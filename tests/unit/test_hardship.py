@@ -27,15 +27,15 @@ from oci_regions import text
 
 from gpusnap.cli import exit_codes
 from gpusnap.cli import main as cli
-from oci.chunks import artifact
-from oci.layout.documents import Descriptor
-from oci.store.store import Store
-from runtime_shim import settings as settings_file
-from runtime_shim.settings import Settings
-from runtime_shim.shim import overrides
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.shim import overrides
 
 ROOT = Path(__file__).parents[2]
-# Of a push or a pull, see oci.registry.copy.
+# Of a push or a pull, see gpusnap.oci.registry.copy.
 CONNECTIONS = 8
 Run = Callable[..., tuple[int, str]]
 REF = "team/app:v1"
@@ -281,7 +281,7 @@ def test_a_name_without_room(gpusnap: Run, small_disk: Path) -> None:
 PROGRAM = """
 import sys
 from gpusnap.cli import main as cli
-from runtime_shim import settings
+from gpusnap.runtime_shim import settings
 mine = settings.Settings(store=settings.Store(path=sys.argv.pop(1)))
 settings.load = lambda: mine
 sys.exit(cli.main())

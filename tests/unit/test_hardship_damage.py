@@ -18,22 +18,22 @@ from fake_registry import FakeRegistry
 from fakes import POISON
 from oci_regions import CEILING, text
 
-import oci.chunks.artifact
 from gpusnap.cli import exit_codes
 from gpusnap.cli import main as cli
-from oci.chunks import artifact
-from oci.chunks.artifact import Artifact, chunk_layers
-from oci.chunks.buffers import Buffer
-from oci.chunks.table import MEDIA_TYPES
-from oci.chunks.verify import verify
-from oci.chunks.writer import write
-from oci.layout.digests import digest_of
-from oci.layout.documents import Descriptor
-from oci.registry import copy as transfer
-from oci.registry.copy import Moved
-from oci.store.store import Store
-from runtime_shim import settings as settings_file
-from runtime_shim.settings import Settings
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks import artifact as artifact_module
+from gpusnap.oci.chunks.artifact import Artifact, chunk_layers
+from gpusnap.oci.chunks.buffers import Buffer
+from gpusnap.oci.chunks.table import MEDIA_TYPES
+from gpusnap.oci.chunks.verify import verify
+from gpusnap.oci.chunks.writer import write
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.registry import copy as transfer
+from gpusnap.oci.registry.copy import Moved
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.settings import Settings
 
 Run = Callable[..., tuple[int, str]]
 RECORDS = {"config.dump": b'{"name": "w"}', "checkpoint/inventory.img": INVENTORY, "checkpoint": None}
@@ -54,7 +54,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """This host's. Two chunks more make an index of manifests of a checkpoint."""
     mine = Settings(store=settings_file.Store(path=str(tmp_path / "store")))
     monkeypatch.setattr(settings_file, "load", lambda: mine)
-    monkeypatch.setattr(oci.chunks.artifact, "LARGEST_DOCUMENT", 4000)
+    monkeypatch.setattr(artifact_module, "LARGEST_DOCUMENT", 4000)
     monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "auth.json"))
     (tmp_path / "auth.json").write_text("{}")
     return Store(tmp_path / "store")
@@ -228,7 +228,7 @@ def test_in_the_registry(
 
 def test_ten_checkpoints(store: Store, registry: FakeRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of memory that changes by 5 % between them: 1.6 times as large as one, and a push sends what is new."""
-    monkeypatch.setattr(oci.chunks.artifact, "LARGEST_DOCUMENT", 1 << 20)
+    monkeypatch.setattr(artifact_module, "LARGEST_DOCUMENT", 1 << 20)
     region, chunk = noise(3200, 0), 32 * CHUNK
     share, sizes, blobs, moved = len(region) // 20, [], dict[str, int](), Moved()
     for number in range(10):

@@ -17,11 +17,11 @@ from fakes import DEADLINE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hooks import folder as record_folder
-from hooks import main as hook_main
-from hooks import record
-from hooks.errors import HookError
-from hooks.main import main
+from gpusnap.hooks import folder as record_folder
+from gpusnap.hooks import main as hook_main
+from gpusnap.hooks import record
+from gpusnap.hooks.errors import HookError
+from gpusnap.hooks.main import main
 
 ROOT = Path(__file__).parents[2]
 ID = "c0ffee" * 10
@@ -474,7 +474,7 @@ def test_the_bundle_is_found_without_a_parser(hook: Hook, bundle: Bundle) -> Non
 def test_an_ordinary_container_pays_little(stage: str, bundle: Bundle, tmp_path: Path) -> None:
     """Nothing heavy is imported for a container without a GPU."""
     program = (
-        "import sys; from hooks import folder; from hooks.main import main;"
+        "import sys; from gpusnap.hooks import folder; from gpusnap.hooks.main import main;"
         f"folder.FOLDER = {str(tmp_path)!r} + '/none'; main([{stage!r}]);"
         f"print(*{{*{HEAVY}}} & {{*sys.modules}}, file=sys.stderr)"
     )

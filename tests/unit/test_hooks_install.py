@@ -16,11 +16,11 @@ from fakes import POISON
 
 from gpusnap.engines.install import hooks as hooks_command
 from gpusnap.engines.install.hooks import install_hooks, takes_annotation
-from hooks import hooksd
-from hooks.main import SECONDS
-from runtime_shim.errors import GpusnapError
-from runtime_shim.runtime import identify as real
-from runtime_shim.runtime.identify import parse_version
+from gpusnap.hooks import hooksd
+from gpusnap.hooks.main import SECONDS
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.runtime import identify as real
+from gpusnap.runtime_shim.runtime.identify import parse_version
 
 NAMES = ["gpusnap-create-runtime.json", "gpusnap-poststop.json", "gpusnap-precreate.json"]
 

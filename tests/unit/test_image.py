@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from runtime_shim.errors import ImageError
-from runtime_shim.runtime.criu.images import directory as image
+from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.runtime.criu.images import directory as image
 
 
 @pytest.mark.parametrize("call", ["fsync", "open_below"])

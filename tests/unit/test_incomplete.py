@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from fakes import unshare_works, wait_for
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.process import pidfd, proc
-from runtime_shim.runtime.criu import scratch_files
-from runtime_shim.runtime.criu.scratch_files import scratch
-from runtime_shim.snapshot import incomplete_restore
-from runtime_shim.snapshot.incomplete_restore import Place
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process import pidfd, proc
+from gpusnap.runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
+from gpusnap.runtime_shim.snapshot import incomplete_restore
+from gpusnap.runtime_shim.snapshot.incomplete_restore import Place
 
 ID = "c0ffee"
 OWNER = (4194000, 77)
@@ -188,7 +188,7 @@ def test_one_that_does_not_end(start: Callable[..., int], monkeypatch: pytest.Mo
 
 _UNMOUNT = """\
 import os, subprocess, sys
-from runtime_shim.snapshot import incomplete_restore as incomplete; from runtime_shim.process import proc
+from gpusnap.runtime_shim.snapshot import incomplete_restore as incomplete; from gpusnap.runtime_shim.process import proc
 place, rootfs = sys.argv[1:]
 for _ in range(2):
     subprocess.run(["mount", "--rbind", rootfs, place + "/criu-root"], check=True)

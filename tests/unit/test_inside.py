@@ -19,10 +19,14 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim.errors import ContainerError
-from runtime_shim.gpu.api.device_nodes import Change, Node
-from runtime_shim.process import mount_namespace, proc
-from runtime_shim.snapshot.devices.bind_mounted_nodes import device_nodes, mounted_nodes, replace_nodes
+from gpusnap.runtime_shim.errors import ContainerError
+from gpusnap.runtime_shim.gpu.api.device_nodes import Change, Node
+from gpusnap.runtime_shim.process import mount_namespace, proc
+from gpusnap.runtime_shim.snapshot.devices.bind_mounted_nodes import (
+    device_nodes,
+    mounted_nodes,
+    replace_nodes,
+)
 
 DEADLINE = 20.0
 ROOT = Path(__file__).parents[2]
@@ -232,9 +236,9 @@ def test_no_peer_of_the_hosts(make: Make) -> None:
     """Where this host's mounts are shared, as systemd makes them, the container's new one still is not."""
     container = make("/dev/full")
     program = (
-        "from runtime_shim.snapshot.devices import bind_mounted_nodes as inside; "
-        "from runtime_shim.process import proc; "
-        "from runtime_shim.gpu.api.device_nodes import Change, Node;"
+        "from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes as inside; "
+        "from gpusnap.runtime_shim.process import proc; "
+        "from gpusnap.runtime_shim.gpu.api.device_nodes import Change, Node;"
         "assert all(mount.tags for mount in proc.mounts('self') if mount.destination == '/dev');"
         "change = Change(Node('/dev/full', 1, 7), (Node('/dev/zero', 1, 5),));"
         f"inside.replace_nodes({container.pid}, [change])"

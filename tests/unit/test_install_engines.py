@@ -11,8 +11,8 @@ import pytest
 
 from gpusnap.engines.install import detect as install_engines
 from gpusnap.engines.install.detect import Used, containerd_version, find, used
-from runtime_shim.errors import GpusnapError
-from runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.runtime import find as locate
 
 
 def program(path: Path, text: str) -> Path:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gpusnap.engines.install.podman import DROP_IN, items, notes
-from hooks import hooksd
-from runtime_shim.errors import GpusnapError
+from gpusnap.hooks import hooksd
+from gpusnap.runtime_shim.errors import GpusnapError
 
 PROGRAM = "/usr/local/bin/gpusnap-runtime"
 BUILT_IN = ["crun", "runc", "kata", "runsc", "youki", "krun"]

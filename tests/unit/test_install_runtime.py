@@ -19,8 +19,8 @@ from gpusnap.engines.install.launcher import (
     settings_item,
     settings_text,
 )
-from runtime_shim import settings
-from runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim import settings
+from gpusnap.runtime_shim.errors import GpusnapError
 
 SETUP = Path(__file__).parents[2] / "setup.py"
 

@@ -13,7 +13,7 @@ import pytest
 
 from gpusnap.engines.install import files as install_files
 from gpusnap.engines.install.installer import RECORD, Change, Item, install, load, uninstall
-from runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.errors import GpusnapError
 
 CONF = "/etc/engine/conf.d/90-gpusnap.conf"
 PROGRAM = "/usr/local/bin/gpusnap-runtime"

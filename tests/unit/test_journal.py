@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.process import proc
-from runtime_shim.snapshot import recover_restore
-from runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.snapshot import recover_restore
+from gpusnap.runtime_shim.snapshot.records import journal
 
 # In a PID namespace of its own, as in a toolbox that has the host's /run.
 _ELSEWHERE = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c"]
 _READ = (
-    "import sys; from runtime_shim.snapshot.records import journal; "
-    "from runtime_shim.errors import GpusnapError\n"
+    "import sys; from gpusnap.runtime_shim.snapshot.records import journal; "
+    "from gpusnap.runtime_shim.errors import GpusnapError\n"
     "journal.FOLDER = sys.argv[1]\n"
     "try: print(journal.entries())\n"
     "except GpusnapError as error: print(error.sentence())"

@@ -17,15 +17,15 @@ from pathlib import Path
 import pytest
 from oci_regions import CEILING, PAGE, blobs, fill, load, save
 
-from oci.chunks.buffers import Buffer
-from oci.chunks.index import Known
-from oci.chunks.table import Progress, Table
-from oci.chunks.writer import write
-from oci.layout.digests import digest_of
-from oci.layout.layout import Layout
-from runtime_shim.settings import Memory
-from runtime_shim.snapshot.memory import chunk_cache
-from runtime_shim.snapshot.memory.chunk_cache import Kept, make_room, tidy
+from gpusnap.oci.chunks.buffers import Buffer
+from gpusnap.oci.chunks.index import Known
+from gpusnap.oci.chunks.table import Progress, Table
+from gpusnap.oci.chunks.writer import write
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.memory import chunk_cache
+from gpusnap.runtime_shim.snapshot.memory.chunk_cache import Kept, make_room, tidy
 
 ROOT = Path(__file__).parents[2]
 REGION = bytearray(b"".join(fill(PAGE, kind, at) for at in range(6) for kind in ("text", "random")))
@@ -447,8 +447,8 @@ def test_the_lock_of_one_that_was_killed(tmp_path: Path, settings: Memory, bundl
     """It ends with its process."""
     checkpoint(tmp_path / "1", settings, bundle)
     program = (
-        "import sys; from runtime_shim.snapshot.memory.chunk_cache import Kept; "
-        "from runtime_shim.settings import Memory\n"
+        "import sys; from gpusnap.runtime_shim.snapshot.memory.chunk_cache import Kept; "
+        "from gpusnap.runtime_shim.settings import Memory\n"
         "kept = Kept.open(Memory(keep_folder=sys.argv[1]), 'c', sys.argv[2])\n"
         "print(kept.known is not None, flush=True); sys.stdin.read()"
     )

@@ -12,12 +12,12 @@ from kept_checkpoints import an_archive, keep, keep_pages
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints.locator import InStore
+from gpusnap.oci.base.errors import DiskError, disk_error
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.records.manifest import encode
 from gpusnap.user_errors import Damaged, NotFound
-from oci.base.errors import DiskError, disk_error
-from oci.chunks import artifact
-from oci.store.store import Store
-from runtime_shim.errors import Refused
-from runtime_shim.records.manifest import encode
 
 
 @pytest.fixture

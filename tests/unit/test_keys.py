@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim.runtime import container_key
-from runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.runtime import container_key
+from gpusnap.runtime_shim.snapshot.records import journal
 
 
 @pytest.mark.parametrize(

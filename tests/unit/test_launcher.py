@@ -17,14 +17,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime_shim._version import __version__
-from runtime_shim.errors import NotStarted, SettingsError
-from runtime_shim.runtime import find as locate
-from runtime_shim.runtime import options
-from runtime_shim.runtime.command_line import probe
-from runtime_shim.runtime.command_line_words import FALSE, HELP
-from runtime_shim.runtime.options import Takes
-from runtime_shim.shim import entry
+from gpusnap.runtime_shim._version import __version__
+from gpusnap.runtime_shim.errors import NotStarted, SettingsError
+from gpusnap.runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.runtime import options
+from gpusnap.runtime_shim.runtime.command_line import probe
+from gpusnap.runtime_shim.runtime.command_line_words import FALSE, HELP
+from gpusnap.runtime_shim.runtime.options import Takes
+from gpusnap.runtime_shim.shim import entry
 
 SOURCE = Path(__file__).parents[2] / "runtime_shim" / "launcher"
 OWN_VERSION = f"gpusnap-runtime version {__version__}\n"

@@ -20,19 +20,19 @@ from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats.layout_archive import opened_layout
 from gpusnap.checkpoints.locator import InFile, InStore
 from gpusnap.cli.exit_codes import exit_code
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.layout import single_layer_image
+from gpusnap.oci.layout.documents import Descriptor, Manifest
+from gpusnap.oci.store.store import Store
+from gpusnap.oci.tar.archive import Writer
 from gpusnap.operations import open as source
 from gpusnap.operations import push_pull
 from gpusnap.operations import restore as restoring
 from gpusnap.operations.restore import Wish
 from gpusnap.operations.verify import verify_one
 from gpusnap.progress import Progress
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, UsageError
 from gpusnap.user_errors import Damaged
-from oci.chunks import artifact
-from oci.layout import single_layer_image
-from oci.layout.documents import Descriptor, Manifest
-from oci.store.store import Store
-from oci.tar.archive import Writer
-from runtime_shim.errors import GpusnapError, ImageError, Refused, UsageError
 
 QUIET = Progress(shown=False)
 

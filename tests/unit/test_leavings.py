@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from fakes import wait_for
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.process import proc
-from runtime_shim.runtime.criu import scratch_files
-from runtime_shim.runtime.criu.config import VARIABLE
-from runtime_shim.runtime.criu.scratch_files import scratch
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.runtime.criu.config import VARIABLE
+from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
 
 
 @pytest.fixture

@@ -12,19 +12,19 @@ import pytest
 from fakes import DEADLINE, ID, FakeDriver, Scene, wait_for
 from leftover_tree import CLONE_FILES, CLONE_VM, MAPPED, OPENED, Tree
 
-from runtime_shim.errors import GpusnapError, Refused
-from runtime_shim.gpu.api.driver import ProcessState
-from runtime_shim.gpu.api.errors import DriverFailed
-from runtime_shim.process import kcmp, proc
-from runtime_shim.process.memory.maps import Mapping
-from runtime_shim.process.ptrace.neutralise import Neutralised
-from runtime_shim.process.ptrace.tracee import Tracee
-from runtime_shim.records.manifest import read
-from runtime_shim.settings import Memory
-from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.recover_checkpoint import recover
-from runtime_shim.snapshot.suspend import inherited_handles
-from runtime_shim.stopping.stop import go_on, stop
+from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.gpu.api.driver import ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import DriverFailed
+from gpusnap.runtime_shim.process import kcmp, proc
+from gpusnap.runtime_shim.process.memory.maps import Mapping
+from gpusnap.runtime_shim.process.ptrace.neutralise import Neutralised
+from gpusnap.runtime_shim.process.ptrace.tracee import Tracee
+from gpusnap.runtime_shim.records.manifest import read
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.recover_checkpoint import recover
+from gpusnap.runtime_shim.snapshot.suspend import inherited_handles
+from gpusnap.runtime_shim.stopping.stop import go_on, stop
 
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="of x86-64 alone")
 

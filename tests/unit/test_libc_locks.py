@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from test_softgpu_box import GPUWORK, Box, open_boxes, wait_until
 
-from runtime_shim.process import proc
-from runtime_shim.process.ptrace import calls as ptrace
-from runtime_shim.process.ptrace import positions
-from runtime_shim.process.ptrace.arch import X86_64
-from runtime_shim.process.ptrace.tracee import Tracee
-from runtime_shim.stopping.stop import go_on
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.ptrace import calls as ptrace
+from gpusnap.runtime_shim.process.ptrace import positions
+from gpusnap.runtime_shim.process.ptrace.arch import X86_64
+from gpusnap.runtime_shim.process.ptrace.tracee import Tracee
+from gpusnap.runtime_shim.stopping.stop import go_on
 
 CALLER = Path(__file__).with_name("gpu_caller.py")
 # By kind of lock, the system calls in which a thread has it.

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim.process import environ as live_environ
-from runtime_shim.process import proc
-from runtime_shim.process.environ import live_environment
+from gpusnap.runtime_shim.process import environ as live_environ
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.environ import live_environment
 
 CHANGE = """
 import os, sys

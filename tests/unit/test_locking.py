@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 import pytest
 from fakes import FakeDriver, Family
 
-from runtime_shim.errors import Interrupted
-from runtime_shim.gpu.api.driver import ProcessState
-from runtime_shim.gpu.api.errors import LockTimeout, NotSupported
-from runtime_shim.process import proc
-from runtime_shim.snapshot.suspend.lock import lock
-from runtime_shim.stopping.stop import stop
-from runtime_shim.transaction import interruptible
+from gpusnap.runtime_shim.errors import Interrupted
+from gpusnap.runtime_shim.gpu.api.driver import ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import LockTimeout, NotSupported
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.snapshot.suspend.lock import lock
+from gpusnap.runtime_shim.stopping.stop import stop
+from gpusnap.runtime_shim.transaction import interruptible
 
 RUNNING, LOCKED = ProcessState.RUNNING, ProcessState.LOCKED
 PATIENCE = 60.0

@@ -15,8 +15,8 @@ from fakes import POISON
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime_shim.errors import GpusnapError, reason
-from runtime_shim.log import note, report, runtime_message, runtime_warnings
+from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.log import note, report, runtime_message, runtime_warnings
 
 
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

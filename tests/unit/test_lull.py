@@ -12,18 +12,18 @@ import pytest
 from cells import ID, Cell, cell, folder
 from fakes import Scene, wait_for
 
-from runtime_shim.errors import GpusnapError, Interrupted
-from runtime_shim.gpu.api.driver import ProcessState
-from runtime_shim.process import proc
-from runtime_shim.runtime import container as containers
-from runtime_shim.runtime.criu import scratch_files
-from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.records.journal import Entry, Pause
-from runtime_shim.snapshot.suspend import dump_pause
-from runtime_shim.snapshot.suspend.dump_pause import Lull
-from runtime_shim.stopping import vfork
-from runtime_shim.stopping.stop import stop
-from runtime_shim.stopping.vfork import Waiting
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted
+from gpusnap.runtime_shim.gpu.api.driver import ProcessState
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records.journal import Entry, Pause
+from gpusnap.runtime_shim.snapshot.suspend import dump_pause
+from gpusnap.runtime_shim.snapshot.suspend.dump_pause import Lull
+from gpusnap.runtime_shim.stopping import vfork
+from gpusnap.runtime_shim.stopping.stop import stop
+from gpusnap.runtime_shim.stopping.vfork import Waiting
 
 __all__ = ["cell", "folder"]
 
@@ -172,9 +172,9 @@ def test_noted_before_the_pause(cell: Cell, command: list[str]) -> None:
     """Killed as the runtime freezes it: by then the note has the groups that it may freeze."""
     Path(command[0]).write_text(f"#!/bin/sh\necho 1 >{cell.group}/cgroup.freeze\nkill -9 $PPID\n")
     program = (
-        "import sys\nfrom runtime_shim.runtime import container; "
-        "from runtime_shim.snapshot.records import journal\n"
-        "from runtime_shim.snapshot.suspend.dump_pause import Lull\n"
+        "import sys\nfrom gpusnap.runtime_shim.runtime import container; "
+        "from gpusnap.runtime_shim.snapshot.records import journal\n"
+        "from gpusnap.runtime_shim.snapshot.suspend.dump_pause import Lull\n"
         "journal.FOLDER, container.UNIFIED = sys.argv[1:3]\n"
         "one = container.Container(sys.argv[3], int(sys.argv[4]), 'running', '/b', {})\n"
         "Lull(one, sys.argv[5:]).begin(timeout=5)\n"

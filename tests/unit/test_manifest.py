@@ -18,12 +18,12 @@ from fakes import POISON, a_manifest, uuid
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oci.layout.digests import digest_of
-from oci.layout.documents import Index
-from oci.layout.layout import Layout
-from runtime_shim.errors import ImageError, ManifestError, ManifestVersion
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest import (
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import Index
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.runtime_shim.errors import ImageError, ManifestError, ManifestVersion
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import (
     DriverMount,
     GpuProcess,
     GpuRecord,
@@ -33,8 +33,8 @@ from runtime_shim.records.manifest import (
     decode,
     encode,
 )
-from runtime_shim.records.manifest_file import Draft
-from runtime_shim.transaction import Step
+from gpusnap.runtime_shim.records.manifest_file import Draft
+from gpusnap.runtime_shim.transaction import Step
 
 TEXT = st.text(min_size=1, max_size=20)
 SIZES = st.integers(0, 1 << 50)

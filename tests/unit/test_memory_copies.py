@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from memory_target import MIB, Target, smaps
 
-from oci.chunks.buffers import is_zero
-from runtime_shim.process.memory import copy as copies
+from gpusnap.oci.chunks.buffers import is_zero
+from gpusnap.runtime_shim.process.memory import copy as copies
 
 ROOT = Path(__file__).parents[2]
 SIZE = 5 * MIB + 4096
@@ -140,7 +140,7 @@ def test_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FORK = """
 import ctypes, os, sys, warnings
-from runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.process.memory import copy as copies
 warnings.simplefilter("ignore")
 copies.cores = lambda: 2
 here = ctypes.create_string_buffer(b"here" * 4096)

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 import pytest
 from memory_target import Target
 
-from runtime_shim.errors import Refused
-from runtime_shim.process.memory.maps import Mapping, mappings
-from runtime_shim.process.ptrace import neutralise as handles
-from runtime_shim.process.ptrace.neutralise import neutralise
-from runtime_shim.process.ptrace.remote_syscall import Saved, put_back
+from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.process.memory.maps import Mapping, mappings
+from gpusnap.runtime_shim.process.ptrace import neutralise as handles
+from gpusnap.runtime_shim.process.ptrace.neutralise import neutralise
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import Saved, put_back
 
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="of x86-64 alone")
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.process.ptrace.arch import X86_64, this_machine
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process.ptrace.arch import X86_64, this_machine
 
 WORDS = st.integers(min_value=0, max_value=2**64 - 1)
 SETS = st.lists(WORDS, min_size=27, max_size=27).map(lambda words: struct.pack("=27Q", *words))

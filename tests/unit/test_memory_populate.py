@@ -13,13 +13,13 @@ import pytest
 from fakes import wait_for
 from memory_target import MIB, Target, smaps
 
-from runtime_shim.process import proc
-from runtime_shim.process.memory import copy as copies
-from runtime_shim.process.ptrace import arch as machine
-from runtime_shim.process.ptrace import calls as ptrace
-from runtime_shim.process.ptrace import populate
-from runtime_shim.process.ptrace.arch import X86_64
-from runtime_shim.process.ptrace.populate import Populated, populated
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.process.ptrace import arch as machine
+from gpusnap.runtime_shim.process.ptrace import calls as ptrace
+from gpusnap.runtime_shim.process.ptrace import populate
+from gpusnap.runtime_shim.process.ptrace.arch import X86_64
+from gpusnap.runtime_shim.process.ptrace.populate import Populated, populated
 
 SIZE = 64 * MIB
 LARGE = "PRIVATE | mmap.MAP_POPULATE"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memory_target import MIB, Target
 
-from runtime_shim.process.memory.maps import SMALLEST, Mapping, Region, mappings, regions
+from gpusnap.runtime_shim.process.memory.maps import SMALLEST, Mapping, Region, mappings, regions
 
 
 def mapping(start: int, end: int, permissions: str = "rw-p", name: str = "", inode: int = 0) -> Mapping:

@@ -19,16 +19,16 @@ import pytest
 from fakes import wait_for
 from memory_target import MIB, Target, smaps
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.process import proc
-from runtime_shim.process.memory import copy as copies
-from runtime_shim.process.memory.maps import mappings
-from runtime_shim.process.ptrace import arch as machine
-from runtime_shim.process.ptrace import calls as ptrace
-from runtime_shim.process.ptrace import remote_syscall as remote
-from runtime_shim.process.ptrace.arch import X86_64
-from runtime_shim.process.ptrace.remote_syscall import Remote, Saved, inside, put_back
-from runtime_shim.process.ptrace.tracee import held
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.process.memory.maps import mappings
+from gpusnap.runtime_shim.process.ptrace import arch as machine
+from gpusnap.runtime_shim.process.ptrace import calls as ptrace
+from gpusnap.runtime_shim.process.ptrace import remote_syscall as remote
+from gpusnap.runtime_shim.process.ptrace.arch import X86_64
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, Saved, inside, put_back
+from gpusnap.runtime_shim.process.ptrace.tracee import held
 
 ROOT = Path(__file__).parents[2]
 MADVISE = X86_64.calls["madvise"]
@@ -478,9 +478,9 @@ def test_another_architecture(target: Target, monkeypatch: pytest.MonkeyPatch) -
 KILLED = """
 import sys
 from dataclasses import replace
-from runtime_shim.process.ptrace.arch import X86_64
-from runtime_shim.process.ptrace.remote_syscall import Remote
-from runtime_shim.process.ptrace.tracee import held
+from gpusnap.runtime_shim.process.ptrace.arch import X86_64
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote
+from gpusnap.runtime_shim.process.ptrace.tracee import held
 with held(int(sys.argv[1]), int(sys.argv[2])) as tracee:
     there = Remote(tracee, replace(X86_64, calls={**X86_64.calls, "pause": 34}))
     print(there.saved.registers.hex(), there.saved.mask, flush=True)

@@ -11,12 +11,12 @@ import pytest
 from memory_target import smaps
 from test_softgpu_box import MIB, OK, Agent, Box, open_boxes
 
-from oci.chunks.buffers import is_zero
-from runtime_shim.process import proc
-from runtime_shim.process.memory import copy as copies
-from runtime_shim.process.memory.maps import mappings, regions
-from runtime_shim.process.ptrace.remote_syscall import inside
-from runtime_shim.stopping.stop import go_on, only, populated, stop
+from gpusnap.oci.chunks.buffers import is_zero
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.process.memory.maps import mappings, regions
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import inside
+from gpusnap.runtime_shim.stopping.stop import go_on, only, populated, stop
 
 SIZE = 96 * MIB
 

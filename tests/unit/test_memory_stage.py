@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from memory_target import MIB, Target, smaps
 
-from runtime_shim.process import proc
-from runtime_shim.process.memory import copy as copies
-from runtime_shim.process.memory import tmpfs as stage
-from runtime_shim.process.memory.maps import mappings
-from runtime_shim.process.memory.tmpfs import Area, Stage
-from runtime_shim.process.ptrace.populate import Backing, populated
-from runtime_shim.process.ptrace.remote_syscall import inside
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.process.memory import tmpfs as stage
+from gpusnap.runtime_shim.process.memory.maps import mappings
+from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
+from gpusnap.runtime_shim.process.ptrace.populate import Backing, populated
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import inside
 
 SIZE = 64 * MIB
 LARGE = "PRIVATE | mmap.MAP_POPULATE"

@@ -14,16 +14,18 @@ from pathlib import Path
 import pytest
 
 import gpusnap
-import hooks
-import oci
-import runtime_shim
+from gpusnap import hooks, oci, runtime_shim
 
 ROOT = Path(__file__).parents[2]
 # From the top down; a module may import from its own floor and from those below.
 FLOORS = ["gpusnap", "hooks", "runtime_shim", "oci"]
 # Of what is outside of them, these need no more than GROUND.
-ROOMS = ("runtime_shim.gpu", "runtime_shim.process.memory", "runtime_shim.process.ptrace")
-GROUND = {"oci.base.json_text", "runtime_shim.errors", "runtime_shim.process.proc"}
+ROOMS = (
+    "gpusnap.runtime_shim.gpu",
+    "gpusnap.runtime_shim.process.memory",
+    "gpusnap.runtime_shim.process.ptrace",
+)
+GROUND = {"gpusnap.oci.base.json_text", "gpusnap.runtime_shim.errors", "gpusnap.runtime_shim.process.proc"}
 # Named in no __all__: click finds its commands by itself, and the reader of --version has no other caller.
 UNLISTED = {"gpusnap.cli.main": {"command", "gpus", "inspect", "plan", "recover", "resume", "settings"}}
 HEAVY = (
@@ -91,9 +93,9 @@ def floor(name: str) -> int:
 def test_modules_were_found() -> None:
     """The other tests here look at something."""
     assert {
-        "runtime_shim.snapshot.checkpoint",
-        "runtime_shim.runtime.criu.config",
-        "oci.tar.archive",
+        "gpusnap.runtime_shim.snapshot.checkpoint",
+        "gpusnap.runtime_shim.runtime.criu.config",
+        "gpusnap.oci.tar.archive",
         "gpusnap.cli.main",
     } <= {*MODULES}
 
@@ -184,8 +186,8 @@ def test_no_circles() -> None:
 
 @pytest.mark.parametrize("heavy", HEAVY)
 def test_a_pass_through_imports_nothing_heavy(heavy: str) -> None:
-    """Every `state` and `kill` of every container pays for what runtime_shim.shim.entry imports."""
-    program = f"import sys; import runtime_shim.shim.entry; print({heavy!r} in sys.modules)"
+    """Every `state` and `kill` of every container pays for what gpusnap.runtime_shim.shim.entry imports."""
+    program = f"import sys; import gpusnap.runtime_shim.shim.entry; print({heavy!r} in sys.modules)"
     # -S -E: without what this environment's own site packages import at start.
     done = subprocess.run(
         [sys.executable, "-S", "-E", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
@@ -196,7 +198,7 @@ def test_a_pass_through_imports_nothing_heavy(heavy: str) -> None:
 def test_finding_a_driver_loads_no_library() -> None:
     """Whether this host has a GPU is asked before every checkpoint: no ctypes, no NVML for that."""
     program = (
-        "import sys; import runtime_shim.gpu; before = set(sys.modules); runtime_shim.gpu.find_driver();"
+        "import sys; import gpusnap.runtime_shim.gpu; before = set(sys.modules); gpusnap.runtime_shim.gpu.find_driver();"
         "print(sorted({'ctypes', 'pynvml'} & set(sys.modules)))"
     )
     done = subprocess.run(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim.process import mount_namespace, proc
+from gpusnap.runtime_shim.process import mount_namespace, proc
 
 
 @pytest.fixture

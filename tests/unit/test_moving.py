@@ -17,17 +17,17 @@ from kept_checkpoints import an_archive, keep, keep_pages
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.locator import InFile, InRegistry, InStore
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.layout.reference import Reference, parse
+from gpusnap.oci.registry import copy as transfer
+from gpusnap.oci.registry.copy import Moved
+from gpusnap.oci.store.store import Store
 from gpusnap.operations import pull as pulling
 from gpusnap.operations import push_pull
 from gpusnap.progress import Progress
+from gpusnap.runtime_shim.errors import GpusnapError, Refused, UsageError
 from gpusnap.user_errors import NotFound
-from oci.layout.documents import Descriptor
-from oci.layout.layout import Layout
-from oci.layout.reference import Reference, parse
-from oci.registry import copy as transfer
-from oci.registry.copy import Moved
-from oci.store.store import Store
-from runtime_shim.errors import GpusnapError, Refused, UsageError
 
 
 @pytest.fixture

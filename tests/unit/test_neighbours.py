@@ -12,11 +12,18 @@ import pytest
 from cells import cgroup_top
 from fakes import Family, unshare_works, wait_for
 
-from runtime_shim.errors import Refused
-from runtime_shim.process import proc
-from runtime_shim.runtime.command_line import CheckpointCall
-from runtime_shim.runtime.container import Container, beside, descends, inner_pids, left_out, processes
-from runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime.command_line import CheckpointCall
+from gpusnap.runtime_shim.runtime.container import (
+    Container,
+    beside,
+    descends,
+    inner_pids,
+    left_out,
+    processes,
+)
+from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 
 A, B = "a" * 64, "b" * 64
 OWN_SPACE = ("unshare", "--pid", "--mount", "--fork", "--kill-child")

@@ -19,11 +19,11 @@ from archives import COMPRESS
 from hypothesis import given
 from hypothesis import strategies as st
 
-import oci.tar.archive
-from oci.base.errors import DiskError, DiskFull
-from oci.tar import headers as tar
-from oci.tar.archive import ArchiveError, Compression, Writer, entries, read_member, unpacked
-from oci.tar.compression import as_file, squeezed
+from gpusnap.oci.base.errors import DiskError, DiskFull
+from gpusnap.oci.tar import archive as archive_module
+from gpusnap.oci.tar import headers as tar
+from gpusnap.oci.tar.archive import ArchiveError, Compression, Writer, entries, read_member, unpacked
+from gpusnap.oci.tar.compression import as_file, squeezed
 
 NAME = "checkpoint/gpusnap/manifest.json"
 CONTENT = b'{"version": "1.0"}' * 50
@@ -422,7 +422,7 @@ def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    where, name = {"write": (oci.tar.archive, "all_written"), "rename": (oci.tar.archive, "name_new")}.get(
+    where, name = {"write": (archive_module, "all_written"), "rename": (archive_module, "name_new")}.get(
         step, (os, step)
     )
     monkeypatch.setattr(where, name, full)
@@ -439,8 +439,8 @@ def test_file_too_large(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     program = """
 import io, resource, signal, sys, tarfile
-from oci.tar.archive import Writer
-from oci.base.errors import DiskFull
+from gpusnap.oci.tar.archive import Writer
+from gpusnap.oci.base.errors import DiskFull
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 info = tarfile.TarInfo("a")

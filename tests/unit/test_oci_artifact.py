@@ -12,14 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from oci.base.errors import LayoutError
-from oci.chunks import artifact
-from oci.chunks.artifact import CHECKPOINT, CHUNKS, CONFIG, RECORDS, ROOTFS, Artifact, chunk_layers
-from oci.chunks.table import CHUNK_SIZE, MEDIA_TYPES, Chunk, Table, validated
-from oci.layout.digests import digest_of
-from oci.layout.documents import DOCUMENT_LIMIT, EMPTY, INDEX, MANIFEST, Descriptor, empty_descriptor
-from oci.layout.graph import walk
-from oci.layout.layout import Layout
+from gpusnap.oci.base.errors import LayoutError
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks.artifact import CHECKPOINT, CHUNKS, CONFIG, RECORDS, ROOTFS, Artifact, chunk_layers
+from gpusnap.oci.chunks.table import CHUNK_SIZE, MEDIA_TYPES, Chunk, Table, validated
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, EMPTY, INDEX, MANIFEST, Descriptor, empty_descriptor
+from gpusnap.oci.layout.graph import walk
+from gpusnap.oci.layout.layout import Layout
 
 ZSTD = MEDIA_TYPES["zstd"]
 

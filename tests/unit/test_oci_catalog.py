@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from oci_checkpoints import commit, index, names, put, stagings, whole
 
-from oci.base.errors import Ambiguous, LayoutError, NotThere, StoreError
-from oci.layout.documents import MANIFEST, Descriptor, written_document
-from oci.store.store import Store, check_name
+from gpusnap.oci.base.errors import Ambiguous, LayoutError, NotThere, StoreError
+from gpusnap.oci.layout.documents import MANIFEST, Descriptor, written_document
+from gpusnap.oci.store.store import Store, check_name
 
 DOCKER = "application/vnd.docker.distribution.manifest.v2+json"
 
@@ -196,7 +196,7 @@ def test_a_broken_index(store: Store, content: bytes) -> None:
 def test_a_full_index(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """An index of more bytes than anybody reads is not written."""
     commit(store, b"x", names=("a",))
-    monkeypatch.setattr("oci.store.index.DOCUMENT_LIMIT", 500)
+    monkeypatch.setattr("gpusnap.oci.store.index.DOCUMENT_LIMIT", 500)
     with pytest.raises(
         StoreError, match=r"the index of .* would have [0-9]+ bytes, and 500 are allowed; remove"
     ):

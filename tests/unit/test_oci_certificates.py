@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from fake_registry import FakeRegistry
 
-from oci.base.errors import RegistryError, Unreachable
-from oci.registry import certificates
+from gpusnap.oci.base.errors import RegistryError, Unreachable
+from gpusnap.oci.registry import certificates
 
 DATA = b"data"
 

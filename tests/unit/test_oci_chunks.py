@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oci_regions import PAGE, fill, load, region, save, text
 
-from oci.base.errors import ChunkError, OciError
-from oci.chunks.buffers import Buffer, File, Memory, is_zero
-from oci.chunks.table import Chunk, Encoding, Table, descriptors, from_json, to_json, validated
-from oci.layout.digests import digest_of
-from oci.layout.layout import Layout
+from gpusnap.oci.base.errors import ChunkError, OciError
+from gpusnap.oci.chunks.buffers import Buffer, File, Memory, is_zero
+from gpusnap.oci.chunks.table import Chunk, Encoding, Table, descriptors, from_json, to_json, validated
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.layout import Layout
 
 A, B = digest_of(b"a"), digest_of(b"b")
 PACKED = Chunk(0, PAGE, A, B, 100, "zstd")
@@ -129,7 +129,7 @@ def test_bad_tables(size: int, chunks: list[Chunk], words: str) -> None:
 
 def test_too_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """More chunks than any region has are refused before they are looked at."""
-    monkeypatch.setattr("oci.chunks.table.MOST_CHUNKS", 1)
+    monkeypatch.setattr("gpusnap.oci.chunks.table.MOST_CHUNKS", 1)
     with pytest.raises(ChunkError, match="2 chunks is more"):
         validated(9 * PAGE, [PACKED, PLAIN])
     with pytest.raises(ChunkError, match="list of at most"):

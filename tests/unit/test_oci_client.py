@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from fake_registry import FakeRegistry, NoAnswer, Say
 
-from oci.base.errors import Cancelled, RegistryError, Unreachable
-from oci.layout.documents import Descriptor
-from oci.layout.layout import Layout
-from oci.layout.reference import Reference
-from oci.registry import client as client_module
-from oci.registry.client import Client
-from oci.registry.credentials import Credentials
-from oci.registry.http import PIECE, Broken
-from oci.registry.repository import Repository
+from gpusnap.oci.base.errors import Cancelled, RegistryError, Unreachable
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.layout.reference import Reference
+from gpusnap.oci.registry import client as client_module
+from gpusnap.oci.registry.client import Client
+from gpusnap.oci.registry.credentials import Credentials
+from gpusnap.oci.registry.http import PIECE, Broken
+from gpusnap.oci.registry.repository import Repository
 
 DATA = random.Random(1).randbytes(3 << 16)
 

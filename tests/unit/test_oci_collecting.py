@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from oci_checkpoints import blob_path, commit, index, names, put, stagings, whole
 
-from oci.base.errors import BlobError, NotThere, StoreError
-from oci.chunks.index import Place
-from oci.chunks.verify import verify
-from oci.layout.digests import digest_of
-from oci.layout.documents import INDEX, Descriptor, Index, written_document
-from oci.store.store import Store
+from gpusnap.oci.base.errors import BlobError, NotThere, StoreError
+from gpusnap.oci.chunks.index import Place
+from gpusnap.oci.chunks.verify import verify
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import INDEX, Descriptor, Index, written_document
+from gpusnap.oci.store.store import Store
 
 DOCKER = "application/vnd.docker.distribution.manifest.v2+json"
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oci_regions import fill
 
-from oci.tar.compression import Plain, as_file, kind_of, packer, squeezed
+from gpusnap.oci.tar.compression import Plain, as_file, kind_of, packer, squeezed
 
 
 def read_all(data: bytes, step: int = 1 << 16) -> bytes:

@@ -13,9 +13,9 @@ import pytest
 from oci_checkpoints import begin, blobs_of, commit, end, names, save_to, stagings, whole
 from oci_regions import fill
 
-from oci.base.errors import DiskFull
-from oci.layout.digests import digest_of
-from oci.store.store import Store
+from gpusnap.oci.base.errors import DiskFull
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.store.store import Store
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import oci.registry.credentials
-from oci.base.errors import Unauthorized
-from oci.registry.credentials import Credentials, find
+from gpusnap.oci.base.errors import Unauthorized
+from gpusnap.oci.registry import credentials
+from gpusnap.oci.registry.credentials import Credentials, find
 
 SECRET = "the-secret-words"
 
@@ -25,7 +25,7 @@ def auth(user: str, password: str = SECRET) -> dict[str, str]:
 @pytest.fixture
 def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """An environment in which nothing of this user's is found."""
-    monkeypatch.setattr(oci.registry.credentials, "RUN", str(tmp_path / "run-of-root"))
+    monkeypatch.setattr(credentials, "RUN", str(tmp_path / "run-of-root"))
     (tmp_path / "bin").mkdir()
     names = {"HOME": "home", "XDG_RUNTIME_DIR": "run", "PATH": "bin"}
     return {name: str(tmp_path / folder) for name, folder in names.items()}

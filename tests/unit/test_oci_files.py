@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from oci.base import files
-from oci.base.files import name_new
+from gpusnap.oci.base import files
+from gpusnap.oci.base.files import name_new
 
 
 @pytest.fixture(params=["renameat2", "links", "neither"])

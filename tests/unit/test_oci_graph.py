@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oci.base.errors import DigestError, LayoutError
-from oci.layout.digests import digest_of
-from oci.layout.documents import Descriptor
-from oci.layout.graph import INDEXES, MANIFESTS, children, is_document, walk
+from gpusnap.oci.base.errors import DigestError, LayoutError
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.graph import INDEXES, MANIFESTS, children, is_document, walk
 
 CONFIG = {"mediaType": "a/config", "digest": digest_of(b"config"), "size": 6}
 LAYER = {"mediaType": "a/layer", "digest": digest_of(b"layer"), "size": 5, "annotations": {"a": "b"}}

@@ -14,11 +14,11 @@ import zstandard
 from archives import COMPRESS, written
 from oci_regions import text
 
-from oci.layout.digests import digest_of
-from oci.layout.documents import MANIFEST, Descriptor, Manifest
-from oci.layout.layout import Layout
-from oci.layout.single_layer_image import CRI_NAME, PODMAN, Format, Packing, write_image
-from oci.tar.archive import ArchiveError
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import MANIFEST, Descriptor, Manifest
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.layout.single_layer_image import CRI_NAME, PODMAN, Format, Packing, write_image
+from gpusnap.oci.tar.archive import ArchiveError
 
 NOTES = {
     "org.opencontainers.image.created": "2026-02-03T04:05:06Z",

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oci_regions import blobs
 
-from oci.base.errors import BlobError, DigestError, DiskFull, LayoutError
-from oci.layout.digests import digest_of
-from oci.layout.documents import Descriptor
-from oci.layout.layout import Layout
+from gpusnap.oci.base.errors import BlobError, DigestError, DiskFull, LayoutError
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
 
 DATA = b"the bytes of a blob" * 100
 WANTED = Descriptor("a/b", digest_of(DATA), len(DATA))

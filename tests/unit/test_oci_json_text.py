@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from oci.base.json_text import parse_json
+from gpusnap.oci.base.json_text import parse_json
 
 ROOT = Path(__file__).parents[2]
 # The hooks run at every start of a container, and have a parser of their own, as strict; the schema is ours.

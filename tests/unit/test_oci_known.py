@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oci_regions import fill, save
 
-from oci.base.errors import DiskError
-from oci.chunks.index import Known, Place
-from oci.layout.digests import digest_of
-from oci.layout.layout import Layout
+from gpusnap.oci.base.errors import DiskError
+from gpusnap.oci.chunks.index import Known, Place
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.layout import Layout
 
 DATA = b"a chunk" * 99
 DIGEST = digest_of(DATA)
@@ -109,7 +109,7 @@ def test_a_blob_that_is_not_right(layout: Layout, tmp_path: Path, harm: str) -> 
 
 def test_the_oldest_go(layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The index has a bound, and what was added or used last stays."""
-    monkeypatch.setattr("oci.chunks.index.MOST_ENTRIES", 3)
+    monkeypatch.setattr("gpusnap.oci.chunks.index.MOST_ENTRIES", 3)
     known = Known(tmp_path / "known.json")
     digests = [digest_of(bytes([at])) for at in range(5)]
     for digest in [*digests[:3], digests[0], *digests[3:]]:

@@ -20,11 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oci_regions import blobs
 
-import oci.layout.layout
-from oci.base.errors import BlobError, DigestError, DiskError, DiskFull, LayoutError
-from oci.layout.digests import digest_of
-from oci.layout.documents import EMPTY_BLOB, MANIFEST, Descriptor, Index, Manifest, empty_descriptor
-from oci.layout.layout import Layout
+from gpusnap.oci.base.errors import BlobError, DigestError, DiskError, DiskFull, LayoutError
+from gpusnap.oci.layout import layout as layout_module
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import EMPTY_BLOB, MANIFEST, Descriptor, Index, Manifest, empty_descriptor
+from gpusnap.oci.layout.layout import Layout
 
 DATA = b"the bytes of a blob" * 100
 DIGEST = digest_of(DATA)
@@ -428,10 +428,10 @@ def test_full_disk(small_disk: Path, how: str) -> None:
 def test_file_too_large(layout: Layout) -> None:
     """So is a limit on the size of files (setrlimit(2), RLIMIT_FSIZE)."""
     program = (
-        "import resource, sys; from oci.layout.layout import Layout; layout = Layout(sys.argv[1])\n"
+        "import resource, sys; from gpusnap.oci.layout.layout import Layout; layout = Layout(sys.argv[1])\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); layout.add_blob(bytes(4000))"
     )
-    root = Path(oci.layout.layout.__file__).parents[2]
+    root = Path(layout_module.__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", program, layout.path], cwd=root, capture_output=True, text=True, check=False
     )

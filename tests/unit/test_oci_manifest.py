@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oci.base.errors import DigestError, LayoutError
-from oci.layout.digests import check_digest, digest_of, encoded
-from oci.layout.documents import (
+from gpusnap.oci.base.errors import DigestError, LayoutError
+from gpusnap.oci.layout.digests import check_digest, digest_of, encoded
+from gpusnap.oci.layout.documents import (
     EMPTY_BLOB,
     Descriptor,
     Index,

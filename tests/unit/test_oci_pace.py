@@ -10,12 +10,12 @@ from contextlib import suppress
 
 import pytest
 
-from oci.base.errors import Unreachable
-from oci.registry import http as wire
-from oci.registry import pace
-from oci.registry.client import Client, Request
-from oci.registry.http import Broken, exchange, make_pool
-from oci.registry.pace import Limits
+from gpusnap.oci.base.errors import Unreachable
+from gpusnap.oci.registry import http as wire
+from gpusnap.oci.registry import pace
+from gpusnap.oci.registry.client import Client, Request
+from gpusnap.oci.registry.http import Broken, exchange, make_pool
+from gpusnap.oci.registry.pace import Limits
 
 LIMITS = Limits(silence=0.4, speed=1000)
 # What would be waited for without limits is endless, or 180 s.
@@ -163,7 +163,7 @@ def test_the_end_of_an_upload(server: Callable[[Serve], str]) -> None:
 def test_attempts(server: Callable[[Serve], str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A registry that never answered is asked twice, and then it is said what was wrong with it."""
     monkeypatch.setattr(
-        "oci.registry.client._MET", set()
+        "gpusnap.oci.registry.client._MET", set()
     )  # an earlier test's server may have had the same port
     url = server(says(b"", b"", 1))
     host = url.split("/")[2]

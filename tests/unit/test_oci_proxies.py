@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from fake_registry import FakeRegistry
 
-from oci.base.errors import RegistryError, Unreachable
-from oci.layout.reference import Reference
-from oci.registry.proxies import proxy_for
-from oci.registry.repository import Repository
+from gpusnap.oci.base.errors import RegistryError, Unreachable
+from gpusnap.oci.layout.reference import Reference
+from gpusnap.oci.registry.proxies import proxy_for
+from gpusnap.oci.registry.repository import Repository
 
 PROXY = "http://proxy.example:3128"
 

@@ -14,12 +14,12 @@ import pytest
 import zstandard
 from oci_regions import CEILING, PAGE, Far, fill, load, save
 
-from oci.base.errors import BlobError, Cancelled, CeilingError, ChunkError, OciError
-from oci.chunks.buffers import Buffer
-from oci.chunks.reader import Reading, read
-from oci.chunks.table import MEDIA_TYPES, Chunk, Progress, Table
-from oci.layout.digests import digest_of
-from oci.layout.layout import Layout
+from gpusnap.oci.base.errors import BlobError, Cancelled, CeilingError, ChunkError, OciError
+from gpusnap.oci.chunks.buffers import Buffer
+from gpusnap.oci.chunks.reader import Reading, read
+from gpusnap.oci.chunks.table import MEDIA_TYPES, Chunk, Progress, Table
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.layout import Layout
 
 KINDS = ("text", "random", "zero")
 MIXED = bytearray(b"".join(fill(PAGE, kind, at) for at in range(8) for kind in KINDS))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oci.base.errors import RegistryError
-from oci.layout.reference import Reference, parse
+from gpusnap.oci.base.errors import RegistryError
+from gpusnap.oci.layout.reference import Reference, parse
 
 DIGEST = "sha256:" + "ab" * 32
 

@@ -16,14 +16,21 @@ from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.list import listing
 from gpusnap.checkpoints.locator import InFile, InStore
 from gpusnap.cli import main as cli
+from gpusnap.oci.base.errors import Unreachable
+from gpusnap.oci.layout.documents import (
+    INDEX,
+    Descriptor,
+    Index,
+    Manifest,
+    empty_descriptor,
+    written_document,
+)
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.registry import copy as transfer
+from gpusnap.oci.registry import referrers
+from gpusnap.oci.store.store import Store
 from gpusnap.operations import push_pull
 from gpusnap.progress import Progress
-from oci.base.errors import Unreachable
-from oci.layout.documents import INDEX, Descriptor, Index, Manifest, empty_descriptor, written_document
-from oci.layout.layout import Layout
-from oci.registry import copy as transfer
-from oci.registry import referrers
-from oci.store.store import Store
 
 QUIET = Progress(shown=False)
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oci.base.errors import NotInRegistry, RegistryError, Rejected, Unauthorized
-from oci.registry.responses import printable, refusal, seconds_to_wait, worth_another
+from gpusnap.oci.base.errors import NotInRegistry, RegistryError, Rejected, Unauthorized
+from gpusnap.oci.registry.responses import printable, refusal, seconds_to_wait, worth_another
 
 WHAT = "r.example/a does not take the blob sha256:12"
 

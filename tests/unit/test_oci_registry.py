@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oci_regions import blobs
 
-from oci.base.errors import (
+from gpusnap.oci.base.errors import (
     BlobError,
     DigestError,
     DiskFull,
@@ -26,10 +26,10 @@ from oci.base.errors import (
     Rejected,
     Unreachable,
 )
-from oci.layout.digests import digest_of
-from oci.layout.documents import DOCUMENT_LIMIT, INDEX, MANIFEST, Descriptor
-from oci.layout.layout import Layout
-from oci.registry.credentials import Credentials
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, INDEX, MANIFEST, Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.registry.credentials import Credentials
 
 DATA = random.Random(1).randbytes(5 << 18)
 KINDS = [MANIFEST, INDEX, "application/vnd.docker.distribution.manifest.v2+json"]

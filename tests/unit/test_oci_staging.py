@@ -13,17 +13,25 @@ import pytest
 from oci_checkpoints import blob_path, commit, names, put, save_to, stagings, whole
 from oci_regions import CEILING, PAGE, fill
 
-from oci.base.errors import BlobError, DigestError, DiskError, LayoutError, NotThere, StoreBusy, StoreError
-from oci.chunks import artifact
-from oci.chunks.artifact import Artifact, chunk_layers
-from oci.chunks.buffers import Buffer
-from oci.chunks.reader import read
-from oci.chunks.table import Table
-from oci.chunks.verify import verify
-from oci.chunks.writer import write
-from oci.layout.digests import digest_of
-from oci.layout.documents import INDEX, Index, written_document
-from oci.store.store import Spared, Store
+from gpusnap.oci.base.errors import (
+    BlobError,
+    DigestError,
+    DiskError,
+    LayoutError,
+    NotThere,
+    StoreBusy,
+    StoreError,
+)
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks.artifact import Artifact, chunk_layers
+from gpusnap.oci.chunks.buffers import Buffer
+from gpusnap.oci.chunks.reader import read
+from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.chunks.verify import verify
+from gpusnap.oci.chunks.writer import write
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import INDEX, Index, written_document
+from gpusnap.oci.store.store import Spared, Store
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oci_checkpoints import begin, commit, end, names, put, stagings, whole
 
-from oci.base.errors import Ambiguous, LayoutError, NotThere, OciError, StoreBusy, StoreError
-from oci.chunks.verify import verify
-from oci.layout.digests import digest_of
-from oci.layout.documents import Index
-from oci.layout.layout import Layout
-from oci.store.store import Store
+from gpusnap.oci.base.errors import Ambiguous, LayoutError, NotThere, OciError, StoreBusy, StoreError
+from gpusnap.oci.chunks.verify import verify
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import Index
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.store import Store
 
 
 @pytest.fixture

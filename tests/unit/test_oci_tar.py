@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from oci.tar import headers as tar
+from gpusnap.oci.tar import headers as tar
 
 PART = st.text(st.characters(codec="utf-8", exclude_characters="/\0"), min_size=1, max_size=150).filter(
     lambda text: text not in (".", "..")

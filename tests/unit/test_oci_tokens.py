@@ -11,10 +11,10 @@ from fake_registry import FakeRegistry, Say
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oci.base.errors import RegistryError, Unauthorized
-from oci.registry.auth import Challenge, Tokens, challenges
-from oci.registry.credentials import Credentials
-from oci.registry.http import make_pool
+from gpusnap.oci.base.errors import RegistryError, Unauthorized
+from gpusnap.oci.registry.auth import Challenge, Tokens, challenges
+from gpusnap.oci.registry.credentials import Credentials
+from gpusnap.oci.registry.http import make_pool
 
 WORDS = "the-secret-words"
 SOMEONE = Credentials("someone", WORDS, source="/auth.json")

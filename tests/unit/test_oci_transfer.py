@@ -17,13 +17,13 @@ import pytest
 from fake_registry import CutAnswer, CutBody, FakeRegistry, NoAnswer, Say
 from oci_regions import blobs
 
-import oci.registry.upload
-from oci.base.errors import BlobError, Cancelled, NotInRegistry, Unreachable
-from oci.layout.documents import INDEX, Descriptor, Index, Manifest, written_document
-from oci.layout.graph import walk
-from oci.layout.layout import Layout
-from oci.registry.copy import Moved, Underway, pull, push
-from oci.registry.credentials import Credentials
+from gpusnap.oci.base.errors import BlobError, Cancelled, NotInRegistry, Unreachable
+from gpusnap.oci.layout.documents import INDEX, Descriptor, Index, Manifest, written_document
+from gpusnap.oci.layout.graph import walk
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.registry import upload
+from gpusnap.oci.registry.copy import Moved, Underway, pull, push
+from gpusnap.oci.registry.credentials import Credentials
 
 ROOT = Path(__file__).parents[2]
 SIZES = [0, 1, 70_000, 300_000, 5, 250_000, 1000, 100_000]
@@ -31,7 +31,7 @@ SIZES = [0, 1, 70_000, 300_000, 5, 250_000, 1000, 100_000]
 
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRegistry]:
-    monkeypatch.setattr(oci.registry.upload, "MONOLITHIC", 100_000)
+    monkeypatch.setattr(upload, "MONOLITHIC", 100_000)
     with FakeRegistry(tmp_path / "registry") as made:
         yield made
         assert made.wrong == []
@@ -306,11 +306,11 @@ def test_cancelled(registry: FakeRegistry, layout: Layout, other: Layout) -> Non
 
 PROGRAM = """
 import sys
-from oci.layout.layout import Layout
-from oci.layout.documents import Descriptor
-from oci.layout.reference import Reference
-from oci.registry.repository import Repository
-from oci.registry.copy import pull, push
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.reference import Reference
+from gpusnap.oci.registry.repository import Repository
+from gpusnap.oci.registry.copy import pull, push
 way, host, path, digest, kind, size = sys.argv[1:]
 repository = Repository(Reference(host, "team/app"), plain_http=True)
 if way == "push":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oci.layout.unsynced import Unsynced
+from gpusnap.oci.layout.unsynced import Unsynced
 
 
 def written(folder: Path, name: str) -> int:

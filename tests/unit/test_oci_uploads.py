@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from fake_registry import CutBody, FakeRegistry, NoAnswer, Say
 
-import oci.registry.upload
-from oci.base.errors import BlobError, Rejected, Unauthorized, Unreachable
-from oci.layout.digests import digest_of
-from oci.layout.documents import Descriptor
-from oci.layout.layout import Layout
+from gpusnap.oci.base.errors import BlobError, Rejected, Unauthorized, Unreachable
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.registry import upload
 
 CHUNK = 100_000
 SMALL = random.Random(1).randbytes(CHUNK - 1)
@@ -23,7 +23,7 @@ LARGE = random.Random(2).randbytes(3 * CHUNK + 12_345)
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRegistry]:
     """A registry whose client sends chunks of 100 kB."""
-    monkeypatch.setattr(oci.registry.upload, "MONOLITHIC", CHUNK)
+    monkeypatch.setattr(upload, "MONOLITHIC", CHUNK)
     with FakeRegistry(tmp_path / "registry") as made:
         yield made
         assert made.wrong == []

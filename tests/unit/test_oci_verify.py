@@ -10,13 +10,13 @@ import pytest
 from oci_checkpoints import blob_path, put
 from oci_regions import PAGE, fill, save, text
 
-from oci.base.errors import LayoutError
-from oci.chunks import artifact
-from oci.chunks.artifact import Artifact, chunk_layers
-from oci.chunks.table import Chunk, Table
-from oci.chunks.verify import Checked, Fault, verify
-from oci.layout.digests import digest_of
-from oci.layout.documents import (
+from gpusnap.oci.base.errors import LayoutError
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks.artifact import Artifact, chunk_layers
+from gpusnap.oci.chunks.table import Chunk, Table
+from gpusnap.oci.chunks.verify import Checked, Fault, verify
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import (
     INDEX,
     MANIFEST,
     Descriptor,
@@ -25,7 +25,7 @@ from oci.layout.documents import (
     empty_descriptor,
     written_document,
 )
-from oci.layout.layout import Layout
+from gpusnap.oci.layout.layout import Layout
 
 CONTENTS = [b"one" * 999, b"two" * 999, b"three" * 999]
 

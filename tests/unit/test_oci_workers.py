@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from oci.base.errors import Cancelled
-from oci.base.threads import Crew, for_each
+from gpusnap.oci.base.errors import Cancelled
+from gpusnap.oci.base.threads import Crew, for_each
 
 
 def test_each_item_once() -> None:

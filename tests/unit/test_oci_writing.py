@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from oci_regions import CEILING, PAGE, Far, blobs, fill, load, save
 
-from oci.base.errors import Cancelled, CeilingError, ChunkError, DiskFull, LayoutError
-from oci.chunks.buffers import Buffer
-from oci.chunks.index import Known
-from oci.chunks.table import MEDIA_TYPES, Progress
-from oci.chunks.writer import worker_memory, write
-from oci.layout.digests import digest_of
-from oci.layout.documents import Descriptor
-from oci.layout.layout import Layout
+from gpusnap.oci.base.errors import Cancelled, CeilingError, ChunkError, DiskFull, LayoutError
+from gpusnap.oci.chunks.buffers import Buffer
+from gpusnap.oci.chunks.index import Known
+from gpusnap.oci.chunks.table import MEDIA_TYPES, Progress
+from gpusnap.oci.chunks.writer import worker_memory, write
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
 
 MIXED = bytearray(b"".join(fill(PAGE, kind, at) for at in range(8) for kind in ("text", "random", "zero")))
 
@@ -75,7 +75,7 @@ def test_a_region_that_somebody_changes_meanwhile(
             region[:] = fill(8 * PAGE, "random", len(hashed))
             return hashed[-1]
 
-        monkeypatch.setattr("oci.chunks.writer.digest_of", change)
+        monkeypatch.setattr("gpusnap.oci.chunks.writer.digest_of", change)
         (table,) = write([Buffer(region)], layout, threads=1, ceiling=CEILING, chunk_size=PAGE, level=level)
     assert len(table.chunks) == 8
     for chunk in table.chunks:

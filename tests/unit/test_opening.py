@@ -1,4 +1,4 @@
-"""Every file in a directory that somebody else can fill is opened by oci.base.files: the code is walked.
+"""Every file in a directory that somebody else can fill is opened by gpusnap.oci.base.files: the code is walked.
 
 Image directories, the engines' directories that they unpack archives into, and layouts.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from oci.base.files import open_below, read_below, replace_below
+from gpusnap.oci.base.files import open_below, read_below, replace_below
 
 ROOT = Path(__file__).parents[2]
 # The modules that touch such directories.

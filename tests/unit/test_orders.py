@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim.errors import ContainerError, GpusnapError
-from runtime_shim.process import proc
-from runtime_shim.settings import Memory, Nvidia, Settings
-from runtime_shim.shim import overrides
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.settings import Memory, Nvidia, Settings
+from gpusnap.runtime_shim.shim import overrides
 
 ID = "c0ffee" * 10
 
@@ -139,14 +139,14 @@ def test_one_at_a_time(folder: Path) -> None:
 
 _OTHER = """\
 import sys
-from runtime_shim.shim import overrides as orders
-from runtime_shim.settings import Settings
+from gpusnap.runtime_shim.shim import overrides as orders
+from gpusnap.runtime_shim.settings import Settings
 orders.FOLDER = sys.argv[1]
 print(orders.applied(Settings(), sys.argv[2]).memory.pages, flush=True)
 """
 _ORDERING = """\
 import sys
-from runtime_shim.shim import overrides as orders
+from gpusnap.runtime_shim.shim import overrides as orders
 orders.FOLDER = sys.argv[1]
 with orders.ordered(sys.argv[2], pages="store"):
     print("ordered", flush=True)

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DEBIAN = ROOT / "packaging/debian"
 # The Debian package that has a module of ours to import, by the name of the dependency in pyproject.toml.
-# nvidia-ml-py is in contrib there, and not needed: see runtime_shim.gpu.nvidia.nvml.
+# nvidia-ml-py is in contrib there, and not needed: see gpusnap.runtime_shim.gpu.nvidia.nvml.
 OF_DEBIAN = {
     "jsonschema": "python3-jsonschema",
     "click": "python3-click",

@@ -15,26 +15,26 @@ from pathlib import Path
 import pytest
 from fakes import FakeDriver, a_manifest
 
-from oci.chunks.buffers import is_zero
-from runtime_shim.errors import GpusnapError, ImageError
-from runtime_shim.process import mount_namespace
-from runtime_shim.process.memory import copy as copies
-from runtime_shim.process.memory import maps as regions
-from runtime_shim.process.memory import tmpfs as stage
-from runtime_shim.process.memory.tmpfs import Area, Stage
-from runtime_shim.process.ptrace.remote_syscall import inside
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest import Manifest
-from runtime_shim.records.manifest_file import Draft
-from runtime_shim.runtime import container_key
-from runtime_shim.settings import Memory
-from runtime_shim.snapshot import recover_checkpoint
-from runtime_shim.snapshot.memory import capture as pages
-from runtime_shim.snapshot.memory import transfer
-from runtime_shim.snapshot.memory.capture import Chunks
-from runtime_shim.snapshot.memory.prefetch import Filling
-from runtime_shim.snapshot.records import journal
-from runtime_shim.stopping.stop import go_on, stop
+from gpusnap.oci.chunks.buffers import is_zero
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError
+from gpusnap.runtime_shim.process import mount_namespace
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.process.memory import maps as regions
+from gpusnap.runtime_shim.process.memory import tmpfs as stage
+from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import inside
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.records.manifest_file import Draft
+from gpusnap.runtime_shim.runtime import container_key
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot import recover_checkpoint
+from gpusnap.runtime_shim.snapshot.memory import capture as pages
+from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
+from gpusnap.runtime_shim.snapshot.memory.prefetch import Filling
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.stopping.stop import go_on, stop
 
 MIB = 1 << 20
 SMALL = Memory(pages="chunks", chunk_size=MIB, threads=2, ceiling=64 * MIB)

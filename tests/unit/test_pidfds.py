@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 from fakes import wait_for
 
-from runtime_shim.process import pidfd, proc
+from gpusnap.runtime_shim.process import pidfd, proc
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ def test_a_pid_that_was_used_again(monkeypatch: pytest.MonkeyPatch, kept: bool) 
     script = f"""
 import ctypes, os, signal, sys, time
 sys.path.insert(0, {os.getcwd()!r})
-from runtime_shim.process import pidfd as pidfds; from runtime_shim.process import proc
+from gpusnap.runtime_shim.process import pidfd as pidfds; from gpusnap.runtime_shim.process import proc
 def child():
     pid = os.fork()
     if not pid:

@@ -14,8 +14,8 @@ from fake_podman import ID, FakePodman
 from fakes import wait_for
 
 from gpusnap.engines import podman
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Interrupted
 from gpusnap.user_errors import Killed, NotFound
-from runtime_shim.errors import ContainerError, GpusnapError, Interrupted
 
 FOUND = podman.Container(ID, "w", "gpusnap-runtime", "running")
 # It notes each signal, and ends with the second.

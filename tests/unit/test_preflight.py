@@ -14,19 +14,19 @@ from pathlib import Path
 import pytest
 from fakes import POISON, Family, a_manifest, unshare_works, wait_for
 
-from oci.chunks.table import Table
-from runtime_shim.errors import Refused
-from runtime_shim.gpu.api.driver import Host, ProcessState
-from runtime_shim.process import proc
-from runtime_shim.records.manifest import RegionRecord
-from runtime_shim.runtime.command_line import CheckpointCall
-from runtime_shim.runtime.container import Container
-from runtime_shim.runtime.criu.config import Connections
-from runtime_shim.runtime.identify import Kind, RealRuntime
-from runtime_shim.settings import Memory, Nvidia
-from runtime_shim.snapshot.preflight import checks as preflight
-from runtime_shim.snapshot.preflight import sockets
-from runtime_shim.snapshot.preflight.nccl import Sharing
+from gpusnap.oci.chunks.table import Table
+from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.gpu.api.driver import Host, ProcessState
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records.manifest import RegionRecord
+from gpusnap.runtime_shim.runtime.command_line import CheckpointCall
+from gpusnap.runtime_shim.runtime.container import Container
+from gpusnap.runtime_shim.runtime.criu.config import Connections
+from gpusnap.runtime_shim.runtime.identify import Kind, RealRuntime
+from gpusnap.runtime_shim.settings import Memory, Nvidia
+from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.preflight import sockets
+from gpusnap.runtime_shim.snapshot.preflight.nccl import Sharing
 
 GIB = 1 << 30
 CONTAINER = Container("c0ffee", 1, "running", "/b", {})

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from fakes import Family, wait_for
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.process import proc
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process import proc
 
 # A PID that no process has: the largest there can be (include/linux/threads.h, PID_MAX_LIMIT).
 NONE = 4194304

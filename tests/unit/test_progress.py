@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from gpusnap import progress
+from gpusnap.oci.chunks.table import Progress as ChunkProgress
+from gpusnap.oci.registry.copy import Moved, Underway
 from gpusnap.progress import Progress, grown
-from oci.chunks.table import Progress as ChunkProgress
-from oci.registry.copy import Moved, Underway
 
 MIB = 1 << 20
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim import settings
-from runtime_shim.errors import RuntimeFailed, SettingsError
-from runtime_shim.runtime import command_line
-from runtime_shim.runtime import find as locate
-from runtime_shim.runtime import identify as real
-from runtime_shim.shim import dispatch
+from gpusnap.runtime_shim import settings
+from gpusnap.runtime_shim.errors import RuntimeFailed, SettingsError
+from gpusnap.runtime_shim.runtime import command_line
+from gpusnap.runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.runtime import identify as real
+from gpusnap.runtime_shim.shim import dispatch
 
 CRUN_1_21 = """\
 crun version 1.21

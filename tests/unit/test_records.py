@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from checkpoints import keep, noise, tar_of
 
+from gpusnap.oci.store.store import Store
 from gpusnap.operations.diff import Changed, File, compare, read
 from gpusnap.operations.open import opened
-from oci.store.store import Store
 
 RECORDS: dict[str, bytes | str | None] = {
     "checkpoint": None,

@@ -11,18 +11,18 @@ import pytest
 from cells import ID, Cell, cell, pause
 from fakes import FakeDriver, a_manifest
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu.api.driver import ProcessState
-from runtime_shim.gpu.api.errors import GpuError
-from runtime_shim.process import proc
-from runtime_shim.process.memory import tmpfs as stage
-from runtime_shim.records.manifest_file import Draft
-from runtime_shim.settings import Memory
-from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.records.journal import Entry, Pause, Suspended
-from runtime_shim.snapshot.recover_checkpoint import recover
-from runtime_shim.snapshot.suspend import paused_container
-from runtime_shim.stopping.stop import stop
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu.api.driver import ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import GpuError
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory import tmpfs as stage
+from gpusnap.runtime_shim.records.manifest_file import Draft
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records.journal import Entry, Pause, Suspended
+from gpusnap.runtime_shim.snapshot.recover_checkpoint import recover
+from gpusnap.runtime_shim.snapshot.suspend import paused_container
+from gpusnap.runtime_shim.stopping.stop import stop
 
 __all__ = ["cell"]
 

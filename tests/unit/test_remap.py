@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from fakes import FakeDriver, a_manifest, gpu, uuid
 
-from runtime_shim.errors import GpusnapError, ImageError, Refused
-from runtime_shim.gpu.api.device_nodes import Change
-from runtime_shim.gpu.api.driver import Node
-from runtime_shim.gpu.nvidia.driver_files import File, Found, mapped
-from runtime_shim.records.manifest import DeviceNode, DriverLibrary, DriverMount, Manifest
-from runtime_shim.snapshot.devices import bind_mounted_nodes, remap
-from runtime_shim.snapshot.devices.remap import Remap
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused
+from gpusnap.runtime_shim.gpu.api.device_nodes import Change
+from gpusnap.runtime_shim.gpu.api.driver import Node
+from gpusnap.runtime_shim.gpu.nvidia.driver_files import File, Found, mapped
+from gpusnap.runtime_shim.records.manifest import DeviceNode, DriverLibrary, DriverMount, Manifest
+from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, remap
+from gpusnap.runtime_shim.snapshot.devices.remap import Remap
 
 OLD, NEW = "580.159.04", "580.200.01"
 LIBRARY = "/usr/lib/x86_64-linux-gnu/libcuda.so."

@@ -13,10 +13,10 @@ from fakes import DEADLINE, unshare_works, wait_for
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime_shim.process import proc
-from runtime_shim.process.mount_view import show_mounts
-from runtime_shim.runtime.container import Container
-from runtime_shim.snapshot.devices import nvidia_hooks as rerun
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.mount_view import show_mounts
+from gpusnap.runtime_shim.runtime.container import Container
+from gpusnap.runtime_shim.snapshot.devices import nvidia_hooks as rerun
 
 LDCACHE = ["nvidia-cdi-hook", "update-ldcache", "--folder", "/usr/lib64"]
 LINK = "../libcuda.so.1::/usr/lib64/libcuda.so"

@@ -14,19 +14,19 @@ import pytest
 from criu_images import CORE, INVENTORY, PAGE, pagemap
 from fakes import ID, KEY, HandedOver, Scene, a_manifest, gpu, uuid, wait_for
 
-from oci.chunks.table import Chunk, Table
-from runtime_shim.errors import ImageError
-from runtime_shim.gpu.api.driver import Node, ProcessState
-from runtime_shim.gpu.api.errors import DriverFailed
-from runtime_shim.process import proc
-from runtime_shim.records.manifest import DriverMount, Manifest, RegionRecord
-from runtime_shim.records.manifest_file import Draft
-from runtime_shim.runtime import container_key
-from runtime_shim.snapshot import restore
-from runtime_shim.snapshot.devices import choose as choosing
-from runtime_shim.snapshot.devices import reservations
-from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.suspend import gpu_state
+from gpusnap.oci.chunks.table import Chunk, Table
+from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.gpu.api.driver import Node, ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import DriverFailed
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records.manifest import DriverMount, Manifest, RegionRecord
+from gpusnap.runtime_shim.records.manifest_file import Draft
+from gpusnap.runtime_shim.runtime import container_key
+from gpusnap.runtime_shim.snapshot import restore
+from gpusnap.runtime_shim.snapshot.devices import choose as choosing
+from gpusnap.runtime_shim.snapshot.devices import reservations
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.suspend import gpu_state
 
 CHECKPOINTED = ProcessState.CHECKPOINTED
 
@@ -130,7 +130,7 @@ def test_no_driver_for_no_process(scene: Scene, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_mounts_are_declared(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """CRIU is told where this host has the driver's files."""
-    monkeypatch.setattr("runtime_shim.runtime.criu.external_mounts.checked", lambda *mounts: None)
+    monkeypatch.setattr("gpusnap.runtime_shim.runtime.criu.external_mounts.checked", lambda *mounts: None)
     (pid,) = [scene.driver.use(scene.family.spawn(), state=CHECKPOINTED)]
     mount = DriverMount("gpusnap-0", "/usr/bin/nvidia-smi", "/opt/nvidia-smi")
     image(scene, replace(a_manifest(pids=(pid,)), mounts=(mount,)))

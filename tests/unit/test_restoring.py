@@ -21,15 +21,15 @@ from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.locator import InFile, InStore
 from gpusnap.cli.exit_codes import exit_code
 from gpusnap.engines import podman
+from gpusnap.oci.store.store import Store
 from gpusnap.operations import push_pull
 from gpusnap.operations import restore as restoring
 from gpusnap.operations.restore import Restored, Wish
 from gpusnap.progress import Progress
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import GpusnapError, Refused, SettingsError, UsageError
+from gpusnap.runtime_shim.settings import load
 from gpusnap.user_errors import Damaged, NotFound
-from oci.store.store import Store
-from runtime_shim import settings as settings_file
-from runtime_shim.errors import GpusnapError, Refused, SettingsError, UsageError
-from runtime_shim.settings import load
 
 QUIET = Progress(shown=False)
 

@@ -11,8 +11,8 @@ from fakes import POISON
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime_shim.errors import SettingsError
-from runtime_shim.settings import ANNOTATION_PREFIX, TABLE, Criu, Nvidia, Settings, annotated, load
+from gpusnap.runtime_shim.errors import SettingsError
+from gpusnap.runtime_shim.settings import ANNOTATION_PREFIX, TABLE, Criu, Nvidia, Settings, annotated, load
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "settings.md"
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim.gpu.api.driver import Gpu, Host
-from runtime_shim.process import proc
-from runtime_shim.snapshot.preflight import nccl
-from runtime_shim.snapshot.preflight.nccl import VARIABLES
+from gpusnap.runtime_shim.gpu.api.driver import Gpu, Host
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.snapshot.preflight import nccl
+from gpusnap.runtime_shim.snapshot.preflight.nccl import VARIABLES
 
 DRIVER = "580.159.04"
 SAFE = dict(VARIABLES)

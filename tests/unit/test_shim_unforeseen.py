@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim import errors
-from runtime_shim.errors import unforeseen
-from runtime_shim.runtime import find as locate
-from runtime_shim.shim import entry
+from gpusnap.runtime_shim import errors
+from gpusnap.runtime_shim.errors import unforeseen
+from gpusnap.runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.shim import entry
 
 
 def raised(error: Exception) -> Exception:

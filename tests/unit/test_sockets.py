@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from doctor_trees import tree
 
-from runtime_shim.process import proc
-from runtime_shim.snapshot.preflight import sockets
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.snapshot.preflight import sockets
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
 

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from fakes import wait_for
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu.api.errors import PermissionRefused
-from runtime_shim.process import proc
-from runtime_shim.process.ptrace.tracer import Tracer
-from runtime_shim.stopping.stop import Guard, drop_stops, go_on, only, populated, stop
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu.api.errors import PermissionRefused
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
+from gpusnap.runtime_shim.stopping.stop import Guard, drop_stops, go_on, only, populated, stop
 
 # Two threads that count, each in a file of its own; the first line says the second one's TID. In C without
 # stdio: one that is stopped with a lock (the interpreter's, the C library's) keeps the other waiting.

@@ -7,14 +7,21 @@ from collections.abc import Iterator, Sequence
 import pytest
 from fakes import FakeDriver, Family, gpu, uuid, wait_for
 
-from runtime_shim.errors import GpusnapError, ImageError, Refused
-from runtime_shim.gpu.api.driver import ProcessState
-from runtime_shim.gpu.api.errors import DriverFailed, GpuError, NotInitialized, PermissionRefused
-from runtime_shim.process import proc
-from runtime_shim.runtime import container
-from runtime_shim.snapshot.suspend import gpu_state
-from runtime_shim.snapshot.suspend.gpu_state import InCriu, idle_holders, record, resume, suspend, users
-from runtime_shim.stopping.stop import stop
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused
+from gpusnap.runtime_shim.gpu.api.driver import ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, GpuError, NotInitialized, PermissionRefused
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime import container
+from gpusnap.runtime_shim.snapshot.suspend import gpu_state
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import (
+    InCriu,
+    idle_holders,
+    record,
+    resume,
+    suspend,
+    users,
+)
+from gpusnap.runtime_shim.stopping.stop import stop
 
 RUNNING, LOCKED, CHECKPOINTED = ProcessState.RUNNING, ProcessState.LOCKED, ProcessState.CHECKPOINTED
 

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from runtime_shim import threads
-from runtime_shim.errors import GpusnapError
-from runtime_shim.snapshot.memory.prefetch import Filling
+from gpusnap.runtime_shim import threads
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.snapshot.memory.prefetch import Filling
 
 
 def _refuse(thread: threading.Thread) -> None:
@@ -81,9 +81,11 @@ def test_a_restore_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     filling._reading = Reading()  # type: ignore[assignment]
     monkeypatch.setattr(Filling, "_drop", lambda _: done.append("drop"))
-    monkeypatch.setattr("runtime_shim.snapshot.memory.transfer.give", lambda *_, **__: {})
+    monkeypatch.setattr("gpusnap.runtime_shim.snapshot.memory.transfer.give", lambda *_, **__: {})
     monkeypatch.setattr(threading.Thread, "start", _refuse)
-    monkeypatch.setattr("runtime_shim.snapshot.memory.prefetch.zip", lambda *_, **__: (), raising=False)
+    monkeypatch.setattr(
+        "gpusnap.runtime_shim.snapshot.memory.prefetch.zip", lambda *_, **__: (), raising=False
+    )
     with pytest.raises(GpusnapError, match="no thread could be started"):
         filling.deliver({})
     filling.close()

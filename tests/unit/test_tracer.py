@@ -9,9 +9,9 @@ import sys
 import pytest
 from fakes import wait_for
 
-from runtime_shim.process.ptrace import calls as ptrace
-from runtime_shim.process.ptrace.tracee import state
-from runtime_shim.process.ptrace.tracer import Tracer
+from gpusnap.runtime_shim.process.ptrace import calls as ptrace
+from gpusnap.runtime_shim.process.ptrace.tracee import state
+from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 
 # A thread that ends when its process reads a byte, and the main one, which waits for ever.
 PROGRAM = """

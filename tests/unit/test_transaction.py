@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 from fakes import a_manifest
 
-from runtime_shim.errors import GpusnapError, ImageError, Interrupted
-from runtime_shim.records.manifest import decode, encode
-from runtime_shim.transaction import Transaction, announce, held_signals, interruptible, stop_if_asked
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted
+from gpusnap.runtime_shim.records.manifest import decode, encode
+from gpusnap.runtime_shim.transaction import Transaction, announce, held_signals, interruptible, stop_if_asked
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runtime_shim.units import human
+from gpusnap.runtime_shim.units import human
 
 
 @pytest.mark.parametrize(

@@ -19,20 +19,20 @@ from gpusnap.cli import main as cli
 from gpusnap.engines import podman as engine
 from gpusnap.operations import unknown_containers
 from gpusnap.operations.unknown_containers import chosen, unknown
-from runtime_shim.errors import ContainerError, GpusnapError
-from runtime_shim.gpu.api.driver import ProcessState
-from runtime_shim.process import proc
-from runtime_shim.process.memory import tmpfs as stage
-from runtime_shim.records.manifest_file import Draft
-from runtime_shim.runtime import command_line, conmon
-from runtime_shim.runtime.criu import scratch_files
-from runtime_shim.runtime.identify import identify
-from runtime_shim.shim import overrides
-from runtime_shim.snapshot import recover_restore, restored_containers
-from runtime_shim.snapshot.devices import reservations
-from runtime_shim.snapshot.memory import chunk_cache
-from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.recover_restore import Restore, Stage
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
+from gpusnap.runtime_shim.gpu.api.driver import ProcessState
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory import tmpfs as stage
+from gpusnap.runtime_shim.records.manifest_file import Draft
+from gpusnap.runtime_shim.runtime import command_line, conmon
+from gpusnap.runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.runtime.identify import identify
+from gpusnap.runtime_shim.shim import overrides
+from gpusnap.runtime_shim.snapshot import recover_restore, restored_containers
+from gpusnap.runtime_shim.snapshot.devices import reservations
+from gpusnap.runtime_shim.snapshot.memory import chunk_cache
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.recover_restore import Restore, Stage
 
 ARGUMENTS = ("--root", "/s", "--network-config-dir", "", "--transient-store=false", "container", "cleanup")
 CONMON = [

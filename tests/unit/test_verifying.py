@@ -15,16 +15,16 @@ from kept_checkpoints import an_archive, keep, keep_pages
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints.locator import InStore
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.store import Store
 from gpusnap.operations import verify as verifying
 from gpusnap.operations.verify import verify_one
 from gpusnap.operations.verify_files import note
-from oci.layout.layout import Layout
-from oci.store.store import Store
-from runtime_shim.errors import ManifestError
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest import ImageRecord
-from runtime_shim.settings import Settings
-from runtime_shim.settings import Store as StoreSettings
+from gpusnap.runtime_shim.errors import ManifestError
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import ImageRecord
+from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.settings import Store as StoreSettings
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_without_chunks(tmp_path: Path) -> None:
 def test_chunks_in_the_store(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An archive whose chunks are in this host's store: they are looked for there."""
     mine = Settings(store=StoreSettings(path=str(tmp_path / "store")))
-    monkeypatch.setattr("runtime_shim.settings.load", lambda: mine)
+    monkeypatch.setattr("gpusnap.runtime_shim.settings.load", lambda: mine)
     store = Store(tmp_path / "store").create()
     inner = images / "checkpoint/gpusnap"
     record = replace(manifest.read(str(images / "checkpoint")), pages="store")

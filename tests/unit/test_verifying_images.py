@@ -9,8 +9,8 @@ import pytest
 from criu_images import INVENTORY
 
 from gpusnap.checkpoints.formats.criu_images import Images, Links
-from oci.tar.archive import Entry, entries
-from runtime_shim.errors import ImageError
+from gpusnap.oci.tar.archive import Entry, entries
+from gpusnap.runtime_shim.errors import ImageError
 
 
 def one(name: str, kind: bytes, target: str = "") -> Entry:

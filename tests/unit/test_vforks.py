@@ -13,13 +13,13 @@ import pytest
 from fakes import wait_for
 from pairs import Pair, a_pair
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu.api.errors import PermissionRefused
-from runtime_shim.process import proc
-from runtime_shim.process.ptrace import calls as ptrace
-from runtime_shim.stopping import vfork
-from runtime_shim.stopping.stop import go_on, stand, stop
-from runtime_shim.stopping.vfork import Waiting, finish, waiting
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu.api.errors import PermissionRefused
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.ptrace import calls as ptrace
+from gpusnap.runtime_shim.stopping import vfork
+from gpusnap.runtime_shim.stopping.stop import go_on, stand, stop
+from gpusnap.runtime_shim.stopping.vfork import Waiting, finish, waiting
 
 
 @pytest.fixture(params=["/bin/cat"])
@@ -170,7 +170,7 @@ def test_a_debugger_has_it(pair: Pair) -> None:
             sys.executable,
             "-c",
             "import sys, time\n"
-            "from runtime_shim.process.ptrace import calls as ptrace\nptrace.seize(int(sys.argv[1]))\n"
+            "from gpusnap.runtime_shim.process.ptrace import calls as ptrace\nptrace.seize(int(sys.argv[1]))\n"
             "print(flush=True)\ntime.sleep(60)",
             str(pair.child),
         ],

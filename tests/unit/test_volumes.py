@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from runtime_shim.errors import ImageError, Refused
-from runtime_shim.process import proc
-from runtime_shim.process.proc import Mount
-from runtime_shim.records.cri_layout import OF_CRI
-from runtime_shim.snapshot.records import volume_image, volumes
-from runtime_shim.snapshot.records.volumes import Volume
+from gpusnap.runtime_shim.errors import ImageError, Refused
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.proc import Mount
+from gpusnap.runtime_shim.records.cri_layout import OF_CRI
+from gpusnap.runtime_shim.snapshot.records import volume_image, volumes
+from gpusnap.runtime_shim.snapshot.records.volumes import Volume
 
 ANNOTATIONS = {OF_CRI: "container"}
 UID = "5f0e1a2b"

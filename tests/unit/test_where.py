@@ -9,13 +9,13 @@ import pytest
 
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.locator import InFile, InRegistry, InStore
+from gpusnap.oci.layout.documents import EMPTY_BLOB, Index, Manifest, empty_descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import UsageError
+from gpusnap.runtime_shim.settings import Settings
 from gpusnap.user_errors import NotFound
-from oci.layout.documents import EMPTY_BLOB, Index, Manifest, empty_descriptor
-from oci.layout.layout import Layout
-from oci.store.store import Store
-from runtime_shim import settings as settings_file
-from runtime_shim.errors import UsageError
-from runtime_shim.settings import Settings
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gpusnap.cli.exit_codes import exit_code
+from gpusnap.oci.base.errors import OciError
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu.api.errors import GpuError
+from gpusnap.runtime_shim.gpu.nvidia.result_codes import CUDA_RESULTS, NVML_RESULTS
 from gpusnap.user_errors import failure
-from oci.base.errors import OciError
-from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu.api.errors import GpuError
-from runtime_shim.gpu.nvidia.result_codes import CUDA_RESULTS, NVML_RESULTS
 from tools.docs import error_messages
 from tools.docs.error_cures import CURES
 from tools.docs.error_kinds import INTRODUCTION, KINDS, NAMES, REASONS, SENTENCES
@@ -32,79 +32,82 @@ _HEAD = "Made by `python -m tools.docs.error_docs` from the source and tools/doc
 
 # The first that a module's name begins with counts; a package stands at its end for all that is new.
 SUBJECTS: Mapping[str, tuple[str, ...]] = {
-    "Installing": ("gpusnap.engines.install", "gpusnap.cli.install", "hooks.hooksd"),
+    "Installing": ("gpusnap.engines.install", "gpusnap.cli.install", "gpusnap.hooks.hooksd"),
     "The command lines of gpusnap-runtime": (
-        "runtime_shim.runtime.command_line",
-        "runtime_shim.runtime.options",
+        "gpusnap.runtime_shim.runtime.command_line",
+        "gpusnap.runtime_shim.runtime.options",
     ),
     "Settings, and the runtime behind gpusnap-runtime": (
-        "runtime_shim.settings",
-        "runtime_shim.runtime.find",
-        "runtime_shim.runtime.identify",
-        "runtime_shim.shim.entry",
-        "runtime_shim.runtime.child_process",
-        "runtime_shim.runtime.criu.run",
-        "runtime_shim.log",
+        "gpusnap.runtime_shim.settings",
+        "gpusnap.runtime_shim.runtime.find",
+        "gpusnap.runtime_shim.runtime.identify",
+        "gpusnap.runtime_shim.shim.entry",
+        "gpusnap.runtime_shim.runtime.child_process",
+        "gpusnap.runtime_shim.runtime.criu.run",
+        "gpusnap.runtime_shim.log",
     ),
     "Before a checkpoint: nothing has been touched": (
-        "runtime_shim.snapshot.preflight.checks",
-        "runtime_shim.snapshot.preflight.nccl",
-        "runtime_shim.runtime.container",
-        "runtime_shim.shim.overrides",
+        "gpusnap.runtime_shim.snapshot.preflight.checks",
+        "gpusnap.runtime_shim.snapshot.preflight.nccl",
+        "gpusnap.runtime_shim.runtime.container",
+        "gpusnap.runtime_shim.shim.overrides",
     ),
     "Which GPU takes which one's place": (
-        "runtime_shim.gpu.assignment",
-        "runtime_shim.gpu.api.gpu_map",
-        "runtime_shim.gpu.api.device_nodes",
-        "runtime_shim.snapshot.devices.reservations",
+        "gpusnap.runtime_shim.gpu.assignment",
+        "gpusnap.runtime_shim.gpu.api.gpu_map",
+        "gpusnap.runtime_shim.gpu.api.device_nodes",
+        "gpusnap.runtime_shim.snapshot.devices.reservations",
     ),
-    "CDI files of this host": ("runtime_shim.gpu.cdi.spec", "runtime_shim.gpu.cdi.strict_yaml"),
-    "The GPU's driver": ("runtime_shim.gpu",),
+    "CDI files of this host": (
+        "gpusnap.runtime_shim.gpu.cdi.spec",
+        "gpusnap.runtime_shim.gpu.cdi.strict_yaml",
+    ),
+    "The GPU's driver": ("gpusnap.runtime_shim.gpu",),
     "A restore": (
-        "runtime_shim.snapshot.restore",
-        "runtime_shim.snapshot.devices.remap",
-        "runtime_shim.snapshot.devices.bind_mounted_nodes",
-        "runtime_shim.runtime.bundle",
-        "runtime_shim.runtime.criu.images.dev",
-        "runtime_shim.runtime.criu.images.check",
-        "runtime_shim.runtime.criu.external_mounts",
-        "runtime_shim.runtime.criu.images.dev_tar",
-        "runtime_shim.runtime.criu.images.overlay",
-        "runtime_shim.snapshot.memory.source",
-        "runtime_shim.snapshot.memory.prefetch",
-        "runtime_shim.runtime.criu.descendants",
-        "runtime_shim.snapshot.foreground",
-        "runtime_shim.snapshot.devices.nvidia_hooks",
-        "runtime_shim.snapshot.restored_processes",
+        "gpusnap.runtime_shim.snapshot.restore",
+        "gpusnap.runtime_shim.snapshot.devices.remap",
+        "gpusnap.runtime_shim.snapshot.devices.bind_mounted_nodes",
+        "gpusnap.runtime_shim.runtime.bundle",
+        "gpusnap.runtime_shim.runtime.criu.images.dev",
+        "gpusnap.runtime_shim.runtime.criu.images.check",
+        "gpusnap.runtime_shim.runtime.criu.external_mounts",
+        "gpusnap.runtime_shim.runtime.criu.images.dev_tar",
+        "gpusnap.runtime_shim.runtime.criu.images.overlay",
+        "gpusnap.runtime_shim.snapshot.memory.source",
+        "gpusnap.runtime_shim.snapshot.memory.prefetch",
+        "gpusnap.runtime_shim.runtime.criu.descendants",
+        "gpusnap.runtime_shim.snapshot.foreground",
+        "gpusnap.runtime_shim.snapshot.devices.nvidia_hooks",
+        "gpusnap.runtime_shim.snapshot.restored_processes",
     ),
-    "The manifest of a checkpoint": ("runtime_shim.records.manifest",),
+    "The manifest of a checkpoint": ("gpusnap.runtime_shim.records.manifest",),
     "After a gpusnap that was killed": (
-        "runtime_shim.snapshot.records.journal",
-        "runtime_shim.snapshot.recover_checkpoint",
-        "runtime_shim.snapshot.recover_restore",
-        "runtime_shim.snapshot.incomplete_restore",
-        "runtime_shim.runtime.criu.scratch_files",
-        "runtime_shim.shim.dispatch",
+        "gpusnap.runtime_shim.snapshot.records.journal",
+        "gpusnap.runtime_shim.snapshot.recover_checkpoint",
+        "gpusnap.runtime_shim.snapshot.recover_restore",
+        "gpusnap.runtime_shim.snapshot.incomplete_restore",
+        "gpusnap.runtime_shim.runtime.criu.scratch_files",
+        "gpusnap.runtime_shim.shim.dispatch",
     ),
     "While a checkpoint is made": ("runtime_shim",),
     "Registries": (
-        "oci.registry.repository",
-        "oci.registry.client",
-        "oci.registry.http",
-        "oci.registry.auth",
-        "oci.registry.credentials",
-        "oci.registry.certificates",
-        "oci.registry.responses",
-        "oci.layout.reference",
-        "oci.registry.upload",
-        "oci.registry.copy",
-        "oci.registry.proxies",
+        "gpusnap.oci.registry.repository",
+        "gpusnap.oci.registry.client",
+        "gpusnap.oci.registry.http",
+        "gpusnap.oci.registry.auth",
+        "gpusnap.oci.registry.credentials",
+        "gpusnap.oci.registry.certificates",
+        "gpusnap.oci.registry.responses",
+        "gpusnap.oci.layout.reference",
+        "gpusnap.oci.registry.upload",
+        "gpusnap.oci.registry.copy",
+        "gpusnap.oci.registry.proxies",
     ),
     "Archives": (
-        "oci.tar.archive",
-        "oci.layout.single_layer_image",
-        "oci.tar.headers",
-        "oci.tar.compression",
+        "gpusnap.oci.tar.archive",
+        "gpusnap.oci.layout.single_layer_image",
+        "gpusnap.oci.tar.headers",
+        "gpusnap.oci.tar.compression",
     ),
     "Stores and artifacts": ("oci",),
     "OCI hooks": ("hooks",),
@@ -160,7 +163,7 @@ def _cure(message: Message, found: Messages) -> str:
 
 def _classes() -> Mapping[str, type[Exception]]:
     """All classes of errors, by name."""
-    for name in ("runtime_shim.gpu.cdi.spec", "gpusnap.operations.open", "hooks.errors"):
+    for name in ("gpusnap.runtime_shim.gpu.cdi.spec", "gpusnap.operations.open", "gpusnap.hooks.errors"):
         importlib.import_module(name)
     known: list[type[Exception]] = [GpusnapError, OciError]
     for each in known:

@@ -48,7 +48,7 @@ class Message:
     """One sentence."""
 
     module: str
-    """Where it is said first, such as runtime_shim.snapshot.preflight.checks."""
+    """Where it is said first, such as gpusnap.runtime_shim.snapshot.preflight.checks."""
     kind: str
     """The class of the error; `note` for what is no error."""
     template: str
@@ -59,7 +59,7 @@ class Message:
 # The one sentence that is said in C, and its words there.
 _IN_C = ("gpusnap-runtime: its Python program", "cannot be started: ", "install gpusnap anew")
 _OF_THE_LAUNCHER = Message(
-    "runtime_shim.shim.entry",
+    "gpusnap.runtime_shim.shim.entry",
     "RuntimeFailed",
     f"{_IN_C[0]} <entry> {_IN_C[1]}<reason>",
     (f"gpusnap's environment has gone, or its Python: {_IN_C[2]}",),
@@ -337,7 +337,7 @@ class _Reading:
 
 
 def _is_said(call: ast.Call) -> bool:
-    """Whether it is the function of runtime_shim.log, and no note of a manifest."""
+    """Whether it is the function of gpusnap.runtime_shim.log, and no note of a manifest."""
     match call.func:
         case ast.Name() | ast.Attribute(value=ast.Name(id="log")):
             return True

@@ -17,7 +17,7 @@ import click
 
 from gpusnap.cli import main as cli
 from gpusnap.cli.exit_codes import MEANINGS
-from runtime_shim._version import __version__
+from gpusnap.runtime_shim._version import __version__
 
 __all__ = ["Described", "Option", "Paragraph", "described", "main", "man", "markdown"]
 

@@ -27,13 +27,20 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from oci.base.errors import BlobError, LayoutError
-from oci.base.json_text import parse_json
-from oci.layout.digests import PREFIX, digest_of, encoded
-from oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor, Index, parse_document, written_document
-from oci.layout.graph import INDEXES, children, is_document
-from oci.tar.compression import Readable
-from runtime_shim.errors import ImageError
+from gpusnap.oci.base.errors import BlobError, LayoutError
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.layout.digests import PREFIX, digest_of, encoded
+from gpusnap.oci.layout.documents import (
+    DOCUMENT_LIMIT,
+    INDEX,
+    Descriptor,
+    Index,
+    parse_document,
+    written_document,
+)
+from gpusnap.oci.layout.graph import INDEXES, children, is_document
+from gpusnap.oci.tar.compression import Readable
+from gpusnap.runtime_shim.errors import ImageError
 
 __all__ = [
     "LAYOUT",

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gpusnap.checkpoints.formats.containerd import IMAGE_NAME, blob_of, is_checkpoint
+from gpusnap.oci.base.errors import ArchiveError, LayoutError
+from gpusnap.oci.layout.archive import LayoutArchive
+from gpusnap.oci.layout.documents import INDEX, Descriptor, Index, parse_document
+from gpusnap.oci.tar.compression import Readable
+from gpusnap.runtime_shim.errors import ImageError, UsageError
 from gpusnap.user_errors import Damaged
-from oci.base.errors import ArchiveError, LayoutError
-from oci.layout.archive import LayoutArchive
-from oci.layout.documents import INDEX, Descriptor, Index, parse_document
-from oci.tar.compression import Readable
-from runtime_shim.errors import ImageError, UsageError
 
 __all__ = ["Archive"]
 

@@ -11,15 +11,15 @@ from gpusnap.checkpoints.artifact import Kept
 from gpusnap.checkpoints.formats import containerd_writer as giving
 from gpusnap.checkpoints.formats.containerd import SNAPSHOTTER, blob_of, is_checkpoint, is_name
 from gpusnap.engines.ctr import InContainerd, Target, digest_in, unpack
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.layout.blobs import Blobs
+from gpusnap.oci.layout.documents import INDEX, Descriptor, Index, parse_document
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.tar import headers as tar
+from gpusnap.oci.tar.archive import Writer
 from gpusnap.progress import Progress
+from gpusnap.runtime_shim.errors import GpusnapError, Refused, UsageError
 from gpusnap.user_errors import NotFound
-from oci.base.errors import OciError
-from oci.layout.blobs import Blobs
-from oci.layout.documents import INDEX, Descriptor, Index, parse_document
-from oci.layout.layout import Layout
-from oci.tar import headers as tar
-from oci.tar.archive import Writer
-from runtime_shim.errors import GpusnapError, Refused, UsageError
 
 __all__ = ["Brought", "bring", "check_base", "check_file", "check_names", "check_target", "write"]
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from gpusnap.checkpoints.formats.containerd import is_checkpoint
-from oci.base.errors import DigestError, EngineImage, LayoutError, NotACheckpoint
-from oci.chunks import artifact as artifacts
-from oci.layout.archive import LayoutArchive, is_layout
-from oci.layout.documents import INDEX, Descriptor, Index, parse_document
-from runtime_shim.errors import GpusnapError, Refused, UsageError
+from gpusnap.oci.base.errors import DigestError, EngineImage, LayoutError, NotACheckpoint
+from gpusnap.oci.chunks import artifact as artifacts
+from gpusnap.oci.layout.archive import LayoutArchive, is_layout
+from gpusnap.oci.layout.documents import INDEX, Descriptor, Index, parse_document
+from gpusnap.runtime_shim.errors import GpusnapError, Refused, UsageError
 
 __all__ = ["InLayout", "Kind", "is_layout", "opened_layout", "refuse_containerd"]
 

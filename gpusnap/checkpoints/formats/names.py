@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest
 
 __all__ = [
     "ARCHIVE",

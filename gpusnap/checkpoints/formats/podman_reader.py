@@ -26,18 +26,18 @@ from gpusnap.checkpoints.formats.names import (
     ROOTFS,
     SMALL,
 )
-from oci.base.errors import BlobError, DigestError, DiskError, reason
-from oci.chunks import artifact
-from oci.chunks.table import Table, descriptors
-from oci.layout.digests import PREFIX, check_digest, digest_of, encoded
-from oci.layout.documents import EMPTY, EMPTY_BLOB, Descriptor
-from oci.layout.layout import Layout
-from oci.tar import headers as tar
-from oci.tar.archive import Content, Entry
-from oci.tar.compression import Readable, as_file, squeezed
-from runtime_shim.errors import ImageError
-from runtime_shim.records import manifest
-from runtime_shim.snapshot.memory.destination import StoreHome, labelled
+from gpusnap.oci.base.errors import BlobError, DigestError, DiskError, reason
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks.table import Table, descriptors
+from gpusnap.oci.layout.digests import PREFIX, check_digest, digest_of, encoded
+from gpusnap.oci.layout.documents import EMPTY, EMPTY_BLOB, Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.tar import headers as tar
+from gpusnap.oci.tar.archive import Content, Entry
+from gpusnap.oci.tar.compression import Readable, as_file, squeezed
+from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome, labelled
 
 __all__ = ["Crew", "Taken", "Taking"]
 

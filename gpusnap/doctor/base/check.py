@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from oci.base.errors import OciError
-from runtime_shim.errors import GpusnapError, reason
+from gpusnap.oci.base.errors import OciError
+from gpusnap.runtime_shim.errors import GpusnapError, reason
 
 __all__ = ["Ask", "Check", "Verdict", "asked", "document", "failure", "ok", "plural", "refused", "warning"]
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.doctor.base.check import Check, ok
 from gpusnap.doctor.base.free_space import Speed
-from oci.base.errors import OciError
-from oci.store.store import Store
-from runtime_shim.errors import GpusnapError
-from runtime_shim.records.manifest import Manifest
-from runtime_shim.units import human
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.units import human
 
 __all__ = ["Earlier", "Range", "check", "earlier", "estimate", "from_earlier"]
 

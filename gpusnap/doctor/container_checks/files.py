@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from gpusnap.doctor.base.check import Check, failure, ok, plural, warning
 from gpusnap.doctor.base.sources import below, text
-from runtime_shim.process.proc import Process
-from runtime_shim.units import human
+from gpusnap.runtime_shim.process.proc import Process
+from gpusnap.runtime_shim.units import human
 
 __all__ = [
     "Opened",

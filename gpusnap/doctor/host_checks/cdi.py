@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from gpusnap.doctor.base.check import Check, failure, ok, plural, refused, warning
 from gpusnap.doctor.base.sources import below
-from runtime_shim.gpu.cdi.spec import FOLDERS, CdiError, Spec, load
+from gpusnap.runtime_shim.gpu.cdi.spec import FOLDERS, CdiError, Spec, load
 
 __all__ = ["check", "driver_versions", "mounted"]
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from gpusnap.doctor.base.check import Check, failure, ok, refused, warning
 from gpusnap.doctor.base.sources import text
-from oci.base.json_text import parse_json
-from runtime_shim import settings as settings_file
-from runtime_shim.errors import SettingsError
-from runtime_shim.settings import Settings
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import SettingsError
+from gpusnap.runtime_shim.settings import Settings
 
 __all__ = ["auth_files", "environment", "registries", "settings"]
 
@@ -41,7 +41,7 @@ def environment(strangers: Mapping[str, str]) -> Iterator[Check]:
 
 
 def auth_files(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The files of credentials, in the order in which oci.registry.credentials looks into them."""
+    """The files of credentials, in the order in which gpusnap.oci.registry.credentials looks into them."""
     if given := environ.get("REGISTRY_AUTH_FILE"):
         return (given,)
     home = environ.get("HOME") or os.path.expanduser("~")

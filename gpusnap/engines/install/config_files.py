@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpusnap.engines.install.files import under
-from runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.errors import GpusnapError, reason
 
 __all__ = ["HEAD", "drop_ins", "read", "toml_list"]
 

@@ -7,7 +7,7 @@ import os
 import stat
 from contextlib import suppress
 
-from runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.errors import GpusnapError, reason
 
 __all__ = [
     "check_inside",

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from gpusnap.engines.install import files
 from gpusnap.engines.install.files import check_inside, file_state, state, under
 from gpusnap.engines.install.record import RECORD, Entry, Record, load, save
-from runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.errors import GpusnapError, reason
 
 __all__ = ["RECORD", "Change", "Entry", "Item", "Record", "install", "load", "uninstall"]
 

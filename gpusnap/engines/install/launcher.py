@@ -18,11 +18,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import runtime_shim
+from gpusnap import runtime_shim
 from gpusnap.engines.install.files import under
 from gpusnap.engines.install.installer import Item
-from runtime_shim import settings
-from runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim import settings
+from gpusnap.runtime_shim.errors import GpusnapError, reason
 
 __all__ = [
     "ANOTHER_LAUNCHER",

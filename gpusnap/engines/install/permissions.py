@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import runtime_shim
+from gpusnap import runtime_shim
 
 __all__ = ["fault"]
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpusnap.engines.install.files import check_inside, put_file, under
-from oci.base.json_text import parse_json
-from runtime_shim._version import __version__
-from runtime_shim.errors import GpusnapError, reason
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.runtime_shim._version import __version__
+from gpusnap.runtime_shim.errors import GpusnapError, reason
 
 __all__ = ["RECORD", "Entry", "Record", "load", "save"]
 

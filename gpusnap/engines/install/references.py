@@ -13,7 +13,7 @@ from gpusnap.engines.install import containerd as install_containerd
 from gpusnap.engines.install import crio as install_crio
 from gpusnap.engines.install import podman as install_podman
 from gpusnap.engines.install.files import under
-from runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.errors import GpusnapError, reason
 
 __all__ = ["Line", "lines"]
 

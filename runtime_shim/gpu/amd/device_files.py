@@ -12,11 +12,11 @@ import os
 import stat
 from collections.abc import Collection, Iterator
 
-from runtime_shim.errors import reason
-from runtime_shim.gpu.api import device_files
-from runtime_shim.gpu.api.driver import Held
-from runtime_shim.gpu.api.errors import GpuError, PermissionRefused
-from runtime_shim.process import proc
+from gpusnap.runtime_shim.errors import reason
+from gpusnap.runtime_shim.gpu.api import device_files
+from gpusnap.runtime_shim.gpu.api.driver import Held
+from gpusnap.runtime_shim.gpu.api.errors import GpuError, PermissionRefused
+from gpusnap.runtime_shim.process import proc
 
 __all__ = ["DRM_MAJOR", "KFD", "Number", "held", "kfd_number", "numbers_held", "numbers_in_dev"]
 

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from runtime_shim.errors import reason
-from runtime_shim.gpu.api.driver import Held
-from runtime_shim.gpu.api.errors import GpuError, PermissionRefused
-from runtime_shim.process import proc
+from gpusnap.runtime_shim.errors import reason
+from gpusnap.runtime_shim.gpu.api.driver import Held
+from gpusnap.runtime_shim.gpu.api.errors import GpuError, PermissionRefused
+from gpusnap.runtime_shim.process import proc
 
 __all__ = [
     "LAST_GPU_MINOR",

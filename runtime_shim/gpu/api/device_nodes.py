@@ -14,10 +14,10 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from runtime_shim.errors import Refused, reason
-from runtime_shim.gpu.api.device_files import LAST_GPU_MINOR, character_drivers
-from runtime_shim.gpu.api.driver import Gpu, Node
-from runtime_shim.gpu.api.errors import GpuError
+from gpusnap.runtime_shim.errors import Refused, reason
+from gpusnap.runtime_shim.gpu.api.device_files import LAST_GPU_MINOR, character_drivers
+from gpusnap.runtime_shim.gpu.api.driver import Gpu, Node
+from gpusnap.runtime_shim.gpu.api.errors import GpuError
 
 __all__ = ["Change", "Node", "changes", "in_container", "on_host"]
 

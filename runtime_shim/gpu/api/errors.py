@@ -21,14 +21,14 @@
         ├── WorkloadFault         the program's own GPU work had failed: a bad address, an assertion, …
         └── DriverFailed          everything else, numbers of drivers to come included
 
-`runtime_shim.gpu.nvidia.result_codes` says which CUresult and which nvmlReturn_t becomes which of these.
+`gpusnap.runtime_shim.gpu.nvidia.result_codes` says which CUresult and which nvmlReturn_t becomes which of these.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.errors import GpusnapError
 
 __all__ = [
     "DriverFailed",

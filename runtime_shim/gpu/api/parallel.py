@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu.api.errors import DriverFailed, GpuError
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, GpuError
 
 __all__ = ["Outcome", "at_once"]
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from oci.base.json_text import parse_json
-from runtime_shim.errors import GpusnapError, reason
-from runtime_shim.gpu.cdi.strict_yaml import Unquoted, from_yaml, shown
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.gpu.cdi.strict_yaml import Unquoted, from_yaml, shown
 
 __all__ = ["CdiError", "Device", "DeviceNode", "Edits", "Hook", "Mount", "Spec", "load", "parse", "read"]
 

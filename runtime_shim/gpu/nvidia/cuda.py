@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
-from runtime_shim.gpu.api.errors import DriverMissing, InvalidRequest
+from gpusnap.runtime_shim.gpu.api.errors import DriverMissing, InvalidRequest
 
 __all__ = [
     "CHECKPOINT_SYMBOLS",

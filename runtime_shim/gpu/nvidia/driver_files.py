@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from runtime_shim.errors import reason
+from gpusnap.runtime_shim.errors import reason
 
 if TYPE_CHECKING:
-    from runtime_shim.gpu.cdi.spec import Spec
+    from gpusnap.runtime_shim.gpu.cdi.spec import Spec
 
 __all__ = [
     "File",

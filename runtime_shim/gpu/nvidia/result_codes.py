@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from runtime_shim.gpu.api.errors import (
+from gpusnap.runtime_shim.gpu.api.errors import (
     DriverFailed,
     DriverMismatch,
     DriverMissing,

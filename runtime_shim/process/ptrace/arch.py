@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.errors import GpusnapError
 
 __all__ = ["X86_64", "Machine", "this_machine"]
 

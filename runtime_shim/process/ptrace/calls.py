@@ -14,7 +14,7 @@ import signal
 import time
 from dataclasses import dataclass
 
-from runtime_shim.process.ptrace.arch import this_machine
+from gpusnap.runtime_shim.process.ptrace.arch import this_machine
 
 __all__ = [
     "PATIENCE",

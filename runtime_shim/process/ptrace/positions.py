@@ -23,9 +23,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.process.memory import maps as regions
-from runtime_shim.process.ptrace.arch import Machine, this_machine
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process.memory import maps as regions
+from gpusnap.runtime_shim.process.ptrace.arch import Machine, this_machine
 
 __all__ = [
     "Position",

@@ -24,12 +24,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from signal import SIGSYS
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.process.memory import copy as copies
-from runtime_shim.process.memory.maps import mappings
-from runtime_shim.process.ptrace import calls as ptrace
-from runtime_shim.process.ptrace.arch import Machine, this_machine
-from runtime_shim.process.ptrace.tracee import Tracee, held
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.process.memory.maps import mappings
+from gpusnap.runtime_shim.process.ptrace import calls as ptrace
+from gpusnap.runtime_shim.process.ptrace.arch import Machine, this_machine
+from gpusnap.runtime_shim.process.ptrace.tracee import Tracee, held
 
 __all__ = ["Remote", "Saved", "inside", "put_back"]
 

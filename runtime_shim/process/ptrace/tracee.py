@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from runtime_shim.process.ptrace import calls as ptrace
-from runtime_shim.process.ptrace.calls import Stop
+from gpusnap.runtime_shim.process.ptrace import calls as ptrace
+from gpusnap.runtime_shim.process.ptrace.calls import Stop
 
 __all__ = ["FAULTS", "Tracee", "held", "state"]
 

@@ -24,10 +24,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.process.ptrace import calls as ptrace
-from runtime_shim.process.ptrace.positions import Position, position
-from runtime_shim.process.ptrace.tracee import FAULTS, Tracee, state
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process.ptrace import calls as ptrace
+from gpusnap.runtime_shim.process.ptrace.positions import Position, position
+from gpusnap.runtime_shim.process.ptrace.tracee import FAULTS, Tracee, state
 
 __all__ = ["CallWatch", "Tracer"]
 

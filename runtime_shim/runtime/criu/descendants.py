@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.process import pidfd, proc
-from runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process import pidfd, proc
+from gpusnap.runtime_shim.runtime.criu import scratch_files
 
 __all__ = ["children", "kill_all"]
 

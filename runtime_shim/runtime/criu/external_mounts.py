@@ -16,10 +16,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from runtime_shim.errors import Refused
-from runtime_shim.gpu.nvidia.driver_files import is_driver_file
-from runtime_shim.process import proc
-from runtime_shim.records.manifest import DriverMount
+from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.gpu.nvidia.driver_files import is_driver_file
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records.manifest import DriverMount
 
 __all__ = ["checked", "undeclared"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from oci.base.files import open_below
+from gpusnap.oci.base.files import open_below
 
 __all__ = ["first_error"]
 

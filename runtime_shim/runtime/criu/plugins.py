@@ -20,12 +20,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
-from runtime_shim.errors import ImageError, Refused, reason
-from runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA, KNOWN, Plugin
-from runtime_shim.runtime import find as locate
-from runtime_shim.runtime.criu import scratch_files
-from runtime_shim.runtime.criu.scratch_files import scratch
-from runtime_shim.settings import SETTINGS_FILE, Amd, Criu, Settings
+from gpusnap.runtime_shim.errors import ImageError, Refused, reason
+from gpusnap.runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA, KNOWN, Plugin
+from gpusnap.runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
+from gpusnap.runtime_shim.settings import SETTINGS_FILE, Amd, Criu, Settings
 
 __all__ = ["FOLDERS", "VARIABLE", "Injection", "find", "injected"]
 

@@ -16,8 +16,8 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.process import proc
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process import proc
 
 __all__ = ["CONFIG", "children", "let_end", "prefix", "scratch", "sweep"]
 

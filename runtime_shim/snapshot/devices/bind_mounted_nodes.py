@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 
-from runtime_shim.errors import ContainerError, reason
-from runtime_shim.gpu.api.device_nodes import Change, Node
-from runtime_shim.process import mount_namespace, proc
+from gpusnap.runtime_shim.errors import ContainerError, reason
+from gpusnap.runtime_shim.gpu.api.device_nodes import Change, Node
+from gpusnap.runtime_shim.process import mount_namespace, proc
 
 __all__ = ["device_nodes", "mounted_nodes", "replace_nodes"]
 

@@ -6,14 +6,14 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from runtime_shim.errors import Refused, UsageError
-from runtime_shim.gpu.api.driver import Driver, Host
-from runtime_shim.gpu.api.gpu_map import GpuMap, parse_map
-from runtime_shim.gpu.assignment import Plan, plan
-from runtime_shim.records import cri_layout, manifest
-from runtime_shim.runtime import container as containers
-from runtime_shim.snapshot.devices import remap
-from runtime_shim.snapshot.suspend import criu_plugin
+from gpusnap.runtime_shim.errors import Refused, UsageError
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Host
+from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, parse_map
+from gpusnap.runtime_shim.gpu.assignment import Plan, plan
+from gpusnap.runtime_shim.records import cri_layout, manifest
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.snapshot.devices import remap
+from gpusnap.runtime_shim.snapshot.suspend import criu_plugin
 
 __all__ = ["GPU_MAP", "choose", "driver_for", "given", "gpu_request"]
 

@@ -26,10 +26,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime_shim.errors import reason
-from runtime_shim.log import note
-from runtime_shim.process.mount_view import show_mounts
-from runtime_shim.runtime.container import Container
+from gpusnap.runtime_shim.errors import reason
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.process.mount_view import show_mounts
+from gpusnap.runtime_shim.runtime.container import Container
 
 __all__ = ["HOOKS", "PLACES", "rerun"]
 

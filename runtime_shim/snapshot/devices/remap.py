@@ -20,15 +20,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from oci.base.files import open_below
-from runtime_shim.errors import GpusnapError, ImageError, Refused, reason
-from runtime_shim.gpu.api.device_nodes import Change, Node, changes
-from runtime_shim.gpu.api.driver import Driver, Gpu, Host
-from runtime_shim.gpu.nvidia.driver_files import Found, counterpart, differs
-from runtime_shim.records.manifest import DriverMount, Manifest
-from runtime_shim.runtime import bundle
-from runtime_shim.runtime.criu.images import dev
-from runtime_shim.snapshot.devices import bind_mounted_nodes
+from gpusnap.oci.base.files import open_below
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, reason
+from gpusnap.runtime_shim.gpu.api.device_nodes import Change, Node, changes
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host
+from gpusnap.runtime_shim.gpu.nvidia.driver_files import Found, counterpart, differs
+from gpusnap.runtime_shim.records.manifest import DriverMount, Manifest
+from gpusnap.runtime_shim.runtime import bundle
+from gpusnap.runtime_shim.runtime.criu.images import dev
+from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes
 
 __all__ = ["Remap", "given", "image", "make", "settle"]
 

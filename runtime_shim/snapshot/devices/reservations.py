@@ -30,9 +30,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from oci.base.json_text import parse_json
-from runtime_shim.errors import GpusnapError, reason
-from runtime_shim.process import proc
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.process import proc
 
 __all__ = ["Room", "claim", "reserved", "sweep"]
 

@@ -22,31 +22,31 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from oci.base.errors import OciError
-from oci.chunks import writer as writing
-from oci.chunks.table import Progress, Table
-from oci.layout.layout import Layout
-from runtime_shim.errors import GpusnapError, ImageError, reason
-from runtime_shim.gpu.api.parallel import at_once
-from runtime_shim.process import mount_namespace, proc
-from runtime_shim.process.memory import copy as copies
-from runtime_shim.process.memory import maps as regions
-from runtime_shim.process.memory.maps import Region
-from runtime_shim.process.memory.tmpfs import Area, Stage
-from runtime_shim.process.ptrace.populate import Backing, Populated
-from runtime_shim.process.ptrace.remote_syscall import Remote, inside
-from runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord, Written
-from runtime_shim.runtime import container_key
-from runtime_shim.settings import Memory
-from runtime_shim.snapshot.memory import transfer
-from runtime_shim.snapshot.memory.destination import Home, ImageHome
-from runtime_shim.snapshot.memory.write_ahead import Early
-from runtime_shim.snapshot.memory.writeback import Flushing
-from runtime_shim.snapshot.records import journal
-from runtime_shim.stopping.stop import populated
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.chunks import writer as writing
+from gpusnap.oci.chunks.table import Progress, Table
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, reason
+from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.process import mount_namespace, proc
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.process.memory import maps as regions
+from gpusnap.runtime_shim.process.memory.maps import Region
+from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
+from gpusnap.runtime_shim.process.ptrace.populate import Backing, Populated
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, inside
+from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord, Written
+from gpusnap.runtime_shim.runtime import container_key
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory.destination import Home, ImageHome
+from gpusnap.runtime_shim.snapshot.memory.write_ahead import Early
+from gpusnap.runtime_shim.snapshot.memory.writeback import Flushing
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.stopping.stop import populated
 
 if TYPE_CHECKING:
-    from runtime_shim.process.ptrace.tracer import Tracer
+    from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 
 __all__ = ["Chunks"]
 

@@ -6,7 +6,7 @@ the next checkpoint may go into the same one. So the blobs get second names here
     /var/lib/gpusnap/kept/         memory.keep-folder, 0700: process memory is in it
         <container>/               0700; held (flock) by whoever links from it or changes it
             kept.json              {"version": 1, "bundle": path}: written first, removed last
-            known.json             which chunk is in which blob, see oci.chunks.index: written last, removed
+            known.json             which chunk is in which blob, see gpusnap.oci.chunks.index: written last, removed
             first oci-layout             it is an image layout, but one without an index: nothing to restore
             from blobs/sha256/<digest>  hard links of the image's blobs; no byte is written for them
 
@@ -19,7 +19,7 @@ The rules:
 - It saves work and is needed for nothing. Whatever is wrong with it (removed at any moment, cut off, changed,
   somebody else's) is a miss, and no error of a checkpoint. A lock that is not had at once is a miss too.
 - A blob is linked into a checkpoint without being read. It is the right one because it is the file that it
-  was when it was made durable: oci.chunks.index compares inode, size and time of change.
+  was when it was made durable: gpusnap.oci.chunks.index compares inode, size and time of change.
 - A writer that is killed leaves what was kept before, and blobs that nothing names: the next `keep` or `drop`
   of that container removes them. One that removes and is killed leaves kept.json, so that it is found again.
 - What is kept of a container whose bundle is gone is removed when the next checkpoint of any container ends,
@@ -41,18 +41,18 @@ import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from oci.base.errors import OciError
-from oci.base.files import UNFINISHED, open_folder, read_regular, replace
-from oci.base.json_text import parse_json
-from oci.base.threads import for_each
-from oci.chunks.index import Known
-from oci.chunks.table import Table
-from oci.layout.digests import encoded
-from oci.layout.layout import Layout
-from runtime_shim.errors import reason
-from runtime_shim.log import note
-from runtime_shim.settings import Memory
-from runtime_shim.units import human
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.base.files import UNFINISHED, open_folder, read_regular, replace
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.chunks.index import Known
+from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.layout.digests import encoded
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.runtime_shim.errors import reason
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.units import human
 
 __all__ = ["Kept", "make_room", "tidy"]
 
@@ -89,7 +89,7 @@ class Kept:
         self._path = os.path.join(self._folder, container)
         self._lock: int | None = None
         self.known: Known | None = None
-        """The chunks of the last checkpoint, for oci.chunks.writer.write."""
+        """The chunks of the last checkpoint, for gpusnap.oci.chunks.writer.write."""
 
     @classmethod
     def open(cls, settings: Memory, container: str, bundle: str) -> Kept:
@@ -221,7 +221,7 @@ def make_room(settings: Memory, place: str, need: int, *, container: str) -> Non
 
 
 def _place(settings: Memory) -> str:
-    """Without links, which oci.base.files does not follow."""
+    """Without links, which gpusnap.oci.base.files does not follow."""
     return os.path.realpath(settings.keep_folder)
 
 

@@ -13,20 +13,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from runtime_shim.errors import Refused, reason
-from runtime_shim.gpu.api.driver import Host, ProcessState
-from runtime_shim.process import proc
-from runtime_shim.records.manifest import Manifest
-from runtime_shim.runtime import container as containers
-from runtime_shim.runtime.command_line import CheckpointCall
-from runtime_shim.runtime.container import Container
-from runtime_shim.runtime.criu.config import Connections
-from runtime_shim.runtime.criu.version import criu_version
-from runtime_shim.runtime.identify import RealRuntime
-from runtime_shim.settings import Memory, Nvidia
-from runtime_shim.snapshot.preflight import sockets as open_sockets
-from runtime_shim.snapshot.preflight.nccl import sharing
-from runtime_shim.units import human
+from gpusnap.runtime_shim.errors import Refused, reason
+from gpusnap.runtime_shim.gpu.api.driver import Host, ProcessState
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime.command_line import CheckpointCall
+from gpusnap.runtime_shim.runtime.container import Container
+from gpusnap.runtime_shim.runtime.criu.config import Connections
+from gpusnap.runtime_shim.runtime.criu.version import criu_version
+from gpusnap.runtime_shim.runtime.identify import RealRuntime
+from gpusnap.runtime_shim.settings import Memory, Nvidia
+from gpusnap.runtime_shim.snapshot.preflight import sockets as open_sockets
+from gpusnap.runtime_shim.snapshot.preflight.nccl import sharing
+from gpusnap.runtime_shim.units import human
 
 __all__ = [
     "adopted",

@@ -45,9 +45,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from runtime_shim.gpu.api.driver import Gpu, Host
-from runtime_shim.process import proc
-from runtime_shim.process.environ import live_environment
+from gpusnap.runtime_shim.gpu.api.driver import Gpu, Host
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.environ import live_environment
 
 __all__ = ["IPC_DRIVER", "VARIABLES", "Sharing", "sharing"]
 

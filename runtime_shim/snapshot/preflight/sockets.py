@@ -12,8 +12,8 @@ import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from runtime_shim.process import proc
-from runtime_shim.runtime.criu.version import criu_version, refuses
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime.criu.version import criu_version, refuses
 
 __all__ = [
     "DUMPED",

@@ -36,15 +36,15 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from oci.base.errors import ChunkError
-from oci.base.json_text import parse_json
-from oci.chunks.table import from_json, to_json
-from runtime_shim.errors import GpusnapError, reason
-from runtime_shim.process import proc
-from runtime_shim.process.ptrace.remote_syscall import Saved
-from runtime_shim.records.manifest import FOLDER as FOLDER_IN_IMAGE
-from runtime_shim.records.manifest import RegionRecord
-from runtime_shim.runtime import container_key
+from gpusnap.oci.base.errors import ChunkError
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.chunks.table import from_json, to_json
+from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import Saved
+from gpusnap.runtime_shim.records.manifest import FOLDER as FOLDER_IN_IMAGE
+from gpusnap.runtime_shim.records.manifest import RegionRecord
+from gpusnap.runtime_shim.runtime import container_key
 
 __all__ = [
     "PAUSED",

@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
-from oci.base.json_text import parse_json
-from runtime_shim.errors import GpusnapError, ImageError, Refused, reason
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, reason
 
 __all__ = ["BLOCK", "DIRECTORY", "FIFO", "FILE", "IMAGE", "KINDS", "Entry", "header", "put_back"]
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from runtime_shim.errors import GpusnapError, Refused
-from runtime_shim.gpu import driver_of, find_drivers, holders
-from runtime_shim.gpu.api.criu_plugin import CUDA, KNOWN, Plugin
-from runtime_shim.gpu.api.driver import Driver, Host, ProcessState
-from runtime_shim.gpu.api.gpu_map import GpuMap, means
-from runtime_shim.process import proc
-from runtime_shim.records.manifest import Manifest
-from runtime_shim.runtime import container as containers
-from runtime_shim.runtime.criu import plugins
-from runtime_shim.settings import Memory, Settings
-from runtime_shim.snapshot.memory.capture import Chunks
-from runtime_shim.snapshot.memory.destination import StoreHome
-from runtime_shim.snapshot.suspend.gpu_state import InCriu, Pages, idle_holders
+from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.gpu import driver_of, find_drivers, holders
+from gpusnap.runtime_shim.gpu.api.criu_plugin import CUDA, KNOWN, Plugin
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, ProcessState
+from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, means
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime.criu import plugins
+from gpusnap.runtime_shim.settings import Memory, Settings
+from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import InCriu, Pages, idle_holders
 
 __all__ = ["came_back", "chosen", "inherited", "of_record", "pages", "possible", "same_gpus"]
 

@@ -16,13 +16,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from runtime_shim.process import proc
-from runtime_shim.runtime import cgroup_freezer
-from runtime_shim.runtime import container as containers
-from runtime_shim.runtime.criu.run import control
-from runtime_shim.snapshot.records import journal
-from runtime_shim.stopping import vfork
-from runtime_shim.transaction import stop_if_asked
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime import cgroup_freezer
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime.criu.run import control
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.stopping import vfork
+from gpusnap.runtime_shim.transaction import stop_if_asked
 
 __all__ = ["Lull", "put_right"]
 

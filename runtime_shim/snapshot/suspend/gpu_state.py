@@ -14,21 +14,21 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
-from runtime_shim.errors import GpusnapError, ImageError, Interrupted, Refused
-from runtime_shim.gpu import holders
-from runtime_shim.gpu.api.driver import Driver, Host, ProcessState
-from runtime_shim.gpu.api.errors import DriverFailed, NotInitialized, PermissionRefused
-from runtime_shim.gpu.api.parallel import Outcome, at_once
-from runtime_shim.process import proc
-from runtime_shim.records.manifest import FileRecord, Manifest, Written
-from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.suspend import driver_calls
-from runtime_shim.stopping.stop import go_on, populated, settle, stop
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, Refused
+from gpusnap.runtime_shim.gpu import holders
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, NotInitialized, PermissionRefused
+from gpusnap.runtime_shim.gpu.api.parallel import Outcome, at_once
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, Written
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.suspend import driver_calls
+from gpusnap.runtime_shim.stopping.stop import go_on, populated, settle, stop
 
 if TYPE_CHECKING:
-    from runtime_shim.process.ptrace.populate import Populated
-    from runtime_shim.process.ptrace.tracer import Tracer
-    from runtime_shim.records.manifest import RegionRecord
+    from gpusnap.runtime_shim.process.ptrace.populate import Populated
+    from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
+    from gpusnap.runtime_shim.records.manifest import RegionRecord
 
 __all__ = [
     "InCriu",

@@ -28,14 +28,14 @@ import signal
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
-from runtime_shim.errors import GpusnapError, ImageError, reason
-from runtime_shim.process import pidfd, proc
-from runtime_shim.runtime import cgroup_freezer
-from runtime_shim.runtime import container as containers
-from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.records.journal import Entry
-from runtime_shim.stopping import vfork
-from runtime_shim.stopping.stop import go_on, settle, stand
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, reason
+from gpusnap.runtime_shim.process import pidfd, proc
+from gpusnap.runtime_shim.runtime import cgroup_freezer
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records.journal import Entry
+from gpusnap.runtime_shim.stopping import vfork
+from gpusnap.runtime_shim.stopping.stop import go_on, settle, stand
 
 __all__ = ["Paused", "find", "left", "thaw_image"]
 

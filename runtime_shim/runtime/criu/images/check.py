@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from oci.base.files import open_below
-from runtime_shim.errors import ImageError, reason
-from runtime_shim.runtime.criu.images.messages import MAGIC, Damage, Fields, fields, kind_of
+from gpusnap.oci.base.files import open_below
+from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.runtime.criu.images.messages import MAGIC, Damage, Fields, fields, kind_of
 
 if TYPE_CHECKING:
-    from oci.tar.compression import Readable
+    from gpusnap.oci.tar.compression import Readable
 
 __all__ = ["LINK", "PARENT", "Checker", "check", "check_parent", "is_image"]
 

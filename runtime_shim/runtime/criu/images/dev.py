@@ -7,7 +7,7 @@ the kernel's own number of the file system's device. A restore gives the file to
 is an entry such as ./nvidia0, of type 3 (tar(5)), with its major and minor number.
 
 The archive may come from anywhere, and GNU tar would make as root whatever it names. So an entry that two
-programs may read differently is refused (runtime_shim.runtime.criu.images.dev_tar), and here a device that
+programs may read differently is refused (gpusnap.runtime_shim.runtime.criu.images.dev_tar), and here a device that
 nobody gave the container, a second entry of one name, and what lies behind a link.
 """
 
@@ -18,8 +18,8 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import IO
 
-from runtime_shim.gpu.api.device_nodes import Change, Node
-from runtime_shim.runtime.criu.images import dev_tar
+from gpusnap.runtime_shim.gpu.api.device_nodes import Change, Node
+from gpusnap.runtime_shim.runtime.criu.images import dev_tar
 
 __all__ = ["DEFAULT", "ENTRIES", "LIMIT", "Device", "image_name", "rewritten"]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, NoReturn
 
-from runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.errors import ImageError, reason
 
 __all__ = [
     "BLOCK_DEVICE",

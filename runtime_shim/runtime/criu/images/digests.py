@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from os import scandir
 
-from oci.base.files import open_below
-from runtime_shim.errors import ImageError, reason
-from runtime_shim.records.manifest import ImageRecord
+from gpusnap.oci.base.files import open_below
+from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.records.manifest import ImageRecord
 
 __all__ = ["Comparison", "Digester", "differs", "first_other", "take"]
 

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeAlias
 
-from oci.base.files import open_below, sync_folder
-from runtime_shim.errors import ImageError, reason
-from runtime_shim.runtime.criu.images.check import is_image
+from gpusnap.oci.base.files import open_below, sync_folder
+from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.runtime.criu.images.check import is_image
 
 __all__ = ["Earlier", "clean", "drop_earlier", "earlier", "make", "sync"]
 

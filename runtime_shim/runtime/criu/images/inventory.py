@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import struct
 
-from oci.base.files import read_below
-from runtime_shim.errors import ImageError, reason
-from runtime_shim.records.manifest import INVENTORY
-from runtime_shim.runtime.criu.images.messages import MAGIC, Damage, fields
+from gpusnap.oci.base.files import read_below
+from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.records.manifest import INVENTORY
+from gpusnap.runtime_shim.runtime.criu.images.messages import MAGIC, Damage, fields
 
 __all__ = ["has_closed_connections"]
 

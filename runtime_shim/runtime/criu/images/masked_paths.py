@@ -17,10 +17,10 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from oci.base.files import read_below
-from runtime_shim.errors import ImageError, reason
-from runtime_shim.records.manifest import DriverMount
-from runtime_shim.runtime import container_key
+from gpusnap.oci.base.files import read_below
+from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.records.manifest import DriverMount
+from gpusnap.runtime_shim.runtime import container_key
 
 __all__ = ["mounts"]
 

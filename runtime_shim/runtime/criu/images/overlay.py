@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 
-from runtime_shim.errors import ImageError, reason
-from runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.runtime.criu import scratch_files
 
 __all__ = ["view"]
 
