@@ -16,7 +16,7 @@ from gpusnap.runtime_shim._version import __version__
 
 __all__ = ["PACKAGES", "REQUIRED", "import_all", "tell"]
 
-PACKAGES = ("runtime_shim", "oci")
+PACKAGES = ("gpusnap.runtime_shim", "gpusnap.oci")
 REQUIRED = ("jsonschema", "urllib3", "yaml", "zstandard")
 """What these packages import of others, some of it late."""
 

@@ -124,14 +124,14 @@ def test_imports_nothing_heavy_to_pass_on(host: Host) -> None:
 import os
 def show(path, argv, env):
     heavy = "argparse dataclasses enum inspect json pathlib re signal subprocess tomllib typing".split()
-    ours = [name for name in sys.modules if name.startswith("runtime_shim")]
+    ours = [name for name in sys.modules if name.startswith("gpusnap")]
     print(*sorted([name for name in heavy if name in sys.modules] + ours), flush=True)
     os._exit(0)
 os.execve = show
 """
     done = host.run("state", "x", before=watch)
     assert done.stdout.split() == [
-        *("runtime_shim", "gpusnap.runtime_shim._version", "gpusnap.runtime_shim.errors"),
+        *("gpusnap", "gpusnap.runtime_shim", "gpusnap.runtime_shim._version", "gpusnap.runtime_shim.errors"),
         *(
             "gpusnap.runtime_shim.runtime",
             "gpusnap.runtime_shim.runtime.command_line_words",

@@ -22,8 +22,8 @@ class GpuError(GpusnapError):
 
 def messages(folder: Path, **modules: str) -> dict[str, tuple[str, ...]]:
     """Template and hints of each message in modules of runtime_shim."""
-    package = folder / "runtime_shim"
-    package.mkdir()
+    package = folder / "gpusnap" / "runtime_shim"
+    package.mkdir(parents=True)
     (package / "errors.py").write_text(ERRORS)
     for name, text in modules.items():
         (package / f"{name}.py").write_text(dedent(text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -32,10 +33,11 @@ def project() -> dict[str, Any]:
 
 
 def test_every_package_is_listed(project: dict[str, Any]) -> None:
-    """A package that pyproject.toml forgets is missing from wheels and from the Debian package."""
-    listed = project["tool"]["setuptools"]["packages"]["find"]
+    """A package that gpusnap/ has no link to is missing from wheels and from the Debian package."""
+    assert project["tool"]["setuptools"]["packages"]["find"]["include"] == ["gpusnap*"]
     tops = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tools"}
-    assert {word.removesuffix("*") for word in listed["include"]} == tops
+    links = {path.name: os.readlink(path) for path in (ROOT / "gpusnap").iterdir() if path.is_symlink()}
+    assert links == {top: f"../{top}" for top in tops - {"gpusnap"}}
     inside = {path.parent for top in tops for path in (ROOT / top).rglob("*.py")}
     assert [path for path in inside if not (path / "__init__.py").exists()] == []
 
@@ -83,10 +85,12 @@ def test_the_debian_package(tree: Path) -> None:
     assert b"/usr/libexec/gpusnap/gpusnap-runtime\0" in launcher
     for module in (
         "gpusnap/cli/main.py",
-        "runtime_shim/gpu/nvidia/nvml.py",
-        "runtime_shim/records/manifest.schema.json",
+        "gpusnap/runtime_shim/gpu/nvidia/nvml.py",
+        "gpusnap/runtime_shim/records/manifest.schema.json",
     ):
         assert (tree / "usr/lib/gpusnap" / module).is_file()
+    assert os.listdir(tree / "usr/lib/gpusnap") == ["gpusnap"]
+    assert not [path for path in tree.rglob("*") if path.is_symlink()]
     assert not list(tree.rglob("__pycache__"))
     # What an engine reads is not a package's to write.
     assert not (tree / "etc").exists()

@@ -89,7 +89,7 @@ SUBJECTS: Mapping[str, tuple[str, ...]] = {
         "gpusnap.runtime_shim.runtime.criu.scratch_files",
         "gpusnap.runtime_shim.shim.dispatch",
     ),
-    "While a checkpoint is made": ("runtime_shim",),
+    "While a checkpoint is made": ("gpusnap.runtime_shim",),
     "Registries": (
         "gpusnap.oci.registry.repository",
         "gpusnap.oci.registry.client",
@@ -109,8 +109,8 @@ SUBJECTS: Mapping[str, tuple[str, ...]] = {
         "gpusnap.oci.tar.headers",
         "gpusnap.oci.tar.compression",
     ),
-    "Stores and artifacts": ("oci",),
-    "OCI hooks": ("hooks",),
+    "Stores and artifacts": ("gpusnap.oci",),
+    "OCI hooks": ("gpusnap.hooks",),
     "The command gpusnap": ("gpusnap",),
 }
 _PROGRAMS = ("gpusnap", "podman", "ctr", "crun", "runc", "libcuda", "fuser")

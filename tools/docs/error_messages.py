@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import itertools
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +21,6 @@ from tools.docs.error_templates import field as field_of
 
 __all__ = ["Kind", "Message", "Messages", "read"]
 
-PACKAGES = ("gpusnap", "runtime_shim", "hooks", "oci")
 _BASES = ("GpusnapError", "OciError")
 # What says part of a sentence, or one that is no error, and at which of its arguments words and hint stand.
 _OTHERS: Mapping[str, tuple[int, int | None]] = {
@@ -108,7 +108,7 @@ class _Module:
 
 
 def read(root: Path) -> Messages:
-    """All messages of the packages in the folder `root`, in the order of modules and lines."""
+    """All messages of gpusnap in the checkout `root`, in the order of modules and lines."""
     found = _Reading(tuple(_modules(root))).messages()
     launcher = root / "runtime_shim" / "launcher" / "launcher.c"
     if launcher.exists() and all(words in launcher.read_text("utf-8") for words in _IN_C):
@@ -117,8 +117,10 @@ def read(root: Path) -> Messages:
 
 
 def _modules(root: Path) -> Iterator[_Module]:
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
+    # Unlike rglob, os.walk can follow the links in gpusnap/.
+    walk = os.walk(root / "gpusnap", followlinks=True)
+    for path in sorted(Path(folder, name) for folder, _, names in walk for name in names):
+        if path.suffix == ".py":
             name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
             module = _Module(name, ast.parse(path.read_text("utf-8")))
             _survey(module)
