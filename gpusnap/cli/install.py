@@ -14,7 +14,7 @@ import click
 from gpusnap.engines.install import containerd as install_containerd
 from gpusnap.engines.install import crio as install_crio
 from gpusnap.engines.install import detect as install_engines
-from gpusnap.engines.install import environment, installer
+from gpusnap.engines.install import installer
 from gpusnap.engines.install import launcher as install_runtime
 from gpusnap.engines.install import permissions as install_trust
 from gpusnap.engines.install import podman as install_podman
@@ -22,7 +22,7 @@ from gpusnap.engines.install import references as install_mentions
 from gpusnap.engines.install.files import state, under
 from gpusnap.engines.install.installer import Change, Item
 from gpusnap.hooks import hooksd
-from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.errors import GpusnapError
 
 __all__ = ["install", "uninstall"]
 
@@ -76,17 +76,15 @@ def install(
     such file, one is written that shows what to add. The settings file is made with all settings as
     comments. Run again, it completes what was interrupted and brings what is there up to date.
 
-    It is refused where a file is in the way that is not as gpusnap writes it, where others than root could
-    change what the engines would run as root, and where another package of the same Python environment has
-    an import name of gpusnap's; --force replaces the file, and takes the program as it is.
+    It is refused where a file is in the way that is not as gpusnap writes it, and where others than root
+    could change what the engines would run as root; --force replaces the file, and takes the program as it
+    is.
 
     As JSON: program, engines, changes (each with what, which is written, replaced, unchanged, kept, removed,
     gone or left, and path), notes.
     """
     root = _absolute(root)
     _need_root("install", root, dry_run)
-    if not force:
-        _need_own_environment()
     chosen = {"podman": podman, "containerd": containerd, "crio": crio}
     engines = _engines([name for name, wanted in chosen.items() if wanted], root)
     plan = _planned(engines, root, default=default, hooks=hooks, force=force)
@@ -140,15 +138,6 @@ def uninstall(root: str, force: bool, dry_run: bool, as_json: bool) -> None:
 
 def _absolute(root: str) -> str:
     return os.path.realpath(root)
-
-
-def _need_own_environment() -> None:
-    for name, other in environment.strangers().items():
-        raise Refused(
-            f"the package {other} is in the same Python environment, and is imported as `{name}`, as a part "
-            "of gpusnap is: one has written over files of the other",
-            hint="install gpusnap in an environment of its own: pipx install gpusnap",
-        )
 
 
 def _need_root(command: str, root: str, dry_run: bool) -> None:

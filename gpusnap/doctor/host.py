@@ -10,7 +10,6 @@ from gpusnap.doctor.base import free_space
 from gpusnap.doctor.base.check import Ask, Check, asked
 from gpusnap.doctor.base.sources import program
 from gpusnap.doctor.host_checks import cdi, criu, engines, gpus, kernel, site
-from gpusnap.engines.install.environment import strangers
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu import find_drivers
 from gpusnap.runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA
@@ -50,7 +49,6 @@ def checks(*, runtime: str = "", root: str = "/", settings: str = SETTINGS_FILE)
             ("runtime under CRI", lambda: engines.under_cri(wanted, root)),
             ("gpusnap-runtime", lambda: engines.launcher(root)),
             ("gpusnap's parts", lambda: engines.complete(root)),
-            ("Python environment", lambda: site.environment(strangers())),
             ("engines", engines.engines),
             ("registered", lambda: engines.registered(root)),
             ("GPU driver", lambda: drivers),

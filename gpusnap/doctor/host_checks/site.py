@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 
-from gpusnap.doctor.base.check import Check, failure, ok, refused, warning
+from gpusnap.doctor.base.check import Check, ok, refused, warning
 from gpusnap.doctor.base.sources import text
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import SettingsError
 from gpusnap.runtime_shim.settings import Settings
 
-__all__ = ["auth_files", "environment", "registries", "settings"]
+__all__ = ["auth_files", "registries", "settings"]
 
 
 def settings(path: str = settings_file.SETTINGS_FILE) -> tuple[Settings, Check]:
@@ -26,18 +26,6 @@ def settings(path: str = settings_file.SETTINGS_FILE) -> tuple[Settings, Check]:
     there = os.path.exists(path)
     says = f"{path} is valid" if there else f"there is no {path}: the defaults"
     return found, ok("settings", says, path=path, there=there)
-
-
-def environment(strangers: Mapping[str, str]) -> Iterator[Check]:
-    """Whether another package of this Python environment has an import name of gpusnap's."""
-    for name, other in strangers.items():
-        yield failure(
-            "Python environment",
-            f"the package {other} is imported as `{name}`, as a part of gpusnap is, and shares its files",
-            "install gpusnap in an environment of its own: pipx install gpusnap",
-            package=other,
-            module=name,
-        )
 
 
 def auth_files(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
