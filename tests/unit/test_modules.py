@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import pkgutil
+import re
 import subprocess
 import sys
 import types
@@ -14,11 +16,17 @@ from pathlib import Path
 import pytest
 
 import gpusnap
-from gpusnap import hooks, oci, runtime_shim
 
 ROOT = Path(__file__).parents[2]
 # From the top down; a module may import from its own floor and from those below.
-FLOORS = ["gpusnap", "hooks", "runtime_shim", "oci"]
+FLOORS = ["gpusnap", "gpusnap.hooks", "gpusnap.runtime_shim", "gpusnap.oci"]
+# Directories at the top of the repository; each is imported by the link to it in gpusnap/ alone.
+LINKED = ("hooks", "oci", "runtime_shim")
+_ANY = "|".join(LINKED)
+# `import oci`, `from oci.tar import archive`, also in a program within a string; and oci.tar.archive.
+BARE_IMPORT = re.compile(rf"(?<![\w.])(?:from ({_ANY})(?:\.\w+)* import|(?<!\w )import ({_ANY}))(?![\w/-])")
+BARE_NAME = re.compile(rf"(?<![\w./\\-])({_ANY})\.([a-z_]\w*)")
+TEXTS = (".py", ".sh", ".toml", ".ini", ".yaml", ".yml", ".in", ".md", ".1")
 # Of what is outside of them, these need no more than GROUND.
 ROOMS = (
     "gpusnap.runtime_shim.gpu",
@@ -43,10 +51,9 @@ HEAVY = (
 
 
 def modules() -> Iterator[str]:
-    for package in (gpusnap, hooks, oci, runtime_shim):
-        yield package.__name__
-        for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-            yield found.name
+    yield "gpusnap"
+    for found in pkgutil.walk_packages(gpusnap.__path__, "gpusnap."):
+        yield found.name
 
 
 MODULES = sorted(modules())
@@ -87,7 +94,8 @@ def imported_at_once(module: ast.Module) -> set[str]:
 
 def floor(name: str) -> int:
     """The floor that a module stands on, from the top; -1 where it is not of this house."""
-    return next((at for at, room in enumerate(FLOORS) if name.partition(".")[0] == room), -1)
+    # From the bottom up: the top one is around all others.
+    return next((at for at in reversed(range(len(FLOORS))) if f"{name}.".startswith(FLOORS[at] + ".")), -1)
 
 
 def test_modules_were_found() -> None:
@@ -142,7 +150,7 @@ def test_floors(name: str) -> None:
 )
 def test_rooms(room: str, name: str) -> None:
     """What a GPU driver offers, and what is done to processes, is known without what it is for."""
-    home = ".".join(room.split(".")[:2])
+    home = ".".join(room.split(".")[:3])
     for other in imported(tree(name)):
         if floor(other) >= 0 and not other.startswith(home):
             assert other in GROUND, f"{name} imports {other}"
@@ -151,7 +159,7 @@ def test_rooms(room: str, name: str) -> None:
 def package(name: str) -> str:
     """The package that a module is in; a module at the top of its floor stands for itself."""
     parent = name.rpartition(".")[0]
-    return name if name in PACKAGES or "." not in parent else parent
+    return name if name in PACKAGES or parent in FLOORS else parent
 
 
 def test_packages_need_one_another_in_one_direction() -> None:
@@ -184,6 +192,61 @@ def test_no_circles() -> None:
     assert needs == {}
 
 
+def texts() -> Iterator[Path]:
+    """The files of the checkout that may name a module; no link is followed."""
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in ("build", "dist")]
+        yield from (Path(folder, name) for name in files if name.endswith(TEXTS) or name == "Makefile")
+
+
+def bare_names(text: str) -> list[str]:
+    """What imports `oci` instead of gpusnap.oci, or names a module of it so."""
+    named = (
+        each[0]
+        for each in BARE_NAME.finditer(text)
+        if (ROOT / each[1] / each[2]).is_dir() or (ROOT / each[1] / f"{each[2]}.py").is_file()
+    )
+    return [each[0] for each in BARE_IMPORT.finditer(text)] + [*named]
+
+
+def test_all_that_is_installed_is_in_gpusnap() -> None:
+    """In a checkout `import oci` finds the directory, too: a second copy of each module."""
+    others = [path for path in texts() if path != Path(__file__)]
+    found = {path: bare_names(path.read_text("utf-8", "replace")) for path in others}
+    assert ROOT / "oci/tar/archive.py" in found
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "bare"),
+    [
+        ("import oci\n", True),
+        ("    from oci import tar", True),
+        ("from hooks.main import main", True),
+        ("import runtime_shim.gpu as gpu", True),
+        ('"import sys; from runtime_shim import log"', True),
+        ('monkeypatch.setattr("oci.tar.archive.x", 1)', True),
+        ("`hooks.record.read(ID)`", True),
+        ("from gpusnap import oci\n", False),
+        ("from gpusnap.hooks.main import main", False),
+        ("gpusnap.oci.tar.archive", False),
+        ("hooks.d, base.oci.tar, vnd.oci.image.manifest, oci/tar/archive.py", False),
+    ],
+)
+def test_bare_names(text: str, bare: bool) -> None:
+    assert bool(bare_names(text)) == bare
+
+
+def test_no_module_is_loaded_twice() -> None:
+    """Under two names it would have each class and each global twice."""
+    assert [name for name in sys.modules if name.partition(".")[0] in LINKED] == []
+    files: dict[str, list[str]] = {}
+    for name in MODULES:
+        files.setdefault(os.path.realpath(sys.modules[name].__file__ or ""), []).append(name)
+    assert {file: names for file, names in files.items() if len(names) > 1} == {}
+    assert {os.path.relpath(file, ROOT).split("/")[0] for file in files} == {"gpusnap", *LINKED}
+
+
 @pytest.mark.parametrize("heavy", HEAVY)
 def test_a_pass_through_imports_nothing_heavy(heavy: str) -> None:
     """Every `state` and `kill` of every container pays for what gpusnap.runtime_shim.shim.entry imports."""
@@ -198,7 +261,7 @@ def test_a_pass_through_imports_nothing_heavy(heavy: str) -> None:
 def test_finding_a_driver_loads_no_library() -> None:
     """Whether this host has a GPU is asked before every checkpoint: no ctypes, no NVML for that."""
     program = (
-        "import sys; import gpusnap.runtime_shim.gpu; before = set(sys.modules); gpusnap.runtime_shim.gpu.find_driver();"
+        "import sys; from gpusnap.runtime_shim import gpu; gpu.find_driver();"
         "print(sorted({'ctypes', 'pynvml'} & set(sys.modules)))"
     )
     done = subprocess.run(
