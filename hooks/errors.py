@@ -1,4 +1,4 @@
-"""What can go wrong in a hook. No container fails of it: gpusnap.hooks.main turns it into one line on stderr."""
+"""What can go wrong in a hook. gpusnap.hooks.main turns it into a line on stderr; no container fails."""
 
 from __future__ import annotations
 

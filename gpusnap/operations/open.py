@@ -242,7 +242,7 @@ def _in_registry(word: str, place: InRegistry, stack: ExitStack, *, plain_http: 
 
 
 class _Remote:
-    """`gpusnap.oci.layout.blobs.Blobs` of a repository: each is fetched, and checked, when it is first asked for."""
+    """`gpusnap.oci.layout.blobs.Blobs` of a repository: each is fetched and checked when first asked for."""
 
     def __init__(self, repository: Repository, layout: Layout) -> None:
         self._repository, self._layout = repository, layout

@@ -162,9 +162,9 @@ def write(layout: Layout, artifact: Artifact) -> Descriptor:
 def read(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Artifact:
     """The checkpoint that a manifest or an index describes.
 
-    `read` gives the content of one, its digest checked, as gpusnap.oci.store.store.Store.read and Layout.read_blob
-    do. Raises NotACheckpoint for something else, such as EngineImage; LayoutError, which says what is wrong
-    with it, and whatever `read` raises.
+    `read` gives the content of one, its digest checked, as gpusnap.oci.store.store.Store.read and
+    Layout.read_blob do. Raises NotACheckpoint for something else, such as EngineImage; LayoutError, which
+    says what is wrong with it, and whatever `read` raises.
     """
     if root.media_type == MANIFEST:
         manifest = _manifest(root, read)

@@ -10,8 +10,8 @@ known to be right and durable: one of another inode, size or time of change is a
 whoever does it by mistake changes its st_mtime (inode(7)). A link changes only the st_ctime, which is why
 that is not looked at. Nor is a compressed blob read to see whether it holds what its entry says: so an entry
 for one is made only where it was compressed, never on the word of a checkpoint that came from elsewhere.
-What is known to be right was hashed and written out of one private copy (gpusnap.oci.chunks.writer), or its digest
-was checked as it came (gpusnap.oci.layout.partial_blob).
+What is known to be right was hashed and written out of one private copy (gpusnap.oci.chunks.writer), or its
+digest was checked as it came (gpusnap.oci.layout.partial_blob).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ PIECE = 1 << 20
 _PORTS = {"http": 80, "https": 443}
 # What one parser of URLs takes for a part of the host, and another for its end.
 _AMBIGUOUS = re.compile(r"[^\x21-\x7e]|\\")
-# Seconds: for a connection, and what a socket waits longer than gpusnap.oci.registry.pace does, which says more.
+# Seconds: for a connection, and what a socket waits longer than gpusnap.oci.registry.pace, which says more.
 _CONNECT, _LONGER = 30.0, 5.0
 # What is left of an answer is read, so that its connection can serve again, where it is no more than this.
 _LEFTOVER = 64 << 10

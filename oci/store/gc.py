@@ -1,4 +1,4 @@
-"""Garbage collection in a store: what nothing names and nobody reads goes. gpusnap.oci.store.store has the rules."""
+"""Garbage collection in a store: what nothing names and nobody reads goes. Rules: gpusnap.oci.store.store."""
 
 from __future__ import annotations
 

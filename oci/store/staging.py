@@ -220,7 +220,7 @@ class Staging:
 
 
 def stage(tree: Tree, name: str) -> Staging:
-    """The staging of that name, new or left by somebody. Raises as gpusnap.oci.store.store.Store.stage does."""
+    """The staging of that name, new or left by somebody. Raises as gpusnap.oci.store.store.Store.stage."""
     path = os.path.join(tree.staging, name)
     with tree.locked(f"the staging {name}"), tree.writing("a staging"):
         lock, new = None, False

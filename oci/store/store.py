@@ -3,10 +3,10 @@
     <store>/                          0700; /var/lib/gpusnap, say: other names in it are no business of this
         oci-layout, index.json        a layout, for any tool to read
         blobs/sha256/<64 hex>         the blobs of all that index.json names, each there once
-        known.json                    which chunk is in which blob, see gpusnap.oci.chunks.index; where broken, all
-        are new lock                          flock, exclusive: had by who changes one of these, or begins a
-        staging staging/<name>/               a layout without index: one writer's blobs; flocked while he
-        lives
+        known.json                    which chunk is in which blob (gpusnap.oci.chunks.index); where broken,
+                                      all are new
+        lock                          flock, exclusive: had by who changes one of these, or begins a staging
+        staging/<name>/               a layout without index: one writer's blobs; flocked while he lives
             precious                  why nobody may remove it, though he has died
         staging/.gone-<16 hex>/       on its way out
         holds/<64 hex>                flocked, shared, by whoever reads that manifest and what it names
@@ -152,7 +152,7 @@ class Store:
             unlock(lock)
 
     def known(self) -> Known:
-        """The chunks of what was committed, by plain digest, for gpusnap.oci.chunks.writer.write into a staging."""
+        """The chunks of what was committed, by plain digest: for gpusnap.oci.chunks.writer.write."""
         return Known(self._tree.known)
 
     def read(self, descriptor: Descriptor) -> bytes:

@@ -1,7 +1,7 @@
 """A container of real processes, a driver and a real runtime that do as they are told.
 
-`FakeDriver` implements `gpusnap.runtime_shim.gpu.api.driver.Driver` over real child processes; only their GPU state
-is made up. `FakeRuntime` is a program that answers as crun 1.21 does. `Scene` puts both under
+`FakeDriver` implements `gpusnap.runtime_shim.gpu.api.driver.Driver` over real child processes; only their GPU
+state is made up. `FakeRuntime` is a program that answers as crun 1.21 does. `Scene` puts both under
 gpusnap-runtime's command line, so that a test sees what Podman would: exit code, stderr, log, image
 directory.
 """

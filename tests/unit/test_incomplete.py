@@ -188,7 +188,8 @@ def test_one_that_does_not_end(start: Callable[..., int], monkeypatch: pytest.Mo
 
 _UNMOUNT = """\
 import os, subprocess, sys
-from gpusnap.runtime_shim.snapshot import incomplete_restore as incomplete; from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.snapshot import incomplete_restore as incomplete
+from gpusnap.runtime_shim.process import proc
 place, rootfs = sys.argv[1:]
 for _ in range(2):
     subprocess.run(["mount", "--rbind", rootfs, place + "/criu-root"], check=True)

@@ -1,4 +1,4 @@
-"""Every file in a directory that somebody else can fill is opened by gpusnap.oci.base.files: the code is walked.
+"""Every file in a directory that somebody else can fill is opened by gpusnap.oci.base.files.
 
 Image directories, the engines' directories that they unpack archives into, and layouts.
 """

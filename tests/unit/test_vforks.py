@@ -170,7 +170,7 @@ def test_a_debugger_has_it(pair: Pair) -> None:
             sys.executable,
             "-c",
             "import sys, time\n"
-            "from gpusnap.runtime_shim.process.ptrace import calls as ptrace\nptrace.seize(int(sys.argv[1]))\n"
+            "from gpusnap.runtime_shim.process.ptrace import calls\ncalls.seize(int(sys.argv[1]))\n"
             "print(flush=True)\ntime.sleep(60)",
             str(pair.child),
         ],

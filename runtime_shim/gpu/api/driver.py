@@ -82,8 +82,8 @@ class Held:
 class Driver(Protocol):
     """A vendor's way to suspend and resume the GPU state of other processes.
 
-    Every method raises a `gpusnap.runtime_shim.gpu.api.errors.GpuError` and nothing else. Where a plugin of CRIU's
-    does the suspending, `lock`, `checkpoint`, `restore` and `unlock` are not to be called.
+    Every method raises a `gpusnap.runtime_shim.gpu.api.errors.GpuError` and nothing else. Where a plugin of
+    CRIU's does the suspending, `lock`, `checkpoint`, `restore` and `unlock` are not to be called.
     """
 
     vendor: str

@@ -21,7 +21,7 @@
         ├── WorkloadFault         the program's own GPU work had failed: a bad address, an assertion, …
         └── DriverFailed          everything else, numbers of drivers to come included
 
-`gpusnap.runtime_shim.gpu.nvidia.result_codes` says which CUresult and which nvmlReturn_t becomes which of these.
+`gpusnap.runtime_shim.gpu.nvidia.result_codes` says which CUresult and nvmlReturn_t becomes which of these.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ the next checkpoint may go into the same one. So the blobs get second names here
     /var/lib/gpusnap/kept/         memory.keep-folder, 0700: process memory is in it
         <container>/               0700; held (flock) by whoever links from it or changes it
             kept.json              {"version": 1, "bundle": path}: written first, removed last
-            known.json             which chunk is in which blob, see gpusnap.oci.chunks.index: written last, removed
-            first oci-layout             it is an image layout, but one without an index: nothing to restore
-            from blobs/sha256/<digest>  hard links of the image's blobs; no byte is written for them
+            known.json             which chunk is in which blob (gpusnap.oci.chunks.index): written last,
+                                   removed first
+            oci-layout             it is an image layout, but one without an index: nothing to restore from
+            blobs/sha256/<digest>  hard links of the image's blobs; no byte is written for them
 
 The rules:
 

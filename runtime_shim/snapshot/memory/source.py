@@ -48,7 +48,7 @@ _CONNECTIONS = 16
 
 
 class Fetching:
-    """`gpusnap.oci.layout.blobs.Blobs` for one restore. Used as a context manager; ended by `finish`, or given up."""
+    """`gpusnap.oci.layout.blobs.Blobs` for one restore. A context manager; ended by `finish`, or given up."""
 
     def __init__(self, record: Manifest, images: str, store: str, pull_from: Sequence[str]) -> None:
         """Have what the store has, and know where the rest is.

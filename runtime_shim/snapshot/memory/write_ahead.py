@@ -2,9 +2,9 @@
 
 Nobody says how far the driver is, so this guesses: it goes through a region from its beginning, and what lies
 before a page that is not zero any more is likely to be there. A wrong guess costs a blob that nobody names:
-each chunk is copied, and named by the digest of that copy (see gpusnap.oci.chunks.writer). When the driver is done
-the whole region is read and hashed as ever, and only what has the digest of one that was written ahead need
-not be written again.
+each chunk is copied, and named by the digest of that copy (see gpusnap.oci.chunks.writer). When the driver is
+done the whole region is read and hashed as ever, and only what has the digest of one that was written ahead
+need not be written again.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ the kernel's own number of the file system's device. A restore gives the file to
 is an entry such as ./nvidia0, of type 3 (tar(5)), with its major and minor number.
 
 The archive may come from anywhere, and GNU tar would make as root whatever it names. So an entry that two
-programs may read differently is refused (gpusnap.runtime_shim.runtime.criu.images.dev_tar), and here a device that
-nobody gave the container, a second entry of one name, and what lies behind a link.
+programs may read differently is refused (gpusnap.runtime_shim.runtime.criu.images.dev_tar), and here a device
+that nobody gave the container, a second entry of one name, and what lies behind a link.
 """
 
 from __future__ import annotations
