@@ -111,14 +111,14 @@ def test_an_editable_install(copy: Path, tmp_path: Path) -> None:
     python = str(environment / "bin/python")
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", "--editable", copy], check=True)
     program = (
-        "import importlib.util as u; from gpusnap.hooks import main; from gpusnap.oci.tar import headers;"
-        "from gpusnap.runtime_shim.shim import entry; print(headers.__file__);"
+        "import importlib.util as u; from gpusnap.hooks import main; from gpusnap.oci.base import json_text;"
+        "from gpusnap.runtime_shim.shim import entry; print(json_text.__file__);"
         "print([name for name in ('hooks', 'oci', 'runtime_shim') if u.find_spec(name)])"
     )
     done = subprocess.run(
         [python, "-I", "-c", program], check=True, stdout=subprocess.PIPE, text=True, cwd=tmp_path
     )
-    assert done.stdout.splitlines() == [str(copy / "gpusnap/oci/tar/headers.py"), "[]"]
+    assert done.stdout.splitlines() == [str(copy / "gpusnap/oci/base/json_text.py"), "[]"]
 
 
 def test_lintian() -> None:
