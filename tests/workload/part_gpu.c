@@ -148,6 +148,15 @@ static uint64_t hash(uint64_t seed, uint32_t i)
     return z ^ (z >> 31);
 }
 
+/* The same with 32 bits, for which a CPU has vectors: the finalizer of MurmurHash3. */
+static uint32_t hash32(uint32_t seed, uint32_t i)
+{
+    uint32_t z = seed + i * 0x9e3779b9u;
+    z = (z ^ z >> 16) * 0x85ebca6bu;
+    z = (z ^ z >> 13 ^ seed) * 0xc2b2ae35u;
+    return z ^ z >> 16;
+}
+
 /* A bf16 number from 32 random bits: the sum of some of them is about normally distributed, deviation 0.02. */
 static uint32_t weight(uint32_t bits)
 {
@@ -177,10 +186,12 @@ FAST static void pattern(const struct gpu *gpu, uint32_t at, uint32_t n, uint32_
         for (uint32_t i = 0; i < n; i++)
             words[i] = change;
         break;
-    case RANDOM:
+    case RANDOM: {
+        uint32_t start = (uint32_t)hash(seed, 0);
         for (uint32_t i = 0; i < n; i++)
-            words[i] = (uint32_t)hash(seed, at + i);
+            words[i] = hash32(start, at + i);
         break;
+    }
     case BF16:
         for (uint32_t i = 0; i < n; i++) {
             uint64_t bits = hash(seed, at + i);
