@@ -117,7 +117,7 @@ class Shards:
                     self.failed.append(job.name)
                 for number, what in _SUMMARY.findall(said.splitlines()[-1] if said.strip() else ""):
                     self.counts[what] = self.counts.get(what, 0) + int(number)
-                if job.in_host:
+                if job.in_host and code == 0:
                     self.durations[str(job.files[0])] = seconds
                 if code != NONE_SELECTED:
                     print(f"--- {job.name}, {seconds:.0f} s\n{said.rstrip()}", flush=True)

@@ -10,12 +10,17 @@ from pathlib import Path
 
 import pytest
 from fakes import wait_for
+from hypothesis import settings as hypothesis_settings
 
 from gpusnap.cli import main as cli
 from oci.store.store import Store
 from runtime_shim import settings as settings_file
 from runtime_shim.process import pidfd
 from runtime_shim.settings import Settings
+
+# How long an example takes says how busy the machine is.
+hypothesis_settings.register_profile("gpusnap", deadline=None)
+hypothesis_settings.load_profile("gpusnap")
 
 
 @pytest.fixture(autouse=True)

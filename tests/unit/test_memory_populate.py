@@ -20,6 +20,7 @@ from runtime_shim.process.ptrace import calls as ptrace
 from runtime_shim.process.ptrace import populate
 from runtime_shim.process.ptrace.arch import X86_64
 from runtime_shim.process.ptrace.populate import Populated, populated
+from runtime_shim.process.ptrace.tracer import Tracer
 
 SIZE = 64 * MIB
 LARGE = "PRIVATE | mmap.MAP_POPULATE"
@@ -258,17 +259,17 @@ def test_the_end_while_pages_are_touched(target: Target, monkeypatch: pytest.Mon
 
     def touch(pid: int, start: int, size: int, *, threads: int = 0, step: int = copies.HUGE) -> None:
         begun.set()
-        ending.wait(20)
+        assert ending.wait(20)
         real(pid, start, size, threads=threads, step=step)
 
-    send = ptrace.send
+    end = Tracer.end
 
-    def sent(pid: int, tid: int, which: int) -> None:
-        send(pid, tid, which)
+    def ended(tracer: Tracer) -> None:
         ending.set()
+        end(tracer)
 
     monkeypatch.setattr(copies, "touch", touch)
-    monkeypatch.setattr(ptrace, "send", sent)
+    monkeypatch.setattr(Tracer, "end", ended)
     with populated(target.pid, target.tid) as done:
         target.tell(f"new({SIZE}, {LARGE})")
         assert begun.wait(20)
