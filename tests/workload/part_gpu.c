@@ -93,7 +93,11 @@ struct gpu {
 };
 
 /* Compiled twice, and chosen when the program starts: for a CPU with AVX2, and for any. */
+#ifdef __x86_64__
 #define FAST __attribute__((target_clones("avx2", "default")))
+#else
+#define FAST
+#endif
 
 /* A block as it should be, and as it is. */
 static uint32_t wanted_words[BLOCK_WORDS], found_words[BLOCK_WORDS];
