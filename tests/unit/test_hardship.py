@@ -288,6 +288,10 @@ sys.exit(cli.main())
 """
 
 
+# Seconds for a process to get on, where several others start on each core.
+PATIENCE = 60.0
+
+
 def started(place: Path, *words: str) -> subprocess.Popen[bytes]:
     """A command line in a process of its own."""
     argv = [sys.executable, "-B", "-c", PROGRAM, str(place), *words]
@@ -297,14 +301,17 @@ def started(place: Path, *words: str) -> subprocess.Popen[bytes]:
 
 def until(child: subprocess.Popen[bytes], condition: Callable[[], bool]) -> None:
     """Wait for something, as long as that process lives."""
-    deadline = time.monotonic() + 20
-    while not condition() and child.poll() is None and time.monotonic() < deadline:
+    deadline = time.monotonic() + PATIENCE
+    while not condition() and child.poll() is None:
+        if time.monotonic() > deadline:
+            child.kill()
+            raise AssertionError(f"not within {PATIENCE:g} s")
         with suppress(subprocess.TimeoutExpired):
             child.wait(0.01)
 
 
 def ended(child: subprocess.Popen[bytes]) -> tuple[int, str]:
-    _, said = child.communicate(timeout=20)
+    _, said = child.communicate(timeout=PATIENCE)
     return child.returncode, said.decode()
 
 
