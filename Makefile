@@ -85,4 +85,4 @@ clean:
 	@$(MAKE) -s -C tests/plugin clean
 	@$(MAKE) -s -C runtime_shim/launcher clean
 	rm -rf .venv .tox build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find bench demo gpusnap oci runtime_shim tests -name __pycache__ -prune -exec rm -rf {} +
+	find bench demo gpusnap hooks oci packaging runtime_shim tests tools -name __pycache__ -prune -exec rm -rf {} +

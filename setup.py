@@ -1,8 +1,8 @@
 """What pyproject.toml cannot say: the launcher in C is built, and comes with the wheel as a file of its own.
 
-It is static, without a C library (runtime_shim/launcher), so a wheel with it runs on every Linux of its
-architecture, and says so by its tags. Without a C compiler, or on another architecture, the wheel is one of
-Python alone: all works, and each command of a container engine takes 30 ms more.
+It is static, without a C library (gpusnap/runtime_shim/launcher), so a wheel with it runs on every Linux of
+its architecture, and says so by its tags. Without a C compiler, or on another architecture, the wheel is one
+of Python alone: all works, and each command of a container engine takes 30 ms more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ try:
 except ImportError:  # setuptools before 70.1
     from wheel.bdist_wheel import bdist_wheel
 
-LAUNCHER = Path("runtime_shim/launcher")
+LAUNCHER = Path("gpusnap/runtime_shim/launcher")
 # As gpusnap/engines/install/launcher.py has it, which makes this a link to the environment's console script.
 ENTRY = "/usr/local/libexec/gpusnap/gpusnap-runtime"
 # PEP 600 and PEP 656: what needs no C library runs with the oldest of both.

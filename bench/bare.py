@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 from figures import BARE, PLAIN, Line, middle
 
-from runtime_shim.gpu.api.driver import Driver
-from runtime_shim.gpu.api.parallel import at_once
-from runtime_shim.settings import Memory
-from runtime_shim.snapshot.memory.capture import Chunks
-from runtime_shim.snapshot.records import journal
-from runtime_shim.stopping.stop import go_on, only, populated, stop
+from gpusnap.runtime_shim.gpu.api.driver import Driver
+from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.stopping.stop import go_on, only, populated, stop
 
 __all__ = ["SIDES", "TURNS", "Bare"]
 
@@ -70,8 +70,7 @@ class Bare:
         if row != _STAGED:
             return self._round(only if row == PLAIN else populated)
         with self._staging() as chunks:
-            stages, _ = self._round(chunks.thread, chunks)
-            return stages, "; ".join(sorted(set(chunks.notes().values())))
+            return self._round(chunks.thread, chunks)
 
     @contextmanager
     def _staging(self) -> Iterator[Chunks]:
@@ -121,9 +120,6 @@ class Bare:
 
         step("lock", partial(driver.lock, timeout=_TIMEOUT))
         stop(pids, timeout=_TIMEOUT)
-        if chunks is not None:
-            for pid in pids:
-                chunks.watch(pid)
         step("driver checkpoint", away)
         if chunks is not None:
             timed("let go", partial(chunks.take, pids))

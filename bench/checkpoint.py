@@ -41,8 +41,8 @@ from realhost import missing  # noqa: E402
 from rows import ROWS, Bench, LeftOut, Plan, checked, steady  # noqa: E402
 from support import podman  # noqa: E402
 
-from runtime_shim.errors import GpusnapError, SettingsError  # noqa: E402
-from runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
+from gpusnap.runtime_shim.errors import GpusnapError, SettingsError  # noqa: E402
+from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
 
 KINDS = ["random", "zero", "bf16"]
 NAMES = ["floor", *ROWS, "steady"]

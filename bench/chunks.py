@@ -35,12 +35,12 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CHECKOUT))
 
-from oci.chunks.buffers import Buffer, Memory  # noqa: E402
-from oci.chunks.reader import read  # noqa: E402
-from oci.chunks.writer import worker_memory, write  # noqa: E402
-from oci.layout.digests import digest_of  # noqa: E402
-from oci.layout.documents import Index  # noqa: E402
-from oci.layout.layout import Layout  # noqa: E402
+from gpusnap.oci.chunks.buffers import Buffer, Memory  # noqa: E402
+from gpusnap.oci.chunks.reader import read  # noqa: E402
+from gpusnap.oci.chunks.writer import worker_memory, write  # noqa: E402
+from gpusnap.oci.layout.digests import digest_of  # noqa: E402
+from gpusnap.oci.layout.documents import Index  # noqa: E402
+from gpusnap.oci.layout.layout import Layout  # noqa: E402
 
 MIB, GIB = 1 << 20, 1 << 30
 KINDS = ["random", "zero", "bf16", "text"]

@@ -32,7 +32,7 @@ import gpuhost  # noqa: E402
 import shimhost  # noqa: E402
 from support import GPUS_CONF, GPUWORK, STATE, STORAGE, Container, Done, good, podman, run  # noqa: E402
 
-from runtime_shim.process import proc  # noqa: E402
+from gpusnap.runtime_shim.process import proc  # noqa: E402
 
 __all__ = [
     "COMMAND",

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from chunks import in_threads, seconds
 
-from oci.chunks.buffers import Memory
-from oci.layout.digests import digest_of
+from gpusnap.oci.chunks.buffers import Memory
+from gpusnap.oci.layout.digests import digest_of
 
 __all__ = ["Floor", "measure"]
 

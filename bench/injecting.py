@@ -20,8 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from runtime_shim.process.ptrace import calls as ptrace
-from runtime_shim.process.ptrace.arch import X86_64
+from gpusnap.runtime_shim.process.ptrace import calls as ptrace
+from gpusnap.runtime_shim.process.ptrace.arch import X86_64
 
 # linux/ptrace.h
 _TRACEFORK, _TRACEVFORK, _TRACECLONE, _EXITKILL = 1 << 1, 1 << 2, 1 << 3, 1 << 20

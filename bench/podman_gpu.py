@@ -34,8 +34,8 @@ import shimhost  # noqa: E402
 from realhost import Machine, Program, Workload, machine, missing  # noqa: E402
 from support import good, manifest, podman, run, until  # noqa: E402
 
-from runtime_shim.gpu.api.driver import Host  # noqa: E402
-from runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
+from gpusnap.runtime_shim.gpu.api.driver import Host  # noqa: E402
+from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
 
 NAME = "gpusnap-bench"
 
@@ -145,7 +145,7 @@ def opening() -> dict[str, float]:
     """What the first use of the driver takes in a fresh process: cuInit, then NVML's inventory."""
     code = (
         "import json, time; t0 = time.monotonic()\n"
-        "from runtime_shim.gpu.nvidia.driver import Nvidia\n"
+        "from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia\n"
         "driver = Nvidia(); t1 = time.monotonic(); driver.open(); t2 = time.monotonic(); driver.host()\n"
         "t3 = time.monotonic(); print(json.dumps({'import': t1 - t0, 'cuInit': t2 - t1, 'NVML': t3 - t2}))\n"
     )

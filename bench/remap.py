@@ -29,8 +29,8 @@ from podman_gpu import circumstances  # noqa: E402
 from realhost import Program, Workload, machine, missing  # noqa: E402
 from support import good, podman, run  # noqa: E402
 
-from runtime_shim.gpu.api.driver import Gpu  # noqa: E402
-from runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
+from gpusnap.runtime_shim.gpu.api.driver import Gpu  # noqa: E402
+from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
 
 NAME = "gpusnap-bench"
 

@@ -21,12 +21,12 @@ from figures import PLAIN, Case, Line, Run, Steady, scaled_stock
 from hosts import NAME, BenchError, Place, Work, command
 from support import STORAGE, podman
 
-from runtime_shim.errors import SettingsError
-from runtime_shim.gpu.api.driver import Driver
-from runtime_shim.process import proc
-from runtime_shim.runtime import container as containers
-from runtime_shim.settings import Settings, load
-from runtime_shim.snapshot.restore import TIMING
+from gpusnap.runtime_shim.errors import SettingsError
+from gpusnap.runtime_shim.gpu.api.driver import Driver
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.settings import Settings, load
+from gpusnap.runtime_shim.snapshot.restore import TIMING
 
 __all__ = ["ROWS", "Bench", "LeftOut", "Plan", "checked", "steady"]
 

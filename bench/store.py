@@ -46,15 +46,15 @@ from registryhost import running  # noqa: E402
 from rows import SHIM  # noqa: E402
 from support import STORAGE, podman  # noqa: E402
 
-from oci.chunks.buffers import File, Memory, is_zero  # noqa: E402
-from oci.chunks.reader import read  # noqa: E402
-from oci.chunks.table import Table  # noqa: E402
-from oci.chunks.writer import write  # noqa: E402
-from oci.layout.digests import digest_of  # noqa: E402
-from oci.layout.layout import Layout  # noqa: E402
-from runtime_shim.errors import GpusnapError  # noqa: E402
-from runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
-from runtime_shim.runtime import container as containers  # noqa: E402
+from gpusnap.oci.chunks.buffers import File, Memory, is_zero  # noqa: E402
+from gpusnap.oci.chunks.reader import read  # noqa: E402
+from gpusnap.oci.chunks.table import Table  # noqa: E402
+from gpusnap.oci.chunks.writer import write  # noqa: E402
+from gpusnap.oci.layout.digests import digest_of  # noqa: E402
+from gpusnap.oci.layout.layout import Layout  # noqa: E402
+from gpusnap.runtime_shim.errors import GpusnapError  # noqa: E402
+from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
+from gpusnap.runtime_shim.runtime import container as containers  # noqa: E402
 
 MIB, GIB = 1 << 20, 1 << 30
 CHUNK = 16 * MIB

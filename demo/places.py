@@ -30,7 +30,7 @@ CDI_DEVICE = "nvidia.com/gpu"
 _ENTRY = """#!{python} -I
 import sys
 sys.path[:0] = {path!r}
-from runtime_shim.shim.entry import main
+from gpusnap.runtime_shim.shim.entry import main
 sys.exit(main())
 """
 

@@ -53,7 +53,7 @@ def around(log: list[Tick], moment: datetime, count: int) -> list[str]:
 
 def gpu_memory(uuids: tuple[str, ...]) -> int:
     """Bytes in use on those GPUs, by whomever."""
-    from runtime_shim.gpu import find_driver
+    from gpusnap.runtime_shim.gpu import find_driver
 
     driver = find_driver()
     if driver is None:
@@ -62,6 +62,6 @@ def gpu_memory(uuids: tuple[str, ...]) -> int:
 
 
 def size(count: int) -> str:
-    from runtime_shim.units import human
+    from gpusnap.runtime_shim.units import human
 
     return human(count)

@@ -6,36 +6,20 @@ It goes to stderr: stdout is for results.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, Task, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
-from rich.text import Text
+from gpusnap.oci.chunks.table import Progress as ChunkProgress
 
-from oci.chunks.table import Progress as ChunkProgress
-from oci.registry.copy import Underway
-from runtime_shim.units import human
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
 
-__all__ = ["Progress", "Tick", "grown"]
+    from gpusnap.oci.registry.copy import Underway
 
 Tick = Callable[[], None]
-
-
-class _Bytes(TextColumn):
-    """So many of so many bytes, and how fast."""
-
-    def __init__(self) -> None:
-        super().__init__("")
-
-    def render(self, task: Task) -> Text:
-        if not task.completed:
-            return Text("")
-        whole = f" of {human(int(task.total))}" if task.total else ""
-        speed = f", {human(int(task.speed))}/s" if task.speed else ""
-        return Text(f"{human(int(task.completed))}{whole}{speed}")
 
 
 class Progress:
@@ -43,43 +27,41 @@ class Progress:
 
     def __init__(self, *, shown: bool | None = None) -> None:
         """`shown`: whether it is; by default on a terminal only."""
-        console = Console(stderr=True)
-        self.shown = console.is_terminal if shown is None else shown
-        self._bars = Bars(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=20),
-            _Bytes(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not self.shown,
-        )
-        self._task = self._bars.add_task("", total=None, visible=False)
+        terminal = sys.stderr is not None and sys.stderr.isatty()
+        self.shown = terminal if shown is None else shown
+        self._bars: Bars | None = None
+        if self.shown:
+            # Imported here: it takes 50 ms, and most commands have no terminal.
+            from gpusnap.progress_bars import bars
+
+            self._bars = bars()
+            self._task = self._bars.add_task("", total=None, visible=False)
 
     def __enter__(self) -> Progress:
-        if self.shown:  # rich before 13.4 writes an empty line for bars that are not
+        if self._bars is not None:
             self._bars.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.shown:
+        if self._bars is not None:
             self._bars.stop()
 
     def stage(self, what: str) -> None:
         """Something else begins; how long it will take is not known yet."""
-        # A new one: `reset` would keep the total of the stage before.
-        self._bars.remove_task(self._task)
-        self._task = self._bars.add_task(what, total=None)
+        if self._bars is not None:
+            # A new one: `reset` would keep the total of the stage before.
+            self._bars.remove_task(self._task)
+            self._task = self._bars.add_task(what, total=None)
 
     def at(self, done: int, whole: int | None = None) -> None:
         """So many bytes are done, of `whole`."""
-        if self.shown:
+        if self._bars is not None:
             self._bars.update(self._task, completed=done, total=whole)
 
     def moved(self, now: Underway) -> None:
-        """For oci.registry.copy."""
+        """For gpusnap.oci.registry.copy."""
         self.at(now.moved.bytes + now.moved.skipped_bytes, now.all_bytes)
 
     def chunks(self, now: ChunkProgress) -> None:

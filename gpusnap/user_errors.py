@@ -1,9 +1,10 @@
 """What goes wrong below, in the terms of who typed the command: a sentence, a hint, and what kind it is.
 
     GpusnapError
-    ├── NotFound   there is no such container, name, file or reference
-    ├── Damaged    it is there, and is not what its digests, or its format, say
-    └── Killed     Podman was killed at work for us, and what it had begun goes on
+    ├── NotFound    there is no such container, name, file or reference
+    ├── Damaged     it is there, and is not what its digests, or its format, say
+    ├── NoManifest  it is a checkpoint, and gpusnap's manifest is not in it
+    └── Killed      Podman was killed at work for us, and what it had begun goes on
 
 The first two have exit codes of their own. Whatever else the packages below raise is a GpusnapError.
 """
@@ -14,10 +15,8 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from oci.base import errors
-from runtime_shim.errors import GpusnapError, Interrupted
-
-__all__ = ["Damaged", "Killed", "NotFound", "failure", "is_tls", "told"]
+from gpusnap.oci.base import errors
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, ManifestError
 
 
 class NotFound(GpusnapError):
@@ -26,6 +25,12 @@ class NotFound(GpusnapError):
 
 class Damaged(GpusnapError):
     """What was found is not what its digests, or its format, say."""
+
+    code = "GPS-601"
+
+
+class NoManifest(ManifestError):
+    """A checkpoint that has no manifest of gpusnap's, as those of containers without a GPU."""
 
 
 class Killed(GpusnapError):
@@ -82,16 +87,16 @@ def failure(error: errors.OciError) -> GpusnapError:
     """The same as an error for users: its sentence, and what to do about it."""
     for words, hint in _TLS:
         if isinstance(error, errors.Unreachable) and words in str(error):
-            return GpusnapError(str(error), hint=hint)
+            return GpusnapError(str(error), hint=hint, code=error.code)
     if isinstance(error, errors.EngineImage) and error.engine:
-        return GpusnapError(str(error), hint=_OF_IMAGES[error.engine])
+        return GpusnapError(str(error), hint=_OF_IMAGES[error.engine], code=error.code)
     for kind, ours, hint in _KINDS:
         if isinstance(error, kind):
             cause = error.__cause__
             if ours is Damaged and isinstance(cause, OSError) and cause.errno in _NO_DAMAGE:
-                break
-            return ours(str(error), hint=hint)
-    return GpusnapError(str(error))
+                return GpusnapError(str(error))
+            return ours(str(error), hint=hint, code=error.code)
+    return GpusnapError(str(error), code=error.code)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """gpusnap's OCI hooks: small programs that an engine or a runtime runs at the stages of a container's life.
 
-`gpusnap-hook STAGE` (hooks.main) is what runs; hooks.hooksd writes the files that make Podman run it.
+`gpusnap-hook STAGE` (gpusnap.hooks.main) is what runs; gpusnap.hooks.hooksd writes the files that make Podman
+run it.
 """
-
-__all__: list[str] = []

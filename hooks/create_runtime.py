@@ -7,32 +7,30 @@ from __future__ import annotations
 
 import os
 
-from hooks.errors import HookError
-from hooks.file import read_file
-from hooks.marks import may_have_gpu
-
-__all__ = ["note_gpus"]
+from gpusnap.hooks.errors import HookError
+from gpusnap.hooks.file import read_file
+from gpusnap.hooks.marks import may_have_gpu
 
 _CONFIG_LIMIT = 16 << 20
 
 
 def note_gpus(data: bytes) -> None:
-    """Keep the GPUs of the container whose state `data` is; see hooks.record. Raises HookError."""
+    """Keep the GPUs of the container whose state `data` is; see gpusnap.hooks.record. Raises HookError."""
     quick = _bundle_without_parsing(data)
     if quick and not may_have_gpu(_config(quick)):
         return
-    from hooks.document import parse
+    from gpusnap.hooks.document import parse
 
     state = parse(data, "the container's state")
     bundle = state.get("bundle")
     if not isinstance(bundle, str) or not os.path.isabs(bundle):
-        raise HookError("the container's state names no bundle")
+        raise HookError("the container's state names no bundle", code="GPS-908")
     config = parse(_config(bundle), "the container's configuration")
-    from hooks import given
+    from gpusnap.hooks import given
 
     if not given.has_gpu(config):
         return
-    from hooks import record, schema
+    from gpusnap.hooks import record, schema
 
     schema.check(state, "state", "the container's state")
     schema.check(config, "config", "the container's configuration")
@@ -68,4 +66,4 @@ def _config(bundle: str) -> bytes:
     try:
         return read_file(os.path.join(bundle, "config.json"), _CONFIG_LIMIT)
     except FileNotFoundError:
-        raise HookError(f"the bundle {bundle} has no config.json") from None
+        raise HookError(f"the bundle {bundle} has no config.json", code="GPS-908") from None

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 
-from hooks.errors import HookError
+from gpusnap.hooks.errors import HookError
+from gpusnap.oci.base.json_text import parse_json
 
 TYPE_CHECKING = False  # not typing's, whose import every container would pay for
 if TYPE_CHECKING:
     from typing import Any
-
-__all__ = ["parse", "text"]
 
 
 def parse(data: bytes, what: str) -> dict[str, Any]:
@@ -21,32 +19,12 @@ def parse(data: bytes, what: str) -> dict[str, Any]:
     back: a name that stands twice in an object, NaN, a number beyond a double.
     """
     try:
-        document = json.loads(
-            data.decode("utf-8"), parse_constant=_no_number, parse_float=_finite, object_pairs_hook=_object
-        )
-    except (ValueError, RecursionError) as error:
-        raise HookError(f"{what} is not JSON: {str(error)[:200]}") from error
+        document = parse_json(data.decode("utf-8"))
+    except ValueError as error:
+        raise HookError(f"{what} is not JSON: {str(error)[:200]}", code="GPS-908") from error
     if not isinstance(document, dict):
-        raise HookError(f"{what} is not a JSON object")
+        raise HookError(f"{what} is not a JSON object", code="GPS-908")
     return document
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name stands twice in an object")
-    return found
-
-
-def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is no number")
-
-
-def _finite(word: str) -> float:
-    number = float(word)
-    if not math.isfinite(number):
-        raise ValueError("a number is too large")
-    return number
 
 
 def text(document: dict[str, Any]) -> bytes:

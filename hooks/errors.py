@@ -1,10 +1,8 @@
-"""What can go wrong in a hook. No container fails of it: hooks.main turns it into one line on stderr."""
+"""What can go wrong in a hook. gpusnap.hooks.main turns it into a line on stderr; no container fails."""
 
 from __future__ import annotations
 
-from runtime_shim.errors import GpusnapError
-
-__all__ = ["HookError"]
+from gpusnap.runtime_shim.errors import GpusnapError
 
 
 class HookError(GpusnapError):

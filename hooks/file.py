@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import stat
 
-from hooks.errors import HookError
-from runtime_shim.errors import reason
-
-__all__ = ["read_file"]
+from gpusnap.hooks.errors import HookError
+from gpusnap.runtime_shim.errors import reason
 
 
 def read_file(path: str, limit: int, *, folder: int | None = None) -> bytes:
@@ -20,13 +18,13 @@ def read_file(path: str, limit: int, *, folder: int | None = None) -> bytes:
     try:
         with os.fdopen(os.open(path, flags, dir_fd=folder), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise HookError(f"{path} is no regular file")
+                raise HookError(f"{path} is no regular file", code="GPS-908")
             data = file.read(limit + 1)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
         said = reason(error) if isinstance(error, OSError) else str(error)
-        raise HookError(f"{path} cannot be read: {said}") from error
+        raise HookError(f"{path} cannot be read: {said}", code="GPS-908") from error
     if len(data) > limit:
-        raise HookError(f"{path} is larger than {limit >> 10} KiB")
+        raise HookError(f"{path} is larger than {limit >> 10} KiB", code="GPS-908")
     return data

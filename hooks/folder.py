@@ -1,7 +1,5 @@
-"""The name of the folder of hooks.place, for who only looks whether there is anything in it."""
+"""The name of the folder of gpusnap.hooks.place, for who only looks whether there is anything in it."""
 
 from __future__ import annotations
-
-__all__ = ["FOLDER"]
 
 FOLDER = "/run/gpusnap/containers"

@@ -11,24 +11,8 @@ import re
 import stat
 from typing import Any
 
-__all__ = ["cdi_names", "driver_version", "has_gpu", "is_driver_file", "nodes", "visible_devices"]
-
-_DRIVER_FILE = re.compile(
-    r"""(?x) .*/(?:
-        lib(?:cuda|cudadebugger|nvcuvid|nvoptix|nvidia-[\w-]+|(?:GLX|EGL|vdpau|GLESv1_CM|GLESv2)_nvidia)\.so[\w.]*
-        | firmware/(?:updates/)?(?:[^/]+/)?nvidia/.+
-        | s?bin/nvidia-[\w-]+
-        | run/nvidia-(?:persistenced|fabricmanager)/socket
-        | proc/driver/nvidia(?:/.*)?
-    )"""
-)
 _VERSIONED = re.compile(r"/lib(?:cuda|nvidia-ml)\.so\.(\d{2,4}(?:\.\d{1,4}){1,2})$")
 _CDI = "cdi.k8s.io/"
-
-
-def is_driver_file(path: str) -> bool:
-    """Whether NVIDIA's driver puts such a file on a host."""
-    return _DRIVER_FILE.fullmatch(path) is not None
 
 
 def _is_node(path: str) -> bool:

@@ -20,23 +20,11 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hooks.document import parse
-from hooks.errors import HookError
-from hooks.file import read_file
-from hooks.main import STAGES
-from runtime_shim.errors import reason
-
-__all__ = [
-    "ANNOTATION",
-    "PROGRAM",
-    "SHARED_DIRECTORIES",
-    "TIMEOUT",
-    "Change",
-    "files",
-    "find_program",
-    "install",
-    "remove",
-]
+from gpusnap.hooks.document import parse
+from gpusnap.hooks.errors import HookError
+from gpusnap.hooks.file import read_file
+from gpusnap.hooks.main import STAGES
+from gpusnap.runtime_shim.errors import reason
 
 PROGRAM = "gpusnap-hook"
 SHARED_DIRECTORIES = ("/usr/share/containers/oci/hooks.d", "/etc/containers/oci/hooks.d")
@@ -88,6 +76,7 @@ def find_program() -> str:
     raise HookError(
         f"the program {PROGRAM} is not in {' or '.join(dict.fromkeys(places))}",
         hint="install gpusnap with pip, pipx or your distribution's package, which bring it",
+        code="GPS-002",
     )
 
 
@@ -111,7 +100,9 @@ def install(directory: str, made: Mapping[str, bytes], *, force: bool = False) -
         return [_put(path, before, data) for path, before, data in plan]
     except OSError as error:
         raise HookError(
-            f"the hooks cannot be written into {directory}: {reason(error)}", hint="run it as root"
+            f"the hooks cannot be written into {directory}: {reason(error)}",
+            hint="run it as root",
+            code="GPS-005",
         ) from error
 
 
@@ -133,7 +124,9 @@ def remove(directory: str, *, dry_run: bool = False) -> tuple[list[Change], list
             if not dry_run:
                 os.unlink(path)
         except OSError as error:
-            raise HookError(f"{path} cannot be removed: {reason(error)}", hint="run it as root") from error
+            raise HookError(
+                f"{path} cannot be removed: {reason(error)}", hint="run it as root", code="GPS-005"
+            ) from error
         done.append(("removed", path))
     return done, left
 

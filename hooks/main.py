@@ -14,13 +14,11 @@ from __future__ import annotations
 import os
 import sys
 
-from hooks.marks import may_have_gpu
+from gpusnap.hooks.marks import may_have_gpu
 
 TYPE_CHECKING = False  # not typing's, whose import takes longer than all of this module
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-__all__ = ["SECONDS", "STAGES", "main"]
 
 STAGES = ("precreate", "createRuntime", "poststop")
 SECONDS = 5.0
@@ -68,7 +66,7 @@ def _precreate(options: list[str], source: int, target: int) -> None:
         if not whole[0]:
             raise OverflowError(f"the configuration is larger than {_CONFIG_LIMIT >> 20} MiB")
         if may_have_gpu(data):
-            from hooks.precreate import prepared
+            from gpusnap.hooks.precreate import prepared
 
             answer.append(prepared(data, path))
 
@@ -99,9 +97,9 @@ def _with_state(stage: str, options: list[str], source: int) -> None:
     if not _read(source, came, _STATE_LIMIT):
         raise OverflowError(f"the container's state is larger than {_STATE_LIMIT >> 20} MiB")
     if stage == "createRuntime":
-        from hooks.create_runtime import note_gpus as act
+        from gpusnap.hooks.create_runtime import note_gpus as act
     else:
-        from hooks.poststop import forget as act
+        from gpusnap.hooks.poststop import forget as act
     act(b"".join(came))
 
 

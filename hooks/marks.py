@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["may_have_gpu"]
-
 # In every configuration of a container with a GPU: a part of a node's or of a library's path.
 _MARKS = (b"nvidia", b"kfd", b"libcuda")
 

@@ -2,7 +2,7 @@
 
     /run/gpusnap/containers/      0700
         ID/                       0700, made at createRuntime, removed at poststop
-            gpus.json             0600, see hooks.record
+            gpus.json             0600, see gpusnap.hooks.record
 
 Nothing here follows a symbolic link, and no container's ID leads out of the folder.
 """
@@ -14,10 +14,8 @@ import os
 import re
 from collections.abc import Iterator
 
-from hooks import folder
-from hooks.errors import HookError
-
-__all__ = ["checked", "make", "opened", "remove"]
+from gpusnap.hooks import folder
+from gpusnap.hooks.errors import HookError
 
 # runc (libcontainer/factory_linux.go) and containerd (pkg/identifiers) allow no more than this.
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,254}")
@@ -28,34 +26,27 @@ _DEPTH = 8
 def checked(container: object) -> str:
     """The ID of a container, which is safe as a file's name. Raises HookError for any other."""
     if not isinstance(container, str) or not _ID.fullmatch(container):
-        raise HookError(f"{str(container)[:80]!r} is no container ID")
+        raise HookError(f"{str(container)[:80]!r} is no container ID", code="GPS-908")
     return container
 
 
 @contextlib.contextmanager
-def opened(*names: str) -> Iterator[int]:
-    """A descriptor of folder.FOLDER, or of a folder in it. Raises OSError."""
+def opened(*names: str, make: bool = False) -> Iterator[int]:
+    """A descriptor of folder.FOLDER, or of a folder in it; with `make` they are made where they are missing.
+
+    Raises OSError.
+    """
     top, above, last = _parts()
     with contextlib.ExitStack() as stack:
         descriptor = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         stack.callback(os.close, descriptor)
         for name in (above, last, *names):
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, 0o700, dir_fd=descriptor)
             descriptor = os.open(name, _OPEN, dir_fd=descriptor)
             stack.callback(os.close, descriptor)
         yield descriptor
-
-
-def make(container: str) -> None:
-    """Make the folder of a container, and those above it, where they are missing. Raises OSError."""
-    top, above, last = _parts()
-    with contextlib.ExitStack() as stack:
-        descriptor = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        stack.callback(os.close, descriptor)
-        for name in (above, last, container):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(name, 0o700, dir_fd=descriptor)
-            descriptor = os.open(name, _OPEN, dir_fd=descriptor)
-            stack.callback(os.close, descriptor)
 
 
 def _parts() -> tuple[str, str, str]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 
-from hooks import folder
-from hooks.errors import HookError
-from runtime_shim.errors import reason
-
-__all__ = ["forget"]
+from gpusnap.hooks import folder
+from gpusnap.hooks.errors import HookError
+from gpusnap.runtime_shim.errors import reason
 
 
 def forget(data: bytes) -> None:
@@ -19,18 +17,20 @@ def forget(data: bytes) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise HookError(f"{folder.FOLDER} cannot be read: {reason(error)}") from error
-    from hooks import place
-    from hooks.document import parse
+        raise HookError(f"{folder.FOLDER} cannot be read: {reason(error)}", code="GPS-908") from error
+    from gpusnap.hooks import place
+    from gpusnap.hooks.document import parse
 
     state = parse(data, "the container's state")
     container = place.checked(state.get("id"))
     if not os.path.lexists(os.path.join(folder.FOLDER, container)):
         return
-    from hooks import schema
+    from gpusnap.hooks import schema
 
     schema.check(state, "state", "the container's state")
     try:
         place.remove(container)
     except OSError as error:
-        raise HookError(f"the record of container {container} cannot be removed: {reason(error)}") from error
+        raise HookError(
+            f"the record of container {container} cannot be removed: {reason(error)}", code="GPS-908"
+        ) from error

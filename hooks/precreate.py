@@ -18,11 +18,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hooks import schema
-from hooks.document import parse, text
-from hooks.given import has_gpu, is_driver_file
-
-__all__ = ["CRIU_ANNOTATION", "prepared"]
+from gpusnap.hooks import schema
+from gpusnap.hooks.document import parse, text
+from gpusnap.hooks.given import has_gpu
+from gpusnap.runtime_shim.gpu.nvidia.driver_files import is_driver_file
 
 CRIU_ANNOTATION = "org.criu.config"
 """Read by runc and, from 1.26 on with CRIU 4.2, by crun; an older crun refuses to checkpoint with it."""

@@ -11,13 +11,11 @@ import os
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
-from hooks import place, schema
-from hooks.document import parse, text
-from hooks.errors import HookError
-from hooks.file import read_file
-from runtime_shim.errors import reason
-
-__all__ = ["NAME", "Node", "Record", "now", "read", "write"]
+from gpusnap.hooks import place, schema
+from gpusnap.hooks.document import parse, text
+from gpusnap.hooks.errors import HookError
+from gpusnap.hooks.file import read_file
+from gpusnap.runtime_shim.errors import reason
 
 NAME = "gpus.json"
 _VERSION = 1
@@ -70,11 +68,12 @@ def write(record: Record) -> None:
     }
     schema.check(document, "gpus", f"the record of container {container}")
     try:
-        place.make(container)
-        with place.opened(container) as folder:
+        with place.opened(container, make=True) as folder:
             _write(text(document) + b"\n", folder)
     except OSError as error:
-        raise HookError(f"the record of container {container} cannot be written: {reason(error)}") from error
+        raise HookError(
+            f"the record of container {container} cannot be written: {reason(error)}", code="GPS-908"
+        ) from error
 
 
 def _write(data: bytes, folder: int) -> None:
@@ -101,10 +100,10 @@ def read(container: str) -> Record | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise HookError(f"{what} cannot be read: {reason(error)}") from error
+        raise HookError(f"{what} cannot be read: {reason(error)}", code="GPS-908") from error
     schema.check(document, "gpus", what)
     if document["container"] != container:
-        raise HookError(f"{what} is of container {document['container']}")
+        raise HookError(f"{what} is of container {document['container']}", code="GPS-908")
     return Record(
         container=container,
         created=document["created"],

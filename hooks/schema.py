@@ -6,9 +6,7 @@ import json
 from importlib import resources
 from typing import Any
 
-from hooks.errors import HookError
-
-__all__ = ["check"]
+from gpusnap.hooks.errors import HookError
 
 
 def check(document: dict[str, Any], name: str, what: str) -> None:
@@ -16,8 +14,10 @@ def check(document: dict[str, Any], name: str, what: str) -> None:
     # Imported here: it takes 0.1 s, and a container without a GPU must not pay for it.
     import jsonschema
 
-    text = resources.files("hooks").joinpath(f"{name}.schema.json").read_text("utf-8")
+    text = resources.files("gpusnap.hooks").joinpath(f"{name}.schema.json").read_text("utf-8")
     error = next(iter(jsonschema.Draft202012Validator(json.loads(text)).iter_errors(document)), None)
     if error is not None:
         place = "/".join(map(str, error.absolute_path)) or "the top level"
-        raise HookError(f"{what} is not as the specification says: at {place}, {error.message[:200]}")
+        raise HookError(
+            f"{what} is not as the specification says: at {place}, {error.message[:200]}", code="GPS-908"
+        )

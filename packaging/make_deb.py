@@ -96,7 +96,7 @@ def make(folder: Path) -> Path:
 
 def _version() -> str:
     names: dict[str, str] = {}
-    exec((CHECKOUT / "runtime_shim/_version.py").read_text(), names)
+    exec((CHECKOUT / "gpusnap/runtime_shim/_version.py").read_text(), names)
     return names["__version__"]
 
 
@@ -107,8 +107,9 @@ def _epoch() -> int:
 
 def _modules(tree: Path, settings: dict[str, Any]) -> None:
     """The packages that a wheel has, with their data."""
-    tops = [CHECKOUT / word.removesuffix("*") for word in settings["packages"]["find"]["include"]]
-    for source in sorted(init.parent for top in tops for init in top.rglob("__init__.py")):
+    # Unlike rglob, os.walk can follow the links in gpusnap/.
+    walk = os.walk(CHECKOUT / "gpusnap", followlinks=True)
+    for source in sorted(Path(folder) for folder, _, files in walk if "__init__.py" in files):
         inner = source.relative_to(CHECKOUT)
         package, target = ".".join(inner.parts), tree / MODULES / inner
         patterns = ["*.py", *settings["package-data"].get(package, [])]
@@ -123,7 +124,7 @@ def _commands(tree: Path, scripts: dict[str, str], build: Path) -> None:
         module, _, function = reference.partition(":")
         text = _SCRIPT.format(modules=MODULES, module=module, function=function)
         _write(tree / (ENTRY if name == "gpusnap-runtime" else f"usr/bin/{name}"), text, 0o755)
-    launcher = CHECKOUT / "runtime_shim/launcher"
+    launcher = CHECKOUT / "gpusnap/runtime_shim/launcher"
     subprocess.run(
         ["make", "-s", "-C", str(launcher), f"BUILD={build}", f"PYTHON_ENTRY=/{ENTRY}"], check=True
     )

@@ -11,13 +11,15 @@
     │   └── ManifestVersion  … or of a major version that this gpusnap does not know
     ├── ImageError           the checkpoint's directory: not writable, full, not what was dumped
     ├── Interrupted          a signal asked us to stop
-    ├── CdiError             a CDI file of this host: see runtime_shim.gpu.cdi.spec
-    └── GpuError             the GPU's driver: see runtime_shim.gpu.api.errors
+    ├── CdiError             a CDI file of this host: see gpusnap.runtime_shim.gpu.cdi.spec
+    └── GpuError             the GPU's driver: see gpusnap.runtime_shim.gpu.api.errors
 
-A message is one sentence that says what happened to what; `hint` is the next thing to do. Podman rewrites
+A message is one sentence that says what happened to what; `hint` is the next thing to do; `code`, such as
+GPS-312, is what it is found under in docs/errors.md and by `gpusnap explain` (gpusnap.error_codes has all). A
+class may have a code for all its errors, and the place that raises one a more precise one. Podman rewrites
 every message that holds the words of ENOENT or EACCES into "OCI runtime attempted to invoke a command that
 was not found" (libpod, getOCIRuntimeError), so `reason()` words those two differently, and `sentence()` does
-so where they come from crun, runc or CRIU.
+so where they come from crun, runc or CRIU. It keeps the rest of the line, and so the code at its end.
 """
 
 from __future__ import annotations
@@ -25,36 +27,23 @@ from __future__ import annotations
 import errno
 import os
 
-__all__ = [
-    "ContainerError",
-    "GpusnapError",
-    "ImageError",
-    "Interrupted",
-    "ManifestError",
-    "ManifestVersion",
-    "NotStarted",
-    "Refused",
-    "RuntimeFailed",
-    "SettingsError",
-    "UsageError",
-    "no_thread",
-    "printable",
-    "reason",
-    "unforeseen",
-]
-
 
 class GpusnapError(Exception):
     """The base of all errors that a user may see: one sentence, and what to do about it."""
 
-    def __init__(self, message: str, *, hint: str = "") -> None:
+    code: str = ""
+    """Such as GPS-312; empty where docs/errors.md has no more to say than the sentence."""
+
+    def __init__(self, message: str, *, hint: str = "", code: str = "") -> None:
         super().__init__(message)
         self.hint = hint
+        if code:
+            self.code = code
 
     def sentence(self) -> str:
-        """Message and hint as one line for stderr and for the runtime's JSON log."""
+        """Message, hint and code as one line for stderr and for the runtime's JSON log."""
         text = printable(" ".join(str(self).split()))
-        return _reworded(f"{text}; {printable(self.hint)}" if self.hint else text)
+        return with_code(_reworded(f"{text}; {printable(self.hint)}" if self.hint else text), self.code)
 
 
 class UsageError(GpusnapError):
@@ -63,6 +52,8 @@ class UsageError(GpusnapError):
 
 class SettingsError(GpusnapError):
     """An unknown key or a bad value in the settings file or in an annotation."""
+
+    code = "GPS-111"
 
 
 class ContainerError(GpusnapError):
@@ -76,24 +67,28 @@ class Refused(GpusnapError):
 class RuntimeFailed(GpusnapError):
     """The real runtime (or CRIU under it) failed; `exit_code` is what it returned."""
 
-    def __init__(self, message: str, *, hint: str = "", exit_code: int = 1) -> None:
-        super().__init__(message, hint=hint)
+    def __init__(self, message: str, *, hint: str = "", code: str = "", exit_code: int = 1) -> None:
+        super().__init__(message, hint=hint, code=code)
         self.exit_code = exit_code
 
 
 class NotStarted(RuntimeFailed):
     """A program cannot be started: another runtime may be."""
 
-    def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(message, hint=hint, exit_code=127)
+    def __init__(self, message: str, *, hint: str = "", code: str = "") -> None:
+        super().__init__(message, hint=hint, code=code, exit_code=127)
 
 
 class ManifestError(GpusnapError):
     """The manifest is missing, cut short, or does not follow its schema."""
 
+    code = "GPS-601"
+
 
 class ManifestVersion(ManifestError):
     """The manifest is of a major version that this gpusnap does not know."""
+
+    code = "GPS-603"
 
 
 class ImageError(GpusnapError):
@@ -125,6 +120,21 @@ def _reworded(text: str) -> str:
     return text
 
 
+def with_code(text: str, code: str) -> str:
+    """A line with a code at its end, where there is one that it does not have yet."""
+    return f"{text} [{code}]" if code and f"[{code}]" not in text else text
+
+
+def split_code(text: str) -> tuple[str, str]:
+    """A line and the code that stood at its end; "" where there was none."""
+    # No regular expression: importing `re` takes longer than a pass-through to crun may.
+    before, _, last = text.rpartition(" [")
+    number = last.removeprefix("GPS-").removesuffix("]")
+    if last == f"GPS-{number}]" and len(number) == 3 and number.isascii() and number.isdecimal():
+        return before, last.removesuffix("]")
+    return text, ""
+
+
 def reason(error: OSError) -> str:
     """The errno of `error` in words that Podman shows as they are."""
     number = error.errno or 0
@@ -138,6 +148,7 @@ def unforeseen(error: Exception) -> GpusnapError:
         return GpusnapError(
             f"a part of gpusnap is missing, so nothing is checkpointed or restored: {error}",
             hint="install gpusnap anew; gpusnap doctor tells whether all of it is there",
+            code="GPS-002",
         )
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         return no_thread(error)
@@ -150,7 +161,7 @@ def unforeseen(error: Exception) -> GpusnapError:
         trace = trace.tb_next
     if trace is not None:
         said += f" ({os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno})"
-    return GpusnapError(said, hint="this should have been said better: tell us")
+    return GpusnapError(said, hint="this should have been said better: tell us", code="GPS-001")
 
 
 def no_thread(error: RuntimeError) -> GpusnapError:
@@ -158,6 +169,7 @@ def no_thread(error: RuntimeError) -> GpusnapError:
     return GpusnapError(
         f"no thread could be started: {error}",
         hint="raise the limit on processes and threads for gpusnap (ulimit -u, pids.max)",
+        code="GPS-003",
     )
 
 

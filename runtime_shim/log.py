@@ -1,9 +1,10 @@
 """What a user, Podman and containerd are told when something goes wrong.
 
-The sentence goes to stderr; where the caller gave --log, also there as the line that it reads: a JSON object
-with level, msg and time (libpod/oci_util.go ociError takes one object; containerd's go-runc the last with
-level error), or runc's text form. The real runtime's own log is kept apart and folded into our sentence,
-because a second JSON object in the file would keep Podman from reading the first.
+The sentence goes to stderr; where the caller gave --log, also there as the line that it reads: a JSON
+object with level, msg and time, and code where the error has one (libpod/oci_util.go ociError takes one
+object; containerd's go-runc the last with level error), or runc's text form. The real runtime's own log
+is kept apart and folded into our sentence, because a second JSON object in the file would keep Podman
+from reading the first.
 """
 
 from __future__ import annotations
@@ -14,10 +15,8 @@ import os
 import sys
 from datetime import UTC, datetime
 
-from oci.base.json_text import parse_json
-from runtime_shim.errors import GpusnapError, printable, reason
-
-__all__ = ["NOTE", "note", "report", "runtime_message", "runtime_warnings", "say"]
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.runtime_shim.errors import GpusnapError, printable, reason, with_code
 
 NOTE = "note: "
 """What a sentence on stderr begins with that is no error; engines/podman.py tells the two apart."""
@@ -32,9 +31,11 @@ def report(error: GpusnapError, *, log: str | None = None, log_format: str | Non
         return
     now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
     if log_format == "json":
-        line = json.dumps({"level": "error", "msg": f"gpusnap: {sentence}", "time": now})
+        entry = {"level": "error", "msg": f"gpusnap: {sentence}", "time": now}
+        line = json.dumps(entry | ({"code": error.code} if error.code else {}))
     else:
         line = f"time={json.dumps(now)} level=error msg={json.dumps('gpusnap: ' + sentence)}"
+        line += f" code={error.code}" if error.code else ""
     try:
         # Podman's is in the directory into which it unpacks archives: no link there is followed, no FIFO
         # waited for. /dev/stderr is a link, and nobody else's.
@@ -46,9 +47,9 @@ def report(error: GpusnapError, *, log: str | None = None, log_format: str | Non
         note(f"the log {path} cannot be written: {reason(failure)}")
 
 
-def note(text: str) -> None:
+def note(text: str, *, code: str = "") -> None:
     """Say something on stderr that is no error."""
-    say(NOTE + text)
+    say(NOTE + with_code(text, code))
 
 
 def say(text: str) -> None:

@@ -15,30 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from runtime_shim.errors import SettingsError
-from runtime_shim.gpu.api.gpu_map import GpuMap, parse_map
-from runtime_shim.runtime import find as locate
-from runtime_shim.runtime.find import SETTINGS_FILE
+from gpusnap.runtime_shim.errors import SettingsError
+from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, parse_map
+from gpusnap.runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
 
 if TYPE_CHECKING:
-    from oci.registry.pace import Limits
-
-__all__ = [
-    "ANNOTATION_PREFIX",
-    "SETTINGS_FILE",
-    "TABLE",
-    "Amd",
-    "Criu",
-    "Key",
-    "Memory",
-    "Nvidia",
-    "Registry",
-    "Settings",
-    "Store",
-    "annotated",
-    "load",
-    "usable",
-]
+    from gpusnap.oci.registry.pace import Limits
 
 ANNOTATION_PREFIX = "io.gpusnap."
 
@@ -151,8 +134,8 @@ class Registry:
 
     @property
     def limits(self) -> Limits:
-        """The same for oci.registry.repository."""
-        from oci.registry.pace import Limits
+        """The same for gpusnap.oci.registry.repository."""
+        from gpusnap.oci.registry.pace import Limits
 
         return Limits(self.timeout, self.minimum_speed)
 
@@ -293,8 +276,8 @@ def _lines(value: Any) -> tuple[str, ...]:
 
 def _repositories(value: Any) -> tuple[str, ...]:
     # Imported here, as few settings files have it.
-    from oci.base.errors import RegistryError
-    from oci.layout.reference import parse_plain
+    from gpusnap.oci.base.errors import RegistryError
+    from gpusnap.oci.layout.reference import parse_plain
 
     wanted = 'a list of repositories such as "registry.example/team/app", or http:// and one without TLS'
     try:

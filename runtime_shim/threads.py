@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import threading
 
-from runtime_shim.errors import no_thread
-
-__all__ = ["bound_starts", "start"]
+from gpusnap.runtime_shim.errors import no_thread
 
 # Seconds for a thread to run at last. On a busy host it takes some milliseconds.
 _BEGINNING = 30.0

@@ -23,17 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 
-from runtime_shim.errors import GpusnapError, Interrupted, reason
-
-__all__ = [
-    "Step",
-    "Transaction",
-    "announce",
-    "forwarded_signals",
-    "held_signals",
-    "interruptible",
-    "stop_if_asked",
-]
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, reason
 
 # Characters that are kept of a step's notes: a manifest takes no more than its schema allows.
 _NOTE = 4096

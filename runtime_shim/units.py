@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["human"]
-
 
 def human(size: int) -> str:
     """Bytes in binary units, with one decimal from KiB on."""

@@ -74,6 +74,9 @@ check() {
     [ -d "$image/lib/$python" ] || die "this image has nothing for the node's $python; see PYTHONS in tree.sh"
     on_node sh -c '[ -s "$(command -v criu)" ]' ||
         die "this node has no criu, without which no container is checkpointed; install its distribution's"
+    on_node /usr/bin/python3 -c 'import importlib.util as u, sys; sys.exit(u.find_spec("pycriu") is None)' ||
+        die "this node has no pycriu, without which no container is restored; install its distribution's" \
+            "python3-pycriu (Fedora: python3-criu)"
 }
 
 copy() {

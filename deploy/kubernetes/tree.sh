@@ -34,8 +34,8 @@ END
     chmod 755 "$tree/bin/$1"
 }
 program gpusnap gpusnap.cli.main
-program gpusnap-runtime runtime_shim.shim.entry
-program gpusnap-hook hooks.main
+program gpusnap-runtime gpusnap.runtime_shim.shim.entry
+program gpusnap-hook gpusnap.hooks.main
 
 # By its content: the same wheels make the same version, and a node that has it is left alone.
 (cd "$tree" && find bin lib -type f -print0 | sort -z | xargs -0 sha256sum) | sha256sum | cut -c 1-16 >"$tree/version"

@@ -10,20 +10,19 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from gpusnap.checkpoints import locator
+from gpusnap.oci.base.errors import DiskError, NotThere, OciError, StoreError
+from gpusnap.oci.chunks import artifact as artifacts
+from gpusnap.oci.chunks.artifact import Artifact
+from gpusnap.oci.chunks.table import Table, descriptors
+from gpusnap.oci.layout.documents import EMPTY, Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.snapshot.memory.destination import as_artifact
 from gpusnap.user_errors import Damaged
-from oci.base.errors import DiskError, NotThere, OciError, StoreError
-from oci.chunks import artifact as artifacts
-from oci.chunks.artifact import Artifact
-from oci.chunks.table import Table, descriptors
-from oci.layout.documents import EMPTY, Descriptor
-from oci.layout.layout import Layout
-from oci.store.store import Store
-from runtime_shim.errors import Refused
-from runtime_shim.records import manifest
 
-__all__ = ["Kept", "forget_pages", "forget_pages_of", "held", "hold", "load", "roots"]
-
-# As runtime_shim.snapshot.memory.destination.described writes them.
+# As gpusnap.runtime_shim.snapshot.memory.destination.described writes them.
 _CONTAINER = "io.gpusnap.container.id"
 _CREATED = "org.opencontainers.image.created"
 
@@ -62,6 +61,7 @@ class Kept:
                 f"{self.root.digest} is a checkpoint of containerd's, which Podman cannot restore",
                 hint="on a host with containerd: gpusnap pull REF --to containerd:IMAGE, then ctr container "
                 "restore --live NAME IMAGE",
+                code="GPS-607",
             )
 
     def check_containerd(self) -> None:
@@ -72,6 +72,7 @@ class Kept:
                 f"{self.root.digest} is no checkpoint of containerd's, but one of Podman's or Kubernetes', "
                 "which ctr cannot restore",
                 hint="gpusnap restore REF has Podman restore it",
+                code="GPS-607",
             )
 
     def check_whole(self) -> None:
@@ -82,6 +83,7 @@ class Kept:
                 f"{self.root.digest} has only the memory of a checkpoint, whose records are in the archive "
                 "that Podman exported, or in Podman's storage",
                 hint=f"run podman container restore --import ARCHIVE, or podman container restore {whose}",
+                code="GPS-608",
             )
 
 
@@ -97,7 +99,8 @@ def load(root: Descriptor, layout: Layout, read: Callable[[Descriptor], bytes] |
         return Kept(root, whole, b"", None)
     if config.size > manifest.LARGEST:
         raise Damaged(
-            f"the manifest {config.digest} has {config.size} bytes, and {manifest.LARGEST} are allowed"
+            f"the manifest {config.digest} has {config.size} bytes, and {manifest.LARGEST} are allowed",
+            code="GPS-604",
         )
     data = layout.read_blob(config, limit=manifest.LARGEST)
     found = Kept(root, whole, data, manifest.decode(data, f"the manifest {config.digest}"))
@@ -158,18 +161,20 @@ def roots(store: Store) -> set[str]:
     return {each.descriptor.digest for each in store.entries()}
 
 
-def forget_pages(store: Store, config: Descriptor, before: set[str]) -> None:
-    """Take out of the index what a runtime put there since `before`: memory without records.
+def pages_of(found: Kept, staging: Layout, before: set[str]) -> str:
+    """The digest of what a runtime has put into the index of it: memory without records; see Staging.commit.
 
-    `config`: its manifest. The blobs stay. What cannot be told or done is left, and shown by `gpusnap ls`.
+    Empty where it has none, or that was there `before`.
     """
-    _forget(store, before, lambda found: found.config.digest == config.digest)
+    pages = as_artifact(staging, found.record).digest if found.record is not None else ""
+    return "" if pages in before else pages
 
 
 def forget_pages_of(store: Store, container: str, since: datetime, before: set[str]) -> None:
-    """The same for a checkpoint that came to nothing: that of a container (its full ID) and no other's.
+    """Take out of the index what a runtime put there since `before` for a checkpoint that came to nothing.
 
-    since: when it began. Others make checkpoints into the same store meanwhile.
+    That of a container (its full ID), and no other's: others make checkpoints into the same store meanwhile.
+    `since`: when it began. The blobs stay. What cannot be told or done is left, and shown by `gpusnap ls`.
     """
 
     def ours(found: Artifact) -> bool:
@@ -181,10 +186,6 @@ def forget_pages_of(store: Store, container: str, since: datetime, before: set[s
         except (ValueError, TypeError):
             return False
 
-    _forget(store, before, ours)
-
-
-def _forget(store: Store, before: set[str], ours: Callable[[Artifact], bool]) -> None:
     for entry in store.entries():
         digest = entry.descriptor.digest
         if entry.name or digest in before:

@@ -8,30 +8,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gpusnap.checkpoints.statistics import parts
-from oci.base.errors import DigestError, LayoutError
-from oci.chunks import artifact as artifacts
-from oci.chunks.artifact import Artifact
-from oci.chunks.table import MEDIA_TYPES, Table
-from oci.chunks.verify import Fault
-from oci.layout.documents import Descriptor
-from oci.layout.graph import is_document
-from oci.layout.layout import Layout
-from runtime_shim.errors import ManifestError
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest import Manifest
-from runtime_shim.units import human
-
-__all__ = [
-    "Damage",
-    "Progress",
-    "Verified",
-    "config_of",
-    "damaged",
-    "tables_of",
-    "within",
-    "within_artifact",
-    "within_manifest",
-]
+from gpusnap.oci.base.errors import DigestError, LayoutError
+from gpusnap.oci.chunks import artifact as artifacts
+from gpusnap.oci.chunks.artifact import Artifact
+from gpusnap.oci.chunks.table import MEDIA_TYPES, Table
+from gpusnap.oci.chunks.verify import Fault
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.graph import is_document
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.runtime_shim.errors import ManifestError
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.units import human
 
 Progress = Callable[[int, int], object]
 """Called with bytes that were checked, and of how many."""

@@ -7,14 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from oci.base.errors import DigestError, LayoutError
-from oci.chunks import artifact as artifacts
-from oci.layout.documents import EMPTY, Descriptor, parse_document
-from oci.layout.graph import is_document, walk
-from oci.registry.referrers import subject_of
-from oci.store.store import Store
-
-__all__ = ["Kept", "Kind", "Listing", "Row", "blobs_of", "kept", "listing"]
+from gpusnap.oci.base.errors import DigestError, LayoutError
+from gpusnap.oci.chunks import artifact as artifacts
+from gpusnap.oci.layout.documents import EMPTY, Descriptor, parse_document
+from gpusnap.oci.layout.graph import is_document, walk
+from gpusnap.oci.store.referrers import subject_of
+from gpusnap.oci.store.store import Store
 
 Kind: TypeAlias = Literal["checkpoint", "pages", "referrer", "other", "damaged"]
 

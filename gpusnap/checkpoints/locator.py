@@ -19,32 +19,16 @@ import os
 import re
 from dataclasses import dataclass
 
+from gpusnap.oci.base.errors import LayoutError, RegistryError, StoreError
+from gpusnap.oci.layout import reference
+from gpusnap.oci.layout.graph import is_document
+from gpusnap.oci.layout.reference import PLAIN_HTTP, Reference
+from gpusnap.oci.store.index import Entry, check_name
+from gpusnap.oci.store.referrers import subject_of
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import UsageError
 from gpusnap.user_errors import NotFound, told
-from oci.base.errors import LayoutError, RegistryError, StoreError
-from oci.layout import reference
-from oci.layout.graph import is_document
-from oci.layout.reference import PLAIN_HTTP, Reference
-from oci.registry.referrers import subject_of
-from oci.store.store import Entry, Store, check_name
-from runtime_shim import settings as settings_file
-from runtime_shim.errors import UsageError
-
-__all__ = [
-    "InContainerd",
-    "InFile",
-    "InRegistry",
-    "InStore",
-    "Place",
-    "default_store",
-    "destination",
-    "find",
-    "in_containerd",
-    "in_store",
-    "named",
-    "open_store",
-    "registry",
-    "store_name",
-]
 
 _STORE = "oci:"
 _CONTAINERD = "containerd:"
@@ -78,8 +62,10 @@ class InStore:
                 return next(iter(one.values()))
         path = self.store.path
         if not entries:
-            raise NotFound(f"nothing is kept in {path}")
-        raise UsageError(f"{path} keeps {len(one)} checkpoints", hint=f"name one: oci:{path}:NAME")
+            raise NotFound(f"nothing is kept in {path}", code="GPS-701")
+        raise UsageError(
+            f"{path} keeps {len(one)} checkpoints", hint=f"name one: oci:{path}:NAME", code="GPS-102"
+        )
 
     def _refers(self, entry: Entry) -> bool:
         if entry.name or not is_document(entry.descriptor):
@@ -135,11 +121,13 @@ def find(word: str, *, remote: bool = True) -> Place:
             raise NotFound(
                 f"there is no file {word}",
                 hint="check the path; gpusnap ls lists the checkpoints in the store",
+                code="GPS-102",
             )
         if os.path.isdir(word) and not _has_images(word):
             raise NotFound(
                 f"{word} is a directory without a checkpoint",
                 hint="a checkpoint in a store is named oci:DIR:NAME",
+                code="GPS-102",
             )
         return InFile(word)
     if remote and (found := _in_registry(word)) is not None:
@@ -163,6 +151,7 @@ def in_containerd(word: str) -> InContainerd | None:
         raise UsageError(
             f"{word[:120]!r} names no image in containerd",
             hint="write it as containerd:NAMESPACE/IMAGE, such as containerd:default/w:v1",
+            code="GPS-102",
         )
     return InContainerd(namespace, name)
 
@@ -175,7 +164,9 @@ def in_store(word: str) -> InStore:
         try:
             check_name(word)
         except StoreError as error:
-            raise UsageError(f"{word[:120]!r} is no checkpoint: it is {_WHAT}", hint=_hint()) from error
+            raise UsageError(
+                f"{word[:120]!r} is no checkpoint: it is {_WHAT}", hint=_hint(), code="GPS-102"
+            ) from error
     return InStore(default_store(), word)
 
 
@@ -203,6 +194,7 @@ def destination(word: str) -> Place:
             f"{word[:120]!r} is no destination for a checkpoint: write oci:DIR[:NAME], a file "
             "such as ./w.tar, or a reference in a registry such as registry.example/w:v1",
             hint="for a name in this host's store, use --name instead of --to",
+            code="GPS-102",
         )
     return found
 
@@ -265,13 +257,16 @@ def _check_not_containerd(word: str) -> None:
         raise UsageError(
             f"{word[:120]!r} is an image in containerd, which only gpusnap push and gpusnap pull --to know",
             hint="ctr container checkpoint and ctr container restore make and restore it",
+            code="GPS-102",
         )
 
 
 def _in_folder(word: str, *, new: bool = False) -> InStore:
     path, _, wanted = word.removeprefix(_STORE).partition(":")
     if not path:
-        raise UsageError(f"{word[:120]!r} names no folder", hint="a store is named oci:DIR or oci:DIR:NAME")
+        raise UsageError(
+            f"{word[:120]!r} names no folder", hint="a store is named oci:DIR or oci:DIR:NAME", code="GPS-102"
+        )
     if new and wanted:
         named(wanted)
     if not new and not os.path.isdir(path):

@@ -12,11 +12,9 @@ import sys
 from contextlib import suppress
 
 from gpusnap.checkpoints.locator import InRegistry, InStore, default_store, store_name
+from gpusnap.oci.base.errors import OciError, RegistryError, Unreachable
+from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.user_errors import failure, is_tls
-from oci.base.errors import OciError, RegistryError, Unreachable
-from runtime_shim.errors import GpusnapError
-
-__all__ = ["copy_of", "named", "stand_in"]
 
 
 def stand_in(place: InRegistry, error: RegistryError) -> InStore | None:
@@ -44,7 +42,8 @@ def named(place: InRegistry, error: RegistryError) -> None:
     if found is not None:
         said = failure(error)
         copy = f"this host's store has one of that name: oci:{found.store.path}:{found.wanted}"
-        raise type(said)(str(said), hint=f"{said.hint}; {copy}" if said.hint else copy) from error
+        hint = f"{said.hint}; {copy}" if said.hint else copy
+        raise type(said)(str(said), hint=hint, code=said.code) from error
 
 
 def copy_of(place: InRegistry) -> InStore | None:

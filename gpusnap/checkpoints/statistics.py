@@ -8,26 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from oci.chunks.table import Chunk, Table
-from runtime_shim.records.manifest import GpuProcess, GpuRecord, Manifest
-
-__all__ = [
-    "Comparison",
-    "GpuPair",
-    "New",
-    "Part",
-    "PartComparison",
-    "ProcessPair",
-    "Shared",
-    "Span",
-    "Statistics",
-    "compare",
-    "compare_tables",
-    "parts",
-    "shared",
-    "statistics",
-    "zero",
-]
+from gpusnap.oci.chunks.table import Chunk, Table
+from gpusnap.runtime_shim.records.manifest import GpuProcess, GpuRecord, Manifest
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,18 +22,9 @@ from click.shell_completion import (
 )
 
 from gpusnap.checkpoints.locator import default_store
-from oci.base.errors import OciError
-from oci.store.store import Store
-from runtime_shim.errors import GpusnapError
-
-__all__ = [
-    "Bash",
-    "complete_checkpoint",
-    "complete_container",
-    "complete_store",
-    "complete_stored",
-    "completion",
-]
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.errors import GpusnapError
 
 SHELLS = ("bash", "zsh", "fish")
 _VARIABLE = "_GPUSNAP_COMPLETE"

@@ -9,8 +9,6 @@ import threading
 import traceback
 from collections.abc import Iterable
 
-__all__ = ["begin", "show"]
-
 _STARTING = ("subprocess.Popen", "os.exec", "os.posix_spawn")
 _on = threading.Event()
 

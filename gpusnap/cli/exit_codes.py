@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gpusnap.operations.open import NoManifest
-from gpusnap.user_errors import Damaged, NotFound
-from runtime_shim.errors import GpusnapError, Interrupted, ManifestError, ManifestVersion, UsageError
-
-__all__ = ["exit_code"]
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, ManifestError, ManifestVersion, UsageError
+from gpusnap.user_errors import Damaged, NoManifest, NotFound
 
 DONE = 0
 FAILED = 1

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from gpusnap.operations.unknown_containers import Unknown
-from runtime_shim.snapshot import recover_checkpoint as recovery
-from runtime_shim.snapshot import recover_restore
-from runtime_shim.snapshot.records import journal
-
-__all__ = ["Waiting", "as_json", "line", "waiting"]
+from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
+from gpusnap.runtime_shim.snapshot import recover_restore
+from gpusnap.runtime_shim.snapshot.records import journal
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,25 +16,11 @@ from gpusnap.checkpoints.damage import Verified
 from gpusnap.checkpoints.list import Listing, Row
 from gpusnap.checkpoints.statistics import Comparison, Part, Shared, Span, Statistics, parts, zero
 from gpusnap.cli.tables import plain, say, table
+from gpusnap.oci.store.gc import Collected
 from gpusnap.operations import diff as records
 from gpusnap.operations.open import Stored
-from oci.store.store import Collected
-from runtime_shim.records.manifest import GpuProcess, Manifest
-from runtime_shim.units import human
-
-__all__ = [
-    "artifact_document",
-    "collected",
-    "difference",
-    "difference_document",
-    "document",
-    "heading",
-    "listing",
-    "memory",
-    "sharing",
-    "short",
-    "verified",
-]
+from gpusnap.runtime_shim.records.manifest import GpuProcess, Manifest
+from gpusnap.runtime_shim.units import human
 
 # The digits of a digest in tables; a store takes as many as tell it from the others.
 DIGITS = 12

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["forgive_closed_pipes"]
-
 
 class _Pipe(io.FileIO):
     """A descriptor to write to; what comes after its reader has gone, or after a failure, is dropped."""

@@ -12,26 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runtime_shim.gpu.api.driver import Host
-from runtime_shim.gpu.assignment import Plan
-from runtime_shim.records.manifest import Manifest, NeutralisedProcess
-from runtime_shim.settings import Settings
-from runtime_shim.transaction import Step
-from runtime_shim.units import human
-
-__all__ = [
-    "inventory",
-    "manifest",
-    "neutralised",
-    "output",
-    "plain",
-    "plan",
-    "plan_document",
-    "say",
-    "settings",
-    "table",
-    "timeline",
-]
+from gpusnap.runtime_shim.gpu.api.driver import Host
+from gpusnap.runtime_shim.gpu.assignment import Plan
+from gpusnap.runtime_shim.records.manifest import Manifest, NeutralisedProcess
+from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.transaction import Step
+from gpusnap.runtime_shim.units import human
 
 _WIDTH = 40
 # Of tables: below it, what is left for some columns are a few letters.
@@ -39,7 +25,22 @@ _NARROWEST = 80
 # No row of a table comes near it.
 _WIDEST = 100_000
 _NUMBERS = {
-    *("PID", "minor", "memory", "used", "free", "seconds", "start", "size", "own", "GPUs"),
+    *(
+        "PID",
+        "descriptor",
+        "threads",
+        "mapped",
+        "GPU memory",
+        "minor",
+        "memory",
+        "used",
+        "free",
+        "seconds",
+        "start",
+        "size",
+        "own",
+        "GPUs",
+    ),
     *("zero", "chunks", "stored", "share", "same", "changed", "only A", "only B", "size in A", "size in B"),
 }
 
@@ -174,6 +175,7 @@ def plan_document(chosen: Plan) -> dict[str, Any]:
         "verdicts": [{"old": v.wanted, "new": v.gpu, "reason": v.reason} for v in chosen.verdicts],
         "refusal": chosen.refusal,
         "hint": chosen.hint,
+        "code": chosen.code,
     }
 
 

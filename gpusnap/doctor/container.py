@@ -13,17 +13,15 @@ from gpusnap.doctor.container_checks import duration, files, gpu_use, kubernetes
 from gpusnap.doctor.container_checks.files import Opened
 from gpusnap.doctor.container_checks.gpu_use import Use
 from gpusnap.doctor.host_checks import cdi
-from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu.api.device_files import nvidia_majors
-from runtime_shim.gpu.api.driver import Driver, ProcessState
-from runtime_shim.gpu.nvidia.driver_files import is_driver_file
-from runtime_shim.process import proc
-from runtime_shim.process.proc import Process
-from runtime_shim.runtime.criu import external_mounts as criu_mounts
-from runtime_shim.snapshot.preflight import checks as preflight
-from runtime_shim.snapshot.suspend import criu_plugin
-
-__all__ = ["checks"]
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu.api.device_files import nvidia_majors
+from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
+from gpusnap.runtime_shim.gpu.nvidia.driver_files import is_driver_file
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.proc import Process
+from gpusnap.runtime_shim.runtime.criu import external_mounts as criu_mounts
+from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.suspend import criu_plugin
 
 
 def checks(of: Subject, driver: Driver | None) -> tuple[Check, ...]:

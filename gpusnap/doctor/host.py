@@ -10,15 +10,13 @@ from gpusnap.doctor.base import free_space
 from gpusnap.doctor.base.check import Ask, Check, asked
 from gpusnap.doctor.base.sources import program
 from gpusnap.doctor.host_checks import cdi, criu, engines, gpus, kernel, site
-from gpusnap.engines.install.environment import strangers
-from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu import find_drivers
-from runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA
-from runtime_shim.gpu.api.driver import Gpu
-from runtime_shim.runtime.criu.version import criu_version
-from runtime_shim.settings import SETTINGS_FILE, Settings
-
-__all__ = ["checks"]
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu import find_drivers
+from gpusnap.runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA
+from gpusnap.runtime_shim.gpu.api.driver import Gpu
+from gpusnap.runtime_shim.runtime.criu.version import criu_version
+from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
+from gpusnap.runtime_shim.settings import Settings
 
 
 def checks(*, runtime: str = "", root: str = "/", settings: str = SETTINGS_FILE) -> tuple[Check, ...]:
@@ -50,7 +48,6 @@ def checks(*, runtime: str = "", root: str = "/", settings: str = SETTINGS_FILE)
             ("runtime under CRI", lambda: engines.under_cri(wanted, root)),
             ("gpusnap-runtime", lambda: engines.launcher(root)),
             ("gpusnap's parts", lambda: engines.complete(root)),
-            ("Python environment", lambda: site.environment(strangers())),
             ("engines", engines.engines),
             ("registered", lambda: engines.registered(root)),
             ("GPU driver", lambda: drivers),

@@ -13,13 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO
 
+from gpusnap.oci.base.errors import reason
+from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor
+from gpusnap.oci.tar.compression import Readable
+from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.user_errors import NotFound
-from oci.base.errors import reason
-from oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor
-from oci.tar.compression import Readable
-from runtime_shim.errors import GpusnapError
-
-__all__ = ["InContainerd", "Target", "digest_in", "unpack"]
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
 _LONGEST = 64 << 10
@@ -75,6 +73,7 @@ class _Output:
             raise GpusnapError(
                 f"containerd does not give {self._what}: {_last(self._err)}",
                 hint=f"{self._look} shows which images are whole",
+                code="GPS-903",
             )
         return data
 
@@ -109,7 +108,9 @@ class Target:
             self._child.stdin.write(data)
         except OSError as error:
             self._child.wait()
-            raise GpusnapError(f"containerd does not take the image: {_last(self._err)}") from error
+            raise GpusnapError(
+                f"containerd does not take the image: {_last(self._err)}", code="GPS-903"
+            ) from error
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         try:
@@ -126,9 +127,11 @@ class Target:
         try:
             self._child.stdin.close()
         except OSError as error:
-            raise GpusnapError(f"containerd does not take the image: {_last(self._err)}") from error
+            raise GpusnapError(
+                f"containerd does not take the image: {_last(self._err)}", code="GPS-903"
+            ) from error
         if self._child.wait():
-            raise GpusnapError(f"containerd does not take the image: {_last(self._err)}")
+            raise GpusnapError(f"containerd does not take the image: {_last(self._err)}", code="GPS-903")
 
 
 def digest_in(namespace: str, name: str) -> str:
@@ -160,7 +163,7 @@ def _ask(namespace: str, *words: str) -> str:
         _started(namespace, *words, out=out) as (child, err),
     ):
         if child.wait():
-            raise GpusnapError(f"ctr {words[0]} {words[1]} failed: {_last(err)}", hint=_HINT)
+            raise GpusnapError(f"ctr {words[0]} {words[1]} failed: {_last(err)}", hint=_HINT, code="GPS-901")
         out.seek(0)
         return out.read().decode(errors="replace")
 
@@ -178,6 +181,7 @@ def _started(
             raise GpusnapError(
                 f"ctr cannot be run: {reason(error)}",
                 hint="install containerd, and see that PATH has its ctr",
+                code="GPS-901",
             ) from error
         try:
             yield child, err

@@ -21,24 +21,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Interrupted, reason, split_code
+from gpusnap.runtime_shim.log import NOTE, note
+from gpusnap.runtime_shim.process import proc
 from gpusnap.user_errors import Killed, NotFound
-from oci.base.json_text import parse_json
-from runtime_shim.errors import ContainerError, GpusnapError, Interrupted, reason
-from runtime_shim.log import NOTE, note
-from runtime_shim.process import proc
-
-__all__ = [
-    "Container",
-    "check",
-    "checkpoint",
-    "container",
-    "full_id",
-    "ids",
-    "not_running",
-    "remove",
-    "restore",
-    "status",
-]
 
 _RUNTIME = "gpusnap-runtime"
 _PODMAN = ("podman",)
@@ -169,6 +156,7 @@ def check(found: Container) -> None:
         raise ContainerError(
             f"the container {found.name} is paused, and Podman checkpoints none that is",
             hint=f"podman unpause {found.name}",
+            code="GPS-203",
         )
     if found.status != "running":
         raise not_running(found)
@@ -177,6 +165,7 @@ def check(found: Container) -> None:
             f"the container {found.name} runs under {found.runtime}, which knows no GPUs",
             hint=f"create it with podman --runtime {_RUNTIME} run …, or make that the runtime in "
             "containers.conf",
+            code="GPS-202",
         )
 
 
@@ -186,9 +175,12 @@ def not_running(found: Container) -> ContainerError:
         return ContainerError(
             f"the container {found.name} is not running: a checkpoint ended it",
             hint=f"podman container restore {found.name} restores it; podman start would lose its memory",
+            code="GPS-201",
         )
     return ContainerError(
-        f"the container {found.name} is not running: it is {found.status}", hint=f"podman start {found.name}"
+        f"the container {found.name} is not running: it is {found.status}",
+        hint=f"podman start {found.name}",
+        code="GPS-201",
     )
 
 
@@ -266,15 +258,19 @@ def _work(
                 f"podman {words[0]} {words[1]} was killed by {signal.Signals(-done.code).name}, and what it "
                 "had begun may go on",
                 hint="run gpusnap recover, which says what has become of it, then try again",
+                code="GPS-902",
             )
         if relay.passed:
-            raise Interrupted(_own(done) or f"podman {words[0]} {words[1]} was interrupted")
+            said, code = split_code(_own(done))
+            raise Interrupted(said or f"podman {words[0]} {words[1]} was interrupted", code=code)
         if not _own(done) and _KILLED.search(done.err):
             raise GpusnapError(
                 f"{_RUNTIME}, which Podman runs for the {words[1]}, was killed or ended without a message",
                 hint="run gpusnap recover, then try again",
+                code="GPS-902",
             )
-        raise GpusnapError(_sentence(done))
+        said, code = split_code(_sentence(done))
+        raise GpusnapError(said, code=code)
     for line in done.err.splitlines():
         _, ours, text = line.partition(f"gpusnap: {NOTE}")
         if ours:
@@ -299,7 +295,9 @@ def _started(
             )
         except OSError as error:
             raise GpusnapError(
-                f"podman cannot be run: {reason(error)}", hint="install Podman, and see that PATH has it"
+                f"podman cannot be run: {reason(error)}",
+                hint="install Podman, and see that PATH has it",
+                code="GPS-901",
             ) from error
         yield child, out, err
 

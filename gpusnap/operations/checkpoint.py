@@ -21,26 +21,27 @@ from datetime import UTC, datetime
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.formats.entries import read_member
 from gpusnap.checkpoints.formats.names import ARCHIVE, CONFIG, FIRST
 from gpusnap.engines import podman
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.base.files import name_new
+from gpusnap.oci.layout.documents import empty_descriptor
+from gpusnap.oci.store.index import check_name
+from gpusnap.oci.store.staging import Staging
+from gpusnap.oci.store.store import Store
+from gpusnap.oci.tar.archive import entries
 from gpusnap.operations import disk_space, push_pull
 from gpusnap.operations import open as source
 from gpusnap.operations.failed_export import Export, exported
 from gpusnap.operations.push_pull import Pushed
 from gpusnap.progress import Progress, Tick, grown
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, UsageError, reason
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.shim import overrides
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.user_errors import told
-from oci.base.errors import OciError
-from oci.base.files import name_new
-from oci.layout.documents import empty_descriptor
-from oci.store.store import Staging, Store, check_name
-from oci.tar.archive import entries, read_member
-from runtime_shim import settings as settings_file
-from runtime_shim.errors import GpusnapError, ImageError, Interrupted, UsageError, reason
-from runtime_shim.records import manifest
-from runtime_shim.shim import overrides
-from runtime_shim.snapshot.memory.destination import StoreHome
-
-__all__ = ["Made", "Wish", "checkpoint"]
 
 _BLOBS = ("blobs", "sha256")
 _COMPRESSION = {".tar": "none", ".tar.gz": "gzip", ".tgz": "gzip", ".tar.zst": "zstd"}
@@ -94,7 +95,9 @@ def checkpoint(wish: Wish, progress: Progress) -> Made:
     """Make it. Raises NotFound, ContainerError, Interrupted, GpusnapError."""
     began = time.monotonic()
     if isinstance(wish.to, locator.InRegistry) and wish.to.reference.digest:
-        raise UsageError(f"{wish.to.reference} names a digest, which no checkpoint has before it is made")
+        raise UsageError(
+            f"{wish.to.reference} names a digest, which no checkpoint has before it is made", code="GPS-102"
+        )
     settings_file.usable()  # gpusnap-runtime would refuse, and Podman not always show why
     found = podman.container(wish.container)
     podman.check(found)
@@ -107,15 +110,15 @@ def checkpoint(wish: Wish, progress: Progress) -> Made:
     if not isinstance(wish.to, locator.InRegistry):
         return made
     try:
-        pushed = push_pull.push_kept(
-            Store(made.store), made.digest, wish.to, plain_http=wish.plain_http, progress=progress
-        )
+        made_there = locator.InStore(Store(made.store), made.digest)
+        pushed = push_pull.push(made_there, wish.to, plain_http=wish.plain_http, progress=progress)
     except (GpusnapError, KeyboardInterrupt) as error:
         said = error if isinstance(error, GpusnapError) else Interrupted("it was interrupted")
         plain_http = " --plain-http" if wish.plain_http or wish.to.plain_http else ""
         raise type(said)(
             f"the checkpoint is in {made.store} as {made.name}, and was not pushed: {said}",
             hint=f"gpusnap push {made.name} {wish.to.reference}{plain_http} goes on",
+            code=said.code or "GPS-710",
         ) from error
     return Made(
         found,
@@ -155,9 +158,9 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
                 progress.stage("records")
                 root = push_pull.taken_in(staging, export.archive, progress)
                 progress.stage("to disk")
-                staging.commit(root, names=[name])
-        whole = kept.load(root, store.layout)
-        kept.forget_pages(store, whole.artifact.config, before)
+                whole = kept.load(root, staging.layout)
+                pages = kept.pages_of(whole, staging.layout, before)
+                staging.commit(root, names=[name], completes=pages)
     parts = {each.digest: each.size for each in (*whole.artifact.blobs(), *whole.artifact.documents)}
     return Made(
         container=found,
@@ -240,6 +243,7 @@ def _to_file(wish: Wish, found: podman.Container, path: str, progress: Progress,
             f"{path} was made by somebody else meanwhile, and a checkpoint replaces no file: that of "
             f"{found.name} is whole, and kept as {put}",
             hint="give that file the name that you want",
+            code="GPS-103",
         )
     return Made(found, time.monotonic() - began, memory, size=_size(path), new=_size(path), file=path)
 
@@ -252,14 +256,15 @@ def _check_place(path: str, found: podman.Container) -> None:
             f"{path} cannot be written: it is a folder",
             hint=f"name a file in it, such as {os.path.join(path, found.name)}.tar.zst, or a store in it as "
             f"oci:{path}/store",
+            code="GPS-103",
         )
     if os.path.exists(path) and not os.path.isfile(path):
-        raise GpusnapError(f"{path} cannot be written: it is there, and no file")
+        raise GpusnapError(f"{path} cannot be written: it is there, and no file", code="GPS-103")
     push_pull.check_free(path)
     if not os.path.isdir(folder):
-        raise GpusnapError(f"{path} cannot be written: {folder} is no folder")
+        raise GpusnapError(f"{path} cannot be written: {folder} is no folder", code="GPS-103")
     if not os.access(folder, os.W_OK | os.X_OK):  # for root: on a file system that is read-only
-        raise GpusnapError(f"{path} cannot be written: {folder} is read-only")
+        raise GpusnapError(f"{path} cannot be written: {folder} is read-only", code="GPS-103")
 
 
 def _run(wish: Wish, export: Export, options: list[str], tick: Tick) -> None:
@@ -270,7 +275,7 @@ def _run(wish: Wish, export: Export, options: list[str], tick: Tick) -> None:
         while missing and (entry := next(found, None)) is not None:
             missing.discard(entry.name)
     if missing:
-        raise ImageError(f"what Podman exported of {export.found.name} has no {min(missing)}")
+        raise ImageError(f"what Podman exported of {export.found.name} has no {min(missing)}", code="GPS-907")
     export.whole = True
     if came:
         raise Interrupted("the checkpoint was interrupted before it was kept")
@@ -283,6 +288,7 @@ def _memory_of(export: Export) -> int:
         raise ImageError(
             f"what Podman exported of {export.found.name} has not its memory, which went to a store",
             hint="gpusnap checkpoint without --to keeps both together",
+            code="GPS-608",
         )
     return sum(gpu.memory_used for gpu in record.gpus) if record is not None else 0
 
@@ -307,7 +313,7 @@ def _name(wish: Wish, found: podman.Container) -> str:
     if given:
         return check_name(given)
     if isinstance(wish.to, locator.InRegistry):
-        return push_pull.store_name(wish.to.reference)
+        return locator.store_name(wish.to.reference)
     now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     plain = re.sub(r"[^A-Za-z0-9._-]|(?<=[._-])[._-]+", "", found.name).strip("._-")
     return check_name(f"{plain or found.id[:12]}:{now}")
@@ -340,7 +346,7 @@ def _writing(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ImageError(f"{path} cannot be written: {reason(error)}") from error
+        raise ImageError(f"{path} cannot be written: {reason(error)}", code="GPS-103") from error
 
 
 def _blobs(store: Store) -> set[str]:

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from gpusnap.checkpoints.formats.entries import entries
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.tar.archive import Content, Entry
+from gpusnap.oci.tar.compression import Readable
 from gpusnap.operations.open import Checkpoint
-from oci.layout.documents import Descriptor
-from oci.tar.archive import Content, Entry
-from oci.tar.compression import Readable
-from runtime_shim.errors import GpusnapError, reason
-from runtime_shim.records.manifest import FOLDER
-
-__all__ = ["Changed", "Difference", "File", "Files", "Kind", "compare", "read"]
+from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.records.manifest import FOLDER
 
 Kind: TypeAlias = Literal["file", "folder", "link", "hard link"]
 

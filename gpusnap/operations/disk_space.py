@@ -10,13 +10,11 @@ import os
 from contextlib import suppress
 
 from gpusnap.engines import podman
-from runtime_shim.errors import GpusnapError, Refused, reason
-from runtime_shim.gpu.nvidia import nvml
-from runtime_shim.process import proc
-from runtime_shim.runtime import container
-from runtime_shim.units import human
-
-__all__ = ["check", "files", "memory"]
+from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason
+from gpusnap.runtime_shim.gpu.nvidia import nvml
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime import container
+from gpusnap.runtime_shim.units import human
 
 # CRIU's images that hold no memory, and Podman's records.
 _RECORDS = 4 << 20
@@ -42,6 +40,7 @@ def check(found: podman.Container, folder: str, *, rootfs: bool, twice: bool, gp
             f"the checkpoint of {found.name} needs up to {human(need)} in {folder}, where {human(free)} "
             "are free",
             hint="make room there, for example with gpusnap rm and gpusnap gc",
+            code="GPS-007",
         )
 
 

@@ -15,15 +15,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gpusnap.engines import podman
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.tar.archive import entries
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, reason
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import INVENTORY
 from gpusnap.user_errors import NotFound, failure
-from oci.base.errors import OciError
-from oci.tar.archive import entries
-from runtime_shim.errors import GpusnapError, ImageError, Interrupted, reason
-from runtime_shim.process import proc
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest import INVENTORY
-
-__all__ = ["Export", "exported", "is_whole"]
 
 # What Podman refuses an archive without (libpod, prepareCheckpointImport).
 _NEEDED = frozenset({"config.dump", "spec.dump", f"checkpoint/{INVENTORY}"})
@@ -130,21 +128,26 @@ def _after(export: Export, error: GpusnapError, left: _Left) -> GpusnapError:
     if left in ("in Podman", "cut off"):
         export.kept = False
     if left == "in Podman":
-        return kind(there, hint=again)
+        return kind(there, hint=again, code=error.code)
     if left == "cut off":
         first = f"gpusnap recover {export.found.id} completes it, and then "
-        return kind(f"{there}, but for its end", hint=first + again)
+        return kind(f"{there}, but for its end", hint=first + again, code=error.code)
     if export.whole or is_whole(export.archive):
         archive = shlex.quote(export.keep())
         more = f", and {export.more.format(archive=archive)}" if export.more else ""
         return kind(
             f"{error}; nothing is lost: what Podman exported of {name} is kept as {archive}",
             hint=f"{export.environment}podman container restore --import {archive} brings it back{more}",
+            code=error.code,
         )
     export.kept = False
     if left == "removed":
         gone = f"the container {name} has ended, and Podman removes it (--rm) with its checkpoint"
-        return kind(f"{error}; {gone}", hint=error.hint)
+        return kind(f"{error}; {gone}", hint=error.hint, code=error.code)
     if left == "unknown":
         return error
-    return kind(f"{error}; the container {name} has ended, and there is no checkpoint of it", hint=error.hint)
+    return kind(
+        f"{error}; the container {name} has ended, and there is no checkpoint of it",
+        hint=error.hint,
+        code=error.code,
+    )

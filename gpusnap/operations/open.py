@@ -9,46 +9,36 @@ from __future__ import annotations
 import io
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints.artifact import hold
 from gpusnap.checkpoints.formats.engine_images import archive_of, blob_path
 from gpusnap.checkpoints.formats.entries import read_member
-from gpusnap.checkpoints.formats.layout_archive import is_layout, opened_layout, refuse_containerd
+from gpusnap.checkpoints.formats.layout_archive import opened_layout, refuse_containerd
 from gpusnap.checkpoints.formats.names import CONFIG, PIECE
 from gpusnap.checkpoints.locator import InFile, InRegistry, InStore, find, open_store
 from gpusnap.checkpoints.offline import stand_in
-from gpusnap.user_errors import told
-from oci.base.errors import EngineImage, RegistryError
-from oci.chunks import artifact as artifacts
-from oci.chunks.artifact import Artifact
-from oci.layout.blobs import Blobs
-from oci.layout.documents import EMPTY, Descriptor
-from oci.layout.layout import Layout
-from oci.registry.repository import Repository
-from oci.store.store import Store
-from oci.tar.archive import ArchiveError
-from runtime_shim import settings as settings_file
-from runtime_shim.errors import ManifestError
-from runtime_shim.records import manifest
+from gpusnap.oci.base.errors import ArchiveError, EngineImage, RegistryError
+from gpusnap.oci.chunks import artifact as artifacts
+from gpusnap.oci.chunks.artifact import Artifact
+from gpusnap.oci.layout.archive import is_layout
+from gpusnap.oci.layout.blobs import Blobs
+from gpusnap.oci.layout.documents import EMPTY, Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import ManifestError
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.user_errors import NoManifest, told
 
-__all__ = [
-    "Checkpoint",
-    "NoManifest",
-    "Stored",
-    "hold",
-    "load_manifest",
-    "needed",
-    "open_repository",
-    "opened",
-]
+if TYPE_CHECKING:
+    from gpusnap.oci.registry.repository import Repository
 
-
-class NoManifest(ManifestError):
-    """A checkpoint that has no manifest of gpusnap's, as those of containers without a GPU."""
+    code = "GPS-605"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +131,8 @@ def load_manifest(path: str) -> manifest.Manifest:
 @contextmanager
 def open_repository(place: InRegistry, *, plain_http: bool = False) -> Iterator[Repository]:
     """The repository of a reference, with its user's credentials. Raises RegistryError, SettingsError."""
+    from gpusnap.oci.registry.repository import Repository
+
     limits = settings_file.load().registry.limits
     plain_http = plain_http or place.plain_http
     with Repository.of(place.reference, plain_http=plain_http, limits=limits) as repository:
@@ -216,14 +208,7 @@ def _temporary(stack: ExitStack) -> Layout:
 def _in_registry(word: str, place: InRegistry, stack: ExitStack, *, plain_http: bool) -> Checkpoint:
     repository = stack.enter_context(open_repository(place, plain_http=plain_http))
     wanted = place.reference.digest or place.reference.tag or "latest"
-    root, content = repository.read_manifest(wanted)
-    documents = {root.digest: content}
-
-    def read(document: Descriptor) -> bytes:
-        if document.digest not in documents:
-            documents[document.digest] = repository.read_manifest(document.digest)[1]
-        return documents[document.digest]
-
+    root, read = manifests(repository, wanted)
     layout = _temporary(stack)
     try:
         config = artifacts.read(root, read).config
@@ -241,8 +226,21 @@ def _in_registry(word: str, place: InRegistry, stack: ExitStack, *, plain_http: 
     )
 
 
+def manifests(repository: Repository, wanted: str) -> tuple[Descriptor, Callable[[Descriptor], bytes]]:
+    """What a tag or a digest stands for, and how to read it and manifests below it, each once."""
+    root, content = repository.read_manifest(wanted)
+    documents = {root.digest: content}
+
+    def read(document: Descriptor) -> bytes:
+        if document.digest not in documents:
+            documents[document.digest] = repository.read_manifest(document.digest)[1]
+        return documents[document.digest]
+
+    return root, read
+
+
 class _Remote:
-    """`oci.layout.blobs.Blobs` of a repository: each is fetched, and checked, when it is first asked for."""
+    """`gpusnap.oci.layout.blobs.Blobs` of a repository: each is fetched and checked when first asked for."""
 
     def __init__(self, repository: Repository, layout: Layout) -> None:
         self._repository, self._layout = repository, layout

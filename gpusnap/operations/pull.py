@@ -6,23 +6,24 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.artifact import Kept
+from gpusnap.oci.base.errors import BlobError, NotACheckpoint, StagingBusy
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.layout.reference import Reference
+from gpusnap.oci.store.staging import Staging
+from gpusnap.oci.store.store import Store
 from gpusnap.operations.open import open_repository
 from gpusnap.progress import Progress
-from oci.base.errors import BlobError, NotACheckpoint, StagingBusy
-from oci.chunks import artifact
-from oci.layout.documents import Descriptor
-from oci.layout.layout import Layout
-from oci.layout.reference import Reference
-from oci.registry import copy as transfer
-from oci.registry.copy import Moved
-from oci.registry.repository import Repository
-from oci.store.store import Staging, Store
 
-__all__ = ["LATEST", "fetched"]
+if TYPE_CHECKING:
+    from gpusnap.oci.registry.copy import Moved
+    from gpusnap.oci.registry.repository import Repository
 
 LATEST = "latest"
 """The tag of a reference that has none."""
@@ -58,6 +59,8 @@ def fetched(
     The staging is removed at the end of the block, and stays
     for the next time where that fails. Raises OciError, ManifestError, Damaged, NotFound.
     """
+    from gpusnap.oci.registry import copy as transfer
+
     store.create()
     with open_repository(what, plain_http=plain_http) as repository:
         progress.stage(f"pull of {what.reference}")
@@ -67,7 +70,7 @@ def fetched(
             transfer.pull(repository, root.digest, staging.layout, have=_have(staging), wanted=_is_config)
             found = kept.load(root, staging.layout)
             check(found)
-            early = Moved()
+            early = transfer.Moved()
             if look is not None and found.artifact.is_image:
                 records = found.artifact.records
                 early = transfer.pull(

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
@@ -17,45 +17,34 @@ from gpusnap.checkpoints.formats import podman as convert
 from gpusnap.checkpoints.formats.annotations import annotations_of
 from gpusnap.checkpoints.formats.containerd import Source
 from gpusnap.checkpoints.formats.containerd_archive import Archive
-from gpusnap.checkpoints.formats.layout_archive import InLayout, is_layout, opened_layout
+from gpusnap.checkpoints.formats.entries import read_member
+from gpusnap.checkpoints.formats.layout_archive import InLayout, opened_layout
 from gpusnap.checkpoints.formats.names import ARCHIVE, FIRST, LARGEST_DUMP
 from gpusnap.checkpoints.locator import store_name
 from gpusnap.checkpoints.offline import named
 from gpusnap.engines.ctr import InContainerd
+from gpusnap.oci.base.errors import ArchiveError, BlobError, LayoutError, RegistryError
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.layout import reference
+from gpusnap.oci.layout import single_layer_image as image
+from gpusnap.oci.layout.archive import is_layout
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.layout.reference import Reference
+from gpusnap.oci.store.index import check_name
+from gpusnap.oci.store.referrers import below
+from gpusnap.oci.store.staging import Staging
+from gpusnap.oci.store.store import Store
+from gpusnap.oci.tar.archive import Compression
 from gpusnap.operations.open import load_manifest, open_repository
 from gpusnap.operations.pull import LATEST, fetched
 from gpusnap.progress import Progress
+from gpusnap.runtime_shim.errors import GpusnapError, ManifestError, Refused, UsageError
 from gpusnap.user_errors import told
-from oci.base.errors import ArchiveError, BlobError, LayoutError, RegistryError
-from oci.chunks import artifact
-from oci.layout import reference
-from oci.layout import single_layer_image as image
-from oci.layout.documents import Descriptor
-from oci.layout.layout import Layout
-from oci.layout.reference import Reference
-from oci.registry import copy as transfer
-from oci.registry import referrers
-from oci.registry.copy import Moved
-from oci.registry.repository import Repository
-from oci.store.store import Staging, Store, check_name
-from oci.tar.archive import Compression, read_member
-from runtime_shim.errors import GpusnapError, ManifestError, Refused, UsageError
 
-__all__ = [
-    "Format",
-    "Pulled",
-    "Pushed",
-    "check_free",
-    "fetched",
-    "image_in",
-    "pull",
-    "push",
-    "push_kept",
-    "store_name",
-    "take_chunks",
-    "taken_in",
-    "write_archive",
-]
+if TYPE_CHECKING:
+    from gpusnap.oci.registry.copy import Moved
+    from gpusnap.oci.registry.repository import Repository
 
 Format = Literal["oci", "cri", "podman"]
 
@@ -166,19 +155,14 @@ def _check_format(
         raise Refused(
             f"no image for {format} can be made of a checkpoint of containerd's",
             hint="push it without --format, for containerd on another host",
+            code="GPS-607",
         )
     if source is not None and source.kind == "image":
         raise Refused(
             f"{source.layout.path} has a checkpoint that is an image for an engine already",
             hint="push it without --format, as it is",
+            code="GPS-606",
         )
-
-
-def push_kept(
-    store: Store, wanted: str, to: locator.InRegistry, *, plain_http: bool, progress: Progress
-) -> Pushed:
-    """Push what a store has as an artifact. Raises as `push` does."""
-    return push(locator.InStore(store, wanted), to, plain_http=plain_http, progress=progress)
 
 
 def pull(
@@ -207,6 +191,8 @@ def pull(
         also: list[Descriptor] = []
 
         def referrers_too(repository: Repository, staging: Staging, found: Kept) -> Moved:
+            from gpusnap.oci.registry import referrers
+
             more, moved = referrers.pull(
                 repository,
                 found.root.digest,
@@ -297,7 +283,9 @@ def check_free(path: str) -> None:
     """Raise GpusnapError where something has the name that an archive shall have."""
     if os.path.lexists(path):
         raise GpusnapError(
-            f"{path} exists already", hint="gpusnap overwrites no file: remove it, or give another name"
+            f"{path} exists already",
+            hint="gpusnap overwrites no file: remove it, or give another name",
+            code="GPS-103",
         )
 
 
@@ -330,11 +318,15 @@ def _sent(
     plain_http: bool,
     progress: Progress,
 ) -> Pushed:
+    from gpusnap.oci.registry import copy as transfer
+    from gpusnap.oci.registry import referrers
+
     tag = "" if to.reference.digest else to.reference.tag or LATEST
     if to.reference.digest not in ("", root.digest):
         raise UsageError(
             f"{to.reference} names another digest than that of the checkpoint, {root.digest}",
             hint="push it to a tag",
+            code="GPS-102",
         )
     with open_repository(to, plain_http=plain_http) as repository:
         progress.stage(f"push to {to.reference}")
@@ -356,7 +348,7 @@ def _sent(
 def _referrers(layout: Layout, root: Descriptor) -> tuple[Descriptor, ...]:
     """What a store, or another tool's layout, has of signatures and the like of a manifest."""
     with suppress(LayoutError):  # a staging has no index
-        return referrers.below(layout.read_index().manifests, layout.read_blob, root.digest)
+        return below(layout.read_index().manifests, layout.read_blob, root.digest)
     return ()
 
 

@@ -20,17 +20,12 @@ from gpusnap.checkpoints.artifact import Kept
 from gpusnap.checkpoints.damage import within_artifact
 from gpusnap.checkpoints.formats.criu_images import Links
 from gpusnap.checkpoints.formats.engine_images import archive_of, blob_path
-from gpusnap.checkpoints.formats.entries import entries
-from gpusnap.checkpoints.formats.layout_archive import InLayout, is_layout, opened_layout
+from gpusnap.checkpoints.formats.entries import entries, read_member
+from gpusnap.checkpoints.formats.layout_archive import InLayout, opened_layout
 from gpusnap.checkpoints.formats.names import ARCHIVE, FIRST, LARGEST_DUMP, PIECE
 from gpusnap.checkpoints.offline import stand_in
 from gpusnap.engines import podman
-from gpusnap.operations import push_pull
-from gpusnap.operations.open import open_repository
-from gpusnap.operations.verify_files import in_archive
-from gpusnap.progress import Progress, grown
-from gpusnap.user_errors import Damaged, Killed, told
-from oci.base.errors import (
+from gpusnap.oci.base.errors import (
     BlobError,
     DiskError,
     EngineImage,
@@ -39,17 +34,21 @@ from oci.base.errors import (
     RegistryError,
     StoreError,
 )
-from oci.base.json_text import parse_json
-from oci.layout.layout import Layout
-from oci.layout.single_layer_image import CRIU
-from oci.store.store import Staging, Store
-from oci.tar.archive import read_member
-from runtime_shim import settings as settings_file
-from runtime_shim.errors import GpusnapError, Interrupted, Refused, UsageError
-from runtime_shim.snapshot.devices.choose import GPU_MAP
-from runtime_shim.snapshot.memory import source as fetching
-
-__all__ = ["Restored", "Wish", "restore"]
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.layout.archive import is_layout
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.layout.single_layer_image import CRIU
+from gpusnap.oci.store.staging import Staging
+from gpusnap.oci.store.store import Store
+from gpusnap.operations import pull, push_pull
+from gpusnap.operations.open import open_repository
+from gpusnap.operations.verify_files import in_archive
+from gpusnap.progress import Progress, grown
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, Refused, UsageError
+from gpusnap.runtime_shim.snapshot.devices.choose import GPU_MAP
+from gpusnap.runtime_shim.snapshot.memory import source as fetching
+from gpusnap.user_errors import Damaged, Killed, told
 
 # Podman gives a restore 240 s (libpod, define.ContainerCreateTimeout): what may not come in that time is
 # fetched before it begins, and need not be fetched again when it fails.
@@ -126,6 +125,7 @@ def _from_file(wish: Wish, path: str, progress: Progress) -> tuple[str, str]:
         raise UsageError(
             f"{path} is a folder, and Podman restores archives",
             hint="a store is named oci:DIR:NAME; a folder of images is restored by gpusnap-runtime restore",
+            code="GPS-102",
         )
     if not is_layout(path):
         return _from_archive(wish, path, progress), ""
@@ -139,6 +139,7 @@ def _from_layout(wish: Wish, path: str, found: InLayout, progress: Progress) -> 
         raise Refused(
             f"{path} is an image layout, such as containerd exports, which Podman cannot restore",
             hint="ctr images import --no-unpack takes it, and ctr container restore --live restores it",
+            code="GPS-607",
         )
     layout = found.layout
     with _room(locator.default_store()) as folder:
@@ -236,9 +237,9 @@ def _from_registry(wish: Wish, place: locator.InRegistry, progress: Progress) ->
 
 
 def _pulled(wish: Wish, place: locator.InRegistry, progress: Progress) -> tuple[str, str, str]:
-    store, name = locator.default_store(), push_pull.store_name(place.reference)
+    store, name = locator.default_store(), locator.store_name(place.reference)
     pull_from = locator.InRegistry(place.reference, place.plain_http or wish.plain_http).repository
-    coming = push_pull.fetched(
+    coming = pull.fetched(
         store,
         place,
         leave=_ON_THE_WAY,
@@ -282,8 +283,8 @@ def _keep(store: Store, staging: Staging, found: Kept, name: str, before: set[st
     """Name in the store what is all there by now; whether it is. Nothing else depends on it."""
     with suppress(OciError):
         push_pull.take_chunks(staging, found.artifact.chunks)
-        staging.commit(found.root, names=[name], foreign=found.tables)
-        kept.forget_pages(store, found.artifact.config, before)
+        pages = kept.pages_of(found, staging.layout, before)
+        staging.commit(found.root, names=[name], foreign=found.tables, completes=pages)
         return True
     return False
 
@@ -316,6 +317,7 @@ def _run(
             raise GpusnapError(
                 f"Podman has a container {wanted} already",
                 hint=f"remove it with podman rm {force}{wanted}, or give another name with --name",
+                code="GPS-508",
             ) from error
         raise
 

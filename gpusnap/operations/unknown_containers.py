@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from gpusnap.engines import podman
-from runtime_shim.errors import GpusnapError
-from runtime_shim.snapshot import restored_containers
-from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.recover_restore import Restore
-
-__all__ = ["Unknown", "chosen", "end", "unknown"]
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.snapshot import restored_containers
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.recover_restore import Restore
 
 _PATIENCE = 15.0
 """Seconds for Podman's answer."""
@@ -82,7 +80,9 @@ def chosen(wanted: str, ids: Sequence[str]) -> str:
     except GpusnapError as error:
         if found and len(wanted) < _SURE:
             raise GpusnapError(
-                f"whether a container has the name {wanted} is open: {error}", hint=f"give the ID: {found[0]}"
+                f"whether a container has the name {wanted} is open: {error}",
+                hint=f"give the ID: {found[0]}",
+                code=error.code,
             ) from error
         named = ""
     if named:

@@ -10,7 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from gpusnap.checkpoints.artifact import hold
 from gpusnap.checkpoints.damage import (
     Progress,
     Verified,
@@ -21,14 +23,11 @@ from gpusnap.checkpoints.damage import (
     within_artifact,
 )
 from gpusnap.checkpoints.formats.criu_images import records_fault
-from gpusnap.checkpoints.formats.layout_archive import is_layout, opened_layout, refuse_containerd
+from gpusnap.checkpoints.formats.layout_archive import opened_layout, refuse_containerd
 from gpusnap.checkpoints.list import Kept, kept
 from gpusnap.checkpoints.locator import InFile, InRegistry, InStore, find, open_store
 from gpusnap.checkpoints.offline import stand_in
-from gpusnap.operations.open import hold, open_repository
-from gpusnap.operations.verify_files import in_archive, in_folder
-from gpusnap.user_errors import told
-from oci.base.errors import (
+from gpusnap.oci.base.errors import (
     BlobError,
     DigestError,
     LayoutError,
@@ -37,22 +36,26 @@ from oci.base.errors import (
     OciError,
     RegistryError,
 )
-from oci.base.threads import for_each
-from oci.chunks import artifact as artifacts
-from oci.chunks.artifact import Artifact
-from oci.chunks.table import Table
-from oci.chunks.verify import Checked, Contents, Fault, verify
-from oci.layout.digests import digest_of, encoded
-from oci.layout.documents import INDEX, Descriptor, Index, written_document
-from oci.layout.graph import children, is_document
-from oci.layout.layout import Layout
-from oci.registry.repository import Repository
-from oci.store.store import Store
-from runtime_shim.process.memory.copy import cores
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest import Manifest
+from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.chunks import artifact as artifacts
+from gpusnap.oci.chunks.artifact import Artifact
+from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.chunks.verify import Checked, Contents, Fault, verify
+from gpusnap.oci.layout.archive import is_layout
+from gpusnap.oci.layout.digests import digest_of, encoded
+from gpusnap.oci.layout.documents import INDEX, Descriptor, Index, written_document
+from gpusnap.oci.layout.graph import children, is_document
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.store import Store
+from gpusnap.operations.open import manifests, open_repository
+from gpusnap.operations.verify_files import in_archive, in_folder
+from gpusnap.runtime_shim.process.memory.copy import cores
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.user_errors import told
 
-__all__ = ["verify_all", "verify_one"]
+if TYPE_CHECKING:
+    from gpusnap.oci.registry.repository import Repository
 
 _CONNECTIONS = 8
 
@@ -195,15 +198,9 @@ def _of_images(root: Descriptor, layout: Layout) -> tuple[Fault, ...]:
 def _in_registry(
     word: str, repository: Repository, place: InRegistry, deep: bool, progress: Progress
 ) -> Verified:
-    root, content = repository.read_manifest(place.reference.digest or place.reference.tag or "latest")
-    documents = {root.digest: content}
+    root, read = manifests(repository, place.reference.digest or place.reference.tag or "latest")
     faults: list[Fault] = []
     blobs: dict[str, Descriptor] = {}
-
-    def read(document: Descriptor) -> bytes:
-        if document.digest not in documents:
-            documents[document.digest] = repository.read_manifest(document.digest)[1]
-        return documents[document.digest]
 
     waiting, met = [root], {root.digest}
     for at in waiting:

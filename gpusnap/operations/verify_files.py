@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
 from typing import IO, cast
@@ -18,23 +18,21 @@ from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
 from gpusnap.checkpoints.locator import default_store, open_store
 from gpusnap.checkpoints.statistics import parts
-from oci.base.errors import ArchiveError, LayoutError
-from oci.base.json_text import parse_json
-from oci.base.threads import for_each
-from oci.chunks.table import LARGEST_CHUNK, MEDIA_TYPES
-from oci.chunks.verify import Contents, Fault, not_held
-from oci.layout.digests import PREFIX
-from oci.layout.documents import Descriptor
-from oci.layout.layout import Layout
-from oci.tar.archive import Content, Entry
-from runtime_shim.errors import ImageError
-from runtime_shim.process.memory.copy import cores
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest import Manifest
-from runtime_shim.runtime.criu.images import check as criu_images
-from runtime_shim.runtime.criu.images.digests import Comparison
-
-__all__ = ["in_archive", "in_folder", "note"]
+from gpusnap.oci.base.errors import ArchiveError, LayoutError
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.chunks.table import LARGEST_CHUNK, descriptors
+from gpusnap.oci.chunks.verify import Contents, Fault, not_held
+from gpusnap.oci.layout.digests import PREFIX
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.tar.archive import Content, Entry
+from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.process.memory.copy import cores
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.runtime.criu.images import check as criu_images
+from gpusnap.runtime_shim.runtime.criu.images.digests import Comparison
 
 _PIECE = 1 << 20
 _OCTETS = "application/octet-stream"
@@ -71,7 +69,7 @@ def _chunks_in_store(path: str, record: Manifest, progress: Progress) -> Verifie
 
 def _chunks(path: str, record: Manifest, layout: Layout, progress: Progress) -> Verified:
     """Chunks that a manifest names and a layout has."""
-    named = _named(record)
+    named = descriptors(record.tables)
     if not named:
         return Verified(path, "", 0, 0, True, (), note(record))
     done, whole, lock = 0, sum(each.size for each in named), threading.Lock()
@@ -147,7 +145,7 @@ def in_archive(path: str, progress: Progress) -> Verified:
     if record is not None and record.pages == "store":
         found_all = _chunks_in_store(path, record, progress)
         return _with_part(_with_part(found_all, fault, _IMAGES), broken, _RECORDS)
-    named = () if record is None else _named(record)
+    named = () if record is None else descriptors(record.tables)
     places = within_manifest(record)
     lies = {} if record is None else _lies(record, plain)
     faults = [
@@ -189,20 +187,6 @@ def _document(entry: Entry, limit: int, path: str) -> bytes:
             where, ValueError(f"it has {entry.info.size} bytes, and {limit} are allowed")
         )
     return entry.content.read()
-
-
-def _named(record: Manifest) -> tuple[Descriptor, ...]:
-    """The chunks of a manifest, each once."""
-    found: dict[str, Descriptor] = {}
-    for chunk in _chunks_of(record):
-        found.setdefault(chunk.digest, chunk)
-    return tuple(found.values())
-
-
-def _chunks_of(record: Manifest) -> Iterable[Descriptor]:
-    for part in parts(record):
-        for chunk in part.table.chunks:
-            yield Descriptor(MEDIA_TYPES[chunk.encoding], chunk.blob, chunk.stored)
 
 
 def _why(wanted: Descriptor, found: tuple[int, bool] | None) -> str:

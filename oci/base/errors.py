@@ -23,7 +23,8 @@
     │   └── Rejected     the registry refuses a request, in its own words
     └── Cancelled        the caller asked for an end
 
-A message is one sentence. It avoids the words of ENOENT, EACCES and EPERM, which Podman replaces.
+A message is one sentence; `code`, such as GPS-601, is what it is found under in docs/errors.md. It avoids
+the words of ENOENT, EACCES and EPERM, which Podman replaces.
 """
 
 from __future__ import annotations
@@ -31,45 +32,29 @@ from __future__ import annotations
 import errno
 import os
 
-__all__ = [
-    "Ambiguous",
-    "ArchiveError",
-    "BlobError",
-    "Cancelled",
-    "CeilingError",
-    "ChunkError",
-    "DigestError",
-    "DiskError",
-    "DiskFull",
-    "EngineImage",
-    "LayoutError",
-    "NotACheckpoint",
-    "NotInRegistry",
-    "NotThere",
-    "OciError",
-    "RegistryError",
-    "Rejected",
-    "StagingBusy",
-    "StoreBusy",
-    "StoreError",
-    "Unauthorized",
-    "Unreachable",
-    "binary_size",
-    "disk_error",
-    "reason",
-]
-
 
 class OciError(Exception):
     """The base of all errors of the files of a checkpoint; the message is a sentence."""
+
+    code: str = ""
+    """Such as GPS-601; empty where docs/errors.md has no more to say than the sentence."""
+
+    def __init__(self, message: str = "", *, code: str = "") -> None:
+        super().__init__(message)
+        if code:
+            self.code = code
 
 
 class DigestError(OciError):
     """A text that is no digest, or one whose algorithm is not read here."""
 
+    code = "GPS-601"
+
 
 class LayoutError(OciError):
     """A folder that is no OCI image layout, or a document in it that does not follow the spec."""
+
+    code = "GPS-601"
 
 
 class BlobError(LayoutError):
@@ -79,18 +64,24 @@ class BlobError(LayoutError):
 class NotACheckpoint(LayoutError):
     """Something else than a checkpoint of gpusnap's; nothing says that it is damaged."""
 
+    code = "GPS-605"
+
 
 class EngineImage(NotACheckpoint):
     """A checkpoint as an ordinary image of `engine`: "podman" or "cri". `manifest` is its digest."""
 
-    def __init__(self, message: str, *, engine: str = "", manifest: str = "") -> None:
-        super().__init__(message)
+    code = "GPS-606"
+
+    def __init__(self, message: str, *, code: str = "", engine: str = "", manifest: str = "") -> None:
+        super().__init__(message, code=code)
         self.engine = engine
         self.manifest = manifest
 
 
 class ChunkError(OciError):
     """A table of chunks, or a chunk in it, that cannot be right."""
+
+    code = "GPS-601"
 
 
 class StoreError(OciError):
@@ -100,6 +91,8 @@ class StoreError(OciError):
 class NotThere(StoreError):
     """Nothing in the store has that name or digest."""
 
+    code = "GPS-701"
+
 
 class Ambiguous(StoreError):
     """A name, or the beginning of a digest, that stands for several."""
@@ -108,6 +101,8 @@ class Ambiguous(StoreError):
 class StoreBusy(StoreError):
     """Another process has what is needed, and did not let go of it in time."""
 
+    code = "GPS-703"
+
 
 class StagingBusy(StoreBusy):
     """A staging whose owner lives."""
@@ -115,6 +110,8 @@ class StagingBusy(StoreBusy):
 
 class ArchiveError(OciError):
     """An archive that cannot be read, is cut short, or does not hold what was asked for."""
+
+    code = "GPS-601"
 
 
 class CeilingError(OciError):
@@ -128,6 +125,8 @@ class DiskError(OciError):
 class DiskFull(DiskError):
     """A file that did not fit: the disk, a quota or the limit on the size of files."""
 
+    code = "GPS-007"
+
 
 class RegistryError(OciError):
     """An answer of a registry, or the name of something in one, that is not what the spec says."""
@@ -136,22 +135,30 @@ class RegistryError(OciError):
 class Unauthorized(RegistryError):
     """Credentials that cannot be had, or that a registry or its token service does not accept."""
 
+    code = "GPS-801"
+
 
 class NotInRegistry(RegistryError):
     """A repository, a manifest or a blob that the registry does not have."""
+
+    code = "GPS-802"
 
 
 class Unreachable(RegistryError):
     """A registry that could not be talked to: every attempt broke, or its certificate is not trusted."""
 
+    code = "GPS-803"
+
 
 class Rejected(RegistryError):
-    """A request that the registry refuses; `code` is its own word for it, such as "DIGEST_INVALID"."""
+    """A request that the registry refuses; `says` is its own word for it, such as "DIGEST_INVALID"."""
 
-    def __init__(self, message: str, *, status: int = 0, code: str = "") -> None:
-        super().__init__(message)
+    code = "GPS-806"
+
+    def __init__(self, message: str, *, code: str = "", status: int = 0, says: str = "") -> None:
+        super().__init__(message, code=code)
         self.status = status
-        self.code = code
+        self.says = says
 
 
 class Cancelled(OciError):

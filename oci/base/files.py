@@ -14,22 +14,6 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-__all__ = [
-    "all_written",
-    "exists",
-    "is_folder",
-    "name_new",
-    "new_file",
-    "open_below",
-    "open_folder",
-    "open_regular",
-    "read_below",
-    "read_regular",
-    "replace",
-    "replace_below",
-    "sync_folder",
-]
-
 UNFINISHED = ".new-"
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
 
-__all__ = ["parse_json"]
+TYPE_CHECKING = False  # not typing's, whose import every hook of a container would pay for
+if TYPE_CHECKING:
+    from typing import Any
 
 
 def parse_json(data: str | bytes | bytearray) -> Any:

@@ -13,9 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from oci.base.errors import StoreBusy
-
-__all__ = ["exclusive", "stands", "try_exclusive", "unlock"]
+from gpusnap.oci.base.errors import StoreBusy
 
 _FILE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05

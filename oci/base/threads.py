@@ -1,4 +1,4 @@
-"""Threads that do one thing together: the first error, or the caller's wish, ends all of them.
+"""Threads that do one thing together: the first error ends all of them.
 
 Python threads serve here because every long step of theirs (a copy, a hash, zstd, a system call) lets the
 other ones run.
@@ -8,21 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol, TypeVar
-
-from oci.base.errors import Cancelled
-
-__all__ = ["Crew", "Shared", "Signal", "for_each"]
+from typing import TypeVar
 
 T = TypeVar("T")
-
-
-class Signal(Protocol):
-    """Something that is set once the caller wants an end, such as threading.Event."""
-
-    def is_set(self) -> bool:
-        """Whether it is."""
-        ...
 
 
 class _Stopped(Exception):
@@ -44,8 +32,7 @@ class Shared(Iterator[T]):
 class Crew:
     """A number of threads. `check` is theirs to call between steps; `join` raises the first error."""
 
-    def __init__(self, cancelled: Signal | None = None) -> None:
-        self._cancelled = cancelled
+    def __init__(self) -> None:
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -66,11 +53,9 @@ class Crew:
             raise
 
     def check(self) -> None:
-        """Leave this worker where another one failed. Raises Cancelled where the caller asked for it."""
+        """Leave this worker where another one failed, or the caller was interrupted."""
         if self._error is not None:
             raise _Stopped
-        if self._cancelled is not None and self._cancelled.is_set():
-            raise Cancelled("it was cancelled before all chunks were done")
 
     def failed(self) -> BaseException | None:
         """What the first worker that failed raised, if one has."""

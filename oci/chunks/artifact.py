@@ -34,9 +34,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from oci.base.errors import EngineImage, LayoutError, NotACheckpoint
-from oci.chunks.table import MEDIA_TYPES, Table
-from oci.layout.documents import (
+from gpusnap.oci.base.errors import EngineImage, LayoutError, NotACheckpoint
+from gpusnap.oci.chunks.table import MEDIA_TYPES, Table
+from gpusnap.oci.layout.documents import (
     EMPTY,
     EMPTY_BLOB,
     INDEX,
@@ -48,10 +48,8 @@ from oci.layout.documents import (
     parse_document,
     written_document,
 )
-from oci.layout.layout import Layout
-from oci.layout.single_layer_image import engine_of
-
-__all__ = ["Artifact", "chunk_layers", "read", "write"]
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.layout.single_layer_image import engine_of
 
 CHECKPOINT = "application/vnd.gpusnap.checkpoint.v1+json"
 CHUNKS = "application/vnd.gpusnap.chunks.v1+json"
@@ -162,9 +160,9 @@ def write(layout: Layout, artifact: Artifact) -> Descriptor:
 def read(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Artifact:
     """The checkpoint that a manifest or an index describes.
 
-    `read` gives the content of one, its digest checked, as oci.store.store.Store.read and Layout.read_blob
-    do. Raises NotACheckpoint for something else, such as EngineImage; LayoutError, which says what is wrong
-    with it, and whatever `read` raises.
+    `read` gives the content of one, its digest checked, as gpusnap.oci.store.store.Store.read and
+    Layout.read_blob do. Raises NotACheckpoint for something else, such as EngineImage; LayoutError, which
+    says what is wrong with it, and whatever `read` raises.
     """
     if root.media_type == MANIFEST:
         manifest = _manifest(root, read)

@@ -13,9 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
-from oci.base.errors import OciError
-
-__all__ = ["Buffer", "File", "Memory", "Source", "Target", "is_zero"]
+from gpusnap.oci.base.errors import OciError
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -129,7 +127,9 @@ class File:
         while done < into.nbytes:
             count = os.preadv(self._descriptor, [into[done:]], offset + done)
             if count == 0:
-                raise OciError(f"the file of a region ends at {offset + done} instead of {self._size}")
+                raise OciError(
+                    f"the file of a region ends at {offset + done} instead of {self._size}", code="GPS-601"
+                )
             done += count
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -153,7 +153,10 @@ def is_zero(view: memoryview) -> bool:
 
 def _copy(into: memoryview, data: memoryview) -> None:
     if into.nbytes != data.nbytes:
-        raise OciError(f"{data.nbytes} bytes do not fit the {into.nbytes} bytes that are left of a region")
+        raise OciError(
+            f"{data.nbytes} bytes do not fit the {into.nbytes} bytes that are left of a region",
+            code="GPS-601",
+        )
     if data.nbytes:
         with _address(into) as there, _address(data) as here:
             ctypes.memmove(there, here, data.nbytes)

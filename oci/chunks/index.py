@@ -10,8 +10,8 @@ known to be right and durable: one of another inode, size or time of change is a
 whoever does it by mistake changes its st_mtime (inode(7)). A link changes only the st_ctime, which is why
 that is not looked at. Nor is a compressed blob read to see whether it holds what its entry says: so an entry
 for one is made only where it was compressed, never on the word of a checkpoint that came from elsewhere.
-What is known to be right was hashed and written out of one private copy (oci.chunks.writer), or its digest
-was checked as it came (oci.layout.partial_blob).
+What is known to be right was hashed and written out of one private copy (gpusnap.oci.chunks.writer), or its
+digest was checked as it came (gpusnap.oci.layout.partial_blob).
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from oci.base.errors import DigestError, disk_error
-from oci.base.files import open_folder, read_regular, replace
-from oci.base.json_text import parse_json
-from oci.chunks.table import Encoding, Table
-from oci.layout.digests import PREFIX, encoded
-from oci.layout.layout import Layout
-
-__all__ = ["Known", "Place"]
+from gpusnap.oci.base.errors import DigestError, disk_error
+from gpusnap.oci.base.files import open_folder, read_regular, replace
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.chunks.table import Encoding, Table
+from gpusnap.oci.layout.digests import PREFIX, encoded
+from gpusnap.oci.layout.layout import Layout
 
 # 1 TiB in chunks of 8 MiB, and a file of about 28 MiB.
 MOST_ENTRIES = 1 << 17

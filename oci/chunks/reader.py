@@ -16,20 +16,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
 import zstandard
 
-from oci.base.errors import BlobError, Cancelled, CeilingError, ChunkError, binary_size, reason
-from oci.base.threads import Crew, Shared, Signal
-from oci.chunks.buffers import Memory, Target
-from oci.chunks.table import CHUNK_SIZE, Chunk, Progress, Table, validated
-from oci.layout.blobs import Blobs
-from oci.layout.digests import digest_of
-
-__all__ = ["Reading", "read"]
+from gpusnap.oci.base.errors import BlobError, Cancelled, CeilingError, ChunkError, binary_size, reason
+from gpusnap.oci.base.threads import Crew, Shared
+from gpusnap.oci.chunks.buffers import Memory, Target
+from gpusnap.oci.chunks.table import CHUNK_SIZE, Chunk, Table, validated
+from gpusnap.oci.layout.blobs import Blobs
+from gpusnap.oci.layout.digests import digest_of
 
 # How often a worker with nothing to do looks whether it was cancelled, in seconds.
 _LOOK = 0.05
@@ -42,32 +40,18 @@ def read(
     *,
     threads: int,
     ceiling: int,
-    clear: bool = False,
-    progress: Callable[[Progress], None] | None = None,
-    cancelled: Signal | None = None,
 ) -> None:
     """Fill the targets, one for each table, in order. Parameters and errors are those of Reading."""
-    with Reading(
-        tables,
-        layout,
-        threads=threads,
-        ceiling=ceiling,
-        targets=targets,
-        clear=clear,
-        progress=progress,
-        cancelled=cancelled,
-    ) as reading:
+    with Reading(tables, layout, threads=threads, ceiling=ceiling, targets=targets) as reading:
         reading.wait()
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A chunk of the table `at`, or a run of zeros to write there."""
+    """A chunk of the table `at`."""
 
     at: int
-    offset: int
-    size: int
-    chunk: Chunk | None
+    chunk: Chunk
 
 
 class Reading:
@@ -75,12 +59,11 @@ class Reading:
 
     threads: how many at most. ceiling: bytes that slots and workers may hold together; fewer workers run
     where that is not enough for all. targets: the regions, one for each table, in order, if they are there.
-    later: leave it to `verify` whether targets that are memory of ours have the right content.
-    clear: write zeros, too, to targets that may hold something else.
-    progress: called after each chunk that was written to its target, by a worker, one call at a time.
+    later: leave it to `verify` whether targets that are memory of ours have the right content. What is in no
+    chunk is not written: the targets hold zeros there.
 
     Raises ChunkError for tables that cannot be right, and CeilingError. `deliver` and `wait` raise what ended
-    it: BlobError, ChunkError, LayoutError, Cancelled, and whatever a target or `progress` raises.
+    it: BlobError, ChunkError, LayoutError, Cancelled, and whatever a target raises.
     """
 
     def __init__(
@@ -92,31 +75,25 @@ class Reading:
         ceiling: int,
         targets: Sequence[Target] | None = None,
         later: bool = False,
-        clear: bool = False,
-        progress: Callable[[Progress], None] | None = None,
-        cancelled: Signal | None = None,
     ) -> None:
         self._tables = [validated(table.size, table.chunks) for table in tables]
         self._layout = layout
         self._targets = self._checked(targets) if targets is not None else None
-        self._report = progress
         self._later, self._unsure = later, deque[_Part]()
-        self._threads, self._cancelled = threads, cancelled
-        self._crew = Crew(cancelled)
+        self._threads = threads
+        self._crew = Crew()
         self._changed = threading.Condition()
-        self._unread = deque(self._chunks())
-        self._zeros: deque[_Part] = deque()
-        self._clear = clear
+        self._unread = deque(
+            _Part(at, chunk) for at, table in enumerate(self._tables) for chunk in table.chunks
+        )
+        self._left = len(self._unread)
+        """Chunks that are not in their targets."""
         self._staged: deque[tuple[_Part, Memory]] = deque()
         self._free: list[Memory] = []
         chunks = [chunk for table in self._tables for chunk in table.chunks]
         self._slot_size = max((chunk.size for chunk in chunks), default=min(CHUNK_SIZE, max(ceiling, 1)))
         self._packed_size = max((chunk.stored for chunk in chunks if chunk.encoding == "zstd"), default=0)
-        gaps = [size for table in self._tables for _, size in table.gaps()] if clear else []
-        self._progress = Progress(sum(chunk.size for chunk in chunks) + sum(gaps))
-        parts = len(chunks) + sum(-(-size // self._slot_size) for size in gaps)
-        self._zeros.extend(self._gaps() if clear and targets is not None else ())
-        workers, self._slots_left = self._shares(threads, ceiling, parts)
+        workers, self._slots_left = self._shares(threads, ceiling, len(chunks))
         self._crew.start(workers, self._work)
 
     def __enter__(self) -> Reading:
@@ -131,7 +108,7 @@ class Reading:
     def staged(self) -> int:
         """Bytes that were read and checked, and wait for their targets."""
         with self._changed:
-            return sum(part.size for part, _ in self._staged)
+            return sum(part.chunk.size for part, _ in self._staged)
 
     def check(self) -> None:
         """Raise the error that ended the reading, if one did; for a caller that has not come to `deliver`."""
@@ -144,15 +121,13 @@ class Reading:
         targets = self._checked(targets)
         with self._changed:
             self._targets = targets
-            # Not before: a table may speak of any number of zeros, a target is as large as it is.
-            self._zeros.extend(self._gaps() if self._clear else ())
             self._changed.notify_all()
         self.wait()
 
     def wait(self) -> None:
         """Return when all targets are filled, for whoever has given them already."""
         self._crew.join()
-        if self._progress.done < self._progress.total:
+        if self._left:
             raise Cancelled("the reading was ended before all chunks were there")
 
     def verify(self, *, threads: int = 0) -> None:
@@ -161,14 +136,13 @@ class Reading:
         Raises BlobError, ChunkError, Cancelled.
         """
         unsure = Shared(list(self._unsure))
-        self._crew = Crew(self._cancelled)
+        self._crew = Crew()
 
         def work() -> None:
             for part in unsure:
                 self._crew.check()
                 view, chunk = self._place(part), part.chunk
                 assert view is not None
-                assert chunk is not None
                 if digest_of(view) != chunk.plain:
                     raise _wrong(chunk)
 
@@ -193,21 +167,10 @@ class Reading:
                 raise ChunkError(f"region {at} of {table.size} bytes does not fit a target of {target.size}")
         return targets
 
-    def _chunks(self) -> Iterator[_Part]:
-        for at, table in enumerate(self._tables):
-            for chunk in table.chunks:
-                yield _Part(at, chunk.offset, chunk.size, chunk)
-
-    def _gaps(self) -> Iterator[_Part]:
-        for at, table in enumerate(self._tables):
-            for begin, size in table.gaps():
-                for offset in range(begin, begin + size, self._slot_size):
-                    yield _Part(at, offset, min(self._slot_size, begin + size - offset), None)
-
     def _shares(self, threads: int, ceiling: int, parts: int) -> tuple[int, int]:
         """How many workers, and how many slots, the ceiling allows."""
         direct = all(target.view(0, 0) is not None for target in self._targets or ())
-        slot = 0 if self._targets is not None and direct and not self._clear else self._slot_size
+        slot = 0 if self._targets is not None and direct else self._slot_size
         need = slot + self._packed_size
         if ceiling < need:
             allowed, needed = binary_size(ceiling), binary_size(need)
@@ -224,7 +187,7 @@ class Reading:
         try:
             while (step := self._next()) is not None:
                 part, place, ready = step
-                if part.chunk is not None and not ready:
+                if not ready:
                     into = place.view if isinstance(place, Memory) else place
                     later = self._later and not isinstance(place, Memory)
                     _fetch(self._layout, part.chunk, into, packed.view, decompressor, later=later)
@@ -233,7 +196,7 @@ class Reading:
                 if isinstance(place, Memory):
                     self._hand_over(part, place)
                 else:
-                    self._done(part)
+                    self._done()
         finally:
             packed.free()
 
@@ -244,19 +207,19 @@ class Reading:
                 self._crew.check()
                 if self._targets is not None and self._staged:
                     return *self._staged.popleft(), True
-                waiting = self._unread or self._zeros
                 if self._unread and (view := self._place(self._unread[0])) is not None:
                     return self._unread.popleft(), view, False
-                if waiting and (memory := self._slot()) is not None:
-                    return waiting.popleft(), memory, False
-                if self._targets is not None and not waiting:
+                if self._unread and (memory := self._slot()) is not None:
+                    return self._unread.popleft(), memory, False
+                if self._targets is not None and not self._unread:
                     self._changed.notify_all()
                     return None
                 self._changed.wait(_LOOK)
 
     def _place(self, part: _Part) -> memoryview | None:
         """Where a chunk goes in a target that is memory of ours."""
-        return self._targets[part.at].view(part.offset, part.size) if self._targets is not None else None
+        chunk = part.chunk
+        return self._targets[part.at].view(chunk.offset, chunk.size) if self._targets is not None else None
 
     def _slot(self) -> Memory | None:
         if self._free:
@@ -274,21 +237,15 @@ class Reading:
                 self._staged.append((part, memory))
                 return
         self._crew.check()
-        if part.chunk is None:
-            memory.free()
-        targets[part.at].write(part.offset, memory.view[: part.size])
+        targets[part.at].write(part.chunk.offset, memory.view[: part.chunk.size])
         with self._changed:
             self._free.append(memory)
-        self._done(part)
+        self._done()
 
-    def _done(self, part: _Part) -> None:
+    def _done(self) -> None:
         with self._changed:
-            done = self._progress.done + part.size
-            zero = self._progress.zero + (part.size if part.chunk is None else 0)
-            self._progress = replace(self._progress, done=done, zero=zero)
+            self._left -= 1
             self._changed.notify_all()
-            if self._report is not None:
-                self._report(self._progress)
 
 
 def _fetch(

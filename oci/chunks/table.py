@@ -15,11 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from oci.base.errors import ChunkError, DigestError
-from oci.layout.digests import PREFIX, encoded
-from oci.layout.documents import Descriptor
-
-__all__ = ["Chunk", "Encoding", "Progress", "Table", "descriptors", "from_json", "to_json", "validated"]
+from gpusnap.oci.base.errors import ChunkError, DigestError
+from gpusnap.oci.layout.digests import PREFIX, encoded
+from gpusnap.oci.layout.documents import Descriptor
 
 Encoding: TypeAlias = Literal["plain", "zstd"]
 

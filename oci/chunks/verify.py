@@ -11,17 +11,15 @@ from dataclasses import dataclass
 
 import zstandard
 
-from oci.base.errors import BlobError, DigestError, LayoutError, reason
-from oci.base.threads import for_each
-from oci.chunks.table import Table
-from oci.layout.documents import DOCUMENT_LIMIT, Descriptor
-from oci.layout.graph import INDEXES, MANIFESTS, children, is_document
-from oci.layout.layout import Layout
-
-__all__ = ["Checked", "Contents", "Fault", "not_held", "verify"]
+from gpusnap.oci.base.errors import BlobError, DigestError, LayoutError, reason
+from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor
+from gpusnap.oci.layout.graph import INDEXES, MANIFESTS, children, is_document
+from gpusnap.oci.layout.layout import Layout
 
 _PIECE = 1 << 20
-# As oci.layout.graph.walk has it.
+# As gpusnap.oci.layout.graph.walk has it.
 _DEEPEST = 8
 
 
@@ -69,7 +67,7 @@ class Contents:
         told = sorted(self._told.get(blob.digest, ()))
         if not told:
             return ""
-        # As oci.chunks.reader: a window larger than any chunk is none of ours.
+        # As gpusnap.oci.chunks.reader: a window larger than any chunk is none of ours.
         decompressor = zstandard.ZstdDecompressor(max_window_size=self._largest)
         hashed, at = hashlib.sha256(), 0
         try:

@@ -19,11 +19,11 @@ from types import MappingProxyType
 
 import zstandard
 
-from oci.base.errors import CeilingError, ChunkError, LayoutError, binary_size
-from oci.base.threads import Crew, Shared, Signal
-from oci.chunks.buffers import Memory, Source, is_zero
-from oci.chunks.index import Known, Place
-from oci.chunks.table import (
+from gpusnap.oci.base.errors import CeilingError, ChunkError, LayoutError, binary_size
+from gpusnap.oci.base.threads import Crew, Shared
+from gpusnap.oci.chunks.buffers import Memory, Source, is_zero
+from gpusnap.oci.chunks.index import Known, Place
+from gpusnap.oci.chunks.table import (
     CHUNK_SIZE,
     LARGEST_CHUNK,
     MEDIA_TYPES,
@@ -33,10 +33,8 @@ from oci.chunks.table import (
     Table,
     validated,
 )
-from oci.layout.digests import digest_of
-from oci.layout.layout import Layout
-
-__all__ = ["worker_memory", "write"]
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.layout import Layout
 
 LEVEL = 1
 HIGHEST_LEVEL = 19
@@ -68,32 +66,32 @@ def write(
     level: int = LEVEL,
     known: Known | None = None,
     trust: bool = True,
-    sync: bool = False,
     met: Mapping[str, Chunk] = MappingProxyType({}),
     pieces: Iterable[tuple[int, int, int]] | None = None,
     written: Callable[[str], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
-    cancelled: Signal | None = None,
 ) -> tuple[Table, ...]:
     """Write the regions as blobs; one table for each, in order.
 
     chunk_size: bytes, a multiple of 4096. level: zstd's, 1 to 19; 0 never compresses. ceiling: bytes that all
     workers together may hold; fewer than `threads` run where that is not enough for all. known: chunks found
     there are linked, not compressed and written. trust: whether a blob that the layout has is taken for what
-    its name and size say, rather than written again. sync: fsync each blob as it is written. met: chunks that
-    are in the layout by now, by the digest of their plain bytes; they are taken as they are. pieces: the
-    chunks to write, as (place of the source, offset, size), by default all of them; what is left out counts
-    as zeros in the table. written: called with the digest of each new blob, by the worker that wrote it.
-    progress: called after each chunk, by a worker, one call at a time. The layout is not durable before
-    `Layout.commit`.
+    its name and size say, rather than written again. met: chunks that are in the layout by now, by the digest
+    of their plain bytes; they are taken as they are. pieces: the chunks to write, as (place of the source,
+    offset, size), by default all of them; what is left out counts as zeros in the table. written: called with
+    the digest of each new blob, by the worker that wrote it. progress: called after each chunk, by a worker,
+    one call at a time. The layout is not durable before `Layout.commit`.
 
-    Raises ChunkError, CeilingError, DiskFull, DiskError, LayoutError, Cancelled, and whatever a source or
-    `progress` raises: the first error ends all workers. Blobs that were whole by then stay.
+    Raises ChunkError, CeilingError, DiskFull, DiskError, LayoutError, and whatever a source or `progress`
+    raises: the first error ends all workers. Blobs that were whole by then stay.
     """
     if not PAGE <= chunk_size <= LARGEST_CHUNK or chunk_size % PAGE:
-        raise ChunkError(f"a chunk size of {chunk_size} bytes is no multiple of {PAGE} up to {LARGEST_CHUNK}")
+        raise ChunkError(
+            f"a chunk size of {chunk_size} bytes is no multiple of {PAGE} up to {LARGEST_CHUNK}",
+            code="GPS-111",
+        )
     if not 0 <= level <= HIGHEST_LEVEL:
-        raise ChunkError(f"zstd level {level} is not one from 0 to {HIGHEST_LEVEL}")
+        raise ChunkError(f"zstd level {level} is not one from 0 to {HIGHEST_LEVEL}", code="GPS-111")
     for source in sources:
         validated(source.size, ())
     need = worker_memory(chunk_size, level)
@@ -103,8 +101,8 @@ def write(
             f"which needs {binary_size(need)}"
         )
     count = sum(-(-source.size // chunk_size) for source in sources)
-    crew = Crew(cancelled)
-    writing = _Writing(sources, layout, chunk_size, level, known, trust, sync, written, progress, crew)
+    crew = Crew()
+    writing = _Writing(sources, layout, chunk_size, level, known, trust, written, progress, crew)
     writing.begin(met, pieces)
     crew.start(max(1, min(threads, ceiling // need, count)), writing.work)
     crew.join()
@@ -166,7 +164,6 @@ class _Writing:
         level: int,
         known: Known | None,
         trust: bool,
-        sync: bool,
         written: Callable[[str], None] | None,
         progress: Callable[[Progress], None] | None,
         crew: Crew,
@@ -177,7 +174,6 @@ class _Writing:
         self._level = level
         self._known = known
         self._trust = trust
-        self._sync = sync
         self._tell = written
         self._report = progress
         self._crew = crew
@@ -199,7 +195,7 @@ class _Writing:
     def tables(self) -> tuple[Table, ...]:
         """What was written."""
         found = zip(self._sources, self._chunks, strict=True)
-        in_order = [(source.size, sorted(chunks, key=_offset)) for source, chunks in found]
+        in_order = [(source.size, sorted(chunks, key=lambda chunk: chunk.offset)) for source, chunks in found]
         return tuple(validated(size, chunks) for size, chunks in in_order)
 
     def work(self) -> None:
@@ -259,9 +255,7 @@ class _Writing:
         encoding: Encoding = "plain" if packed is None else "zstd"
         size = data.nbytes
         written = 0 if self._trust and self._layout.has_blob(digest, size) else size
-        self._layout.add_blob(
-            data, media_type=MEDIA_TYPES[encoding], digest=digest, sync=self._sync, anew=not self._trust
-        )
+        self._layout.add_blob(data, media_type=MEDIA_TYPES[encoding], digest=digest, anew=not self._trust)
         if written and self._tell is not None:
             self._tell(digest)
         return _Stored(digest, size, encoding), written
@@ -274,10 +268,6 @@ class _Writing:
             )
             if self._report is not None:
                 self._report(self._progress)
-
-
-def _offset(chunk: Chunk) -> int:
-    return chunk.offset
 
 
 def _fits(place: Place, plain: str, size: int) -> bool:

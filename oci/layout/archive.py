@@ -11,15 +11,13 @@ import os
 import tempfile
 from contextlib import suppress
 
-from oci.base.errors import ArchiveError, BlobError, DigestError, LayoutError, NotACheckpoint, reason
-from oci.base.files import all_written
-from oci.layout.digests import PREFIX, encoded
-from oci.layout.documents import DOCUMENT_LIMIT, Index, parse_document
-from oci.layout.layout import Layout
-from oci.tar.archive import entries
-from oci.tar.compression import kind_of
-
-__all__ = ["LayoutArchive", "is_layout"]
+from gpusnap.oci.base.errors import ArchiveError, BlobError, DigestError, LayoutError, NotACheckpoint, reason
+from gpusnap.oci.base.files import all_written
+from gpusnap.oci.layout.digests import PREFIX, encoded
+from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Index, parse_document
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.tar.archive import entries
+from gpusnap.oci.tar.compression import kind_of
 
 _BLOBS = "blobs/sha256/"
 _INDEX = "index.json"

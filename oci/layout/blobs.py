@@ -6,11 +6,9 @@ import io
 from collections.abc import Sequence
 from typing import Protocol
 
-from oci.base.errors import BlobError
-from oci.layout.documents import Descriptor
-from oci.layout.layout import Layout
-
-__all__ = ["Blobs", "FirstOf"]
+from gpusnap.oci.base.errors import BlobError
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
 
 
 class Blobs(Protocol):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 
-from oci.base.errors import DigestError
-
-__all__ = ["check_digest", "digest_of", "encoded"]
+from gpusnap.oci.base.errors import DigestError
 
 PREFIX = "sha256:"
 

@@ -11,11 +11,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from oci.base.errors import DigestError, LayoutError
-from oci.base.json_text import parse_json
-from oci.layout.digests import check_digest, digest_of
-
-__all__ = ["Descriptor", "Index", "Manifest", "empty_descriptor", "parse_document", "written_document"]
+from gpusnap.oci.base.errors import DigestError, LayoutError
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.layout.digests import check_digest, digest_of
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 INDEX = "application/vnd.oci.image.index.v1+json"

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from oci.base.errors import LayoutError
-from oci.layout.digests import check_digest
-from oci.layout.documents import INDEX, MANIFEST, Descriptor, parse_document
-
-__all__ = ["INDEXES", "MANIFESTS", "check_known", "children", "is_document", "walk"]
+from gpusnap.oci.base.errors import LayoutError
+from gpusnap.oci.layout.digests import check_digest
+from gpusnap.oci.layout.documents import INDEX, MANIFEST, Descriptor, parse_document
 
 MANIFESTS = (MANIFEST, "application/vnd.docker.distribution.manifest.v2+json")
 INDEXES = (INDEX, "application/vnd.docker.distribution.manifest.list.v2+json")

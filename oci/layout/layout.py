@@ -34,8 +34,8 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO
 
-from oci.base.errors import BlobError, DiskError, LayoutError, disk_error, reason
-from oci.base.files import (
+from gpusnap.oci.base.errors import BlobError, DiskError, LayoutError, disk_error, reason
+from gpusnap.oci.base.files import (
     UNFINISHED,
     all_written,
     new_file,
@@ -45,8 +45,8 @@ from oci.base.files import (
     replace,
     sync_folder,
 )
-from oci.layout.digests import digest_of, encoded
-from oci.layout.documents import (
+from gpusnap.oci.layout.digests import digest_of, encoded
+from gpusnap.oci.layout.documents import (
     DOCUMENT_LIMIT,
     MANIFEST,
     Descriptor,
@@ -55,10 +55,8 @@ from oci.layout.documents import (
     parse_document,
     written_document,
 )
-from oci.layout.partial_blob import Incoming
-from oci.layout.unsynced import Unsynced
-
-__all__ = ["Layout"]
+from gpusnap.oci.layout.partial_blob import Incoming
+from gpusnap.oci.layout.unsynced import Unsynced
 
 _VERSION = "1.0.0"
 _PIECE = 1 << 20
@@ -118,24 +116,23 @@ class Layout:
         *,
         media_type: str = _OCTETS,
         digest: str | None = None,
-        sync: bool = False,
         anew: bool = False,
     ) -> Descriptor:
         """Write a blob, from memory or from a file, unless it is there.
 
-        `digest`: of data in memory, where the caller has computed it. `sync`: fsync it at once, for slow
-        disks that should begin early. `anew`: write data in memory also where it is there.
+        `digest`: of data in memory, where the caller has computed it. `anew`: write data in memory also where
+        it is there.
         Raises LayoutError, DiskFull, DiskError; BlobError where the file cannot be read.
         """
         if not isinstance(data, bytes | bytearray | memoryview):
-            return self._add_file(data, media_type, sync=sync)
+            return self._add_file(data, media_type)
         digest = digest or digest_of(data)
         name, size = encoded(digest), memoryview(data).nbytes
         with self._blobs() as folder, self._writing(size):
             if anew or not _has(name, size, folder):
                 with new_file(folder) as (descriptor, unfinished):
                     all_written(descriptor, data)
-                    self._keep(descriptor, unfinished, name, folder, sync)
+                    self._keep(descriptor, unfinished, name, folder)
             else:
                 self._unsynced.found(name)
         return Descriptor(media_type, digest, size)
@@ -184,7 +181,7 @@ class Layout:
             yield incoming
             incoming.check()
             with self._writing(wanted.size):
-                self._keep(descriptor, unfinished, name, folder, False)
+                self._keep(descriptor, unfinished, name, folder)
 
     def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
         """A blob to read, unbuffered, its content not checked yet. Raises BlobError for another size."""
@@ -346,9 +343,7 @@ class Layout:
         except OSError as error:
             raise disk_error(error, self.path, what, size) from error
 
-    def _add_file(
-        self, file: IO[bytes], media_type: str = _OCTETS, *, sync: bool = False, expected: str = ""
-    ) -> Descriptor:
+    def _add_file(self, file: IO[bytes], media_type: str = _OCTETS, *, expected: str = "") -> Descriptor:
         hashed, size = hashlib.sha256(), 0
         with self._blobs() as folder, self._writing(0), new_file(folder) as (descriptor, unfinished):
             while piece := _read(file):
@@ -362,12 +357,10 @@ class Layout:
             if _has(name, size, folder):
                 self._unsynced.found(name)
             else:
-                self._keep(descriptor, unfinished, name, folder, sync)
+                self._keep(descriptor, unfinished, name, folder)
         return Descriptor(media_type, f"sha256:{name}", size)
 
-    def _keep(self, descriptor: int, unfinished: str, name: str, folder: int, sync: bool) -> None:
-        if sync:
-            os.fsync(descriptor)
+    def _keep(self, descriptor: int, unfinished: str, name: str, folder: int) -> None:
         os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
         if self._lasting:
             self._unsynced.wrote(name, descriptor)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
-from oci.base.errors import BlobError, disk_error
-from oci.base.files import all_written
-from oci.layout.documents import Descriptor
-
-__all__ = ["Incoming"]
+from gpusnap.oci.base.errors import BlobError, disk_error
+from gpusnap.oci.base.files import all_written
+from gpusnap.oci.layout.documents import Descriptor
 
 
 class Incoming:

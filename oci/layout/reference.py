@@ -12,10 +12,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from oci.base.errors import DigestError, RegistryError
-from oci.layout.digests import check_digest
-
-__all__ = ["PLAIN_HTTP", "Reference", "check_repository", "check_tag", "parse", "parse_plain"]
+from gpusnap.oci.base.errors import DigestError, RegistryError
+from gpusnap.oci.layout.digests import check_digest
 
 PLAIN_HTTP = "http://"
 """Before a reference: its registry is spoken to without TLS."""
@@ -57,18 +55,23 @@ def parse(text: str) -> Reference:
     """The parts of a reference, each checked. Raises RegistryError."""
     shown = repr(text[:300])
     if "://" in text:
-        raise RegistryError(f"{shown} is no reference: it begins with its registry, without a scheme")
+        raise RegistryError(
+            f"{shown} is no reference: it begins with its registry, without a scheme", code="GPS-807"
+        )
     registry, slash, rest = text.partition("/")
     rest, at, digest = rest.partition("@")
     repository, colon, tag = rest.partition(":")
     if not slash or not ("." in registry or ":" in registry or registry == "localhost"):
         raise RegistryError(
             f"{shown} names no registry: a reference begins with the registry's host, "
-            "which has a dot or a port or is localhost, such as registry.example/app:v1"
+            "which has a dot or a port or is localhost, such as registry.example/app:v1",
+            code="GPS-807",
         )
     port = _HOST.fullmatch(registry)
     if port is None or int(port[1] or 1) not in range(1, 1 << 16):
-        raise RegistryError(f"{shown} is no reference: {registry[:80]!r} is no host of a registry")
+        raise RegistryError(
+            f"{shown} is no reference: {registry[:80]!r} is no host of a registry", code="GPS-807"
+        )
     try:
         check_repository(repository)
         if colon:
@@ -76,10 +79,12 @@ def parse(text: str) -> Reference:
         if at:
             check_digest(digest)
     except (RegistryError, DigestError) as error:
-        raise RegistryError(f"{shown} is no reference: {error}") from error
+        raise RegistryError(f"{shown} is no reference: {error}", code="GPS-807") from error
     found = Reference(registry, repository, tag, digest)
     if len(found.name) > _LONGEST:
-        raise RegistryError(f"{shown} is no reference: host and name have more than {_LONGEST} characters")
+        raise RegistryError(
+            f"{shown} is no reference: host and name have more than {_LONGEST} characters", code="GPS-807"
+        )
     return found
 
 
@@ -88,7 +93,8 @@ def check_repository(text: str) -> str:
     if len(text) > _LONGEST or not _NAME.fullmatch(text):
         raise RegistryError(
             f"{text[:80]!r} is no name of a repository: these are lower-case letters and digits, "
-            "with single . or _ or -, or / between them"
+            "with single . or _ or -, or / between them",
+            code="GPS-807",
         )
     return text
 
@@ -97,6 +103,7 @@ def check_tag(text: str) -> str:
     """`text` as a tag. Raises RegistryError."""
     if not _TAG.fullmatch(text):
         raise RegistryError(
-            f"{text[:80]!r} is no tag: these are up to 128 letters, digits, _, . or -, not . or - first"
+            f"{text[:80]!r} is no tag: these are up to 128 letters, digits, _, . or -, not . or - first",
+            code="GPS-807",
         )
     return text

@@ -26,13 +26,11 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Literal, TypeAlias
 
-from oci.base.errors import ArchiveError, reason
-from oci.layout.documents import Descriptor, Manifest, written_document
-from oci.layout.layout import Layout
-from oci.tar.archive import entries
-from oci.tar.compression import Packer, Readable, as_file, gzip_packer, kind_of, packer
-
-__all__ = ["CRIU", "CRI_NAME", "PODMAN", "Format", "Packing", "engine_of", "layer_of", "write_image"]
+from gpusnap.oci.base.errors import ArchiveError, reason
+from gpusnap.oci.layout.documents import Descriptor, Manifest, written_document
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.tar.archive import entries
+from gpusnap.oci.tar.compression import Packer, Readable, as_file, gzip_packer, kind_of, packer
 
 Format: TypeAlias = Literal["cri", "podman"]
 Packing: TypeAlias = Literal["gzip", "zstd"]

@@ -20,9 +20,7 @@ import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from oci.base.threads import for_each
-
-__all__ = ["Unsynced"]
+from gpusnap.oci.base.threads import for_each
 
 MOST = 256
 # No descriptor is left, in this process or on this host.

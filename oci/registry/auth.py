@@ -15,13 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlencode, urlsplit
 
-from oci.base.errors import RegistryError, Unauthorized
-from oci.base.json_text import parse_json
-from oci.registry.credentials import Credentials
-from oci.registry.http import Answer, Broken, Pool, address, exchange, host_of
-from oci.registry.responses import BODY_LIMIT, refusal, seconds_to_wait, worth_another
-
-__all__ = ["Challenge", "Tokens", "challenges"]
+from gpusnap.oci.base.errors import RegistryError, Unauthorized
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.registry.credentials import Credentials
+from gpusnap.oci.registry.http import Answer, Broken, Pool, address, exchange, host_of
+from gpusnap.oci.registry.responses import BODY_LIMIT, refusal, seconds_to_wait, worth_another
 
 _CLIENT = "gpusnap"
 # Seconds that a token serves where its service does not say (token.md: at least 60), and its share of them
@@ -158,13 +156,15 @@ class Tokens:
         if found is None or found[0] != "http" or not self._plain_http:
             raise Unauthorized(
                 f"{self._registry} names a token service without TLS, which is sent no credentials: "
-                f"{host_of(realm) if found is not None else 'it has no address'}"
+                f"{host_of(realm) if found is not None else 'it has no address'}",
+                code="GPS-809",
             )
         own = address(f"http://{self._registry}/")
         if self._credentials is not None and (own is None or own[1] != found[1]):
             raise Unauthorized(
                 f"{self._registry} names a token service without TLS on another host, which is sent no "
-                f"credentials: {host_of(realm)}"
+                f"credentials: {host_of(realm)}",
+                code="GPS-809",
             )
 
     def _ask(self, realm: str, service: str, scopes: list[str]) -> Answer:
@@ -204,7 +204,9 @@ class Tokens:
         except (ValueError, RecursionError, AttributeError):
             value, seconds = None, None
         if not isinstance(value, str) or not _TOKEN.fullmatch(value):
-            raise RegistryError(f"the token service {where} of {self._registry} answered without a token")
+            raise RegistryError(
+                f"the token service {where} of {self._registry} answered without a token", code="GPS-808"
+            )
         # An integer may be too large for a float.
         given = isinstance(seconds, int | float) and seconds > _SHORTEST
         return value, float(min(seconds, _FOREVER)) if given else _SHORTEST

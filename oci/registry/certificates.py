@@ -11,9 +11,7 @@ from __future__ import annotations
 import os
 import ssl
 
-from oci.base.errors import RegistryError, reason
-
-__all__ = ["FOLDERS", "folder_of", "load", "load_ca"]
+from gpusnap.oci.base.errors import RegistryError, reason
 
 FOLDERS = ("/etc/containers/certs.d", "/etc/docker/certs.d")
 
@@ -31,7 +29,9 @@ def load(context: ssl.SSLContext, folder: str) -> None:
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
-        raise RegistryError(f"the certificates in {folder} cannot be read: {reason(error)}") from error
+        raise RegistryError(
+            f"the certificates in {folder} cannot be read: {reason(error)}", code="GPS-805"
+        ) from error
     for name in names:
         stem, kind = os.path.splitext(os.path.join(folder, name))
         if kind == ".crt":
@@ -45,9 +45,9 @@ def load_ca(context: ssl.SSLContext, path: str) -> None:
     try:
         context.load_verify_locations(path)
     except ssl.SSLError as error:
-        raise RegistryError(f"the CA file {path} holds no certificate in PEM") from error
+        raise RegistryError(f"the CA file {path} holds no certificate in PEM", code="GPS-805") from error
     except OSError as error:
-        raise RegistryError(f"the CA file {path} cannot be read: {reason(error)}") from error
+        raise RegistryError(f"the CA file {path} cannot be read: {reason(error)}", code="GPS-805") from error
 
 
 def _load_pair(context: ssl.SSLContext, stem: str) -> None:
@@ -55,6 +55,10 @@ def _load_pair(context: ssl.SSLContext, stem: str) -> None:
         # An empty password, so that nobody is asked for one.
         context.load_cert_chain(f"{stem}.cert", f"{stem}.key", password="")
     except ssl.SSLError as error:
-        raise RegistryError(f"{stem}.cert and {stem}.key are no certificate and its key in PEM") from error
+        raise RegistryError(
+            f"{stem}.cert and {stem}.key are no certificate and its key in PEM", code="GPS-805"
+        ) from error
     except OSError as error:
-        raise RegistryError(f"{stem}.cert and {stem}.key cannot be read: {reason(error)}") from error
+        raise RegistryError(
+            f"{stem}.cert and {stem}.key cannot be read: {reason(error)}", code="GPS-805"
+        ) from error

@@ -21,14 +21,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import urljoin
 
-from oci.base.errors import RegistryError, Unreachable
-from oci.registry.auth import Tokens
-from oci.registry.credentials import Credentials
-from oci.registry.http import PIECE, Answer, Broken, address, clear, exchange, host_of, make_pool
-from oci.registry.pace import Limits
-from oci.registry.responses import BODY_LIMIT, refusal, seconds_to_wait, worth_another
-
-__all__ = ["Client", "Request"]
+from gpusnap.oci.base.errors import RegistryError, Unreachable
+from gpusnap.oci.registry.auth import Tokens
+from gpusnap.oci.registry.credentials import Credentials
+from gpusnap.oci.registry.http import PIECE, Answer, Broken, address, clear, exchange, host_of, make_pool
+from gpusnap.oci.registry.pace import Limits
+from gpusnap.oci.registry.responses import BODY_LIMIT, refusal, seconds_to_wait, worth_another
 
 T = TypeVar("T")
 
@@ -158,7 +156,9 @@ class Client:
         except ValueError:
             found = None
         if found is None or found[0] not in self._schemes:
-            raise RegistryError(f"{host_of(base)} sends us to where there is no TLS, or no address at all")
+            raise RegistryError(
+                f"{host_of(base)} sends us to where there is no TLS, or no address at all", code="GPS-809"
+            )
         return url
 
     def _follow(self, request: Request, shown: str) -> Answer:
@@ -176,7 +176,9 @@ class Client:
             with answer:
                 location = answer.header("Location")
             url = self.resolved(url, location)
-        raise RegistryError(f"{request.what}: it sends us on and on, more than {_MOST_REDIRECTS} times")
+        raise RegistryError(
+            f"{request.what}: it sends us on and on, more than {_MOST_REDIRECTS} times", code="GPS-808"
+        )
 
     def _own(self, url: str) -> bool:
         """Whether a URL is the registry's own, and not one of another host."""

@@ -13,14 +13,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 
-from oci.base.errors import BlobError, NotInRegistry
-from oci.base.threads import Crew, Shared, Signal
-from oci.layout.documents import Descriptor
-from oci.layout.graph import walk
-from oci.layout.layout import Layout
-from oci.registry.repository import Repository
-
-__all__ = ["Moved", "Underway", "pull", "push", "together"]
+from gpusnap.oci.base.errors import BlobError, NotInRegistry
+from gpusnap.oci.base.threads import Crew, Shared
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.graph import walk
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.registry.repository import Repository
 
 _THREADS = 8
 
@@ -111,14 +109,13 @@ def push(
     threads: int = _THREADS,
     mount_from: Sequence[str] = (),
     progress: Callable[[Underway], object] | None = None,
-    cancelled: Signal | None = None,
 ) -> Moved:
     """Bring a manifest or an index, and all below it, into a repository, and name it there.
 
     tag: its name; without one it is found by its digest only. mount_from: repositories of the same registry
     that may have some of the blobs. A blob that the layout lacks is no error where the registry has it.
-    Raises BlobError, which names the blob, LayoutError, RegistryError and those below it, Cancelled, and
-    whatever `progress` raises. What the registry has by then stays, without the name.
+    Raises BlobError, which names the blob, LayoutError, RegistryError and those below it, and whatever
+    `progress` raises. What the registry has by then stays, without the name.
     """
     documents: list[tuple[Descriptor, bytes]] = []
     blobs: list[Descriptor] = []
@@ -127,7 +124,7 @@ def push(
             blobs.append(one)
         else:
             documents.append((one, content))
-    tally, crew = _Tally(progress), Crew(cancelled)
+    tally, crew = _Tally(progress), Crew()
     tally.expect([*blobs, *(one for one, _ in documents)])
 
     def send(one: Descriptor) -> None:
@@ -145,7 +142,6 @@ def push(
     _all(blobs, send, crew, threads)
     for one, content in documents:
         name = tag if one.digest == root.digest and tag else one.digest
-        _end_if(cancelled)
         if _stands(repository, name, one.digest):
             tally.skipped(one)
         else:
@@ -163,7 +159,6 @@ def pull(
     wanted: Callable[[Descriptor], bool] = lambda one: True,
     threads: int = _THREADS,
     progress: Callable[[Underway], object] | None = None,
-    cancelled: Signal | None = None,
 ) -> tuple[Descriptor, Moved]:
     """Bring what a tag or a digest stands for, and all below it, into a layout.
 
@@ -172,12 +167,11 @@ def pull(
     has is read and compared with its digest, and comes anew where it is wrong: a host that went down may have
     lost what a killed pull had written. Returns the descriptor of the top and what was moved.
     Raises BlobError, which names the blob, LayoutError, DiskFull, DiskError, RegistryError and those below
-    it, Cancelled, and whatever have, wanted or progress raises. What was whole by then stays in the layout.
+    it, and whatever have, wanted or progress raises. What was whole by then stays in the layout.
     """
-    tally, crew = _Tally(progress), Crew(cancelled)
+    tally, crew = _Tally(progress), Crew()
 
     def document(one: Descriptor) -> bytes:
-        _end_if(cancelled)
         tally.expect([one])
         content = _kept(one, layout, have)
         if content is not None:
@@ -216,10 +210,6 @@ def _all(blobs: Sequence[Descriptor], move: Callable[[Descriptor], None], crew: 
 
     crew.start(max(1, min(threads, len(blobs))), work)
     crew.join()
-
-
-def _end_if(cancelled: Signal | None) -> None:
-    Crew(cancelled).check()
 
 
 def _stands(repository: Repository, name: str, digest: str) -> bool:

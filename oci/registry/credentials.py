@@ -27,10 +27,8 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from oci.base.errors import Unauthorized, reason
-from oci.base.json_text import parse_json
-
-__all__ = ["Credentials", "find"]
+from gpusnap.oci.base.errors import Unauthorized, reason
+from gpusnap.oci.base.json_text import parse_json
 
 RUN = "/run/containers"
 _DEADLINE = 30.0

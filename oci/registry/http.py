@@ -25,22 +25,20 @@ from urllib3.exceptions import HTTPError, LocationValueError, ProtocolError
 from urllib3.util import make_headers, parse_url
 from urllib3.util.ssl_ import create_urllib3_context
 
-from oci.base.errors import RegistryError, Unreachable, reason
-from oci.registry import certificates
-from oci.registry.pace import Limits, Watch
-from oci.registry.proxies import proxy_for
-from oci.registry.responses import printable
+from gpusnap.oci.base.errors import RegistryError, Unreachable, reason
+from gpusnap.oci.registry import certificates
+from gpusnap.oci.registry.pace import Limits, Watch
+from gpusnap.oci.registry.proxies import proxy_for
+from gpusnap.oci.registry.responses import printable
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
-
-__all__ = ["Answer", "Broken", "Pool", "address", "clear", "exchange", "host_of", "make_pool"]
 
 PIECE = 1 << 20
 _PORTS = {"http": 80, "https": 443}
 # What one parser of URLs takes for a part of the host, and another for its end.
 _AMBIGUOUS = re.compile(r"[^\x21-\x7e]|\\")
-# Seconds: for a connection, and what a socket waits longer than oci.registry.pace does, which says more.
+# Seconds: for a connection, and what a socket waits longer than gpusnap.oci.registry.pace, which says more.
 _CONNECT, _LONGER = 30.0, 5.0
 # What is left of an answer is read, so that its connection can serve again, where it is no more than this.
 _LEFTOVER = 64 << 10
@@ -259,7 +257,9 @@ def exchange(
             )
     except LocationValueError as error:
         watch.close()
-        raise RegistryError(f"an address on {host_of(url)} is none: {type(error).__name__}") from error
+        raise RegistryError(
+            f"an address on {host_of(url)} is none: {type(error).__name__}", code="GPS-808"
+        ) from error
     except (HTTPError, http.client.HTTPException, OSError) as error:
         watch.close()
         _refuse_tls(error, url)
@@ -283,12 +283,14 @@ def _refuse_tls(error: BaseException, url: str) -> None:
             raise Unreachable(
                 f"the certificate of {host_of(url)} is not trusted ({why}): "
                 "have its CA among the system's, or as a .crt file in the registry's folder in "
-                f"{certificates.FOLDERS[0]}"
+                f"{certificates.FOLDERS[0]}",
+                code="GPS-805",
             ) from error
         if isinstance(each, ssl.SSLError) and each.reason in _NO_TLS:
             raise Unreachable(
                 f"{host_of(url)} does not speak TLS: plain HTTP, which shows everything to the network, "
-                "has to be asked for"
+                "has to be asked for",
+                code="GPS-804",
             ) from error
 
 

@@ -18,9 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from oci.base.errors import binary_size
-
-__all__ = ["Limits", "Watch"]
+from gpusnap.oci.base.errors import binary_size
 
 # struct tcp_info (linux/tcp.h): tcpi_bytes_acked and tcpi_bytes_received, since Linux 4.1.
 _COUNTERS, _COUNTERS_AT, _INFO_SIZE = struct.Struct("=QQ"), 120, 136

@@ -12,8 +12,6 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-__all__ = ["proxy_for"]
-
 
 def proxy_for(url: str) -> str:
     """The URL of the proxy for a request to `url`; "" where it goes straight."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
-from oci.base.errors import (
+from gpusnap.oci.base.errors import (
     BlobError,
     DigestError,
     LayoutError,
@@ -20,54 +20,26 @@ from oci.base.errors import (
     Rejected,
     Unauthorized,
 )
-from oci.chunks.artifact import CHECKPOINT
-from oci.layout.digests import PREFIX, encoded
-from oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor, Index, parse_document, written_document
-from oci.layout.graph import is_document
-from oci.layout.layout import Layout
-from oci.registry import copy as transfer
-from oci.registry.copy import Moved
-from oci.registry.repository import Repository
-from oci.store.index import REF_NAME
+from gpusnap.oci.layout.digests import PREFIX, encoded
+from gpusnap.oci.layout.documents import (
+    DOCUMENT_LIMIT,
+    INDEX,
+    Descriptor,
+    Index,
+    parse_document,
+    written_document,
+)
+from gpusnap.oci.layout.graph import is_document
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.registry import copy as transfer
+from gpusnap.oci.registry.copy import Moved
+from gpusnap.oci.registry.repository import Repository
+from gpusnap.oci.store.referrers import DEEPEST, subject_of
 
-__all__ = ["below", "pull", "push", "subject_of"]
-
-# Of one checkpoint, and how far from it: the signature of an SBOM is at 2.
-_MOST, _DEEPEST = 256, 3
+# Of one checkpoint.
+_MOST = 256
 # Of what a registry lists; it may list anything, and each is asked for.
 _MOST_LISTED = 1024
-
-
-def subject_of(content: bytes) -> str:
-    """The digest of what a manifest or an index refers to; "" where it refers to nothing."""
-    with suppress(LayoutError, DigestError):
-        value = parse_document(content, "the manifest")
-        if isinstance(value, dict) and value.get("subject") is not None:
-            return Descriptor.from_json(value["subject"], "the subject").digest
-    return ""
-
-
-def below(
-    entries: Iterable[Descriptor], read: Callable[[Descriptor], bytes], subject: str
-) -> tuple[Descriptor, ...]:
-    """Those among the entries of a layout's index that refer to a manifest, and what refers to them.
-
-    `read` gives the content of a manifest; what it cannot give is passed over.
-    """
-    by_subject: dict[str, list[Descriptor]] = {}
-    for each in entries:
-        plain = not each.annotations.get(REF_NAME) and each.artifact_type != CHECKPOINT
-        if plain and is_document(each) and each.size <= DOCUMENT_LIMIT:
-            with suppress(LayoutError, DigestError):
-                by_subject.setdefault(subject_of(read(each)), []).append(each)
-    found: dict[str, Descriptor] = {}
-    waiting = [(subject, 1)]
-    for at, depth in waiting:
-        for each in by_subject.get(at, ()):
-            if each.digest not in found and depth <= _DEEPEST:
-                found[each.digest] = each
-                waiting.append((each.digest, depth + 1))
-    return tuple(found.values())
 
 
 def pull(
@@ -79,7 +51,7 @@ def pull(
 ) -> tuple[tuple[Descriptor, ...], Moved]:
     """Bring what refers to a manifest, and what refers to that, into a layout; the manifests, and what came.
 
-    have: as for oci.registry.copy.pull. Raises as that does.
+    have: as for gpusnap.oci.registry.copy.pull. Raises as that does.
     """
     found: dict[str, Descriptor] = {}
     moved, seen = Moved(), set[tuple[str, str]]()
@@ -99,7 +71,7 @@ def pull(
                 found[each.digest] = Descriptor(
                     root.media_type, root.digest, root.size, each.annotations, each.artifact_type
                 )
-                if depth < _DEEPEST:
+                if depth < DEEPEST:
                     waiting.append((each.digest, depth + 1))
     return tuple(found.values()), moved
 
@@ -146,7 +118,9 @@ def _add_to_tag(repository: Repository, subject: str, more: Iterable[Descriptor]
     if new:
         content = written_document(Index((*there, *new)).to_json())
         if len(content) > DOCUMENT_LIMIT:
-            raise RegistryError(f"the list of what refers to {subject} would have {len(content)} bytes")
+            raise RegistryError(
+                f"the list of what refers to {subject} would have {len(content)} bytes", code="GPS-812"
+            )
         repository.put_manifest(content, INDEX, _tag(subject))
 
 

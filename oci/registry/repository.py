@@ -1,7 +1,7 @@
 """One repository of a registry: manifests and blobs, by the OCI distribution-spec v1.1.
 
 A blob is never in memory whole, in either direction. What breaks off goes on from where it was; digests are
-checked on the way in and on the way out. Every call is tried again as oci.registry.client describes.
+checked on the way in and on the way out. Every call is tried again as gpusnap.oci.registry.client describes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 
-from oci.base.errors import (
+from gpusnap.oci.base.errors import (
     BlobError,
     DigestError,
     LayoutError,
@@ -21,21 +21,19 @@ from oci.base.errors import (
     Rejected,
     Unauthorized,
 )
-from oci.layout.blobs import Blobs
-from oci.layout.digests import PREFIX, digest_of, encoded
-from oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor, Index, parse_document
-from oci.layout.graph import INDEXES, MANIFESTS
-from oci.layout.layout import Layout
-from oci.layout.partial_blob import Incoming
-from oci.layout.reference import Reference, check_tag
-from oci.registry import credentials as users
-from oci.registry.client import Client, Request
-from oci.registry.credentials import Credentials
-from oci.registry.http import Answer, Broken
-from oci.registry.pace import Limits
-from oci.registry.upload import Destination, Upload, Ways
-
-__all__ = ["Repository"]
+from gpusnap.oci.layout.blobs import Blobs
+from gpusnap.oci.layout.digests import PREFIX, digest_of, encoded
+from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor, Index, parse_document
+from gpusnap.oci.layout.graph import INDEXES, MANIFESTS
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.layout.partial_blob import Incoming
+from gpusnap.oci.layout.reference import Reference, check_tag
+from gpusnap.oci.registry import credentials as users
+from gpusnap.oci.registry.client import Client, Request
+from gpusnap.oci.registry.credentials import Credentials
+from gpusnap.oci.registry.http import Answer, Broken
+from gpusnap.oci.registry.pace import Limits
+from gpusnap.oci.registry.upload import Destination, Upload, Ways
 
 _ACCEPT = ", ".join((*MANIFESTS, *INDEXES))
 # Of a list (RFC 8288): what comes after it; and no list is longer.
@@ -181,7 +179,9 @@ class Repository:
 
         told = self._client.persist(attempt, request.what)
         if told.startswith(PREFIX) and told != digest:
-            raise RegistryError(f"{self._to.shown} took the manifest {digest} as {told[:80]!r}")
+            raise RegistryError(
+                f"{self._to.shown} took the manifest {digest} as {told[:80]!r}", code="GPS-808"
+            )
         return Descriptor(media_type, digest, len(content))
 
     def read_referrers(self, digest: str, *, pushing: bool = False) -> tuple[Descriptor, ...] | None:
@@ -293,7 +293,8 @@ class Repository:
                 match = _CONTENT_RANGE.fullmatch(answer.header("Content-Range").strip())
                 if match is None or int(match[1]) != start:
                     raise RegistryError(
-                        f"{self._to.shown} gave another part of {wanted.digest} than asked for"
+                        f"{self._to.shown} gave another part of {wanted.digest} than asked for",
+                        code="GPS-808",
                     )
                 at = start
             length = _length(answer)

@@ -16,10 +16,8 @@ import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 
-from oci.base.errors import NotInRegistry, RegistryError, Rejected, Unauthorized
-from oci.base.json_text import parse_json
-
-__all__ = ["printable", "refusal", "seconds_to_wait", "worth_another"]
+from gpusnap.oci.base.errors import NotInRegistry, RegistryError, Rejected, Unauthorized
+from gpusnap.oci.base.json_text import parse_json
 
 BODY_LIMIT = 64 << 10
 _LONGEST = 200
@@ -44,7 +42,7 @@ def refusal(status: int, body: bytes, what: str) -> RegistryError:
         return Unauthorized(f"{what}: it is not allowed with these credentials{words}: log in as one who may")
     if status == 404:
         return NotInRegistry(f"{what}: it is not there{words}")
-    return Rejected(f"{what}: it refuses{words}", status=status, code=code)
+    return Rejected(f"{what}: it refuses{words}", status=status, says=code)
 
 
 def printable(text: object, longest: int = _LONGEST) -> str:

@@ -27,13 +27,11 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import urlencode
 
-from oci.base.errors import BlobError, NotInRegistry, RegistryError, Rejected, Unauthorized, reason
-from oci.layout.blobs import Blobs
-from oci.layout.documents import Descriptor
-from oci.registry.client import Client, Request
-from oci.registry.http import PIECE, Answer, Broken
-
-__all__ = ["Destination", "Upload", "Ways"]
+from gpusnap.oci.base.errors import BlobError, NotInRegistry, RegistryError, Rejected, Unauthorized, reason
+from gpusnap.oci.layout.blobs import Blobs
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.registry.client import Client, Request
+from gpusnap.oci.registry.http import PIECE, Answer, Broken
 
 T = TypeVar("T")
 
@@ -291,7 +289,9 @@ class Upload:
             self._location = ""
             raise Broken(f"{self._to.shown} does not know the upload any more") from error
         if told not in ("", self._blob.digest):
-            raise RegistryError(f"{self._to.shown} took the blob {self._blob.digest} as {told[:80]!r}")
+            raise RegistryError(
+                f"{self._to.shown} took the blob {self._blob.digest} as {told[:80]!r}", code="GPS-808"
+            )
         self._step(self._blob.size)
 
     def _move(self, answer: Answer, *, needed: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Garbage collection in a store: what nothing names and nobody reads goes. oci.store.store has the rules."""
+"""Garbage collection in a store: what nothing names and nobody reads goes. Rules: gpusnap.oci.store.store."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from oci.base.errors import DigestError, DiskError, LayoutError, OciError, StoreError
-from oci.base.files import exists, open_folder
-from oci.base.locks import stands, try_exclusive, unlock
-from oci.chunks.index import Known
-from oci.layout.digests import PREFIX, encoded
-from oci.layout.documents import DOCUMENT_LIMIT, Descriptor, parse_document
-from oci.layout.graph import INDEXES, MANIFESTS, check_known, is_document, walk
-from oci.layout.layout import Layout
-from oci.store.index import Catalog
-from oci.store.paths import BLOBS, CUT_OFF, GONE, Tree, discard, opened
-from oci.store.staging import why_precious
-
-__all__ = ["Collected", "Spared", "collect"]
+from gpusnap.oci.base.errors import DigestError, DiskError, LayoutError, OciError, StoreError
+from gpusnap.oci.base.files import exists, open_folder
+from gpusnap.oci.base.locks import stands, try_exclusive, unlock
+from gpusnap.oci.chunks.index import Known
+from gpusnap.oci.layout.digests import PREFIX, encoded
+from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor, parse_document
+from gpusnap.oci.layout.graph import INDEXES, MANIFESTS, check_known, is_document, walk
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.index import Catalog
+from gpusnap.oci.store.paths import BLOBS, CUT_OFF, GONE, Tree, discard, opened
+from gpusnap.oci.store.staging import why_precious
 
 _NAME = re.compile("[0-9a-f]{64}")
 
@@ -141,7 +139,8 @@ def _refused(tree: Tree, why: str, digest: str) -> StoreError:
     what = f" below {digest}" if digest else ""
     return StoreError(
         f"gc removed nothing from {tree.path}, as it cannot tell what is still needed{what}: {why}; "
-        "verify what it names, and remove what is broken"
+        "verify what it names, and remove what is broken",
+        code="GPS-705",
     )
 
 

@@ -18,13 +18,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from oci.base.errors import Ambiguous, LayoutError, NotThere, StoreError, disk_error, reason
-from oci.base.files import read_regular, replace
-from oci.base.json_text import parse_json
-from oci.layout.documents import DOCUMENT_LIMIT, Descriptor, Index, written_document
-from oci.store.paths import opened
-
-__all__ = ["Catalog", "Entry", "check_name"]
+from gpusnap.oci.base.errors import Ambiguous, LayoutError, NotThere, StoreError, disk_error, reason
+from gpusnap.oci.base.files import read_regular, replace
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor, Index, written_document
+from gpusnap.oci.store.paths import opened
 
 REF_NAME = "org.opencontainers.image.ref.name"
 CREATED = "org.opencontainers.image.created"
@@ -99,15 +97,18 @@ class Catalog:
             raise Ambiguous(f"{wanted!r} stands for {len(digests)} in {self.path}: {', '.join(digests[:8])}")
         return found[0]
 
-    def add(self, root: Descriptor, names: Iterable[str], annotations: Mapping[str, str]) -> None:
+    def add(self, root: Descriptor, names: Iterable[str]) -> None:
         """Put in what lies below `root`, under these names; without any, under its digest only."""
-        notes = {**root.annotations, **annotations}
-        notes.pop(REF_NAME, None)
+        notes = {key: value for key, value in root.annotations.items() if key != REF_NAME}
         new = dataclasses.replace(root, annotations=notes).to_json()
         if not self._of(root.digest):
             self._entries.append(new)
         for name in names:
             self._give(name, root.digest, new)
+
+    def complete(self, digest: str) -> None:
+        """Take out the entry of something that another one completes, unless somebody has named it."""
+        self._entries[:] = [e for e in self._entries if e["digest"] != digest or _notes(e).get(REF_NAME)]
 
     def tag(self, wanted: str, name: str) -> None:
         """Give a name to what is there. Raises NotThere, Ambiguous, StoreError."""

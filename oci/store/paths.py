@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from oci.base.errors import DiskError, StoreError, disk_error, reason
-from oci.base.files import UNFINISHED, open_folder
-from oci.base.locks import exclusive
-from oci.base.threads import for_each
-from oci.layout.layout import Layout
-
-__all__ = ["Tree", "discard", "link_error", "opened"]
+from gpusnap.oci.base.errors import DiskError, StoreError, disk_error, reason
+from gpusnap.oci.base.files import UNFINISHED, open_folder
+from gpusnap.oci.base.locks import exclusive
+from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.layout.layout import Layout
 
 BLOBS = ("blobs", "sha256")
 PRECIOUS = "precious"
@@ -62,7 +60,8 @@ class Tree:
                 stack.enter_context(exclusive(path, patience=self.patience, what=what))
             except OSError as error:
                 raise StoreError(
-                    f"{self.path} cannot be used as a store: its lock cannot be opened: {reason(error)}"
+                    f"{self.path} cannot be used as a store: its lock cannot be opened: {reason(error)}",
+                    code="GPS-704",
                 ) from error
             yield
 
@@ -81,7 +80,8 @@ def link_error(error: OSError, path: str) -> StoreError | DiskError:
         return disk_error(error, path, "a link of a blob", None)
     return StoreError(
         f"{path} cannot be a store: no hard link can be made in it ({reason(error)}); have it on one file "
-        "system with hard links, such as ext4, XFS, Btrfs or tmpfs"
+        "system with hard links, such as ext4, XFS, Btrfs or tmpfs",
+        code="GPS-704",
     )
 
 

@@ -8,7 +8,7 @@ import secrets
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 
-from oci.base.errors import (
+from gpusnap.oci.base.errors import (
     BlobError,
     DigestError,
     DiskError,
@@ -18,19 +18,17 @@ from oci.base.errors import (
     StoreError,
     reason,
 )
-from oci.base.files import UNFINISHED, open_folder, read_regular, replace
-from oci.base.locks import stands, try_exclusive, unlock
-from oci.base.threads import for_each
-from oci.chunks.index import Known
-from oci.chunks.table import Table
-from oci.layout.digests import encoded
-from oci.layout.documents import Descriptor
-from oci.layout.graph import check_known, is_document, walk
-from oci.layout.layout import Layout
-from oci.store.index import Catalog, check_name
-from oci.store.paths import BLOBS, CUT_OFF, PRECIOUS, THREADS, Tree, discard, link_error, opened
-
-__all__ = ["Staging", "adopt", "stage", "why_precious"]
+from gpusnap.oci.base.files import UNFINISHED, open_folder, read_regular, replace
+from gpusnap.oci.base.locks import stands, try_exclusive, unlock
+from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.chunks.index import Known
+from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.layout.digests import encoded
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.graph import check_known, is_document, walk
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.index import Catalog, check_name
+from gpusnap.oci.store.paths import BLOBS, CUT_OFF, PRECIOUS, THREADS, Tree, discard, link_error, opened
 
 _LONGEST_REASON = 4096
 
@@ -85,15 +83,15 @@ class Staging:
         also: Sequence[Descriptor] = (),
         tables: Iterable[Table] = (),
         foreign: Iterable[Table] = (),
-        annotations: Mapping[str, str] | None = None,
+        completes: str = "",
         threads: int = THREADS,
     ) -> None:
         """Make the manifest or index `root`, and all below it, part of the store.
 
         Every blob of it is in this staging or in the store; one that only the store has, gc may remove until
-        now. Then they are durable, `root` has these `names` (taken from others that had them) and, on its
-        entry, its own annotations and these. `also`: further manifests, which have no name. What the staging
-        has is removed, but from a precious one.
+        now. Then they are durable, and `root` has these `names` (taken from others that had them). `also`:
+        further manifests, which have no name. `completes`: the digest of a manifest without a name, whose
+        place in the index this one takes. What the staging has is removed, but from a precious one.
 
         The chunks of `tables` are known from then on: they were compressed here, out of what their plain
         digests say. `foreign`: tables out of a document that somebody else wrote, whose compressed chunks
@@ -107,7 +105,8 @@ class Staging:
             check_name(name)
         if not is_document(root):
             raise StoreError(
-                f"{root.digest} cannot be committed: what a {root.media_type} consists of is not known"
+                f"{root.digest} cannot be committed: what a {root.media_type} consists of is not known",
+                code="GPS-603",
             )
         layout = self._tree.layout
         sizes = self._below(root, layout)
@@ -127,9 +126,11 @@ class Staging:
                         raise _missing(name, size, self._tree.path)
                 os.fsync(store)
                 catalog = Catalog(layout.path)
-                catalog.add(root, names, annotations or {})
+                if completes != root.digest:
+                    catalog.complete(completes)
+                catalog.add(root, names)
                 for each in also:
-                    catalog.add(each, (), {})
+                    catalog.add(each, ())
                 catalog.write()
                 self._learn(tables, foreign)
         if why_precious(self.path) is None:
@@ -220,7 +221,7 @@ class Staging:
 
 
 def stage(tree: Tree, name: str) -> Staging:
-    """The staging of that name, new or left by somebody. Raises as oci.store.store.Store.stage does."""
+    """The staging of that name, new or left by somebody. Raises as gpusnap.oci.store.store.Store.stage."""
     path = os.path.join(tree.staging, name)
     with tree.locked(f"the staging {name}"), tree.writing("a staging"):
         lock, new = None, False
@@ -246,14 +247,16 @@ def adopt(tree: Tree, path: str) -> Staging:
     """The staging at `path`, whose owner has died. Raises StagingBusy, StoreBusy, NotThere, StoreError."""
     folder, name = os.path.split(os.path.realpath(path))
     if folder != tree.staging or name.startswith("."):
-        raise StoreError(f"{path} is no staging of the store {tree.path}")
+        raise StoreError(f"{path} is no staging of the store {tree.path}", code="GPS-703")
     with tree.locked(f"the staging {name}"):
         try:
             lock = _locked(os.path.join(folder, name))
         except OSError as error:
             raise NotThere(f"the staging {path} cannot be taken over: {reason(error)}") from error
         if lock is None:
-            raise NotThere(f"the staging {path} cannot be taken over: its owner has just removed it")
+            raise NotThere(
+                f"the staging {path} cannot be taken over: its owner has just removed it", code="GPS-703"
+            )
     return Staging(tree, os.path.join(folder, name), lock, checked=False)
 
 

@@ -3,10 +3,10 @@
     <store>/                          0700; /var/lib/gpusnap, say: other names in it are no business of this
         oci-layout, index.json        a layout, for any tool to read
         blobs/sha256/<64 hex>         the blobs of all that index.json names, each there once
-        known.json                    which chunk is in which blob, see oci.chunks.index; where broken, all
-        are new lock                          flock, exclusive: had by who changes one of these, or begins a
-        staging staging/<name>/               a layout without index: one writer's blobs; flocked while he
-        lives
+        known.json                    which chunk is in which blob (gpusnap.oci.chunks.index); where broken,
+                                      all are new
+        lock                          flock, exclusive: had by who changes one of these, or begins a staging
+        staging/<name>/               a layout without index: one writer's blobs; flocked while he lives
             precious                  why nobody may remove it, though he has died
         staging/.gone-<16 hex>/       on its way out
         holds/<64 hex>                flocked, shared, by whoever reads that manifest and what it names
@@ -43,19 +43,17 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from oci.base.errors import LayoutError, NotThere, StoreError
-from oci.base.files import UNFINISHED, exists
-from oci.base.locks import stands, try_exclusive, unlock
-from oci.chunks.index import Known
-from oci.layout.digests import encoded
-from oci.layout.documents import Descriptor, Index
-from oci.layout.layout import Layout
-from oci.store.gc import Collected, Spared, collect
-from oci.store.index import Catalog, Entry, check_name
-from oci.store.paths import Tree, link_error, opened
-from oci.store.staging import Staging, adopt, stage
-
-__all__ = ["Collected", "Entry", "Spared", "Staging", "Store", "check_name"]
+from gpusnap.oci.base.errors import LayoutError, NotThere, StoreError
+from gpusnap.oci.base.files import UNFINISHED, exists
+from gpusnap.oci.base.locks import stands, try_exclusive, unlock
+from gpusnap.oci.chunks.index import Known
+from gpusnap.oci.layout.digests import encoded
+from gpusnap.oci.layout.documents import Descriptor, Index
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.gc import Collected, collect
+from gpusnap.oci.store.index import Catalog, Entry
+from gpusnap.oci.store.paths import Tree, link_error, opened
+from gpusnap.oci.store.staging import Staging, adopt, stage
 
 PATIENCE = 60.0
 _STAGING = re.compile(r"[A-Za-z0-9][\w.-]{0,199}", re.ASCII)
@@ -96,7 +94,9 @@ class Store:
         self.layout.check()
         for folder in (self._tree.staging, self._tree.holds):
             if not os.path.isdir(folder):
-                raise StoreError(f"{self.path} is an image layout, but no store: it has no folder {folder}")
+                raise StoreError(
+                    f"{self.path} is an image layout, but no store: it has no folder {folder}", code="GPS-704"
+                )
         Catalog(self.path)
 
     # Writers
@@ -108,7 +108,9 @@ class Store:
         the store's. Raises StagingBusy where somebody has it, StoreBusy, StoreError, DiskFull, DiskError.
         """
         if name and not _STAGING.fullmatch(name):
-            raise StoreError(f"{name[:80]!r} is no name for a staging: letters, digits and . _ - make one")
+            raise StoreError(
+                f"{name[:80]!r} is no name for a staging: letters, digits and . _ - make one", code="GPS-001"
+            )
         return stage(self._tree, name or secrets.token_hex(16))
 
     def adopt(self, path: str) -> Staging:
@@ -152,7 +154,7 @@ class Store:
             unlock(lock)
 
     def known(self) -> Known:
-        """The chunks of what was committed, by plain digest, for oci.chunks.writer.write into a staging."""
+        """The chunks of what was committed, by plain digest: for gpusnap.oci.chunks.writer.write."""
         return Known(self._tree.known)
 
     def read(self, descriptor: Descriptor) -> bytes:

@@ -13,19 +13,17 @@ import os
 import tarfile
 import zlib
 from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, TypeAlias
 
 import zstandard
 
-from oci.base.errors import ArchiveError, DiskError, disk_error, reason
-from oci.base.files import all_written, name_new, new_file, open_folder
-from oci.tar import headers as tar
-from oci.tar.compression import Plain, Readable, packer
-
-__all__ = ["ArchiveError", "Compression", "Content", "Entry", "Writer", "entries", "read_member", "unpacked"]
+from gpusnap.oci.base.errors import ArchiveError, DiskError, disk_error, reason
+from gpusnap.oci.base.files import all_written, name_new, new_file, open_folder
+from gpusnap.oci.tar import headers as tar
+from gpusnap.oci.tar.compression import Plain, Readable, packer
 
 Compression: TypeAlias = Literal["none", "zstd"]
 
@@ -95,18 +93,6 @@ def entries(
                 source.skip(content.left)
                 source.skip(-size % tar.BLOCK)
         source.end()
-
-
-def read_member(path: str, name: str, *, limit: int) -> bytes | None:
-    """The content of one file, at most `limit` bytes of it; None where the archive has no such file.
-
-    Raises ArchiveError as `entries` does; what comes after the file is not looked at.
-    """
-    with closing(entries(path)) as found:
-        for entry in found:
-            if entry.name == name and entry.content is not None:
-                return entry.content.read(limit)
-    return None
 
 
 def unpacked(file: Readable, where: str) -> Iterator[bytes]:
@@ -190,7 +176,8 @@ class Writer:
                 name_new(self._unfinished, name, self._folder)
             except FileExistsError as error:
                 raise DiskError(
-                    f"{self.path} was made by somebody else meanwhile, and an archive replaces no file"
+                    f"{self.path} was made by somebody else meanwhile, and an archive replaces no file",
+                    code="GPS-103",
                 ) from error
             os.fsync(self._folder)
 

@@ -15,8 +15,6 @@ from typing import IO, Literal, Protocol, TypeAlias, cast
 
 import zstandard
 
-__all__ = ["Kind", "Packer", "Plain", "Readable", "as_file", "gzip_packer", "kind_of", "packer", "squeezed"]
-
 Kind: TypeAlias = Literal["none", "zstd", "gzip"]
 
 _PIECE = 1 << 20

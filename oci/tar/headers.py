@@ -9,9 +9,7 @@ from __future__ import annotations
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
 
-from oci.tar.compression import Readable
-
-__all__ = ["BLOCK", "END", "HeaderFault", "header", "padding", "pieces", "read_header"]
+from gpusnap.oci.tar.compression import Readable
 
 BLOCK = 512
 END = bytes(2 * BLOCK)

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from runtime_shim.gpu.api import device_files
-from runtime_shim.gpu.api.driver import Driver
-from runtime_shim.process import proc
-
-__all__ = ["driver_of", "find_driver", "find_drivers", "holders"]
+from gpusnap.runtime_shim.gpu.api import device_files
+from gpusnap.runtime_shim.gpu.api.driver import Driver
+from gpusnap.runtime_shim.process import proc
 
 
 def find_driver() -> Driver | None:
@@ -24,8 +22,8 @@ def find_driver() -> Driver | None:
 
 def find_drivers() -> tuple[Driver, ...]:
     """The drivers of all vendors that have GPUs here, not yet opened; NVIDIA's first."""
-    from runtime_shim.gpu.amd import driver as amd
-    from runtime_shim.gpu.nvidia import driver as nvidia
+    from gpusnap.runtime_shim.gpu.amd import driver as amd
+    from gpusnap.runtime_shim.gpu.nvidia import driver as nvidia
 
     found: list[Driver] = []
     if nvidia.present():
@@ -40,7 +38,7 @@ def driver_of(vendor: str, plugin: str = "") -> Driver | None:
 
     None where this host has none of that vendor's, or gpusnap no such way.
     """
-    from runtime_shim.gpu.nvidia.criu_plugin import NvidiaByPlugin
+    from gpusnap.runtime_shim.gpu.nvidia.criu_plugin import NvidiaByPlugin
 
     found = next((driver for driver in find_drivers() if driver.vendor == vendor), None)
     ways: tuple[Driver | None, ...] = (found, NvidiaByPlugin() if found and vendor == "nvidia" else None)

@@ -27,11 +27,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from runtime_shim.errors import Refused
-from runtime_shim.gpu.api.driver import Gpu, Host
-from runtime_shim.gpu.api.gpu_map import GpuMap, means
-
-__all__ = ["Plan", "Verdict", "Wanted", "plan"]
+from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.gpu.api.driver import Gpu, Host
+from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, means
 
 _UPDATE = "update the driver here"
 _MAP = "change the GPU map"
@@ -89,10 +87,13 @@ class Plan:
     hint: str = ""
     why: str = ""
     """What keeps this host's GPUs out, in one line; empty where the refusal says all."""
+    code: str = ""
+    """Of the refusal, such as GPS-401."""
 
     def refused(self) -> Refused:
         """The refusal as an error: the sentence in the first line, this host's GPUs after it."""
-        return Refused(f"{self.refusal}:\n{self.why}" if self.why else self.refusal, hint=self.hint)
+        said = f"{self.refusal}:\n{self.why}" if self.why else self.refusal
+        return Refused(said, hint=self.hint, code=self.code)
 
 
 class _Misfit(NamedTuple):
@@ -103,10 +104,11 @@ class _Misfit(NamedTuple):
 class _Impossible(Exception):
     """There is no plan."""
 
-    def __init__(self, sentence: str, hint: str, why: str = "") -> None:
+    def __init__(self, sentence: str, hint: str, why: str = "", *, code: str) -> None:
         super().__init__(sentence)
         self.hint = hint
         self.why = why
+        self.code = code
 
 
 # For each GPU of the checkpoint what speaks against each GPU of this host, None where nothing does.
@@ -147,12 +149,13 @@ def plan(
                 f"the checkpoint was made with driver {made}, and this host has {host.driver_version}, "
                 "which is older",
                 older.hint,
+                code="GPS-402",
             )
         asked = _asked(theirs, ours, request, lenient)
         rest = _around(theirs, ours, misfits, asked)
         chosen = _chosen(theirs, ours, rest, reserved)
     except _Impossible as error:
-        return Plan((), verdicts, str(error), error.hint, error.why)
+        return Plan((), verdicts, str(error), error.hint, error.why, error.code)
     return Plan(tuple((old.uuid, ours[at].uuid) for old, at in zip(theirs, chosen, strict=True)), verdicts)
 
 
@@ -246,16 +249,18 @@ def _asked(theirs: Sequence[Wanted], ours: Sequence[Gpu], request: GpuMap, lenie
             if found is None:
                 have = theirs if found is old else ours
                 numbers = f"has {_names(gpu.index for gpu in have)}" if have else "has none"
-                raise _Impossible(f"the GPU map names GPU {word} of {whose}, which {numbers}", _MAP)
+                raise _Impossible(
+                    f"the GPU map names GPU {word} of {whose}, which {numbers}", _MAP, code="GPS-403"
+                )
         assert old is not None
         assert new is not None
         if old in asked:
             twice = f"{words[old][0]} and {left} are the same GPU of the checkpoint"
-            raise _Impossible(f"the GPU map gives one GPU two places: {twice}", _MAP)
+            raise _Impossible(f"the GPU map gives one GPU two places: {twice}", _MAP, code="GPS-403")
         for other, taken in asked.items():
             if taken == new:
                 twice = f"{words[other][1]} and {right} are the same GPU of this host"
-                raise _Impossible(f"the GPU map gives one place to two GPUs: {twice}", _MAP)
+                raise _Impossible(f"the GPU map gives one place to two GPUs: {twice}", _MAP, code="GPS-403")
         asked[old], words[old] = new, (left, right)
     return asked
 
@@ -266,6 +271,7 @@ def _meant(word: str, gpus: Sequence[Wanted] | Sequence[Gpu], whose: str) -> int
         raise _Impossible(
             f"{word} in the GPU map may mean any of {len(found)} GPUs of {whose}",
             "write more of the UUID",
+            code="GPS-403",
         )
     return found[0] if found else None
 
@@ -282,6 +288,7 @@ def _around(
                 f"GPU {theirs[old].index} of the checkpoint cannot go to GPU {ours[asked[old]].index} of "
                 f"this host, as the GPU map asks: {misfit.reason}",
                 _MAP,
+                code="GPS-403",
             )
         for new in range(len(ours)):
             if old in asked and new != asked[old]:
@@ -302,11 +309,11 @@ def _chosen(
     lost = next((at for at, row in enumerate(misfits) if all(row)), None)
     needs = f"the checkpoint needs {count} GPU{'s' if count > 1 else ''}, and this host has"
     if places == 0 < count:
-        raise _Impossible(f"{needs} none", _ELSEWHERE)
+        raise _Impossible(f"{needs} none", _ELSEWHERE, code="GPS-401")
     if lost is not None:
         raise _too_few(theirs, ours, misfits, [lost], [])
     if count > places:
-        raise _Impossible(f"{needs} {places}", _ELSEWHERE)
+        raise _Impossible(f"{needs} {places}", _ELSEWHERE, code="GPS-401")
     freest = sorted(range(places), key=lambda at: (-_free(ours[at], reserved), at))
     # Each rank outweighs the sum of all below it. The freest GPU is worth more than all others together, and
     # the place of the container's first GPU too.
@@ -400,4 +407,4 @@ def _too_few(
             indices.setdefault(misfit.reason, []).append(ours[at].index)
             hints.add(misfit.hint)
     why = "; ".join(f"{_names(numbers)}: {reason}" for reason, numbers in indices.items())
-    return _Impossible(sentence, min(hints, key=_HINTS.index), why)
+    return _Impossible(sentence, min(hints, key=_HINTS.index), why, code="GPS-401")

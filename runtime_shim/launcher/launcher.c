@@ -4,7 +4,7 @@
  * They run it for every state, kill and delete, where crun itself takes 2 ms and Python's start alone more than 10.
  * So this program becomes the real runtime by exec for every command but checkpoint and restore. For those it
  * becomes the Python entry (runtime_shim/shim/entry.py), which decides by the same rules;
- * tests/unit/test_launcher.py runs both on the same command lines.
+ * tests/unit/runtime_shim/runtime/test_launcher.py runs both on the same command lines.
  *
  * Nothing that is wrong with gpusnap's settings or its Python may keep a command from a real runtime: the first of
  * its choices (choice.h) that can be started. Python is asked only where none can, so that it says why.
@@ -143,7 +143,7 @@ static int python_is_missing(long error, enum whose whose)
         say("error ");
         say_number(-error);
     }
-    say(", so nothing is checkpointed or restored; install gpusnap anew\n");
+    say(", so nothing is checkpointed or restored; install gpusnap anew [GPS-002]\n");
     return EXIT_NOT_FOUND;
 }
 

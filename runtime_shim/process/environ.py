@@ -10,9 +10,7 @@ from __future__ import annotations
 import os
 import struct
 
-from runtime_shim.process import proc
-
-__all__ = ["live_environment"]
+from gpusnap.runtime_shim.process import proc
 
 # glibc, whose file had its version in the name before 2.34; musl's libc is its loader.
 _LIBC = ("libc.so.6", "libc-2.", "ld-musl-")

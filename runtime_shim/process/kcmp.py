@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.process.ptrace.arch import this_machine
-
-__all__ = ["EQUAL", "FILE", "FILES", "VM", "compared"]
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process.ptrace.arch import this_machine
 
 FILE, VM, FILES = 0, 1, 2
 """KCMP_* of linux/kcmp.h: an open file, all memory, all descriptors."""

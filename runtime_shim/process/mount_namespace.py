@@ -15,20 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from runtime_shim.process import proc
-
-__all__ = [
-    "detach",
-    "in_the_name_of",
-    "join",
-    "lasting",
-    "leave",
-    "make_private",
-    "make_slaves",
-    "move_mount",
-    "open_tree",
-    "run_joined",
-]
+from gpusnap.runtime_shim.process import proc
 
 # asm-generic/unistd.h; the numbers from 424 on are those of every architecture.
 _OPEN_TREE, _MOVE_MOUNT = 428, 429

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 
-from runtime_shim.process import mount_namespace
-
-__all__ = ["show_mounts"]
+from gpusnap.runtime_shim.process import mount_namespace
 
 
 def show_mounts(pid: int, path: str) -> None:

@@ -19,9 +19,7 @@ import signal
 import threading
 from collections.abc import Iterable
 
-from runtime_shim.process import proc
-
-__all__ = ["forget", "remember", "send"]
+from gpusnap.runtime_shim.process import proc
 
 _SHARE = 4
 _FEWEST = 16

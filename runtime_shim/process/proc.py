@@ -14,49 +14,7 @@ from dataclasses import dataclass
 from signal import SIGKILL, SIGSTOP
 from typing import TypeVar
 
-from runtime_shim.errors import GpusnapError, reason
-
-__all__ = [
-    "PASSING",
-    "Mount",
-    "Process",
-    "activity",
-    "alive",
-    "available_memory",
-    "cgroups",
-    "comm",
-    "command",
-    "dying",
-    "environment",
-    "goes_on",
-    "halted",
-    "host_path",
-    "lines",
-    "maps",
-    "maps_library",
-    "memory",
-    "mounts",
-    "named_mappings",
-    "namespace",
-    "open_files",
-    "parent",
-    "parents",
-    "peak_memory",
-    "pids",
-    "process",
-    "progress",
-    "running",
-    "same",
-    "states",
-    "still",
-    "stop_pending",
-    "stopped",
-    "stopped_thread",
-    "thread_by_inner_number",
-    "thread_name",
-    "threads",
-    "unix_sockets",
-]
+from gpusnap.runtime_shim.errors import GpusnapError, reason
 
 _T = TypeVar("_T")
 
@@ -115,6 +73,7 @@ def _answer(path: str, ask: Callable[[str], _T]) -> _T | None:
                 raise GpusnapError(
                     f"{path} cannot be read: {reason(error)}",
                     hint="free memory or files, and try again",
+                    code="GPS-004",
                 ) from error
         time.sleep(_PAUSE)
 
@@ -370,11 +329,6 @@ def named_mappings(pid: int) -> Iterator[tuple[str, ...]]:
         fields = line.split(None, 5)
         if len(fields) > 5:
             yield tuple(fields)
-
-
-def maps_library(pid: int, prefix: str) -> bool:
-    """Whether the process has a file mapped whose name begins with `prefix`, e.g. libnccl.so."""
-    return f"/{prefix}" in maps(pid)
 
 
 def unix_sockets(pid: int) -> tuple[str, ...]:

@@ -20,10 +20,8 @@ import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from runtime_shim.errors import ImageError, reason
-from runtime_shim.records.manifest import FOLDER, NAME
-
-__all__ = ["OF_CRI", "fold", "natural", "unfold", "wanted"]
+from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.records.manifest import FOLDER, NAME
 
 _SLASH = "%2F"
 _BEGINNING = FOLDER + _SLASH

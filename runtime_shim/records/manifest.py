@@ -22,46 +22,15 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from oci.base.files import exists, is_folder, read_below
-from oci.base.json_text import parse_json
-from oci.layout.digests import digest_of
-from runtime_shim._version import __version__
-from runtime_shim.errors import ImageError, ManifestError, ManifestVersion, reason
-from runtime_shim.transaction import Step
+from gpusnap.oci.base.files import exists, is_folder, read_below
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.runtime_shim._version import __version__
+from gpusnap.runtime_shim.errors import ImageError, ManifestError, ManifestVersion, reason
+from gpusnap.runtime_shim.transaction import Step
 
 if TYPE_CHECKING:
-    from oci.chunks.table import Table
-
-__all__ = [
-    "DIGEST",
-    "FOLDER",
-    "INDEX",
-    "LARGEST",
-    "NAME",
-    "PENDING",
-    "VERSION",
-    "DeviceNode",
-    "DriverLibrary",
-    "DriverMount",
-    "FileRecord",
-    "GpuProcess",
-    "GpuRecord",
-    "HostRecord",
-    "ImageRecord",
-    "Manifest",
-    "NeutralisedProcess",
-    "RegionRecord",
-    "Written",
-    "belongs",
-    "check_digest",
-    "decode",
-    "digested",
-    "encode",
-    "has",
-    "missing",
-    "read",
-    "unreadable",
-]
+    from gpusnap.oci.chunks.table import Table
 
 FOLDER = "gpusnap"
 INVENTORY = "inventory.img"
@@ -278,7 +247,7 @@ def decode(data: bytes, where: str) -> Manifest:
         ) from error
     _check_version(document, where)
     _check(document, where)
-    from oci.base.errors import ChunkError
+    from gpusnap.oci.base.errors import ChunkError
 
     try:
         return _from_json(document)
@@ -340,7 +309,9 @@ def read(image_path: str) -> Manifest:
 
 def missing(where: str, hint: str = "take another copy of it") -> ManifestError:
     """The error for a checkpoint of gpusnap's that has no manifest."""
-    return ManifestError(f"the checkpoint in {where} is not complete: it has no {FOLDER}/{NAME}", hint=hint)
+    return ManifestError(
+        f"the checkpoint in {where} is not complete: it has no {FOLDER}/{NAME}", hint=hint, code="GPS-602"
+    )
 
 
 def unreadable(path: str, error: OSError | ValueError) -> ManifestError:
@@ -403,7 +374,7 @@ def _validator() -> Any:
     # Imported here: it takes 0.1 s, and a container without a GPU must not pay for it.
     import jsonschema
 
-    text = resources.files("runtime_shim.records").joinpath("manifest.schema.json").read_text("utf-8")
+    text = resources.files("gpusnap.runtime_shim.records").joinpath("manifest.schema.json").read_text("utf-8")
     return jsonschema.Draft202012Validator(parse_json(text))
 
 
@@ -457,7 +428,7 @@ def _once(what: str, names: list[Any], where: str) -> None:
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
-    from oci.chunks.table import to_json
+    from gpusnap.oci.chunks.table import to_json
 
     host = manifest.host
     document: dict[str, Any] = {
@@ -538,7 +509,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 def _from_json(document: dict[str, Any]) -> Manifest:
     # Imported here, as above: whether an image is ours is asked without reading its manifest.
-    from oci.chunks.table import from_json
+    from gpusnap.oci.chunks.table import from_json
 
     # int(): to JSON Schema 7.0 is an integer too
     host = document["host"]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 
-from oci.base.files import UNFINISHED, exists, open_below, read_below, replace_below, sync_folder
-from oci.layout.digests import digest_of
-from runtime_shim.errors import ImageError, ManifestError, reason
-from runtime_shim.records.manifest import (
+from gpusnap.oci.base.files import UNFINISHED, exists, open_below, read_below, replace_below, sync_folder
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.runtime_shim.errors import ImageError, ManifestError, reason
+from gpusnap.runtime_shim.records.manifest import (
     DIGEST,
     FOLDER,
     INDEX,
@@ -25,8 +25,6 @@ from runtime_shim.records.manifest import (
     digested,
     encode,
 )
-
-__all__ = ["Draft"]
 
 
 class Draft:
@@ -107,6 +105,7 @@ class Draft:
             raise ImageError(
                 f"the checkpoint is on disk, but {self._pending} cannot be renamed: {why}",
                 hint=f"rename it to {NAME} by hand",
+                code="GPS-515",
             ) from error
         return written
 

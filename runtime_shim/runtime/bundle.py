@@ -21,10 +21,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime_shim.errors import ContainerError, reason
-from runtime_shim.gpu.api.device_nodes import Change, Node
-
-__all__ = ["Edits", "binds", "devices", "prepare", "put_back", "write"]
+from gpusnap.runtime_shim.errors import ContainerError, reason
+from gpusnap.runtime_shim.gpu.api.device_nodes import Change
+from gpusnap.runtime_shim.gpu.api.driver import Node
 
 _Number = tuple[int, int]
 _OUR_HOOK = "gpusnap-hook"

@@ -7,10 +7,8 @@ import os
 import time
 from collections.abc import Iterator
 
-from oci.base.files import is_folder
-from runtime_shim.errors import GpusnapError, reason
-
-__all__ = ["freeze", "frozen", "gone", "members", "settle", "thaw"]
+from gpusnap.oci.base.files import is_folder
+from gpusnap.runtime_shim.errors import GpusnapError, reason
 
 # The cgroup has been removed: all in it have ended. ENODEV: while its file was open (fs/kernfs/file.c).
 _GONE = (errno.ENOENT, errno.ENODEV)

@@ -6,10 +6,8 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from runtime_shim.errors import NotStarted, RuntimeFailed, reason
-from runtime_shim.runtime import find as locate
-
-__all__ = ["Finished", "run"]
+from gpusnap.runtime_shim.errors import NotStarted, RuntimeFailed, reason
+from gpusnap.runtime_shim.runtime import find as locate
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runtime_shim.errors import UsageError
-from runtime_shim.runtime import options
-from runtime_shim.runtime.command_line_words import FALSE, HELP
-from runtime_shim.runtime.find import SETTINGS_FILE
-from runtime_shim.runtime.identify import RealRuntime
-from runtime_shim.runtime.options import Option, Takes
-
-__all__ = ["Call", "CheckpointCall", "Globals", "RestoreCall", "parse", "probe", "render", "render_globals"]
+from gpusnap.runtime_shim.errors import UsageError
+from gpusnap.runtime_shim.runtime import options
+from gpusnap.runtime_shim.runtime.command_line_words import FALSE, HELP
+from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
+from gpusnap.runtime_shim.runtime.identify import RealRuntime
+from gpusnap.runtime_shim.runtime.options import Option, Takes
 
 _TRUE = ("1", "t", "T", "TRUE", "true", "True")  # strconv.ParseBool, as FALSE
 
@@ -166,6 +164,7 @@ def _read(
             raise UsageError(
                 f"{command} has no option {word.partition('=')[0]}",
                 hint="leave it out, or tell us that a runtime has it: what it means for a GPU is not known",
+                code="GPS-101",
             )
         if option.takes is not Takes.NOTHING and not equals:
             if not left:
@@ -277,4 +276,4 @@ def _refusal(option: Option, value: Any, runtime: RealRuntime, command: str) -> 
         line = option.criu if value is True else f"{option.criu} {value}"
         hint = f'leave it out, or add "{line}" to criu.options in {SETTINGS_FILE}'
     where = f" for {command}" if command else ""
-    return UsageError(f"{runtime.name} takes no {given}{where}{came}", hint=hint)
+    return UsageError(f"{runtime.name} takes no {given}{where}{came}", hint=hint, code="GPS-101")

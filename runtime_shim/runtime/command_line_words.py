@@ -1,7 +1,5 @@
 """Words of command lines that the pass-through and argv both know; importing this costs nothing."""
 
-__all__ = ["FALSE", "HELP"]
-
 HELP = ("help", "h", "usage", "?")
 """Options that only ask for help."""
 

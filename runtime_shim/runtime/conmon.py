@@ -13,9 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from runtime_shim.process import proc
-
-__all__ = ["podman_above", "podman_of"]
+from gpusnap.runtime_shim.process import proc
 
 _NAME = "conmon"
 _PROGRAM, _ARGUMENT = "--exit-command", "--exit-command-arg"

@@ -12,31 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oci.base.json_text import parse_json
-from runtime_shim.errors import ContainerError, RuntimeFailed, SettingsError, reason
-from runtime_shim.log import runtime_message
-from runtime_shim.process import pidfd, proc
-from runtime_shim.runtime import cgroup_freezer, container_key, neighbours
-from runtime_shim.runtime.child_process import run
-
-__all__ = [
-    "UNIFIED",
-    "Container",
-    "beside",
-    "bundle_annotations",
-    "bundle_config",
-    "descends",
-    "find",
-    "freezable",
-    "frozen_by",
-    "frozen_group",
-    "gather",
-    "inner_pids",
-    "left_out",
-    "own_v1_freezer",
-    "processes",
-]
-
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.runtime_shim.errors import ContainerError, RuntimeFailed, SettingsError, reason
+from gpusnap.runtime_shim.log import runtime_message
+from gpusnap.runtime_shim.process import pidfd, proc
+from gpusnap.runtime_shim.runtime import cgroup_freezer, container_key, neighbours
+from gpusnap.runtime_shim.runtime.child_process import run
 
 UNIFIED = "/sys/fs/cgroup"
 """Where crun and runc look for version 2 of the cgroups."""
@@ -82,7 +63,9 @@ def find(command: Sequence[str], container_id: str, *, root: str = "") -> Contai
             root=root,
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RuntimeFailed(f"{command[0]} state gave no container state: {error!r}") from error
+        raise RuntimeFailed(
+            f"{command[0]} state gave no container state: {error!r}", code="GPS-231"
+        ) from error
 
 
 def _reworded(text: str) -> str:
@@ -270,9 +253,9 @@ def bundle_config(bundle: str) -> dict[str, Any]:
     except OSError as error:
         raise ContainerError(f"{path} cannot be read: {reason(error)}") from error
     except ValueError as error:
-        raise ContainerError(f"{path} is not JSON: {error}") from error
+        raise ContainerError(f"{path} is not JSON: {error}", code="GPS-231") from error
     if not isinstance(config, dict):
-        raise ContainerError(f"{path} is not an OCI configuration")
+        raise ContainerError(f"{path} is not an OCI configuration", code="GPS-231")
     return config
 
 
@@ -280,5 +263,5 @@ def bundle_annotations(config: dict[str, Any]) -> dict[str, str]:
     """Its annotations. Raises SettingsError where they are not a map of strings."""
     annotations = config.get("annotations") or {}
     if not isinstance(annotations, dict) or not all(isinstance(v, str) for v in annotations.values()):
-        raise SettingsError("the container's annotations are not a map of strings")
+        raise SettingsError("the container's annotations are not a map of strings", code="GPS-231")
     return annotations

@@ -15,8 +15,6 @@ import os
 import re
 from collections.abc import Mapping
 
-__all__ = ["id_of", "is_key", "key", "root"]
-
 _DIGITS = 12
 _KEY = re.compile(rf"[A-Za-z0-9][\w.+-]{{0,250}}(@[0-9a-f]{{{_DIGITS}}})?", re.ASCII)
 

@@ -15,7 +15,7 @@ import os
 import stat
 import sys
 
-from runtime_shim.errors import NotStarted, RuntimeFailed, SettingsError, reason
+from gpusnap.runtime_shim.errors import NotStarted, RuntimeFailed, SettingsError, reason
 
 TYPE_CHECKING = False  # not typing's, whose import takes longer than all of this module
 if TYPE_CHECKING:
@@ -23,26 +23,6 @@ if TYPE_CHECKING:
     from typing import NoReturn, TypeVar
 
     Started = TypeVar("Started")
-
-__all__ = [
-    "LAUNCHER_VARIABLE",
-    "NAMES",
-    "RUNC_ROOTS",
-    "SETTINGS_FILE",
-    "SYSTEM_DIRECTORIES",
-    "become",
-    "content",
-    "creator",
-    "environment",
-    "find",
-    "find_all",
-    "missing",
-    "preferred",
-    "setting",
-    "start",
-    "take_launcher",
-    "written",
-]
 
 LAUNCHER_VARIABLE = "GPUSNAP_LAUNCHER"
 """Set by the launcher for us alone: the path of the launcher's file."""
@@ -297,6 +277,7 @@ def find(name_or_path: str | None = None, *, root: str | None = None) -> str:
         raise SettingsError(
             f"the real runtime {name_or_path} is neither on PATH nor in {_searched()}",
             hint=f"install it, or set runtime in {SETTINGS_FILE}",
+            code="GPS-114",
         )
     raise missing()
 
@@ -311,6 +292,7 @@ def missing() -> RuntimeFailed:
         f"there is no real runtime: neither crun nor runc is on PATH or in {_searched()}",
         hint=f"install one of them, or set runtime in {SETTINGS_FILE}",
         exit_code=127,
+        code="GPS-114",
     )
 
 
@@ -319,11 +301,13 @@ def _checked(path: str) -> str:
         raise SettingsError(
             f"the real runtime {path} is not a program that can be run",
             hint=f"install it, or set runtime in {SETTINGS_FILE}",
+            code="GPS-114",
         )
     if _is_own(path):
         raise SettingsError(
             f"the real runtime {path} is gpusnap-runtime itself",
             hint=f"set runtime in {SETTINGS_FILE} to crun or runc",
+            code="GPS-114",
         )
     return path
 
@@ -384,4 +368,5 @@ def become(path: str, args: list[str]) -> NoReturn:
         raise NotStarted(
             f"the real runtime {path} cannot be started: {reason(error)}",
             hint=f"set runtime in {SETTINGS_FILE} to one that runs here",
+            code="GPS-114",
         ) from error

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from runtime_shim.errors import RuntimeFailed
-from runtime_shim.runtime import child_process
-from runtime_shim.runtime import find as locate
-
-__all__ = ["Kind", "RealRuntime", "find", "identify", "parse_version"]
+from gpusnap.runtime_shim.errors import RuntimeFailed
+from gpusnap.runtime_shim.runtime import child_process
+from gpusnap.runtime_shim.runtime import find as locate
 
 Kind = Literal["crun", "runc", "other"]
 
@@ -63,6 +61,7 @@ def identify(path: Path) -> RealRuntime:
             f"{path} --version failed with exit code {done.code} and said: {said}",
             hint=f"set runtime in {locate.SETTINGS_FILE} to one that runs here",
             exit_code=done.code,
+            code="GPS-114",
         )
     return parse_version(path, done.out)
 

@@ -27,9 +27,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from runtime_shim.process import proc
-
-__all__ = ["Cgroup", "View", "inside", "look", "orphans"]
+from gpusnap.runtime_shim.process import proc
 
 Cgroup = tuple[str, str]
 """Hierarchy (the empty one is version 2's) and path."""

@@ -12,8 +12,6 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["CHECKPOINT", "GLOBAL", "RESTORE", "Option", "Rule", "Takes", "table"]
-
 Version = tuple[int, ...]
 
 

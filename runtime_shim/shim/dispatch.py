@@ -10,26 +10,24 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from oci.base.files import exists
-from runtime_shim import log, threads
-from runtime_shim.errors import ContainerError, GpusnapError, RuntimeFailed, SettingsError, unforeseen
-from runtime_shim.gpu import find_driver, find_drivers, holders
-from runtime_shim.gpu.api.driver import Driver
-from runtime_shim.gpu.api.errors import GpuError
-from runtime_shim.records import cri_layout, manifest
-from runtime_shim.runtime import container as containers
-from runtime_shim.runtime import container_key
-from runtime_shim.runtime import find as locate
-from runtime_shim.runtime.command_line import CheckpointCall, RestoreCall, parse, render
-from runtime_shim.runtime.criu.external_mounts import undeclared
-from runtime_shim.runtime.criu.run import quiet
-from runtime_shim.runtime.identify import RealRuntime, identify
-from runtime_shim.settings import Settings, annotated, usable
-from runtime_shim.snapshot.suspend.gpu_state import users
+from gpusnap.oci.base.files import exists
+from gpusnap.runtime_shim import log, threads
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, RuntimeFailed, SettingsError, unforeseen
+from gpusnap.runtime_shim.gpu import find_driver, find_drivers, holders
+from gpusnap.runtime_shim.gpu.api.driver import Driver
+from gpusnap.runtime_shim.gpu.api.errors import GpuError
+from gpusnap.runtime_shim.records import cri_layout, manifest
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime import container_key
+from gpusnap.runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, RestoreCall, parse, render
+from gpusnap.runtime_shim.runtime.criu.external_mounts import undeclared
+from gpusnap.runtime_shim.runtime.criu.run import quiet
+from gpusnap.runtime_shim.runtime.identify import RealRuntime, identify
+from gpusnap.runtime_shim.settings import Settings, annotated, usable
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import users
 
-__all__ = ["main"]
-
-# As runtime_shim.snapshot.records.journal has it, which a container without a GPU must not wait for.
+# As gpusnap.runtime_shim.snapshot.records.journal has it, which a container without a GPU must not wait for.
 JOURNAL = "/run/gpusnap/journal"
 
 
@@ -103,11 +101,11 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
         _spare_neighbours(call, container, drivers)
         _hand_over(call, real)
     # Imported late: a container without a GPU must not wait for it.
-    from runtime_shim.shim import overrides
-    from runtime_shim.snapshot import restored_containers
-    from runtime_shim.snapshot.checkpoint import checkpoint
-    from runtime_shim.snapshot.records import journal
-    from runtime_shim.snapshot.suspend import criu_plugin
+    from gpusnap.runtime_shim.shim import overrides
+    from gpusnap.runtime_shim.snapshot import restored_containers
+    from gpusnap.runtime_shim.snapshot.checkpoint import checkpoint
+    from gpusnap.runtime_shim.snapshot.records import journal
+    from gpusnap.runtime_shim.snapshot.suspend import criu_plugin
 
     _announce(call)
     settings = overrides.applied(annotated(_valid(settings), container.annotations), container.id)
@@ -131,16 +129,19 @@ def _recover(driver: Driver, container: containers.Container, settings: Settings
     """Put right first what a killed gpusnap left of this container; whether there was anything."""
     if not exists(JOURNAL):
         return False
-    from runtime_shim.snapshot.records import journal
+    from gpusnap.runtime_shim.snapshot.records import journal
 
     # An earlier version's entry has the bare ID; what it names is looked for by PID and start time.
     found = [entry for key in (container.key, container.id) if (entry := journal.read(key)) is not None]
     if not found:
         return False
-    from runtime_shim.snapshot.recover_checkpoint import recover
+    from gpusnap.runtime_shim.snapshot.recover_checkpoint import recover
 
     for entry in found:
-        log.note(f"an earlier checkpoint was cut off; {recover(entry, driver, _valid(settings).memory)}")
+        log.note(
+            f"an earlier checkpoint was cut off; {recover(entry, driver, _valid(settings).memory)}",
+            code="GPS-021",
+        )
     return True
 
 
@@ -153,15 +154,15 @@ def _take_away(call: CheckpointCall | RestoreCall, real: RealRuntime, driver: Dr
     key = container_key.key(container_key.root(call.globals.root, real.kind), call.container_id)
     for each in (key, call.container_id):  # an earlier version's has the bare ID, and the command to ask
         if exists(f"{JOURNAL}/{each}.restore"):
-            from runtime_shim.snapshot import recover_restore
+            from gpusnap.runtime_shim.snapshot import recover_restore
 
             said = recover_restore.recover(each, driver, remove=isinstance(call, RestoreCall))
-            log.note(f"an earlier restore was cut off; {said}")
+            log.note(f"an earlier restore was cut off; {said}", code="GPS-022")
 
 
 def _announce(call: CheckpointCall | RestoreCall) -> None:
     """With --debug each step is said as it begins, but not in --log: Podman reads one line of that."""
-    from runtime_shim.transaction import announce
+    from gpusnap.runtime_shim.transaction import announce
 
     announce((lambda name: log.say(f"step {name}")) if call.globals.debug else None)
 
@@ -173,8 +174,8 @@ def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | Settings
     if not manifest.belongs(images):
         _hand_over(call, real)
     valid = _valid(settings)
-    from runtime_shim.snapshot import restored_containers
-    from runtime_shim.snapshot.restore import restore
+    from gpusnap.runtime_shim.snapshot import restored_containers
+    from gpusnap.runtime_shim.snapshot.restore import restore
 
     _announce(call)
     config = containers.bundle_config(str(call.bundle_dir()))
@@ -213,7 +214,7 @@ def _spare_neighbours(
         return
     others = containers.beside(container.pid, container.id)
     if any(each.handles(process.pid) for each in drivers for process in others):
-        from runtime_shim.snapshot.preflight import checks as preflight
+        from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 
         preflight.neighbours(call, container)
 

@@ -12,29 +12,14 @@ import _signal  # type: ignore[import-not-found]  # the C module under `signal`,
 import os
 import sys
 
-from runtime_shim._version import __version__
-from runtime_shim.errors import GpusnapError, NotStarted, RuntimeFailed, reason, unforeseen
-from runtime_shim.runtime import find as locate
-from runtime_shim.runtime.command_line_words import FALSE, HELP
+from gpusnap.runtime_shim._version import __version__
+from gpusnap.runtime_shim.errors import GpusnapError, NotStarted, RuntimeFailed, reason, unforeseen
+from gpusnap.runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.runtime.command_line_words import FALSE, HELP
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
-
-__all__ = [
-    "CHECK",
-    "COMMANDS",
-    "GLOBAL_FLAGS",
-    "GLOBAL_VALUES",
-    "OURS",
-    "OUR_COMMANDS",
-    "PASS",
-    "VERSION",
-    "VERSION_OPTIONS",
-    "classify",
-    "main",
-    "read",
-]
 
 # The same lists as in launcher/line.h, and as options.GLOBAL, which imports more than a pass-through may
 # cost.
@@ -75,18 +60,13 @@ CHECK = ("checkpoint", "--gpusnap-check")
 PASS, VERSION, OURS = "pass", "version", "ours"
 
 
-def classify(args: list[str]) -> tuple[str, int]:
-    """PASS, VERSION or OURS for a command line, and where its command stands: len(args) without one.
-
-    `args` is the line without the program's name. Global options come first; one or two dashes; `--opt value`
-    and `--opt=value`. A line that ends too early is the real runtime's to complain of.
-    """
-    whose, at, _ = read(args)
-    return whose, at
-
-
 def read(args: list[str]) -> tuple[str, int, dict[str, str]]:
-    """As `classify`, with the values of the global options by name; the last of each counts."""
+    """PASS, VERSION or OURS for a command line; where its command stands, or len(args); its global options.
+
+    `args` is the line without the program's name. Global options come first, by name, the last of each
+    counts; one or two dashes; `--opt value` and `--opt=value`. A line that ends too early is the real
+    runtime's to complain of.
+    """
     version, at = False, 0
     values: dict[str, str] = {}
     while at < len(args):
@@ -144,23 +124,25 @@ def _spawn(path: str, args: list[str]) -> tuple[str, int]:
         heeded = (_signal.SIGPIPE, _signal.SIGXFSZ)
         return path, os.posix_spawn(path, [path, *args], locate.environment(), setsigdef=heeded)
     except OSError as error:
-        raise NotStarted(f"the real runtime {path} cannot be started: {reason(error)}") from error
+        raise NotStarted(
+            f"the real runtime {path} cannot be started: {reason(error)}", code="GPS-114"
+        ) from error
 
 
 def _answer(args: list[str]) -> int:
     if args == list(CHECK):
-        from runtime_shim.shim.parts import tell
+        from gpusnap.runtime_shim.shim.parts import tell
 
         return tell()
     whose, at, values = read(args)
     if whose == VERSION:
         return _version(args, at, values.get("root"))
     if whose == OURS:
-        from runtime_shim.runtime.command_line import probe
+        from gpusnap.runtime_shim.runtime.command_line import probe
 
         line = probe(args, at)
         if line is None:
-            from runtime_shim.shim.dispatch import main as checkpoint_or_restore
+            from gpusnap.runtime_shim.shim.dispatch import main as checkpoint_or_restore
 
             _end(checkpoint_or_restore(args))
         args, at = line, len(line)
@@ -190,13 +172,13 @@ def main() -> int:
     try:
         return _answer(args)
     except GpusnapError as error:
-        from runtime_shim.log import report
+        from gpusnap.runtime_shim.log import report
 
         report(error, **_log_options(args))
         return getattr(error, "exit_code", 1)
     except Exception as error:
         # Such as a package that is missing: engines show what is in --log, and no traceback.
-        from runtime_shim.log import report
+        from gpusnap.runtime_shim.log import report
 
         report(unforeseen(error), **_log_options(args))
         return 1

@@ -18,16 +18,13 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
-from oci.base.json_text import parse_json
-from oci.base.locks import stands, try_exclusive, unlock
-from runtime_shim.errors import ContainerError, GpusnapError, reason
-from runtime_shim.process import proc
-from runtime_shim.settings import TABLE, Settings
-
-__all__ = ["applied", "ordered", "sweep"]
+from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, reason
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.settings import TABLE, Settings
 
 FOLDER = "/run/gpusnap/orders"
 _ID = re.compile(r"[A-Za-z0-9][\w.+-]{0,250}", re.ASCII)
@@ -46,55 +43,38 @@ def ordered(container: str, *, pages: str, store: str = "", force: bool = False)
     Raises ContainerError where another process has ordered something for it, GpusnapError.
     """
     path = _path(container)
-    own = proc.process(os.getpid())
-    document: dict[str, object] = {"owner": [os.getpid(), own.start if own else 0]}
-    document |= {"pages": pages, "store": store, "force": force}
+    document = {"owner": state_files.owner(), "pages": pages, "store": store, "force": force}
     with _alone(path, container):
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-            with open(os.open(path + ".new", flags, 0o600), "w", encoding="utf-8") as file:
-                json.dump(document, file)
-            os.replace(path + ".new", path)
+            state_files.write(path, json.dumps(document).encode())
         except OSError as error:
             raise _unwritable(path, error) from error
         try:
             yield
         finally:
             with contextlib.suppress(OSError):
-                os.unlink(path)
+                state_files.remove(path)
 
 
-@contextmanager
-def _alone(path: str, container: str) -> Iterator[None]:
+def _alone(path: str, container: str) -> AbstractContextManager[None]:
     """Have the lock of a container's orders, or fail at once."""
-    name = path.removesuffix(".json") + ".lock"
-    while True:
-        try:
-            for folder in (os.path.dirname(FOLDER), FOLDER):
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(folder, 0o700)
-            lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise _unwritable(path, error) from error
-        if not try_exclusive(lock):
-            os.close(lock)
-            raise ContainerError(
-                f"another gpusnap checkpoint of the container {container[:12]} is under way",
-                hint="wait until it is done",
-            )
-        if stands(lock, name):
-            break
-        unlock(lock)  # its owner has just removed it
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        unlock(lock)
+    busy = ContainerError(
+        f"another gpusnap checkpoint of the container {container[:12]} is under way",
+        hint="wait until it is done",
+        code="GPS-020",
+    )
+    return state_files.locked(
+        path.removesuffix(".json") + ".lock",
+        patience=0,
+        busy=lambda: busy,
+        failed=lambda error: _unwritable(path, error),
+    )
 
 
 def _unwritable(path: str, error: OSError) -> GpusnapError:
-    return GpusnapError(f"{path} cannot be written: {reason(error)}", hint="run gpusnap as root")
+    return GpusnapError(
+        f"{path} cannot be written: {reason(error)}", hint="run gpusnap as root", code="GPS-005"
+    )
 
 
 def applied(settings: Settings, container: str) -> Settings:
@@ -105,9 +85,7 @@ def applied(settings: Settings, container: str) -> Settings:
     if not _ID.fullmatch(container):
         return settings
     try:
-        descriptor = os.open(_path(container), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        with open(descriptor, "rb") as file:
-            document = parse_json(file.read(_LARGEST))
+        document = state_files.read(_path(container), limit=_LARGEST)
         pid, start = document["owner"]
         pages, store = TABLE["memory.pages"].check(document["pages"]), str(document["store"])
         force = document.get("force") is True
@@ -133,10 +111,8 @@ def sweep() -> None:
         return
     for container in {name.removesuffix(".new").rpartition(".")[0] for name in names}:
         # Who has the lock lives; one who comes meanwhile waits for nothing and says that another is at work.
-        with contextlib.suppress(GpusnapError), _alone(_path(container), container):
-            for ending in ("", ".new"):
-                with contextlib.suppress(OSError):
-                    os.unlink(_path(container) + ending)
+        with contextlib.suppress(GpusnapError, OSError), _alone(_path(container), container):
+            state_files.remove(_path(container))
 
 
 def _is_below(owner: int) -> bool:

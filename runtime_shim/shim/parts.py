@@ -12,11 +12,9 @@ import os
 import pkgutil
 import sys
 
-from runtime_shim._version import __version__
+from gpusnap.runtime_shim._version import __version__
 
-__all__ = ["PACKAGES", "REQUIRED", "import_all", "tell"]
-
-PACKAGES = ("runtime_shim", "oci")
+PACKAGES = ("gpusnap.runtime_shim", "gpusnap.oci")
 REQUIRED = ("jsonschema", "urllib3", "yaml", "zstandard")
 """What these packages import of others, some of it late."""
 

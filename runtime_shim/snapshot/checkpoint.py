@@ -22,31 +22,32 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from runtime_shim.errors import GpusnapError, ImageError, Refused, RuntimeFailed, unforeseen
-from runtime_shim.gpu.api.driver import Driver
-from runtime_shim.log import note
-from runtime_shim.process import proc
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest_file import Draft
-from runtime_shim.runtime import container as containers
-from runtime_shim.runtime.command_line import CheckpointCall, render
-from runtime_shim.runtime.criu import config as criu_config
-from runtime_shim.runtime.criu import external_mounts as criu_mounts
-from runtime_shim.runtime.criu.images import dev, digests
-from runtime_shim.runtime.criu.images import directory as image
-from runtime_shim.runtime.criu.plugins import injected
-from runtime_shim.runtime.criu.run import Invoked, invoke
-from runtime_shim.runtime.identify import RealRuntime
-from runtime_shim.settings import Settings
-from runtime_shim.snapshot.describe import describe
-from runtime_shim.snapshot.devices import bind_mounted_nodes, remap
-from runtime_shim.snapshot.memory.capture import Chunks
-from runtime_shim.snapshot.memory.destination import StoreHome
-from runtime_shim.snapshot.preflight import checks as preflight
-from runtime_shim.snapshot.records import journal, volumes
-from runtime_shim.snapshot.suspend import criu_plugin, inherited_handles, paused_container
-from runtime_shim.snapshot.suspend.gpu_state import InCriu, Pages, users
-from runtime_shim.snapshot.suspend.job import (
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, RuntimeFailed, unforeseen
+from gpusnap.runtime_shim.gpu.api.driver import Driver
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest_file import Draft
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, render
+from gpusnap.runtime_shim.runtime.criu import config as criu_config
+from gpusnap.runtime_shim.runtime.criu import external_mounts as criu_mounts
+from gpusnap.runtime_shim.runtime.criu.images import control_groups, dev, digests
+from gpusnap.runtime_shim.runtime.criu.images import directory as image
+from gpusnap.runtime_shim.runtime.criu.plugins import injected
+from gpusnap.runtime_shim.runtime.criu.run import Invoked, invoke
+from gpusnap.runtime_shim.runtime.identify import RealRuntime
+from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.snapshot.describe import describe
+from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, remap
+from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.runtime_shim.snapshot.memory.pages import Pages
+from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.records import journal, volumes
+from gpusnap.runtime_shim.snapshot.suspend import criu_plugin, inherited_handles
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import users
+from gpusnap.runtime_shim.snapshot.suspend.job import (
     Job,
     all_suspended,
     for_the_dump,
@@ -55,9 +56,7 @@ from runtime_shim.snapshot.suspend.job import (
     suspend_all,
     thaw,
 )
-from runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
-
-__all__ = ["checkpoint"]
+from gpusnap.runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
 
 
 def checkpoint(
@@ -97,8 +96,8 @@ def _pages(
     image_path, memory = str(call.images()), settings.memory
     if driver.plugin is not None:
         return criu_plugin.pages(image_path, container, settings)
-    if memory.pages == InCriu.name:
-        return InCriu(image_path, container.key, memory.threads)
+    if memory.pages == Pages.name:
+        return Pages(image_path, container.key, memory.threads)
     home = None
     if memory.pages == StoreHome.kind:
         home = StoreHome(settings.store.path, image_path, container.id, memory)
@@ -112,6 +111,7 @@ def _inspect(job: Job) -> None:
     job.host = job.driver.host()
     job.init = proc.process(job.container.pid)
     preflight.criu_library(job.real)
+    preflight.pycriu(job.container)
     preflight.call(job.call, job.container)
     preflight.adopted(job.container)
     preflight.neighbours(job.call, job.container)
@@ -137,7 +137,7 @@ def _inspect(job: Job) -> None:
     preflight.shared(list(found), job.settings.nvidia, job.host)
     if left_out := preflight.sessions(job.container, job.processes()):
         names = ", ".join(f"{each.pid} ({each.comm})" for each in left_out)
-        note(f"what exec started in the container is not in its checkpoint: process {names}")
+        note(f"what exec started in the container is not in its checkpoint: process {names}", code="GPS-212")
 
 
 def _connections(job: Job) -> criu_config.Connections:
@@ -223,13 +223,14 @@ def _runtime_checkpoint(job: Job) -> GpusnapError | None:
     if done.code != 0 and dumped and not _alive(job):
         # CRIU ends the processes only when all of them are on disk: whatever failed then, the images are all
         # that is left of the container, and must not be cleaned away.
-        note(f"{_dump_error(job, done)}, but only after the dump; the checkpoint is whole")
+        note(f"{_dump_error(job, done)}, but only after the dump; the checkpoint is whole", code="GPS-504")
         return None
     if done.code != 0:
         return _dump_error(job, done)
     if not dumped:
         return ImageError(
-            f"{job.real.name} reported a checkpoint, but wrote no {manifest.INVENTORY} to {job.image_path}"
+            f"{job.real.name} reported a checkpoint, but wrote no {manifest.INVENTORY} to {job.image_path}",
+            code="GPS-503",
         )
     return None
 
@@ -246,6 +247,7 @@ def _dump_error(job: Job, done: Invoked) -> RuntimeFailed:
         f"{job.real.name} could not dump container {job.container.id}: {said}",
         hint="the container runs on",
         exit_code=done.code,
+        code="GPS-501",
     )
 
 
@@ -259,20 +261,16 @@ def _complete(job: Job, draft: Draft) -> None:
     try:
         if job.call.leave_running:
             if failure is None:  # else `gpusnap recover` may try again
-                job.pages.resumed()
+                job.pages.note(())
             _write(job)
         with job.transaction.step("sync"):
             image.drop_earlier(job.image_path, job.earlier)
-            job.pages.commit(kept=job.call.leave_running)
-            files = job.pages.images()
-            paused_container.thaw_image(job.image_path)
+            files = job.pages.commit(kept=job.call.leave_running)
+            control_groups.thaw(job.image_path)
             images = _sync(job, but=[each.name for each in files])
         record = replace(_finished(job, job.record), files=files, images=images)
         with job.transaction.step("name"):
-            job.pages.named(record)
-        better = draft.finish(record)
-        with job.transaction.step("let go"):
-            job.pages.whole(record if better else None)
+            job.pages.finish(record, partial(draft.finish, record))
     except Exception as error:
         # Of whatever kind: the container has ended, or needs to be told of.
         known = error if isinstance(error, GpusnapError) else unforeseen(error)
@@ -304,7 +302,7 @@ def _finished(job: Job, record: manifest.Manifest) -> manifest.Manifest:
         record,
         processes=processes,
         timing=tuple(job.transaction.steps),
-        written=job.pages.written(),
+        written=job.pages.written,
         peak_memory=proc.peak_memory(),
     )
 

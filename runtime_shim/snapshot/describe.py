@@ -8,22 +8,19 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 
-from oci.base.files import open_regular
-from runtime_shim.gpu.api.device_files import mapped_files
-from runtime_shim.gpu.api.device_nodes import Node
-from runtime_shim.gpu.api.driver import Host
-from runtime_shim.gpu.nvidia.driver_files import is_driver_file, mapped
-from runtime_shim.process import proc
-from runtime_shim.records import manifest
-from runtime_shim.runtime.container import Container
-from runtime_shim.runtime.container_files import directory
-from runtime_shim.runtime.criu.images import dev
-from runtime_shim.runtime.criu.version import criu_version
-from runtime_shim.runtime.identify import RealRuntime
-from runtime_shim.snapshot.suspend.gpu_state import Record
-from runtime_shim.transaction import Step
-
-__all__ = ["describe"]
+from gpusnap.oci.base.files import open_regular
+from gpusnap.runtime_shim.gpu.api.device_files import mapped_files
+from gpusnap.runtime_shim.gpu.api.driver import Host, Node
+from gpusnap.runtime_shim.gpu.nvidia.driver_files import is_driver_file, mapped
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.runtime.container import Container
+from gpusnap.runtime_shim.runtime.container_files import directory
+from gpusnap.runtime_shim.runtime.criu.images import dev
+from gpusnap.runtime_shim.runtime.criu.version import criu_version
+from gpusnap.runtime_shim.runtime.identify import RealRuntime
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import Record
+from gpusnap.runtime_shim.transaction import Step
 
 # What the manifest's schema allows; a longer list would be no reason to refuse.
 _ARGUMENTS = 4096

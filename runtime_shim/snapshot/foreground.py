@@ -16,14 +16,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from runtime_shim.errors import GpusnapError, RuntimeFailed, reason
-from runtime_shim.runtime.command_line import RestoreCall
-from runtime_shim.runtime.criu import descendants, scratch_files
-from runtime_shim.runtime.criu.run import Invoked
-from runtime_shim.runtime.criu.scratch_files import scratch
-from runtime_shim.transaction import forwarded_signals, held_signals, stop_if_asked
-
-__all__ = ["LARGEST_LOG", "Beside", "pid_file"]
+from gpusnap.runtime_shim.errors import GpusnapError, RuntimeFailed, reason
+from gpusnap.runtime_shim.runtime.command_line import RestoreCall
+from gpusnap.runtime_shim.runtime.criu import descendants, scratch_files
+from gpusnap.runtime_shim.runtime.criu.run import Invoked
+from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
+from gpusnap.runtime_shim.transaction import forwarded_signals, held_signals, stop_if_asked
 
 LARGEST_LOG = 256 << 20
 """Bytes of CRIU's log; that of a thousand processes takes some MiB."""
@@ -73,7 +71,7 @@ class Beside:
     def result(self, name: str) -> Invoked:
         """What it said, once it has ended. Raises GpusnapError where it could not be run."""
         if not self._ended:
-            raise RuntimeFailed(f"{name} could not be run")
+            raise RuntimeFailed(f"{name} could not be run", code="GPS-003")
         done = self._ended[0]
         if isinstance(done, GpusnapError):
             raise done

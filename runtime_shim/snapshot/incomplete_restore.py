@@ -24,11 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime_shim.errors import ContainerError, GpusnapError, reason
-from runtime_shim.process import pidfd, proc
-from runtime_shim.runtime.criu import scratch_files
-
-__all__ = ["Place", "end", "find", "let_runtime_end", "unmount_root", "unmount_yards"]
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, reason
+from gpusnap.runtime_shim.process import pidfd, proc
+from gpusnap.runtime_shim.runtime.criu import scratch_files
 
 _PATIENCE = 30.0  # seconds that killed processes may take to go
 _INTERVAL = 0.01
@@ -137,6 +135,7 @@ def end(place: Place | None, owner: tuple[int, int], container: str) -> tuple[in
                 f"processes that were restored for container {container} do not end though they were "
                 f"killed: {' '.join(str(each.pid) for each in left)}",
                 hint="/proc/PID/stack says what they wait for; then run gpusnap recover",
+                code="GPS-025",
             )
         time.sleep(_INTERVAL)
     return tuple(sorted(killed))

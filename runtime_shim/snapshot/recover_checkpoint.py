@@ -13,34 +13,33 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from oci.base.errors import BlobError
-from oci.layout.layout import Layout
-from runtime_shim.errors import GpusnapError, ImageError, ManifestError, reason
-from runtime_shim.gpu.api.driver import Driver, ProcessState
-from runtime_shim.gpu.api.parallel import at_once
-from runtime_shim.process import pidfd, proc
-from runtime_shim.process.memory import maps as regions
-from runtime_shim.process.memory import tmpfs as stage
-from runtime_shim.process.memory.maps import Region
-from runtime_shim.process.memory.tmpfs import Area
-from runtime_shim.process.ptrace.remote_syscall import put_back
-from runtime_shim.process.ptrace.tracee import put_masks_back
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest_file import Draft
-from runtime_shim.runtime import container_key
-from runtime_shim.runtime.criu import scratch_files
-from runtime_shim.runtime.criu.images import digests
-from runtime_shim.runtime.criu.images import directory as image
-from runtime_shim.settings import Memory
-from runtime_shim.snapshot.memory import transfer
-from runtime_shim.snapshot.memory.destination import Home, StoreHome, in_image, left
-from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.records.journal import Entry, Suspended
-from runtime_shim.snapshot.suspend import driver_calls, dump_pause, paused_container
-from runtime_shim.snapshot.suspend.gpu_state import InCriu, let_finish, resume, suspended
-from runtime_shim.stopping.stop import Guard, go_on, stop
-
-__all__ = ["alive", "recover", "sweep"]
+from gpusnap.oci.base.errors import BlobError
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, ManifestError, reason
+from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
+from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.process import pidfd, proc
+from gpusnap.runtime_shim.process.memory import maps as regions
+from gpusnap.runtime_shim.process.memory import tmpfs as stage
+from gpusnap.runtime_shim.process.memory.maps import Region
+from gpusnap.runtime_shim.process.memory.tmpfs import Area
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import put_back
+from gpusnap.runtime_shim.process.ptrace.tracee import put_masks_back
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest_file import Draft
+from gpusnap.runtime_shim.runtime import container_key
+from gpusnap.runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.runtime.criu.images import control_groups, digests
+from gpusnap.runtime_shim.runtime.criu.images import directory as image
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory.destination import Home, StoreHome, in_image, left
+from gpusnap.runtime_shim.snapshot.memory.pages import Pages
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records.journal import Entry, Suspended
+from gpusnap.runtime_shim.snapshot.suspend import driver_calls, dump_pause, paused_container
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import let_finish, resume, suspended
+from gpusnap.runtime_shim.stopping.stop import Guard, go_on, stop
 
 _SETTLING = 10.0  # seconds
 
@@ -79,6 +78,7 @@ def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
         raise GpusnapError(
             f"gpusnap (process {entry.owner[0]}) is still at work on container {entry.container}",
             hint="wait for it",
+            code="GPS-020",
         )
     scratch_files.let_end(entry.owner, entry.container)
     entry = dump_pause.put_right(entry)
@@ -116,7 +116,7 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
             stopped += _astray(driver, [process for process in there if process not in stopped])
             lacking = _give_back(entry, [p for p in stopped if suspended(driver, p.pid)], settings)
             pids = [process.pid for process in there if process.pid not in lacking]
-            resume(driver, pids, InCriu(), right=partial(_right, entry, guard), let_go=let_go)
+            resume(driver, pids, Pages(), right=partial(_right, entry, guard), let_go=let_go)
         finally:
             guard.end()
         for error in lacking.values():
@@ -136,6 +136,7 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
         raise GpusnapError(
             f"what is staged of container {entry.container} cannot be removed: {reason(error)}",
             hint=f"it takes RAM; remove it from {stage.FOLDER}",
+            code="GPS-027",
         ) from error
     scratch_files.sweep(entry.owner)
     journal.remove(entry.key)
@@ -178,6 +179,7 @@ def _give_back(entry: Entry, processes: Sequence[Suspended], settings: Memory) -
             lost[process.pid] = GpusnapError(
                 f"the GPU memory of process {process.pid} cannot be read: {reason(error)}",
                 hint="if somebody removed that file it is lost: restore the container from a checkpoint",
+                code="GPS-026",
             )
     lost |= transfer.give(entry.key, {pid: areas for pid, areas in staged.items() if areas})
     for area in (area for areas in staged.values() for area in areas):
@@ -190,6 +192,7 @@ def _not_there(process: Suspended) -> GpusnapError:
     return GpusnapError(
         f"process {process.pid} has no longer mapped where its GPU memory was",
         hint="kill it, and restore its container from a checkpoint",
+        code="GPS-026",
     )
 
 
@@ -256,15 +259,16 @@ def _finish(entry: Entry, settings: Memory) -> str:
             "whole",
             hint=f"see dmesg for the disk; rename {manifest.PENDING} in {entry.image}/{manifest.FOLDER} to "
             f"{manifest.NAME} to use them at your own risk, or remove them, and run gpusnap recover again",
+            code="GPS-515",
         )
     home: Home | None = None
-    if record.pages != InCriu.name:
+    if record.pages != Pages.name:
         tables = [region.table for process in record.processes for region in process.regions]
         home = left(entry.layout, entry.image, entry.container, replace(settings, sync=True), tables)
         # Nobody knows how much of it had come to disk.
         transfer.write_again(home.layout, tables, where=entry.image)
         home.commit(tables, kept=False)
-    paused_container.thaw_image(entry.image)
+    control_groups.thaw(entry.image)
     image.sync(entry.image, failed=partial(journal.note_unsynced, entry.key))
     record = replace(record, images=digests.take(entry.image, but=[each.name for each in record.files]))
     if home is not None:
@@ -354,5 +358,6 @@ def _give_thread_back(entry: Entry, process: Suspended) -> None:
             f"thread {process.thread.tid} of process {process.pid} cannot be given its registers back: "
             f"{reason(error)}",
             hint="see that no debugger has it",
+            code="GPS-226",
         ) from error
     journal.given_back(entry.key, process.pid)

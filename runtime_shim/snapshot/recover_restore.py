@@ -27,49 +27,32 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
-from oci.base.errors import OciError
-from oci.layout.blobs import FirstOf
-from oci.layout.layout import Layout
-from oci.store.store import Store
-from runtime_shim.errors import ContainerError, GpusnapError, Refused, RuntimeFailed, reason
-from runtime_shim.gpu.api.driver import Driver, ProcessState
-from runtime_shim.gpu.api.parallel import at_once
-from runtime_shim.log import note
-from runtime_shim.process import proc
-from runtime_shim.process.memory import tmpfs as stage
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest import Manifest
-from runtime_shim.runtime import bundle, conmon, container_key
-from runtime_shim.runtime import container as containers
-from runtime_shim.runtime.command_line import RestoreCall
-from runtime_shim.runtime.criu import scratch_files
-from runtime_shim.runtime.criu.run import control, quiet
-from runtime_shim.runtime.identify import RealRuntime
-from runtime_shim.snapshot import incomplete_restore
-from runtime_shim.snapshot.incomplete_restore import Place
-from runtime_shim.snapshot.memory import transfer
-from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.suspend import driver_calls
-from runtime_shim.snapshot.suspend.gpu_state import InCriu, let_finish, resume
-
-__all__ = [
-    "RUNNING",
-    "Restore",
-    "Stage",
-    "begun",
-    "came_up",
-    "changed",
-    "commands",
-    "delete",
-    "deletion",
-    "entries",
-    "forget",
-    "is_missing",
-    "read",
-    "recover",
-    "remove",
-    "write",
-]
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.layout.blobs import FirstOf
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Refused, RuntimeFailed, reason
+from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
+from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory import tmpfs as stage
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.runtime import bundle, conmon, container_key
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime.command_line import RestoreCall
+from gpusnap.runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.runtime.criu.run import control, quiet
+from gpusnap.runtime_shim.runtime.identify import RealRuntime
+from gpusnap.runtime_shim.snapshot import incomplete_restore
+from gpusnap.runtime_shim.snapshot.incomplete_restore import Place
+from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory.pages import Pages
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.suspend import driver_calls
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import let_finish, resume
 
 _KIND = "restore"
 _VERSION = 1
@@ -144,12 +127,11 @@ class Restore:
 
 def begun(call: RestoreCall, real: RealRuntime, record: Manifest, config: Mapping[str, Any]) -> Restore:
     """The first entry of a restore by this process; `config` is the bundle's config.json."""
-    own = proc.process(os.getpid())
     root, bundle_dir = container_key.root(call.globals.root, real.kind), str(call.bundle_dir())
     return Restore(
         key=container_key.key(root, call.container_id),
         image=str(call.images(real.kind)),
-        owner=(os.getpid(), own.start if own is not None else 0),
+        owner=state_files.owner(),
         command=commands(call, real),
         bundle=bundle_dir,
         pid_file=os.path.abspath(call.pid_file) if call.pid_file else "",
@@ -198,7 +180,7 @@ def came_up(entry: Restore) -> None:
         try:
             write(replace(entry, config=None, digest="", told=False), journal.RESTORED)
         except GpusnapError as error:
-            note(f"who restored the container is not on file: {error.sentence()}")
+            note(f"who restored the container is not on file: {error.sentence()}", code="GPS-007")
             journal.drop(entry.key, journal.RESTORED)
 
 
@@ -220,6 +202,7 @@ def read(key: str, kind: str = _KIND) -> Restore | None:
         raise GpusnapError(
             f"the journal of the restore of container {container} is not as gpusnap writes it: {error}",
             hint="it was written by another version",
+            code="GPS-023",
         ) from error
 
 
@@ -228,14 +211,14 @@ def _decoded(document: Any, key: str) -> Restore:
     return Restore(
         key=key,
         image=str(document["image"]),
-        owner=_identity(document["owner"]),
+        owner=journal.identity(document["owner"]),
         command=tuple(str(word) for word in document["command"]),
         bundle=str(document["bundle"]),
         pid_file=str(document["pid_file"]),
         detach=bool(document["detach"]),
         processes=tuple(int(pid) for pid in document["processes"]),
         stage=Stage(document["stage"]),
-        init=None if init is None else _identity(init),
+        init=None if init is None else journal.identity(init),
         config=None if config is None else str(config),
         digest=str(document["digest"]),
         layouts=tuple(str(path) for path in document.get("layouts", ())),
@@ -245,10 +228,6 @@ def _decoded(document: Any, key: str) -> Restore:
         podman=tuple(str(word) for word in document.get("podman", ())),
         told=bool(document.get("told", False)),
     )
-
-
-def _identity(value: Any) -> tuple[int, int]:
-    return int(value[0]), int(value[1])
 
 
 def recover(key: str, driver: Driver | None, *, remove: bool = True) -> str:
@@ -277,6 +256,7 @@ def recover(key: str, driver: Driver | None, *, remove: bool = True) -> str:
                 raise Refused(
                     f"a restore of container {container} was cut off, and what it left has to be removed",
                     hint=f"gpusnap recover {container}",
+                    code="GPS-022",
                 )
             said = _removed(entry)
         scratch_files.sweep(entry.owner)
@@ -293,6 +273,7 @@ def _cut_off(key: str) -> Restore | None:
         raise GpusnapError(
             f"gpusnap (process {entry.owner[0]}) is still at work on container {entry.container}",
             hint="wait for it",
+            code="GPS-020",
         )
     return entry
 
@@ -308,6 +289,7 @@ def _kept(entry: Restore, driver: Driver | None) -> str | None:
         raise GpusnapError(
             f"container {entry.container} is paused, and does not tell whether its restore was complete",
             hint=f"unpause it, then gpusnap recover {entry.container}",
+            code="GPS-203",
         )
     members = containers.processes(init.pid, entry.container)
     inner = containers.inner_pids(init.pid, members)
@@ -323,7 +305,7 @@ def _kept(entry: Restore, driver: Driver | None) -> str | None:
         at_once(partial(let_finish, driver), standing).raise_first()
         if standing:
             _check(entry)
-        resume(driver, ours, InCriu(), right=partial(transfer.own, entry.key))
+        resume(driver, ours, Pages(), right=partial(transfer.own, entry.key))
     return RUNNING + " ".join(map(str, ours or [init.pid]))
 
 
@@ -369,6 +351,7 @@ def _states(entry: Restore, driver: Driver | None, pids: Sequence[int]) -> Mappi
             f"this host has no GPU driver now, which alone could tell whether the restore of container "
             f"{entry.container} was complete",
             hint=f"load the driver, then gpusnap recover {entry.container}",
+            code="GPS-301",
         )
     driver.open()
     return {pid: driver_calls.state(driver, pid) for pid in pids}
@@ -432,6 +415,7 @@ def _let_go(key: str) -> None:
         raise GpusnapError(
             f"what is staged of container {container} cannot be removed: {reason(error)}",
             hint=f"it takes RAM; remove it from {stage.FOLDER}",
+            code="GPS-027",
         ) from error
 
 
@@ -445,7 +429,7 @@ def delete(command: Sequence[str], container: str) -> bool:
     done = control([*command, "delete", "--force", container])
     missing = "not exist" in done.err or "no such file" in done.err.lower()
     if done.code != 0 and not missing:
-        raise RuntimeFailed(f"container {container} could not be removed: {done.err.strip()}")
+        raise RuntimeFailed(f"container {container} could not be removed: {done.err.strip()}", code="GPS-022")
     return known and not missing
 
 

@@ -23,53 +23,60 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from oci.base.files import replace_below
-from runtime_shim.errors import ContainerError, GpusnapError, ImageError, Refused, RuntimeFailed, reason
-from runtime_shim.gpu import find_driver
-from runtime_shim.gpu.api.criu_plugin import Plugin
-from runtime_shim.gpu.api.driver import Driver, Host
-from runtime_shim.gpu.api.errors import GpuError
-from runtime_shim.gpu.cdi import spec as cdi
-from runtime_shim.gpu.nvidia.driver_files import Found, found
-from runtime_shim.log import note
-from runtime_shim.process import proc
-from runtime_shim.records import manifest
-from runtime_shim.runtime import bundle, container_key
-from runtime_shim.runtime import container as containers
-from runtime_shim.runtime.command_line import RestoreCall
-from runtime_shim.runtime.criu import config as criu_config
-from runtime_shim.runtime.criu import external_mounts as criu_mounts
-from runtime_shim.runtime.criu import scratch_files
-from runtime_shim.runtime.criu.images import check as criu_images
-from runtime_shim.runtime.criu.images import inventory, masked_paths
-from runtime_shim.runtime.criu.images.digests import Comparison
-from runtime_shim.runtime.criu.images.overlay import view
-from runtime_shim.runtime.criu.plugins import find as find_plugin
-from runtime_shim.runtime.criu.plugins import injected
-from runtime_shim.runtime.criu.run import Invoked, invoke, quiet
-from runtime_shim.runtime.criu.scratch_files import scratch
-from runtime_shim.runtime.identify import RealRuntime
-from runtime_shim.settings import Settings
-from runtime_shim.snapshot import recover_restore, restored_containers, restored_processes
-from runtime_shim.snapshot.devices import remap
-from runtime_shim.snapshot.devices.choose import choose, driver_for, given, gpu_request
-from runtime_shim.snapshot.devices.nvidia_hooks import rerun
-from runtime_shim.snapshot.devices.remap import Remap
-from runtime_shim.snapshot.devices.reservations import Room, claim
-from runtime_shim.snapshot.foreground import Beside, pid_file
-from runtime_shim.snapshot.memory import transfer
-from runtime_shim.snapshot.memory.destination import StoreHome
-from runtime_shim.snapshot.memory.prefetch import Filling
-from runtime_shim.snapshot.memory.source import Fetching, rebuild
-from runtime_shim.snapshot.preflight import checks as preflight
-from runtime_shim.snapshot.records import journal, volumes
-from runtime_shim.snapshot.recover_restore import Stage
-from runtime_shim.snapshot.suspend import criu_plugin, driver_calls
-from runtime_shim.snapshot.suspend.gpu_state import InCriu, resume
-from runtime_shim.stopping.stop import stop
-from runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
-
-__all__ = ["TIMING", "restore"]
+from gpusnap.oci.base.files import replace_below
+from gpusnap.runtime_shim.errors import (
+    ContainerError,
+    GpusnapError,
+    ImageError,
+    Refused,
+    RuntimeFailed,
+    reason,
+)
+from gpusnap.runtime_shim.gpu import find_driver
+from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Host
+from gpusnap.runtime_shim.gpu.api.errors import GpuError
+from gpusnap.runtime_shim.gpu.cdi import spec as cdi
+from gpusnap.runtime_shim.gpu.nvidia.driver_files import Found, found
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.runtime import bundle, container_key
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime.command_line import RestoreCall
+from gpusnap.runtime_shim.runtime.criu import config as criu_config
+from gpusnap.runtime_shim.runtime.criu import external_mounts as criu_mounts
+from gpusnap.runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.runtime.criu.images import check as criu_images
+from gpusnap.runtime_shim.runtime.criu.images import inventory, masked_paths, pycriu_package
+from gpusnap.runtime_shim.runtime.criu.images.digests import Comparison
+from gpusnap.runtime_shim.runtime.criu.images.overlay import view
+from gpusnap.runtime_shim.runtime.criu.plugins import find as find_plugin
+from gpusnap.runtime_shim.runtime.criu.plugins import injected
+from gpusnap.runtime_shim.runtime.criu.run import Invoked, invoke, quiet
+from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
+from gpusnap.runtime_shim.runtime.identify import RealRuntime
+from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.snapshot import recover_restore, restored_containers, restored_processes
+from gpusnap.runtime_shim.snapshot.devices import remap
+from gpusnap.runtime_shim.snapshot.devices.choose import choose, driver_for, given, gpu_request
+from gpusnap.runtime_shim.snapshot.devices.nvidia_hooks import rerun
+from gpusnap.runtime_shim.snapshot.devices.remap import Remap
+from gpusnap.runtime_shim.snapshot.devices.reservations import Room, claim
+from gpusnap.runtime_shim.snapshot.foreground import Beside, pid_file
+from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.runtime_shim.snapshot.memory.pages import Pages
+from gpusnap.runtime_shim.snapshot.memory.prefetch import Filling
+from gpusnap.runtime_shim.snapshot.memory.source import Fetching, rebuild
+from gpusnap.runtime_shim.snapshot.preflight import addresses
+from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.records import journal, volumes
+from gpusnap.runtime_shim.snapshot.recover_restore import Stage
+from gpusnap.runtime_shim.snapshot.suspend import criu_plugin, driver_calls
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import resume
+from gpusnap.runtime_shim.stopping.stop import stop
+from gpusnap.runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
 
 TIMING = "gpusnap-restore.json"
 """In the work directory; as the manifest's timing."""
@@ -133,6 +140,7 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
     found = find_driver()
     with _opened_meanwhile(found):
         record = manifest.read(images)
+        pycriu_package.load()  # refuses where it is missing; to import it takes as long as to open a driver
     driver = driver_for(record, criu_plugin.of_record(record, found))
     with (
         interruptible(),
@@ -220,6 +228,7 @@ def _absent(job: _Job) -> None:
         f"there is a container {found.id} already, and it is {found.status}",
         hint="remove it, or restore under another name; if its engine does not know of it (the one that "
         f"restored it was killed): {ends}",
+        code="GPS-508",
     )
 
 
@@ -232,6 +241,7 @@ def _nothing_waits(job: _Job) -> None:
         raise Refused(
             f"a checkpoint of container {container} was cut off, and what it stopped still waits: {pids}",
             hint=f"gpusnap recover {container}",
+            code="GPS-021",
         )
 
 
@@ -291,6 +301,9 @@ def _plan(job: _Job, config: dict[str, Any]) -> None:
         replaced = remap.image(job.record, job.images, job.remap, config)
     elsewhere = _fetch(job) if job.record.pages == StoreHome.kind else {}
     criu_images.check(job.images, job.record.host.architecture, job.record.sizes)
+    call = criu_config.with_flags(job.call, job.real, job.settings.criu)
+    if call.tcp_established and not call.tcp_close and not inventory.has_closed_connections(job.images):
+        addresses.check(job.images, config)
     job.compared = job.cleanup.enter_context(contextlib.closing(Comparison(job.images, job.record.images)))
     _clear_links(job)
     if job.driver is not None and any(process.regions for process in job.record.processes):
@@ -320,6 +333,7 @@ def _clear_links(job: _Job) -> None:
             raise ImageError(
                 f"{path}, which the restore is to write, is no regular file: {reason(error)}",
                 hint="do not restore from this checkpoint",
+                code="GPS-604",
             ) from error
 
 
@@ -335,7 +349,7 @@ def _choose(job: _Job, host: Host, room: Room, only: Collection[str] | None) -> 
 
 
 def _driver_files(host: Host) -> Found:
-    return found(cdi.load(report=lambda error: note(str(error))), host.driver_version)
+    return found(cdi.load(report=lambda error: note(str(error), code=error.code)), host.driver_version)
 
 
 def _invoke(job: _Job, pid_file: str | None, started: Callable[[int], object] | None = None) -> Invoked:
@@ -370,6 +384,7 @@ def _error(job: _Job, done: Invoked) -> RuntimeFailed:
         f"{job.real.name} could not restore container {job.call.container_id}: {said}",
         hint="the checkpoint is unharmed",
         exit_code=done.code,
+        code="GPS-502",
     )
 
 
@@ -389,7 +404,9 @@ def _finish(job: _Job) -> None:
     container = containers.find(quiet(job.call, job.real), job.call.container_id)
     if not container.pid or not proc.running(container.pid):
         raise GpusnapError(
-            f"container {container.id} ended as soon as it was restored", hint="its own log may say why"
+            f"container {container.id} ended as soon as it was restored",
+            hint="its own log may say why",
+            code="GPS-509",
         )
     init = proc.process(container.pid)
     _note(job, stage=Stage.SETTLE, init=(container.pid, init.start if init is not None else 0))
@@ -470,7 +487,7 @@ def _fill(
     with job.transaction.step("driver restore"):
         right = partial(_right, job.key, job.filling, gone_on)
         try:
-            resume(driver, pids, InCriu(), pairs=pairs, right=right)
+            resume(driver, pids, Pages(), pairs=pairs, right=right)
         except GpuError:
             # The driver's words for memory that is not what it was tell of the GPU, which is not to blame.
             if job.filling is not None:

@@ -17,16 +17,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from runtime_shim.errors import ContainerError, GpusnapError
-from runtime_shim.log import note
-from runtime_shim.process import proc
-from runtime_shim.runtime import container as containers
-from runtime_shim.snapshot import recover_restore
-from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.records.journal import RESTORED
-from runtime_shim.snapshot.recover_restore import Restore
-
-__all__ = ["end", "is_on_file", "lives", "living", "sweep", "tell"]
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.snapshot import recover_restore
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records.journal import RESTORED
+from gpusnap.runtime_shim.snapshot.recover_restore import Restore
 
 _ENDING = 30.0  # seconds that a container that was killed may take to go
 
@@ -41,7 +39,9 @@ def living() -> tuple[Restore, ...]:
         try:
             entry = recover_restore.read(key, RESTORED)
         except GpusnapError as error:
-            note(f"what is on file of a restored container is passed over: {error.sentence()}")
+            note(
+                f"what is on file of a restored container is passed over: {error.sentence()}", code="GPS-023"
+            )
             continue
         if entry is not None and lives(entry):
             found.append(entry)
@@ -103,6 +103,7 @@ def end(entry: Restore, unknown: Callable[[], str | None]) -> str | None:
             raise GpusnapError(
                 f"gpusnap (process {entry.owner[0]}) has yet to tell Podman of container {entry.container}",
                 hint="wait for it",
+                code="GPS-020",
             )
         why = unknown()
         if why is None:
@@ -126,7 +127,8 @@ def _check(entry: Restore) -> None:
         raise
     if entry.init is None or found.pid not in (0, entry.init[0]):
         raise ContainerError(
-            f"container {entry.container} is another one by now: its init is process {found.pid}"
+            f"container {entry.container} is another one by now: its init is process {found.pid}",
+            code="GPS-030",
         )
 
 
@@ -138,5 +140,6 @@ def _wait(entry: Restore) -> None:
             raise GpusnapError(
                 f"container {entry.container} does not end though it was killed: process {entry.init[0]}",
                 hint=f"/proc/{entry.init[0]}/stack says what it waits for",
+                code="GPS-025",
             )
         time.sleep(0.02)

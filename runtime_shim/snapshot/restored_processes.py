@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu.api.driver import Driver, ProcessState
-from runtime_shim.gpu.api.errors import GpuError
-from runtime_shim.log import note
-from runtime_shim.process import proc
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest import GpuProcess
-from runtime_shim.snapshot.suspend import driver_calls
-
-__all__ = ["all_there", "none_forgotten", "none_suspended", "without_ended"]
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import GpuError
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import GpuProcess
+from gpusnap.runtime_shim.snapshot.suspend import driver_calls
 
 
 def all_there(wanted: Iterable[GpuProcess], there: Collection[int], images: str) -> None:
@@ -33,7 +31,8 @@ def all_there(wanted: Iterable[GpuProcess], there: Collection[int], images: str)
             )
         note(
             f"process {process.pid} ({process.name}) ended by itself before its GPU state could be restored; "
-            "the rest of the container runs on"
+            "the rest of the container runs on",
+            code="GPS-511",
         )
 
 
@@ -51,7 +50,8 @@ def without_ended(
             continue
         note(
             f"process {process.pid} ({process.comm}) ended by itself as soon as it ran again; the rest of "
-            "the container runs on"
+            "the container runs on",
+            code="GPS-511",
         )
     return left
 
@@ -77,4 +77,5 @@ def none_forgotten(driver: Driver, processes: Iterable[proc.Process]) -> None:
                 f"process {process.pid} ({process.comm}) came back with its GPU state {state.name.lower()}, "
                 "and the checkpoint's manifest does not list it",
                 hint="the checkpoint was changed since it was made; restore another one",
+                code="GPS-604",
             )

@@ -27,27 +27,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from runtime_shim import threads
-from runtime_shim.errors import GpusnapError, reason
-from runtime_shim.gpu.api.errors import PermissionRefused
-from runtime_shim.process import pidfd, proc
+from gpusnap.runtime_shim import threads
+from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.gpu.api.errors import PermissionRefused
+from gpusnap.runtime_shim.process import pidfd, proc
 
 if TYPE_CHECKING:
-    from runtime_shim.process.ptrace.populate import Backing, Populated
-    from runtime_shim.process.ptrace.tracer import Tracer
-
-__all__ = [
-    "Guard",
-    "drop_stops",
-    "go_on",
-    "only",
-    "populated",
-    "settle",
-    "several",
-    "stand",
-    "stop",
-    "untraceable",
-]
+    from gpusnap.runtime_shim.process.ptrace.populate import Backing, Populated
+    from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 
 # Seconds after which a process that does not stand is sent another SIGSTOP: a SIGCONT has undone the first.
 _AGAIN = 0.05
@@ -94,6 +81,7 @@ def _await_still(pids: tuple[int, ...], timeout: float, *, again: bool) -> None:
             raise GpusnapError(
                 f"process {moving[0]} ({proc.comm(moving[0])}) did not stand still within {timeout:g} s",
                 hint="one of its threads waits in the kernel, e.g. for a file system; try again after that",
+                code="GPS-225",
             )
         if again and now - sent > _AGAIN:
             _stop_moving(moving)
@@ -115,7 +103,7 @@ def settle(pids: Iterable[int], *, within: float = _LEAVING) -> None:
     those that wait for a lock, since these may wait for one another. Seconds of `within` for all; what is
     left then stays where it is. Raises PermissionRefused where a process cannot be traced.
     """
-    from runtime_shim.process.ptrace import positions
+    from gpusnap.runtime_shim.process.ptrace import positions
 
     deadline = time.monotonic() + within
     waiting = list(pids)
@@ -141,7 +129,7 @@ def drop_stops(pids: Iterable[int]) -> None:
     A program that sends them all day (cpulimit) sends one to a process that stands already, and it waits
     until the process goes on. Raises PermissionRefused where a process cannot be traced.
     """
-    from runtime_shim.process.ptrace.tracee import held
+    from gpusnap.runtime_shim.process.ptrace.tracee import held
 
     for pid in pids:
         if not proc.stop_pending(pid):
@@ -203,7 +191,7 @@ def only(pid: int, tid: int) -> Iterator[Tracer]:
 def several(pid: int, tids: Iterable[int], *, guard: bool = True) -> Iterator[Tracer]:
     """As `only`, for any number of threads; `guard` as for Tracer."""
     # Imported here: a container without a GPU must not pay for it.
-    from runtime_shim.process.ptrace.tracer import Tracer
+    from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 
     tids = tuple(tids)
     tracer = Tracer(pid, tids, guard=guard)
@@ -227,7 +215,7 @@ def populated(pid: int, tid: int, *, threads: int = 0, backing: Backing | None =
     way was taken. In so many threads, all cores' for 0.
     """
     # Imported here: it takes 12 ms, and a container without a GPU must not pay for it.
-    from runtime_shim.process.ptrace import populate
+    from gpusnap.runtime_shim.process.ptrace import populate
 
     stack = contextlib.ExitStack()
     try:
@@ -254,6 +242,7 @@ def _does_not_stop(pid: int, error: OSError) -> GpusnapError:
     return GpusnapError(
         f"a thread of process {pid} ({proc.comm(pid)}) does not stop: {reason(error)}",
         hint="it waits in the kernel; see the kernel log, and run gpusnap recover when it has come out",
+        code="GPS-225",
     )
 
 
@@ -263,4 +252,5 @@ def untraceable(pid: int, tid: int, error: OSError) -> PermissionRefused:
         f"thread {tid} of process {pid} ({proc.comm(pid)}) cannot be traced: {reason(error)}",
         hint="end the debugger that has it, or see that gpusnap may use ptrace",
         pid=pid,
+        code="GPS-226",
     )

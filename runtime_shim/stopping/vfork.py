@@ -15,13 +15,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.process import proc
-from runtime_shim.process.kcmp import EQUAL, VM, compared
-from runtime_shim.process.ptrace import calls as ptrace
-from runtime_shim.stopping.stop import stand, untraceable
-
-__all__ = ["Waiting", "finish", "for_good", "too_long", "waiting"]
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.kcmp import EQUAL, VM, compared
+from gpusnap.runtime_shim.process.ptrace import calls as ptrace
+from gpusnap.runtime_shim.stopping.stop import stand, untraceable
 
 _LOOK = 0.0005
 _FALLING_ASLEEP = 1.0
@@ -70,6 +68,7 @@ def too_long(each: Waiting, timeout: float) -> GpusnapError:
         f"process {each.parent} ({proc.comm(each.parent)}) waits for its child {each.child} to begin a "
         f"program (vfork), which took longer than {timeout:g} s",
         hint="CRIU could not stop it meanwhile; try again when it is quieter",
+        code="GPS-227",
     )
 
 
@@ -79,6 +78,7 @@ def for_good(each: Waiting) -> GpusnapError:
         f"process {each.parent} ({proc.comm(each.parent)}) waits for its child {each.child} to begin a "
         "program (vfork), and that child is stopped",
         hint=f"let it go on (kill -CONT {each.child}), or end it",
+        code="GPS-227",
     )
 
 

@@ -119,6 +119,6 @@ int target_start(void); /* starts the restore thread and opens the mailbox; -err
 CUresult result_of_errno(int negative);
 
 /* A piece of work that keeps the buffers of copies and kernels small. */
-#define CHUNK ((size_t)1 << 20)
+#define CHUNK ((size_t)64 << 10)
 
 #endif

@@ -17,9 +17,9 @@ import realhost  # noqa: E402
 import shimhost  # noqa: E402
 from support import containers_left, podman  # noqa: E402
 
-from runtime_shim.gpu.api.driver import Gpu  # noqa: E402
-from runtime_shim.gpu.api.errors import GpuError  # noqa: E402
-from runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
+from gpusnap.runtime_shim.gpu.api.driver import Gpu  # noqa: E402
+from gpusnap.runtime_shim.gpu.api.errors import GpuError  # noqa: E402
+from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

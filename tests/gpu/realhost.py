@@ -26,7 +26,7 @@ sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "tests" / "host"), str(CHECKOUT / 
 import shimhost  # noqa: E402
 from support import Container, good, podman, run, until  # noqa: E402
 
-from runtime_shim.process import proc  # noqa: E402
+from gpusnap.runtime_shim.process import proc  # noqa: E402
 
 __all__ = [
     "IMAGE",

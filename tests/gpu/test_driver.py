@@ -12,11 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from runtime_shim.gpu import find_driver, holders
-from runtime_shim.gpu.api.driver import ProcessState
-from runtime_shim.gpu.api.errors import IllegalState, InvalidRequest, LockTimeout, NotSupported, ProcessGone
-from runtime_shim.gpu.api.parallel import at_once
-from runtime_shim.gpu.nvidia.driver import Nvidia
+from gpusnap.runtime_shim.gpu import find_driver, holders
+from gpusnap.runtime_shim.gpu.api.driver import ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import (
+    IllegalState,
+    InvalidRequest,
+    LockTimeout,
+    NotSupported,
+    ProcessGone,
+)
+from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia
 
 SIZE = 64 << 20
 PROGRAM = Path(__file__).with_name("program.py")

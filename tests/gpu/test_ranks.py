@@ -13,8 +13,8 @@ from realhost import Machine, Program, Workload, needs_network_lock
 from support import containers_left, good, podman, run
 from test_containers import needs
 
-from runtime_shim.gpu.api.driver import Gpu
-from runtime_shim.snapshot.preflight.nccl import VARIABLES
+from gpusnap.runtime_shim.gpu.api.driver import Gpu
+from gpusnap.runtime_shim.snapshot.preflight.nccl import VARIABLES
 
 TIMES = 20
 IDLE = Workload.python("torch_ranks.py", "torch", 64, "--pause", "0.06")

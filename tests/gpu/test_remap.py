@@ -10,8 +10,8 @@ from realhost import Machine, Program, Workload
 from support import good, manifest, podman, run
 from test_containers import needs, same_as_uninterrupted
 
-from runtime_shim.gpu.api.driver import Gpu
-from runtime_shim.gpu.nvidia.driver import Nvidia
+from gpusnap.runtime_shim.gpu.api.driver import Gpu
+from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia
 
 TORCH = Workload.python("torch_train.py", "torch", 1024)
 

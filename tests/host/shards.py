@@ -1,82 +1,126 @@
-"""The integration tests, one test host for each file of them, one more at once than there are cores.
+"""The tests as jobs for one pool: all cores are busy to the end, and the longest job is first.
 
-    tests/host/shards.py [--suite sid] [pytest's options]
+    tests/host/shards.py [--suite sid] [--unit | --all] [--record] [pytest's options]
 
-Most of their time is waiting: for ticks, for CRIU, for a container to end. Each file runs in a test host of
-its own, so they do not meet; the output of a file is printed when it is done. Exit code 1 where a test
-failed. Names of files among the options choose these alone.
+A job is a file of the integration tests, in a test host of its own, or a few files of the unit tests, on the
+machine itself. Without an option these are the integration tests; `--unit`: the unit tests; `--all`: both.
+Names of files among pytest's options choose these alone. One job more runs at once than there are cores: an
+integration test waits a part of its time, for ticks, for CRIU, for a container to end. The output of a job is
+printed when it is done. Exit code 1 where a test failed. `--record` writes how long each file took to
+durations.json, by which the next runs sort.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-TESTS = Path("tests/integration")
+INTEGRATION, UNIT = Path("tests/integration"), Path("tests/unit")
 # Unit tests with control groups of version 2, which a machine with version 1 beside it does not let us make.
-UNIT = dict.fromkeys(("test_frozen.py", "test_lull.py"), Path("tests/unit"))
+IN_HOST = (UNIT / "runtime_shim/snapshot/test_frozen.py", UNIT / "runtime_shim/snapshot/test_lull.py")
 HOST = "tests/host/host"
-ENTER = ["enter", "--env", "GPUSNAP_TESTHOST=1", "--"]
-PYTEST = ["/opt/gpusnap/bin/python", "-B", "-m", "pytest", "-p", "no:cacheprovider", "-q", "--color=no"]
-# The longest ones, which nobody wants to wait for at the end.
-FIRST = [
-    "test_neighbours.py",
-    "test_recover.py",
-    "test_remap.py",
-    "test_keep.py",
-    "test_ranks.py",
-    "test_killed_restore.py",
-    "test_containerd.py",
-    "test_criu_plugins.py",
-    "test_artifacts.py",
-    "test_bench.py",
-    "test_podman.py",
-]
-# pytest's exit code where the options select no test of a file; sysexits of a run that was ended.
+# Bytecode of gpusnap, its tests and their Python: a test host's own would be compiled anew in each.
+BYTECODE, BYTECODE_IN_HOST = CHECKOUT / "build/testhost-bytecode", "/var/cache/gpusnap-bytecode"
+ENTER = ["enter", "--env", "GPUSNAP_TESTHOST=1", "--bind", f"{BYTECODE}:{BYTECODE_IN_HOST}", "--"]
+PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "--color=no"]
+# -E: the test host has PYTHONDONTWRITEBYTECODE set for all else.
+PYTHON_IN_HOST = ["/opt/gpusnap/bin/python", "-E", "-X", f"pycache_prefix={BYTECODE_IN_HOST}"]
+DURATIONS = Path(__file__).with_name("durations.json")
+# Seconds of unit tests that are one job: long beside pytest's start, short beside the whole.
+UNIT_JOB = 45.0
+# Of a file that durations.json does not have: an integration test's is begun first, in case it is long.
+UNKNOWN_UNIT, UNKNOWN_INTEGRATION = 1.0, 1000.0
+# pytest's exit code where the options select no test of a file.
 NONE_SELECTED = 5
 _SUMMARY = re.compile(r"(\d+) (passed|failed|skipped|error)")
 
 
-class Shards:
-    """Files that wait, and what has become of the others."""
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Files that one pytest runs."""
 
-    def __init__(self, files: Sequence[str], options: Sequence[str], *, suite: Sequence[str] = ()) -> None:
-        self._waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-        for name in files:
-            self._waiting.put(name)
+    name: str
+    files: tuple[Path, ...]
+    seconds: float
+    """As long as it took when that was recorded."""
+    in_host: bool
+
+
+def host_jobs(files: Iterable[Path], durations: Mapping[str, float]) -> list[Job]:
+    """A job for each file, in a test host."""
+    return [
+        Job(path.name, (path,), durations.get(str(path), UNKNOWN_INTEGRATION), in_host=True) for path in files
+    ]
+
+
+def unit_jobs(files: Iterable[Path], durations: Mapping[str, float], *, seconds: float) -> list[Job]:
+    """Jobs of unit tests, of about so many seconds each; a file is never divided."""
+    of = {path: durations.get(str(path), UNKNOWN_UNIT) for path in files}
+    count = max(1, round(sum(of.values()) / seconds)) if of else 0
+    parts: list[list[Path]] = [[] for _ in range(count)]
+    lengths = [0.0] * count
+    for path in sorted(of, key=lambda path: (-of[path], path)):
+        least = lengths.index(min(lengths))
+        parts[least].append(path)
+        lengths[least] += of[path]
+    return [
+        Job(f"unit tests {number} of {count}", tuple(sorted(part)), length, in_host=False)
+        for number, (part, length) in enumerate(zip(parts, lengths, strict=True), 1)
+        if part
+    ]
+
+
+class Shards:
+    """Jobs that wait, and what has become of the others."""
+
+    def __init__(
+        self, jobs: Sequence[Job], options: Sequence[str], *, suite: Sequence[str] = (), reports: Path | None
+    ) -> None:
+        self._waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        for job in sorted(jobs, key=lambda job: -job.seconds):
+            self._waiting.put(job)
         self._options = options
         self._host = [HOST, *suite, *ENTER]
+        self._reports = reports
         self._lock = threading.Lock()
         self._running: set[subprocess.Popen[str]] = set()
         self._ended = False
         self.failed: list[str] = []
         self.counts: dict[str, int] = {}
+        self.durations: dict[str, float] = {}
 
     def work(self) -> None:
-        """One test host after the other, until no file waits."""
+        """One job after the other, until none waits."""
         while True:
             try:
-                name = self._waiting.get_nowait()
+                job = self._waiting.get_nowait()
             except queue.Empty:
                 return
             begun = time.monotonic()
-            code, said = self._run(name)
+            code, said = self._run(job)
+            seconds = time.monotonic() - begun
             with self._lock:
                 if code not in (0, NONE_SELECTED):
-                    self.failed.append(name)
+                    self.failed.append(job.name)
                 for number, what in _SUMMARY.findall(said.splitlines()[-1] if said.strip() else ""):
                     self.counts[what] = self.counts.get(what, 0) + int(number)
+                if job.in_host and code == 0:
+                    self.durations[str(job.files[0])] = seconds
                 if code != NONE_SELECTED:
-                    print(f"--- {name}, {time.monotonic() - begun:.0f} s\n{said.rstrip()}", flush=True)
+                    print(f"--- {job.name}, {seconds:.0f} s\n{said.rstrip()}", flush=True)
 
     def end(self) -> None:
         """Have all of them end as an interrupt would, and begin no more."""
@@ -86,13 +130,19 @@ class Shards:
         for process in running:
             process.send_signal(signal.SIGINT)
 
-    def _run(self, name: str) -> tuple[int, str]:
-        argv = [*self._host, *PYTEST, str(UNIT.get(name, TESTS) / name), *self._options]
+    def _argv(self, job: Job) -> list[str]:
+        words = [*PYTEST, *map(str, job.files), *self._options]
+        if job.in_host:
+            return [*self._host, *PYTHON_IN_HOST, *words]
+        report = [f"--junitxml={self._reports}/{job.name}.xml"] if self._reports else []
+        return [sys.executable, *words, *report]
+
+    def _run(self, job: Job) -> tuple[int, str]:
         with self._lock:
             if self._ended:
                 return 130, ""
             process = subprocess.Popen(
-                argv,
+                self._argv(job),
                 cwd=CHECKOUT,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -106,19 +156,65 @@ class Shards:
         return process.returncode, said
 
 
-def selected(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The files to run, the longest first, and the other words, which are pytest's."""
-    named = [Path(word).name for word in words if word.endswith(".py")]
-    found = named or sorted([*UNIT, *(path.name for path in (CHECKOUT / TESTS).glob("test_*.py"))])
-    found.sort(key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
-    return found, [word for word in words if not word.endswith(".py")]
+def reported(reports: Path) -> dict[str, float]:
+    """Seconds of each file of unit tests, from pytest's reports (junitxml)."""
+    found: dict[str, float] = {}
+    for report in reports.glob("*.xml"):
+        for case in ElementTree.parse(report).iter("testcase"):
+            words = case.attrib["classname"].split(".")
+            module = next(i for i, word in enumerate(words) if word.startswith("test_"))
+            path = "/".join(words[: module + 1]) + ".py"
+            found[path] = found.get(path, 0.0) + float(case.attrib["time"])
+    return found
+
+
+def record(durations: Mapping[str, float]) -> None:
+    """Write what was measured; of a file that was not run, what is there stays."""
+    known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    all_of_them = {**known, **{path: max(1, round(seconds)) for path, seconds in durations.items()}}
+    present = {path: seconds for path, seconds in all_of_them.items() if (CHECKOUT / path).exists()}
+    DURATIONS.write_text(json.dumps(present, indent=0, sort_keys=True) + "\n")
+
+
+def selected(words: Sequence[str], *, unit: bool, integration: bool) -> list[Job]:
+    """The jobs for the files that are named among the words, or for all."""
+    durations = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    in_host = [*IN_HOST, *(INTEGRATION / path.name for path in (CHECKOUT / INTEGRATION).glob("test_*.py"))]
+    here = [path.relative_to(CHECKOUT) for path in (CHECKOUT / UNIT).rglob("test_*.py")]
+    if named := {Path(word).name for word in words if word.endswith(".py")}:
+        in_host = [path for path in in_host if path.name in named]
+        here = [path for path in here if path.name in named]
+        if missing := named - {path.name for path in (*in_host, *here)}:
+            sys.exit(f"shards.py: there is no {', '.join(sorted(missing))}")
+    jobs = unit_jobs(here, durations, seconds=UNIT_JOB) if unit else []
+    return [*jobs, *(host_jobs(sorted(in_host), durations) if integration else [])]
 
 
 def main() -> int:
     words = sys.argv[1:]
     suite, words = (words[:2], words[2:]) if words[:1] == ["--suite"] else ([], words)
-    shards = Shards(*selected(words), suite=suite)
-    # A sixth of a file's time nobody works: it waits for ticks, and for containers to end.
+    unit, both, recording = (flag in words for flag in ("--unit", "--all", "--record"))
+    options = [word for word in words if word not in ("--unit", "--all", "--record")]
+    jobs = selected(options, unit=unit or both, integration=both or not unit)
+    BYTECODE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as reports:
+        shards = Shards(
+            jobs,
+            [word for word in options if not word.endswith(".py")],
+            suite=suite,
+            reports=Path(reports) if recording else None,
+        )
+        run(shards)
+        if recording:
+            record({**shards.durations, **reported(Path(reports))})
+    print("=== " + ", ".join(f"{number} {what}" for what, number in sorted(shards.counts.items())))
+    if shards.failed:
+        print("failed: " + " ".join(sorted(shards.failed)))
+    return 1 if shards.failed or not shards.counts else 0
+
+
+def run(shards: Shards) -> None:
+    """Have all jobs done, or those that run ended at a signal."""
     threads = [threading.Thread(target=shards.work) for _ in range((os.cpu_count() or 1) + 1)]
 
     def stop(_number: int, _frame: object) -> None:
@@ -130,10 +226,6 @@ def main() -> int:
         thread.start()
     for thread in threads:
         thread.join()
-    print("=== " + ", ".join(f"{number} {what}" for what, number in sorted(shards.counts.items())))
-    if shards.failed:
-        print("failed: " + " ".join(sorted(shards.failed)))
-    return 1 if shards.failed or not shards.counts else 0
 
 
 if __name__ == "__main__":

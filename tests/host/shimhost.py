@@ -43,7 +43,11 @@ def install(checkout: Path, *, python: str = sys.executable, path: tuple[str, ..
     folders = [str(checkout), *path]
     # The test host's checkout cannot be written to, and to compile all of it takes longer than to run it.
     cache = f"Xpycache_prefix={_CACHE}" if os.environ.get("GPUSNAP_TESTHOST") == "1" else ""
-    modules = {ENTRY: "runtime_shim.shim.entry", COMMAND: "gpusnap.cli.main", HOOK: "hooks.main"}
+    modules = {
+        ENTRY: "gpusnap.runtime_shim.shim.entry",
+        COMMAND: "gpusnap.cli.main",
+        HOOK: "gpusnap.hooks.main",
+    }
     for target, module in modules.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(_SCRIPT.format(python=f"{python} -I{cache}", path=folders, module=module))

@@ -18,7 +18,7 @@ sys.path[:0] = [str(SRC), str(SRC / "tests" / "host"), str(Path(__file__).parent
 import gpuhost  # noqa: E402
 import shimhost  # noqa: E402
 from servers import runtimes  # noqa: E402
-from support import GPUS_CONF, GPUWORK, containers_left, faults, podman, run  # noqa: E402
+from support import GPUS_CONF, GPUWORK, faults, podman, run  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -84,8 +84,7 @@ def _tidy(runtime: str) -> None:
     """Remove the containers by the runtime that made them; a test's own in its place has gone by now."""
     faults("")
     shimhost.write_settings(f'runtime = "{runtime}"\n')
-    for name in containers_left():
-        podman("rm", "--force", "--time", "0", name)
+    podman("rm", "--force", "--all", "--time", "0")
     shimhost.write_settings("")
     for hierarchy in Path("/proc/self/cgroup").read_text().splitlines():
         if not hierarchy.startswith("0::"):

@@ -18,8 +18,8 @@ from types import TracebackType
 
 from support import Container, good, podman, run, until
 
-from runtime_shim.process import proc
-from runtime_shim.snapshot.preflight import sockets
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.snapshot.preflight import sockets
 
 PORT = 8077
 

@@ -19,7 +19,7 @@ import shimhost
 from faulty_proxy import FaultyProxy
 from support import DEADLINE, Container, Done, faults, good, podman, run, sentence, until
 
-from oci.store.store import Store
+from gpusnap.oci.store.store import Store
 
 COMMAND = "/usr/local/bin/gpusnap"
 JOURNAL = Path("/run/gpusnap/journal")

@@ -32,7 +32,8 @@ def _huge() -> None:
 def _without_package() -> None:
     """As after an upgrade of the system's Python, whose environments have lost what was in them."""
     ENTRY.write_text(
-        f"#!{sys.executable} -IS\nfrom runtime_shim.shim.entry import main\nraise SystemExit(main())\n"
+        f"#!{sys.executable} -IS\n"
+        "from gpusnap.runtime_shim.shim.entry import main\nraise SystemExit(main())\n"
     )
 
 

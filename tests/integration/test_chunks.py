@@ -11,7 +11,10 @@ import shimhost
 from support import Container, faults, good, manifest, podman, run, sentence
 
 JOURNAL = Path("/run/gpusnap/journal")
-WORK = ("--mib", "100")
+# Of two GPUs: some dozens of chunks, in one mapping that is large enough to be populated for the driver.
+WORK = ("--mib", "20")
+# More than a ceiling, and than what gpusnap holds beside it.
+LARGE = ("--mib", "100")
 
 
 # What does not depend on the runtime.
@@ -39,11 +42,11 @@ def test_export_and_import_twice_in_a_row(chunks: None, real: str, tmp_path: Pat
         good(container.checkpoint(archive, "--compress", "none"))
         container.remove()
         found = blobs(archive)
-        assert sum(size for _, size in found) >= 100 << 20
+        assert sum(size for _, size in found) >= 40 << 20
         record = manifest(archive)
         assert record["pages"] == "chunks"
         (process,) = record["processes"]
-        assert sum(region["size"] for region in process["regions"]) >= 100 << 20
+        assert sum(region["size"] for region in process["regions"]) >= 40 << 20
         sizes = {
             line.split()[5]: int(line.split()[2]) for line in good(run("tar", "-tvf", archive)).splitlines()
         }
@@ -101,7 +104,7 @@ def test_above_the_ceiling(
     """A region larger than what gpusnap may hold goes chunk by chunk, and comes back so; a note says it."""
     settings('[memory]\nchunk-size = "1M"\nceiling = "48M"\n')
     archive = tmp_path / "a.tar"
-    container = Container.start("w", *WORK)
+    container = Container.start("w", *LARGE)
     good(container.checkpoint(archive, *options))
     if options:
         container.goes_on()
@@ -119,7 +122,7 @@ def test_above_the_ceiling(
 def test_what_it_stages_is_gone(chunks: None, real: str, tmp_path: Path) -> None:
     """By default it stages, without a note; afterwards no file and no mount is left, in no process either."""
     archive = tmp_path / "a.tar"
-    container = Container.start("w", *WORK)
+    container = Container.start("w", *LARGE)
     good(container.checkpoint(archive, "--leave-running"))
     record = manifest(archive)
     assert [step for step in record["timing"] if "note" in step] == []

@@ -14,7 +14,7 @@ from containerdhost import Containerd, Work, containerd, recorded
 from registryhost import Registry, running
 from support import GPUS_CONF, RUNTIME, faults, good, kill_at, run, until
 
-from runtime_shim.records.cri_layout import OF_CRI
+from gpusnap.runtime_shim.records.cri_layout import OF_CRI
 
 JOURNAL = Path("/run/gpusnap/journal")
 CRIU_CONF = Path("/etc/criu/runc.conf")

@@ -14,14 +14,15 @@ import pytest
 import shimhost
 from support import Container, good, podman, run, until
 
-from gpusnap.checkpoints.formats.podman import Taken, give_out, take_in
-from oci.chunks.artifact import Artifact
-from oci.layout.blobs import FirstOf
-from oci.layout.documents import Descriptor, Index
-from oci.layout.layout import Layout
-from oci.layout.single_layer_image import Format, write_image
-from oci.store.store import Store
-from oci.tar.archive import Compression
+from gpusnap.checkpoints.formats.podman import give_out, take_in
+from gpusnap.checkpoints.formats.podman_reader import Taken
+from gpusnap.oci.chunks.artifact import Artifact
+from gpusnap.oci.layout.blobs import FirstOf
+from gpusnap.oci.layout.documents import Descriptor, Index
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.layout.single_layer_image import Format, write_image
+from gpusnap.oci.store.store import Store
+from gpusnap.oci.tar.archive import Compression
 
 WORK = ("--mib", "24")
 NAME = "org.opencontainers.image.ref.name"

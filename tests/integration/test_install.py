@@ -19,8 +19,8 @@ BIN = Path("/opt/installed/bin")
 GPUSNAP = BIN / "gpusnap"
 MODULES = {
     "gpusnap": "gpusnap.cli.main",
-    "gpusnap-runtime": "runtime_shim.shim.entry",
-    "gpusnap-hook": "hooks.main",
+    "gpusnap-runtime": "gpusnap.runtime_shim.shim.entry",
+    "gpusnap-hook": "gpusnap.hooks.main",
 }
 PODMAN = Path("/etc/containers/containers.conf.d/90-gpusnap.conf")
 CONTAINERD = Path("/etc/containerd/config.toml")

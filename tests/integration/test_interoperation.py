@@ -16,14 +16,14 @@ import registryhost
 import shimhost
 from support import Container, Done, good, podman, run, sentence
 
-import oci.chunks.artifact
-from oci.chunks import artifact
-from oci.chunks.artifact import Artifact
-from oci.chunks.table import MEDIA_TYPES
-from oci.chunks.verify import verify
-from oci.layout.documents import INDEX
-from oci.store.store import Store
-from oci.tar.archive import entries
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks import artifact as artifact_module
+from gpusnap.oci.chunks.artifact import Artifact
+from gpusnap.oci.chunks.table import MEDIA_TYPES
+from gpusnap.oci.chunks.verify import verify
+from gpusnap.oci.layout.documents import INDEX
+from gpusnap.oci.store.store import Store
+from gpusnap.oci.tar.archive import entries
 
 COMMAND = "/usr/local/bin/gpusnap"
 WORK = ("--mib", "8")
@@ -226,7 +226,7 @@ def test_an_index_of_manifests(
     made: Store, host_of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is too large for one manifest, as it looks to them: an index, which they copy whole."""
-    monkeypatch.setattr(oci.chunks.artifact, "LARGEST_DOCUMENT", 8000)
+    monkeypatch.setattr(artifact_module, "LARGEST_DOCUMENT", 8000)
     large = Store(tmp_path / "large").create()
     with large.stage() as staging:
         whole = artifact.read(made.find("w").descriptor, made.read)
@@ -355,7 +355,7 @@ def test_without_room(disk: Path) -> None:
         assert str(disk) in said
         late.append("nothing is lost" in said)
         if late[-1]:
-            words = said.strip().rpartition("; ")[2].removesuffix(" brings it back")
+            words = said.strip().rpartition("; ")[2].partition(" brings it back")[0]
             good(run("sh", "-c", words))
         container.goes_on()
         assert not [each for each in store.entries() if each.name]

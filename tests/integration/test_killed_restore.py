@@ -17,7 +17,7 @@ import pytest
 import shimhost
 from support import GPUWORK, Container, faults, good, podman, run, until
 
-from runtime_shim.process import proc
+from gpusnap.runtime_shim.process import proc
 
 COMMAND = "/usr/local/bin/gpusnap"
 WORK = "gpuwork"
@@ -313,11 +313,16 @@ def test_told_to_nobody(real: str) -> None:
     ident = container.id  # later nobody can ask: Podman waits, and holds its lock
     folder = Path("/run/gpusnap/restored")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    os.mkfifo(folder / "x.restored")  # whoever reads the files that are no longer needed waits for a writer
+    # Whoever looks for files that are no longer needed reads all of these, one after another.
+    long = folder / "x.restored"
+    long.write_text(json.dumps("x" * (60 << 20)))
+    for at in range(100):
+        os.link(long, folder / f"x{at}.restored")
     with restoring() as engine:
         until(lambda: [*folder.glob(f"{ident}*.restored")] and not notes(), "that all is restored")
         kill(*processes("gpusnap-runtime"))
-        (folder / "x.restored").unlink()
+        for path in folder.glob("x*.restored"):
+            path.unlink()
         said = good(run(COMMAND, "recover"))
         assert unknown(said) == [ident]
         assert "gpusnap-runtime was killed before it could tell Podman" in said or "Podman has it as" in said

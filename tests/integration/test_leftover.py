@@ -82,7 +82,7 @@ def test_said(crun: None, tmp_path: Path) -> None:
     good(done)
     pids = sorted(heirs(container))
     assert [line for line in done.err.splitlines() if NOTE in line] == [
-        f"gpusnap: note: 2 {NOTE} {pids[0]} {pids[1]}"
+        f"gpusnap: note: 2 {NOTE} {pids[0]} {pids[1]} [GPS-213]"
     ]
 
 

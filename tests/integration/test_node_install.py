@@ -16,7 +16,6 @@ from support import Done, good, run
 SRC = Path(__file__).resolve().parents[2]
 NODE_SH = SRC / "deploy" / "kubernetes" / "node.sh"
 TREE_SH = SRC / "deploy" / "kubernetes" / "tree.sh"
-PACKAGES = ("gpusnap", "hooks", "oci", "runtime_shim")
 CONTAINERD = Path("etc/containerd")
 # Where an installation may leave something.
 PLACES = ("etc", "opt", "usr/local", "usr/bin")
@@ -59,8 +58,7 @@ def _image(folder: Path) -> Path:
     shutil.copytree(
         sysconfig.get_path("purelib"), library, ignore=shutil.ignore_patterns("__pycache__", "pip")
     )
-    for package in PACKAGES:
-        shutil.copytree(SRC / package, library / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(SRC / "gpusnap", library / "gpusnap", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "bin").mkdir()
     functions = TREE_SH.read_text().partition("program() {")[2].partition("# By its content")[0]
     good(run("sh", "-euc", f"tree={folder}\nprogram() {{{functions}"))

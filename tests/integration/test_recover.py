@@ -21,7 +21,7 @@ import pytest
 import shimhost
 from support import DEADLINE, RUNTIME, STORAGE, Container, Done, good, podman, run, until
 
-from oci.store.store import Store
+from gpusnap.oci.store.store import Store
 
 COMMAND = "/usr/local/bin/gpusnap"
 MOMENTS = 2

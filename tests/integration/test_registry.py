@@ -13,15 +13,15 @@ from faulty_proxy import FaultyProxy
 from registryhost import PASSWORD, USER, Registry, running
 from support import good, run
 
-import oci.registry.upload
-from oci.base.errors import BlobError, NotInRegistry, Unauthorized
-from oci.layout.documents import Descriptor, Manifest, empty_descriptor
-from oci.layout.graph import walk
-from oci.layout.layout import Layout
-from oci.layout.reference import Reference
-from oci.registry.copy import Moved, pull, push
-from oci.registry.credentials import Credentials, find
-from oci.registry.repository import Repository
+from gpusnap.oci.base.errors import BlobError, NotInRegistry, Unauthorized
+from gpusnap.oci.layout.documents import Descriptor, Manifest, empty_descriptor
+from gpusnap.oci.layout.graph import walk
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.layout.reference import Reference
+from gpusnap.oci.registry import upload
+from gpusnap.oci.registry.copy import Moved, pull, push
+from gpusnap.oci.registry.credentials import Credentials, find
+from gpusnap.oci.registry.repository import Repository
 
 TYPE = "application/vnd.gpusnap.checkpoint.v1+json"
 CHUNK = "application/vnd.gpusnap.chunk.v1"
@@ -87,7 +87,7 @@ def test_a_network_that_breaks(
     registry: Registry, layout: Layout, other: Layout, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
     """Every tenth connection is dropped, and every seventh request answered with 500: same bytes."""
-    monkeypatch.setattr(oci.registry.upload, "MONOLITHIC", chunk)
+    monkeypatch.setattr(upload, "MONOLITHIC", chunk)
     root = artifact(layout)
     with FaultyProxy(registry.host, drop=10, fail=7) as proxy, repository(proxy.host) as mine:
         push(root, layout, mine, tag="v1")

@@ -11,8 +11,8 @@ import pytest
 import shimhost
 from support import Container, good, manifest, podman, run, sentence
 
-from oci.chunks.table import Table, from_json
-from oci.store.store import Store
+from gpusnap.oci.chunks.table import Table, from_json
+from gpusnap.oci.store.store import Store
 
 WORK = ("--mib", "24")
 STORE = Path("/var/lib/gpusnap-test")

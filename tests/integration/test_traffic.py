@@ -14,7 +14,7 @@ import shimhost
 from servers import Clients, Server
 from support import Container, good, manifest, run, sentence, until
 
-from runtime_shim.snapshot.preflight import sockets
+from gpusnap.runtime_shim.snapshot.preflight import sockets
 
 ROUNDS = 2
 # Python of the host, with its libraries, in a container of busybox.

@@ -6,8 +6,11 @@ Slow, and with the network: `make test-packages`, not `make test`.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -50,7 +53,7 @@ def made() -> None:
     ("suite", "more"), [("bookworm", ()), ("trixie", ()), ("trixie", ("system",)), ("noble", ())]
 )
 def test_pipx(suite: str, more: tuple[str, ...]) -> None:
-    """Wheel and sdist; with the system's packages, pycriu among them, and without."""
+    """Wheel and sdist; on a system that has pycriu, and without."""
     assert "== all is well" in enter(suite, "sh", "/src/tests/packages/wheel.sh", "/dist", *more)
 
 
@@ -62,6 +65,60 @@ def test_deb() -> None:
     bind = f"{tree}/{IMAGE}:/base.tar:ro"
     said = enter("trixie", "sh", "/src/tests/packages/deb.sh", "/dist", "/src", binds=(bind,))
     assert "== all is well" in said
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The checkout without what git ignores, links as links."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=CHECKOUT,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        target = tmp_path / "copy" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(CHECKOUT / name, target, follow_symlinks=False)
+    return tmp_path / "copy"
+
+
+def held(wheel: Path) -> dict[str, tuple[int, bytes]]:
+    """Mode and content of each file in a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {each.filename: (each.external_attr >> 16, archive.read(each)) for each in archive.infolist()}
+
+
+def test_one_package(copy: Path, tmp_path: Path) -> None:
+    """One import name; the wheel is the same from the sdist, which holds no links, and from the checkout."""
+    (ours,), (sdist,) = DIST.glob("gpusnap-*.whl"), DIST.glob("gpusnap-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        members = archive.getmembers()
+    assert [each.name for each in members if not (each.isfile() or each.isdir())] == []
+    python = str(CHECKOUT / "build/packaging/bin/python")
+    subprocess.run([python, "-m", "build", "--wheel", "--outdir", tmp_path / "out", copy], check=True)
+    (other,) = (tmp_path / "out").glob("*.whl")
+    assert (other.name, held(other)) == (ours.name, held(ours))
+    tops = {name.partition("/")[0] for name in held(ours)}
+    assert {name for name in tops if not name.endswith((".dist-info", ".data"))} == {"gpusnap"}
+
+
+def test_an_editable_install(copy: Path, tmp_path: Path) -> None:
+    """It follows the links of the checkout, and has no other import name."""
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    python = str(environment / "bin/python")
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", "--editable", copy], check=True)
+    program = (
+        "import importlib.util as u; from gpusnap.hooks import main; from gpusnap.oci.base import json_text;"
+        "from gpusnap.runtime_shim.shim import entry; print(json_text.__file__);"
+        "print([name for name in ('hooks', 'oci', 'runtime_shim') if u.find_spec(name)])"
+    )
+    done = subprocess.run(
+        [python, "-I", "-c", program], check=True, stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    assert done.stdout.splitlines() == [str(copy / "gpusnap/oci/base/json_text.py"), "[]"]
 
 
 def test_lintian() -> None:

@@ -1,9 +1,8 @@
 # A wheel, and an sdist, by pipx in a clean tree: sh wheel.sh DIST [system]
 #
-# `system`: the environment sees the system's packages, pycriu among them where the distribution has it.
+# `system`: the system has pycriu, which the environment does not see, and gpusnap finds all the same.
 set -eu
 dist=$1
-option=${2:+--system-site-packages}
 . "$(dirname "$0")/listing.sh"
 
 apt-get -q update >/dev/null
@@ -15,11 +14,17 @@ PATH=$PATH:/root/.local/bin
 listing >/tmp/before
 
 echo "== the wheel"
-pipx install $option "$dist"/gpusnap-*.whl
+pipx install "$dist"/gpusnap-*.whl
 listing >/tmp/installed
 gpusnap --version
 gpusnap settings >/dev/null
-gpusnap install --podman
+gpusnap install --podman >/tmp/said 2>&1
+cat /tmp/said
+if [ "${2:-}" ]; then
+    gpusnap doctor --json | grep -A 8 '"pycriu"' | grep "can be decoded"
+else
+    grep "python3-pycriu" /tmp/said
+fi
 gpusnap-runtime --version
 # The launcher in C, which finds the environment's Python where it needs it.
 head -c 4 /usr/local/bin/gpusnap-runtime | tail -c 3

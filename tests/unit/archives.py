@@ -13,11 +13,11 @@ import zstandard
 from criu_images import INVENTORY
 from oci_regions import save, text
 
-from oci.chunks.table import Table
-from oci.layout.layout import Layout
-from oci.tar.archive import Writer
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest import GpuProcess, GpuRecord, HostRecord, Manifest, RegionRecord
+from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.tar.archive import Writer
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import GpuProcess, GpuRecord, HostRecord, Manifest, RegionRecord
 
 __all__ = ["COMPRESS", "CONFIG_DUMP", "CREATED", "GPU", "listed", "record", "regions", "written"]
 

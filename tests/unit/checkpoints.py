@@ -13,15 +13,15 @@ import zstandard
 from fakes import a_manifest
 from oci_regions import save
 
-from oci.chunks import artifact
-from oci.chunks.artifact import Artifact
-from oci.chunks.table import Table
-from oci.layout.documents import Descriptor, empty_descriptor
-from oci.layout.layout import Layout
-from oci.store.store import Store
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
-from runtime_shim.snapshot.memory.destination import labelled
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks.artifact import Artifact
+from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.layout.documents import Descriptor, empty_descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
+from gpusnap.runtime_shim.snapshot.memory.destination import labelled
 
 __all__ = ["CHUNK", "START", "blob_path", "damage", "keep", "noise", "packed", "tar_of", "with_memory"]
 

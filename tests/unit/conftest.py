@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -10,12 +11,23 @@ from pathlib import Path
 
 import pytest
 from fakes import wait_for
+from hypothesis import settings as hypothesis_settings
 
 from gpusnap.cli import main as cli
-from oci.store.store import Store
-from runtime_shim import settings as settings_file
-from runtime_shim.process import pidfd
-from runtime_shim.settings import Settings
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.process import pidfd
+from gpusnap.runtime_shim.settings import Settings
+
+if importlib.util.find_spec("pycriu") is None:
+    # CRIU's Python package is not on PyPI. Of programs that tests start, Python looks there as well.
+    _STANDINS = str(Path(__file__).parents[1] / "standins")
+    sys.path.append(_STANDINS)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), _STANDINS]))
+
+# How long an example takes says how busy the machine is.
+hypothesis_settings.register_profile("gpusnap", deadline=None)
+hypothesis_settings.load_profile("gpusnap")
 
 
 @pytest.fixture(autouse=True)

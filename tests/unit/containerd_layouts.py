@@ -14,10 +14,10 @@ import pytest
 from archives import record, regions
 from oci_regions import text
 
-from oci.layout.digests import digest_of
-from oci.layout.layout import Layout
-from oci.tar import headers as tar
-from runtime_shim.records import manifest
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.tar import headers as tar
+from gpusnap.runtime_shim.records import manifest
 
 __all__ = ["BASE", "IMAGE", "FakeCtr", "Made", "a_checkpoint", "files_of", "packed"]
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 
-__all__ = ["CORE", "INVENTORY", "PAGE", "entry", "image", "images", "numbers", "pagemap"]
+__all__ = [
+    "CORE",
+    "INVENTORY",
+    "PAGE",
+    "entry",
+    "frozen_groups",
+    "image",
+    "images",
+    "numbers",
+    "pagemap",
+    "varint",
+]
 
 PAGE = 4096
 _COMMON = 0x54564319
@@ -22,6 +33,9 @@ MAGIC = {
     "ipcns-msg": 0x55453737,
     "ghost-file": 0x52583605,
     "mountpoints": 0x55563928,
+    "cgroup": 0x59383330,
+    "files": 0x56303138,
+    "fdinfo": 0x56213732,
 }
 
 
@@ -70,3 +84,27 @@ def images(pages: int = 3, *, pid: int = 1) -> Mapping[str, bytes]:
         f"pagemap-{pid}.img": pagemap(1, runs),
         "pages-1.img": bytes(range(256)) * (PAGE // 256) * pages,
     }
+
+
+def _group(*props: tuple[str, str], children: bytes = b"") -> bytes:
+    """A control group with these properties (criu/images/cgroup.proto, cgroup_dir_entry)."""
+    parts = [_part(3, _part(1, name.encode()) + _part(2, value.encode())) for name, value in props]
+    return _part(1, b"/c") + children + b"".join(parts)
+
+
+def _part(number: int, content: bytes) -> bytes:
+    """A string or a message within a message."""
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def frozen_groups(state: str) -> bytes:
+    """A group and one in it, both of this state, with properties of other names, and fields nobody knows."""
+    others = [
+        ("name", "FROZEN"),
+        ("xfreezer.state", "FROZEN"),
+        ("cgroup.freeze", "1"),
+        ("freezer.state", "no"),
+    ]
+    inner = _group(("freezer.state", state), *others)
+    outer = _group(("freezer.state", state), children=_part(2, inner)) + _part(900, b"FROZEN")
+    return image("cgroup", entry(_part(2, _part(1, b"freezer") + _part(2, outer))))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpusnap.doctor.base.check import Check
 from gpusnap.doctor.base.sources import Answer
-from runtime_shim.process.proc import Process
+from gpusnap.runtime_shim.process.proc import Process
 
 __all__ = ["Programs", "a_process", "only", "tree"]
 

@@ -21,9 +21,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from registry_faults import CutAnswer, CutBody, NoAnswer, Rule, Say, Seen
 
-from oci.layout.reference import Reference
-from oci.registry.credentials import Credentials
-from oci.registry.repository import Repository
+from gpusnap.oci.layout.reference import Reference
+from gpusnap.oci.registry.credentials import Credentials
+from gpusnap.oci.registry.repository import Repository
 
 __all__ = ["CutAnswer", "CutBody", "FakeRegistry", "NoAnswer", "Rule", "Say", "Seen"]
 

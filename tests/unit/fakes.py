@@ -1,7 +1,7 @@
 """A container of real processes, a driver and a real runtime that do as they are told.
 
-`FakeDriver` implements `runtime_shim.gpu.api.driver.Driver` over real child processes; only their GPU state
-is made up. `FakeRuntime` is a program that answers as crun 1.21 does. `Scene` puts both under
+`FakeDriver` implements `gpusnap.runtime_shim.gpu.api.driver.Driver` over real child processes; only their GPU
+state is made up. `FakeRuntime` is a program that answers as crun 1.21 does. `Scene` puts both under
 gpusnap-runtime's command line, so that a test sees what Podman would: exit code, stderr, log, image
 directory.
 """
@@ -25,13 +25,12 @@ from typing import Any
 
 import pytest
 
-from runtime_shim.gpu.api.criu_plugin import Plugin
-from runtime_shim.gpu.api.device_nodes import Node
-from runtime_shim.gpu.api.driver import Gpu, Held, Host, ProcessState
-from runtime_shim.gpu.api.errors import GpuError, IllegalState, ProcessGone
-from runtime_shim.process import proc
-from runtime_shim.process.memory.maps import mappings
-from runtime_shim.records.manifest import (
+from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
+from gpusnap.runtime_shim.gpu.api.driver import Gpu, Held, Host, Node, ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import GpuError, IllegalState, ProcessGone
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory.maps import mappings
+from gpusnap.runtime_shim.records.manifest import (
     DeviceNode,
     DriverLibrary,
     GpuProcess,
@@ -39,15 +38,15 @@ from runtime_shim.records.manifest import (
     HostRecord,
     Manifest,
 )
-from runtime_shim.runtime import container_key
-from runtime_shim.runtime import find as locate
-from runtime_shim.runtime.identify import RealRuntime, identify
-from runtime_shim.settings import Memory, Settings
-from runtime_shim.shim import dispatch
-from runtime_shim.snapshot.devices import remap, reservations
-from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.suspend import criu_plugin, gpu_state
-from runtime_shim.transaction import Step
+from gpusnap.runtime_shim.runtime import container_key
+from gpusnap.runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.runtime.identify import RealRuntime, identify
+from gpusnap.runtime_shim.settings import Memory, Settings
+from gpusnap.runtime_shim.shim import dispatch
+from gpusnap.runtime_shim.snapshot.devices import remap, reservations
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.suspend import criu_plugin, gpu_state
+from gpusnap.runtime_shim.transaction import Step
 
 __all__ = [
     "DEADLINE",
@@ -469,7 +468,7 @@ class Scene:
         monkeypatch.setattr(locate, "setting", lambda: self.settings.runtime)
         monkeypatch.setattr(locate, "become", _never_become)
         monkeypatch.setattr(gpu_state, "_PAUSE", 0.0)
-        from runtime_shim.snapshot import restore
+        from gpusnap.runtime_shim.snapshot import restore
 
         monkeypatch.setattr(restore, "find_driver", lambda: self.driver)
         monkeypatch.setattr(remap, "_hosts_dev", lambda init: False)  # though these processes share it

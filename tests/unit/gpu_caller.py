@@ -13,13 +13,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from runtime_shim.gpu import find_driver, holders
-from runtime_shim.gpu.api.errors import GpuError
-from runtime_shim.gpu.api.parallel import at_once
-from runtime_shim.gpu.nvidia.driver import Nvidia
-from runtime_shim.process.ptrace import positions
-from runtime_shim.snapshot.suspend import driver_calls
-from runtime_shim.stopping.stop import settle, stop
+from gpusnap.runtime_shim.gpu import find_driver, holders
+from gpusnap.runtime_shim.gpu.api.errors import GpuError
+from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia
+from gpusnap.runtime_shim.process.ptrace import positions
+from gpusnap.runtime_shim.snapshot.suspend import driver_calls
+from gpusnap.runtime_shim.stopping.stop import settle, stop
 
 driver = Nvidia()
 

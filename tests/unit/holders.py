@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from runtime_shim.process.ptrace import signal_masks
-from runtime_shim.process.ptrace.tracee import held
+from gpusnap.runtime_shim.process.ptrace import signal_masks
+from gpusnap.runtime_shim.process.ptrace.tracee import held
 
 __all__ = ["blocked", "hold_and_be_killed"]
 

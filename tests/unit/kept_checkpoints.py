@@ -8,10 +8,10 @@ from pathlib import Path
 from archives import record, regions, written
 
 from gpusnap.checkpoints.formats.podman import take_in
-from oci.chunks import artifact
-from oci.layout.layout import Layout
-from oci.store.store import Store
-from runtime_shim.snapshot.memory.destination import as_artifact
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.snapshot.memory.destination import as_artifact
 
 __all__ = ["an_archive", "keep", "keep_pages"]
 

@@ -9,9 +9,9 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from oci.layout.documents import Descriptor
-from oci.layout.graph import walk
-from oci.layout.layout import Layout
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.graph import walk
+from gpusnap.oci.layout.layout import Layout
 
 __all__ = ["oci_archive"]
 

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from fakes import DEADLINE, wait_for
 
-from runtime_shim.process import proc
+from gpusnap.runtime_shim.process import proc
 
 __all__ = ["CLONE_FILES", "CLONE_VFORK", "CLONE_VM", "MAPPED", "OPENED", "Tree"]
 

@@ -14,9 +14,9 @@ from types import TracebackType
 
 from fakes import DEADLINE, wait_for
 
-from runtime_shim.process import proc
-from runtime_shim.process.ptrace import calls as ptrace
-from runtime_shim.stopping.stop import go_on, stop
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.ptrace import calls as ptrace
+from gpusnap.runtime_shim.stopping.stop import go_on, stop
 
 __all__ = ["MIB", "Target", "smaps"]
 

@@ -11,13 +11,14 @@ from typing import Any
 
 from oci_regions import save
 
-from oci.chunks import artifact
-from oci.chunks.artifact import Artifact, chunk_layers
-from oci.chunks.table import MEDIA_TYPES, Table
-from oci.chunks.verify import verify
-from oci.layout.documents import Descriptor
-from oci.layout.layout import Layout
-from oci.store.store import Staging, Store
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks.artifact import Artifact, chunk_layers
+from gpusnap.oci.chunks.table import MEDIA_TYPES, Table
+from gpusnap.oci.chunks.verify import verify
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.staging import Staging
+from gpusnap.oci.store.store import Store
 
 __all__ = [
     "begin",

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from oci.chunks.buffers import Buffer
-from oci.chunks.reader import read
-from oci.chunks.table import Table
-from oci.chunks.writer import write
-from oci.layout.layout import Layout
+from gpusnap.oci.chunks.buffers import Buffer
+from gpusnap.oci.chunks.reader import read
+from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.chunks.writer import write
+from gpusnap.oci.layout.layout import Layout
 
 __all__ = ["CEILING", "PAGE", "blobs", "fill", "load", "region", "save", "text"]
 
@@ -59,12 +59,12 @@ def save(layout: Layout, *regions: bytearray, chunk_size: int = PAGE, level: int
     return write(sources, layout, threads=2, ceiling=CEILING, chunk_size=chunk_size, level=level)
 
 
-def load(layout: Layout, tables: tuple[Table, ...], *, clear: bool = False, dirt: int = 0) -> list[bytearray]:
+def load(layout: Layout, tables: tuple[Table, ...], *, dirt: int = 0) -> list[bytearray]:
     """Read regions into memory that was full of some byte, with two threads, ours and not ours."""
     found = []
     for kind in (Buffer, Far):
         regions = [bytearray([dirt]) * table.size for table in tables]
-        read(tables, layout, [kind(each) for each in regions], threads=2, ceiling=CEILING, clear=clear)
+        read(tables, layout, [kind(each) for each in regions], threads=2, ceiling=CEILING)
         found.append(regions)
     near, far = found
     assert near == far

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fakes import wait_for
 
-from runtime_shim.process import proc
+from gpusnap.runtime_shim.process import proc
 
 # glibc's posix_spawn is a vfork; the child opens the FIFO before its program begins, and waits for a writer.
 _PARENT = """

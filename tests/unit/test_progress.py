@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from gpusnap import progress
+from gpusnap.oci.chunks.table import Progress as ChunkProgress
+from gpusnap.oci.registry.copy import Moved, Underway
 from gpusnap.progress import Progress, grown
-from oci.chunks.table import Progress as ChunkProgress
-from oci.registry.copy import Moved, Underway
 
 MIB = 1 << 20
 
@@ -38,6 +38,7 @@ def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         assert bar.shown
         bar.stage("checkpoint of [red]w")
         bar.chunks(ChunkProgress(8 * MIB, 2 * MIB))
+        assert bar._bars is not None
         bar._bars.refresh()
         bar.stage("restore")
         bar.at(5 * MIB)

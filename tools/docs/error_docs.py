@@ -1,244 +1,158 @@
 """docs/errors.md, from the source: `python -m tools.docs.error_docs` writes it.
 
-Each sentence that `error_messages` finds stands there with what to do about it: from `error_cures`, where it
-has the sentence; else the hint that the code gives with it; else what holds for every error of its kind
-(`error_kinds`). `uncured` names the sentences for which there is none of these: a test keeps that empty.
+Each message that `error_messages` finds stands there: below the code that it is given, with what
+gpusnap.error_codes has of that code; or at the end, where it says by itself what to do. `uncured` names those
+that do neither, `unknown` codes that are used and not described, `unused` those that are described and not
+used: tests keep all three empty.
 """
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from gpusnap.cli.exit_codes import exit_code
+from gpusnap.error_codes import CODES, GROUPS
+from gpusnap.error_codes.entry import ErrorCode
+from gpusnap.oci.base import errors
+from gpusnap.runtime_shim.gpu.api.errors import GpuError
+from gpusnap.runtime_shim.gpu.nvidia.result_codes import CUDA_RESULTS, NVML_RESULTS
 from gpusnap.user_errors import failure
-from oci.base.errors import OciError
-from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu.api.errors import GpuError
-from runtime_shim.gpu.nvidia.result_codes import CUDA_RESULTS, NVML_RESULTS
 from tools.docs import error_messages
-from tools.docs.error_cures import CURES
-from tools.docs.error_kinds import INTRODUCTION, KINDS, NAMES, REASONS, SENTENCES
-from tools.docs.error_messages import Message, Messages
+from tools.docs.error_messages import INHERITED, Message, Messages
 from tools.docs.error_templates import bare
+from tools.docs.error_texts import INTRODUCTION, PARTS, REASONS, SAYS_ALL
 
-__all__ = ["main", "markdown", "uncured", "unused"]
+__all__ = ["code_of", "main", "markdown", "uncured", "unknown", "unused"]
 
 ROOT = Path(__file__).parents[2]
-_HEAD = "Made by `python -m tools.docs.error_docs` from the source and tools/docs/error_cures.py; edit those."
-
-# The first that a module's name begins with counts; a package stands at its end for all that is new.
-SUBJECTS: Mapping[str, tuple[str, ...]] = {
-    "Installing": ("gpusnap.engines.install", "gpusnap.cli.install", "hooks.hooksd"),
-    "The command lines of gpusnap-runtime": (
-        "runtime_shim.runtime.command_line",
-        "runtime_shim.runtime.options",
-    ),
-    "Settings, and the runtime behind gpusnap-runtime": (
-        "runtime_shim.settings",
-        "runtime_shim.runtime.find",
-        "runtime_shim.runtime.identify",
-        "runtime_shim.shim.entry",
-        "runtime_shim.runtime.child_process",
-        "runtime_shim.runtime.criu.run",
-        "runtime_shim.log",
-    ),
-    "Before a checkpoint: nothing has been touched": (
-        "runtime_shim.snapshot.preflight.checks",
-        "runtime_shim.snapshot.preflight.nccl",
-        "runtime_shim.runtime.container",
-        "runtime_shim.shim.overrides",
-    ),
-    "Which GPU takes which one's place": (
-        "runtime_shim.gpu.assignment",
-        "runtime_shim.gpu.api.gpu_map",
-        "runtime_shim.gpu.api.device_nodes",
-        "runtime_shim.snapshot.devices.reservations",
-    ),
-    "CDI files of this host": ("runtime_shim.gpu.cdi.spec", "runtime_shim.gpu.cdi.strict_yaml"),
-    "The GPU's driver": ("runtime_shim.gpu",),
-    "A restore": (
-        "runtime_shim.snapshot.restore",
-        "runtime_shim.snapshot.devices.remap",
-        "runtime_shim.snapshot.devices.bind_mounted_nodes",
-        "runtime_shim.runtime.bundle",
-        "runtime_shim.runtime.criu.images.dev",
-        "runtime_shim.runtime.criu.images.check",
-        "runtime_shim.runtime.criu.external_mounts",
-        "runtime_shim.runtime.criu.images.dev_tar",
-        "runtime_shim.runtime.criu.images.overlay",
-        "runtime_shim.snapshot.memory.source",
-        "runtime_shim.snapshot.memory.prefetch",
-        "runtime_shim.runtime.criu.descendants",
-        "runtime_shim.snapshot.foreground",
-        "runtime_shim.snapshot.devices.nvidia_hooks",
-        "runtime_shim.snapshot.restored_processes",
-    ),
-    "The manifest of a checkpoint": ("runtime_shim.records.manifest",),
-    "After a gpusnap that was killed": (
-        "runtime_shim.snapshot.records.journal",
-        "runtime_shim.snapshot.recover_checkpoint",
-        "runtime_shim.snapshot.recover_restore",
-        "runtime_shim.snapshot.incomplete_restore",
-        "runtime_shim.runtime.criu.scratch_files",
-        "runtime_shim.shim.dispatch",
-    ),
-    "While a checkpoint is made": ("runtime_shim",),
-    "Registries": (
-        "oci.registry.repository",
-        "oci.registry.client",
-        "oci.registry.http",
-        "oci.registry.auth",
-        "oci.registry.credentials",
-        "oci.registry.certificates",
-        "oci.registry.responses",
-        "oci.layout.reference",
-        "oci.registry.upload",
-        "oci.registry.copy",
-        "oci.registry.proxies",
-    ),
-    "Archives": (
-        "oci.tar.archive",
-        "oci.layout.single_layer_image",
-        "oci.tar.headers",
-        "oci.tar.compression",
-    ),
-    "Stores and artifacts": ("oci",),
-    "OCI hooks": ("hooks",),
-    "The command gpusnap": ("gpusnap",),
-}
-_PROGRAMS = ("gpusnap", "podman", "ctr", "crun", "runc", "libcuda", "fuser")
-_OWN = {bare(template): cure for template, cure in CURES.items()}
-_ORDER = ("The command gpusnap", *(each for each in SUBJECTS if each != "The command gpusnap"))
+_HEAD = "Made by `python -m tools.docs.error_docs` from the source and gpusnap/error_codes; edit those."
+_WITHOUT = "Messages without a code"
+_TYPED = ("UsageError", "Interrupted", "Cancelled")
+"""What was typed, or a signal: the message says all there is to say."""
+_REASON = re.compile(r"<(reason|error|said|sentence|why|err|strerror|reworded)>[^<>]{0,2}$")
+"""A message that ends with an underlying error."""
 
 
 def markdown(found: Messages | None = None) -> str:
     """docs/errors.md."""
     found = found or error_messages.read(ROOT)
-    return "\n".join(_markdown(found)) + "\n"
+    return "\n".join(_markdown(found.messages)) + "\n"
+
+
+def code_of(message: Message) -> str:
+    """Below which code the message stands; empty where it has none."""
+    return message.code or PARTS.get(message.kind, "")
 
 
 def uncured(found: Messages | None = None) -> tuple[str, ...]:
     """A sentence for each message that says nothing of what to do: it names the message, and the remedy."""
     found = found or error_messages.read(ROOT)
     return tuple(
-        f"{each.module} says {each.template!r} ({each.kind}) and not what to do: give it a hint there, "
-        f"or an entry under that very text in CURES of tools/docs/error_cures.py"
+        f"{each.module} says {each.template!r} ({each.kind}) and not what to do: give it a hint there, or a "
+        f"code of gpusnap/error_codes"
         for each in found.messages
-        if not _cure(each, found)
+        if not (code_of(each) or _hints(each) or _explains_itself(each))
     )
+
+
+def unknown(found: Messages | None = None) -> tuple[str, ...]:
+    """The codes that messages have and gpusnap.error_codes does not."""
+    found = found or error_messages.read(ROOT)
+    return tuple(sorted({code_of(each) for each in found.messages} - {"", INHERITED, *CODES}))
 
 
 def unused(found: Messages | None = None) -> tuple[str, ...]:
-    """The entries of CURES for which there is no message any more."""
+    """The codes of gpusnap.error_codes, and the texts of SAYS_ALL, that no message has."""
     found = found or error_messages.read(ROOT)
+    codes = {each.code for each in found.messages} | {each.code for each in _driver_kinds()}
     said = {bare(each.template) for each in found.messages}
-    drivers = {_answer(kind) for kind in _driver_kinds()}
-    return tuple(each for each in CURES if bare(each) not in said and each not in drivers)
+    return (*(code for code in CODES if code not in codes), *(t for t in SAYS_ALL if bare(t) not in said))
 
 
-def _cure(message: Message, found: Messages) -> str:
-    """What to do, and why it is said where that takes more words; empty where nothing is known."""
-    if (own := _OWN.get(bare(message.template))) is not None:
-        return own
-    if message.hints:
-        return "; or: ".join(message.hints)
-    if re.search("<reason>[^<>]{0,2}$", message.template):
-        return "see the [reason](#reasons) at its end"
-    kinds = [found.kinds.get(each) for each in found.ancestry(message.kind)]
-    advice = next((text for each in kinds if each and (text := each.texts.get("advice"))), "")
-    general = next((KINDS[kind] for kind in found.ancestry(message.kind) if kind in KINDS), "")
-    if general:
-        return general
-    if re.search(r"<(error|said|sentence|why|err|what)>[^<>]{0,2}$", message.template):
-        return "what stands last is the reason, in the words of what failed: put that right"
-    return advice or _hint(message.kind)
+def _hints(message: Message) -> tuple[str, ...]:
+    """What follows the message after a semicolon: given where it is made, or by gpusnap.user_errors."""
+    kind = getattr(errors, message.kind, None)
+    general = failure(kind("")).hint if isinstance(kind, type) and issubclass(kind, errors.OciError) else ""
+    return message.hints or ((general,) if general else ())
 
 
-def _classes() -> Mapping[str, type[Exception]]:
-    """All classes of errors, by name."""
-    for name in ("runtime_shim.gpu.cdi.spec", "gpusnap.operations.open", "hooks.errors"):
-        importlib.import_module(name)
-    known: list[type[Exception]] = [GpusnapError, OciError]
-    for each in known:
-        known += each.__subclasses__()
-    return {each.__name__: each for each in known}
-
-
-def _shown(kind: str) -> GpusnapError | None:
-    """An error of that kind as the command gpusnap shows it; None for what is no error by itself."""
-    made = _classes().get(kind)
-    error = made("") if made is not None else None
+def _explains_itself(message: Message) -> bool:
     return (
-        failure(error) if isinstance(error, OciError) else error if isinstance(error, GpusnapError) else None
+        message.kind in _TYPED
+        or _REASON.search(message.template) is not None
+        or bare(message.template) in {bare(each) for each in SAYS_ALL}
     )
-
-
-def _hint(kind: str) -> str:
-    error = _shown(kind)
-    return error.hint if error is not None else ""
 
 
 # Markdown
 
 
-def _markdown(found: Messages) -> Iterator[str]:
-    by_subject: dict[str, list[Message]] = {title: [] for title in _ORDER}
-    for message in found.messages:
-        by_subject[_subject(message.module)].append(message)
-    yield from ("# Every message", "", f"<!-- {_HEAD} -->", "", INTRODUCTION.strip(), "")
-    yield from ("| | messages |", "|---|---:|")
-    for title, messages in by_subject.items():
-        yield f"| [{title}](#{_anchor(title)}) | {len(messages)} |"
-    yield from ("", "## Reasons", "")
-    yield "A sentence that ends in one of these has it from the kernel, of the file or call that it names."
-    yield from ("", "| reason | what to do |", "|---|---|")
-    yield from (f"| `{words}` | {_sentence(cure)} |" for words, cure in REASONS.items())
-    for title, messages in by_subject.items():
+def _markdown(messages: Sequence[Message]) -> Iterator[str]:
+    yield from ("# Errors", "", f"<!-- {_HEAD} -->", "", INTRODUCTION.strip(), "")
+    yield from ("| | | codes |", "|---|---|---:|")
+    for digit, title in GROUPS.items():
+        yield f"| GPS-{digit}… | [{title}](#{_anchor(title)}) | {len(_of_group(digit))} |"
+    yield f"| | [{_WITHOUT}](#{_anchor(_WITHOUT)}) | |"
+    for digit, title in GROUPS.items():
         yield from ("", f"## {title}")
-        if title == "The GPU's driver":
-            yield from _driver()
-        for kind in dict.fromkeys(each.kind for each in messages):
-            yield from ("", _heading(kind, found), "", "| it says | why, and what to do |", "|---|---|")
-            rows = (
-                f"| `{_cell(each.template)}` | {_sentence(_shown_plainly(_cure(each, found)))} |"
-                for each in messages
-                if each.kind == kind
-            )
-            yield from dict.fromkeys(rows)
+        for code in _of_group(digit):
+            yield from _section(code, [each for each in messages if code_of(each) == code.code])
+    yield from _without(messages)
+    yield from ("", "## Reasons", "")
+    yield "A message that ends with one of these has it from the kernel, of the file or call that it names."
+    yield from ("", "| reason | what to do |", "|---|---|")
+    yield from (f"| `{words}` | {cure} |" for words, cure in REASONS.items())
 
 
-def _heading(kind: str, found: Messages) -> str:
-    if kind in NAMES:
-        return f"**{kind.strip('_')}**. {NAMES[kind]}"
-    said = SENTENCES.get(kind) or (found.kinds[kind].sentence if kind in found.kinds else "")
-    error = _shown(kind)
-    code = f" (exit code {exit_code(error)})" if error is not None else ""
-    return f"**{kind}**{code}. {_sentence(said.replace('`', ''))}"
+def _section(code: ErrorCode, messages: Sequence[Message]) -> Iterator[str]:
+    yield from ("", f"### {code.code} {code.name}", "", _linked(code.cause), "")
+    yield from (f"**What to do**: {_linked(code.cure)}", "", "The messages:", "")
+    rows = [*_answers(code.code)]
+    for each in messages:
+        rows.append(f"- {'… ' if each.kind in (*PARTS, 'Sharing') else ''}{_quoted(each.template)}")
+    yield from dict.fromkeys(rows)
 
 
-def _driver() -> Iterator[str]:
-    """The sentences that are put together from a number of the driver's: by kind, with the driver's words."""
-    yield from (
-        "",
-        "What the driver answers becomes one of these sentences. `…` says what was asked of it: to lock, "
-        "checkpoint, restore or unlock a process, or to start. NVML's begin with `NVML could not …`.",
-        "",
-        "| it says | the driver's own words | why, and what to do |",
-        "|---|---|---|",
+def _without(messages: Sequence[Message]) -> Iterator[str]:
+    yield from ("", f"## {_WITHOUT}", "", "These add words to another error, and have its code, if any:", "")
+    yield from _sorted(f"- {_quoted(each.template)}" for each in messages if each.code == INHERITED)
+    messages = [each for each in messages if not code_of(each)]
+    yield from ("", "These say what to do, after a semicolon:", "")
+    hinted = [each for each in messages if _hints(each)]
+    yield from _sorted(
+        f"- {_quoted(each.template)}; {_plain('; or: '.join(_hints(each)))}" for each in hinted
     )
+    yield from ("", "These end with the underlying error; see [the reasons](#reasons) below:", "")
+    rest = [each for each in messages if not _hints(each)]
+    reasons = [each for each in rest if _REASON.search(each.template)]
+    yield from _sorted(f"- {_quoted(each.template)}" for each in reasons)
+    yield from ("", "These are about a command line, a signal, or say all there is to say:", "")
+    yield from _sorted(f"- {_quoted(each.template)}" for each in rest if each not in reasons)
+
+
+def _sorted(rows: Iterator[str]) -> list[str]:
+    return sorted(set(rows), key=lambda row: (re.sub("<[^>]*>|[^a-z ]", "", row.lower()).split(), row))
+
+
+def _of_group(digit: str) -> list[ErrorCode]:
+    return [each for each in CODES.values() if each.code.startswith(f"GPS-{digit}")]
+
+
+def _answers(code: str) -> Iterator[str]:
+    """The message that is put together from a number of the driver's, with the driver's words for it."""
     for kind in _driver_kinds():
-        codes = [
-            name for table in (CUDA_RESULTS, NVML_RESULTS) for name, known in table.values() if known is kind
-        ]
-        advice = (
-            f"{(kind.__doc__ or '').splitlines()[0]} {_sentence(CURES.get(_answer(kind)) or kind.advice)}"
-        )
-        names = ", ".join(f"`{each}`" for each in dict.fromkeys(codes))
-        yield f"| `{_answer(kind)}` | {names} | {_sentence(_cell(advice))} |"
+        if kind.code == code:
+            names = [
+                name
+                for table in (CUDA_RESULTS, NVML_RESULTS)
+                for name, known in table.values()
+                if known is kind
+            ]
+            shown = ", ".join(f"`{each}`" for each in dict.fromkeys(names))
+            because = kind.because
+            yield f"- `the GPU driver could not …: {because}`, `NVML could not …: {because}` ({shown})"
 
 
 def _driver_kinds() -> list[type[GpuError]]:
@@ -246,39 +160,29 @@ def _driver_kinds() -> list[type[GpuError]]:
     return sorted(found, key=lambda each: each.__name__)
 
 
-def _answer(kind: type[GpuError]) -> str:
-    return f"the GPU driver could not …: {kind.because}"
-
-
-def _subject(module: str) -> str:
-    return next(
-        title
-        for title, prefixes in SUBJECTS.items()
-        if any(module == each or module.startswith(each) for each in prefixes)
-    )
-
-
 def _anchor(title: str) -> str:
     """The anchor that a heading has on GitHub."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
-def _sentence(text: str) -> str:
-    """With a capital letter at its beginning, unless that is a name, and a full stop at its end."""
-    words = text.strip()
-    first = words.split(" ", 1)[0]
-    plain = first.isalpha() and first.islower() and first not in _PROGRAMS
-    words = words[0].upper() + words[1:] if plain else words
-    return words if not words or words.endswith((".", "!", "?")) else f"{words}."
+def _linked(text: str) -> str:
+    """With links to the pages that are named, as this one is beside them."""
+    return re.sub(r"docs/([\w-]+\.md)(#[\w-]+)?", _link, _plain(text))
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", r"\|")
+def _link(found: re.Match[str]) -> str:
+    name, anchor = found[1], found[2] or ""
+    return f"[{anchor[1:] if name == 'errors.md' else name}]({'' if name == 'errors.md' else name}{anchor})"
 
 
-def _shown_plainly(text: str) -> str:
+def _quoted(template: str) -> str:
+    """As Markdown's code, also where there are backquotes in it."""
+    return f"`` {template} ``" if "`" in template else f"`{template}`"
+
+
+def _plain(text: str) -> str:
     """With angle brackets as text, but for those within backquotes."""
-    parts = _cell(text).split("`")
+    parts = text.split("`")
     return "`".join(part if at % 2 else part.replace("<", "&lt;") for at, part in enumerate(parts))
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import ast
 import itertools
 import math
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,10 +20,11 @@ from pathlib import Path
 from tools.docs.error_templates import bare, called, has_words, pattern
 from tools.docs.error_templates import field as field_of
 
-__all__ = ["Kind", "Message", "Messages", "read"]
+__all__ = ["INHERITED", "Kind", "Message", "Messages", "read"]
 
-PACKAGES = ("gpusnap", "runtime_shim", "hooks", "oci")
 _BASES = ("GpusnapError", "OciError")
+INHERITED = "that of the error that is passed on"
+"""The code of a message that only adds words to another error."""
 # What says part of a sentence, or one that is no error, and at which of its arguments words and hint stand.
 _OTHERS: Mapping[str, tuple[int, int | None]] = {
     "_Impossible": (0, 1),
@@ -33,6 +36,7 @@ _OTHERS: Mapping[str, tuple[int, int | None]] = {
     "Broken": (0, None),
     "note": (0, None),
 }
+_CODE = re.compile(r"GPS-\d{3}")
 _MOST = 48
 """Forms of one sentence; where there are more, what differs is left in angle brackets."""
 _DEEPEST = 3
@@ -48,21 +52,24 @@ class Message:
     """One sentence."""
 
     module: str
-    """Where it is said first, such as runtime_shim.snapshot.preflight.checks."""
+    """Where it is said first, such as gpusnap.runtime_shim.snapshot.preflight.checks."""
     kind: str
     """The class of the error; `note` for what is no error."""
     template: str
     hints: tuple[str, ...]
-    """What may follow the sentence after a semicolon; empty where the code has nothing."""
+    """What may follow the sentence after a semicolon; empty where the source has nothing."""
+    code: str = ""
+    """Such as GPS-312: given where it is made, or its class's; INHERITED; empty where it has none."""
 
 
 # The one sentence that is said in C, and its words there.
-_IN_C = ("gpusnap-runtime: its Python program", "cannot be started: ", "install gpusnap anew")
+_IN_C = ("gpusnap-runtime: its Python program", "cannot be started: ", "install gpusnap anew", "GPS-002")
 _OF_THE_LAUNCHER = Message(
-    "runtime_shim.shim.entry",
+    "gpusnap.runtime_shim.shim.entry",
     "RuntimeFailed",
     f"{_IN_C[0]} <entry> {_IN_C[1]}<reason>",
     (f"gpusnap's environment has gone, or its Python: {_IN_C[2]}",),
+    _IN_C[3],
 )
 
 
@@ -87,10 +94,14 @@ class Messages:
 
     def ancestry(self, kind: str) -> tuple[str, ...]:
         """The class and those that it is derived from, nearest first."""
-        found = [kind]
-        for name in found:
-            found += self.kinds[name].bases if name in self.kinds else ()
-        return tuple(dict.fromkeys(found))
+        return _ancestry(self.kinds, kind)
+
+
+def _ancestry(kinds: Mapping[str, Kind], kind: str) -> tuple[str, ...]:
+    found = [kind]
+    for name in found:
+        found += kinds[name].bases if name in kinds else ()
+    return tuple(dict.fromkeys(found))
 
 
 @dataclass(eq=False)
@@ -108,7 +119,7 @@ class _Module:
 
 
 def read(root: Path) -> Messages:
-    """All messages of the packages in the folder `root`, in the order of modules and lines."""
+    """All messages of gpusnap in the checkout `root`, in the order of modules and lines."""
     found = _Reading(tuple(_modules(root))).messages()
     launcher = root / "runtime_shim" / "launcher" / "launcher.c"
     if launcher.exists() and all(words in launcher.read_text("utf-8") for words in _IN_C):
@@ -117,8 +128,10 @@ def read(root: Path) -> Messages:
 
 
 def _modules(root: Path) -> Iterator[_Module]:
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
+    # Unlike rglob, os.walk can follow the links in gpusnap/.
+    walk = os.walk(root / "gpusnap", followlinks=True)
+    for path in sorted(Path(folder, name) for folder, _, names in walk for name in names):
+        if path.suffix == ".py":
             name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
             module = _Module(name, ast.parse(path.read_text("utf-8")))
             _survey(module)
@@ -164,11 +177,12 @@ class _Reading:
 
     def messages(self) -> Messages:
         """All of them, each once."""
-        found: dict[tuple[str, str, str], list[Message]] = {}  # by module, kind and template
+        found: dict[tuple[str, str, str, str], list[Message]] = {}  # by module, kind, code and template
         for module in self._modules:
             for call in module.calls:
                 for message in self._made(module, call):
-                    found.setdefault((module.name, message.kind, bare(message.template)), []).append(message)
+                    key = (module.name, message.kind, message.code, bare(message.template))
+                    found.setdefault(key, []).append(message)
         each = (
             replace(same[0], hints=tuple(dict.fromkeys(hint for one in same for hint in one.hints)))
             for same in found.values()
@@ -213,15 +227,23 @@ class _Reading:
         said = call.args[at]
         advice = next((k.value for k in call.keywords if k.arg == "hint"), None)
         advice = advice or (call.args[after] if after is not None and len(call.args) > after else None)
-        wanted = _names(said) | (_names(advice) if advice else set())
+        code = next((k.value for k in call.keywords if k.arg == "code"), None)
+        wanted = frozenset().union(*(_names(each) for each in (said, advice, code) if each is not None))
         around = module.inside[call]
-        for bound in self._bindings(module, around, frozenset(wanted), _DEEPEST):
+        for bound in self._bindings(module, around, wanted, _DEEPEST):
             hints = self._alternatives(advice, module, around, bound) if advice else ("",)
+            given = self._alternatives(code, module, around, bound) if code else (self._code(kind),)
+            found = next((each for each in given if _CODE.fullmatch(each)), INHERITED if code else "")
             for template in self._alternatives(said, module, around, bound):
                 for each in hints:
                     if has_words(template):
                         hint = (each,) if has_words(each) else ()
-                        yield Message(module.name, kind, " ".join(template.split()), hint)
+                        yield Message(module.name, kind, " ".join(template.split()), hint, found)
+
+    def _code(self, kind: str) -> str:
+        """Of a class, its own or inherited."""
+        known = [self._kinds[each] for each in _ancestry(self._kinds, kind) if each in self._kinds]
+        return next((code for each in known if (code := each.texts.get("code"))), "")
 
     def _bindings(
         self, module: _Module, function: _Function | None, names: frozenset[str], depth: int
@@ -337,7 +359,7 @@ class _Reading:
 
 
 def _is_said(call: ast.Call) -> bool:
-    """Whether it is the function of runtime_shim.log, and no note of a manifest."""
+    """Whether it is the function of gpusnap.runtime_shim.log, and no note of a manifest."""
     match call.func:
         case ast.Name() | ast.Attribute(value=ast.Name(id="log")):
             return True
@@ -394,9 +416,9 @@ def _general(messages: Sequence[Message]) -> Iterator[Message]:
     """
     alike: dict[object, list[Message]] = {}
     for each in messages:
-        alike.setdefault((each.module, each.kind, each.hints), []).append(each)
+        alike.setdefault((each.module, each.kind, each.hints, each.code), []).append(each)
     for one in messages:
-        others = alike[one.module, one.kind, one.hints]
+        others = alike[one.module, one.kind, one.hints, one.code]
         if not any(
             bare(each.template) != bare(one.template) and pattern(each.template).fullmatch(one.template)
             for each in others

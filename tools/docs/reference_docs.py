@@ -17,7 +17,8 @@ import click
 
 from gpusnap.cli import main as cli
 from gpusnap.cli.exit_codes import MEANINGS
-from runtime_shim._version import __version__
+from gpusnap.cli.group import Group
+from gpusnap.runtime_shim._version import __version__
 
 __all__ = ["Described", "Option", "Paragraph", "described", "main", "man", "markdown"]
 
@@ -65,8 +66,10 @@ class Described:
 
 def described() -> tuple[Described, ...]:
     """All commands, by name."""
-    assert isinstance(cli.command, click.Group)
-    return tuple(_described(name, each) for name, each in sorted(cli.command.commands.items()))
+    assert isinstance(cli.command, Group)
+    context = click.Context(cli.command)
+    found = ((name, cli.command.get_command(context, name)) for name in cli.command.list_commands(context))
+    return tuple(_described(name, each) for name, each in found if each is not None)
 
 
 def markdown() -> str:

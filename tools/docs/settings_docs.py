@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime_shim import settings
+from gpusnap.runtime_shim import settings
 
 __all__ = ["Described", "described", "main", "table", "written"]
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from oci.base.json_text import parse_json
-from runtime_shim.records.manifest import Manifest
-from runtime_shim.snapshot.memory import destination as chunk_home
-
-__all__ = ["CREATED", "annotations_of", "bounded", "time_of"]
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.snapshot.memory import destination as chunk_home
 
 CREATED = "org.opencontainers.image.created"
 _CRIU = "org.criu.checkpoint."

@@ -27,29 +27,20 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from oci.base.errors import BlobError, LayoutError
-from oci.base.json_text import parse_json
-from oci.layout.digests import PREFIX, digest_of, encoded
-from oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor, Index, parse_document, written_document
-from oci.layout.graph import INDEXES, children, is_document
-from oci.tar.compression import Readable
-from runtime_shim.errors import ImageError
-
-__all__ = [
-    "LAYOUT",
-    "Checked",
-    "Image",
-    "Source",
-    "blob_of",
-    "container_name",
-    "digested",
-    "is_checkpoint",
-    "is_name",
-    "load",
-    "named",
-    "remade",
-    "top",
-]
+from gpusnap.oci.base.errors import BlobError, LayoutError
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.layout.digests import PREFIX, digest_of, encoded
+from gpusnap.oci.layout.documents import (
+    DOCUMENT_LIMIT,
+    INDEX,
+    Descriptor,
+    Index,
+    parse_document,
+    written_document,
+)
+from gpusnap.oci.layout.graph import INDEXES, children, is_document
+from gpusnap.oci.tar.compression import Readable
+from gpusnap.runtime_shim.errors import ImageError
 
 _TYPES = "application/vnd.containerd.container."
 CRIU = f"{_TYPES}criu.checkpoint.criu.tar"
@@ -175,6 +166,7 @@ def load(
         raise ImageError(
             f"{where} is no checkpoint of containerd's, but a {root.media_type}",
             hint="ctr container checkpoint --task makes one",
+            code="GPS-605",
         )
     document = read(root)
     index = Index.from_json(parse_document(document, f"the index {root.digest}"))
@@ -182,6 +174,7 @@ def load(
         raise ImageError(
             f"{where} is no checkpoint of containerd's, but an ordinary image",
             hint="ctr container checkpoint --task makes one",
+            code="GPS-605",
         )
     criu = [each for each in index.manifests if each.media_type == CRIU]
     if len(criu) != 1:
@@ -189,6 +182,7 @@ def load(
             f"{where} has {len(criu) or 'no'} images of CRIU's, and one is needed",
             hint="ctr container checkpoint writes them with --task, unless containerd has an earlier "
             "checkpoint of the same container: then remove that first, with ctr images rm --sync",
+            code="GPS-906",
         )
     encoded(criu[0].digest)
     walked = _Walk(read, has)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
-from gpusnap.checkpoints.formats.containerd import IMAGE_NAME, blob_of, is_checkpoint
+from gpusnap.checkpoints.formats.containerd import IMAGE_NAME
+from gpusnap.checkpoints.formats.layout_archive import opened_layout
+from gpusnap.oci.base.errors import ArchiveError, BlobError, LayoutError
+from gpusnap.oci.layout.archive import LayoutArchive
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.tar.compression import Readable
+from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.user_errors import Damaged
-from oci.base.errors import ArchiveError, LayoutError
-from oci.layout.archive import LayoutArchive
-from oci.layout.documents import INDEX, Descriptor, Index, parse_document
-from oci.tar.compression import Readable
-from runtime_shim.errors import ImageError, UsageError
-
-__all__ = ["Archive"]
-
-_MOST_IMAGES = 64
 
 
 class Archive:
@@ -27,24 +24,28 @@ class Archive:
 
     def __init__(self, path: str) -> None:
         self.word = path
-        try:
-            self._layout = LayoutArchive(path)
-        except ArchiveError as error:
-            # containerd 2.1's transfer service may drop the end, and ctr says nothing of it.
-            raise Damaged(str(error), hint="export it again, with ctr images export --local") from error
-        except LayoutError as error:
-            raise ImageError(str(error), hint=_NO_IMAGE) from error
-        try:
-            self.root, self.name = self._checkpoint(self._layout.read_index())
-        except BaseException:
-            self._layout.__exit__()
-            raise
+        with ExitStack() as opened:
+            try:
+                found = opened.enter_context(opened_layout(path))
+            except ArchiveError as error:
+                # containerd 2.1's transfer service may drop the end, and ctr says nothing of it.
+                again = "export it again, with ctr images export --local"
+                raise Damaged(str(error), hint=again) from error
+            except BlobError:
+                raise
+            except LayoutError as error:
+                raise ImageError(str(error), hint=_NO_IMAGE, code=error.code) from error
+            if found.kind != "containerd":
+                raise ImageError(f"{path} has no checkpoint of containerd's", hint=_NO_IMAGE, code="GPS-605")
+            self._layout, self.root = found.layout, found.root
+            self.name = found.root.annotations.get(IMAGE_NAME, "")
+            self._open = opened.pop_all()
 
     def __enter__(self) -> Archive:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._layout.__exit__()
+        self._open.close()
 
     def has(self, wanted: Descriptor) -> bool:
         """Whether the archive has that blob, in that size."""
@@ -54,28 +55,6 @@ class Archive:
     def open(self, wanted: Descriptor) -> Iterator[Readable]:
         """One of its blobs. Raises BlobError."""
         yield _Window(self._layout, *self._layout.place(wanted.digest, wanted.size))
-
-    def _checkpoint(self, index: Index) -> tuple[Descriptor, str]:
-        """The index of the checkpoint among the archive's images, and its name."""
-        images = index.manifests
-        if len(images) > _MOST_IMAGES:
-            raise ImageError(f"{self.word} has {len(images)} images, and {_MOST_IMAGES} are allowed")
-        found: dict[str, tuple[Descriptor, str]] = {}
-        for each in images:
-            if each.media_type == INDEX:
-                document = parse_document(blob_of(self, each), f"the index {each.digest}")
-                below = Index.from_json(document)
-                if is_checkpoint(below):
-                    found[each.digest] = each, each.annotations.get(IMAGE_NAME, "")
-        if len(found) > 1:
-            raise UsageError(
-                f"{self.word} has {len(found)} checkpoints", hint="export each one to a file of its own"
-            )
-        if not found:
-            raise ImageError(
-                f"{self.word} has no checkpoint of containerd's among its images", hint=_NO_IMAGE
-            )
-        return next(iter(found.values()))
 
 
 _NO_IMAGE = "ctr images export writes an archive of a checkpoint"

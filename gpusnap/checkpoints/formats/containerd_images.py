@@ -11,17 +11,15 @@ from gpusnap.checkpoints.artifact import Kept
 from gpusnap.checkpoints.formats import containerd_writer as giving
 from gpusnap.checkpoints.formats.containerd import SNAPSHOTTER, blob_of, is_checkpoint, is_name
 from gpusnap.engines.ctr import InContainerd, Target, digest_in, unpack
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.layout.blobs import Blobs
+from gpusnap.oci.layout.documents import INDEX, Descriptor, Index, parse_document
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.tar import headers as tar
+from gpusnap.oci.tar.archive import Writer
 from gpusnap.progress import Progress
+from gpusnap.runtime_shim.errors import GpusnapError, Refused, UsageError
 from gpusnap.user_errors import NotFound
-from oci.base.errors import OciError
-from oci.layout.blobs import Blobs
-from oci.layout.documents import INDEX, Descriptor, Index, parse_document
-from oci.layout.layout import Layout
-from oci.tar import headers as tar
-from oci.tar.archive import Writer
-from runtime_shim.errors import GpusnapError, Refused, UsageError
-
-__all__ = ["Brought", "bring", "check_base", "check_file", "check_names", "check_target", "write"]
 
 # Of containerd's (plugins/snapshots); "" is what ctr takes by itself.
 _SNAPSHOTTER = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}", re.ASCII)
@@ -57,6 +55,7 @@ def _check_names(of: giving.Origin, name: str) -> None:
         raise Refused(
             f"the checkpoint cannot be called {name}, which is the name of its base image",
             hint="give it another name: by --to containerd:IMAGE, or by another REF",
+            code="GPS-904",
         )
 
 
@@ -73,6 +72,7 @@ def check_target(to: locator.InContainerd) -> None:
     raise Refused(
         f"containerd has an image {to.name} already, and it is no checkpoint",
         hint=f"give another name, or remove that image, with ctr -n {to.namespace} images rm",
+        code="GPS-904",
     )
 
 
@@ -94,6 +94,7 @@ def _check_base(of: giving.Origin, to: locator.InContainerd) -> str:
             f"containerd has another image {name} ({there[:19]}) than the base image of the checkpoint "
             f"({base.digest[:19]})",
             hint=f"give that one another name first, with ctr -n {to.namespace} images tag and images rm",
+            code="GPS-904",
         )
     return there
 
@@ -139,4 +140,5 @@ def _unpack(namespace: str, base: Descriptor, snapshotter: str) -> None:
         raise GpusnapError(
             f"the checkpoint is in containerd, but its base image cannot be unpacked: {error}",
             hint=f"ctr -n {namespace} snapshots unpack {base.digest}, before a restore",
+            code=error.code,
         ) from error

@@ -29,21 +29,19 @@ from gpusnap.checkpoints.formats.containerd import (
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import IMAGE_BLOBS, IMAGE_FOLDER, PIECE
 from gpusnap.checkpoints.formats.podman_reader import Crew, Taking
-from oci.chunks import artifact
-from oci.chunks.artifact import Artifact
-from oci.chunks.table import Progress
-from oci.layout.digests import encoded
-from oci.layout.documents import Descriptor, Index, written_document
-from oci.layout.layout import Layout
-from oci.tar import headers as tar
-from oci.tar.archive import Entry
-from oci.tar.compression import Readable, kind_of
-from runtime_shim.errors import ImageError
-from runtime_shim.process.memory import copy as copies
-from runtime_shim.records.manifest import Manifest
-from runtime_shim.snapshot.memory import destination as chunk_home
-
-__all__ = ["take_in"]
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks.artifact import Artifact
+from gpusnap.oci.chunks.table import Progress
+from gpusnap.oci.layout.digests import encoded
+from gpusnap.oci.layout.documents import Descriptor, Index, written_document
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.tar import headers as tar
+from gpusnap.oci.tar.archive import Entry
+from gpusnap.oci.tar.compression import Readable, kind_of
+from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.snapshot.memory import destination as chunk_home
 
 # A registry that has the base image has its layers, which are larger.
 _SMALL = 1 << 20
@@ -141,6 +139,7 @@ def _images(content: Readable, where: str, written: list[float]) -> Iterator[Ent
         raise ImageError(
             f"CRIU's images in {where} are compressed, which containerd's never are",
             hint="do not restore them",
+            code="GPS-604",
         )
     for entry in entries(content, where=f"CRIU's images in {where}"):
         info = entry.info

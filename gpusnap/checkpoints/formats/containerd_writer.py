@@ -17,20 +17,18 @@ from gpusnap.checkpoints.formats.containerd import LAYOUT, Checked, Image, diges
 from gpusnap.checkpoints.formats.names import CONFIG, IMAGE_BLOBS, IMAGE_FOLDER, OURS, PIECE
 from gpusnap.checkpoints.formats.podman_writer import Giving
 from gpusnap.checkpoints.formats.whole_archive import whole
-from oci.base.errors import ArchiveError, BlobError, LayoutError
-from oci.chunks import artifact
-from oci.chunks.table import Progress
-from oci.layout.blobs import Blobs
-from oci.layout.digests import PREFIX, digest_of, encoded
-from oci.layout.documents import DOCUMENT_LIMIT, Descriptor, Index, parse_document, written_document
-from oci.tar import headers as tar
-from oci.tar.archive import entries
-from oci.tar.compression import Readable
-from runtime_shim.errors import ImageError
-from runtime_shim.process.memory import copy as copies
-from runtime_shim.snapshot.memory.destination import labelled
-
-__all__ = ["Origin", "give_out", "origin"]
+from gpusnap.oci.base.errors import ArchiveError, BlobError, LayoutError
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks.table import Progress
+from gpusnap.oci.layout.blobs import Blobs
+from gpusnap.oci.layout.digests import PREFIX, digest_of, encoded
+from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor, Index, parse_document, written_document
+from gpusnap.oci.tar import headers as tar
+from gpusnap.oci.tar.archive import entries
+from gpusnap.oci.tar.compression import Readable
+from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.snapshot.memory.destination import labelled
 
 Append = Callable[[bytes], object]
 
@@ -211,12 +209,16 @@ class _Inner:
         if first == IMAGE_FOLDER or info.name == _IMAGES:
             return
         if first != _IMAGES:
-            raise ImageError(f"the records hold {info.name[:200]!r}, which is none of containerd's")
+            raise ImageError(
+                f"the records hold {info.name[:200]!r}, which is none of containerd's", code="GPS-604"
+            )
         info.name = name
         if info.islnk():
             first, _, info.linkname = info.linkname.partition("/")
             if first != _IMAGES or not info.linkname:
-                raise ImageError(f"the link {name[:200]!r} in the records leads out of CRIU's images")
+                raise ImageError(
+                    f"the link {name[:200]!r} in the records leads out of CRIU's images", code="GPS-604"
+                )
         try:
             for piece in tar.pieces(info, content):
                 self._append(piece)

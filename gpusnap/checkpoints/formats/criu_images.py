@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from gpusnap.checkpoints.formats.entries import entries
-from oci.base.errors import ArchiveError, LayoutError
-from oci.chunks.artifact import Artifact
-from oci.layout.layout import Layout
-from oci.tar.archive import Entry
-from oci.tar.compression import Readable
-from runtime_shim.errors import ImageError
-from runtime_shim.records.manifest import ImageRecord, Manifest
-from runtime_shim.runtime.criu.images.check import LINK, PARENT, Checker, check_parent
-from runtime_shim.runtime.criu.images.digests import Digester, differs, first_other
-
-__all__ = ["Images", "Links", "records_fault"]
+from gpusnap.oci.base.errors import ArchiveError, LayoutError
+from gpusnap.oci.chunks.artifact import Artifact
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.tar.archive import Entry
+from gpusnap.oci.tar.compression import Readable
+from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.records.manifest import ImageRecord, Manifest
+from gpusnap.runtime_shim.runtime.criu.images.check import LINK, PARENT, Checker, check_parent
+from gpusnap.runtime_shim.runtime.criu.images.digests import Digester, differs, first_other
 
 _FOLDER = "checkpoint/"
 _PIECE = 1 << 20
@@ -113,6 +111,7 @@ class Links:
             raise ImageError(
                 f"{entry.name} in {self._where} is a link, which Podman would follow",
                 hint="do not restore from it: no engine makes such an archive",
+                code="GPS-604",
             )
 
 

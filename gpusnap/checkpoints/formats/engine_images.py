@@ -8,14 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from oci.base.errors import EngineImage
-from oci.layout.digests import encoded
-from oci.layout.documents import Descriptor, Manifest, parse_document
-from oci.layout.layout import Layout
-from oci.layout.single_layer_image import engine_of, layer_of
-from runtime_shim.errors import Refused
-
-__all__ = ["archive_of", "blob_path"]
+from gpusnap.oci.base.errors import EngineImage
+from gpusnap.oci.layout.digests import encoded
+from gpusnap.oci.layout.documents import Descriptor, Manifest, parse_document
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.layout.single_layer_image import engine_of, layer_of
+from gpusnap.runtime_shim.errors import Refused
 
 
 def archive_of(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Descriptor:
@@ -33,6 +31,7 @@ def archive_of(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Descrip
             f"{root.digest} is a checkpoint as an image of {len(manifest.layers)} layers, which Podman alone "
             "restores",
             hint="podman pull it, and then podman container restore IMAGE",
+            code="GPS-606",
         )
     return layer
 

@@ -9,12 +9,10 @@ from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
 
-from oci.tar import archive
-from oci.tar.archive import Entry
-from oci.tar.compression import Readable
-from runtime_shim.records import cri_layout
-
-__all__ = ["entries", "natural", "read_member"]
+from gpusnap.oci.tar import archive
+from gpusnap.oci.tar.archive import Entry
+from gpusnap.oci.tar.compression import Readable
+from gpusnap.runtime_shim.records import cri_layout
 
 _IMAGES = "checkpoint/"
 
@@ -30,13 +28,16 @@ def natural(entry: Entry) -> Entry:
 
 
 def entries(path: str | Readable, *, where: str = "") -> Generator[Entry, None, None]:
-    """As oci.tar.archive.entries. Raises as that does."""
+    """As gpusnap.oci.tar.archive.entries. Raises as that does."""
     with closing(archive.entries(path, where=where)) as found:
         yield from map(natural, found)
 
 
 def read_member(path: str, name: str, *, limit: int) -> bytes | None:
-    """As oci.tar.archive.read_member. Raises as that does."""
+    """The content of one file, at most `limit` bytes of it; None where the archive has no such file.
+
+    Raises ArchiveError as `entries` does; what comes after the file is not looked at.
+    """
     with closing(entries(path)) as found:
         for entry in found:
             if entry.name == name and entry.content is not None:

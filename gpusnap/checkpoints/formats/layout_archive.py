@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from gpusnap.checkpoints.formats.containerd import is_checkpoint
-from oci.base.errors import DigestError, EngineImage, LayoutError, NotACheckpoint
-from oci.chunks import artifact as artifacts
-from oci.layout.archive import LayoutArchive, is_layout
-from oci.layout.documents import INDEX, Descriptor, Index, parse_document
-from runtime_shim.errors import GpusnapError, Refused, UsageError
-
-__all__ = ["InLayout", "Kind", "is_layout", "opened_layout", "refuse_containerd"]
+from gpusnap.oci.base.errors import DigestError, EngineImage, LayoutError, NotACheckpoint
+from gpusnap.oci.chunks import artifact as artifacts
+from gpusnap.oci.layout.archive import LayoutArchive
+from gpusnap.oci.layout.documents import INDEX, Descriptor, Index, parse_document
+from gpusnap.runtime_shim.errors import GpusnapError, Refused, UsageError
 
 Kind: TypeAlias = Literal["checkpoint", "image", "containerd"]
 
@@ -45,7 +43,9 @@ def opened_layout(path: str) -> Iterator[InLayout]:
     with LayoutArchive(path) as layout:
         named = {each.digest: each for each in layout.read_index().manifests}
         if len(named) > _MOST_IMAGES:
-            raise LayoutError(f"{path} has {len(named)} images, and {_MOST_IMAGES} are allowed")
+            raise LayoutError(
+                f"{path} has {len(named)} images, and {_MOST_IMAGES} are allowed", code="GPS-605"
+            )
         found: list[InLayout] = []
         fault: LayoutError | DigestError | None = None
         for each in named.values():
@@ -67,6 +67,7 @@ def opened_layout(path: str) -> Iterator[InLayout]:
             raise GpusnapError(
                 f"{path} is an image layout, and has no checkpoint in it",
                 hint="name the file of a checkpoint",
+                code="GPS-605",
             )
         yield found[0]
 
@@ -78,6 +79,7 @@ def refuse_containerd(found: InLayout) -> None:
         raise Refused(
             f"{path} is an image layout, as ctr images export writes it, and gpusnap push alone reads those",
             hint=f"gpusnap push {path} REF, and then look at REF",
+            code="GPS-607",
         )
 
 

@@ -2,23 +2,7 @@
 
 from __future__ import annotations
 
-from runtime_shim.records import manifest
-
-__all__ = [
-    "ARCHIVE",
-    "BLOBS",
-    "CONFIG",
-    "FIRST",
-    "FOLDERS",
-    "IMAGE_BLOBS",
-    "IMAGE_FOLDER",
-    "LARGEST_DUMP",
-    "LAYOUT",
-    "OURS",
-    "PIECE",
-    "ROOTFS",
-    "SMALL",
-]
+from gpusnap.runtime_shim.records import manifest
 
 OURS = f"checkpoint/{manifest.FOLDER}"
 CONFIG = f"{OURS}/{manifest.NAME}"

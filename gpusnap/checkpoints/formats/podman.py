@@ -22,19 +22,17 @@ from gpusnap.checkpoints.formats.names import CONFIG, OURS
 from gpusnap.checkpoints.formats.podman_reader import Crew, Taken, Taking
 from gpusnap.checkpoints.formats.podman_writer import Giving
 from gpusnap.checkpoints.formats.whole_archive import whole as self_contained
-from oci.base.errors import reason
-from oci.chunks import artifact
-from oci.chunks.table import Progress
-from oci.layout.blobs import Blobs
-from oci.layout.digests import digest_of
-from oci.layout.layout import Layout
-from oci.tar.archive import Compression, Writer
-from runtime_shim.errors import ImageError
-from runtime_shim.process.memory import copy as copies
-from runtime_shim.records import manifest
-from runtime_shim.snapshot.memory.destination import labelled
-
-__all__ = ["Taken", "give_out", "take_in"]
+from gpusnap.oci.base.errors import reason
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks.table import Progress
+from gpusnap.oci.layout.blobs import Blobs
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.tar.archive import Compression, Writer
+from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.snapshot.memory.destination import labelled
 
 Report = Callable[[Progress], None]
 
@@ -100,6 +98,7 @@ def give_out(
         raise ImageError(
             "the checkpoint has no records of an engine's, so no archive can be made of it",
             hint="it is the GPUs' side of an archive that lies elsewhere",
+            code="GPS-608",
         )
     record = manifest.decode(config, CONFIG) if config else None
     files: tuple[manifest.FileRecord, ...] = ()

@@ -26,20 +26,18 @@ from gpusnap.checkpoints.formats.names import (
     ROOTFS,
     SMALL,
 )
-from oci.base.errors import BlobError, DigestError, DiskError, reason
-from oci.chunks import artifact
-from oci.chunks.table import Table, descriptors
-from oci.layout.digests import PREFIX, check_digest, digest_of, encoded
-from oci.layout.documents import EMPTY, EMPTY_BLOB, Descriptor
-from oci.layout.layout import Layout
-from oci.tar import headers as tar
-from oci.tar.archive import Content, Entry
-from oci.tar.compression import Readable, as_file, squeezed
-from runtime_shim.errors import ImageError
-from runtime_shim.records import manifest
-from runtime_shim.snapshot.memory.destination import StoreHome, labelled
-
-__all__ = ["Crew", "Taken", "Taking"]
+from gpusnap.oci.base.errors import BlobError, DigestError, DiskError, reason
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks.table import Table, descriptors
+from gpusnap.oci.layout.digests import PREFIX, check_digest, digest_of, encoded
+from gpusnap.oci.layout.documents import EMPTY, EMPTY_BLOB, Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.tar import headers as tar
+from gpusnap.oci.tar.archive import Content, Entry
+from gpusnap.oci.tar.compression import Readable, as_file, squeezed
+from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome, labelled
 
 # Above that, what writes the blobs is not the processors; each thread may have a blob in memory.
 _MOST_THREADS = 16
@@ -141,7 +139,9 @@ class Taking:
     def finished(self, records: Descriptor) -> Taken:
         """All that the archive became; blobs that nobody names are removed."""
         if FIRST[0] not in self._dumps:
-            raise ImageError(f"{self._path} is no checkpoint of a container: it has no {FIRST[0]}")
+            raise ImageError(
+                f"{self._path} is no checkpoint of a container: it has no {FIRST[0]}", code="GPS-605"
+            )
         config, info = self._dumps[FIRST[0]]
         spec = self._dumps[FIRST[1]][0] if FIRST[1] in self._dumps else b""
         return self.settled(records, lambda record: annotations_of(config, spec, record, written=info.mtime))
@@ -154,6 +154,7 @@ class Taking:
             raise ImageError(
                 f"{self._path} is not complete: it has {OURS}, but no {CONFIG}",
                 hint="it was cut off while it was written; take another copy of it",
+                code="GPS-602",
             )
         if self._config is None:
             self._config = self._layout.add_blob(EMPTY_BLOB, media_type=EMPTY)
@@ -169,7 +170,9 @@ class Taking:
         name = entry.name
         self._ours = self._ours or name == OURS or name.startswith(f"{OURS}/")
         if name in FOLDERS and not entry.info.isdir():
-            raise ImageError(f"{name} in {self._path} is no folder", hint="do not restore from it")
+            raise ImageError(
+                f"{name} in {self._path} is no folder", hint="do not restore from it", code="GPS-604"
+            )
         if name in (CONFIG, ROOTFS, *FIRST):
             self._once(name)
             content = self._file(entry)
@@ -195,18 +198,24 @@ class Taking:
 
     def _once(self, name: str) -> None:
         if name in self._seen:
-            raise ImageError(f"{self._path} has {name} twice", hint="it is no archive of an engine's")
+            raise ImageError(
+                f"{self._path} has {name} twice", hint="it is no archive of an engine's", code="GPS-604"
+            )
         self._seen.add(name)
 
     def _file(self, entry: Entry) -> Content:
         if entry.content is None:
-            raise ImageError(f"{entry.name} in {self._path} is no file", hint="do not restore from it")
+            raise ImageError(
+                f"{entry.name} in {self._path} is no file", hint="do not restore from it", code="GPS-604"
+            )
         return entry.content
 
     def _small(self, name: str, content: Content) -> bytes:
         limit = manifest.LARGEST if name == CONFIG else LARGEST_DUMP
         if content.left > limit:
-            raise ImageError(f"{name} in {self._path} has {content.left} bytes, and {limit} are allowed")
+            raise ImageError(
+                f"{name} in {self._path} has {content.left} bytes, and {limit} are allowed", code="GPS-604"
+            )
         return content.read()
 
     def _read(self, content: Content) -> Iterator[bytes]:
@@ -261,6 +270,7 @@ class Taking:
                     f"{self._path} lacks the blob {each.digest} of {each.size} bytes, the chunk at "
                     f"{notes[artifact.CHUNK_OFFSET]} of {notes[artifact.CHUNK_REGION]}",
                     hint="take another copy of it",
+                    code="GPS-601",
                 )
 
     def _drop(self, digests: Iterable[str]) -> None:

@@ -28,19 +28,17 @@ from gpusnap.checkpoints.formats.names import (
     SMALL,
 )
 from gpusnap.checkpoints.formats.whole_archive import rebuilt
-from oci.base.errors import BlobError, reason
-from oci.chunks import artifact
-from oci.chunks.table import Table
-from oci.layout.blobs import Blobs
-from oci.layout.digests import PREFIX, encoded
-from oci.layout.documents import Descriptor, Index
-from oci.layout.layout import Layout
-from oci.tar.archive import Entry, entries, unpacked
-from oci.tar.compression import Readable, as_file
-from runtime_shim.errors import ImageError
-from runtime_shim.records import manifest
-
-__all__ = ["Giving", "Sink"]
+from gpusnap.oci.base.errors import BlobError, reason
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.layout.blobs import Blobs
+from gpusnap.oci.layout.digests import PREFIX, encoded
+from gpusnap.oci.layout.documents import Descriptor, Index
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.tar.archive import Entry, entries, unpacked
+from gpusnap.oci.tar.compression import Readable, as_file
+from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.records import manifest
 
 _MOST_THREADS = 16
 
@@ -49,7 +47,7 @@ U = TypeVar("U")
 
 
 class Sink(Protocol):
-    """What takes the entries of an archive, such as oci.tar.archive.Writer."""
+    """What takes the entries of an archive, such as gpusnap.oci.tar.archive.Writer."""
 
     def add(self, info: tarfile.TarInfo, content: Readable | None = None) -> None:
         """One more, with `info.size` bytes of content."""
@@ -103,7 +101,9 @@ class Giving:
                 continue
             ours = entry.name in (CONFIG, ROOTFS, *LAYOUT) or entry.name.startswith(f"{BLOBS}/")
             if ours or (entry.name in FOLDERS and not entry.info.isdir()):
-                raise ImageError(f"the records {layer.digest} hold {entry.name}, which is none of them")
+                raise ImageError(
+                    f"the records {layer.digest} hold {entry.name}, which is none of them", code="GPS-604"
+                )
             self._writer.add(entry.info, entry.content)
         for name, each in rebuilt_ones.items():
             with rebuilt(each, self._blobs, self._threads) as path, open(path, "rb") as file:

@@ -13,16 +13,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from oci.base.json_text import parse_json
-from oci.layout.blobs import Blobs
-from runtime_shim import settings as settings_file
-from runtime_shim.records import manifest
-from runtime_shim.records.manifest import FileRecord, Manifest
-from runtime_shim.snapshot.memory import source as fetching
-from runtime_shim.snapshot.memory import transfer
-from runtime_shim.snapshot.memory.destination import ImageHome
-
-__all__ = ["rebuilt", "whole"]
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.layout.blobs import Blobs
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest
+from gpusnap.runtime_shim.snapshot.memory import source as fetching
+from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory.destination import ImageHome
 
 
 def whole(config: bytes, record: Manifest) -> tuple[bytes, Manifest]:

@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from oci.base.errors import OciError
-from runtime_shim.errors import GpusnapError, reason
-
-__all__ = ["Ask", "Check", "Verdict", "asked", "document", "failure", "ok", "plural", "refused", "warning"]
+from gpusnap.oci.base.errors import OciError
+from gpusnap.runtime_shim.errors import GpusnapError, reason
 
 
 class Verdict(enum.StrEnum):
@@ -34,6 +32,8 @@ class Check:
     """The next thing to do; empty where there is nothing to do."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """The same for programs; sizes in bytes, times in seconds."""
+    code: str = ""
+    """Of the error that was found, such as GPS-312, for `gpusnap explain`; empty where it has none."""
 
 
 Ask = tuple[str, Callable[[], Iterable[Check]]]
@@ -57,7 +57,8 @@ def failure(name: str, says: str, todo: str, **facts: Any) -> Check:
 
 def refused(name: str, error: GpusnapError, otherwise: str = "", **facts: Any) -> Check:
     """What gpusnap itself would refuse, in its own words; `otherwise`: what to do, where these do not say."""
-    return failure(name, " ".join(str(error).split()), error.hint or otherwise, **facts)
+    said = " ".join(str(error).split())
+    return Check(name, Verdict.FAILURE, said, error.hint or otherwise, facts, error.code)
 
 
 def asked(asks: Iterable[Ask]) -> tuple[Check, ...]:
@@ -67,9 +68,9 @@ def asked(asks: Iterable[Ask]) -> tuple[Check, ...]:
         try:
             found += ask()
         except GpusnapError as error:
-            found.append(warning(name, f"it cannot be told: {error}", error.hint))
+            found.append(_untold(name, error, error.hint))
         except OciError as error:
-            found.append(warning(name, f"it cannot be told: {error}", ""))
+            found.append(_untold(name, error))
         except OSError as error:
             what = error.filename or "what says it"
             found.append(warning(name, f"it cannot be told: {what} cannot be used: {reason(error)}", ""))
@@ -77,6 +78,10 @@ def asked(asks: Iterable[Ask]) -> tuple[Check, ...]:
             # A file in /proc, or an answer of another program, of a form that nobody has seen.
             found.append(warning(name, f"it cannot be told: {' '.join(str(error).split())[:200]}", ""))
     return tuple(found)
+
+
+def _untold(name: str, error: GpusnapError | OciError, todo: str = "") -> Check:
+    return Check(name, Verdict.WARNING, f"it cannot be told: {error}", todo, code=error.code)
 
 
 def document(checks: Sequence[Check]) -> dict[str, Any]:
@@ -91,6 +96,7 @@ def document(checks: Sequence[Check]) -> dict[str, Any]:
                 "says": each.says,
                 "todo": each.todo,
                 "facts": dict(each.facts),
+                "code": each.code,
             }
             for each in checks
         ],

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 
 from gpusnap.doctor.base.check import Check, ok, warning
 from gpusnap.doctor.base.sources import below, free, text, toml
-from runtime_shim.gpu.api.driver import Gpu
-from runtime_shim.process import proc
-from runtime_shim.units import human
-
-__all__ = ["Speed", "disks", "graph_root", "in_memory", "memory", "podmans_limit", "speed", "unpacking"]
+from gpusnap.runtime_shim.gpu.api.driver import Gpu
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.units import human
 
 PODMANS_LIMIT = 240.0
 """Seconds that Podman waits for a restore (libpod/define/runtime.go, ContainerCreateTimeout)."""

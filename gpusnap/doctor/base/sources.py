@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Answer", "ask", "below", "free", "program", "text", "toml", "version"]
-
 # A service's or a user's PATH may lack the sbin folders, where Debian keeps criu and iptables.
 _FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _DEADLINE = 10.0

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpusnap.engines import podman
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.proc import Process
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime.container import Container
+from gpusnap.runtime_shim.settings import Settings
 from gpusnap.user_errors import NotFound
-from runtime_shim import settings as settings_file
-from runtime_shim.errors import ContainerError, GpusnapError
-from runtime_shim.process import proc
-from runtime_shim.process.proc import Process
-from runtime_shim.runtime import container as containers
-from runtime_shim.runtime.container import Container
-from runtime_shim.settings import Settings
-
-__all__ = ["CONTAINERD", "Subject", "find", "in_containerd"]
 
 CONTAINERD = "/run/containerd"
 """containerd's state (its config.toml, `state`)."""
@@ -103,7 +101,9 @@ def _containerds(wanted: str, state: str, namespace: str) -> Subject:
     except (OSError, ValueError):
         init = 0
     if not init or not proc.running(init):
-        raise ContainerError(f"the task {wanted} does not run", hint="start it with ctr task start")
+        raise ContainerError(
+            f"the task {wanted} does not run", hint="start it with ctr task start", code="GPS-201"
+        )
     status = "paused" if proc.stopped(init) else "running"
     return _subject(wanted, "containerd", os.path.basename(bundle), init, bundle, status, None)
 

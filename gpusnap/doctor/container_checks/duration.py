@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.doctor.base.check import Check, ok
 from gpusnap.doctor.base.free_space import Speed
-from oci.base.errors import OciError
-from oci.store.store import Store
-from runtime_shim.errors import GpusnapError
-from runtime_shim.records.manifest import Manifest
-from runtime_shim.units import human
-
-__all__ = ["Earlier", "Range", "check", "earlier", "estimate", "from_earlier"]
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.units import human
 
 # docs/benchmarks.md, 12.7 GiB on an H200: the driver's checkpoint with its mapping prepared took 2.1 s, as it
 # comes 4.6 s; lock, CRIU's dump of what little was left, sync and the rest 0.5 to 1 s.

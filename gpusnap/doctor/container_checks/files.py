@@ -10,19 +10,8 @@ from dataclasses import dataclass
 
 from gpusnap.doctor.base.check import Check, failure, ok, plural, warning
 from gpusnap.doctor.base.sources import below, text
-from runtime_shim.process.proc import Process
-from runtime_shim.units import human
-
-__all__ = [
-    "Opened",
-    "anonymous",
-    "character_devices",
-    "deleted",
-    "locks",
-    "opened",
-    "shared_memory",
-    "watches",
-]
+from gpusnap.runtime_shim.process.proc import Process
+from gpusnap.runtime_shim.units import human
 
 # What CRIU dumps of anonymous inodes (criu/files.c, dump_one_file; pidfd from 4.1 on, bpf-map with libbpf).
 _DUMPED = ("eventfd", "eventpoll", "inotify", "fanotify", "signalfd", "timerfd", "pidfd", "bpf-map")

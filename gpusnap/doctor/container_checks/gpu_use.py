@@ -7,23 +7,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpusnap.doctor.base.check import Check, ok, plural, refused, warning
+from gpusnap.doctor.base.check import Check, Verdict, ok, plural, refused
 from gpusnap.doctor.base.sources import free
 from gpusnap.doctor.base.subject import Subject
-from runtime_shim.errors import GpusnapError, Refused
-from runtime_shim.gpu.api.driver import Driver, ProcessState
-from runtime_shim.process.proc import Process
-from runtime_shim.runtime.command_line import CheckpointCall
-from runtime_shim.runtime.criu import external_mounts as criu_mounts
-from runtime_shim.runtime.criu.images import dev
-from runtime_shim.snapshot.devices import bind_mounted_nodes, remap
-from runtime_shim.snapshot.memory.destination import StoreHome
-from runtime_shim.snapshot.preflight import checks as preflight
-from runtime_shim.snapshot.suspend import criu_plugin, inherited_handles
-from runtime_shim.snapshot.suspend.gpu_state import Record, record, users
-from runtime_shim.units import human
-
-__all__ = ["Use", "place", "refusals", "strange_devices", "told", "use"]
+from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
+from gpusnap.runtime_shim.process.proc import Process
+from gpusnap.runtime_shim.runtime.command_line import CheckpointCall
+from gpusnap.runtime_shim.runtime.criu import external_mounts as criu_mounts
+from gpusnap.runtime_shim.runtime.criu.images import dev
+from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, remap
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.suspend import criu_plugin, inherited_handles
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import Record, record, users
+from gpusnap.runtime_shim.units import human
 
 Use = Mapping[Process, Record]
 """The GPUs of each process that has GPU state, and how many bytes it has there."""
@@ -77,7 +75,8 @@ def refusals(
             each.ask()
         except GpusnapError as error:
             if each.but:
-                yield warning(each.name, f"{error}; {each.but}", error.hint.partition("; if you know")[0])
+                todo = error.hint.partition("; if you know")[0]
+                yield Check(each.name, Verdict.WARNING, f"{error}; {each.but}", todo, code=error.code)
             else:
                 yield refused(each.name, error)
         else:

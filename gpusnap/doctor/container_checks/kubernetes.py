@@ -7,13 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from gpusnap.doctor.base.check import Check, ok, plural, refused, warning
-from runtime_shim.errors import Refused
-from runtime_shim.process.proc import Process
-from runtime_shim.records.cri_layout import OF_CRI
-from runtime_shim.snapshot.records import volumes
-from runtime_shim.units import human
-
-__all__ = ["open_files", "probes"]
+from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.process.proc import Process
+from gpusnap.runtime_shim.records.cri_layout import OF_CRI
+from gpusnap.runtime_shim.snapshot.records import volumes
+from gpusnap.runtime_shim.units import human
 
 # Defaults of a probe (kubernetes, pkg/apis/core/v1/defaults.go, SetDefaults_Probe).
 _PERIOD, _THRESHOLD = 10, 3

@@ -7,9 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from gpusnap.doctor.base.check import Check, failure, ok
-from runtime_shim.process.proc import Mount
-
-__all__ = ["check", "unexplained"]
+from gpusnap.runtime_shim.process.proc import Mount
 
 # File systems that CRIU makes anew, content and all (criu/filesystems.c), or that have no source on the host.
 _MADE = frozenset(

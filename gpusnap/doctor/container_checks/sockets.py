@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from gpusnap.doctor.base.check import Check, failure, ok, plural, warning
 from gpusnap.doctor.base.sources import below
 from gpusnap.doctor.container_checks.files import Opened
-from runtime_shim.snapshot.preflight import sockets
-
-__all__ = ["connections", "protocols"]
+from gpusnap.runtime_shim.snapshot.preflight import sockets
 
 Ask = Callable[[str], str]
 Judge = Callable[[str], bool]

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from gpusnap.doctor.base.check import Check, failure, ok, plural, refused, warning
 from gpusnap.doctor.base.sources import below
-from runtime_shim.gpu.cdi.spec import FOLDERS, CdiError, Spec, load
-
-__all__ = ["check", "driver_versions", "mounted"]
+from gpusnap.runtime_shim.gpu.cdi.spec import FOLDERS, CdiError, Spec, load
 
 _VERSION = re.compile(r"\.so\.(\d{3,4}(?:\.\d{1,3}){1,2})$")
 _MAKE = "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"

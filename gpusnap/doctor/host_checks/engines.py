@@ -12,15 +12,13 @@ from gpusnap.doctor.base.sources import Answer, ask, below, program, toml, versi
 from gpusnap.engines.install.containerd import CONFIG, FRAGMENT
 from gpusnap.engines.install.containerd import files as containerd_files
 from gpusnap.engines.install.hooks import takes_annotation
-from runtime_shim._version import __version__
-from runtime_shim.errors import GpusnapError
-from runtime_shim.runtime.find import RUNC_ROOTS
-from runtime_shim.runtime.identify import RealRuntime, identify
-from runtime_shim.runtime.identify import find as find_runtime
-from runtime_shim.shim.entry import CHECK
-from runtime_shim.snapshot.preflight import checks as preflight
-
-__all__ = ["complete", "engines", "launcher", "real_runtime", "registered", "runtimes", "under_cri"]
+from gpusnap.runtime_shim._version import __version__
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.runtime.find import RUNC_ROOTS
+from gpusnap.runtime_shim.runtime.identify import RealRuntime, identify
+from gpusnap.runtime_shim.runtime.identify import find as find_runtime
+from gpusnap.runtime_shim.shim.entry import CHECK
+from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 
 _OURS = "gpusnap-runtime"
 # containers.conf(5): later files win; the folders' files by name.

@@ -8,25 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from gpusnap.doctor.base.check import Check, failure, ok, refused, warning
 from gpusnap.doctor.base.sources import below, text
-from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu.api.criu_plugin import Plugin
-from runtime_shim.gpu.api.driver import Driver, Gpu, Host
-from runtime_shim.gpu.api.errors import GpuError
-from runtime_shim.gpu.nvidia.nvml import binding
-from runtime_shim.runtime.criu.plugins import find as find_plugin
-from runtime_shim.settings import Settings
-from runtime_shim.units import human
-
-__all__ = [
-    "compute_modes",
-    "driver",
-    "mig",
-    "mps",
-    "nodes_made",
-    "persistence",
-    "persistence_modes",
-    "plugin",
-]
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host
+from gpusnap.runtime_shim.gpu.api.errors import GpuError
+from gpusnap.runtime_shim.gpu.nvidia.nvml import binding
+from gpusnap.runtime_shim.runtime.criu.plugins import find as find_plugin
+from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.units import human
 
 # The kernel cuts a process' name to 15 bytes: nvidia-cuda-mps-control, nvidia-cuda-mps-server.
 _MPS = "nvidia-cuda-mps"

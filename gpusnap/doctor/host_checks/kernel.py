@@ -11,17 +11,6 @@ from collections.abc import Iterator, Mapping
 from gpusnap.doctor.base.check import Check, failure, ok, warning
 from gpusnap.doctor.base.sources import below, text
 
-__all__ = [
-    "capabilities",
-    "cgroups",
-    "configuration",
-    "huge_pages",
-    "kernel",
-    "pid_namespace",
-    "ptrace_scope",
-    "userfaultfd",
-]
-
 # criu.org, "Linux kernel configuration": without these CRIU dumps nothing.
 _NEEDED = ("CHECKPOINT_RESTORE", "NAMESPACES", "UTS_NS", "IPC_NS", "PID_NS", "NET_NS", "FHANDLE")
 # Without these, or the modules of their names, it dumps no container with such a file or socket.

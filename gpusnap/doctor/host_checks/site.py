@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 
-from gpusnap.doctor.base.check import Check, failure, ok, refused, warning
+from gpusnap.doctor.base.check import Check, ok, refused, warning
 from gpusnap.doctor.base.sources import text
-from oci.base.json_text import parse_json
-from runtime_shim import settings as settings_file
-from runtime_shim.errors import SettingsError
-from runtime_shim.settings import Settings
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import SettingsError
+from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
+from gpusnap.runtime_shim.settings import Settings
 
-__all__ = ["auth_files", "environment", "registries", "settings"]
 
-
-def settings(path: str = settings_file.SETTINGS_FILE) -> tuple[Settings, Check]:
+def settings(path: str = SETTINGS_FILE) -> tuple[Settings, Check]:
     """The settings, or the defaults where the file is wrong."""
     try:
         found = settings_file.load(path)
@@ -28,20 +27,8 @@ def settings(path: str = settings_file.SETTINGS_FILE) -> tuple[Settings, Check]:
     return found, ok("settings", says, path=path, there=there)
 
 
-def environment(strangers: Mapping[str, str]) -> Iterator[Check]:
-    """Whether another package of this Python environment has an import name of gpusnap's."""
-    for name, other in strangers.items():
-        yield failure(
-            "Python environment",
-            f"the package {other} is imported as `{name}`, as a part of gpusnap is, and shares its files",
-            "install gpusnap in an environment of its own: pipx install gpusnap",
-            package=other,
-            module=name,
-        )
-
-
 def auth_files(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The files of credentials, in the order in which oci.registry.credentials looks into them."""
+    """The files of credentials, in the order in which gpusnap.oci.registry.credentials looks into them."""
     if given := environ.get("REGISTRY_AUTH_FILE"):
         return (given,)
     home = environ.get("HOME") or os.path.expanduser("~")

@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpusnap.engines.install.files import under
-from runtime_shim.errors import GpusnapError, reason
-
-__all__ = ["HEAD", "drop_ins", "read", "toml_list"]
+from gpusnap.runtime_shim.errors import GpusnapError, reason
 
 HEAD = "# Made by `gpusnap install`, which writes it anew; `gpusnap uninstall` takes it away."
 
@@ -24,7 +22,9 @@ def read(path: str, whose: str) -> Mapping[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except OSError as error:
-        raise GpusnapError(f"{path} cannot be read: {reason(error)}", hint="run it as root") from error
+        raise GpusnapError(
+            f"{path} cannot be read: {reason(error)}", hint="run it as root", code="GPS-005"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise GpusnapError(
             f"{path} is not TOML: {error}", hint=f"put it right; {whose} does not take it, either"
@@ -39,7 +39,9 @@ def drop_ins(root: str, folder: str, suffix: str = "") -> list[str]:
         return []
     except OSError as error:
         where = under(root, folder)
-        raise GpusnapError(f"{where} cannot be read: {reason(error)}", hint="run it as root") from error
+        raise GpusnapError(
+            f"{where} cannot be read: {reason(error)}", hint="run it as root", code="GPS-005"
+        ) from error
     return [f"{folder}/{name}" for name in names if name.endswith(suffix)]
 
 

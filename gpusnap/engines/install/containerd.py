@@ -31,9 +31,7 @@ from typing import Any
 from gpusnap.engines.install.config_files import HEAD, read
 from gpusnap.engines.install.files import under
 from gpusnap.engines.install.installer import Item
-from runtime_shim.errors import GpusnapError
-
-__all__ = ["CONFIG", "DROP_IN", "FRAGMENT", "HANDLER", "Planned", "files", "planned"]
+from gpusnap.runtime_shim.errors import GpusnapError
 
 CONFIG = "/etc/containerd/config.toml"
 DROP_IN = "/etc/containerd/conf.d/gpusnap.toml"

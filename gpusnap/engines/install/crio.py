@@ -17,8 +17,6 @@ from gpusnap.engines.install.config_files import HEAD, drop_ins, read
 from gpusnap.engines.install.files import under
 from gpusnap.engines.install.installer import Item
 
-__all__ = ["DROP_IN", "HANDLER", "files", "items"]
-
 DROP_IN = "/etc/crio/crio.conf.d/90-gpusnap.conf"
 HANDLER = "gpusnap"
 """The handler's name, for RuntimeClass and `crictl runp --runtime`."""

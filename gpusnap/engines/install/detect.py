@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from gpusnap.engines.install.files import under
-from runtime_shim.errors import GpusnapError
-from runtime_shim.runtime import child_process
-from runtime_shim.runtime import find as locate
-
-__all__ = ["ENGINES", "NAMES", "Used", "containerd_version", "find", "used"]
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.runtime import child_process
+from gpusnap.runtime_shim.runtime import find as locate
 
 ENGINES = ("podman", "containerd", "crio")
 """The programs by which they are recognised."""

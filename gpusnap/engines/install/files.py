@@ -7,20 +7,7 @@ import os
 import stat
 from contextlib import suppress
 
-from runtime_shim.errors import GpusnapError, reason
-
-__all__ = [
-    "check_inside",
-    "file_state",
-    "make_folder",
-    "pending",
-    "put_file",
-    "put_link",
-    "remove_folder",
-    "state",
-    "under",
-    "unlink",
-]
+from gpusnap.runtime_shim.errors import GpusnapError, reason
 
 # A file of ours is smaller; nothing larger needs a digest to be somebody else's.
 _LARGEST = 16 << 20
@@ -51,7 +38,9 @@ def state(path: str) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise GpusnapError(f"{path} cannot be looked at: {reason(error)}", hint="run it as root") from error
+        raise GpusnapError(
+            f"{path} cannot be looked at: {reason(error)}", hint="run it as root", code="GPS-005"
+        ) from error
     if stat.S_ISLNK(found.st_mode):
         return f"link:{os.readlink(path)}"
     if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST:
@@ -60,7 +49,9 @@ def state(path: str) -> str | None:
         with open(path, "rb") as file:
             return file_state(file.read(), stat.S_IMODE(found.st_mode))
     except OSError as error:
-        raise GpusnapError(f"{path} cannot be read: {reason(error)}", hint="run it as root") from error
+        raise GpusnapError(
+            f"{path} cannot be read: {reason(error)}", hint="run it as root", code="GPS-005"
+        ) from error
 
 
 def file_state(data: bytes, mode: int) -> str:
@@ -116,7 +107,9 @@ def unlink(path: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        raise GpusnapError(f"{path} cannot be removed: {reason(error)}", hint="run it as root") from error
+        raise GpusnapError(
+            f"{path} cannot be removed: {reason(error)}", hint="run it as root", code="GPS-005"
+        ) from error
 
 
 def remove_folder(path: str) -> None:

@@ -6,14 +6,12 @@ import os
 
 import click
 
-from hooks import hooksd
-from hooks.main import STAGES
-from runtime_shim.errors import GpusnapError
-from runtime_shim.runtime import find as locate
-from runtime_shim.runtime import identify as real
-from runtime_shim.runtime.criu.version import criu_version
-
-__all__ = ["install_hooks", "takes_annotation"]
+from gpusnap.hooks import hooksd
+from gpusnap.hooks.main import STAGES
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.runtime import identify as real
+from gpusnap.runtime_shim.runtime.criu.version import criu_version
 
 
 @click.command("install-hooks")

@@ -12,7 +12,6 @@ Paths are those of the host; with `root` the files lie in that tree instead, for
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 from collections.abc import Collection, Iterator, Sequence
@@ -22,9 +21,8 @@ from dataclasses import dataclass
 from gpusnap.engines.install import files
 from gpusnap.engines.install.files import check_inside, file_state, state, under
 from gpusnap.engines.install.record import RECORD, Entry, Record, load, save
-from runtime_shim.errors import GpusnapError, reason
-
-__all__ = ["RECORD", "Change", "Entry", "Item", "Record", "install", "load", "uninstall"]
+from gpusnap.oci.base.locks import try_exclusive
+from gpusnap.runtime_shim.errors import GpusnapError, reason
 
 _OWN = os.path.dirname(RECORD)
 _OWN_MODE = 0o755
@@ -229,7 +227,9 @@ def _put(item: Item, root: str) -> None:
         else:
             files.put_file(path, item.data, item.mode)
     except OSError as error:
-        raise GpusnapError(f"{path} cannot be written: {reason(error)}", hint="run it as root") from error
+        raise GpusnapError(
+            f"{path} cannot be written: {reason(error)}", hint="run it as root", code="GPS-005"
+        ) from error
 
 
 def _is_marked(root: str) -> bool:
@@ -259,15 +259,13 @@ def _alone(root: str) -> Iterator[None]:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise GpusnapError(
-            f"the folder {folder} cannot be made: {reason(error)}", hint="run it as root"
+            f"the folder {folder} cannot be made: {reason(error)}", hint="run it as root", code="GPS-005"
         ) from error
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_exclusive(descriptor):
             raise GpusnapError(
                 "another gpusnap install or uninstall is under way", hint="run it again when that has ended"
-            ) from None
+            )
         yield
     finally:
         os.close(descriptor)

@@ -18,23 +18,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import runtime_shim
+from gpusnap import runtime_shim
 from gpusnap.engines.install.files import under
 from gpusnap.engines.install.installer import Item
-from runtime_shim import settings
-from runtime_shim.errors import GpusnapError, reason
-
-__all__ = [
-    "ANOTHER_LAUNCHER",
-    "ENTRY",
-    "LAUNCHER",
-    "PROGRAM",
-    "Program",
-    "find_program",
-    "program",
-    "settings_item",
-    "settings_text",
-]
+from gpusnap.runtime_shim import settings
+from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
 
 PROGRAM = "gpusnap-runtime"
 LAUNCHER = "/usr/local/bin/gpusnap-runtime"
@@ -71,7 +60,9 @@ def program(root: str = "/", packaged: Path = _PACKAGED) -> Program:
         return Program(script, notes=(_SLOW,) if slow else ())
     except OSError as error:
         raise GpusnapError(
-            f"the launcher {packaged} cannot be read: {reason(error)}", hint="install gpusnap anew"
+            f"the launcher {packaged} cannot be read: {reason(error)}",
+            hint="install gpusnap anew",
+            code="GPS-002",
         ) from error
     entry = Item(ENTRY, "runtime", target=script)
     path = ANOTHER_LAUNCHER if _leads(LAUNCHER, script, root) else LAUNCHER
@@ -108,6 +99,7 @@ def find_program(root: str = "/", name: str = PROGRAM) -> str:
     raise GpusnapError(
         f"the program {name} is not in {' or '.join(inside)}",
         hint="install gpusnap with pipx, pip or its Debian package, which bring it, into this tree",
+        code="GPS-002",
     )
 
 
@@ -130,7 +122,7 @@ def _is_script(path: str) -> bool:
 
 def settings_item() -> Item:
     """The settings file with all defaults as comments; one that is there stays."""
-    return Item(settings.SETTINGS_FILE, "settings", settings_text().encode(), yields=True)
+    return Item(SETTINGS_FILE, "settings", settings_text().encode(), yields=True)
 
 
 def settings_text() -> str:

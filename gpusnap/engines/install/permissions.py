@@ -15,9 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import runtime_shim
-
-__all__ = ["fault"]
+from gpusnap import runtime_shim
 
 # The kernel's own limit (path_resolution(7)).
 _MOST_LINKS = 40

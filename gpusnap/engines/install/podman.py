@@ -17,9 +17,7 @@ from typing import Any
 from gpusnap.engines.install.config_files import HEAD, drop_ins, read, toml_list
 from gpusnap.engines.install.files import under
 from gpusnap.engines.install.installer import Item
-from hooks import hooksd
-
-__all__ = ["DROP_IN", "HOOKS_DIRECTORY", "RUNTIME", "files", "items", "notes"]
+from gpusnap.hooks import hooksd
 
 DROP_IN = "/etc/containers/containers.conf.d/90-gpusnap.conf"
 RUNTIME = "gpusnap-runtime"

@@ -16,11 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpusnap.engines.install.files import check_inside, put_file, under
-from oci.base.json_text import parse_json
-from runtime_shim._version import __version__
-from runtime_shim.errors import GpusnapError, reason
-
-__all__ = ["RECORD", "Entry", "Record", "load", "save"]
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.runtime_shim._version import __version__
+from gpusnap.runtime_shim.errors import GpusnapError, reason
 
 RECORD = "/etc/gpusnap/installed.json"
 
@@ -65,7 +63,7 @@ def load(root: str = "/") -> Record:
         return Record()
     except OSError as error:
         raise GpusnapError(
-            f"the record {path} cannot be read: {reason(error)}", hint="run it as root"
+            f"the record {path} cannot be read: {reason(error)}", hint="run it as root", code="GPS-005"
         ) from error
     try:
         return _decoded(parse_json(data))
@@ -109,5 +107,5 @@ def save(record: Record, root: str, before: Record) -> None:
         put_file(path, json.dumps(document, indent=1).encode() + b"\n", 0o644)
     except OSError as error:
         raise GpusnapError(
-            f"the record {path} cannot be written: {reason(error)}", hint="run it as root"
+            f"the record {path} cannot be written: {reason(error)}", hint="run it as root", code="GPS-005"
         ) from error

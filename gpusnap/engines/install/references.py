@@ -13,9 +13,7 @@ from gpusnap.engines.install import containerd as install_containerd
 from gpusnap.engines.install import crio as install_crio
 from gpusnap.engines.install import podman as install_podman
 from gpusnap.engines.install.files import under
-from runtime_shim.errors import GpusnapError, reason
-
-__all__ = ["Line", "lines"]
+from gpusnap.runtime_shim.errors import GpusnapError, reason
 
 # The handler as the default of containerd or CRI-O, and Podman's.
 _DEFAULT = re.compile(
@@ -60,7 +58,7 @@ def _in_file(root: str, path: str) -> Iterator[Line]:
         return
     except OSError as error:
         raise GpusnapError(
-            f"{under(root, path)} cannot be read: {reason(error)}", hint="run it as root"
+            f"{under(root, path)} cannot be read: {reason(error)}", hint="run it as root", code="GPS-005"
         ) from error
     for number, line in enumerate(text.splitlines(), 1):
         if not line.lstrip().startswith("#"):

@@ -12,13 +12,8 @@ import os
 import stat
 from collections.abc import Collection, Iterator
 
-from runtime_shim.errors import reason
-from runtime_shim.gpu.api import device_files
-from runtime_shim.gpu.api.driver import Held
-from runtime_shim.gpu.api.errors import GpuError, PermissionRefused
-from runtime_shim.process import proc
-
-__all__ = ["DRM_MAJOR", "KFD", "Number", "held", "kfd_number", "numbers_held", "numbers_in_dev"]
+from gpusnap.runtime_shim.gpu.api import device_files
+from gpusnap.runtime_shim.gpu.api.driver import Held
 
 KFD = "/dev/kfd"
 DRM_MAJOR = 226  # Documentation/admin-guide/devices.txt
@@ -64,7 +59,7 @@ def numbers_in_dev(pid: int) -> frozenset[Number]:
                 numbers = [_number(entry.stat(follow_symlinks=False)) for entry in entries]
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-                _gone_or_raise(error, pid)
+                device_files.gone_or_raise(error, pid)
             continue
         found.update(number for number in numbers if number is not None)
     return frozenset(found)
@@ -75,7 +70,7 @@ def _opened(pid: int) -> Iterator[tuple[int, str, Number]]:
     try:
         names = os.listdir(folder)
     except OSError as error:
-        _gone_or_raise(error, pid)
+        device_files.gone_or_raise(error, pid)
         return
     for name in names:
         try:
@@ -85,7 +80,7 @@ def _opened(pid: int) -> Iterator[tuple[int, str, Number]]:
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM):
                 continue  # closed since
-            _gone_or_raise(error, pid)
+            device_files.gone_or_raise(error, pid)
             return
         if device is not None:
             yield int(name), path.removesuffix(_DELETED), device
@@ -97,7 +92,7 @@ def _mapped(pid: int) -> Iterator[tuple[tuple[int, int, str], Number]]:
         with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
             table = [line.rstrip("\n").split(maxsplit=5) for line in lines]
     except OSError as error:
-        _gone_or_raise(error, pid)
+        device_files.gone_or_raise(error, pid)
         return
     for fields in table:
         if len(fields) < 6 or not fields[5].startswith("/dev/"):
@@ -108,7 +103,7 @@ def _mapped(pid: int) -> Iterator[tuple[tuple[int, int, str], Number]]:
             device = _number(os.stat(f"/proc/{pid}/map_files/{int(start, 16):x}-{int(end, 16):x}"))
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM):
-                _gone_or_raise(error, pid)
+                device_files.gone_or_raise(error, pid)
             continue
         if device is not None:
             yield (int(start, 16), int(end, 16), fields[5].removesuffix(_DELETED)), device
@@ -118,13 +113,3 @@ def _number(found: os.stat_result) -> Number | None:
     if not stat.S_ISCHR(found.st_mode):
         return None
     return os.major(found.st_rdev), os.minor(found.st_rdev)
-
-
-def _gone_or_raise(error: OSError, pid: int) -> None:
-    if error.errno in (errno.ENOENT, errno.ESRCH) or not proc.alive(pid):
-        return
-    name = f"{pid} ({device_files.comm(pid)})"
-    message = f"the files that process {name} has open could not be listed: {reason(error)}"
-    if error.errno in (errno.EACCES, errno.EPERM):
-        raise PermissionRefused(message, hint="run gpusnap as root", pid=pid) from error
-    raise GpuError(message, hint="see that /proc is mounted for this PID namespace", pid=pid) from error

@@ -10,18 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
-from oci.base.files import exists, is_folder
-from runtime_shim.errors import reason
-from runtime_shim.gpu.amd import device_files, topology
-from runtime_shim.gpu.amd.device_files import DRM_MAJOR
-from runtime_shim.gpu.api import device_files as handles
-from runtime_shim.gpu.api.criu_plugin import AMDGPU, Plugin
-from runtime_shim.gpu.api.device_nodes import Node, in_container, on_host
-from runtime_shim.gpu.api.driver import Held, Host, ProcessState
-from runtime_shim.gpu.api.errors import DriverMissing, GpuError, NoDevice, NotInitialized, NotSupported
-from runtime_shim.process import proc
-
-__all__ = ["Amd", "present"]
+from gpusnap.oci.base.files import exists, is_folder
+from gpusnap.runtime_shim.errors import reason
+from gpusnap.runtime_shim.gpu.amd import device_files, topology
+from gpusnap.runtime_shim.gpu.amd.device_files import DRM_MAJOR
+from gpusnap.runtime_shim.gpu.api import device_files as handles
+from gpusnap.runtime_shim.gpu.api.criu_plugin import AMDGPU, Plugin
+from gpusnap.runtime_shim.gpu.api.device_nodes import in_container, on_host
+from gpusnap.runtime_shim.gpu.api.driver import Held, Host, Node, ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import (
+    DriverMissing,
+    GpuError,
+    NoDevice,
+    NotInitialized,
+    NotSupported,
+)
+from gpusnap.runtime_shim.process import proc
 
 VENDOR = "amd"
 
@@ -38,7 +42,7 @@ def present() -> bool:
 
 
 class Amd:
-    """`runtime_shim.gpu.api.driver.Driver` for AMD. Keeps nothing: each call looks anew."""
+    """`gpusnap.runtime_shim.gpu.api.driver.Driver` for AMD. Keeps nothing: each call looks anew."""
 
     vendor = VENDOR
     plugin: Plugin | None = AMDGPU

@@ -23,9 +23,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from runtime_shim.gpu.api.driver import Gpu
-
-__all__ = ["AmdGpu", "driver_version", "gpus", "vram_used"]
+from gpusnap.runtime_shim.gpu.api.driver import Gpu
 
 SYS = "/sys"
 _MACHINE = "/etc/machine-id"

@@ -16,25 +16,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from runtime_shim.errors import reason
-from runtime_shim.gpu.api.driver import Held
-from runtime_shim.gpu.api.errors import GpuError, PermissionRefused
-from runtime_shim.process import proc
-
-__all__ = [
-    "LAST_GPU_MINOR",
-    "Node",
-    "character_drivers",
-    "comm",
-    "dev_minors",
-    "ends",
-    "gpu_minors",
-    "held",
-    "mapped_files",
-    "maps_libcuda",
-    "nodes",
-    "nvidia_majors",
-]
+from gpusnap.runtime_shim.errors import reason
+from gpusnap.runtime_shim.gpu.api.driver import Held
+from gpusnap.runtime_shim.gpu.api.errors import GpuError, PermissionRefused
+from gpusnap.runtime_shim.process import proc
 
 # "195 char  Nvidia graphics devices" (Documentation/admin-guide/devices.txt): what to go by where the kernel
 # driver is not loaded, or not visible in /proc/devices.
@@ -161,14 +146,14 @@ def _open_nodes(pid: int, majors: frozenset[int]) -> dict[int, Node]:
     try:
         names = os.listdir(folder)
     except OSError as error:
-        _gone_or_raise(error, pid)
+        gone_or_raise(error, pid)
         return found
     for name in names:
         link = f"{folder}/{name}"
         try:
             path = os.readlink(link)
         except OSError as error:
-            _gone_or_raise(error, pid)
+            gone_or_raise(error, pid)
             continue
         # socket:[1], pipe:[2], anon_inode:… are never device files.
         if path.startswith("/"):
@@ -205,7 +190,7 @@ def _dev_nodes(pid: int, majors: frozenset[int]) -> Iterator[Node]:
         folder = os.open(f"/proc/{pid}/root/dev", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         if error.errno not in (errno.ENOTDIR, errno.ELOOP):
-            _gone_or_raise(error, pid)
+            gone_or_raise(error, pid)
         return
     try:
         for name in os.listdir(folder):
@@ -214,6 +199,8 @@ def _dev_nodes(pid: int, majors: frozenset[int]) -> Iterator[Node]:
                 node = _as_node(f"/dev/{name}", found, majors)
                 if node:
                     yield node
+    except OSError as error:
+        gone_or_raise(error, pid)
     finally:
         os.close(folder)
 
@@ -227,7 +214,7 @@ def _mappings(pid: int) -> Iterator[tuple[str, str]]:
                 if len(fields) == 6 and fields[5].startswith("/"):
                     yield fields[0], fields[5]
     except OSError as error:
-        _gone_or_raise(error, pid)
+        gone_or_raise(error, pid)
 
 
 def _node(path: str, link: str, majors: frozenset[int]) -> Node | None:
@@ -255,7 +242,7 @@ def _is_gpu(node: Node, frontends: frozenset[int]) -> bool:
     return ours and 0 <= node.minor <= LAST_GPU_MINOR
 
 
-def _gone_or_raise(error: OSError, pid: int) -> None:
+def gone_or_raise(error: OSError, pid: int) -> None:
     """Return where the process, or the descriptor, is gone; raise for any other reason."""
     # A process that is ending has no memory by which the kernel could allow us: EACCES, for any but root.
     if error.errno in (errno.ENOENT, errno.ESRCH) or not proc.alive(pid):

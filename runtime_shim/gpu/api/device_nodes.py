@@ -8,18 +8,17 @@ it.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from runtime_shim.errors import Refused, reason
-from runtime_shim.gpu.api.device_files import LAST_GPU_MINOR, character_drivers
-from runtime_shim.gpu.api.driver import Gpu, Node
-from runtime_shim.gpu.api.errors import GpuError
-
-__all__ = ["Change", "Node", "changes", "in_container", "on_host"]
+from gpusnap.runtime_shim.errors import Refused, reason
+from gpusnap.runtime_shim.gpu.api.device_files import LAST_GPU_MINOR, character_drivers
+from gpusnap.runtime_shim.gpu.api.driver import Gpu, Node
+from gpusnap.runtime_shim.gpu.api.errors import GpuError
 
 _DRM_MAJOR = 226  # Documentation/admin-guide/devices.txt
 _FIRST_RENDER = 128  # drivers/gpu/drm/drm_drv.c: 64 minors for each kind of node, render nodes the third
@@ -205,11 +204,15 @@ def _devices(dev: str) -> Iterator[tuple[str, int]]:
         return
     except OSError as error:
         raise GpuError(
-            f"the devices in {dev} cannot be listed: {reason(error)}", hint="run gpusnap as root"
+            f"the devices in {dev} cannot be listed: {reason(error)}",
+            hint="run gpusnap as root",
+            code="GPS-005",
         ) from error
     try:
         for folder in _FOLDERS:
             yield from _in_folder(top, folder)
+    except OSError as error:
+        raise GpuError(f"the devices in {dev} cannot be listed: {reason(error)}", hint="try again") from error
     finally:
         os.close(top)
 
@@ -219,13 +222,17 @@ def _in_folder(top: int, folder: str) -> Iterator[tuple[str, int]]:
         inner = os.open(
             folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=top
         )
-    except OSError:
-        return  # there is none, or it is a link
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return  # it is a link
+        raise
     try:
         for name in sorted(os.listdir(inner))[:_MOST]:
             try:
                 found = os.stat(name, dir_fd=inner, follow_symlinks=False)
-            except OSError:
+            except FileNotFoundError:
                 continue
             if stat.S_ISCHR(found.st_mode):
                 yield os.path.join(folder, name), found.st_rdev

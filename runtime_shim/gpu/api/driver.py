@@ -11,9 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from runtime_shim.gpu.api.criu_plugin import Plugin
-
-__all__ = ["Driver", "Gpu", "Held", "Host", "Node", "ProcessState"]
+from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
 
 
 class ProcessState(enum.IntEnum):
@@ -82,8 +80,8 @@ class Held:
 class Driver(Protocol):
     """A vendor's way to suspend and resume the GPU state of other processes.
 
-    Every method raises a `runtime_shim.gpu.api.errors.GpuError` and nothing else. Where a plugin of CRIU's
-    does the suspending, `lock`, `checkpoint`, `restore` and `unlock` are not to be called.
+    Every method raises a `gpusnap.runtime_shim.gpu.api.errors.GpuError` and nothing else. Where a plugin of
+    CRIU's does the suspending, `lock`, `checkpoint`, `restore` and `unlock` are not to be called.
     """
 
     vendor: str

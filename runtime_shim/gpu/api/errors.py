@@ -21,36 +21,14 @@
         ├── WorkloadFault         the program's own GPU work had failed: a bad address, an assertion, …
         └── DriverFailed          everything else, numbers of drivers to come included
 
-`runtime_shim.gpu.nvidia.result_codes` says which CUresult and which nvmlReturn_t becomes which of these.
+`gpusnap.runtime_shim.gpu.nvidia.result_codes` says which CUresult and nvmlReturn_t becomes which of these.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from runtime_shim.errors import GpusnapError
-
-__all__ = [
-    "DriverFailed",
-    "DriverMismatch",
-    "DriverMissing",
-    "DriverNotReady",
-    "DriverTooOld",
-    "GpuBusy",
-    "GpuError",
-    "GpuOutOfMemory",
-    "HardwareFault",
-    "IllegalState",
-    "InvalidRequest",
-    "LockTimeout",
-    "MpsInTheWay",
-    "NoDevice",
-    "NotInitialized",
-    "NotSupported",
-    "PermissionRefused",
-    "ProcessGone",
-    "WorkloadFault",
-]
+from gpusnap.runtime_shim.errors import GpusnapError
 
 
 class GpuError(GpusnapError):
@@ -66,8 +44,16 @@ class GpuError(GpusnapError):
     advice: ClassVar[str] = "look for NVRM and Xid lines in the kernel log (dmesg)"
     """The hint where the caller knows no better one."""
 
-    def __init__(self, message: str, *, hint: str = "", code_name: str = "", pid: int | None = None) -> None:
-        super().__init__(message, hint=hint)
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str = "",
+        code: str = "",
+        code_name: str = "",
+        pid: int | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint, code=code)
         self.code_name = code_name
         self.pid = pid
 
@@ -75,6 +61,7 @@ class GpuError(GpusnapError):
 class DriverMissing(GpuError):
     """No driver library can be loaded, it is a build-time stub, or no kernel driver stands behind it."""
 
+    code = "GPS-301"
     because = "the NVIDIA driver is not installed or not loaded"
     advice = "install the NVIDIA driver on this host and load its kernel module (modprobe nvidia)"
 
@@ -82,6 +69,7 @@ class DriverMissing(GpuError):
 class DriverTooOld(GpuError):
     """The driver does not have what we call, the checkpoint API above all."""
 
+    code = "GPS-302"
     because = "the NVIDIA driver is too old for it"
     advice = "install NVIDIA driver 570 or later"
 
@@ -89,6 +77,7 @@ class DriverTooOld(GpuError):
 class DriverMismatch(GpuError):
     """Kernel module, libcuda and libnvidia-ml are not of one version."""
 
+    code = "GPS-303"
     because = "the driver's kernel module and its libraries are of different versions"
     advice = "reload the kernel module or restart the host after a driver update"
 
@@ -96,6 +85,7 @@ class DriverMismatch(GpuError):
 class DriverNotReady(GpuError):
     """The driver or one of its daemons is starting, or did not answer in time."""
 
+    code = "GPS-304"
     because = "the driver is not ready"
     advice = (
         "see that nvidia-fabricmanager and nvidia-persistenced run where this host needs them, and try again"
@@ -105,6 +95,7 @@ class DriverNotReady(GpuError):
 class NoDevice(GpuError):
     """There is no GPU, or not the one that was asked for."""
 
+    code = "GPS-305"
     because = "the GPU was not found"
     advice = "see with nvidia-smi -L which GPUs the driver has"
 
@@ -112,6 +103,7 @@ class NoDevice(GpuError):
 class GpuBusy(GpuError):
     """The GPU exists, but is taken: compute mode, or its shared resources are used up."""
 
+    code = "GPS-306"
     because = "the GPU is in use by another process or closed by its compute mode"
     advice = "see with nvidia-smi who uses it, and set its compute mode to DEFAULT"
 
@@ -119,6 +111,7 @@ class GpuBusy(GpuError):
 class GpuOutOfMemory(GpuError):
     """The GPU (or the driver, for itself) has not enough free memory."""
 
+    code = "GPS-307"
     because = "there is not enough free GPU memory"
     advice = "free memory on the GPU (nvidia-smi shows who uses it) or choose another GPU"
 
@@ -126,6 +119,7 @@ class GpuOutOfMemory(GpuError):
 class HardwareFault(GpuError):
     """The GPU, its link or its power is at fault."""
 
+    code = "GPS-308"
     because = "the GPU has a hardware fault"
     advice = "look for Xid lines in the kernel log (dmesg); the GPU may need a reset (nvidia-smi --gpu-reset)"
 
@@ -133,6 +127,7 @@ class HardwareFault(GpuError):
 class PermissionRefused(GpuError):
     """The driver or the kernel does not let this process do it."""
 
+    code = "GPS-309"
     because = "it is not allowed to this user or in this cgroup"
     advice = "run gpusnap as root, outside of a container that limits its devices"
 
@@ -140,6 +135,7 @@ class PermissionRefused(GpuError):
 class NotInitialized(GpuError):
     """The process holds no GPU state, or the library was not initialised."""
 
+    code = "GPS-310"
     because = "there is no initialised GPU state"
     advice = "see that the program still uses its GPU (nvidia-smi)"
 
@@ -147,6 +143,7 @@ class NotInitialized(GpuError):
 class IllegalState(GpuError):
     """The process is not in the state from which the step leads on; nothing has been changed."""
 
+    code = "GPS-311"
     because = "the process is not in the state that this step needs"
     advice = "see that no other tool (cuda-checkpoint, CRIU's CUDA plugin) suspends it at the same time"
 
@@ -154,6 +151,7 @@ class IllegalState(GpuError):
 class LockTimeout(GpuError):
     """The process' GPU work did not stop within the deadline; it runs on."""
 
+    code = "GPS-312"
     because = "its GPU work did not stop in time"
     advice = "give the lock more time, or checkpoint when the program does less GPU work"
 
@@ -161,6 +159,7 @@ class LockTimeout(GpuError):
 class NotSupported(GpuError):
     """The process uses something that the driver cannot suspend, or this GPU or driver cannot do it."""
 
+    code = "GPS-313"
     because = "the driver does not support it"
     advice = "see NVIDIA's notes for this driver and GPU"
 
@@ -168,6 +167,7 @@ class NotSupported(GpuError):
 class MpsInTheWay(NotSupported):
     """The Multi-Process Service is at work, and processes under it cannot be suspended."""
 
+    code = "GPS-314"
     because = "the Multi-Process Service (MPS) is in the way"
     advice = "stop MPS (echo quit | nvidia-cuda-mps-control) and start the program without it"
 
@@ -175,6 +175,7 @@ class MpsInTheWay(NotSupported):
 class InvalidRequest(GpuError):
     """The driver refused an argument."""
 
+    code = "GPS-315"
     because = "the driver refused an argument"
     advice = "see that the process uses a GPU of this host"
 
@@ -182,6 +183,7 @@ class InvalidRequest(GpuError):
 class ProcessGone(GpuError):
     """The process ended (or is a zombie) before or during the step."""
 
+    code = "GPS-316"
     because = "the process has ended"
     advice = "see the program's own output and the kernel log for why it ended"
 
@@ -189,6 +191,7 @@ class ProcessGone(GpuError):
 class WorkloadFault(GpuError):
     """The program's own GPU work had failed, so that its GPU state is lost in any case."""
 
+    code = "GPS-317"
     because = "the program's own GPU work has failed"
     advice = "restart the program; its GPU state was lost before gpusnap came"
 
@@ -196,4 +199,5 @@ class WorkloadFault(GpuError):
 class DriverFailed(GpuError):
     """Any other failure; an error number that this gpusnap does not know is one."""
 
+    code = "GPS-318"
     because = "the driver failed"

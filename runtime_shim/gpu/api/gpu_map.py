@@ -9,8 +9,6 @@ Blanks around a pair and around a GPU do not count. A text that is blank is a ma
 
 from __future__ import annotations
 
-__all__ = ["GpuMap", "means", "parse_map"]
-
 GpuMap = tuple[tuple[str, str], ...]
 """Pairs of (a GPU of the checkpoint, a GPU of this host); each is a number or the begin of a UUID."""
 

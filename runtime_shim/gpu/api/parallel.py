@@ -14,10 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu.api.errors import DriverFailed, GpuError
-
-__all__ = ["Outcome", "at_once"]
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, GpuError
 
 T = TypeVar("T")
 
@@ -43,7 +41,9 @@ class Outcome(Generic[T]):
         if not more or not isinstance(first, GpuError):
             raise first
         message = f"{first}, and {more} more process{'es' if more > 1 else ''} failed"
-        raise type(first)(message, hint=first.hint, code_name=first.code_name, pid=first.pid) from first
+        raise type(first)(
+            message, hint=first.hint, code=first.code, code_name=first.code_name, pid=first.pid
+        ) from first
 
 
 def at_once(operation: Callable[[int], T], pids: Iterable[int], *, limit: int | None = None) -> Outcome[T]:
@@ -135,6 +135,7 @@ class _Crew(Generic[T]):
                 f"no thread could be started for process {pid}: {why}",
                 hint="raise the limit on processes and threads for gpusnap (ulimit -u, pids.max)",
                 pid=pid,
+                code="GPS-003",
             )
 
 

@@ -16,11 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from oci.base.json_text import parse_json
-from runtime_shim.errors import GpusnapError, reason
-from runtime_shim.gpu.cdi.strict_yaml import Unquoted, from_yaml, shown
-
-__all__ = ["CdiError", "Device", "DeviceNode", "Edits", "Hook", "Mount", "Spec", "load", "parse", "read"]
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.gpu.cdi.strict_yaml import Unquoted, from_yaml, shown
 
 FOLDERS = ("/etc/cdi", "/run/cdi")
 """The static folder and the dynamic one, which wins; CDI calls it /var/run/cdi."""
@@ -62,6 +60,8 @@ _UNFIT = re.compile("[\0\ud800-\udfff]")  # JSON can spell half a character
 
 class CdiError(GpusnapError):
     """A CDI file cannot be read, or is not what the format says; the message names file and field."""
+
+    code = "GPS-409"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +186,7 @@ def parse(data: bytes, path: str) -> Spec:
         raise CdiError(
             "this host's CDI files are YAML, and the Python package that reads it is missing",
             hint="install PyYAML (python3-yaml)",
+            code="GPS-002",
         ) from error
     except RecursionError:
         raise CdiError(f"{path}: is nested too deeply") from None

@@ -11,8 +11,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Unquoted", "from_yaml", "shown"]
-
 _DEPTH = 32
 _NODES = 500_000
 _NULL = ("", "~", "null", "Null", "NULL")

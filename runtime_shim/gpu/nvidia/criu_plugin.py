@@ -6,14 +6,12 @@ the state of a process cannot be read, and one that holds the device files count
 
 from __future__ import annotations
 
-from runtime_shim.gpu.api import device_files
-from runtime_shim.gpu.api.criu_plugin import CUDA, Plugin
-from runtime_shim.gpu.api.driver import ProcessState
-from runtime_shim.gpu.api.errors import DriverTooOld
-from runtime_shim.gpu.nvidia.driver import Nvidia
-from runtime_shim.process import proc
-
-__all__ = ["NvidiaByPlugin"]
+from gpusnap.runtime_shim.gpu.api import device_files
+from gpusnap.runtime_shim.gpu.api.criu_plugin import CUDA, Plugin
+from gpusnap.runtime_shim.gpu.api.driver import ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import DriverTooOld
+from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia
+from gpusnap.runtime_shim.process import proc
 
 
 class NvidiaByPlugin(Nvidia):

@@ -28,23 +28,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import ClassVar
 
-from runtime_shim.gpu.api.errors import DriverMissing, InvalidRequest
-
-__all__ = [
-    "CHECKPOINT_SYMBOLS",
-    "SONAME",
-    "CheckpointArgs",
-    "GpuPair",
-    "Library",
-    "LockArgs",
-    "RestoreArgs",
-    "UnlockArgs",
-    "uuid_bytes",
-    "uuid_text",
-]
+from gpusnap.runtime_shim.gpu.api.errors import DriverMissing, InvalidRequest
 
 SONAME = "libcuda.so.1"
 _UINT_MAX = 2**32 - 1
@@ -209,15 +195,6 @@ def uuid_bytes(text: str) -> bytes:
         return bytes.fromhex(digits)
     except ValueError:
         raise _bad_uuid(text) from None
-
-
-def uuid_text(raw: bytes) -> str:
-    """The UUID of 16 bytes as NVML writes it."""
-    if len(raw) != 16:
-        raise _bad_uuid(raw.hex())
-    digits = raw.hex()
-    cuts = accumulate(_GROUPS, initial=0)
-    return "GPU-" + "-".join(digits[start:end] for start, end in pairwise(cuts))
 
 
 def _bad_uuid(text: str) -> InvalidRequest:

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from oci.base.files import exists
-from runtime_shim.errors import reason
-from runtime_shim.gpu.api import device_files as handles
-from runtime_shim.gpu.api.criu_plugin import Plugin
-from runtime_shim.gpu.api.device_nodes import Node, in_container, on_host
-from runtime_shim.gpu.api.driver import Held, Host, ProcessState
-from runtime_shim.gpu.api.errors import (
+from gpusnap.oci.base.files import exists
+from gpusnap.runtime_shim.errors import reason
+from gpusnap.runtime_shim.gpu.api import device_files as handles
+from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
+from gpusnap.runtime_shim.gpu.api.device_nodes import in_container, on_host
+from gpusnap.runtime_shim.gpu.api.driver import Held, Host, Node, ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import (
     DriverFailed,
     DriverMissing,
     DriverTooOld,
@@ -34,14 +34,12 @@ from runtime_shim.gpu.api.errors import (
     PermissionRefused,
     ProcessGone,
 )
-from runtime_shim.gpu.nvidia import nvml
-from runtime_shim.gpu.nvidia.result_codes import CUDA_SUCCESS, cuda_error
-from runtime_shim.process import proc
+from gpusnap.runtime_shim.gpu.nvidia import nvml
+from gpusnap.runtime_shim.gpu.nvidia.result_codes import CUDA_SUCCESS, cuda_error
+from gpusnap.runtime_shim.process import proc
 
 if TYPE_CHECKING:
-    from runtime_shim.gpu.nvidia.cuda import Library
-
-__all__ = ["FIRST_DRIVER", "Nvidia", "present"]
+    from gpusnap.runtime_shim.gpu.nvidia.cuda import Library
 
 FIRST_DRIVER = 570
 """The first driver that exports cuCheckpointProcess*; for messages only: the symbols are asked for."""
@@ -83,7 +81,7 @@ def present() -> bool:
 
 
 class Nvidia:
-    """`runtime_shim.gpu.api.driver.Driver` for NVIDIA. May be used from several threads at once."""
+    """`gpusnap.runtime_shim.gpu.api.driver.Driver` for NVIDIA. May be used from several threads at once."""
 
     vendor = "nvidia"
     plugin: Plugin | None = None
@@ -194,7 +192,7 @@ class Nvidia:
 
         A refusal leaves it suspended: it may be tried again with other pairs.
         """
-        from runtime_shim.gpu.nvidia.cuda import uuid_bytes
+        from gpusnap.runtime_shim.gpu.nvidia.cuda import uuid_bytes
 
         raw = [(uuid_bytes(old), uuid_bytes(new)) for old, new in pairs]
         library = self._ready(pid)
@@ -242,7 +240,7 @@ class Nvidia:
 
 
 def _open_library() -> Library:
-    from runtime_shim.gpu.nvidia.cuda import Library
+    from gpusnap.runtime_shim.gpu.nvidia.cuda import Library
 
     library = Library()
     missing = library.missing()

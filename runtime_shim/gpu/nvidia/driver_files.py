@@ -16,24 +16,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from runtime_shim.errors import reason
+from gpusnap.runtime_shim.errors import reason
 
 if TYPE_CHECKING:
-    from runtime_shim.gpu.cdi.spec import Spec
-
-__all__ = [
-    "File",
-    "Found",
-    "Mapped",
-    "build_id",
-    "counterpart",
-    "differs",
-    "found",
-    "is_driver_file",
-    "loader_cache",
-    "mapped",
-    "replace_version",
-]
+    from gpusnap.runtime_shim.gpu.cdi.spec import Spec
 
 _VERSION = r"[0-9]{3,4}(?:\.[0-9]{1,3}){1,2}"
 # What nvidia-ctk (internal/discover, pkg/nvcdi) and libnvidia-container (nvc_info.c) bring into a container.

@@ -13,11 +13,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from runtime_shim.gpu.api.driver import Gpu, Host
-from runtime_shim.gpu.api.errors import HardwareFault, PermissionRefused
-from runtime_shim.gpu.nvidia.result_codes import NVML_RESULTS, nvml_error
-
-__all__ = ["binding", "driver_version", "inventory", "memory_used"]
+from gpusnap.runtime_shim.gpu.api.driver import Gpu, Host
+from gpusnap.runtime_shim.gpu.api.errors import HardwareFault, PermissionRefused
+from gpusnap.runtime_shim.gpu.nvidia.result_codes import NVML_RESULTS, nvml_error
 
 T = TypeVar("T")
 
@@ -99,7 +97,7 @@ def binding() -> Any:
     try:
         import pynvml
     except ImportError:
-        from runtime_shim.gpu.nvidia import nvml_ctypes
+        from gpusnap.runtime_shim.gpu.nvidia import nvml_ctypes
 
         return nvml_ctypes
     return pynvml

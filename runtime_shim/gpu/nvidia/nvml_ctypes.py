@@ -10,28 +10,6 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
-__all__ = [
-    "Memory",
-    "NVMLError",
-    "PciInfo",
-    "Process",
-    "nvmlDeviceGetComputeMode",
-    "nvmlDeviceGetComputeRunningProcesses",
-    "nvmlDeviceGetCount",
-    "nvmlDeviceGetCudaComputeCapability",
-    "nvmlDeviceGetHandleByIndex",
-    "nvmlDeviceGetMemoryInfo",
-    "nvmlDeviceGetMigMode",
-    "nvmlDeviceGetMinorNumber",
-    "nvmlDeviceGetName",
-    "nvmlDeviceGetPciInfo",
-    "nvmlDeviceGetPersistenceMode",
-    "nvmlDeviceGetUUID",
-    "nvmlInit",
-    "nvmlSystemGetCudaDriverVersion_v2",
-    "nvmlSystemGetDriverVersion",
-]
-
 # The names of NVML's own functions, and of Python's bindings to it: they are looked up by them.
 
 _LIBRARY = "libnvidia-ml.so.1"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from runtime_shim.gpu.api.errors import (
+from gpusnap.runtime_shim.gpu.api.errors import (
     DriverFailed,
     DriverMismatch,
     DriverMissing,
@@ -30,8 +30,6 @@ from runtime_shim.gpu.api.errors import (
     PermissionRefused,
     WorkloadFault,
 )
-
-__all__ = ["CUDA_RESULTS", "CUDA_SUCCESS", "NVML_RESULTS", "cuda_error", "nvml_error"]
 
 CUDA_SUCCESS = 0
 

@@ -19,8 +19,6 @@ from contextlib import contextmanager
 from functools import cache, partial
 from threading import Barrier, Lock
 
-__all__ = ["Bytes", "cores", "read", "touch", "work", "write"]
-
 Bytes = bytes | bytearray | memoryview | mmap.mmap
 """What has its bytes in one piece of memory."""
 

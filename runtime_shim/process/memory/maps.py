@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["Mapping", "Region", "mappings", "regions"]
-
 SMALLEST = 2 << 20
 """Bytes; GPU memory is allocated in units of 2 MiB."""
 

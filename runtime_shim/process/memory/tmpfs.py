@@ -2,7 +2,7 @@
 
     /run/gpusnap/stage.lock         held (flock) while the tmpfs is mounted or unmounted
     /run/gpusnap/stage/             the tmpfs, 0700, in huge pages; mounted when first needed, and unmounted
-        <key>/                      by the last one to leave; see runtime_shim.runtime.container_key
+        <key>/                      by the last one to leave; see gpusnap.runtime_shim.runtime.container_key
             <name>                  the bytes of one region
 
 A driver that copies GPU memory into such a file instead of private memory leaves nothing to be copied out of
@@ -23,10 +23,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from oci.base.files import is_folder
-from runtime_shim.process.memory import copy as copies
-
-__all__ = ["FOLDER", "Area", "Stage", "containers", "device", "remove"]
+from gpusnap.oci.base.files import is_folder
+from gpusnap.runtime_shim.process.memory import copy as copies
 
 FOLDER = "/run/gpusnap/stage"
 _SLICE = 16 << 20  # bytes that one thread populates at a time

@@ -13,9 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from runtime_shim.errors import GpusnapError
-
-__all__ = ["X86_64", "Machine", "this_machine"]
+from gpusnap.runtime_shim.errors import GpusnapError
 
 _WORD = (1 << 64) - 1
 _ERRORS = 4095  # include/linux/err.h, MAX_ERRNO: results from -4095 to -1 are errors

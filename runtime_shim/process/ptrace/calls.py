@@ -14,26 +14,7 @@ import signal
 import time
 from dataclasses import dataclass
 
-from runtime_shim.process.ptrace.arch import this_machine
-
-__all__ = [
-    "PATIENCE",
-    "Stop",
-    "critical_section",
-    "go",
-    "go_to_call",
-    "interrupt",
-    "let_go",
-    "registers",
-    "seize",
-    "send",
-    "set_options",
-    "set_registers",
-    "set_signal_mask",
-    "signal_mask",
-    "stopped",
-    "wait",
-]
+from gpusnap.runtime_shim.process.ptrace.arch import this_machine
 
 # linux/ptrace.h
 _CONT, _DETACH, _SYSCALL = 7, 17, 24

@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from runtime_shim.errors import Refused, reason
-from runtime_shim.process.memory.maps import Mapping, mappings
-from runtime_shim.process.ptrace.remote_syscall import Remote, Saved, inside
-
-__all__ = ["Neutralised", "neutralise"]
+from gpusnap.runtime_shim.errors import Refused, reason
+from gpusnap.runtime_shim.process.memory.maps import Mapping, mappings
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, Saved, inside
 
 _NULL = os.makedev(1, 3)  # Documentation/admin-guide/devices.txt
 _FIXED = 0x10  # asm-generic/mman-common.h, MAP_FIXED

@@ -21,16 +21,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.process.memory import copy as copies
-from runtime_shim.process.memory.tmpfs import Area
-from runtime_shim.process.ptrace import calls as ptrace
-from runtime_shim.process.ptrace.arch import this_machine
-from runtime_shim.process.ptrace.remote_syscall import Remote, Saved
-from runtime_shim.process.ptrace.tracee import Tracee
-from runtime_shim.process.ptrace.tracer import Tracer
-
-__all__ = ["Backing", "Populated", "populated"]
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.process.memory.tmpfs import Area
+from gpusnap.runtime_shim.process.ptrace import calls as ptrace
+from gpusnap.runtime_shim.process.ptrace.arch import this_machine
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, Saved
+from gpusnap.runtime_shim.process.ptrace.tracee import Tracee
+from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 
 LARGE = 32 << 20
 """Bytes; below it the driver's own way is as good."""

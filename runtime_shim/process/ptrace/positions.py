@@ -23,21 +23,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.process.memory import maps as regions
-from runtime_shim.process.ptrace.arch import Machine, this_machine
-
-__all__ = [
-    "Position",
-    "Text",
-    "is_unsafe",
-    "position",
-    "positions",
-    "read_text",
-    "unsafe",
-    "waiting",
-    "within_libc",
-]
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process.memory import maps as regions
+from gpusnap.runtime_shim.process.ptrace.arch import Machine, this_machine
 
 _LIBC = re.compile(r"/libc(\.so\.6|-2\.\d+\.so)$")
 _LOADER = re.compile(r"/ld(-linux[^/]*\.so\.\d+|-2\.\d+\.so|64\.so\.\d+)$")

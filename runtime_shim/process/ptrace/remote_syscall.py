@@ -24,14 +24,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from signal import SIGSYS
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.process.memory import copy as copies
-from runtime_shim.process.memory.maps import mappings
-from runtime_shim.process.ptrace import calls as ptrace
-from runtime_shim.process.ptrace.arch import Machine, this_machine
-from runtime_shim.process.ptrace.tracee import Tracee, held
-
-__all__ = ["Remote", "Saved", "inside", "put_back"]
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.process.memory.maps import mappings
+from gpusnap.runtime_shim.process.ptrace import calls as ptrace
+from gpusnap.runtime_shim.process.ptrace.arch import Machine, this_machine
+from gpusnap.runtime_shim.process.ptrace.tracee import Tracee, held
 
 _AT_FDCWD = -100  # linux/fcntl.h
 _WINDOW = 1 << 20
@@ -114,6 +112,7 @@ class Remote:
             f"thread {self._tracee.tid} of process {self._tracee.pid} entered another system call than "
             f"{name}, and was kept from making it",
             hint="its program changes its own code while it is worked on: do not trust it",
+            code="GPS-229",
         )
 
     def mmap(
@@ -246,6 +245,7 @@ def put_back(pid: int, saved: Saved) -> None:
         raise GpusnapError(
             f"the saved registers of process {pid} are not of this host's architecture",
             hint="kill the process, and restore its container from a checkpoint",
+            code="GPS-026",
         )
     with held(pid, saved.tid) as tracee:
         tracee.set_registers(saved.registers)

@@ -18,8 +18,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-__all__ = ["Mask", "Note", "clear", "kept", "note", "read"]
-
 # Process and thread (0: the slot is free), start time of the thread, its mask.
 _SLOT = struct.Struct("=IIQQ")
 _FREE = bytes(_SLOT.size)

@@ -15,11 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from runtime_shim.process.ptrace import calls as ptrace
-from runtime_shim.process.ptrace import signal_masks
-from runtime_shim.process.ptrace.calls import Stop
-
-__all__ = ["FAULTS", "Tracee", "held", "put_masks_back", "state"]
+from gpusnap.runtime_shim.process.ptrace import calls as ptrace
+from gpusnap.runtime_shim.process.ptrace import signal_masks
+from gpusnap.runtime_shim.process.ptrace.calls import Stop
 
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """What the kernel raises for an instruction that cannot be run."""

@@ -24,12 +24,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.process.ptrace import calls as ptrace
-from runtime_shim.process.ptrace.positions import Position, position
-from runtime_shim.process.ptrace.tracee import FAULTS, Tracee, state
-
-__all__ = ["CallWatch", "Tracer"]
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process.ptrace import calls as ptrace
+from gpusnap.runtime_shim.process.ptrace.positions import Position, position
+from gpusnap.runtime_shim.process.ptrace.tracee import FAULTS, Tracee, state
 
 # Seconds between two looks: short after something has happened.
 _SOON, _LATEST = 0.0001, 0.002

@@ -26,17 +26,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from runtime_shim.errors import ImageError, SettingsError, reason
-from runtime_shim.records.manifest import DriverMount
-from runtime_shim.runtime import find as locate
-from runtime_shim.runtime import options
-from runtime_shim.runtime.command_line import CheckpointCall, RestoreCall
-from runtime_shim.runtime.criu import scratch_files
-from runtime_shim.runtime.criu.scratch_files import scratch
-from runtime_shim.runtime.identify import RealRuntime
-from runtime_shim.settings import Criu
-
-__all__ = ["VARIABLE", "Connections", "config_file", "connections", "dump_text", "restore_text", "with_flags"]
+from gpusnap.runtime_shim.errors import ImageError, SettingsError, reason
+from gpusnap.runtime_shim.records.manifest import DriverMount
+from gpusnap.runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.runtime import options
+from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, RestoreCall
+from gpusnap.runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
+from gpusnap.runtime_shim.runtime.identify import RealRuntime
+from gpusnap.runtime_shim.settings import Criu
 
 Call = TypeVar("Call", CheckpointCall, RestoreCall)
 

@@ -18,11 +18,9 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.process import pidfd, proc
-from runtime_shim.runtime.criu import scratch_files
-
-__all__ = ["children", "kill_all"]
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process import pidfd, proc
+from gpusnap.runtime_shim.runtime.criu import scratch_files
 
 _PATIENCE = 30.0  # seconds that killed processes may take to go
 _INTERVAL = 0.01
@@ -64,6 +62,7 @@ def kill_all(
                     f"processes of the restore do not end though they were killed: "
                     f"{' '.join(map(str, sorted(left)))}",
                     hint="/proc/PID/stack says what they wait for; then run gpusnap recover",
+                    code="GPS-025",
                 )
             time.sleep(_INTERVAL)
 

@@ -16,12 +16,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from runtime_shim.errors import Refused
-from runtime_shim.gpu.nvidia.driver_files import is_driver_file
-from runtime_shim.process import proc
-from runtime_shim.records.manifest import DriverMount
-
-__all__ = ["checked", "undeclared"]
+from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.gpu.nvidia.driver_files import is_driver_file
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records.manifest import DriverMount
 
 # A GPU's node that was bind-mounted and has moved: config.json knows it by its old name.
 _NODE = re.compile(r"/dev/(?:nvidia(?:\d{1,3}|ctl|-uvm|-uvm-tools|-modeset)|dri/(?:renderD|card)\d{1,4}|kfd)")
@@ -53,11 +51,14 @@ def checked(mounts: Sequence[DriverMount], here: Sequence[DriverMount] | None = 
         chosen = ours.source != mount.source  # then it is this host's, and not the manifest's
         for path in (mount.destination, mount.source, *(() if chosen else [os.path.realpath(mount.source)])):
             if not _ours(path):
-                raise Refused(f"the manifest asks to mount {path}, which is no file of the GPU's driver")
+                raise Refused(
+                    f"the manifest asks to mount {path}, which is no file of the GPU's driver", code="GPS-604"
+                )
         if not os.path.exists(ours.source):
             raise Refused(
                 f"the container had the driver's {mount.source} mounted, and this host does not have it",
                 hint="install the same driver version here",
+                code="GPS-405",
             )
 
 

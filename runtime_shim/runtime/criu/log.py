@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from oci.base.files import open_below
-
-__all__ = ["first_error"]
+from gpusnap.oci.base.files import open_below
 
 # "(00.012345) Error (criu/files-ext.c:98): Can't dump file 5 of that type [20000] (chr 195:0)";
 # a restored task's PID stands before it as "(00.012345)    123: Error …".

@@ -20,14 +20,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
-from runtime_shim.errors import ImageError, Refused, reason
-from runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA, KNOWN, Plugin
-from runtime_shim.runtime import find as locate
-from runtime_shim.runtime.criu import scratch_files
-from runtime_shim.runtime.criu.scratch_files import scratch
-from runtime_shim.settings import SETTINGS_FILE, Amd, Criu, Settings
-
-__all__ = ["FOLDERS", "VARIABLE", "Injection", "find", "injected"]
+from gpusnap.runtime_shim.errors import ImageError, Refused, reason
+from gpusnap.runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA, KNOWN, Plugin
+from gpusnap.runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
+from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
+from gpusnap.runtime_shim.settings import Amd, Criu, Settings
 
 VARIABLE = "CRIU_LIBS_DIR"
 
@@ -116,6 +115,7 @@ def find(plugin: Plugin, settings: Settings) -> str:
     raise Refused(
         f"{plugin.what} is not on this host: there is no {plugin.file} in {', '.join(folders)}",
         hint=f"install it, or set {section}.libdir in {SETTINGS_FILE} to the folder that has it",
+        code="GPS-506",
     )
 
 
@@ -142,6 +142,7 @@ def _with_program(plugin: Plugin, path: str, chosen: str) -> dict[str, str]:
             f"{plugin.what} runs {plugin.program}, and this host has none "
             + (f"at {chosen}" if chosen else f"in {', '.join(_folders(searched))}"),
             hint=f"install NVIDIA's {plugin.program}, or set nvidia.cuda-checkpoint in {SETTINGS_FILE}",
+            code="GPS-506",
         )
     folder = os.path.dirname(program)
     if folder in searched.split(":") and not chosen:

@@ -10,18 +10,16 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import IO
 
-from runtime_shim.errors import RuntimeFailed, reason
-from runtime_shim.log import note, runtime_message, runtime_warnings
-from runtime_shim.runtime import find as locate
-from runtime_shim.runtime.child_process import Finished, run
-from runtime_shim.runtime.command_line import CheckpointCall, RestoreCall, render, render_globals
-from runtime_shim.runtime.criu import scratch_files
-from runtime_shim.runtime.criu.config import config_file
-from runtime_shim.runtime.criu.log import first_error
-from runtime_shim.runtime.criu.scratch_files import scratch
-from runtime_shim.runtime.identify import RealRuntime
-
-__all__ = ["Invoked", "control", "invoke", "quiet"]
+from gpusnap.runtime_shim.errors import RuntimeFailed, reason
+from gpusnap.runtime_shim.log import note, runtime_message, runtime_warnings
+from gpusnap.runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.runtime.child_process import Finished, run
+from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, RestoreCall, render, render_globals
+from gpusnap.runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.runtime.criu.config import config_file
+from gpusnap.runtime_shim.runtime.criu.log import first_error
+from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
+from gpusnap.runtime_shim.runtime.identify import RealRuntime
 
 
 @dataclass(frozen=True, slots=True)

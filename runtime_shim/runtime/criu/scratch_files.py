@@ -16,10 +16,8 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.process import proc
-
-__all__ = ["CONFIG", "children", "let_end", "prefix", "scratch", "sweep"]
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process import proc
 
 # Seconds for what the real runtime is at: CRIU writes or reads the images at the disk's speed.
 _PATIENCE = 300.0
@@ -69,6 +67,7 @@ def let_end(owner: tuple[int, int], container: str, *, enough: Callable[[], bool
             raise GpusnapError(
                 f"what a killed gpusnap called for container {container} is still at work: process {pids}",
                 hint=f"wait for it, or kill {pids}, and run gpusnap recover again",
+                code="GPS-020",
             )
         time.sleep(0.02)
 

@@ -12,13 +12,11 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 
-from runtime_shim.errors import RuntimeFailed
-from runtime_shim.runtime import find as locate
-from runtime_shim.runtime.child_process import run
-from runtime_shim.runtime.criu import scratch_files
-from runtime_shim.runtime.criu.scratch_files import scratch
-
-__all__ = ["criu_version", "refuses"]
+from gpusnap.runtime_shim.errors import RuntimeFailed
+from gpusnap.runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.runtime.child_process import run
+from gpusnap.runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
 
 # Podman's environment has a PATH, but a service's may lack the sbin folders where Debian keeps criu.
 _FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

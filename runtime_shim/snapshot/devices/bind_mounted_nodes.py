@@ -19,11 +19,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 
-from runtime_shim.errors import ContainerError, reason
-from runtime_shim.gpu.api.device_nodes import Change, Node
-from runtime_shim.process import mount_namespace, proc
-
-__all__ = ["device_nodes", "mounted_nodes", "replace_nodes"]
+from gpusnap.runtime_shim.errors import ContainerError, reason
+from gpusnap.runtime_shim.gpu.api.device_nodes import Change
+from gpusnap.runtime_shim.gpu.api.driver import Node
+from gpusnap.runtime_shim.process import mount_namespace, proc
 
 _T = TypeVar("_T")
 
@@ -66,6 +65,7 @@ def device_nodes(init: int) -> tuple[tuple[str, int, int, str], ...]:
             raise ContainerError(
                 f"/dev of the container of process {init} cannot be read: {reason(error)}",
                 hint="free memory or files, and try again",
+                code="GPS-004",
             ) from error
     return tuple(sorted(found, key=lambda each: each[3]))
 

@@ -6,16 +6,14 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from runtime_shim.errors import Refused, UsageError
-from runtime_shim.gpu.api.driver import Driver, Host
-from runtime_shim.gpu.api.gpu_map import GpuMap, parse_map
-from runtime_shim.gpu.assignment import Plan, plan
-from runtime_shim.records import cri_layout, manifest
-from runtime_shim.runtime import container as containers
-from runtime_shim.snapshot.devices import remap
-from runtime_shim.snapshot.suspend import criu_plugin
-
-__all__ = ["GPU_MAP", "choose", "driver_for", "given", "gpu_request"]
+from gpusnap.runtime_shim.errors import Refused, UsageError
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Host
+from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, parse_map
+from gpusnap.runtime_shim.gpu.assignment import Plan, plan
+from gpusnap.runtime_shim.records import cri_layout, manifest
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.snapshot.devices import remap
+from gpusnap.runtime_shim.snapshot.suspend import criu_plugin
 
 GPU_MAP = "GPUSNAP_GPU_MAP"
 """The caller's environment reaches a restore (conmon hands Podman's down), though not a checkpoint."""
@@ -35,6 +33,7 @@ def driver_for(record: manifest.Manifest, driver: Driver | None) -> Driver | Non
             f"the checkpoint holds the state of {count} GPU{'s' if count > 1 else ''} "
             f"({model}), and this host has no {record.host.vendor.upper()} driver",
             hint="restore it on a host with such GPUs",
+            code="GPS-401",
         )
     return driver
 
@@ -97,5 +96,5 @@ def gpu_request(option: str | None) -> GpuMap:
             try:
                 return parse_map(text)
             except ValueError as error:
-                raise UsageError(f"{name} is {text[:200]!r}; it must be {error}") from None
+                raise UsageError(f"{name} is {text[:200]!r}; it must be {error}", code="GPS-403") from None
     return ()

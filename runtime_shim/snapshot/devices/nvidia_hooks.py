@@ -26,12 +26,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime_shim.errors import reason
-from runtime_shim.log import note
-from runtime_shim.process.mount_view import show_mounts
-from runtime_shim.runtime.container import Container
-
-__all__ = ["HOOKS", "PLACES", "rerun"]
+from gpusnap.runtime_shim.errors import reason
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.process.mount_view import show_mounts
+from gpusnap.runtime_shim.runtime.container import Container
 
 HOOKS = ("update-ldcache", "create-symlinks")
 """The hooks that may run again; they only write into the container's root."""
@@ -110,13 +108,16 @@ def _run_all(
         show(container.pid, _root(config, container.bundle))
     except (OSError, _Unfit) as error:
         said = reason(error) if isinstance(error, OSError) else str(error)
-        note(f"NVIDIA's hooks were not run again, the container's root cannot be shown to them: {said}")
+        note(
+            f"NVIDIA's hooks were not run again, the container's root cannot be shown to them: {said}",
+            code="GPS-410",
+        )
         return
     for hook in hooks:
         try:
             _run(hook, container, _find(hook.program, places, owner))
         except _Unfit as error:
-            note(f"NVIDIA's hook {hook.name} was not run again: {error}")
+            note(f"NVIDIA's hook {hook.name} was not run again: {error}", code="GPS-410")
 
 
 def _root(config: dict[str, Any], bundle: str) -> str:
@@ -140,7 +141,7 @@ def _hooks(config: dict[str, Any], allowed: Sequence[str]) -> Iterator[_Hook]:
             if hook is not None:
                 yield hook
         except _Unfit as error:
-            note(f"a hook of the container was not run again: {error}")
+            note(f"a hook of the container was not run again: {error}", code="GPS-410")
 
 
 def _hook(entry: Any, allowed: Sequence[str]) -> _Hook | None:
@@ -267,11 +268,17 @@ def _run(hook: _Hook, container: Container, found: tuple[str, tuple[str, ...]]) 
             out, _ = process.communicate(json.dumps(state).encode(), timeout=hook.timeout)
         except subprocess.TimeoutExpired:
             _kill(process)
-            note(f"NVIDIA's hook {hook.name} did not end within {hook.timeout:g} s and was killed")
+            note(
+                f"NVIDIA's hook {hook.name} did not end within {hook.timeout:g} s and was killed",
+                code="GPS-410",
+            )
             return
     said = " ".join(out.decode("utf-8", "backslashreplace").split())[:_SAID]
     if process.returncode:
-        note(f"NVIDIA's hook {hook.name} failed with exit code {process.returncode}: {said or 'no message'}")
+        note(
+            f"NVIDIA's hook {hook.name} failed with exit code {process.returncode}: {said or 'no message'}",
+            code="GPS-410",
+        )
     elif said:
         note(f"NVIDIA's hook {hook.name} said: {said}")
 

@@ -20,17 +20,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from oci.base.files import open_below
-from runtime_shim.errors import GpusnapError, ImageError, Refused, reason
-from runtime_shim.gpu.api.device_nodes import Change, Node, changes
-from runtime_shim.gpu.api.driver import Driver, Gpu, Host
-from runtime_shim.gpu.nvidia.driver_files import Found, counterpart, differs
-from runtime_shim.records.manifest import DriverMount, Manifest
-from runtime_shim.runtime import bundle
-from runtime_shim.runtime.criu.images import dev
-from runtime_shim.snapshot.devices import bind_mounted_nodes
-
-__all__ = ["Remap", "given", "image", "make", "settle"]
+from gpusnap.oci.base.files import open_below
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, reason
+from gpusnap.runtime_shim.gpu.api.device_nodes import Change, changes
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host, Node
+from gpusnap.runtime_shim.gpu.nvidia.driver_files import Found, counterpart, differs
+from gpusnap.runtime_shim.records.manifest import DriverMount, Manifest
+from gpusnap.runtime_shim.runtime import bundle
+from gpusnap.runtime_shim.runtime.criu.images import dev
+from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes
 
 _PROC_GPU = re.compile(r"(/proc/driver/nvidia/gpus/)([0-9a-f:.]+)")
 _SEEN = 8
@@ -80,6 +78,7 @@ def make(
         raise Refused(
             "the checkpoint does not say which device nodes its container had, so it cannot change GPUs",
             hint="restore it on the GPUs that it was made on",
+            code="GPS-406",
         )
     here = driver.nodes()
     old = tuple(Node(n.path, n.major, n.minor, n.gpu) for n in record.nodes)
@@ -176,7 +175,8 @@ def _granted(sources: Iterable[str], strange: Sequence[Node]) -> None:
         node = numbers.get((os.major(found.st_rdev), os.minor(found.st_rdev)))
         if stat.S_ISCHR(found.st_mode) and node is not None:
             raise Refused(
-                f"the checkpoint asks to mount {source}, the device of GPU {node.gpu}, which is not its own"
+                f"the checkpoint asks to mount {source}, the device of GPU {node.gpu}, which is not its own",
+                code="GPS-604",
             )
 
 
@@ -209,6 +209,7 @@ def _same_builds(record: Manifest, sources: Mapping[str, str]) -> None:
                 f"and {why}",
                 hint="a process cannot change the driver's code under its feet: restore on a host with the "
                 "same driver build",
+                code="GPS-405",
             )
 
 

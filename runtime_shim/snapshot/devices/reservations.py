@@ -19,27 +19,22 @@ under the lock only, so whatever cannot be read by who has it was left by nobody
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import secrets
 import stat
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from oci.base.json_text import parse_json
-from runtime_shim.errors import GpusnapError, reason
-from runtime_shim.process import proc
-
-__all__ = ["Room", "claim", "reserved", "sweep"]
+from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.process import proc
 
 FOLDER = "/run/gpusnap/room"
 PATIENCE = 10.0
 """Seconds to wait for others who are choosing; choosing takes them less than one."""
-_PAUSE = 0.02
 _LOCK = "lock"
 # 256 GPUs make about 16 KiB.
 _MAX_BYTES = 64 << 10
@@ -65,7 +60,7 @@ class _Entry:
 class Room:
     """Our claim, see `claim`."""
 
-    def __init__(self, folder: str, lock: int) -> None:
+    def __init__(self, folder: str, lock: contextlib.ExitStack) -> None:
         self._path = os.path.join(folder, f"{os.getpid()}-{secrets.token_hex(4)}.json")
         self._lock = lock
         self.reserved: Mapping[str, int] = _others(folder, tidy=True)
@@ -76,17 +71,15 @@ class Room:
 
         Raises GpusnapError where it cannot be written; the lock is then still held.
         """
-        own = proc.process(os.getpid())
-        if own is None:
+        pid, start = state_files.owner()
+        if not start:
             raise GpusnapError(f"{proc.PROC} does not show this process", hint=f"mount {proc.PROC}")
-        entry = {"pid": own.pid, "start": own.start, "bytes": dict(wanted)}
         try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(json.dumps(entry).encode())
+            entry = {"pid": pid, "start": start, "bytes": dict(wanted)}
+            state_files.write(self._path, json.dumps(entry).encode())
         except OSError as error:
             raise _unusable(self._path, error) from error
-        fcntl.flock(self._lock, fcntl.LOCK_UN)
+        self._lock.close()
 
     def _leave(self) -> None:
         with contextlib.suppress(OSError):  # if it stays, it counts for no longer than this process lives
@@ -100,9 +93,18 @@ def claim(folder: str = FOLDER, *, patience: float = PATIENCE) -> Iterator[Room]
     Raises GpusnapError where `folder` cannot be used, or others hold its lock for more than `patience`
     seconds.
     """
-    lock = _open_lock(folder)
-    try:
-        _wait_for(lock, folder, patience)
+    path = os.path.join(folder, _LOCK)
+    busy = GpusnapError(
+        f"another restore has kept {folder} locked for more than {patience:g} s",
+        hint=f"try again; fuser {path} shows who has it open",
+    )
+    with contextlib.ExitStack() as lock:
+        _make_folder(folder)
+        lock.enter_context(
+            state_files.locked(
+                path, patience=patience, busy=lambda: busy, failed=lambda error: _unusable(folder, error)
+            )
+        )
         try:
             room = Room(folder, lock)
         except OSError as error:
@@ -111,10 +113,6 @@ def claim(folder: str = FOLDER, *, patience: float = PATIENCE) -> Iterator[Room]
             yield room
         finally:
             room._leave()
-    finally:
-        # A child forked meanwhile has the same lock: closing alone would leave it with the child.
-        fcntl.flock(lock, fcntl.LOCK_UN)
-        os.close(lock)
 
 
 def reserved(folder: str = FOLDER) -> Mapping[str, int]:
@@ -127,7 +125,9 @@ def reserved(folder: str = FOLDER) -> Mapping[str, int]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise GpusnapError(f"{folder} cannot be read: {reason(error)}", hint="do it as root") from error
+        raise GpusnapError(
+            f"{folder} cannot be read: {reason(error)}", hint="do it as root", code="GPS-005"
+        ) from error
 
 
 def sweep(folder: str = FOLDER) -> None:
@@ -145,41 +145,17 @@ def _unusable(path: str, error: OSError) -> GpusnapError:
     )
 
 
-def _open_lock(folder: str) -> int:
+def _make_folder(folder: str) -> None:
     try:
-        # Each with its own mode: makedirs() would give the outer one what the umask leaves.
-        for path in (os.path.dirname(folder), folder):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(path, 0o700)
+        state_files.make_folder(folder)
         status = os.lstat(folder)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise GpusnapError(
-                f"room on the GPUs cannot be reserved in {folder}: others can write it, or it is no folder",
-                hint="remove it",
-            )
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        return os.open(os.path.join(folder, _LOCK), flags, 0o600)
     except OSError as error:
         raise _unusable(folder, error) from error
-
-
-def _wait_for(lock: int, folder: str, patience: float) -> None:
-    """Polls: flock(2) has no deadline, and a signal's alarm would be the caller's."""
-    end = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= end:
-                raise GpusnapError(
-                    f"another restore has kept {folder} locked for more than {patience:g} s",
-                    hint=f"try again; fuser {folder}/{_LOCK} shows who has it open",
-                ) from None
-            time.sleep(_PAUSE)
-        except OSError as error:
-            raise _unusable(folder, error) from error
-        else:
-            return
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise GpusnapError(
+            f"room on the GPUs cannot be reserved in {folder}: others can write it, or it is no folder",
+            hint="remove it",
+        )
 
 
 def _others(folder: str, *, tidy: bool) -> dict[str, int]:
@@ -202,14 +178,8 @@ def _others(folder: str, *, tidy: bool) -> dict[str, int]:
 def _read(path: str) -> _Entry | None:
     """The entry, or None where the file holds none."""
     try:
-        # O_NONBLOCK: to open a FIFO is to wait for its writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                return None
-            data = file.read(_MAX_BYTES + 1)
-        return _decoded(parse_json(data)) if len(data) <= _MAX_BYTES else None
-    except (OSError, ValueError, RecursionError):
+        return _decoded(state_files.read(path, limit=_MAX_BYTES))
+    except (OSError, ValueError):
         return None
 
 

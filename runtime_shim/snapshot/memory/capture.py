@@ -17,38 +17,33 @@ import contextlib
 import errno
 import mmap
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
-from oci.base.errors import OciError
-from oci.chunks import writer as writing
-from oci.chunks.table import Progress, Table
-from oci.layout.layout import Layout
-from runtime_shim.errors import GpusnapError, ImageError, reason
-from runtime_shim.gpu.api.parallel import at_once
-from runtime_shim.process import mount_namespace, proc
-from runtime_shim.process.memory import copy as copies
-from runtime_shim.process.memory import maps as regions
-from runtime_shim.process.memory.maps import Region
-from runtime_shim.process.memory.tmpfs import Area, Stage
-from runtime_shim.process.ptrace.populate import Backing, Populated
-from runtime_shim.process.ptrace.remote_syscall import Remote, inside
-from runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord, Written
-from runtime_shim.runtime import container_key
-from runtime_shim.settings import Memory
-from runtime_shim.snapshot.memory import transfer
-from runtime_shim.snapshot.memory.destination import Home, ImageHome
-from runtime_shim.snapshot.memory.write_ahead import Early
-from runtime_shim.snapshot.memory.writeback import Flushing
-from runtime_shim.snapshot.records import journal
-from runtime_shim.stopping.stop import populated
-
-if TYPE_CHECKING:
-    from runtime_shim.process.ptrace.tracer import Tracer
-
-__all__ = ["Chunks"]
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.chunks import writer as writing
+from gpusnap.oci.chunks.table import Progress, Table
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, reason
+from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.process import mount_namespace, proc
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.process.memory import maps as regions
+from gpusnap.runtime_shim.process.memory.maps import Region
+from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
+from gpusnap.runtime_shim.process.ptrace.populate import Backing, Populated
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, inside
+from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord, Written
+from gpusnap.runtime_shim.runtime import container_key
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory.destination import Home, ImageHome
+from gpusnap.runtime_shim.snapshot.memory.pages import Pages
+from gpusnap.runtime_shim.snapshot.memory.write_ahead import Early
+from gpusnap.runtime_shim.snapshot.memory.writeback import Flushing
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.stopping.stop import populated
 
 _DONTNEED = 4  # asm-generic/mman-common.h
 _EMPTY = transfer.OWN | 0x4000  # ibid., MAP_NORESERVE
@@ -79,8 +74,8 @@ class _Process:
     freed: bool = False
 
 
-class Chunks:
-    """`suspension.Pages`: taken out of the processes into chunks, and given back from them."""
+class Chunks(Pages):
+    """Taken out of the processes into chunks, and given back from them."""
 
     def __init__(
         self,
@@ -97,6 +92,7 @@ class Chunks:
         `ahead`: begin to write while the driver still works, since the container waits for the disk.
         """
         self._home = home or ImageHome(image_path, container_key.id_of(key), settings, bundle)
+        super().__init__(self._home.place, key)
         self.name = self._home.kind
         self._image = image_path
         self._key, self._settings = key, settings
@@ -114,28 +110,18 @@ class Chunks:
     def _layout(self) -> Layout:
         return self._home.layout
 
-    @property
-    def place(self) -> str:
-        """The folder that the chunks go to."""
-        return self._home.place
-
     def prepare(self) -> None:
         """Have the place for the chunks ready. Raises Refused."""
         self._home.begin()
 
-    def watch(self, pid: int) -> None:
-        """Remember what the process has mapped before the driver's checkpoint."""
-        self._processes[pid] = _Process(_mappings(pid))
-
     @contextlib.contextmanager
-    def thread(self, pid: int, tid: int) -> Iterator[Tracer]:
+    def thread(self, pid: int, tid: int) -> Iterator[Populated]:
         """Let the driver's thread run for its checkpoint, its large mappings files if they can be."""
+        process = self._processes[pid] = _Process(_mappings(pid))
         lent = partial(journal.thread, self._key, pid)
         backing = Backing(partial(self._watched, pid), lent)
-        with populated(pid, tid, threads=self._settings.threads, backing=backing) as done:
-            self._processes[pid].populated = done
-            assert done.tracer is not None
-            yield done.tracer
+        with populated(pid, tid, threads=self._settings.threads, backing=backing) as process.populated:
+            yield process.populated
 
     def take(self, pids: Sequence[int]) -> None:
         """Have the regions of those that were not taken yet in files, note where, and free them."""
@@ -198,11 +184,8 @@ class Chunks:
                     f"the GPU memory of process {pid} ({proc.comm(pid)}) cannot be given back: "
                     f"{reason(error)}",
                     hint="run gpusnap recover",
+                    code="GPS-027",
                 ) from error
-
-    def resumed(self) -> None:
-        """The processes run again: nobody may touch their memory, what is staged is for the layout."""
-        journal.write(self._key, self._image, {}, layout=self._layout.path)
 
     def note(self, pids: Sequence[int]) -> None:
         """Journal where the regions of processes are: in the layout, in the stage, or in themselves."""
@@ -231,35 +214,18 @@ class Chunks:
             for pid, p in self._processes.items()
         }
 
-    def notes(self) -> Mapping[int, str]:
-        """By PID, why the fast way was not taken."""
-        return {pid: p.populated.why_not for pid, p in self._processes.items() if p.populated.why_not}
-
-    def written(self) -> Written:
-        """What the layout took."""
-        return Written(self._progress.written, self._progress.known, self._progress.zero)
-
-    def commit(self, *, kept: bool) -> None:
-        """Make the chunks durable, and the layout one that anybody can read.
-
-        Raises ImageError. `kept`: the container runs on, and its next checkpoint will want them.
-        """
+    def commit(self, *, kept: bool) -> tuple[FileRecord, ...]:
+        """Make the chunks durable, and the layout one that anybody can read. Raises ImageError."""
         self.write()
         tables = [each.table for _, each in self._all() if each.table is not None]
         self._flushed()
         self._home.commit(tables, kept=kept)
-
-    def images(self) -> tuple[FileRecord, ...]:
-        """CRIU's images that are in chunks, too; to be called after the dump."""
         return self._home.images()
 
-    def named(self, record: Manifest) -> None:
-        """The chunks are durable, and this is what the manifest will say. Raises ImageError."""
+    def finish(self, record: Manifest, write: Callable[[], bool]) -> None:
+        """Name the chunks, then the manifest; let go of what it says to be in them. Raises ImageError."""
         self._home.name(record)
-
-    def whole(self, record: Manifest | None) -> None:
-        """The manifest is on disk, or, for None, what it said before the dump. Raises ImageError."""
-        self._home.close(record)
+        self._home.close(record if write() else None)
 
     def close(self) -> None:
         """The checkpoint is whole: what was staged is not needed any more."""
@@ -348,6 +314,7 @@ class Chunks:
                 raise GpusnapError(
                     f"the GPU driver has left {covered} of {area.size} bytes of a region in process {pid}",
                     hint="set memory.pages to criu",
+                    code="GPS-513",
                 )
         for region in regions.regions(process.before, there):
             yield _Held(region, self._copied(pid, region))
@@ -404,6 +371,8 @@ class Chunks:
             before.known + last[0].known + ahead.known,
             before.written + last[0].written + ahead.stored,
         )
+        now = self._progress
+        self.written = Written(now.written, now.known, now.zero)
 
     def _free(self, pid: int) -> None:
         """In a thread of its own for each process, which is the tracer."""
@@ -420,6 +389,7 @@ class Chunks:
                     f"the GPU memory of process {pid} ({proc.comm(pid)}) is written, but cannot be freed in "
                     f"it: {reason(error)}",
                     hint="set memory.pages to criu",
+                    code="GPS-513",
                 ) from error
 
 

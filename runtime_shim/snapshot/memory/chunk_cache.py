@@ -6,9 +6,10 @@ the next checkpoint may go into the same one. So the blobs get second names here
     /var/lib/gpusnap/kept/         memory.keep-folder, 0700: process memory is in it
         <container>/               0700; held (flock) by whoever links from it or changes it
             kept.json              {"version": 1, "bundle": path}: written first, removed last
-            known.json             which chunk is in which blob, see oci.chunks.index: written last, removed
-            first oci-layout             it is an image layout, but one without an index: nothing to restore
-            from blobs/sha256/<digest>  hard links of the image's blobs; no byte is written for them
+            known.json             which chunk is in which blob (gpusnap.oci.chunks.index): written last,
+                                   removed first
+            oci-layout             it is an image layout, but one without an index: nothing to restore from
+            blobs/sha256/<digest>  hard links of the image's blobs; no byte is written for them
 
 The rules:
 
@@ -19,7 +20,7 @@ The rules:
 - It saves work and is needed for nothing. Whatever is wrong with it (removed at any moment, cut off, changed,
   somebody else's) is a miss, and no error of a checkpoint. A lock that is not had at once is a miss too.
 - A blob is linked into a checkpoint without being read. It is the right one because it is the file that it
-  was when it was made durable: oci.chunks.index compares inode, size and time of change.
+  was when it was made durable: gpusnap.oci.chunks.index compares inode, size and time of change.
 - A writer that is killed leaves what was kept before, and blobs that nothing names: the next `keep` or `drop`
   of that container removes them. One that removes and is killed leaves kept.json, so that it is found again.
 - What is kept of a container whose bundle is gone is removed when the next checkpoint of any container ends,
@@ -32,7 +33,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
@@ -41,20 +41,19 @@ import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from oci.base.errors import OciError
-from oci.base.files import UNFINISHED, open_folder, read_regular, replace
-from oci.base.json_text import parse_json
-from oci.base.threads import for_each
-from oci.chunks.index import Known
-from oci.chunks.table import Table
-from oci.layout.digests import encoded
-from oci.layout.layout import Layout
-from runtime_shim.errors import reason
-from runtime_shim.log import note
-from runtime_shim.settings import Memory
-from runtime_shim.units import human
-
-__all__ = ["Kept", "make_room", "tidy"]
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.base.files import UNFINISHED, open_folder, read_regular, replace
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.base.locks import stands, try_exclusive, unlock
+from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.chunks.index import Known
+from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.layout.digests import encoded
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.runtime_shim.errors import reason
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.units import human
 
 _RECORD = "kept.json"
 _INDEX = "known.json"
@@ -89,7 +88,7 @@ class Kept:
         self._path = os.path.join(self._folder, container)
         self._lock: int | None = None
         self.known: Known | None = None
-        """The chunks of the last checkpoint, for oci.chunks.writer.write."""
+        """The chunks of the last checkpoint, for gpusnap.oci.chunks.writer.write."""
 
     @classmethod
     def open(cls, settings: Memory, container: str, bundle: str) -> Kept:
@@ -130,7 +129,8 @@ class Kept:
         note(
             f"the GPU memory of container {self._container} is not kept for its next checkpoint, which will "
             f"write all of it again: {why}; set memory.keep-folder to a folder beside the images, or "
-            "memory.keep to false"
+            "memory.keep to false",
+            code="GPS-514",
         )
 
     def drop(self) -> None:
@@ -146,7 +146,7 @@ class Kept:
         """Let others have it. May be called twice."""
         if self._lock is not None:
             lock, self._lock = self._lock, None
-            _unlock(lock)
+            unlock(lock)
 
     def _replace(self, layout: Layout, tables: Sequence[Table], blobs: Mapping[str, int]) -> None:
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
@@ -168,9 +168,9 @@ class Kept:
     def _made(self) -> int:
         """The container's folder, locked, made anew where somebody removed it meanwhile."""
         _check_name(self._container, self._folder)
-        if self._lock is not None and not _stands(self._lock, self._path):
+        if self._lock is not None and not stands(self._lock, self._path):
             lock, self._lock = self._lock, None
-            _unlock(lock)
+            unlock(lock)
         if self._lock is None:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self._path, 0o700)
@@ -221,7 +221,7 @@ def make_room(settings: Memory, place: str, need: int, *, container: str) -> Non
 
 
 def _place(settings: Memory) -> str:
-    """Without links, which oci.base.files does not follow."""
+    """Without links, which gpusnap.oci.base.files does not follow."""
     return os.path.realpath(settings.keep_folder)
 
 
@@ -249,12 +249,8 @@ def _locked(folder: str, name: str) -> int:
         for found, where in ((os.stat(folder), folder), (os.fstat(lock), path)):
             if found.st_uid != os.geteuid() or found.st_mode & 0o022:
                 raise _Unkept(f"others may write to {where}")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _stands(lock, path):  # whoever had it has removed it
-            raise BlockingIOError
-    except BlockingIOError:
-        os.close(lock)
-        raise _Unkept(f"another gpusnap is at work on {path}") from None
+        if not try_exclusive(lock) or not stands(lock, path):  # whoever had it has removed it
+            raise _Unkept(f"another gpusnap is at work on {path}")
     except BaseException:
         os.close(lock)
         raise
@@ -266,27 +262,13 @@ def _check_name(name: str, folder: str) -> None:
         raise _Unkept(f"{name[:80]!r} is no name for a folder in {folder}")
 
 
-def _stands(lock: int, path: str) -> bool:
-    """Whether that folder is still the one at `path`."""
-    try:
-        return os.path.samestat(os.fstat(lock), os.lstat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _unlock(lock: int) -> None:
-    with contextlib.suppress(OSError):
-        fcntl.flock(lock, fcntl.LOCK_UN)  # a child may have the descriptor too
-    os.close(lock)
-
-
 @contextmanager
 def _held(folder: str, name: str) -> Iterator[None]:
     lock = _locked(folder, name)
     try:
         yield
     finally:
-        _unlock(lock)
+        unlock(lock)
 
 
 def _bundle_of(path: str) -> str | None:

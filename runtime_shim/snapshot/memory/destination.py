@@ -15,24 +15,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from oci.base.errors import NotThere, OciError
-from oci.base.files import open_below
-from oci.chunks import artifact
-from oci.chunks import writer as writing
-from oci.chunks.buffers import File
-from oci.chunks.index import Known
-from oci.chunks.table import Table, descriptors
-from oci.layout.documents import Descriptor
-from oci.layout.layout import Layout
-from oci.store.store import Staging, Store
-from runtime_shim.errors import Refused
-from runtime_shim.process.memory import copy as copies
-from runtime_shim.records.manifest import FOLDER, FileRecord, Manifest, encode
-from runtime_shim.settings import Memory
-from runtime_shim.snapshot.memory import transfer
-from runtime_shim.snapshot.memory.chunk_cache import Kept
-
-__all__ = ["Home", "ImageHome", "StoreHome", "as_artifact", "described", "in_image", "labelled", "left"]
+from gpusnap.oci.base.errors import NotThere, OciError
+from gpusnap.oci.base.files import open_below
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks import writer as writing
+from gpusnap.oci.chunks.buffers import File
+from gpusnap.oci.chunks.index import Known
+from gpusnap.oci.chunks.table import Table, descriptors
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.staging import Staging
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.records.manifest import FOLDER, FileRecord, Manifest, encode
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory.chunk_cache import Kept
 
 _PAGES = re.compile(r"pages-[0-9]{1,10}\.img", re.ASCII)
 # Smaller ones are no worse off in an archive.
@@ -160,7 +159,9 @@ class StoreHome:
         try:
             self._staging = self._store.create().stage()
         except OciError as error:
-            raise Refused(f"the store {self.place} cannot be used: {error}", hint="see store.path") from error
+            raise Refused(
+                f"the store {self.place} cannot be used: {error}", hint="see store.path", code="GPS-704"
+            ) from error
 
     @classmethod
     def again(

@@ -20,21 +20,19 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from oci.chunks import reader as reading
-from oci.chunks.buffers import Target
-from oci.layout.blobs import Blobs
-from oci.layout.layout import Layout
-from runtime_shim import threads
-from runtime_shim.errors import ImageError, reason
-from runtime_shim.log import note
-from runtime_shim.process import mount_namespace
-from runtime_shim.process.memory import copy as copies
-from runtime_shim.process.memory.tmpfs import Area, Stage
-from runtime_shim.records.manifest import FOLDER, Manifest
-from runtime_shim.settings import Memory
-from runtime_shim.snapshot.memory import transfer
-
-__all__ = ["Filling"]
+from gpusnap.oci.chunks import reader as reading
+from gpusnap.oci.chunks.buffers import Target
+from gpusnap.oci.layout.blobs import Blobs
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.runtime_shim import threads
+from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.process import mount_namespace
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
+from gpusnap.runtime_shim.records.manifest import FOLDER, Manifest
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.memory import transfer
 
 # To remove what is staged, and seconds in between: this host may lack memory or descriptors for a moment.
 _TRIES, _PAUSE = 3, 0.05
@@ -51,7 +49,7 @@ def _most_of(cores: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Nowhere:
-    """A region whose process has ended: oci.chunks.buffers' Target."""
+    """A region whose process has ended: gpusnap.oci.chunks.buffers' Target."""
 
     size: int
 
@@ -188,5 +186,8 @@ class Filling:
                 return
             except OSError as error:
                 if attempt == _TRIES - 1:
-                    note(f"what was staged still takes RAM: {reason(error)}; gpusnap recover frees it")
+                    note(
+                        f"what was staged still takes RAM: {reason(error)}; gpusnap recover frees it",
+                        code="GPS-027",
+                    )
             time.sleep(_PAUSE)

@@ -18,27 +18,26 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from oci.base.errors import BlobError, DiskError, LayoutError, OciError
-from oci.base.threads import for_each
-from oci.chunks import reader as reading
-from oci.chunks.buffers import File
-from oci.chunks.table import descriptors
-from oci.layout.blobs import Blobs, FirstOf
-from oci.layout.documents import Descriptor
-from oci.layout.layout import Layout
-from oci.store.store import Staging, Store
-from runtime_shim import settings as settings_file
-from runtime_shim.errors import ImageError, Refused, reason
-from runtime_shim.process.memory import copy as copies
-from runtime_shim.records.manifest import FOLDER, FileRecord, Manifest
-from runtime_shim.snapshot.memory import transfer
-from runtime_shim.snapshot.memory.destination import as_artifact
-from runtime_shim.units import human
+from gpusnap.oci.base.errors import BlobError, DiskError, LayoutError, OciError
+from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.chunks import reader as reading
+from gpusnap.oci.chunks.buffers import File
+from gpusnap.oci.chunks.table import descriptors
+from gpusnap.oci.layout.blobs import Blobs, FirstOf
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.staging import Staging
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import ImageError, Refused, reason
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.records.manifest import FOLDER, FileRecord, Manifest
+from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory.destination import as_artifact
+from gpusnap.runtime_shim.units import human
 
 if TYPE_CHECKING:
-    from oci.registry.repository import Repository
-
-__all__ = ["PULL_FROM", "STORE", "Fetching", "rebuild"]
+    from gpusnap.oci.registry.repository import Repository
 
 STORE, PULL_FROM = "GPUSNAP_STORE", "GPUSNAP_PULL_FROM"
 """The caller's environment, which reaches a restore, before store.path and store.pull-from; several
@@ -48,7 +47,7 @@ _CONNECTIONS = 16
 
 
 class Fetching:
-    """`oci.layout.blobs.Blobs` for one restore. Used as a context manager; ended by `finish`, or given up."""
+    """`gpusnap.oci.layout.blobs.Blobs` for one restore. A context manager; ended by `finish`, or given up."""
 
     def __init__(self, record: Manifest, images: str, store: str, pull_from: Sequence[str]) -> None:
         """Have what the store has, and know where the rest is.
@@ -157,7 +156,9 @@ class Fetching:
                 raise self._nowhere(missing, ["the store cannot be written to"]) from None
             return []
         except OciError as error:
-            raise ImageError(f"the store {self._store.path} cannot be used: {error}") from error
+            raise ImageError(
+                f"the store {self._store.path} cannot be used: {error}", code=error.code
+            ) from error
         with transfer.as_image_error(self._store.path):
             missing = [each for each in wanted if not staging.take(each.digest, each.size)]
             return [each for each in missing if not self._left_behind(each, staging)]
@@ -219,13 +220,14 @@ class Fetching:
             f"{self._store.path}{why}",
             hint="pull the checkpoint there with gpusnap pull, name its repository in store.pull-from, or "
             f"set {STORE} to the store that it was made in",
+            code="GPS-609",
         )
 
 
 def _repository(text: str) -> Repository:
     """That of a line of store.pull-from. Raises RegistryError."""
-    from oci.layout.reference import parse_plain
-    from oci.registry.repository import Repository
+    from gpusnap.oci.layout.reference import parse_plain
+    from gpusnap.oci.registry.repository import Repository
 
     reference, plain_http = parse_plain(text)
     limits = settings_file.load().registry.limits
@@ -244,8 +246,10 @@ def rebuild(files: Sequence[FileRecord], blobs: Blobs, folder: str, *, threads: 
             tables = [each.table for each in files]
             reading.read(tables, blobs, targets, threads=threads or copies.cores(), ceiling=ceiling)
     except OciError as error:
-        raise ImageError(f"CRIU's images cannot be put together: {error}") from error
+        raise ImageError(f"CRIU's images cannot be put together: {error}", code=error.code) from error
     except OSError as error:
         raise ImageError(
-            f"CRIU's images cannot be put together in {folder}: {reason(error)}", hint="make room there"
+            f"CRIU's images cannot be put together in {folder}: {reason(error)}",
+            hint="make room there",
+            code="GPS-007",
         ) from error

@@ -10,42 +10,27 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from oci.base.errors import OciError
-from oci.base.threads import for_each
-from oci.chunks import artifact
-from oci.chunks import reader as reading
-from oci.chunks.table import Table, descriptors
-from oci.layout.blobs import Blobs
-from oci.layout.documents import Index
-from oci.layout.graph import walk
-from oci.layout.layout import Layout
-from runtime_shim.errors import GpusnapError, ImageError, reason
-from runtime_shim.gpu.api.parallel import at_once
-from runtime_shim.process import proc
-from runtime_shim.process.memory import copy as copies
-from runtime_shim.process.memory import maps as regions
-from runtime_shim.process.memory import tmpfs as stage
-from runtime_shim.process.memory.maps import Region
-from runtime_shim.process.memory.tmpfs import Area
-from runtime_shim.process.ptrace.remote_syscall import inside
-from runtime_shim.records.manifest import FOLDER
-from runtime_shim.settings import Memory
-from runtime_shim.snapshot.records import journal
-
-__all__ = [
-    "OWN",
-    "Part",
-    "as_image_error",
-    "ceiling",
-    "check",
-    "commit",
-    "copy",
-    "fill",
-    "give",
-    "own",
-    "remove_layout",
-    "write_again",
-]
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks import reader as reading
+from gpusnap.oci.chunks.table import Table, descriptors
+from gpusnap.oci.layout.blobs import Blobs
+from gpusnap.oci.layout.documents import Index
+from gpusnap.oci.layout.graph import walk
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, reason
+from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.process.memory import maps as regions
+from gpusnap.runtime_shim.process.memory import tmpfs as stage
+from gpusnap.runtime_shim.process.memory.maps import Region
+from gpusnap.runtime_shim.process.memory.tmpfs import Area
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import inside
+from gpusnap.runtime_shim.records.manifest import FOLDER
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.records import journal
 
 OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # asm-generic/mman-common.h, MAP_FIXED
 """Memory of a process' own, in the place of what is there."""
@@ -55,7 +40,7 @@ _SHARE = 4  # of the memory that is available, when the settings say nothing
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A region of a process, to read from and to fill: oci.chunks.buffers' Source and Target."""
+    """A region of a process, to read from and to fill: gpusnap.oci.chunks.buffers' Source and Target."""
 
     pid: int
     start: int
@@ -65,7 +50,7 @@ class Part:
         """It is no memory of ours: as a Target it is written to."""
 
     def read(self, offset: int, into: memoryview) -> None:
-        """In the calling thread alone: the crew of oci.chunks.writer has one for each core."""
+        """In the calling thread alone: the crew of gpusnap.oci.chunks.writer has one for each core."""
         copies.read(self.pid, self.start + offset, into, threads=1)
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -86,7 +71,7 @@ def write_again(layout: Layout, tables: Sequence[Table], *, where: str, threads:
     """As `check`, for what a process wrote that is no more: what was read is written anew, for `commit`.
 
     An fsync of what is there proves nothing: one may have failed, and the next would not
-    (oci.layout.unsynced).
+    (gpusnap.oci.layout.unsynced).
     """
     with as_image_error(where):
         for_each(descriptors(tables), layout.write_again, threads=threads or copies.cores())
@@ -147,6 +132,7 @@ def give(key: str, wanted: Mapping[int, Sequence[Area]], *, hint: str = "") -> d
                     f"{reason(error)}",
                     hint=hint
                     or f"its bytes are in {os.path.dirname(wanted[pid][0].path)}; run gpusnap recover",
+                    code="GPS-027",
                 ) from error
 
     return at_once(one, [pid for pid in wanted if proc.running(pid)]).errors
@@ -188,6 +174,7 @@ def own(key: str, pid: int) -> None:
             raise GpusnapError(
                 f"memory of process {pid} ({proc.comm(pid)}) is still a file of gpusnap's: {reason(error)}",
                 hint="free some memory, and run gpusnap recover",
+                code="GPS-027",
             ) from error
 
 
@@ -216,6 +203,8 @@ def as_image_error(folder: str) -> Iterator[None]:
     try:
         yield
     except OciError as error:
-        raise ImageError(f"the GPU memory in {folder}: {error}") from error
+        raise ImageError(f"the GPU memory in {folder}: {error}", code=error.code or "GPS-512") from error
     except OSError as error:
-        raise ImageError(f"the GPU memory in {folder} cannot be carried: {reason(error)}") from error
+        raise ImageError(
+            f"the GPU memory in {folder} cannot be carried: {reason(error)}", code="GPS-512"
+        ) from error

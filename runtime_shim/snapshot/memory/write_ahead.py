@@ -2,9 +2,9 @@
 
 Nobody says how far the driver is, so this guesses: it goes through a region from its beginning, and what lies
 before a page that is not zero any more is likely to be there. A wrong guess costs a blob that nobody names:
-each chunk is copied, and named by the digest of that copy (see oci.chunks.writer). When the driver is done
-the whole region is read and hashed as ever, and only what has the digest of one that was written ahead need
-not be written again.
+each chunk is copied, and named by the digest of that copy (see gpusnap.oci.chunks.writer). When the driver is
+done the whole region is read and hashed as ever, and only what has the digest of one that was written ahead
+need not be written again.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
-from oci.base.errors import OciError
-from oci.chunks import writer as writing
-from oci.chunks.buffers import is_zero
-from oci.chunks.index import Known
-from oci.chunks.table import Chunk, Table
-from oci.layout.layout import Layout
-from runtime_shim.process.memory import copy as copies
-from runtime_shim.process.memory.tmpfs import Area
-from runtime_shim.records.manifest import Written
-from runtime_shim.settings import Memory
-
-__all__ = ["Early"]
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.chunks import writer as writing
+from gpusnap.oci.chunks.buffers import is_zero
+from gpusnap.oci.chunks.index import Known
+from gpusnap.oci.chunks.table import Chunk, Table
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.process.memory.tmpfs import Area
+from gpusnap.runtime_shim.records.manifest import Written
+from gpusnap.runtime_shim.settings import Memory
 
 # The driver copies in a thread of its own, and all cores' hashing would take its memory from it.
 _SHARE = 3

@@ -10,10 +10,8 @@ import ctypes
 import queue
 import threading
 
-from oci.base.errors import OciError
-from oci.layout.layout import Layout
-
-__all__ = ["Flushing"]
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.layout.layout import Layout
 
 _THREADS = 4
 # linux/fs.h, SYNC_FILE_RANGE_WRITE

@@ -13,37 +13,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from runtime_shim.errors import Refused, reason
-from runtime_shim.gpu.api.driver import Host, ProcessState
-from runtime_shim.process import proc
-from runtime_shim.records.manifest import Manifest
-from runtime_shim.runtime import container as containers
-from runtime_shim.runtime.command_line import CheckpointCall
-from runtime_shim.runtime.container import Container
-from runtime_shim.runtime.criu.config import Connections
-from runtime_shim.runtime.criu.version import criu_version
-from runtime_shim.runtime.identify import RealRuntime
-from runtime_shim.settings import Memory, Nvidia
-from runtime_shim.snapshot.preflight import sockets as open_sockets
-from runtime_shim.snapshot.preflight.nccl import sharing
-from runtime_shim.units import human
-
-__all__ = [
-    "adopted",
-    "call",
-    "complete",
-    "criu_library",
-    "leftover",
-    "neighbours",
-    "rings",
-    "room_in_memory",
-    "room_on_disk",
-    "room_to_restore",
-    "sessions",
-    "shared",
-    "sockets",
-    "states",
-]
+from gpusnap.runtime_shim.errors import Refused, reason
+from gpusnap.runtime_shim.gpu.api.driver import Host, ProcessState
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime.command_line import CheckpointCall
+from gpusnap.runtime_shim.runtime.container import Container
+from gpusnap.runtime_shim.runtime.criu.config import Connections
+from gpusnap.runtime_shim.runtime.criu.images import pycriu_package
+from gpusnap.runtime_shim.runtime.criu.version import criu_version
+from gpusnap.runtime_shim.runtime.identify import RealRuntime
+from gpusnap.runtime_shim.settings import Memory, Nvidia
+from gpusnap.runtime_shim.snapshot.preflight import sockets as open_sockets
+from gpusnap.runtime_shim.snapshot.preflight.nccl import sharing
+from gpusnap.runtime_shim.units import human
 
 _Found = TypeVar("_Found")
 
@@ -77,6 +62,7 @@ def call(wanted: CheckpointCall, container: Container) -> None:
             f"container {container.id} is paused, and not by a cgroup of its own that could be thawed while "
             "its GPU is asked",
             hint="unpause it first; containerd pauses by itself: run it in a cgroup (version 2) of its own",
+            code="GPS-203",
         )
     for name, given in (("--pre-dump", wanted.pre_dump), ("--lazy-pages", wanted.lazy_pages)):
         if given:
@@ -115,6 +101,15 @@ def criu_library(real: RealRuntime) -> None:
         ) from error
 
 
+def pycriu(container: Container) -> None:
+    """A dump does not need it, but for the freezer of cgroup v1; each restore does, here or elsewhere."""
+    if any("freezer" in name.split(",") for name in proc.cgroups(container.pid)):
+        pycriu_package.load()
+    elif not pycriu_package.is_there():
+        said = pycriu_package.missing("this host can restore no checkpoint without it")
+        note(said.sentence())
+
+
 def _own_users(init: int) -> bool:
     """Whether the container has a user namespace.
 
@@ -133,6 +128,7 @@ def states(users: Mapping[proc.Process, ProcessState]) -> None:
             raise Refused(
                 f"the GPU state of process {process.pid} ({process.comm}) is {state.name.lower()} already",
                 hint=f"bring it back first: gpusnap recover, or gpusnap resume {process.pid}",
+                code="GPS-021",
             )
 
 
@@ -148,6 +144,7 @@ def leftover(strangers: Callable[[], Mapping[proc.Process, Sequence[str]]]) -> N
             f"process {process.pid} ({process.comm}) holds {files[0]} but has no CUDA state of its own, "
             "nor did it inherit that handle from a CUDA process: CRIU cannot dump it",
             hint="end what only watches the GPU (NVML, nvidia-smi) or draws on it; start workers with spawn",
+            code="GPS-213",
         )
 
 
@@ -167,6 +164,7 @@ def adopted(container: Container) -> None:
             f"process {process.pid} ({process.comm}) of another container became a child of container "
             f"{container.id} when its own parent ended, and CRIU cannot dump the one without the other",
             hint="run the other with a PID namespace of its own, or both in a pod (--share pid)",
+            code="GPS-211",
         )
 
 
@@ -179,6 +177,7 @@ def neighbours(wanted: CheckpointCall, container: Container) -> None:
             f"process {process.pid} ({process.comm}) of another container shares the PID namespace of "
             f"container {container.id}, and would be killed as soon as this one ends",
             hint="checkpoint it with --leave-running, or end the other first",
+            code="GPS-211",
         )
 
 
@@ -193,6 +192,7 @@ def complete(container: Container, members: Sequence[proc.Process], users: Seque
             f"process {process.pid} ({process.comm}) of container {container.id} became a child of another "
             "container when its own parent ended, and a dump would leave it out",
             hint=_OWN_NAMESPACE,
+            code="GPS-211",
         )
     for process in users:
         if not containers.descends(process.pid, container.pid):
@@ -200,6 +200,7 @@ def complete(container: Container, members: Sequence[proc.Process], users: Seque
                 f"GPU process {process.pid} ({process.comm}) is not a descendant of the init of container "
                 f"{container.id}, and a dump would leave it out",
                 hint="end it: what podman exec starts cannot be checkpointed",
+                code="GPS-212",
             )
 
 
@@ -230,6 +231,7 @@ def shared(users: Sequence[proc.Process], settings: Nvidia, host: Host) -> None:
         raise Refused(
             f"process {found.process.pid} ({found.process.comm}) {found.why}",
             hint=f"{found.todo}; if you know better: gpusnap checkpoint --force, or set nvidia.allow-nccl",
+            code=found.code,
         )
 
 
@@ -240,6 +242,7 @@ def rings(processes: Sequence[proc.Process]) -> None:
             raise Refused(
                 f"process {process.pid} ({process.comm}) uses io_uring, which CRIU cannot dump",
                 hint="start it without (USE_LIBUV=0 for PyTorch's rendezvous, UV_USE_IO_URING=0 for libuv)",
+                code="GPS-208",
             )
 
 
@@ -257,6 +260,7 @@ def sockets(processes: Sequence[proc.Process], real: RealRuntime, connections: C
                     f"process {first.process.pid} ({first.process.comm}) has a socket of the protocol "
                     f"{name}, which CRIU {criu_version()} cannot dump on this kernel",
                     hint=open_sockets.cure(name),
+                    code="GPS-209",
                 )
     if connections is Connections.REFUSED:
         _unconnected(found)
@@ -272,6 +276,7 @@ def _unconnected(found: Sequence[open_sockets.Opened]) -> None:
                     f"process {holder.pid} ({holder.comm}) has a TCP connection with {each.peer}, and CRIU "
                     "dumps it only if it is told what to do with it",
                     hint="give --tcp-established, or set criu.tcp-close to have it closed by a restore",
+                    code="GPS-210",
                 )
 
 
@@ -316,6 +321,7 @@ def _fits(need: int, how: str, where: str, free: int | None, *, hint: str = "") 
         raise Refused(
             f"{human(need)} of GPU memory {how} RAM, and {where} leaves {human(free)}",
             hint=hint or ("free some memory" if where == "this host" else f"raise {where}"),
+            code="GPS-216",
         )
 
 
@@ -351,6 +357,7 @@ def _fits_there(folder: str, need: int) -> None:
         raise Refused(
             f"the checkpoint needs up to {human(need)} in {folder}, where {human(free)} are free",
             hint="free some space there",
+            code="GPS-007",
         )
 
 

@@ -45,11 +45,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from runtime_shim.gpu.api.driver import Gpu, Host
-from runtime_shim.process import proc
-from runtime_shim.process.environ import live_environment
-
-__all__ = ["IPC_DRIVER", "VARIABLES", "Sharing", "sharing"]
+from gpusnap.runtime_shim.gpu.api.driver import Gpu, Host
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.environ import live_environment
 
 IPC_DRIVER = 610
 """The first driver that brings CUDA IPC back, by NVIDIA's notes on cuda-checkpoint; none was at hand."""
@@ -87,6 +85,8 @@ class Sharing:
     why: str
     """As the end of a sentence that begins with the process."""
     todo: str
+    code: str
+    """Of the refusal, such as GPS-214."""
 
 
 def sharing(users: Sequence[proc.Process], host: Host) -> Sharing | None:
@@ -117,12 +117,14 @@ def _by_nccl(users: Sequence[proc.Process], wanted: Mapping[str, str]) -> Sharin
                 "is a rank of a job whose NCCL shares GPU memory between processes, which the driver would "
                 "not suspend, or suspend and then fail to restore",
                 f"run it with {' '.join(missing)}",
+                code="GPS-214",
             )
         if process not in old and not _comes_back(before, wanted) and _SEGMENT not in proc.maps(process.pid):
             return Sharing(
                 process,
                 "has set NCCL's variables itself, and nothing shows that NCCL read them in time",
                 f"run it with {' '.join(map('='.join, wanted.items()))} from its start",
+                code="GPS-214",
             )
     return None
 
@@ -214,6 +216,7 @@ def _by_ipc(users: Sequence[proc.Process]) -> Sharing | None:
                 "has GPU memory of another process open (CUDA IPC), which the driver would suspend and then "
                 "fail to restore",
                 f"share through host memory instead, or use NVIDIA driver {IPC_DRIVER} or later",
+                code="GPS-215",
             )
     return None
 

@@ -26,54 +26,25 @@ their bytes are, all of them in files by then: the image's layout, or files of m
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from oci.base.errors import ChunkError
-from oci.base.json_text import parse_json
-from oci.chunks.table import from_json, to_json
-from runtime_shim.errors import GpusnapError, reason
-from runtime_shim.process import proc
-from runtime_shim.process.ptrace import signal_masks
-from runtime_shim.process.ptrace.remote_syscall import Saved
-from runtime_shim.records.manifest import FOLDER as FOLDER_IN_IMAGE
-from runtime_shim.records.manifest import RegionRecord
-from runtime_shim.runtime import container_key
-
-__all__ = [
-    "MASKS",
-    "PAUSED",
-    "RESTORED",
-    "Entry",
-    "Pause",
-    "Staged",
-    "Suspended",
-    "drop",
-    "entries",
-    "given_back",
-    "held",
-    "idle",
-    "load",
-    "masks",
-    "note_pause",
-    "note_unsynced",
-    "noted",
-    "owner",
-    "read",
-    "remove",
-    "store",
-    "thread",
-    "unsynced",
-    "write",
-]
+from gpusnap.oci.base.errors import ChunkError
+from gpusnap.oci.chunks.table import from_json, to_json
+from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.ptrace import signal_masks
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import Saved
+from gpusnap.runtime_shim.records.manifest import FOLDER as FOLDER_IN_IMAGE
+from gpusnap.runtime_shim.records.manifest import RegionRecord
+from gpusnap.runtime_shim.runtime import container_key
 
 FOLDER = "/run/gpusnap/journal"
 _VERSION = 2
@@ -81,7 +52,6 @@ _PAUSE_VERSION = 1
 _MOST = 64 << 20
 LOOKING = 0.3
 """Seconds that another gpusnap may have a container's lock that only looks at what is on file of it."""
-_PAUSE = 0.005
 UNSYNCED = "unsynced"
 """The kind of file that says that an fsync of the images has failed."""
 PAUSED = "paused"
@@ -183,12 +153,12 @@ def write(
         "container": container_key.id_of(key),
         "image": image,
         "layout": layout or os.path.join(image, FOLDER_IN_IMAGE),
-        "owner": list(owner()),
+        "owner": list(state_files.owner()),
         "space": _space(),
         "processes": [
             {
                 "pid": pid,
-                "start": _start(pid),
+                "start": state_files.owner(pid)[1],
                 "regions": [{"start": region.start, **to_json(region.table)} for region in found],
                 "staged": [[each.path, each.start, each.size] for each in staged.get(pid, ())],
             }
@@ -214,18 +184,18 @@ def thread(key: str, pid: int, saved: Saved) -> Iterator[None]:
     try:
         yield
     finally:
-        _unlink(path)
+        state_files.remove(path)
 
 
 @contextmanager
 def idle(key: str, pid: int) -> Iterator[None]:
     """Have it on file that a process without GPU state is stopped, while it is. Raises GpusnapError."""
     path = _path(key, f"{pid}.idle")
-    _write(path, json.dumps({"start": _start(pid)}).encode())
+    _write(path, json.dumps({"start": state_files.owner(pid)[1]}).encode())
     try:
         yield
     finally:
-        _unlink(path)
+        state_files.remove(path)
 
 
 def remove(key: str) -> None:
@@ -235,14 +205,14 @@ def remove(key: str) -> None:
     with contextlib.suppress(OSError):
         for name in os.listdir(FOLDER):
             if re.fullmatch(rf"{re.escape(key)}\.\d+\.(thread|idle)", name, re.ASCII):
-                _unlink(os.path.join(FOLDER, name))
-    _unlink(_path(key, UNSYNCED))
-    _unlink(_path(key, "json"))
+                state_files.remove(os.path.join(FOLDER, name))
+    state_files.remove(_path(key, UNSYNCED))
+    state_files.remove(_path(key, "json"))
 
 
 def given_back(key: str, pid: int) -> None:
     """The thread of a process has its registers again."""
-    _unlink(_path(key, f"{pid}.thread"))
+    state_files.remove(_path(key, f"{pid}.thread"))
 
 
 @contextmanager
@@ -251,45 +221,22 @@ def held(key: str, *, patience: float = LOOKING) -> Iterator[None]:
 
     `patience`: seconds in which another one that only looks lets go of it; 0 for who only looks.
     """
-    path = _path(key, "lock")
-    _folders(FOLDER)
-    deadline = time.monotonic() + patience
-    while (lock := _locked(path)) is None:
-        if time.monotonic() >= deadline:
-            container = container_key.id_of(key)
-            raise GpusnapError(
-                f"another gpusnap is still at work on container {container}", hint="wait for it"
-            )
-        time.sleep(_PAUSE)
-    try:
-        with signal_masks.kept(masks(key)):
-            yield
-    finally:
-        _unlink(path)
-        os.close(lock)
+    path, container = _path(key, "lock"), container_key.id_of(key)
+    busy = GpusnapError(
+        f"another gpusnap is still at work on container {container}", hint="wait for it", code="GPS-020"
+    )
+    with (
+        state_files.locked(
+            path, patience=patience, busy=lambda: busy, failed=lambda error: _unwritable(path, error)
+        ),
+        signal_masks.kept(masks(key)),
+    ):
+        yield
 
 
 def masks(key: str) -> str:
     """The file of the signal masks that a killed gpusnap left, if it is there."""
     return _path(key, MASKS)
-
-
-def _locked(path: str) -> int | None:
-    """The descriptor of a lock file that is ours by now; None where it is another's. Raises GpusnapError."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        lock = os.open(path, flags, 0o600)
-    except OSError as error:
-        raise GpusnapError(f"{path} cannot be used: {reason(error)}", hint="make room in /run") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Whoever had it has removed it since, and a third one may have the next of that name.
-        if os.fstat(lock).st_ino != os.stat(path).st_ino:
-            raise BlockingIOError
-    except (BlockingIOError, FileNotFoundError):
-        os.close(lock)
-        return None
-    return lock
 
 
 def entries() -> tuple[Entry, ...]:
@@ -308,7 +255,7 @@ def read(key: str) -> Entry | None:
     if document is None:
         return Entry(key, "", paused.owner, (), paused=paused) if paused is not None else None
     try:
-        wrote = (int(document["owner"][0]), int(document["owner"][1]))
+        wrote = identity(document["owner"])
         processes = tuple(_suspended(key, each) for each in document["processes"])
         processes += tuple(_idle(key))
         image = str(document["image"])
@@ -316,7 +263,9 @@ def read(key: str) -> Entry | None:
         return Entry(key, image, wrote, processes, layout, paused)
     except (KeyError, TypeError, ValueError, IndexError, ChunkError) as error:
         raise GpusnapError(
-            f"{path} is not as gpusnap writes it: {error}", hint="it was written by another version"
+            f"{path} is not as gpusnap writes it: {error}",
+            hint="it was written by another version",
+            code="GPS-023",
         ) from error
 
 
@@ -352,7 +301,7 @@ def load(key: str, kind: str) -> Any:
 def drop(key: str, kind: str) -> None:
     """Remove what `store` wrote."""
     if container_key.is_key(key):
-        _unlink(_path(key, kind))
+        state_files.remove(_path(key, kind))
 
 
 def noted(kind: str) -> tuple[str, ...]:
@@ -367,7 +316,9 @@ def noted(kind: str) -> tuple[str, ...]:
         return ()
     except OSError as error:
         raise GpusnapError(
-            f"the journal {folder} cannot be read: {reason(error)}", hint="run gpusnap as root"
+            f"the journal {folder} cannot be read: {reason(error)}",
+            hint="run gpusnap as root",
+            code="GPS-005",
         ) from error
     return tuple(name.removesuffix(f".{kind}") for name in names if name.endswith(f".{kind}"))
 
@@ -379,16 +330,22 @@ def _pause(key: str) -> Pause | None:
         return None
     try:
         stopped = tuple((int(pid), int(start)) for pid, start in document["stopped"])
-        wrote = (int(document["owner"][0]), int(document["owner"][1]))
+        wrote = identity(document["owner"])
         group, thawed = str(document["group"]), bool(document["thawed"])
-        init = document.get("lull")
-        lull = (int(init[0]), int(init[1])) if init is not None else None
+        lull = identity(document["lull"]) if document.get("lull") is not None else None
         groups = tuple(str(folder) for folder in document.get("groups", ()))
         return Pause(wrote, group, thawed, stopped, str(document.get("runtime", "")), lull, groups)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise GpusnapError(
-            f"{path} is not as gpusnap writes it: {error}", hint="it was written by another version"
+            f"{path} is not as gpusnap writes it: {error}",
+            hint="it was written by another version",
+            code="GPS-023",
         ) from error
+
+
+def identity(value: Any) -> tuple[int, int]:
+    """PID and start time of a process, as a file has them. Raises TypeError, ValueError, IndexError."""
+    return int(value[0]), int(value[1])
 
 
 def _suspended(key: str, document: Any) -> Suspended:
@@ -411,16 +368,6 @@ def _idle(key: str) -> Iterator[Suspended]:
             yield Suspended(pid, int(document["start"]), (), _saved(key, pid), idle=True)
 
 
-def owner() -> tuple[int, int]:
-    """PID and start time of this process, as an entry names who wrote it."""
-    return os.getpid(), _start(os.getpid())
-
-
-def _start(pid: int) -> int:
-    process = proc.process(pid)
-    return process.start if process is not None else 0
-
-
 def _path(key: str, kind: str) -> str:
     if not container_key.is_key(key):
         raise GpusnapError(f"{key[:80]!r} is no container's ID")
@@ -433,13 +380,12 @@ def _folder(kind: str) -> str:
 
 def _read(path: str) -> Any:
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
-            document = parse_json(file.read(_MOST))
+        document = state_files.read(path, limit=_MOST)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         said = reason(error) if isinstance(error, OSError) else str(error)
-        raise GpusnapError(f"{path} cannot be read: {said}") from error
+        raise GpusnapError(f"{path} cannot be read: {said}", code="GPS-023") from error
     space = document.get("space") if isinstance(document, dict) else None
     if space and space != _space():  # every PID in it would be another process, or none
         raise GpusnapError(
@@ -455,31 +401,15 @@ def _space() -> str:
 
 
 def _write(path: str, data: bytes) -> None:
-    """Whole or not at all; tmpfs needs no fsync, since a crash of the host ends the processes as well."""
-    _folders(os.path.dirname(path))
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        with open(os.open(path + ".new", flags, 0o600), "wb") as file:
-            file.write(data)
-        os.replace(path + ".new", path)
+        state_files.write(path, data)
     except OSError as error:
-        raise GpusnapError(
-            f"the journal {path} cannot be written: {reason(error)}", hint="make room in /run"
-        ) from error
+        raise _unwritable(path, error) from error
 
 
-def _folders(inner: str) -> None:
-    try:
-        for folder in (os.path.dirname(inner), inner):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(folder, 0o700)
-    except OSError as error:
-        raise GpusnapError(
-            f"the journal {inner} cannot be made: {reason(error)}", hint="run gpusnap as root"
-        ) from error
-
-
-def _unlink(path: str) -> None:
-    for each in (path + ".new", path):  # `_write` may have been killed
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(each)
+def _unwritable(path: str, error: OSError) -> GpusnapError:
+    return GpusnapError(
+        f"the journal {path} cannot be written: {reason(error)}",
+        hint="see that gpusnap runs as root, and that there is room in /run",
+        code="GPS-007",
+    )

@@ -17,10 +17,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
-from oci.base.json_text import parse_json
-from runtime_shim.errors import GpusnapError, ImageError, Refused, reason
-
-__all__ = ["BLOCK", "DIRECTORY", "FIFO", "FILE", "IMAGE", "KINDS", "Entry", "header", "put_back"]
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, reason
 
 IMAGE = "gpusnap-volumes.img"
 BLOCK = 8 << 20
@@ -69,7 +67,7 @@ def put_back(image_path: str, sources: Mapping[str, str], mounted: Collection[st
         raise ImageError(f"{path} cannot be read: {reason(error)}") from error
     with open(descriptor, "rb") as image:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ImageError(f"{path} is no regular file", hint="make the checkpoint anew")
+            raise ImageError(f"{path} is no regular file", hint="make the checkpoint anew", code="GPS-601")
         entries = _entries(image, path)
         for entry in entries:
             source = sources.get(entry.volume)
@@ -93,7 +91,9 @@ def put_back(image_path: str, sources: Mapping[str, str], mounted: Collection[st
 
 def _entries(image: IO[bytes], path: str) -> list[Entry]:
     """What the image's first line says. Raises ImageError."""
-    broken = ImageError(f"{path} is damaged, or not of gpusnap", hint="make the checkpoint anew")
+    broken = ImageError(
+        f"{path} is damaged, or not of gpusnap", hint="make the checkpoint anew", code="GPS-601"
+    )
     try:
         line = image.readline(_LONGEST_HEADER)
         document = parse_json(line)
@@ -179,6 +179,7 @@ def _put_file(folder: int, name: str, entry: Entry, image: IO[bytes]) -> None:
                         raise ImageError(
                             f"{IMAGE} ends within {entry.volume}/{entry.path}",
                             hint="make the checkpoint anew",
+                            code="GPS-601",
                         )
                     file.write(data)
         _own(descriptor, entry, 0o777)

@@ -20,16 +20,14 @@ from dataclasses import dataclass
 from io import FileIO
 from typing import Any
 
-from runtime_shim.errors import ImageError, Refused, reason
-from runtime_shim.process import proc
-from runtime_shim.records.cri_layout import OF_CRI
-from runtime_shim.runtime.bundle import binds
-from runtime_shim.runtime.container_files import directory
-from runtime_shim.snapshot.records import volume_image
-from runtime_shim.snapshot.records.volume_image import BLOCK, FILE, IMAGE, KINDS, Entry, header
-from runtime_shim.units import human
-
-__all__ = ["Opened", "Volume", "check", "find", "opened", "put_back", "take"]
+from gpusnap.runtime_shim.errors import ImageError, Refused, reason
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records.cri_layout import OF_CRI
+from gpusnap.runtime_shim.runtime.bundle import binds
+from gpusnap.runtime_shim.runtime.container_files import directory
+from gpusnap.runtime_shim.snapshot.records import volume_image
+from gpusnap.runtime_shim.snapshot.records.volume_image import BLOCK, FILE, IMAGE, KINDS, Entry, header
+from gpusnap.runtime_shim.units import human
 
 _OF_CRIO = "io.kubernetes.cri-o.ContainerType"
 """An annotation of every container of CRI-O's (cri-o, pkg/annotations)."""

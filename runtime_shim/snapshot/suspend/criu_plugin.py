@@ -9,21 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from runtime_shim.errors import GpusnapError, Refused
-from runtime_shim.gpu import driver_of, find_drivers, holders
-from runtime_shim.gpu.api.criu_plugin import CUDA, KNOWN, Plugin
-from runtime_shim.gpu.api.driver import Driver, Host, ProcessState
-from runtime_shim.gpu.api.gpu_map import GpuMap, means
-from runtime_shim.process import proc
-from runtime_shim.records.manifest import Manifest
-from runtime_shim.runtime import container as containers
-from runtime_shim.runtime.criu import plugins
-from runtime_shim.settings import Memory, Settings
-from runtime_shim.snapshot.memory.capture import Chunks
-from runtime_shim.snapshot.memory.destination import StoreHome
-from runtime_shim.snapshot.suspend.gpu_state import InCriu, Pages, idle_holders
-
-__all__ = ["came_back", "chosen", "inherited", "of_record", "pages", "possible", "same_gpus"]
+from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.gpu import driver_of, find_drivers, holders
+from gpusnap.runtime_shim.gpu.api.criu_plugin import CUDA, KNOWN, Plugin
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, ProcessState
+from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, means
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime.criu import plugins
+from gpusnap.runtime_shim.settings import Memory, Settings
+from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.runtime_shim.snapshot.memory.pages import Pages
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import idle_holders
 
 _PLUGIN = "criu-plugin"
 
@@ -78,7 +77,7 @@ def pages(image_path: str, container: containers.Container, settings: Settings) 
     if memory.pages == StoreHome.kind:
         home = StoreHome(settings.store.path, image_path, container.id, memory)
         return Chunks(image_path, container.key, memory, container.bundle, home=home)
-    return InCriu(image_path, container.key, memory.threads)
+    return Pages(image_path, container.key, memory.threads)
 
 
 def possible(
@@ -93,6 +92,7 @@ def possible(
         raise Refused(
             f"container {container.id} is paused, and {plugin.what} waits for an answer of its processes",
             hint='unpause it first; with nvidia.driver = "native" it may stay paused',
+            code="GPS-203",
         )
 
 
@@ -108,6 +108,7 @@ def inherited(driver: Driver, processes: Collection[proc.Process]) -> None:
             f"process {process.pid} ({process.comm}) holds {files[0]} and has no GPU state of its own, and "
             f"{plugin.what} leaves that file to CRIU, which cannot dump it",
             hint='start workers with spawn, or set nvidia.driver = "native", which takes such files away',
+            code="GPS-213",
         )
 
 
@@ -129,6 +130,7 @@ def same_gpus(record: Manifest, host: Host, request: GpuMap) -> GpuMap:
                 f"the checkpoint was made through {plugin.what}, which brings a process back on the GPU "
                 f"that it had, {gpu.uuid}, and {why}",
                 hint="restore it on its own GPUs; one made with nvidia.driver = native can move",
+                code="GPS-406",
             )
     return tuple((gpu.uuid, gpu.uuid) for gpu in record.gpus)
 
@@ -147,4 +149,5 @@ def came_back(driver: Driver, processes: Iterable[proc.Process]) -> None:
             raise GpusnapError(
                 f"process {process.pid} ({process.comm}) did not come back with its GPU state",
                 hint="its own log may say why",
+                code="GPS-509",
             )

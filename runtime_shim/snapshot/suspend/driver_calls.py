@@ -37,10 +37,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from runtime_shim.errors import GpusnapError
-from runtime_shim.gpu.api.device_files import ends
-from runtime_shim.gpu.api.driver import Driver, ProcessState
-from runtime_shim.gpu.api.errors import (
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu.api.device_files import ends
+from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import (
     DriverFailed,
     DriverNotReady,
     GpuError,
@@ -49,24 +49,12 @@ from runtime_shim.gpu.api.errors import (
     NotInitialized,
     ProcessGone,
 )
-from runtime_shim.process import proc
-from runtime_shim.stopping.stop import go_on, only, several, stop
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.stopping.stop import go_on, only, several, stop
 
 if TYPE_CHECKING:
-    from runtime_shim.process.ptrace.positions import Position
-    from runtime_shim.process.ptrace.tracer import Tracer
-
-__all__ = [
-    "call",
-    "call_or_run",
-    "checkpoint",
-    "let_finish",
-    "lock",
-    "restore",
-    "state",
-    "take_notes",
-    "unlock",
-]
+    from gpusnap.runtime_shim.process.ptrace.positions import Position
+    from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 
 T = TypeVar("T")
 
@@ -102,7 +90,12 @@ _MOMENT, _LONGEST_MOMENT = 0.002, 0.1
 
 
 # What was out of the ordinary, from any thread, until it is taken.
-_notes: collections.deque[str] = collections.deque(maxlen=64)
+_notes: collections.deque[str] = collections.deque(maxlen=256)
+
+
+def note(text: str) -> None:
+    """Keep something for `take_notes`."""
+    _notes.append(text)
 
 
 def take_notes() -> list[str]:
@@ -136,6 +129,7 @@ class _Answer(Generic[T]):
             raise DriverFailed(
                 f"no thread could be started for a call of the GPU driver: {error}",
                 hint="raise the limit on processes and threads for gpusnap (ulimit -u, pids.max)",
+                code="GPS-003",
             ) from error
         self._begun = True
 
@@ -213,8 +207,8 @@ class _Watch:
 
     def _wait(self, now: float) -> _Wait | None:
         """What a thread of the driver's waits for; None where none does as far as can be told."""
-        from runtime_shim.process.ptrace.arch import this_machine
-        from runtime_shim.process.ptrace.positions import position
+        from gpusnap.runtime_shim.process.ptrace.arch import this_machine
+        from gpusnap.runtime_shim.process.ptrace.positions import position
 
         calls = this_machine().calls
         for tid in self._threads:
@@ -249,7 +243,7 @@ class _Watch:
 
         Who waits for a lock gets it only if it runs when that is let go of.
         """
-        from runtime_shim.process.ptrace import positions
+        from gpusnap.runtime_shim.process.ptrace import positions
 
         self._round += 1
         self._moment = min(_MOMENT * 2**self._round, _LONGEST_MOMENT)
@@ -279,7 +273,7 @@ class _Watch:
 
     def _describe(self, what: str) -> str:
         """Where the driver's thread and those that may block it stand."""
-        from runtime_shim.process.ptrace import positions
+        from gpusnap.runtime_shim.process.ptrace import positions
 
         unsafe = [tid for tid in positions.unsafe(self._pid) if tid not in self._threads]
         said = f"its thread {self._threads[0]} {what}"

@@ -16,15 +16,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from runtime_shim.process import proc
-from runtime_shim.runtime import cgroup_freezer
-from runtime_shim.runtime import container as containers
-from runtime_shim.runtime.criu.run import control
-from runtime_shim.snapshot.records import journal
-from runtime_shim.stopping import vfork
-from runtime_shim.transaction import stop_if_asked
-
-__all__ = ["Lull", "put_right"]
+from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime import cgroup_freezer
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime.criu.run import control
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.stopping import vfork
+from gpusnap.runtime_shim.transaction import stop_if_asked
 
 # Seconds that it goes on where a process waits; longer each time, and no two the same, since what starts
 # programs may do it at regular intervals.
@@ -101,7 +100,7 @@ class Lull:
     def _note(self) -> None:
         init = proc.process(self._container.pid)
         lull = (init.pid, init.start) if init is not None else (0, 0)
-        pause = journal.Pause(journal.owner(), "", False, (), lull=lull, groups=self._groups)
+        pause = journal.Pause(state_files.owner(), "", False, (), lull=lull, groups=self._groups)
         journal.note_pause(self._container.key, pause)
         self._noted = True
 

@@ -8,40 +8,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from runtime_shim.errors import GpusnapError, ImageError, Interrupted, Refused
-from runtime_shim.gpu import holders
-from runtime_shim.gpu.api.driver import Driver, Host, ProcessState
-from runtime_shim.gpu.api.errors import DriverFailed, NotInitialized, PermissionRefused
-from runtime_shim.gpu.api.parallel import Outcome, at_once
-from runtime_shim.process import proc
-from runtime_shim.records.manifest import FileRecord, Manifest, Written
-from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.suspend import driver_calls
-from runtime_shim.stopping.stop import go_on, populated, settle, stop
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, Refused
+from gpusnap.runtime_shim.gpu import holders
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, NotInitialized, PermissionRefused
+from gpusnap.runtime_shim.gpu.api.parallel import Outcome, at_once
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.snapshot.memory.pages import Pages
+from gpusnap.runtime_shim.snapshot.suspend import driver_calls
+from gpusnap.runtime_shim.stopping.stop import go_on, settle, stop
 
 if TYPE_CHECKING:
-    from runtime_shim.process.ptrace.populate import Populated
-    from runtime_shim.process.ptrace.tracer import Tracer
-    from runtime_shim.records.manifest import RegionRecord
-
-__all__ = [
-    "InCriu",
-    "Pages",
-    "Record",
-    "idle_holders",
-    "let_finish",
-    "record",
-    "resume",
-    "suspend",
-    "suspended",
-    "users",
-]
+    from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 
 # A restore can fail for a passing reason, such as another process that just has the memory; giving up would
 # leave the work suspended, so it is tried a few times.
@@ -58,149 +42,6 @@ _UNDER_WAY = 300.0
 
 
 Pairs = Sequence[tuple[str, str]]
-
-
-class Pages(Protocol):
-    """Where the GPUs' memory goes while a process is suspended: the seam between the driver and CRIU."""
-
-    name: str
-    """What the manifest calls it."""
-
-    @property
-    def place(self) -> str:
-        """The folder that it goes to in the end."""
-
-    def prepare(self) -> None:
-        """A checkpoint begins, and nothing has been changed yet."""
-
-    def watch(self, pid: int) -> None:
-        """A process stands still, and the driver's checkpoint comes next."""
-
-    def thread(self, pid: int, tid: int) -> AbstractContextManager[Tracer]:
-        """Let the driver's thread run while the block has the driver checkpoint the process."""
-
-    def take(self, pids: Sequence[int]) -> None:
-        """Carry the suspended processes' GPU memory away, before CRIU dumps them."""
-
-    def ready(self) -> None:
-        """A dump comes next that leaves nothing of the processes: write what a restore needs."""
-
-    def give_back(self, pids: Sequence[int]) -> Mapping[int, GpusnapError]:
-        """Put it back before the driver restores them, after a dump or a failure; what kept some from it."""
-
-    def resumed(self) -> None:
-        """The processes run again after the dump."""
-
-    def note(self, pids: Sequence[int]) -> None:
-        """Have it in the journal where their memory is; of those that were not taken yet, that they are."""
-
-    def records(self) -> Mapping[int, tuple[RegionRecord, ...]] | None:
-        """By PID, the memory that is not in CRIU's images, for the manifest; None before it is known."""
-
-    def notes(self) -> Mapping[int, str]:
-        """By PID, why a slower way was taken than there is."""
-
-    def written(self) -> Written:
-        """What was written beside CRIU's images."""
-
-    def commit(self, *, kept: bool) -> None:
-        """Write what is not, and make it durable, before the manifest says that it is there.
-
-        `kept`: the container runs on, and is likely to be checkpointed again.
-        """
-
-    def images(self) -> tuple[FileRecord, ...]:
-        """After the dump: CRIU's images that are in chunks, too, and durable."""
-
-    def named(self, record: Manifest) -> None:
-        """All is durable, and this is what the manifest will say."""
-
-    def whole(self, record: Manifest | None) -> None:
-        """That manifest is on disk; None where only the one from before the dump is."""
-
-    def close(self) -> None:
-        """The checkpoint is over, and whole."""
-
-    def discard(self, *, layout: bool) -> None:
-        """Remove what was staged and, of the image, the `layout`, but not what a process needs."""
-
-
-class InCriu:
-    """It stays in the process, and CRIU dumps and restores it with the rest."""
-
-    name = "criu"
-
-    def __init__(self, image_path: str = "", container: str = "", threads: int = 0) -> None:
-        """`threads` that populate a large mapping, all cores' for 0."""
-        self._image, self._container, self._threads = image_path, container, threads
-        self._populated: dict[int, Populated] = {}
-
-    @property
-    def place(self) -> str:
-        """That of the images."""
-        return self._image
-
-    def prepare(self) -> None:
-        """Nothing to prepare."""
-
-    def watch(self, pid: int) -> None:
-        """Nothing to remember."""
-
-    @contextmanager
-    def thread(self, pid: int, tid: int) -> Iterator[Tracer]:
-        """The thread alone, its large mapping populated for it."""
-        with populated(pid, tid, threads=self._threads) as done:
-            self._populated[pid] = done
-            assert done.tracer is not None
-            yield done.tracer
-
-    def take(self, pids: Sequence[int]) -> None:
-        """Nothing to carry."""
-
-    def ready(self) -> None:
-        """It is in the processes, which is where CRIU looks."""
-
-    def give_back(self, pids: Sequence[int]) -> Mapping[int, GpusnapError]:
-        """Nothing was carried away."""
-        return {}
-
-    def resumed(self) -> None:
-        """Nothing of theirs is anywhere else."""
-
-    def note(self, pids: Sequence[int]) -> None:
-        """It is in themselves."""
-        journal.write(self._container, self._image, dict.fromkeys(pids, ()))
-
-    def records(self) -> Mapping[int, tuple[RegionRecord, ...]]:
-        """CRIU's images have it all."""
-        return {}
-
-    def notes(self) -> Mapping[int, str]:
-        """Why a mapping was not populated."""
-        return {pid: done.why_not for pid, done in self._populated.items() if done.why_not}
-
-    def written(self) -> Written:
-        """Nothing."""
-        return Written()
-
-    def commit(self, *, kept: bool) -> None:
-        """CRIU's images are made durable by themselves."""
-
-    def images(self) -> tuple[FileRecord, ...]:
-        """None."""
-        return ()
-
-    def named(self, record: Manifest) -> None:
-        """There is no other name."""
-
-    def whole(self, record: Manifest | None) -> None:
-        """Nothing is there twice."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def discard(self, *, layout: bool) -> None:
-        """Nothing was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +99,7 @@ def _state(driver: Driver, process: proc.Process, held: Collection[int]) -> Proc
         raise Refused(
             f"process {process.pid} ({process.comm}) is stopped, and cannot answer the GPU's driver",
             hint="gpusnap recover if gpusnap was killed, else SIGCONT or unpause it first",
+            code="GPS-207",
         )
     if driver.plugin is not None:
         return driver.state(process.pid)
@@ -321,9 +163,16 @@ def suspend(
 
 
 def _suspend(driver: Driver, pages: Pages, held: Collection[int], pid: int) -> None:
-    pages.watch(pid)
+    @contextmanager
+    def lent(pid: int, tid: int) -> Iterator[Tracer]:
+        with pages.thread(pid, tid) as done:
+            assert done.tracer is not None
+            yield done.tracer
+        if done.why_not:
+            driver_calls.note(f"process {pid}: {done.why_not}")
+
     try:
-        driver_calls.checkpoint(driver, pid, pages.thread)
+        driver_calls.checkpoint(driver, pid, lent)
     except PermissionRefused:
         if pid not in held:
             go_on([pid])  # its driver's thread cannot be had, and an undo could not have it either
@@ -413,6 +262,7 @@ def _bring_back(
             "given it up",
             hint="kill the process, and restore its container from a checkpoint",
             pid=pid,
+            code="GPS-026",
         )
     if state is ProcessState.CHECKPOINTED:
         driver_calls.restore(driver, pid, pairs.get(pid, ()))

@@ -25,20 +25,18 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from runtime_shim.errors import GpusnapError, reason
-from runtime_shim.gpu.api.driver import Driver, Held
-from runtime_shim.gpu.api.parallel import at_once
-from runtime_shim.log import note
-from runtime_shim.process import proc
-from runtime_shim.process.kcmp import EQUAL, FILE, FILES, VM, compared
-from runtime_shim.process.ptrace.neutralise import Neutralised, neutralise
-from runtime_shim.records.manifest import NeutralisedProcess
-from runtime_shim.runtime import container as containers
-from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.suspend.gpu_state import idle_holders, users
-from runtime_shim.stopping.stop import go_on, stop
-
-__all__ = ["Cleared", "clear", "records", "say", "strangers"]
+from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Held
+from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.kcmp import EQUAL, FILE, FILES, VM, compared
+from gpusnap.runtime_shim.process.ptrace.neutralise import Neutralised, neutralise
+from gpusnap.runtime_shim.records.manifest import NeutralisedProcess
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import idle_holders, users
+from gpusnap.runtime_shim.stopping.stop import go_on, stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +113,10 @@ def say(cleared: Iterable[Cleared]) -> None:
         who = (
             "1 process holds GPU files that it" if one else f"{len(pids)} processes hold GPU files that they"
         )
-        note(f"{who} inherited and never used; replaced by /dev/null: {' '.join(map(str, pids))}")
+        note(
+            f"{who} inherited and never used; replaced by /dev/null: {' '.join(map(str, pids))}",
+            code="GPS-213",
+        )
 
 
 def records(cleared: Iterable[Cleared], init: int) -> tuple[NeutralisedProcess, ...]:
@@ -148,6 +149,7 @@ def _clear(driver: Driver, key: str, pid: int) -> Neutralised | None:
             f"process {pid} ({proc.comm(pid)}) holds GPU files that it inherited, and they cannot be "
             f"replaced: {reason(error)}",
             hint="end the debugger that has it, or start such workers with spawn or forkserver",
+            code="GPS-213",
         ) from error
 
 

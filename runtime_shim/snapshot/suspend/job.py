@@ -8,39 +8,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from runtime_shim.errors import GpusnapError, Refused
-from runtime_shim.gpu import holders
-from runtime_shim.gpu.api.device_nodes import Node
-from runtime_shim.gpu.api.driver import Driver, Host
-from runtime_shim.log import say
-from runtime_shim.process import proc
-from runtime_shim.records import manifest
-from runtime_shim.runtime import container as containers
-from runtime_shim.runtime.command_line import CheckpointCall
-from runtime_shim.runtime.criu.images import directory as image
-from runtime_shim.runtime.criu.run import quiet
-from runtime_shim.runtime.identify import RealRuntime
-from runtime_shim.settings import Settings
-from runtime_shim.snapshot.memory import chunk_cache, transfer
-from runtime_shim.snapshot.preflight import checks as preflight
-from runtime_shim.snapshot.records.volumes import Volume
-from runtime_shim.snapshot.suspend import driver_calls, inherited_handles, paused_container
-from runtime_shim.snapshot.suspend.dump_pause import Lull
-from runtime_shim.snapshot.suspend.gpu_state import Pages, Record, record, resume, suspend, users
-from runtime_shim.snapshot.suspend.lock import lock
-from runtime_shim.stopping.stop import Guard, drop_stops, stop
-from runtime_shim.transaction import Transaction
-
-__all__ = [
-    "Job",
-    "all_suspended",
-    "for_the_dump",
-    "newcomers",
-    "resume_all",
-    "resumed",
-    "suspend_all",
-    "thaw",
-]
+from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.gpu import holders
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, Node
+from gpusnap.runtime_shim.log import say
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime.command_line import CheckpointCall
+from gpusnap.runtime_shim.runtime.criu.images import directory as image
+from gpusnap.runtime_shim.runtime.criu.run import quiet
+from gpusnap.runtime_shim.runtime.identify import RealRuntime
+from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.snapshot.memory import chunk_cache, transfer
+from gpusnap.runtime_shim.snapshot.memory.pages import Pages
+from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.records.volumes import Volume
+from gpusnap.runtime_shim.snapshot.suspend import driver_calls, inherited_handles, paused_container
+from gpusnap.runtime_shim.snapshot.suspend.dump_pause import Lull
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import Record, record, resume, suspend, users
+from gpusnap.runtime_shim.snapshot.suspend.lock import lock
+from gpusnap.runtime_shim.stopping.stop import Guard, drop_stops, stop
+from gpusnap.runtime_shim.transaction import Transaction
 
 
 @dataclass(slots=True)
@@ -146,6 +135,7 @@ def for_the_dump(job: Job) -> Iterator[None]:
             job.stuck = GpusnapError(
                 f"container {job.container.id} is still paused: {error}",
                 hint=f"gpusnap recover {job.container.id}",
+                code="GPS-027",
             )
             say(job.stuck.sentence())
 
@@ -301,9 +291,6 @@ def _suspend_these(job: Job, fresh: Sequence[proc.Process]) -> None:
         finally:
             _note_calls(job)
         _watch_over(job)
-        for pid, why in job.pages.notes().items():
-            if pid in records:
-                job.transaction.note(f"process {pid}: {why}")
 
 
 def _note_calls(job: Job) -> None:

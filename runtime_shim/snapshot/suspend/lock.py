@@ -32,15 +32,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
-from runtime_shim.gpu.api.driver import Driver
-from runtime_shim.gpu.api.errors import LockTimeout
-from runtime_shim.gpu.api.parallel import at_once
-from runtime_shim.process import proc
-from runtime_shim.snapshot.suspend import driver_calls
-from runtime_shim.stopping.stop import go_on, stop
-from runtime_shim.transaction import stop_if_asked
-
-__all__ = ["lock"]
+from gpusnap.runtime_shim.gpu.api.driver import Driver
+from gpusnap.runtime_shim.gpu.api.errors import LockTimeout
+from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.snapshot.suspend import driver_calls
+from gpusnap.runtime_shim.stopping.stop import go_on, stop
+from gpusnap.runtime_shim.transaction import stop_if_asked
 
 # Seconds that the locked ones wait for the others, after the last change; at times, at least so many, and a
 # share of the time since the start.

@@ -22,27 +22,19 @@ Only for version 2 of cgroups: see container.own_v1_freezer.
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
-from runtime_shim.errors import GpusnapError, ImageError, reason
-from runtime_shim.process import pidfd, proc
-from runtime_shim.runtime import cgroup_freezer
-from runtime_shim.runtime import container as containers
-from runtime_shim.snapshot.records import journal
-from runtime_shim.snapshot.records.journal import Entry
-from runtime_shim.stopping import vfork
-from runtime_shim.stopping.stop import go_on, settle, stand
-
-__all__ = ["Paused", "find", "left", "thaw_image"]
-
-# A property of a control group and its value (criu/images/cgroup.proto, cgroup_prop_entry), which CRIU notes
-# for version 1 alone.
-_FROZEN = re.compile(rb"\x0a\x0dfreezer\.state\x12\x06(?=FROZEN)")
-_THAWED = b"THAWED"
+from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process import pidfd, proc
+from gpusnap.runtime_shim.runtime import cgroup_freezer
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records.journal import Entry
+from gpusnap.runtime_shim.stopping import vfork
+from gpusnap.runtime_shim.stopping.stop import go_on, settle, stand
 
 
 class Paused:
@@ -140,7 +132,7 @@ class Paused:
 
     def _note(self, *, thawed: bool) -> None:
         stopped = tuple(self._stopped.items())
-        pause = journal.Pause(journal.owner(), self._group, thawed, stopped, self._runtime)
+        pause = journal.Pause(state_files.owner(), self._group, thawed, stopped, self._runtime)
         journal.note_pause(self._container, pause)
 
 
@@ -173,25 +165,6 @@ def left(entry: Entry, pids: Iterable[int]) -> Paused | None:
         return Paused(entry.key, pause.group, stopped | alive, runtime=pause.runtime)
     go_on(pid for pid in stopped if pid not in alive)
     return None
-
-
-def thaw_image(image_path: str) -> None:
-    """Have a restore from these images leave version 1's freezer thawed, where that is beside version 2.
-
-    CRIU notes for every freezer the state of the group that the runtime named to it, which is version 2's,
-    and would restore version 1's frozen, where nobody thaws it. Raises ImageError. May be called again.
-    """
-    path = os.path.join(image_path, "cgroup.img")
-    try:
-        with open(path, "r+b") as file:
-            data = file.read()
-            for found in _FROZEN.finditer(data):
-                file.seek(found.end())
-                file.write(_THAWED)
-    except FileNotFoundError:
-        return  # CRIU was to leave control groups alone
-    except OSError as error:
-        raise ImageError(f"{path} cannot be changed: {reason(error)}") from error
 
 
 def _send(pids: Iterable[int], number: signal.Signals) -> None:

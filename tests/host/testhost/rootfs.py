@@ -21,6 +21,8 @@ from .report import HostError
 # Memory-backed and empty in each run. Podman's and containerd's layers are overlays, and an overlay's upper
 # directory cannot lie on another overlay.
 MEMORY = ("/run", "/tmp", "/var/tmp", "/var/lib/containers", "/var/lib/containerd")
+# There where the kernel has huge pages for tmpfs (Documentation/admin-guide/mm/transhuge.rst).
+HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 # name: (mode, major, minor), as in Documentation/admin-guide/devices.txt of the kernel
 NODES = {
     "null": (0o666, 1, 3), "zero": (0o666, 1, 5), "full": (0o666, 1, 7), "random": (0o666, 1, 8),
@@ -63,7 +65,10 @@ def assemble(
     kernel.mount("sysfs", f"{root}/sys", "sysfs")
     for target in MEMORY:
         os.makedirs(root + target, exist_ok=True)
-        kernel.mount("tmpfs", root + target, "tmpfs", data="mode=1777" if "tmp" in target else "mode=755")
+        mode = "mode=1777" if "tmp" in target else "mode=755"
+        # softgpu's device memory is in /run, and every tick reads and writes all of it.
+        huge = ",huge=within_size" if target == "/run" and os.path.exists(HUGE_PAGES) else ""
+        kernel.mount("tmpfs", root + target, "tmpfs", data=mode + huge)
     os.makedirs(f"{root}/run/lock", exist_ok=True)
     _devices(f"{root}/dev")
     _cgroups(f"{root}/sys/fs/cgroup", all_hierarchies, cgroup)

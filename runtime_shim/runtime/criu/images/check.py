@@ -4,11 +4,8 @@ CRIU trusts its images. It waits for a FIFO, follows a link, and where a pages-N
 says so it reads on at the end for ever, with a line of its log each time (criu/pie/restorer.c,
 preadv_limited).
 
-    image  =  magic (u32, most have a common one before their own)  entry…
-    entry  =  size (u32)  protobuf message  what follows it: data whose size the message says
-
-This is from lib/pycriu/images/images.py, criu/image-desc.c and criu/include/magic.h. Images of other formats
-(the pages, tars, what iproute2 and nft dump) have no magic.
+messages.py says how an image of messages is laid out. Images of other formats (the pages, tars, what iproute2
+and nft dump) have no magic, and of them only the size counts.
 """
 
 from __future__ import annotations
@@ -17,22 +14,18 @@ import io
 import os
 import re
 import stat
-import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from oci.base.files import open_below
-from runtime_shim.errors import ImageError, reason
-from runtime_shim.runtime.criu.images.messages import MAGIC, Damage, Fields, fields, kind_of
+from gpusnap.oci.base.files import open_below
+from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.runtime.criu.images import pagemap
+from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, Source, decode, kind_of
 
 if TYPE_CHECKING:
-    from oci.tar.compression import Readable
+    from gpusnap.oci.tar.compression import Readable
 
-__all__ = ["LINK", "PARENT", "Checker", "check", "check_parent", "is_image"]
-
-_COMMON, _SERVICE = 0x54564319, 0x55105940
 _PAGES = re.compile(r"pages-([0-9]{1,10})\.img", re.ASCII)
 _PAGEMAP = re.compile(r"pagemap-([0-9]{1,10})\.img", re.ASCII)
 """Of a task, by its PID; those of shared memory are called otherwise."""
@@ -42,12 +35,6 @@ PARENT = "parent"
 """A link to the directory of an earlier dump (CR_PARENT_LINK in criu/include/image.h)."""
 LINK = "a symbolic link"
 _MOST_PARENTS = 64
-# criu/include/pagemap.h
-_IN_PARENT, _PRESENT = 1 << 0, 1 << 2
-# A message; the largest are of processes with many mappings, at some MiB.
-_LARGEST_MESSAGE = 64 << 20
-# Messages that are empty: one whose fields are all optional may be. Zeros without end are as many of them.
-_MOST_EMPTY = 1000
 _PIECE = 1 << 20
 _PAGE_SIZES = {"x86_64": (4096,)}
 _OTHER_PAGE_SIZES = (4096, 16384, 65536)
@@ -63,14 +50,6 @@ def _is_read(name: str) -> bool:
     return name.endswith(".img") or name in _OTHERS
 
 
-@dataclass(frozen=True, slots=True)
-class _Pagemap:
-    pages: int
-    """The number of its pages-N.img."""
-    present: int
-    """Pages that are in it."""
-
-
 class Checker:
     """The images of one directory, added in any order; `finish` compares them. It raises ImageErrors."""
 
@@ -78,7 +57,7 @@ class Checker:
         """`where` names them in messages."""
         self._where = where
         self._sizes: dict[str, int] = {}
-        self._pagemaps: dict[str, _Pagemap] = {}
+        self._pagemaps: dict[str, pagemap.Pagemap] = {}
         self._tasks: set[int] = set()
 
     def add_special(self, name: str, what: str) -> None:
@@ -99,7 +78,7 @@ class Checker:
         if not kind:
             return
         try:
-            self._read(name, kind, _Source(content, size))
+            self._read(name, kind, Source(content, size))
         except Damage as damage:
             raise self._wrong(name, str(damage)) from None
 
@@ -114,9 +93,9 @@ class Checker:
             if f"core-{pid}.img" not in self._sizes:
                 raise self._wrong(f"core-{pid}.img", "is missing")
         for pid in sorted(self._tasks):
-            pagemap = f"pagemap-{pid}.img"
-            if f"mm-{pid}.img" in self._sizes and pagemap not in self._sizes:
-                raise self._wrong(pagemap, "is missing")
+            its = f"pagemap-{pid}.img"
+            if f"mm-{pid}.img" in self._sizes and its not in self._sizes:
+                raise self._wrong(its, "is missing")
         self.finish_pages(architecture)
 
     def finish_pages(self, architecture: str) -> None:
@@ -140,8 +119,8 @@ class Checker:
         those of the tasks in pstree.img, and those of shared memory that belong to them.
         """
         found: dict[int, list[str]] = {}
-        for name, pagemap in sorted(self._pagemaps.items()):
-            found.setdefault(pagemap.pages, []).append(name)
+        for name, each in sorted(self._pagemaps.items()):
+            found.setdefault(each.pages, []).append(name)
         if not self._tasks:
             return found
         return {number: self._in_use(names) for number, names in found.items()}
@@ -158,27 +137,23 @@ class Checker:
         present = self._pagemaps[name].present
         return not present if size is None else size in [present * each for each in sizes]
 
-    def _read(self, name: str, kind: str, source: _Source) -> None:
-        magic = source.number()
-        if magic in (_COMMON, _SERVICE):
-            magic = source.number()
-        if magic != MAGIC[kind]:
-            raise Damage("does not begin as an image of its name")
+    def _read(self, name: str, kind: str, source: Source) -> None:
+        source.begin(kind)
         if kind.startswith("pagemap"):
-            self._pagemaps[name] = _read_pagemap(source)
+            self._pagemaps[name] = pagemap.read(source)
         elif kind == "ghost-file":
             _read_ghost(source)
         else:
-            for numbers, threads in _entries(source, kind):
+            for message in _messages(source, kind):
                 if kind == "pstree":
-                    pid = numbers.get(1, 0)
                     # CRIU notes a thread for a zombie too, and leaves its number unset (seen with 4.1.1).
-                    self._tasks |= {pid, *(threads if pid in threads else ())}
+                    self._tasks |= {message.pid, *(message.threads if message.pid in message.threads else ())}
 
     def _wrong(self, name: str, why: str) -> ImageError:
         return ImageError(
             f"CRIU's image {name} in {self._where} {why}",
             hint="take another copy of the checkpoint",
+            code="GPS-601",
         )
 
 
@@ -213,6 +188,7 @@ def check(image_path: str, architecture: str, elsewhere: Mapping[str, int] = Map
     raise ImageError(
         f"the images in {image_path} have more than {_MOST_PARENTS} earlier dumps below them",
         hint="do not restore from them: no engine makes so many",
+        code="GPS-604",
     )
 
 
@@ -230,6 +206,7 @@ def _leads_out(where: str) -> ImageError:
     return ImageError(
         f"the link {PARENT} in {where} leads to no directory beside it, and CRIU would read memory there",
         hint="do not restore from it, or put the images of the earlier dump beside the others yourself",
+        code="GPS-604",
     )
 
 
@@ -266,91 +243,46 @@ def _kind_in_words(mode: int) -> str:
 # Messages
 
 
-class _Source:
-    """The bytes of an image, in order."""
-
-    def __init__(self, content: Readable, size: int) -> None:
-        self._content, self.left = content, size
-        self._empty = 0
-
-    def take(self, size: int) -> bytes:
-        """Exactly so many bytes."""
-        if size > self.left:
-            raise Damage("is cut short")
-        pieces = []
-        while size:
-            piece = self._content.read(size)
-            if not piece:
-                raise Damage("is cut short")
-            size -= len(piece)
-            self.left -= len(piece)
-            pieces.append(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def number(self) -> int:
-        """Four bytes, least significant first."""
-        found: tuple[int] = struct.unpack("<I", self.take(4))
-        return found[0]
-
-    def message(self) -> bytes:
-        size = self.number()
-        if size > _LARGEST_MESSAGE:
-            raise Damage(f"has a message of {size} bytes")
-        self._empty += size == 0
-        if self._empty > _MOST_EMPTY:
-            raise Damage("consists of zeros")
-        return self.take(size)
-
-    def skip(self, size: int) -> None:
-        while size:
-            size -= len(self.take(min(size, _PIECE)))
-
-
-def _read_pagemap(source: _Source) -> _Pagemap:
-    head, _ = fields(source.message(), "pagemap_head")
-    present = 0
-    while source.left:
-        entry, _ = fields(source.message(), "pagemap_entry")
-        # criu/pagemap.c, init_pagemaps: images of older versions have no flags.
-        flags = entry.get(4, 0 if entry.get(3) else _PRESENT) | (_IN_PARENT if entry.get(3) else 0)
-        if flags & _PRESENT:
-            present += entry.get(5, entry.get(2, 0))
-    return _Pagemap(head.get(1, 0), present)
-
-
-def _read_ghost(source: _Source) -> None:
+def _read_ghost(source: Source) -> None:
     """A file that was deleted: its content follows, in chunks or as it is."""
-    entry, _ = fields(source.message(), "ghost_file_entry")
-    while entry.get(9) and source.left:
-        chunk, _ = fields(source.message(), "ghost_chunk_entry")
-        source.skip(chunk.get(1, 0))
+    entry = _whole(source, "ghost_file_entry")
+    while entry.chunks and source.left:
+        source.skip(_whole(source, "ghost_chunk_entry").len)
 
 
-def _entries(source: _Source, kind: str) -> Iterator[tuple[Fields, list[int]]]:
-    """The fields of each message of an image, and the values of the fifth, which may be there many times."""
+def _messages(source: Source, kind: str) -> Iterator[Any]:
+    """Each message of an image; what follows it is passed over. None for one that is not decoded."""
     while source.left:
-        numbers, fifth = fields(source.message(), kind)
-        yield numbers, fifth
-        source.skip(_following(kind, numbers))
-        if kind == "ipcns-msg":
-            for _ in range(numbers.get(3, 0)):
-                message, _ = fields(source.message(), "ipc_msg")
-                source.skip(_rounded(message.get(2, 0), 8))
+        if kind not in _FOLLOWED and kind != "pstree":
+            yield decode(source.message(), kind)
+            continue
+        message = _whole(source, kind)
+        yield message
+        source.skip(_FOLLOWED[kind](message) if kind in _FOLLOWED else 0)
+        for _ in range(message.qnum if kind == "ipcns-msg" else 0):
+            source.skip(_rounded(_whole(source, "ipc_msg").msize, 8))
 
 
-def _following(kind: str, numbers: Fields) -> int:
-    """The size of the data behind a message."""
-    if kind in ("pipes-data", "fifo-data", "sk-queues"):
-        return numbers.get(2, 0)
-    if kind == "tcp-stream":
-        return numbers.get(1, 0) + numbers.get(3, 0)
-    if kind == "ipcns-sem":
-        return _rounded(2 * numbers.get(2, 0), 8)
-    if kind == "ipcns-shm":
-        return 0 if numbers.get(3) else _rounded(numbers.get(2, 0), 4)
-    if kind == "bpfmap-data":
-        return numbers.get(2, 0) + numbers.get(3, 0)
-    return 0
+def _whole(source: Source, kind: str) -> Any:
+    """The next message, of which something needs to be known."""
+    data = source.message()
+    message = decode(data, kind)
+    if message is None:
+        raise Damage(f"has a message of {len(data)} bytes that cannot be decoded here")
+    return message
+
+
+# The size of the data behind a message.
+_FOLLOWED: Mapping[str, Callable[[Any], int]] = {
+    "pipes-data": lambda message: message.bytes,
+    "fifo-data": lambda message: message.bytes,
+    "sk-queues": lambda message: message.length,
+    "tcp-stream": lambda message: message.inq_len + message.outq_len,
+    "ipcns-sem": lambda message: _rounded(2 * message.nsems, 8),
+    "ipcns-shm": lambda message: 0 if message.in_pagemaps else _rounded(message.size, 4),
+    "ipcns-msg": lambda message: 0,
+    "bpfmap-data": lambda message: message.keys_bytes + message.values_bytes,
+}
 
 
 def _rounded(size: int, to: int) -> int:

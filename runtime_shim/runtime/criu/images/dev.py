@@ -7,8 +7,8 @@ the kernel's own number of the file system's device. A restore gives the file to
 is an entry such as ./nvidia0, of type 3 (tar(5)), with its major and minor number.
 
 The archive may come from anywhere, and GNU tar would make as root whatever it names. So an entry that two
-programs may read differently is refused (runtime_shim.runtime.criu.images.dev_tar), and here a device that
-nobody gave the container, a second entry of one name, and what lies behind a link.
+programs may read differently is refused (gpusnap.runtime_shim.runtime.criu.images.dev_tar), and here a device
+that nobody gave the container, a second entry of one name, and what lies behind a link.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import IO
 
-from runtime_shim.gpu.api.device_nodes import Change, Node
-from runtime_shim.runtime.criu.images import dev_tar
-
-__all__ = ["DEFAULT", "ENTRIES", "LIMIT", "Device", "image_name", "rewritten"]
+from gpusnap.runtime_shim.gpu.api.device_nodes import Change
+from gpusnap.runtime_shim.gpu.api.driver import Node
+from gpusnap.runtime_shim.runtime.criu.images import dev_tar
 
 Device = tuple[str, int, int, str]
 """A device that /dev may hold: "c" or "b", major, minor, path."""
@@ -124,7 +123,11 @@ class _Rules:
             return self._changed(entry)
         if entry.device and (entry.kind, entry.numbers, entry.name) not in self._allowed:
             major, minor = entry.numbers
-            dev_tar.refuse(entry.name, f"is a device ({major}:{minor}) that nothing gives the container")
+            dev_tar.refuse(
+                entry.name,
+                f"is a device ({major}:{minor}) that nothing gives the container",
+                code="GPS-604",
+            )
         self._take(entry.name)
         return [entry.header]
 

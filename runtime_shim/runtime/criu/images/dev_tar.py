@@ -13,24 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, NoReturn
 
-from runtime_shim.errors import ImageError, reason
-
-__all__ = [
-    "BLOCK_DEVICE",
-    "CHARACTER",
-    "ENTRIES",
-    "FIFO",
-    "FILE",
-    "FOLDER",
-    "HARD",
-    "LIMIT",
-    "SOFT",
-    "Archive",
-    "Entry",
-    "damaged",
-    "refuse",
-    "shown",
-]
+from gpusnap.runtime_shim.errors import ImageError, reason
 
 LIMIT = 256 << 20
 """Bytes of the tar, and of its compressed form; Podman's /dev is a tmpfs of 64 MiB."""
@@ -159,16 +142,18 @@ class Archive:
             raise damaged("is cut short")
 
 
-def damaged(what: str) -> ImageError:
+def damaged(what: str, *, code: str = "GPS-601") -> ImageError:
     """The error that says this of the archive."""
     return ImageError(
-        f"the image of the container's /dev {what}", hint="the checkpoint is damaged, or not what CRIU wrote"
+        f"the image of the container's /dev {what}",
+        hint="the checkpoint is damaged, or not what CRIU wrote",
+        code=code,
     )
 
 
-def refuse(name: bytes, why: str) -> NoReturn:
+def refuse(name: bytes, why: str, *, code: str = "GPS-601") -> NoReturn:
     """Raise the ImageError that says this of an entry."""
-    raise damaged(f"is refused: {shown(name)} {why}")
+    raise damaged(f"is refused: {shown(name)} {why}", code=code)
 
 
 def shown(name: bytes) -> str:

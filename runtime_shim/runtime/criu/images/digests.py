@@ -11,11 +11,9 @@ from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from os import scandir
 
-from oci.base.files import open_below
-from runtime_shim.errors import ImageError, reason
-from runtime_shim.records.manifest import ImageRecord
-
-__all__ = ["Comparison", "Digester", "differs", "first_other", "take"]
+from gpusnap.oci.base.files import open_below
+from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.records.manifest import ImageRecord
 
 _THREADS = 8
 _PIECE = 1 << 20
@@ -52,6 +50,7 @@ def take(image_path: str, *, but: Collection[str] = ()) -> tuple[ImageRecord, ..
         raise ImageError(
             f"the images in {image_path} cannot be read again: {why}",
             hint="the dump itself succeeded; the checkpoint has no manifest yet",
+            code="GPS-515",
         ) from error
 
 
@@ -60,6 +59,7 @@ def differs(name: str, where: str) -> ImageError:
     return ImageError(
         f"CRIU's image {name} in {where} is not what was dumped: its digest is another one",
         hint="take another copy of the checkpoint",
+        code="GPS-601",
     )
 
 
@@ -89,6 +89,7 @@ class Comparison:
             raise ImageError(
                 f"CRIU's image {wanted.name} in {self._where} cannot be read: {why}",
                 hint="take another copy of the checkpoint",
+                code="GPS-601",
             ) from error
         if found != wanted:
             raise differs(wanted.name, self._where)

@@ -8,11 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeAlias
 
-from oci.base.files import open_below, sync_folder
-from runtime_shim.errors import ImageError, reason
-from runtime_shim.runtime.criu.images.check import is_image
-
-__all__ = ["Earlier", "clean", "drop_earlier", "earlier", "make", "sync"]
+from gpusnap.oci.base.files import open_below, sync_folder
+from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.runtime.criu.images.check import is_image
 
 Earlier: TypeAlias = Mapping[str, tuple[int, ...]]
 """Images by name, and what tells each from what is written in its place."""
@@ -79,6 +77,7 @@ def drop_earlier(image_path: str, there: Earlier) -> None:
         raise ImageError(
             f"what an earlier dump left in {image_path} cannot be removed: {reason(error)}",
             hint="the dump itself succeeded; the checkpoint has no manifest yet",
+            code="GPS-515",
         ) from error
 
 
@@ -122,4 +121,5 @@ def sync(image_path: str, *, but: Collection[str] = (), failed: Callable[[str], 
         raise ImageError(
             f"the images in {image_path} cannot be brought to disk: {why}",
             hint="the dump itself succeeded; the checkpoint has no manifest yet",
+            code="GPS-515",
         ) from error

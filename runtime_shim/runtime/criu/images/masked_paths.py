@@ -12,22 +12,22 @@ that restores.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from oci.base.files import read_below
-from runtime_shim.errors import ImageError, reason
-from runtime_shim.records.manifest import DriverMount
-from runtime_shim.runtime import container_key
-
-__all__ = ["mounts"]
+from gpusnap.oci.base.files import read_below
+from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.records.manifest import DriverMount
+from gpusnap.runtime_shim.runtime import container_key
+from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, decoded
 
 _FOLDER = ".empty-directory"
-# Field 18 of a mount, a string: its tag (18 << 3 | 2 as a varint), its length, and the key. Images may come
-# from anywhere, and the name goes into a configuration file: so nothing but plain words and slashes.
-_NAME = re.compile(rb"\x92\x01([\x80-\xff]?[\x00-\x7f])((?:/[A-Za-z0-9._-]+)+/\.empty-directory)")
+# Images may come from anywhere, and the name goes into a configuration file. There CRIU ends a word at a
+# blank, a quote and a number sign, and a key at its bracket (criu/config.c; criu/external.c).
+_NAME = re.compile(rf"(?:/[^/\s\"'#\\\[\]:]+)+/{re.escape(_FOLDER)}")
 # Bytes of an image of mounts; a hundred of them take 20 KiB.
 _LIMIT = 16 << 20
 
@@ -37,7 +37,8 @@ def mounts(
 ) -> tuple[DriverMount, ...]:
     """What a restore of these images by a runtime of this kind and with this --root has to be told.
 
-    None of it but the folder itself is opened to the container, whatever the images say. Raises ImageError.
+    None of it but the folder itself is opened to the container, whatever the images say. Raises ImageError,
+    and Refused without pycriu.
     """
     if kind != "crun":
         return ()
@@ -45,14 +46,15 @@ def mounts(
     names: set[str] = set()
     for path in Path(images).glob("mountpoints-*.img"):
         try:
-            found = _NAME.findall(read_below(images, path.name, limit=_LIMIT))
+            data = read_below(images, path.name, limit=_LIMIT)
+            keys = {mount.ext_key for mount in decoded(io.BytesIO(data), len(data), "mountpoints")}
+        except Damage as damage:
+            raise ImageError(f"{path} {damage}", hint="take another copy of the checkpoint") from None
         except (OSError, ValueError) as error:
             why = reason(error) if isinstance(error, OSError) else str(error)
             raise ImageError(f"{path} cannot be read: {why}") from error
-        names.update(name.decode("ascii") for length, name in found if _number(length) == len(name))
+        # protobuf in C gives bytes for what is not UTF-8.
+        names.update(
+            key for key in keys if isinstance(key, str) and _NAME.fullmatch(key) and key.isprintable()
+        )
     return tuple(DriverMount(name, "", own) for name in sorted(names) if name != own)
-
-
-def _number(varint: bytes) -> int:
-    """A varint of at most two bytes (protobuf's encoding)."""
-    return varint[0] & 0x7F | (varint[1] << 7 if len(varint) > 1 else 0)

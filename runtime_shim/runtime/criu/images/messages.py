@@ -1,16 +1,25 @@
-"""The messages that CRIU's images consist of: which image has which, and the numbers in one.
+"""CRIU's images of messages: how one is laid out, which image has which messages, and their decoding.
 
-They are decoded by pycriu where this Python has it; their fields of numbers, which are all that is needed to
-find one's way through an image, are read without it.
+    image  =  magic (u32, most have a common one before their own)  entry…
+    entry  =  size (u32)  protobuf message  what follows it: data whose size the message says
+
+This is from lib/pycriu/images/images.py, criu/image-desc.c and criu/include/magic.h. pycriu decodes the
+messages. Its `load` of a whole image does not serve here: it takes every size from the image, waits for what
+the image promises, and makes dictionaries of all. Images come from anywhere, so they are cut into messages
+here, with limits. Messages of pagemaps are not decoded here: see pagemap.py.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["MAGIC", "Damage", "Fields", "fields", "kind_of"]
+from gpusnap.runtime_shim.errors import printable
+from gpusnap.runtime_shim.runtime.criu.images import pycriu_package
+
+if TYPE_CHECKING:
+    from gpusnap.oci.tar.compression import Readable
 
 # Of the images that consist of messages, by their names without a number.
 MAGIC: Mapping[str, int] = {
@@ -83,11 +92,18 @@ MAGIC: Mapping[str, int] = {
     "utsns": 0x54473203,
     "vmas": 0x54123737,
 }
-Fields = dict[int, int]
-"""The numbers of a message by field."""
 
-
-_HIGHEST = 32
+_COMMON, _SERVICE = 0x54564319, 0x55105940
+# A message; the largest are of processes with many mappings, at some MiB.
+_LARGEST_MESSAGE = 64 << 20
+# One that is decoded. A message may consist of empty ones, of two bytes each, and an object of each takes 140
+# bytes in C and 430 in Python. A process with 100,000 mappings has one as large.
+_LARGEST_DECODED = 4 << 20
+# Messages that are empty: one whose fields are all optional may be. Zeros without end are as many of them.
+_MOST_EMPTY = 1000
+_PIECE = 1 << 20
+# Those that pycriu has no handler of its own for.
+_PARTS = ("ghost_file_entry", "ghost_chunk_entry", "ipc_msg")
 
 
 class Damage(Exception):
@@ -102,79 +118,106 @@ def kind_of(name: str) -> str:
     return stem if stem in MAGIC else next((k for k in [stem.rpartition("-")[0]] if k in MAGIC), "")
 
 
-def fields(message: bytes, kind: str) -> tuple[Fields, list[int]]:
-    """The numbers in a protobuf message by field, the last of each, and all of field 5; no high fields.
+def decode(message: bytes, kind: str) -> Any:
+    """A message of an image of this kind, as pycriu's class of it.
 
-    From protobuf.dev/programming-guides/encoding: varints, fixed numbers, and what has a length.
+    None where this pycriu knows no such class, and for messages that are too large to make objects of. Absent
+    fields have protobuf's defaults. `kind` may be the class itself, of a message that is a part of an image.
+    Raises Damage, and Refused without pycriu.
     """
-    decode = _decoders().get(kind)
-    if decode is not None:
-        try:
-            decode(message)
-        except Exception as error:  # of protobuf's, which is not ours to import
-            raise Damage(f"does not decode: {error}") from error
-    found: Fields = {}
-    fifth: list[int] = []
-    at = 0
-    while at < len(message):
-        key, at = _varint(message, at)
-        field, wire = key >> 3, key & 7
-        if wire == 0:
-            number, at = _varint(message, at)
-            if field <= _HIGHEST:  # there may be millions of others
-                found[field] = number
-            if field == 5 and kind == "pstree":
-                fifth.append(number)
-        elif wire == 2:
-            size, at = _varint(message, at)
-            if field == 5:
-                fifth += _packed(message[at : at + size], kind)
-            at += size
-        elif wire in (1, 5):
-            at += 8 if wire == 1 else 4
-        else:
-            raise Damage("does not decode: a field has no known type")
-        if at > len(message):
-            raise Damage("does not decode: a field goes on beyond its message")
-    return found, fifth
-
-
-def _packed(data: bytes, kind: str) -> list[int]:
-    """The numbers of a repeated field in its short form."""
-    found: list[int] = []
-    at = 0
-    while kind == "pstree" and at < len(data):
-        number, at = _varint(data, at)
-        found.append(number)
-    return found
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        if at >= len(data) or shift > 63:
-            raise Damage("does not decode: a number goes on beyond its message")
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if not byte & 0x80:
-            return value, at
-        shift += 7
-
-
-@functools.cache
-def _decoders() -> Mapping[str, Callable[[bytes], object]]:
-    """pycriu's decoder of each kind of message; none where this Python has no pycriu that can be imported."""
+    pycriu = pycriu_package.load()
+    if len(message) > _LARGEST_DECODED:
+        return None
+    read = getattr(pycriu.pb, kind).FromString if kind in _PARTS else pycriu.payloads.get(MAGIC[kind])
+    if read is None:
+        return None
     try:
-        from pycriu.images import images, magic, pb  # type: ignore[import-not-found, unused-ignore]
-    except Exception:  # missing, or protobuf refuses what was generated for another version of it
-        return {}
-    found: dict[str, Callable[[bytes], object]] = {}
-    for kind, number in MAGIC.items():
-        payload: Any = getattr(images.handlers.get(magic.by_val.get(number)), "payload", None)
-        if payload is not None:
-            found[kind] = payload.FromString
-    for name in ("pagemap_head", "pagemap_entry", "ghost_file_entry", "ghost_chunk_entry", "ipc_msg"):
-        if hasattr(pb, name):
-            found[name] = getattr(pb, name).FromString
-    return found
+        return read(message)
+    except Exception as error:  # of protobuf's kinds, which differ with its implementation
+        said = printable(" ".join(str(error).split()))[:200]
+        raise Damage(f"does not decode: {said}") from error
+
+
+def decoded(content: Readable, size: int, kind: str) -> Iterator[Any]:
+    """The messages of an image that consists of nothing else. Raises Damage, and Refused without pycriu."""
+    source = Source(content, size)
+    source.begin(kind)
+    while source.left:
+        found = decode(source.message(), kind)
+        if found is None:
+            raise Damage("has a message that cannot be decoded here")
+        yield found
+
+
+def encoded(messages: Iterable[Any], kind: str) -> bytes:
+    """An image of these messages, as CRIU writes one (criu/image.c, img_write_magic)."""
+    parts = [message.SerializePartialToString() for message in messages]
+    head = struct.pack("<II", _COMMON, MAGIC[kind])
+    return head + b"".join(struct.pack("<I", len(part)) + part for part in parts)
+
+
+class Source:
+    """The bytes of an image, in order. Everything raises Damage where it ends too early."""
+
+    def __init__(self, content: Readable, size: int) -> None:
+        self._content, self._unread = content, size
+        self._buffer, self._at = b"", 0
+        self._empty = 0
+
+    @property
+    def left(self) -> int:
+        """How many bytes nobody has taken yet."""
+        return self._unread + len(self._buffer) - self._at
+
+    def begin(self, kind: str) -> None:
+        """Take the magic numbers, which have to be those of this kind."""
+        magic = self.number()
+        if magic in (_COMMON, _SERVICE):
+            magic = self.number()
+        if magic != MAGIC[kind]:
+            raise Damage("does not begin as an image of its name")
+
+    def take(self, size: int) -> bytes:
+        """Exactly so many bytes."""
+        end = self._at + size
+        if end > len(self._buffer):
+            self._fill(size)
+            end = size
+        piece = self._buffer[self._at : end]
+        self._at = end
+        return piece
+
+    def _fill(self, size: int) -> None:
+        """Have so many bytes in the buffer, and what a piece has beyond them."""
+        pieces = [self._buffer[self._at :]]
+        there = len(pieces[0])
+        if size > there + self._unread:
+            raise Damage("is cut short")
+        while there < size:
+            piece = self._content.read(min(max(size - there, _PIECE), self._unread))
+            if not piece:
+                raise Damage("is cut short")
+            there += len(piece)
+            self._unread -= len(piece)
+            pieces.append(piece)
+        self._buffer, self._at = b"".join(pieces), 0
+
+    def number(self) -> int:
+        """Four bytes, least significant first."""
+        return int.from_bytes(self.take(4), "little")
+
+    def message(self) -> bytes:
+        """The next message, without its size."""
+        size = self.number()
+        if size > _LARGEST_MESSAGE:
+            raise Damage(f"has a message of {size} bytes")
+        if not size:
+            self._empty += 1
+            if self._empty > _MOST_EMPTY:
+                raise Damage("consists of zeros")
+        return self.take(size)
+
+    def skip(self, size: int) -> None:
+        """Pass over so many bytes."""
+        while size:
+            size -= len(self.take(min(size, _PIECE)))

@@ -20,10 +20,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 
-from runtime_shim.errors import ImageError, reason
-from runtime_shim.runtime.criu import scratch_files
-
-__all__ = ["view"]
+from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.runtime.criu import scratch_files
 
 _MOST = 65536
 """Entries; CRIU writes some ten for each process."""
@@ -50,7 +48,7 @@ def view(
         return
     for name in (*replaced, *elsewhere):
         if name in ("", ".", "..") or "/" in name or "\0" in name:
-            raise ImageError(f"{name!r} is no name of an image in {image_path}")
+            raise ImageError(f"{name!r} is no name of an image in {image_path}", code="GPS-604")
     try:
         folder = tempfile.mkdtemp(prefix=scratch_files.prefix("images"), dir=scratch_files.scratch())
     except OSError as error:

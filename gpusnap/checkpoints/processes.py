@@ -1,0 +1,286 @@
+"""The processes of a checkpoint, as CRIU's images have them: their tree, files, sockets and memory.
+
+Images come from anywhere: names and numbers in them are text and integers here, bounded, and nothing else.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.runtime.criu.images import inet_sockets, pagemap
+from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, Source, decoded
+
+KINDS = ("pstree", "core", "ids", "mm", "pagemap", "fdinfo", "files")
+"""The images that are needed; `kind_of` tells an image's kind."""
+
+# compel/include/uapi/task-state.h and criu/include/pstree.h
+_STATES = {1: "alive", 2: "dead", 3: "stopped", 6: "zombie"}
+# images/fdinfo.proto, fd_types
+_TYPES = {
+    1: "file",
+    2: "pipe",
+    3: "fifo",
+    4: "socket",
+    5: "eventfd",
+    6: "epoll",
+    7: "inotify",
+    8: "signalfd",
+    9: "socket",
+    10: "tty",
+    11: "fanotify",
+    13: "socket",
+    14: "namespace",
+    15: "tun",
+    16: "external",
+    17: "timerfd",
+    18: "memfd",
+    19: "bpf map",
+    20: "pidfd",
+}
+# include/linux/net.h
+_UNIX = {1: "unix stream", 2: "unix dgram", 5: "unix seqpacket"}
+_UNIX_STATES = {1: "established", 7: "unconnected", 10: "listening"}
+_PAGE = 4096
+# Of a command line: what is shown of one is less.
+_LONGEST = 4096
+_MOST = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """An open file that is no socket."""
+
+    descriptor: int
+    kind: str
+    path: str
+    """Empty for one that has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Socket:
+    """An open socket; `local` and `remote` are address:port, or the name of a Unix socket."""
+
+    descriptor: int
+    protocol: str
+    local: str
+    remote: str
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """In bytes."""
+
+    mapped: int
+    """All mappings together."""
+    stored: int
+    """In the pages of this checkpoint."""
+    earlier: int
+    """In the pages of an earlier dump."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in an image of pages something is."""
+
+    image: str
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process of the container."""
+
+    pid: int
+    """In the container's PID namespace; so are the others."""
+    parent: int
+    name: str
+    state: str
+    command: tuple[str, ...]
+    """Empty where the images do not have it, as with memory in chunks."""
+    threads: tuple[int, ...]
+    files: tuple[File, ...]
+    sockets: tuple[Socket, ...]
+    memory: Memory | None
+    """None where an image of it is missing or too large."""
+
+
+def read(images: Mapping[str, bytes], where: str) -> tuple[Process, ...]:
+    """The processes, each behind its parent. `images` has those of `KINDS` by name; `where` names them.
+
+    Raises ImageError, and Refused without pycriu.
+    """
+    name = ""
+    try:
+        open_files = {}
+        for name in ("files.img",):
+            if name in images:
+                open_files = {entry.id: entry for entry in _decoded(images, name, "files")}
+        name = "pstree.img"
+        found = {}
+        for entry in _decoded(images, name, "pstree"):
+            if entry.pid in found:
+                raise Damage(f"has process {entry.pid} twice")
+            found[entry.pid] = entry
+        processes = []
+        for pid, entry in found.items():
+            name = f"core-{pid}.img"
+            process = _process(images, entry)
+            name = f"ids-{pid}.img"
+            number = _files_number(images, pid)
+            name = f"fdinfo-{number}.img"
+            descriptors = _decoded(images, name, "fdinfo") if name in images else ()
+            files, sockets = _opened(descriptors, open_files)
+            name = f"pagemap-{pid}.img"
+            pages = _pages(images[name]) if name in images else None
+            # A zombie has no memory.
+            memory = _memory(images, pid, pages) if pages is not None else None
+            processes.append(replace(process, files=files, sockets=sockets, memory=memory))
+    except KeyError:
+        raise ImageError(f"CRIU's image {name} in {where} is missing", hint=_HINT) from None
+    except Damage as damage:
+        raise ImageError(f"CRIU's image {name} in {where} {damage}", hint=_HINT) from None
+    return tuple(_in_order(processes))
+
+
+_HINT = "take another copy of the checkpoint"
+
+
+def arguments(images: Mapping[str, bytes]) -> dict[int, Place]:
+    """Where the command line of each process is, by PID; of those whose images say so. Raises as `read`."""
+    found = {}
+    for name in images:
+        if not name.startswith("mm-"):
+            continue
+        pid = name.removeprefix("mm-").removesuffix(".img")
+        try:
+            [mm] = _decoded(images, name, "mm")
+            source = Source(io.BytesIO(images[f"pagemap-{pid}.img"]), len(images[f"pagemap-{pid}.img"]))
+            source.begin("pagemap")
+            place = pagemap.locate(source, mm.mm_arg_start)
+        except (KeyError, ValueError, Damage):
+            continue  # read() says so
+        if place is not None and pid.isdecimal() and mm.mm_arg_end > mm.mm_arg_start:
+            number, offset, left = place
+            size = min(mm.mm_arg_end - mm.mm_arg_start, left, _LONGEST)
+            found[int(pid)] = Place(f"pages-{number}.img", offset, size)
+    return found
+
+
+def _decoded(images: Mapping[str, bytes], name: str, kind: str) -> Iterator[Any]:
+    data = images[name]
+    for count, entry in enumerate(decoded(io.BytesIO(data), len(data), kind)):
+        if count >= _MOST:
+            raise Damage(f"has more than {_MOST} entries")
+        yield entry
+
+
+def _process(images: Mapping[str, bytes], entry: Any) -> Process:
+    [core, *_] = [*_decoded(images, f"core-{entry.pid}.img", "core")] or [None]
+    name = _text(core.tc.comm) if core is not None else ""
+    state = _STATES.get(core.tc.task_state, "") if core is not None else ""
+    # CRIU notes a thread for a zombie too, and leaves its number unset.
+    threads = tuple(entry.threads) if entry.pid in entry.threads else ()
+    return Process(entry.pid, entry.ppid, name, state, (), threads, (), (), None)
+
+
+def _files_number(images: Mapping[str, bytes], pid: int) -> int:
+    """The number of the image of a process' descriptors."""
+    if f"ids-{pid}.img" in images:
+        for ids in _decoded(images, f"ids-{pid}.img", "ids"):
+            return int(ids.files_id)
+    for core in _decoded(images, f"core-{pid}.img", "core"):
+        return int(core.ids.files_id)
+    return 0
+
+
+def _opened(descriptors: Any, files: Mapping[int, Any]) -> tuple[tuple[File, ...], tuple[Socket, ...]]:
+    found: list[File] = []
+    sockets: list[Socket] = []
+    for each in descriptors:
+        file = files.get(each.id)
+        socket = _socket(each.fd, file) if file is not None else None
+        if socket is not None:
+            sockets.append(socket)
+        else:
+            path = _path(file, files) if file is not None else ""
+            found.append(File(each.fd, _TYPES.get(each.type, f"type {each.type}"), path))
+    return tuple(found), tuple(sockets)
+
+
+def _path(file: Any, files: Mapping[int, Any]) -> str:
+    if file.HasField("reg"):
+        return _text(file.reg.name)
+    for kind in ("tty", "fifo"):
+        if file.HasField(kind):
+            beside = files.get(getattr(file, kind).regf_id)
+            return _text(beside.reg.name) if beside is not None and beside.HasField("reg") else ""
+    if file.HasField("pipe"):
+        return f"pipe:[{file.pipe.pipe_id}]"
+    return ""
+
+
+def _socket(descriptor: int, file: Any) -> Socket | None:
+    if file.HasField("isk"):
+        inet = inet_sockets.parse(file.isk)
+        local, remote = _end(inet.local, inet.local_port), _end(inet.remote, inet.remote_port)
+        return Socket(descriptor, inet.protocol, local, remote if inet.remote_port else "", inet.state)
+    if file.HasField("usk"):
+        name = _text(file.usk.name)
+        # An abstract name begins with a zero (unix(7)), and is shown with @, as ss(8) does.
+        local = "@" + name[1:] if name.startswith("\0") else name.rstrip("\0")
+        remote = f"unix:[{file.usk.peer}]" if file.usk.peer else ""
+        state = _UNIX_STATES.get(file.usk.state, "")
+        return Socket(descriptor, _UNIX.get(file.usk.type, "unix"), local, remote, state)
+    for kind, protocol in (("nlsk", "netlink"), ("psk", "packet")):
+        if file.HasField(kind):
+            return Socket(descriptor, protocol, str(getattr(file, kind).protocol), "", "")
+    return None
+
+
+def _end(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _pages(data: bytes) -> pagemap.Pagemap:
+    source = Source(io.BytesIO(data), len(data))
+    source.begin("pagemap")
+    return pagemap.read(source)
+
+
+def _memory(images: Mapping[str, bytes], pid: int, pages: pagemap.Pagemap) -> Memory | None:
+    """None where the image of the mappings is missing, damaged, or too large to be looked at."""
+    try:
+        [mm] = _decoded(images, f"mm-{pid}.img", "mm")
+    except (KeyError, ValueError, Damage):
+        return None
+    mapped = sum(max(0, vma.end - vma.start) for vma in mm.vmas)
+    return Memory(mapped, pages.present * _PAGE, pages.in_parent * _PAGE)
+
+
+def _in_order(processes: list[Process]) -> Iterator[Process]:
+    """Each behind its parent, by PID; one whose parents are a circle comes last."""
+    children: dict[int, list[Process]] = {}
+    pids = {each.pid for each in processes}
+    for each in sorted(processes, key=lambda process: -process.pid):
+        children.setdefault(each.parent if each.parent in pids else 0, []).append(each)
+    seen: set[int] = set()
+    waiting = [*children.get(0, ())]
+    while waiting:
+        process = waiting.pop()
+        if process.pid in seen:
+            continue
+        seen.add(process.pid)
+        yield process
+        waiting += children.get(process.pid, ())
+    yield from (each for each in processes if each.pid not in seen)
+
+
+def _text(value: str | bytes) -> str:
+    """A string; protobuf in C gives bytes for what is not UTF-8."""
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)

@@ -1,0 +1,357 @@
+"""The commands that make checkpoints and containers, and that bring checkpoints from place to place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import click
+
+from gpusnap.checkpoints import locator
+from gpusnap.cli.completion import complete_checkpoint, complete_container, complete_store
+from gpusnap.progress import Progress
+from gpusnap.runtime_shim.errors import UsageError
+from gpusnap.runtime_shim.units import human
+
+# What a command does is imported when it is run: of a restore that waits for it, each 0.1 s is felt.
+if TYPE_CHECKING:
+    from gpusnap.oci.layout.single_layer_image import Packing
+    from gpusnap.oci.registry.copy import Moved
+    from gpusnap.operations import checkpoint as checkpointing
+    from gpusnap.operations import push_pull
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
+_plain_http = click.option(
+    "--plain-http", is_flag=True, help="Use plain HTTP, without TLS. http:// before REF does the same."
+)
+
+
+@click.command()
+@click.argument("container", shell_complete=complete_container)
+@click.option(
+    "--to",
+    metavar="PLACE",
+    help="Destination: oci:DIR[:NAME], an archive such as ./w.tar.zst, or a REF in a registry. "
+    "[default: this host's store]",
+)
+@click.option("--name", default="", help="Name of the checkpoint in the store. [default: CONTAINER:UTC time]")
+@click.option("--leave-running", is_flag=True, help="Do not stop the container: it continues to run.")
+@click.option("--tcp-established", is_flag=True, help="Include open TCP connections.")
+@click.option("--file-locks", is_flag=True, help="Include file locks.")
+@click.option("--ignore-rootfs", is_flag=True, help="Leave out the files of the container that changed.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Checkpoint even if processes share GPU memory in a way that cannot be restored (NCCL, CUDA IPC).",
+)
+@_plain_http
+@_as_json
+def checkpoint(
+    container: str,
+    to: str | None,
+    name: str,
+    leave_running: bool,
+    tcp_established: bool,
+    file_locks: bool,
+    ignore_rootfs: bool,
+    force: bool,
+    plain_http: bool,
+    as_json: bool,
+) -> None:
+    """Checkpoint a running Podman container, including its GPU state.
+
+    Without --to, the checkpoint goes into this host's store. With --to REF it goes into the store and is then
+    pushed. With --to FILE or --to oci:DIR it goes only there. A store does not write again what it has from
+    earlier checkpoints. If another checkpoint in the store has the same name, it loses the name and stays
+    under its digest.
+
+    The container ends, unless --leave-running is given, and Podman keeps it as a stopped container. To
+    restore under the same name, remove it first (`podman rm CONTAINER`).
+
+    If something fails after the container has ended, `podman container restore CONTAINER` restores it. If
+    Podman removes the container when it ends (--rm, Quadlet), the message names the archive to restore from.
+    If writing that archive fails, such a container is lost; gpusnap therefore checks for free space first,
+    and Ctrl-C waits until the archive is written.
+
+    As JSON: container, containerId, name, digest, store, file, memory (bytes used of GPUs), size (bytes of
+    all blobs), new (bytes of those that the store did not have), seconds, and pushed where it was, as
+    `gpusnap push` has it.
+    """
+    from gpusnap.operations import checkpoint as checkpointing
+
+    wish = checkpointing.Wish(
+        container=container,
+        to=locator.destination(to) if to is not None else None,
+        name=locator.named(name) if name else "",
+        leave_running=leave_running,
+        tcp_established=tcp_established,
+        file_locks=file_locks,
+        ignore_rootfs=ignore_rootfs,
+        force=force,
+        plain_http=plain_http,
+    )
+    if name and isinstance(wish.to, locator.InFile):
+        raise UsageError("--name is for a store, and an archive has no name but its file's")
+    if name and isinstance(wish.to, locator.InStore) and wish.to.wanted:
+        raise UsageError("--name and the NAME in --to are the same thing; give one")
+    with Progress() as progress:
+        made = checkpointing.checkpoint(wish, progress)
+    if as_json:
+        _print(_made(made))
+        return
+    what = f"{made.name}  {made.digest}" if made.name else made.file
+    new = f" ({human(made.new)} of it new in {made.store})" if made.name else ""
+    size = f"GPU memory {human(made.gpu_memory)}, checkpoint {human(made.size)}{new}"
+    click.echo(f"{what}  {size}, {made.seconds:.1f} s")
+    if made.pushed is not None:
+        click.echo(f"pushed to {made.pushed.reference}: {_figures(made.pushed.moved)}")
+    if not leave_running and not made.container.auto_remove:
+        name = made.container.name
+        click.echo(f"{name} has ended; run podman rm {name} before a restore under the same name", err=True)
+
+
+@click.command()
+@click.argument("what", shell_complete=complete_checkpoint)
+@click.option("--name", default="", help="Name of the restored container. [default: its old name]")
+@click.option(
+    "--gpu-map", default="", metavar="MAP", help="Restore old GPUs onto new ones: 0=3,1=2, or UUIDs."
+)
+@click.option("--tcp-established", is_flag=True, help="Restore TCP connections.")
+@click.option("--tcp-close", is_flag=True, help="Restore TCP connections as closed.")
+@click.option("--ignore-static-ip", is_flag=True, help="Allow another IP address.")
+@click.option("--ignore-rootfs", is_flag=True, help="Do not restore changed files; use those of the image.")
+@_plain_http
+@_as_json
+def restore(
+    what: str,
+    name: str,
+    gpu_map: str,
+    tcp_established: bool,
+    tcp_close: bool,
+    ignore_static_ip: bool,
+    ignore_rootfs: bool,
+    plain_http: bool,
+    as_json: bool,
+) -> None:
+    """Restore the container of the checkpoint WHAT.
+
+    WHAT is a name or a digest in this host's store, oci:DIR[:NAME], an archive of Podman or an oci-archive of
+    skopeo, or a REF in a registry.
+
+    A checkpoint in a local image (`podman container checkpoint --create-image`) is restored by `podman
+    container restore IMAGE` instead.
+
+    From a registry, the memory is fetched while the container is being restored, or before it if there are 8
+    GiB or more or the network is slow. It is kept in this host's store. If the registry does not answer, and
+    the store has a checkpoint of the same name, that one is restored, and a note says so.
+
+    If Podman still has a container of that name, such as the one that the checkpoint ended, remove it first
+    (`podman rm`), or give another name with --name.
+
+    As JSON: container, containerId, digest (empty for an archive), kept (the name in the store of what came
+    from a registry, empty where that did not keep it) and seconds.
+    """
+    from gpusnap.operations import restore as restoring
+
+    wish = restoring.Wish(
+        what=locator.find(what),
+        name=name,
+        gpu_map=gpu_map,
+        tcp_established=tcp_established,
+        tcp_close=tcp_close,
+        ignore_static_ip=ignore_static_ip,
+        ignore_rootfs=ignore_rootfs,
+        plain_http=plain_http,
+    )
+    with Progress() as progress:
+        done = restoring.restore(wish, progress)
+    if as_json:
+        _print(
+            {
+                "container": done.container.name,
+                "containerId": done.container.id,
+                "digest": done.digest,
+                "kept": done.kept,
+                "seconds": round(done.seconds, 3),
+            }
+        )
+        return
+    click.echo(f"{done.container.name}  {done.container.id}  {done.seconds:.1f} s")
+
+
+@click.command()
+@click.argument("what", shell_complete=complete_checkpoint)
+@click.argument("ref")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["oci", "cri", "podman"]),
+    default="oci",
+    show_default=True,
+    help="oci: an artifact in chunks. podman, cri: an image that `podman container restore` takes, or CRI-O.",
+)
+@click.option(
+    "--compression",
+    "packing",
+    type=click.Choice(["gzip", "zstd"]),
+    help="Of the image of --format podman or cri: zstd is faster, and older tools do not take it. "
+    "[default: gzip]",
+)
+@_plain_http
+@_as_json
+def push(
+    what: str, ref: str, form: push_pull.Format, packing: Packing | None, plain_http: bool, as_json: bool
+) -> None:
+    """Push the checkpoint WHAT to a registry as REF.
+
+    WHAT is a name or a digest in this host's store, oci:DIR[:NAME], an archive of Podman's, of skopeo's
+    (oci-archive) or of ctr images export, or containerd:[NAMESPACE/]IMAGE, a checkpoint that ctr
+    container checkpoint --task has made; with the namespace, such as containerd:default/team/w:v1, it is
+    always clear what is meant, as the first part of a name without a dot or a colon is taken for one.
+    containerd's socket is taken from CONTAINERD_ADDRESS, as ctr does. Chunks that the registry has are
+    not sent again, and what refers to the checkpoint in its layout, such as a signature, goes along. REF
+    without a tag has the tag latest. CAs and client certificates of a registry are taken from
+    /etc/containers/certs.d or /etc/docker/certs.d, a proxy from HTTPS_PROXY and NO_PROXY.
+
+    As JSON: reference, digest, blobs and bytes that were sent, skippedBlobs and skippedBytes that were there,
+    and mounted, the blobs of those that the registry took from another of its repositories.
+    """
+    from gpusnap.operations import push_pull
+
+    if packing is not None and form == "oci":
+        raise UsageError(
+            "--compression is for an image, and chunks of an artifact have their own",
+            hint="give --format podman or cri as well, or see memory.level in the settings",
+        )
+    found = locator.in_containerd(what) or locator.find(what, remote=False)
+    assert not isinstance(found, locator.InRegistry)
+    with Progress() as progress:
+        done = push_pull.push(
+            found,
+            locator.registry(ref),
+            plain_http=plain_http,
+            format=form,
+            packing=packing or "gzip",
+            progress=progress,
+        )
+    if as_json:
+        _print(_pushed(done))
+        return
+    click.echo(f"{done.reference}  {done.digest}  {_figures(done.moved)}")
+
+
+@click.command()
+@click.argument("ref")
+@click.option(
+    "-o",
+    "--output",
+    "file",
+    default="",
+    metavar="FILE",
+    help="Write an archive for Podman, .tar or .tar.zst; of a checkpoint of containerd's a .tar for ctr.",
+)
+@click.option(
+    "--to",
+    metavar="PLACE",
+    shell_complete=complete_store,
+    help="Into the store oci:DIR[:NAME], or into containerd, as containerd:[NAMESPACE/]IMAGE. "
+    "[default: this host's store, unless -o is given]",
+)
+@_plain_http
+@_as_json
+def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -> None:
+    """Pull the checkpoint REF from a registry into a store, an archive, or containerd.
+
+    In the store its name is REF, and chunks that the store has are not fetched again. What refers to it in
+    the registry, such as a signature or an SBOM, is pulled as well. Run an interrupted pull again to continue
+    it. An existing FILE is not replaced. CAs and client certificates of a registry are taken from
+    /etc/containers/certs.d or /etc/docker/certs.d, a proxy from HTTPS_PROXY and NO_PROXY.
+
+    containerd gets what its ctr has checkpointed, to be restored by ctr container restore --live NAME IMAGE,
+    and the base image as well where the checkpoint has it (--image), unless it has another one of that name,
+    or an image called IMAGE that is no checkpoint: then nothing is changed. The archive of one is taken by
+    ctr images import --no-unpack, which replaces images that have the names in it: REF, and that of the base
+    image, which the maker of the checkpoint has chosen. A base image in it is made ready by ctr snapshots
+    unpack DIGEST. Do so only with checkpoints that you trust: ctr lets them say what a container may do.
+
+    As JSON: reference, digest, store, name, file, image (its name in containerd, or in the file for ctr),
+    baseImage (which a restore needs there), and blobs to mounted as `gpusnap push` has them.
+    """
+    from gpusnap.operations import push_pull
+
+    place: locator.Place | locator.InContainerd | None = None
+    if to is not None:
+        place = locator.in_containerd(to) or locator.destination(to)
+    if place is not None and not isinstance(place, locator.InStore | locator.InContainerd):
+        raise UsageError(
+            f"--to {to} is no store",
+            hint="write it as oci:DIR, oci:DIR:NAME or containerd:IMAGE, or use -o",
+            code="GPS-102",
+        )
+    with Progress() as progress:
+        done = push_pull.pull(
+            locator.registry(ref), file=file, to=place, plain_http=plain_http, progress=progress
+        )
+    if as_json:
+        document = {"reference": done.reference, "digest": done.digest}
+        document |= {"store": done.store, "name": done.name, "file": done.file}
+        image = done.image or done.packed
+        document |= {
+            "image": image.name if image is not None else "",
+            "baseImage": image.base if image is not None else "",
+        }
+        _print(document | _moved(done.moved))
+        return
+    shown = done.image.name if done.image is not None else done.name or done.file
+    click.echo(f"{shown}  {done.digest}  {_figures(done.moved)}")
+    if done.image is not None and not done.image.base_there:
+        click.echo(
+            f"note: to restore it, containerd needs the image {done.image.base}, which is not in it", err=True
+        )
+    if done.packed is not None:
+        names = [done.packed.name, *([done.packed.base] if done.packed.base_there else [])]
+        click.echo(
+            f"note: ctr images import of {done.file} sets the image{'s' * (len(names) > 1)} "
+            f"{' and '.join(names)}, in the place of any that is called so",
+            err=True,
+        )
+
+
+def _print(document: Mapping[str, object]) -> None:
+    click.echo(json.dumps(document, indent=1))
+
+
+def _made(made: checkpointing.Made) -> dict[str, object]:
+    document: dict[str, object] = {
+        "container": made.container.name,
+        "containerId": made.container.id,
+        "name": made.name,
+        "digest": made.digest,
+        "store": made.store,
+        "file": made.file,
+        "memory": made.gpu_memory,
+        "size": made.size,
+        "new": made.new,
+        "seconds": round(made.seconds, 3),
+    }
+    return document | ({"pushed": _pushed(made.pushed)} if made.pushed is not None else {})
+
+
+def _pushed(done: push_pull.Pushed) -> dict[str, object]:
+    return {"reference": done.reference, "digest": done.digest} | _moved(done.moved)
+
+
+def _moved(moved: Moved) -> dict[str, object]:
+    return {
+        "blobs": moved.blobs,
+        "bytes": moved.bytes,
+        "skippedBlobs": moved.skipped_blobs,
+        "skippedBytes": moved.skipped_bytes,
+        "mounted": moved.mounted,
+    }
+
+
+def _figures(moved: Moved) -> str:
+    there = f"; {human(moved.skipped_bytes)} in {moved.skipped_blobs} blobs were already there"
+    return f"transferred {human(moved.bytes)} in {moved.blobs} blobs" + (there if moved.skipped_blobs else "")

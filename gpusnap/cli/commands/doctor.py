@@ -1,0 +1,79 @@
+"""`gpusnap doctor`: the checks of gpusnap.doctor, as lines or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from gpusnap.cli import tables as show
+from gpusnap.cli.completion import complete_container
+from gpusnap.doctor import container as of_container
+from gpusnap.doctor import host
+from gpusnap.doctor.base import subject
+from gpusnap.doctor.base.check import Check, Verdict, document, plural
+from gpusnap.runtime_shim.errors import GpusnapError, with_code
+from gpusnap.runtime_shim.gpu import find_driver
+
+_STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILURE: "bold red"}
+_MARKS = {Verdict.OK: "OK", Verdict.WARNING: "warning", Verdict.FAILURE: "failure"}
+
+
+@click.command()
+@click.argument("container", required=False, metavar="[CONTAINER]", shell_complete=complete_container)
+@click.option(
+    "--containerd",
+    "namespace",
+    default="",
+    metavar="NS",
+    help="CONTAINER is the ID of a task in this namespace of containerd's.",
+)
+@click.option("--runtime", default="", metavar="NAME", help="Check this real runtime, not the settings' one.")
+@click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
+def doctor(container: str | None, namespace: str, runtime: str, as_json: bool) -> None:
+    """Check whether this host, or the running CONTAINER, can be checkpointed.
+
+    Each line is OK, a warning or a failure, with what to do about it; docs/doctor.md explains each.
+    CONTAINER is a running one of Podman's, by name or ID, or the ID of a task of containerd's. Nothing is
+    changed, and no process is stopped. Run it as root. The exit code is 0 without a failure, with warnings
+    too, and 1 with one.
+
+    As JSON: failures, warnings, and checks, each with name, verdict (ok, warning, failure), says, todo,
+    facts, and code (such as GPS-312, for `gpusnap explain`; empty if there is none).
+    """
+    if container is None:
+        if namespace:
+            raise click.UsageError("--containerd goes with CONTAINER")
+        checks = host.checks(runtime=runtime)
+    else:
+        if runtime:
+            raise click.UsageError("--runtime goes without CONTAINER")
+        checks = of_container.checks(subject.find(container, namespace=namespace), find_driver())
+    if as_json:
+        click.echo(json.dumps(document(checks), indent=1))
+    else:
+        print_checks(show.output(), checks)
+    failures = sum(each.verdict is Verdict.FAILURE for each in checks)
+    if failures:
+        raise GpusnapError(
+            f"{failures} of {plural(len(checks), 'check')} failed", hint="do what each of them says"
+        )
+
+
+def print_checks(to: Console, checks: Sequence[Check]) -> None:
+    """A line for each, and one below it with what to do."""
+    width = max((len(each.name) for each in checks), default=0)
+    for each in checks:
+        line = Text(f"{_MARKS[each.verdict]:<8}", style=_STYLES[each.verdict])
+        line.append(f"{each.name:<{width}}  ", style="bold")
+        line.append(show.plain(with_code(each.says, each.code)).plain, style="default")
+        to.print(line, soft_wrap=True)
+        if each.todo:
+            to.print(Text(" " * (10 + width) + f"→ {show.plain(each.todo).plain}"), soft_wrap=True)
+    warnings = sum(each.verdict is Verdict.WARNING for each in checks)
+    failures = sum(each.verdict is Verdict.FAILURE for each in checks)
+    to.print()
+    show.say(to, f"{plural(failures, 'failure')}, {plural(warnings, 'warning')}")

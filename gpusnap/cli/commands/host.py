@@ -1,0 +1,101 @@
+"""The commands about this host: plan, gpus, settings."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+
+import click
+
+from gpusnap.cli import tables as show
+from gpusnap.cli.completion import complete_checkpoint
+from gpusnap.operations.open import needed, opened
+from gpusnap.progress import Progress
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu import find_driver, find_drivers
+from gpusnap.runtime_shim.gpu.api.driver import Driver
+from gpusnap.runtime_shim.runtime import identify as real
+from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
+from gpusnap.runtime_shim.snapshot.devices import choose as choosing
+from gpusnap.runtime_shim.snapshot.devices.reservations import reserved
+from gpusnap.user_errors import NotFound
+
+
+@click.command()
+@click.argument("what", metavar="WHAT", shell_complete=complete_checkpoint)
+@click.option("--gpu-map", metavar="MAP", help="Restore old GPUs onto new ones: 0=3,1=2, or UUIDs.")
+@click.option(
+    "--plain-http", is_flag=True, help="Use plain HTTP, without TLS. http:// before REF does the same."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+def plan(what: str, gpu_map: str | None, plain_http: bool, as_json: bool) -> None:
+    """Show which of this host's GPUs a restore of the checkpoint WHAT would use now, and why not the others.
+
+    Nothing is restored or reserved. Numbers in MAP are those of nvidia-smi: on the left the GPU on the host
+    of the checkpoint, on the right the GPU on this host. Without --gpu-map, the setting gpu-map is used; an
+    annotation of the container is ignored. The exit code is 1 if no GPU fits.
+    """
+    with Progress() as progress:
+        progress.stage(f"reading {what}")
+        with opened(what, plain_http=plain_http) as checkpoint:
+            record = needed(checkpoint)
+    host = needed_driver(record.host.vendor).host()
+    others: Mapping[str, int] = {}
+    with suppress(GpusnapError):  # it takes root to know
+        others = reserved()
+    request = choosing.gpu_request(gpu_map)
+    chosen = choosing.choose(record, host, request, settings_file.load().gpu_map, others)
+    if as_json:
+        click.echo(json.dumps(show.plan_document(chosen), indent=1))
+    else:
+        show.plan(show.output(), record, host, chosen)
+    if chosen.refusal:
+        raise chosen.refused()
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the inventory as JSON.")
+def gpus(as_json: bool) -> None:
+    """List the GPUs of this host."""
+    host = needed_driver().host()
+    if as_json:
+        click.echo(json.dumps(asdict(host), indent=1))
+        return
+    show.inventory(show.output(), host)
+
+
+@click.command()
+@click.option(
+    "--file",
+    "path",
+    default=SETTINGS_FILE,
+    show_default=True,
+    type=click.Path(),
+    help="The settings file to read.",
+)
+def settings(path: str) -> None:
+    """Print every setting, and check the settings file and the real runtime."""
+    if path != SETTINGS_FILE and not os.path.exists(path):
+        raise NotFound(f"there is no settings file {path}", hint="check the path")
+    found = settings_file.load(path)
+    show.settings(show.output(), found)
+    real.identify(real.find(found.runtime or None))
+
+
+def needed_driver(vendor: str = "") -> Driver:
+    """This host's driver; where it has several, that of a vendor. Raises GpusnapError where it has none."""
+    driver = find_driver()
+    if driver is not None and driver.vendor != vendor and vendor:
+        driver = next((each for each in find_drivers() if each.vendor == vendor), driver)
+    if driver is None:
+        raise GpusnapError(
+            "this host has no GPU driver that gpusnap knows: no /dev/nvidia*, no /proc/driver/nvidia, no "
+            "/dev/kfd",
+            hint="load the driver, and see that nvidia-smi or rocminfo lists the GPUs",
+            code="GPS-301",
+        )
+    return driver

@@ -1,0 +1,307 @@
+"""The commands `gpusnap install` and `gpusnap uninstall`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from gpusnap.engines.install import containerd as install_containerd
+from gpusnap.engines.install import crio as install_crio
+from gpusnap.engines.install import detect as install_engines
+from gpusnap.engines.install import installer, record
+from gpusnap.engines.install import launcher as install_runtime
+from gpusnap.engines.install import permissions as install_trust
+from gpusnap.engines.install import podman as install_podman
+from gpusnap.engines.install import references as install_mentions
+from gpusnap.engines.install.files import state, under
+from gpusnap.engines.install.installer import Change, Item
+from gpusnap.hooks import hooksd
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.runtime.criu.images import pycriu_package
+
+_DONE = {"written": "to be written", "replaced": "to be replaced", "removed": "to be removed"}
+_CHANGED = ("written", "replaced", "removed")
+_UNITS = {"containerd": "/etc/containerd/", "crio": "/etc/crio/"}
+
+_force = click.option("--force", is_flag=True, help="Go on where it would be refused; see above.")
+_dry_run = click.option("--dry-run", is_flag=True, help="Print what would be done, and change nothing.")
+_root = click.option(
+    "--root",
+    default="/",
+    metavar="DIR",
+    type=click.Path(file_okay=False, exists=True),
+    help="Work on the host's file system in DIR, such as an image that is being made.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    items: list[Item]
+    notes: list[str]
+    program: str
+
+
+@click.command()
+@click.option("--podman", is_flag=True, help="Make gpusnap-runtime known to Podman.")
+@click.option("--containerd", is_flag=True, help="Give containerd's CRI plugin the runtime handler gpusnap.")
+@click.option("--crio", is_flag=True, help="Give CRI-O the runtime handler gpusnap.")
+@click.option("--default", is_flag=True, help="Make it the engines' default, for every new container.")
+@click.option("--hooks", is_flag=True, help="Have Podman run the OCI hooks, too (docs/hooks.md).")
+@_root
+@_force
+@_dry_run
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def install(
+    podman: bool,
+    containerd: bool,
+    crio: bool,
+    default: bool,
+    hooks: bool,
+    root: str,
+    force: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Register gpusnap-runtime with the container engines of this host.
+
+    Without the name of an engine: all of Podman, containerd and CRI-O that the host has. Each gets a
+    configuration file of its own, and none that somebody else wrote is changed; where an engine takes no
+    such file, one is written that shows what to add. The settings file is made with all settings as
+    comments. Run again, it completes what was interrupted and brings what is there up to date.
+
+    It is refused where a file is in the way that is not as gpusnap writes it, and where others than root
+    could change what the engines would run as root; --force replaces the file, and takes the program as it
+    is.
+
+    As JSON: program, engines, changes (each with what, which is written, replaced, unchanged, kept, removed,
+    gone or left, and path), notes.
+    """
+    root = _absolute(root)
+    _need_root("install", root, dry_run)
+    chosen = {"podman": podman, "containerd": containerd, "crio": crio}
+    engines = _engines([name for name, wanted in chosen.items() if wanted], root)
+    plan = _planned(engines, root, default=default, hooks=hooks, force=force)
+    parts, kept = _parts(plan, root)
+    changes = installer.install(plan.items, parts=parts, root=root, force=force, dry_run=dry_run)
+    notes = [*plan.notes, *kept, *_left(changes), *_restarts(changes, root), *_missing(root)]
+    if not as_json:
+        _say(changes, notes, plan.items if dry_run else (), dry_run)
+        if not dry_run:
+            click.echo("gpusnap doctor tells whether this host is ready for checkpoints")
+        return
+    _print({"program": plan.program, "engines": list(engines), **_document(changes, notes)})
+
+
+@click.command()
+@_root
+@_force
+@_dry_run
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def uninstall(root: str, force: bool, dry_run: bool, as_json: bool) -> None:
+    """Remove what `gpusnap install` put on this host.
+
+    Files that somebody changed since stay. It is refused while there are containers whose runtime is
+    gpusnap-runtime, which their engine could neither stop nor start then, and while a file of an engine's
+    that stays names gpusnap-runtime or makes it the default: the lines are shown. --force does it all the
+    same, and removes what somebody changed. Checkpoints, the store and gpusnap itself stay.
+
+    As JSON: changes (each with what, which is removed, gone or left, and path), notes.
+    """
+    root = _absolute(root)
+    _need_root("uninstall", root, dry_run)
+    if root == "/" and not force and not dry_run:
+        _refuse_used()
+    lines = _named_still(root, force)
+    if lines and not force and not dry_run:
+        raise GpusnapError(
+            f"engines are told of gpusnap-runtime in files that stay: {_some([str(each) for each in lines])}",
+            hint="take these lines out first; with --force it is uninstalled all the same",
+        )
+    changes = installer.uninstall(root=root, force=force, dry_run=dry_run)
+    notes = _left(changes)
+    notes += [f"take this line out, for {each.path} stays as it is: {each}" for each in lines]
+    notes += _restarts(changes, root)
+    if as_json:
+        _print(_document(changes, notes))
+        return
+    _say(changes, notes, (), dry_run)
+    if not changes:
+        click.echo("gpusnap install has put nothing on this host")
+
+
+def _absolute(root: str) -> str:
+    return os.path.realpath(root)
+
+
+def _missing(root: str) -> list[str]:
+    """What a restore needs and gpusnap's own packages do not bring."""
+    if pycriu_package.is_there(root):
+        return []
+    return [pycriu_package.missing("this host can restore no checkpoint without it").sentence()]
+
+
+def _need_root(command: str, root: str, dry_run: bool) -> None:
+    if root == "/" and not dry_run and os.geteuid():
+        raise GpusnapError(
+            f"gpusnap {command} changes files of the system, which only root may do",
+            hint="run it as root, or with --dry-run to see what it would do",
+            code="GPS-005",
+        )
+
+
+def _engines(chosen: Sequence[str], root: str) -> dict[str, str]:
+    """The engines to work for, with the paths of their programs, "" of one that is not there (yet)."""
+    found = install_engines.find(root)
+    if chosen:
+        return {name: found.get(name, "") for name in chosen}
+    if not found:
+        raise GpusnapError(
+            "this host has none of Podman, containerd and CRI-O",
+            hint="install one of them, or name the one that is to come: --podman, --containerd, --crio",
+        )
+    return found
+
+
+def _planned(engines: dict[str, str], root: str, *, default: bool, hooks: bool, force: bool) -> _Plan:
+    """The items in the order in which they are to be put: an engine learns of it when all else is there."""
+    runs = install_runtime.program(root)
+    items = [*runs.items, install_runtime.settings_item()]
+    notes = [*runs.notes, *_trusted(install_runtime.find_program(root), root, force)]
+    if hooks and "podman" not in engines:
+        raise GpusnapError("--hooks is for Podman, which is not among the engines", hint="give --podman, too")
+    if "podman" in engines:
+        hook = install_runtime.find_program(root, hooksd.PROGRAM) if hooks else ""
+        notes += _trusted(hook, root, force) if hook else ()
+        items += install_podman.items(runs.path, root=root, default=default, hook=hook)
+        notes += install_podman.notes(runs.path, root=root, default=default)
+    if "containerd" in engines:
+        version = install_engines.containerd_version(engines["containerd"], root)
+        ours = _is_ours(install_containerd.CONFIG, root)
+        found = install_containerd.planned(runs.path, version=version, root=root, default=default, ours=ours)
+        items += found.items
+        notes += found.notes
+    if "crio" in engines:
+        items += install_crio.items(runs.path, root=root, default=default)
+    return _Plan(items, notes, runs.path)
+
+
+def _trusted(program: str, root: str, force: bool) -> list[str]:
+    """What is to be said of a program that not only root can change. In a tree nobody knows yet who will."""
+    fault = install_trust.fault(program) if root == "/" else ""
+    if fault and not force:
+        raise GpusnapError(
+            f"the engines would run {program} as root, and {fault}",
+            hint="install gpusnap where root alone can write, as sudo pipx install does, or give --force to "
+            "take it as it is",
+        )
+    return [f"the engines run {program} as root, and {fault}"] if fault else []
+
+
+def _parts(plan: _Plan, root: str) -> tuple[set[str], list[str]]:
+    """The parts that are installed, and notes.
+
+    An earlier program, as of a wheel before the package, is let go once nobody needs it.
+    """
+    parts, written = {item.part for item in plan.items}, {item.path for item in plan.items}
+    entries = record.load(root).entries
+    old = [each.path for each in entries if each.part == "runtime" and each.path not in written]
+    if not old:
+        return parts, []
+    lines = install_mentions.lines(root, old, written)
+    needs = next((f"{line}" for line in lines if any(path in line.text for path in old)), "")
+    if not needs and root == "/" and (found := install_engines.used()):
+        needs = f"containers have gpusnap-runtime as their runtime: {_named(found)}"
+    if not needs:
+        return parts | {"runtime"}, []
+    again = "run gpusnap install again when that has changed"
+    return parts - {"runtime"}, [
+        f"{path} stays, from an installation before: {needs}; {again}" for path in old
+    ]
+
+
+def _named_still(root: str, force: bool) -> list[install_mentions.Line]:
+    """Lines that name the program in files that an uninstall leaves."""
+    changes = installer.uninstall(root=root, force=force, dry_run=True)
+    gone = [each.path for each in changes if each.what != "left"]
+    return install_mentions.lines(root, _programs(root), gone) if changes else []
+
+
+def _programs(root: str) -> list[str]:
+    """What engines have been told of, as far as that is known."""
+    found = [each.path for each in record.load(root).entries if each.part == "runtime"]
+    with suppress(GpusnapError):
+        found.append(install_runtime.find_program(root))
+    return found
+
+
+def _is_ours(path: str, root: str) -> bool:
+    entry = record.load(root).entry(path)
+    return entry is not None and state(under(root, path)) in entry.states
+
+
+def _left(changes: Sequence[Change]) -> list[str]:
+    return [f"{each.path} was changed by somebody, and stays" for each in changes if each.what == "left"]
+
+
+def _restarts(changes: Sequence[Change], root: str) -> list[str]:
+    """What has to be restarted for its configuration to count; Podman reads it for each command."""
+    changed = [each.path for each in changes if each.what in _CHANGED] if root == "/" else []
+    units = [unit for unit, folder in _UNITS.items() if any(path.startswith(folder) for path in changed)]
+    return [f"for it to count: systemctl restart {unit}" for unit in units]
+
+
+def _refuse_used() -> None:
+    found = install_engines.used()
+    if found:
+        engines = " and ".join(sorted({install_engines.NAMES[each.engine] for each in found}))
+        raise GpusnapError(
+            f"containers of {engines} have gpusnap-runtime as their runtime: {_named(found)}",
+            hint="remove them first; with --force it is uninstalled all the same",
+        )
+
+
+def _named(found: Sequence[install_engines.Used]) -> str:
+    return _some(sorted(each.name or each.id[:12] for each in found))
+
+
+def _some(words: Sequence[str]) -> str:
+    return ", ".join(words[:5]) + (f" and {len(words) - 5} more" if len(words) > 5 else "")
+
+
+def _say(changes: Sequence[Change], notes: Sequence[str], shown: Sequence[Item], dry_run: bool) -> None:
+    content = {item.path: item for item in shown}
+    for each in changes:
+        what = _DONE.get(each.what, each.what) if dry_run else each.what
+        click.echo(f"{what} {each.path}")
+        item = content.get(each.path)
+        if item is not None and each.what in ("written", "replaced"):
+            for line in _lines(item):
+                click.echo(f"    {line}".rstrip())
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+
+
+def _lines(item: Item) -> list[str]:
+    if item.target:
+        return [f"-> {item.target}"]
+    try:
+        return item.data.decode("ascii" if item.mode & 0o111 else "utf-8").splitlines()
+    except UnicodeDecodeError:
+        return [f"({len(item.data)} bytes)"]
+
+
+def _document(changes: Sequence[Change], notes: Sequence[str]) -> dict[str, Any]:
+    return {
+        "changes": [{"what": each.what, "path": each.path} for each in changes],
+        "notes": list(notes),
+    }
+
+
+def _print(value: dict[str, Any]) -> None:
+    click.echo(json.dumps(value, indent=1))

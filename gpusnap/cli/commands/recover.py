@@ -1,0 +1,179 @@
+"""The commands that put right what a killed gpusnap left: recover, resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import click
+
+from gpusnap.cli import recover_list
+from gpusnap.cli.commands.host import needed_driver
+from gpusnap.operations import unknown_containers
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu import find_driver, holders
+from gpusnap.runtime_shim.shim import overrides
+from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
+from gpusnap.runtime_shim.snapshot import recover_restore, restored_containers
+from gpusnap.runtime_shim.snapshot.devices import reservations
+from gpusnap.runtime_shim.snapshot.memory import chunk_cache
+from gpusnap.runtime_shim.snapshot.memory.pages import Pages
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.suspend import gpu_state
+
+_NOTHING = "nothing to recover"
+
+
+@click.command()
+@click.argument("pids", type=click.IntRange(min=1), nargs=-1, required=True, metavar="PID...")
+def resume(pids: tuple[int, ...]) -> None:
+    """Resume GPU processes that a killed gpusnap left stopped, with their GPU memory in RAM.
+
+    Use `gpusnap recover` first; it resumes whole containers. Each PID is a PID on this host, as `ps` shows
+    it. A process that is already running is left alone.
+    """
+    driver = needed_driver()
+    missing = [pid for pid in pids if pid not in holders(driver, pids)]
+    if missing:
+        raise GpusnapError(
+            f"process {missing[0]} is no GPU process",
+            hint="gpusnap recover --list shows what a killed gpusnap left",
+        )
+    noted = {
+        p.pid: entry for entry in journal.entries() for p in recovery.alive(entry) if p.regions or p.staged
+    }
+    for pid in pids:
+        if pid in noted:
+            raise GpusnapError(
+                f"the GPU memory of process {pid} is in files",
+                hint=f"gpusnap recover {noted[pid].container}",
+                code="GPS-021",
+            )
+    driver.open()
+    gpu_state.resume(driver, pids, Pages())
+    click.echo("running: " + " ".join(map(str, pids)))
+
+
+@click.command()
+@click.argument("container", required=False, metavar="[CONTAINER]")
+@click.option("--list", "only_list", is_flag=True, help="List what needs recovery, and change nothing.")
+@click.option("--json", "as_json", is_flag=True, help="With --list: print it as JSON.")
+def recover(container: str | None, only_list: bool, as_json: bool) -> None:
+    """Clean up after a killed gpusnap or Podman, for all containers or for CONTAINER.
+
+    CONTAINER is its ID, the beginning of it, or Podman's name. After a killed checkpoint, the processes are
+    stopped and their GPU memory is in RAM or in files: they are resumed. After a killed restore, the
+    incomplete container is removed, so that it can be restored again. A running container is left alone. If
+    only the command `gpusnap checkpoint` was killed, Podman and its runtime continue and complete the
+    checkpoint: then there is nothing to recover, and `podman container restore NAME` restores the container.
+
+    If Podman was killed during a restore, the container may run without Podman's knowledge. It is reported;
+    only `gpusnap recover CONTAINER` ends it, and it has to be restored again. A container that Podman has as
+    running or paused is never ended.
+    """
+    if as_json and not only_list:
+        raise click.UsageError("--json goes with --list")
+    found, cut_off, up = journal.entries(), recover_restore.entries(), restored_containers.living()
+    if container is not None:
+        ids = [entry.container for entry in found] + [entry.container for entry in (*cut_off, *up)]
+        container = wanted = unknown_containers.chosen(container, ids)
+        found = tuple(entry for entry in found if entry.container == wanted)
+        cut_off = tuple(entry for entry in cut_off if entry.container == wanted)
+        up = tuple(entry for entry in up if entry.container == wanted)
+        if not found and not cut_off and not up:
+            raise _nothing_for(container)
+    if only_list:
+        _list(found, cut_off, up, as_json=as_json)
+    elif container is not None and not found and not cut_off:
+        _end_unknown(container, up)
+    else:
+        _recover_and_say(container, found, cut_off)
+
+
+def _nothing_for(container: str) -> GpusnapError:
+    return GpusnapError(
+        f"there is nothing to recover for container {container}",
+        hint="gpusnap recover --list shows what there is, by full container IDs",
+    )
+
+
+def _list(
+    found: Sequence[journal.Entry],
+    cut_off: Sequence[recover_restore.Restore],
+    up: Sequence[recover_restore.Restore],
+    *,
+    as_json: bool,
+) -> None:
+    unknown, open_ones = unknown_containers.unknown(up)
+    waits = recover_list.waiting(found, cut_off, unknown)
+    if as_json:
+        click.echo(recover_list.as_json(waits))
+    for each in waits if not as_json else ():
+        click.echo(recover_list.line(each))
+    for line in open_ones:
+        click.echo(line, err=True)
+    if not waits and not open_ones and not as_json:
+        click.echo(_NOTHING, err=True)
+
+
+def _recover_and_say(
+    container: str | None, found: Sequence[journal.Entry], cut_off: Sequence[recover_restore.Restore]
+) -> None:
+    """Recover all that was cut off, then say what runs without its Podman's knowledge."""
+    try:
+        _recover_all(
+            [(each.container, partial(_recover_restore, each)) for each in cut_off]
+            + [(each.container, partial(_recover_checkpoint, each)) for each in found]
+        )
+    finally:
+        restored_containers.sweep()
+        up = (each for each in restored_containers.living() if container in (None, each.container))
+        unknown, open_ones = unknown_containers.unknown(up)
+        for each in unknown:
+            click.echo(f"{each.container}  {each.why}")
+        for line in open_ones:
+            click.echo(line, err=True)
+    reservations.sweep()
+    if container is None:
+        recovery.sweep()
+        chunk_cache.tidy(settings_file.load().memory)
+        overrides.sweep()
+        if not found and not cut_off and not unknown and not open_ones:
+            click.echo(_NOTHING, err=True)
+
+
+def _end_unknown(container: str, up: Sequence[recover_restore.Restore]) -> None:
+    """End those of that ID that Podman does not know. Raises GpusnapError where there is none."""
+    done = [said for said in map(unknown_containers.end, up) if said is not None]
+    for said in done:
+        click.echo(f"{container}  {said}")
+    if not done:
+        raise _nothing_for(container)
+
+
+def _recover_restore(entry: recover_restore.Restore) -> str:
+    said = recover_restore.recover(entry.key, find_driver())
+    if not said.startswith(recover_restore.RUNNING) or entry.podman:  # Podman is asked next
+        return said
+    # Whoever had it restored was told that this failed, and may take it for a container that does not run.
+    ends = recover_restore.deletion(entry.command, entry.container)
+    return f"{said}; if its engine does not list it as running, this ends it: {ends}"
+
+
+def _recover_checkpoint(entry: journal.Entry) -> str:
+    return recovery.recover(entry, needed_driver(), settings_file.load().memory)
+
+
+def _recover_all(actions: Sequence[tuple[str, Callable[[], str]]]) -> None:
+    """Do all that can be done; then the first failure is raised."""
+    failures: list[GpusnapError] = []
+    for container, action in actions:
+        try:
+            click.echo(f"{container}  {action()}")
+        except GpusnapError as error:
+            failures.append(error)
+            if len(actions) > 1:
+                click.echo(f"{container}  {error.sentence()}", err=True)
+    if failures:
+        raise failures[0]

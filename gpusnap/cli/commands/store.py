@@ -1,0 +1,434 @@
+"""The commands that look at checkpoints and put stores in order: ls, diff, verify, rm, gc, tag; inspect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+import click
+
+from gpusnap.checkpoints import statistics
+from gpusnap.checkpoints.damage import Verified
+from gpusnap.checkpoints.list import Listing, blobs_of, kept, listing
+from gpusnap.checkpoints.locator import InStore, default_store, in_store, named, open_store
+from gpusnap.cli import process_tables, store_tables
+from gpusnap.cli import tables as show
+from gpusnap.cli.completion import complete_checkpoint, complete_store, complete_stored
+from gpusnap.cli.store_tables import document
+from gpusnap.oci.base.errors import DigestError, LayoutError, NotThere
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.store.gc import Collected
+from gpusnap.oci.store.referrers import below
+from gpusnap.oci.store.store import Store
+from gpusnap.operations import diff as records
+from gpusnap.operations import processes as process_images
+from gpusnap.operations.open import Checkpoint, Stored, needed, opened
+from gpusnap.operations.verify import verify_all, verify_one
+from gpusnap.progress import Progress
+from gpusnap.runtime_shim.errors import GpusnapError, UsageError
+from gpusnap.runtime_shim.records.manifest import encode
+from gpusnap.user_errors import Damaged, NotFound, told
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+_plain_http = click.option(
+    "--plain-http", is_flag=True, help="Use plain HTTP, without TLS. http:// before REF does the same."
+)
+
+
+@click.command()
+@click.argument("store", required=False, metavar="[STORE]", shell_complete=complete_store)
+@_as_json
+def ls(store: str | None, as_json: bool) -> None:
+    """List the checkpoints in a store.
+
+    STORE is oci:DIR; without it, this host's store. "size" counts all blobs of a checkpoint, "own" those that
+    nothing else in the store uses: `gpusnap rm --gc` would free that much. An entry marked "pages only" is
+    the memory of a checkpoint whose records are in an archive of Podman. What refers to a checkpoint, such as
+    a signature, is pulled and pushed with it.
+
+    As JSON: store, checkpoints (each with digest, names, created, kind, which is checkpoint, pages, referrer,
+    other or damaged, container, containerId, gpus, memory, processes, size, own, subject, which is the digest
+    that a referrer refers to, fault), blobs, size.
+    """
+    with told(), Progress() as progress:
+        progress.stage("reading the store")
+        found = _listing(store)
+    if as_json:
+        value = document(found)
+        _print({"store": value["store"], "checkpoints": value.pop("rows"), **value})
+        return
+    store_tables.listing(show.output(), found)
+
+
+@click.command()
+@click.argument("what", metavar="WHAT", shell_complete=complete_checkpoint)
+@_plain_http
+@click.option(
+    "--processes", is_flag=True, help="Show the processes in CRIU's images, with open files and sockets."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
+def inspect(what: str, plain_http: bool, processes: bool, as_json: bool) -> None:
+    """Show the contents of the checkpoint WHAT: GPUs, processes, memory, and how long each step took.
+
+    WHAT is in a store or a registry, an archive made by `podman container checkpoint --export` or by skopeo
+    (oci-archive), or a directory of CRIU images. For a checkpoint in a store, the output also lists the other
+    checkpoints that share blobs with it. From a registry, only the records are fetched, not the memory.
+
+    --processes shows what CRIU's images contain, of containers without a GPU as well: the tree of processes
+    with their PIDs in the container, command lines, threads, mapped and stored memory, GPU memory, open
+    files, and sockets with addresses and states. A command line is known where the image of the memory that
+    holds it lies beside the others, and of GPU processes. These are shown as stopped: gpusnap stops them for
+    the dump.
+
+    As JSON: the manifest (docs/format.md), with statistics (size, zero, repeated, chunks, blobs, plain, zstd,
+    stored, ratio) where it has chunks, and artifact (where, names, digest, mediaType, size, records, rootfs,
+    chunks, manifests, annotations, shared) where it is kept as one. With --processes instead: a list of pid,
+    parent, name, state, command, threads, files (descriptor, kind, path), sockets (descriptor, protocol,
+    local, remote, state), memory (mapped, stored, earlier: the bytes in an earlier dump), gpuMemory.
+    """
+    if processes:
+        _inspect_processes(what, as_json=as_json, plain_http=plain_http)
+        return
+    with Progress() as progress:
+        progress.stage(f"reading {what}")
+        with opened(what, plain_http=plain_http) as checkpoint:
+            stored = checkpoint.stored
+            record = needed(checkpoint) if stored is None else checkpoint.manifest
+            shared = _shared(stored) if stored is not None else ()
+    figures = statistics.statistics(record)
+    if as_json:
+        value = parse_json(encode(record)) if record is not None else {}
+        value |= {"statistics": document(figures)} if figures.size else {}
+        value |= {"artifact": store_tables.artifact_document(stored, shared)} if stored is not None else {}
+        _print(value)
+        return
+    console = show.output()
+    if stored is not None:
+        store_tables.heading(console, stored)
+    if record is None:
+        show.say(console, "a container without GPU state")
+    else:
+        show.manifest(console, record)
+        store_tables.memory(console, record, figures)
+    store_tables.sharing(console, shared)
+
+
+def _inspect_processes(what: str, *, as_json: bool, plain_http: bool) -> None:
+    """Print the processes of a checkpoint. Raises GpusnapError."""
+    with Progress() as progress:
+        progress.stage(f"reading {what}")
+        with opened(what, plain_http=plain_http) as checkpoint:
+            found = process_images.read(checkpoint)
+            record = checkpoint.manifest
+    if as_json:
+        _print(process_tables.documents(found, record))
+    else:
+        process_tables.processes(show.output(), found, record)
+
+
+@click.command()
+@click.argument("a", metavar="A", shell_complete=complete_checkpoint)
+@click.argument("b", metavar="B", shell_complete=complete_checkpoint)
+@_plain_http
+@_as_json
+def diff(a: str, b: str, plain_http: bool, as_json: bool) -> None:
+    """Show the differences between the checkpoints A and B.
+
+    Memory is compared chunk by chunk, GPU processes by PID, GPUs by UUID. CRIU's images, the engine's records
+    and the changed files of the rootfs are compared by name, size and content. The exit code is 0 whether
+    they differ or not.
+
+    As JSON: a and b (what, digest, created), chunks (same, changed, onlyA, onlyB in bytes of memory, newInB,
+    the blobs that A has not, and parts: the same for each process and region, or image), processes (same,
+    changed, onlyA, onlyB), gpus (both, onlyA, onlyB), files (records and rootfs, each with same, changed,
+    onlyA, onlyB).
+    """
+    with Progress() as progress, ExitStack() as stack:
+        sides = []
+        for word in (a, b):
+            progress.stage(f"reading {word}")
+            sides.append(stack.enter_context(opened(word, plain_http=plain_http)))
+        one, other = sides
+        found = statistics.compare(one.manifest, other.manifest)
+        files = [_files(each, progress) for each in sides]
+    differences = {
+        "records": records.compare(files[0].records, files[1].records),
+        "rootfs": records.compare(files[0].rootfs, files[1].rootfs),
+    }
+    if as_json:
+        _print(store_tables.difference_document(found, differences, _side(one), _side(other)))
+        return
+    store_tables.difference(show.output(), found, differences, (_title(one), _title(other)))
+
+
+@click.command()
+@click.argument("what", nargs=-1, metavar="[WHAT]...", shell_complete=complete_checkpoint)
+@click.option(
+    "--all", "everything", is_flag=True, help="Check every checkpoint in this host's store, or in oci:DIR."
+)
+@click.option("--deep", is_flag=True, help="Read all blobs of a checkpoint in a registry.")
+@_plain_http
+@_as_json
+def verify(what: tuple[str, ...], everything: bool, deep: bool, plain_http: bool, as_json: bool) -> None:
+    """Check that checkpoints are complete and undamaged, and name every damaged blob.
+
+    A checkpoint in a store is read completely, and compared with its digests. In an archive, its end, the
+    manifest, CRIU's images and the chunks are checked; the other files have no digests. A registry is asked
+    whether it has every blob; --deep reads them. The exit code is 4 if something is damaged.
+
+    As JSON: a list of what, digest, blobs, size, read (false where content was not read), damaged (digest,
+    mediaType, size, what, belongsTo), note.
+    """
+    if everything == bool(what) and not (everything and all(word.startswith("oci:") for word in what)):
+        raise click.UsageError("give one or more of WHAT, or --all")
+    found: list[Verified] = []
+    failures: list[GpusnapError] = []
+    with Progress() as progress:
+        for word in what or ("",):
+            progress.stage(f"reading {word or 'the store'}")
+            try:
+                if everything:
+                    found.append(verify_all(_store(word or None), progress.at))
+                else:
+                    found.append(verify_one(word, deep=deep, plain_http=plain_http, progress=progress.at))
+            except GpusnapError as error:
+                failures.append(error)
+    if as_json:
+        _print([document(each) for each in found])
+    else:
+        for each in found:
+            store_tables.verified(show.output(), each)
+    damaged = [each for each in found if each.damaged]
+    if damaged:
+        blobs = sum(len(each.damaged) for each in damaged)
+        _tell(failures)
+        raise Damaged(
+            f"{blobs} damaged in {', '.join(each.what for each in damaged)}",
+            hint="take another copy of it, for example with gpusnap pull, and remove this one",
+        )
+    _raise_first(failures)
+
+
+@click.command()
+@click.argument("what", nargs=-1, required=True, metavar="WHAT...", shell_complete=complete_stored)
+@click.option("--gc", "at_once", is_flag=True, help="Free the disk space at once, as `gpusnap gc` does.")
+@_as_json
+def rm(what: tuple[str, ...], at_once: bool, as_json: bool) -> None:
+    """Remove checkpoints from a store.
+
+    A name removes that name, and the checkpoint with its last name; a digest removes the checkpoint with all
+    its names. What refers to it, such as a signature, is removed with it. The blobs stay on disk until
+    `gpusnap gc`. After that, Podman cannot restore the stopped container of that checkpoint either.
+
+    As JSON: removed (what, store, digest, names, and left, the names that it still has), collected (null, or
+    a list of what `gpusnap gc` says).
+    """
+    removed: list[_Removed] = []
+    failures: list[GpusnapError] = []
+    stores: dict[str, Store] = {}
+    for word in what:
+        try:
+            removed.append(_removed(word, stores))
+        except GpusnapError as error:
+            failures.append(error)
+    collected = [(store, _collect(store, dry_run=False)) for store in stores.values()] if at_once else []
+    if as_json:
+        gone = [_collected_document(store, each, dry_run=False) for store, each in collected]
+        _print({"removed": [document(each) for each in removed], "collected": gone if at_once else None})
+    else:
+        _say_removed(removed, collected)
+    _raise_first(failures)
+
+
+@click.command()
+@click.argument("store", required=False, metavar="[STORE]", shell_complete=complete_store)
+@click.option("--dry-run", is_flag=True, help="Print what would be removed, and change nothing.")
+@_as_json
+def gc(store: str | None, dry_run: bool, as_json: bool) -> None:
+    """Free the disk space in a store that no checkpoint needs any more.
+
+    STORE is oci:DIR; without it, this host's store. It removes blobs that no checkpoint uses, and what killed
+    writers left. Nothing is removed that another command is reading or writing, or that `gpusnap recover`
+    needs. If the store is damaged, nothing is removed.
+
+    As JSON: store, dryRun, blobs, size, stagings, spared (path, why), liveBlobs, liveSize.
+    """
+    place = _store(store)
+    found = _collect(place, dry_run=dry_run)
+    if as_json:
+        _print(_collected_document(place, found, dry_run=dry_run))
+        return
+    store_tables.collected(show.output(), place.path, found, dry_run=dry_run)
+
+
+@click.command()
+@click.argument("what", metavar="WHAT", shell_complete=complete_stored)
+@click.argument("name", metavar="NAME")
+@_as_json
+def tag(what: str, name: str, as_json: bool) -> None:
+    """Give a checkpoint in a store another name.
+
+    WHAT keeps the names that it has. If another checkpoint in the store has NAME, it loses the name and stays
+    under its digest.
+
+    As JSON: store, digest, name, movedFrom (the digest that had the name before; empty for a new name).
+    """
+    place = _named(what)
+    named(name)
+    store = open_store(place.store, write=True)
+    entry = place.entry()
+    with told():
+        before = [each.descriptor.digest for each in store.entries() if each.name == name]
+        store.tag(entry.descriptor.digest, name)
+    digest, moved = entry.descriptor.digest, before[0] if before else ""
+    moved = "" if moved == digest else moved
+    if as_json:
+        _print({"store": store.path, "digest": digest, "name": name, "movedFrom": moved})
+        return
+    was = f"; before, {store_tables.short(moved)} had this name" if moved else ""
+    show.say(show.output(), f"{name} names {store_tables.short(digest)}{was}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Removed:
+    """What was taken out of a store's index."""
+
+    what: str
+    store: str
+    digest: str
+    names: tuple[str, ...]
+    left: tuple[str, ...]
+    """The names that the checkpoint still has."""
+
+
+def _store(word: str | None) -> Store:
+    """The store that a word names, or this host's. Raises UsageError, NotFound."""
+    if word is None:
+        return default_store()
+    place = in_store(word) if word.startswith("oci:") else None
+    if place is None or place.wanted:
+        raise UsageError(f"{word[:120]!r} is no store", hint="a store is named oci:DIR", code="GPS-102")
+    return place.store
+
+
+def _named(word: str) -> InStore:
+    """Something in a store, by its name or digest. Raises UsageError, NotFound."""
+    place = in_store(word)
+    if not place.wanted:
+        raise UsageError(
+            f"{word} is a store", hint=f"name a checkpoint in it: {word.rstrip(':')}:NAME", code="GPS-102"
+        )
+    return place
+
+
+def _listing(word: str | None) -> Listing:
+    store = _store(word)
+    with suppress(NotFound):
+        return listing(open_store(store))
+    if word is not None:
+        open_store(store)
+    # This host's store comes to be with the first checkpoint.
+    return Listing(store.path, (), 0, 0)
+
+
+def _shared(stored: Stored) -> tuple[statistics.Shared, ...]:
+    if stored.store is None:
+        return ()
+    artifact = stored.artifact
+    own = {each.digest: each.size for each in (*artifact.blobs(), *artifact.documents)}
+
+    def others(store: Store) -> Iterator[tuple[str, tuple[str, ...], Mapping[str, int]]]:
+        for each in kept(store):
+            if each.root.digest != stored.root.digest:
+                # A damaged one is not what is asked about.
+                with suppress(LayoutError, DigestError):
+                    yield each.root.digest, each.names, blobs_of(store, each.root)
+
+    return statistics.shared(own, others(stored.store))
+
+
+def _files(checkpoint: Checkpoint, progress: Progress) -> records.Files:
+    progress.stage(f"reading {checkpoint.word}")
+    done = 0
+
+    def seen(size: int) -> None:
+        nonlocal done
+        done += size
+        progress.at(done)
+
+    return records.read(checkpoint, seen)
+
+
+def _side(checkpoint: Checkpoint) -> dict[str, str]:
+    stored, record = checkpoint.stored, checkpoint.manifest
+    created = record.created if record is not None else ""
+    return {
+        "what": checkpoint.word,
+        "digest": stored.root.digest if stored is not None else "",
+        "created": created,
+    }
+
+
+def _title(checkpoint: Checkpoint) -> str:
+    side = _side(checkpoint)
+    digest = f" ({store_tables.short(side['digest'])})" if side["digest"] else ""
+    return f"{side['what']}{digest} {side['created']}".rstrip()
+
+
+def _removed(word: str, stores: dict[str, Store]) -> _Removed:
+    place = _named(word)
+    store = open_store(place.store, write=True)
+    digest = place.entry().descriptor.digest
+    with told():
+        names = store.remove(place.wanted)
+        entries = store.entries()
+        left = tuple(each.name for each in entries if each.descriptor.digest == digest)
+        if not left:
+            for each in below([entry.descriptor for entry in entries], store.read, digest):
+                with suppress(NotThere):
+                    store.remove(each.digest)
+    stores[store.path] = store
+    return _Removed(word, store.path, digest, names, left)
+
+
+def _say_removed(removed: Sequence[_Removed], collected: Sequence[tuple[Store, Collected]]) -> None:
+    console = show.output()
+    for each in removed:
+        names = ", ".join(each.names) or "(no name)"
+        show.say(console, f"removed {names}, {store_tables.short(each.digest)}, from {each.store}")
+    for store, found in collected:
+        store_tables.collected(console, store.path, found, dry_run=False)
+    for each in removed:
+        if each.left:
+            left = ", ".join(name or "(no name)" for name in each.left)
+            show.say(console, f"{store_tables.short(each.digest)} stays, as {left}")
+    if not collected and any(not each.left for each in removed):
+        show.say(console, "gpusnap gc frees the room that it took")
+
+
+def _collect(store: Store, *, dry_run: bool) -> Collected:
+    with told(), Progress() as progress:
+        progress.stage("looking for what nothing needs")
+        return open_store(store, write=True).collect(dry_run=dry_run)
+
+
+def _collected_document(store: Store, found: Collected, *, dry_run: bool) -> dict[str, object]:
+    return {"store": store.path, "dryRun": dry_run, **document(found)}
+
+
+def _tell(failures: Sequence[GpusnapError]) -> None:
+    for error in failures:
+        click.echo(f"gpusnap: {error.sentence()}", err=True)
+
+
+def _raise_first(failures: Sequence[GpusnapError]) -> None:
+    """Raise the first failure; the others are told."""
+    if failures:
+        _tell(failures[1:])
+        raise failures[0]
+
+
+def _print(value: object) -> None:
+    click.echo(json.dumps(value, indent=1))

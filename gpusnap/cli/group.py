@@ -1,0 +1,46 @@
+"""The commands of `gpusnap`, by the modules that have them: a module is imported when its command is run."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+
+class Group(click.Group):
+    """Commands by name, of which some are loaded on first use.
+
+    Its help has the whole first sentence of each command's, where click's own has its beginning.
+    """
+
+    def __init__(self, *arguments: Any, modules: Mapping[str, str], **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._modules = modules
+        """The module of each command, which has it by that name."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All names, in order."""
+        return sorted({*self._modules, *self.commands})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of a name; None where there is none."""
+        module = self._modules.get(cmd_name)
+        if module is None:
+            return super().get_command(ctx, cmd_name)
+        found = getattr(importlib.import_module(module), cmd_name.replace("-", "_"))
+        assert isinstance(found, click.Command)
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list of commands in the help."""
+        rows = []
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            assert command is not None
+            first, _, _ = inspect.cleandoc(command.help or "").partition("\n\n")
+            rows.append((name, first))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)

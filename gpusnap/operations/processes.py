@@ -1,0 +1,124 @@
+"""The processes of a checkpoint, read from wherever it is: CRIU's images, and what the manifest adds.
+
+An archive is read as a stream, once; nothing is unpacked. Of the images of pages only the few bytes that are
+command lines are kept, where the images that say where these are come before them, as engines write them.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+from gpusnap.checkpoints import processes
+from gpusnap.checkpoints.formats.entries import entries
+from gpusnap.checkpoints.processes import Place, Process
+from gpusnap.oci.base.files import open_below
+from gpusnap.oci.tar.compression import Readable
+from gpusnap.operations.open import Checkpoint
+from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.runtime.criu.images.messages import kind_of
+
+_FOLDER = "checkpoint/"
+_PIECE = 1 << 20
+# Bytes of the images that are held in memory, of one and of all. The pagemap of 16 GiB in single pages takes
+# 64 MiB; those of containers are much smaller.
+_LARGEST, _ALL = 64 << 20, 256 << 20
+
+
+def read(checkpoint: Checkpoint) -> tuple[Process, ...]:
+    """Each behind its parent. Raises ArchiveError, BlobError, RegistryError, ImageError, and Refused."""
+    images: dict[str, bytes] = {}
+    commands: dict[int, tuple[str, ...]] = {}
+    wanted: dict[int, Place] | None = None
+    for name, size, content in _images(checkpoint):
+        if kind_of(name) in processes.KINDS:
+            if size > _LARGEST or sum(map(len, images.values())) + size > _ALL:
+                raise ImageError(
+                    f"CRIU's image {name} in {checkpoint.word} has {size} bytes, too many to look at here",
+                    hint="gpusnap inspect without --processes shows the rest",
+                )
+            images[name] = _all(content, size)
+        elif name.startswith("pages-"):
+            wanted = processes.arguments(images) if wanted is None else wanted
+            places = {pid: place for pid, place in wanted.items() if place.image == name}
+            commands |= _commands(content, places)
+    found = processes.read(images, checkpoint.word)
+    return tuple(_with_command(each, commands, checkpoint.manifest) for each in found)
+
+
+def _with_command(process: Process, commands: dict[int, tuple[str, ...]], record: Manifest | None) -> Process:
+    command = commands.get(process.pid, ())
+    if not command and record is not None:
+        command = next((each.command for each in record.processes if each.pid == process.pid), ())
+    return replace(process, command=command)
+
+
+def _images(checkpoint: Checkpoint) -> Iterator[tuple[str, int, Readable]]:
+    """CRIU's images by name, with their sizes; each to be read before the next one is taken."""
+    if checkpoint.stored is not None:
+        records = checkpoint.stored.artifact.records
+        if records is None:
+            raise ImageError(
+                f"{checkpoint.word} is the memory of a checkpoint alone, without CRIU's images",
+                hint="its records are in an archive of Podman: inspect that",
+            )
+        with checkpoint.stored.blobs.open_blob(records.digest, records.size) as file:
+            yield from _in_archive(file, f"{checkpoint.word}: {records.digest}")
+    elif os.path.isdir(checkpoint.path):
+        yield from _in_folder(checkpoint.path)
+    else:
+        yield from _in_archive(checkpoint.path, checkpoint.path)
+
+
+def _in_archive(archive: str | Readable, where: str) -> Iterator[tuple[str, int, Readable]]:
+    for entry in entries(archive, where=where):
+        name = entry.name.removeprefix(_FOLDER)
+        if name != entry.name and "/" not in name and entry.content is not None:
+            yield name, entry.info.size, entry.content
+
+
+def _in_folder(path: str) -> Iterator[tuple[str, int, Readable]]:
+    inner = os.path.join(path, _FOLDER)
+    top = inner if os.path.isdir(inner) else path
+    try:
+        for name in sorted(os.listdir(top)):
+            if not (kind_of(name) in processes.KINDS or name.startswith("pages-")):
+                continue
+            try:
+                file, size = open_below(top, name)
+            except ValueError as error:
+                raise ImageError(
+                    f"CRIU's image {name} in {top} is no regular file", hint="do not use it: no dump has such"
+                ) from error
+            with io.BufferedReader(file, _PIECE) as reader:
+                yield name, size, reader
+    except OSError as error:
+        raise ImageError(f"the images in {top} cannot be read: {reason(error)}") from error
+
+
+def _all(content: Readable, size: int) -> bytes:
+    pieces = []
+    while size and (piece := content.read(min(size, _PIECE))):
+        pieces.append(piece)
+        size -= len(piece)
+    return b"".join(pieces)
+
+
+def _commands(content: Readable, places: dict[int, Place]) -> dict[int, tuple[str, ...]]:
+    """The command lines that are in an image of pages, which is read no further than the last of them."""
+    found: dict[int, tuple[str, ...]] = {}
+    at = 0
+    for pid, place in sorted(places.items(), key=lambda item: item[1].offset):
+        if place.offset < at:
+            continue  # two processes with one page; the images are not CRIU's
+        while at < place.offset and (piece := content.read(min(_PIECE, place.offset - at))):
+            at += len(piece)
+        data = _all(content, place.size) if at == place.offset else b""
+        at += len(data)
+        if data:
+            words = data.rstrip(b"\0").split(b"\0")
+            found[pid] = tuple(word.decode("utf-8", "backslashreplace") for word in words)
+    return found

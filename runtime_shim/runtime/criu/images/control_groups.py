@@ -1,0 +1,66 @@
+"""CRIU's image of a container's control groups (images/cgroup.proto): its freezer of version 1 is thawed."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from gpusnap.oci.base.files import read_below, replace_below
+from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, decoded, encoded
+
+_IMAGE = "cgroup.img"
+_STATE, _FROZEN, _THAWED = "freezer.state", "FROZEN", "THAWED"
+# Bytes; those of a container take some KiB, as its groups alone are in it.
+_LIMIT = 4 << 20
+
+
+def thaw(image_path: str) -> None:
+    """Have a restore from these images leave version 1's freezer thawed, where that is beside version 2.
+
+    CRIU notes for every freezer the state of the group that the runtime named to it, which is version 2's,
+    and would restore version 1's frozen, where nobody thaws it. It notes a freezer for version 1 alone; so
+    with version 2 alone the image is not decoded. Raises ImageError, and Refused without pycriu. May be
+    called again. The caller brings the images to disk.
+    """
+    path = os.path.join(image_path, _IMAGE)
+    try:
+        data = read_below(image_path, _IMAGE, limit=_LIMIT)
+    except FileNotFoundError:
+        return  # CRIU was to leave control groups alone
+    except (OSError, ValueError) as error:
+        raise _unchanged(path, reason(error) if isinstance(error, OSError) else str(error)) from error
+    if _FROZEN.encode() not in data:
+        return
+    try:
+        entries = list(decoded(io.BytesIO(data), len(data), "cgroup"))
+    except Damage as damage:
+        raise ImageError(f"{path}, which CRIU has just written, {damage}", hint="see its dump.log") from None
+    frozen = [each for entry in entries for each in _properties(entry) if _is_frozen(each)]
+    if not frozen:
+        return
+    for each in frozen:
+        each.value = _THAWED
+    try:
+        replace_below(image_path, _IMAGE, encoded(entries, "cgroup"), sync=False)
+    except OSError as error:
+        raise _unchanged(path, reason(error)) from error
+
+
+def _is_frozen(prop: Any) -> bool:
+    return bool(prop.name == _STATE and prop.value == _FROZEN)
+
+
+def _properties(entry: Any) -> Iterator[Any]:
+    """Of all control groups, each below the one that it is in."""
+    waiting = [group for controller in entry.controllers for group in controller.dirs]
+    while waiting:
+        group = waiting.pop()
+        yield from group.properties
+        waiting.extend(group.children)
+
+
+def _unchanged(path: str, why: str) -> ImageError:
+    return ImageError(f"{path} cannot be changed: {why}", hint="see that the checkpoint's directory has room")

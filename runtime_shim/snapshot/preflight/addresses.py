@@ -1,0 +1,93 @@
+"""The local addresses that saved TCP connections need at a restore, asked while nothing has been changed yet.
+
+CRIU makes each connection again by binding a socket to the address that it had (criu/sk-inet.c,
+inet_bind). By then the processes are there, and all of them are killed if it fails.
+
+The kernel is asked by a bind(2) of our own: a list of addresses, be it from /proc or by netlink, has neither
+those that a route makes local, nor net.ipv4.ip_nonlocal_bind. pyroute2 would list them, and takes 0.23 s of
+computing to import (0.9.7 in Python 3.13; python3 -X importtime -c 'import pyroute2').
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.process import network_namespace
+from gpusnap.runtime_shim.runtime.criu.images.inet_sockets import InetSocket, established
+
+_HINT = (
+    "give the network that address first, or restore with --tcp-close, which drops the connections; Podman "
+    "gives a container on a bridge its old address, but not under another name"
+)
+
+
+def check(images: str, config: Mapping[str, Any]) -> None:
+    """Refuse where the network that the container gets does not have an address of a saved connection.
+
+    `config` is its config.json. A new namespace is CRIU's to fill, and is not looked at. An address of IPv6
+    that cannot be bound may be one that the kernel still checks (RFC 4862, 5.4), and is only said. Raises
+    Refused and ImageError.
+    """
+    namespaces = (config.get("linux") or {}).get("namespaces") or ()
+    networks = [each.get("path") or "" for each in namespaces if each.get("type") == "network"]
+    if networks and not networks[0]:
+        return
+    found = missing(established(images), networks[0] if networks else "")
+    for each in found:
+        said = (
+            f"the checkpoint has a TCP connection of {each.local} with {each.remote}, and the network that "
+            f"the container gets here does not have the address {each.local}"
+        )
+        if ":" not in _plain(each.local):
+            raise Refused(said, hint=_HINT, code="GPS-516")
+        note(f"{said}, or not yet", code="GPS-516")
+
+
+def missing(connections: Sequence[InetSocket], network: str) -> tuple[InetSocket, ...]:
+    """Those of the connections whose local address cannot be bound; one of each address.
+
+    `network` is the path of a namespace, empty for ours. None where it cannot be asked: the runtime will say
+    why.
+    """
+    # lo may come up when the container does; an address of one link alone does not tell which.
+    wanted = {
+        _plain(each.local): each
+        for each in connections
+        if each.local and not _plain(each.local).startswith(("127.", "fe80:")) and each.local != "::1"
+    }
+    found: list[InetSocket] = []
+
+    def ask() -> None:
+        found.extend(each for address, each in wanted.items() if not _can_be_bound(address))
+
+    if not wanted:
+        return ()
+    if not network:
+        ask()
+        return tuple(found)
+    try:
+        network_namespace.run_joined(network, ask)
+    except OSError:
+        return ()
+    return tuple(found)
+
+
+def _plain(address: str) -> str:
+    """An address of IPv4 that a socket of IPv6 has, as such (ipv6(7))."""
+    return address.removeprefix("::ffff:") if "." in address else address
+
+
+def _can_be_bound(address: str) -> bool:
+    """False where the kernel says that the address is not local; true where it says anything else."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as one:
+            one.bind((address, 0))
+    except OSError as error:
+        return error.errno != errno.EADDRNOTAVAIL
+    return True

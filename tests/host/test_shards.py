@@ -1,0 +1,100 @@
+"""The pool of jobs: every file once, in parts of about the same length, and the longest first."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import shards
+from shards import Job, Shards
+
+
+def test_every_file_once() -> None:
+    files = [Path(f"tests/unit/test_{number}.py") for number in range(40)]
+    durations = {str(path): float(number) for number, path in enumerate(files)}
+    jobs = shards.unit_jobs(files, durations, seconds=100)
+    assert sorted(path for job in jobs for path in job.files) == sorted(files)
+    assert len(jobs) == 8
+    assert max(job.seconds for job in jobs) < 1.2 * min(job.seconds for job in jobs)
+    assert shards.unit_jobs([], {}, seconds=100) == []
+
+
+def test_all_that_there_are() -> None:
+    """Unit tests and integration tests are found, and durations.json speaks of files that are there."""
+    jobs = shards.selected([], unit=True, integration=True)
+    names = [path.as_posix() for job in jobs for path in job.files]
+    for folder in (shards.UNIT, shards.INTEGRATION):
+        present = {
+            path.relative_to(shards.CHECKOUT).as_posix()
+            for path in (shards.CHECKOUT / folder).rglob("test_*.py")
+        }
+        assert present <= set(names)
+    assert len(names) == len(set(names)) + len(shards.IN_HOST)
+    assert {job.in_host for job in jobs} == {True, False}
+    assert [job.name for job in shards.selected(["test_podman.py"], unit=False, integration=True)] == [
+        "test_podman.py"
+    ]
+    with pytest.raises(SystemExit, match=r"no test_nothing\.py"):
+        shards.selected(["test_nothing.py"], unit=True, integration=True)
+
+
+def test_what_is_not_recorded_is_first() -> None:
+    """A new integration test may be the longest of all."""
+    known, new = shards.host_jobs([Path("a.py"), Path("b.py")], {"a.py": 300.0})
+    assert new.seconds > known.seconds
+
+
+def test_the_longest_is_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What failed is said, and a job none of whose tests was selected is not."""
+    begun: list[str] = []
+    answers = {
+        "long": (0, "..\n2 passed in 3.00s"),
+        "short": (1, "F.\n1 failed, 1 passed in 1.00s"),
+        "middle": (shards.NONE_SELECTED, "9 deselected in 0.1s"),
+    }
+
+    def run(self: Shards, job: Job) -> tuple[int, str]:
+        begun.append(job.name)
+        return answers[job.name]
+
+    monkeypatch.setattr(Shards, "_run", run)
+    jobs = [
+        Job(name, (Path(name),), length, in_host=True)
+        for name, length in (("short", 1), ("long", 3), ("middle", 2))
+    ]
+    pool = Shards(jobs, [], reports=None)
+    pool.work()
+    assert begun == ["long", "middle", "short"]
+    assert pool.failed == ["short"]
+    assert pool.counts == {"passed": 3, "failed": 1}
+    assert set(pool.durations) == {"long"}
+    said = capsys.readouterr().out
+    assert "--- long" in said
+    assert "middle" not in said
+
+
+def test_durations_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of pytest's reports; what was not run keeps its number, and a file that has gone loses it."""
+    case = '<testcase classname="tests.unit.oci.test_{}{}" name="x" time="{}" />'
+    cases = case.format("a", ".TestIt", 1.5) + case.format("a", "", 2) + case.format("b", "", 0.1)
+    (tmp_path / "1.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    found = shards.reported(tmp_path)
+    assert found == {"tests/unit/oci/test_a.py": 3.5, "tests/unit/oci/test_b.py": 0.1}
+    for name in ("test_a.py", "test_b.py", "test_c.py"):
+        (tmp_path / "tests/unit/oci").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests/unit/oci" / name).touch()
+    path = tmp_path / "durations.json"
+    path.write_text('{"tests/unit/oci/test_c.py": 7, "tests/unit/gone.py": 9}')
+    monkeypatch.setattr(shards, "DURATIONS", path)
+    monkeypatch.setattr(shards, "CHECKOUT", tmp_path)
+    shards.record(found)
+    assert json.loads(path.read_text()) == {
+        "tests/unit/oci/test_a.py": 4,
+        "tests/unit/oci/test_b.py": 1,
+        "tests/unit/oci/test_c.py": 7,
+    }

@@ -1,0 +1,493 @@
+"""The command `gpusnap`: what it prints, and one sentence and an exit code where it cannot."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import click
+import pytest
+import zstandard
+from fakes import POISON, FakeDriver, a_manifest, gpu, uuid
+from rich.console import Console
+
+from gpusnap.cli import exit_codes
+from gpusnap.cli import main as cli
+from gpusnap.cli import tables as show
+from gpusnap.cli.commands import host as host_commands
+from gpusnap.oci.base.errors import ArchiveError, BlobError, DiskFull, NotInRegistry, NotThere, Unreachable
+from gpusnap.operations.open import load_manifest
+from gpusnap.runtime_shim._version import __version__
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, ManifestError, Refused, UsageError
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import GpuProcess, Manifest, NeutralisedProcess, Written
+from gpusnap.runtime_shim.records.manifest_file import Draft
+from gpusnap.runtime_shim.settings import TABLE, Settings, load
+from gpusnap.runtime_shim.shim import overrides
+from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
+from gpusnap.runtime_shim.snapshot import recover_restore, restored_containers
+from gpusnap.runtime_shim.snapshot.devices import reservations
+from gpusnap.runtime_shim.snapshot.memory import chunk_cache
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.transaction import Step
+
+ROOT = Path(__file__).parents[3]
+Run = Callable[..., tuple[int, str, str]]
+
+
+def directory(folder: Path, record: Manifest) -> Path:
+    draft = Draft(str(folder))
+    draft.begin()
+    draft.prepare(record)
+    draft.finish(record)
+    return folder
+
+
+def archive(folder: Path, record: Manifest) -> Path:
+    """As `podman container checkpoint --export` writes it."""
+    content, buffer = manifest.encode(record), io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        entry = tarfile.TarInfo(f"checkpoint/{manifest.FOLDER}/{manifest.NAME}")
+        entry.size = len(content)
+        tar.addfile(entry, io.BytesIO(content))
+    path = folder / "export.tar.zst"
+    path.write_bytes(zstandard.ZstdCompressor().compress(buffer.getvalue()))
+    return path
+
+
+# Where a checkpoint comes from.
+
+
+def test_load_manifest(tmp_path: Path) -> None:
+    """From an archive, from an image directory, and from one that was unpacked."""
+    record = a_manifest()
+    assert load_manifest(str(archive(tmp_path, record))) == record
+    assert load_manifest(str(directory(tmp_path / "image", record))) == record
+    directory(tmp_path / "unpacked" / "checkpoint", record)
+    assert load_manifest(str(tmp_path / "unpacked")) == record
+
+
+def test_load_manifest_of_something_else(tmp_path: Path) -> None:
+    """What is no checkpoint of ours is named, with what it may be instead."""
+    with tarfile.open(tmp_path / "plain.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("config.dump"))
+    with pytest.raises(
+        ManifestError, match=r"plain\.tar holds no checkpoint/gpusnap/manifest\.json"
+    ) as caught:
+        load_manifest(str(tmp_path / "plain.tar"))
+    assert "without a GPU" in caught.value.hint
+    (tmp_path / "text").write_text("text" * 500, "ascii")
+    with pytest.raises(ManifestError, match="is not a checkpoint archive"):
+        load_manifest(str(tmp_path / "text"))
+    with pytest.raises(ManifestError, match="is not complete"):
+        load_manifest(str(tmp_path))
+
+
+# The commands.
+
+
+def test_inspect(tmp_path: Path, gpusnap: Run) -> None:
+    """GPUs, processes and the timeline, one line each."""
+    code, out, err = gpusnap("inspect", str(archive(tmp_path, a_manifest(pids=(1, 42)))))
+    assert (code, err) == (0, "")
+    assert "driver 580.159.04 (CUDA 13.0), CRIU 4.1.1, crun 1.21, Linux 6.18.0 x86_64" in out
+    lines = out.splitlines()
+    assert any(uuid(0) in line and "80.0 GiB" in line and "3.0 MiB" in line for line in lines)
+    assert any(line.split()[:2] == ["42", "sleep"] for line in lines)
+    assert any(line.startswith("dump") and "0.250" in line and "0.500" in line for line in lines)
+    assert "timeline (0.75 s)" in out
+
+
+def test_inspect_of_chunks(tmp_path: Path, gpusnap: Run) -> None:
+    """What was written, and what a step has to say."""
+    steps = (Step("driver checkpoint", 0.0, 1.0, "process 7: no file for it"),)
+    record = replace(a_manifest(), pages="chunks", written=Written(3 << 20, 2 << 30, 1 << 20), timing=steps)
+    code, out, _ = gpusnap("inspect", str(archive(tmp_path, record)))
+    assert code == 0
+    assert "3.0 MiB written in chunks, 2.0 GiB known from before, 1.0 MiB zero" in out
+    assert "driver checkpoint: process 7: no file for it" in out
+
+
+def test_inspect_of_neutralised_processes(tmp_path: Path, gpusnap: Run) -> None:
+    """What a process inherited and has no more is shown, where there is one."""
+    assert "inherited" not in gpusnap("inspect", str(archive(tmp_path, a_manifest())))[1]
+    worker = NeutralisedProcess(41, "python3", ((4, "/dev/nvidia0"),), 2, 2 << 20)
+    record = replace(a_manifest(), neutralised=(worker,))
+    code, out, err = gpusnap("inspect", str(archive(tmp_path, record)))
+    assert (code, err) == (0, "")
+    assert "inherited files, now /dev/null" in out
+    assert re.search(r"41 +python3 +1 open, 2 mapped \(2\.0 MiB\)", out)
+
+
+def test_inspect_json(tmp_path: Path, gpusnap: Run) -> None:
+    """--json prints the manifest itself."""
+    code, out, err = gpusnap("inspect", "--json", str(archive(tmp_path, a_manifest())))
+    assert (code, err) == (0, "")
+    assert manifest.decode(out.encode(), "stdout") == a_manifest()
+
+
+@pytest.mark.parametrize("text", ["[/bold]", "[red]x", "\x1b[2J", "a\udcffb", "\r\n", "[link=file:///]"])
+def test_inspect_of_hostile_text(tmp_path: Path, gpusnap: Run, text: str) -> None:
+    """Names from somebody's archive are shown as text: neither markup nor anything a terminal obeys."""
+    process = GpuProcess(1, text, (text,), ((uuid(0), 1),))
+    base = a_manifest()
+    gpus = (replace(base.gpus[0], model=text),)
+    host = replace(base.host, kernel=text)
+    record = replace(base, processes=(process,), gpus=gpus, host=host, container=text, gpusnap=text)
+    code, out, err = gpusnap("inspect", str(directory(tmp_path, record)))
+    assert (code, err) == (0, "")
+    assert not set(out) & {"\x1b", "\r", "\udcff"}
+    if text.isprintable():
+        assert out.count(text) >= 4
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"version": "2.0"}'])
+def test_inspect_of_a_broken_manifest(tmp_path: Path, gpusnap: Run, content: bytes) -> None:
+    """One sentence, and the exit code for what is damaged, but not for what a newer gpusnap made."""
+    directory(tmp_path, a_manifest())
+    (tmp_path / "gpusnap" / "manifest.json").write_bytes(content)
+    code, out, err = gpusnap("inspect", str(tmp_path))
+    assert (code, out) == (exit_codes.FAILED if b"2.0" in content else exit_codes.DAMAGED, "")
+    assert err.startswith("gpusnap: ")
+    assert err.count("\n") == 1
+    assert not [words for words in POISON if words in err.lower()]
+
+
+@pytest.mark.parametrize(
+    "line", [("inspect",), ("inspect", "/", "/"), ("nonsense",), ("gpus", "--nonsense"), ("ls", "a", "b")]
+)
+def test_a_wrong_command_line(gpusnap: Run, line: tuple[str, ...]) -> None:
+    """Exit code 2, and what is wrong on stderr."""
+    code, out, err = gpusnap(*line)
+    assert (code, out) == (2, "")
+    assert "Error: " in err
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan", "verify"])
+def test_a_file_that_is_not_there(gpusnap: Run, command: str) -> None:
+    """Exit code 3, and its name."""
+    code, out, err = gpusnap(command, "/none.tar")
+    assert (code, out) == (exit_codes.NOT_FOUND, "")
+    assert err.startswith("gpusnap: there is no file /none.tar; ")
+
+
+def test_inspect_of_a_checkpoint_without_gpu(tmp_path: Path, gpusnap: Run) -> None:
+    """An archive without a manifest may be sound: it is no damage."""
+    with tarfile.open(tmp_path / "plain.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("config.dump"))
+    code, _, err = gpusnap("inspect", str(tmp_path / "plain.tar"))
+    assert code == exit_codes.FAILED
+    assert "plain.tar holds no checkpoint/gpusnap/manifest.json" in err
+    (tmp_path / "images").mkdir()
+    code, _, err = gpusnap("inspect", str(tmp_path / "images"))
+    assert (code, "is a directory without a checkpoint" in err) == (exit_codes.NOT_FOUND, True)
+    (tmp_path / "images/inventory.img").touch()
+    code, _, err = gpusnap("inspect", str(tmp_path / "images"))
+    assert code == exit_codes.DAMAGED
+    assert "is not complete" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (GpusnapError("x"), exit_codes.FAILED),
+        (Refused("x"), exit_codes.FAILED),
+        (UsageError("x"), exit_codes.USAGE),
+        (Interrupted("x"), exit_codes.INTERRUPTED),
+        (NotThere("x"), exit_codes.NOT_FOUND),
+        (NotInRegistry("x"), exit_codes.NOT_FOUND),
+        (BlobError("x"), exit_codes.DAMAGED),
+        (ArchiveError("x"), exit_codes.DAMAGED),
+        (DiskFull("x"), exit_codes.FAILED),
+        (Unreachable("x"), exit_codes.FAILED),
+        (BrokenPipeError(), exit_codes.FAILED),
+        (click.Abort(), exit_codes.INTERRUPTED),
+    ],
+)
+def test_exit_codes(gpusnap: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int) -> None:
+    """Each kind of error has its code; all codes are documented."""
+
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli.command, "main", fail)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert gpusnap()[0] == code
+    assert code in exit_codes.MEANINGS
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        (("--version",), exit_codes.DONE),
+        (("checkpoint", "--help"), exit_codes.DONE),
+        (("settings", "--file", "/nowhere/gpusnap.toml"), None),
+        (("inspect", "/nowhere/x.tar"), exit_codes.NOT_FOUND),
+    ],
+)
+@pytest.mark.parametrize("closed", ["stdout", "both"])
+def test_closed_pipes(line: tuple[str, ...], code: int | None, closed: str) -> None:
+    """As in `gpusnap ls | head -0`: the code is that of the work, and nothing is said of the pipe."""
+    words = [sys.executable, "-B", "-m", "gpusnap.cli.main", *line]
+    whole = subprocess.run(words, capture_output=True, check=False)
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            words,
+            stdout=writing,
+            stderr=writing if closed == "both" else subprocess.PIPE,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert done.returncode == whole.returncode
+    assert code in (None, done.returncode)
+    assert done.stderr in (None, whole.stderr)
+
+
+@pytest.mark.parametrize("word", ["--help", "--version"])
+def test_a_full_disk_behind_stdout(word: str) -> None:
+    """One sentence, and an exit code that says so; no traceback when Python flushes at its end."""
+    with open("/dev/full", "wb") as full:
+        words = [sys.executable, "-B", "-m", "gpusnap.cli.main", word]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    said = "gpusnap: a file, or the output, cannot be used: No space left on device\n"
+    assert (done.returncode, done.stderr) == (exit_codes.FAILED, said)
+
+
+@pytest.mark.parametrize("line", [("--help",), ("-h",), ("inspect", "-h"), ("gpus", "--help")])
+def test_help(gpusnap: Run, line: tuple[str, ...]) -> None:
+    """Help is no error."""
+    code, out, err = gpusnap(*line)
+    assert (code, err) == (0, "")
+    assert out.startswith("Usage: gpusnap")
+
+
+def test_version(gpusnap: Run) -> None:
+    """The version, which is the package's."""
+    assert gpusnap("--version") == (0, f"gpusnap, version {__version__}\n", "")
+
+
+def test_gpus(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This host's GPUs with what is special about them, and as JSON."""
+    odd = replace(gpu(1, used=1 << 30), mig=True, compute_mode="prohibited")
+    driver = FakeDriver(gpus=(gpu(0), odd))
+    monkeypatch.setattr(host_commands, "find_driver", lambda: driver)
+    code, out, err = gpusnap("gpus")
+    assert (code, err) == (0, "")
+    assert "driver 580.159.04 (CUDA 13.0)" in out
+    first, second = (line for line in out.splitlines() if line.startswith("GPU-"))
+    assert uuid(0) in first
+    assert "MIG" not in first
+    assert "MIG, prohibited" in second
+    assert "1.0 GiB" in second
+    code, out, err = gpusnap("gpus", "--json")
+    assert code == 0
+    assert json.loads(out) == json.loads(json.dumps(asdict(driver.host())))
+
+
+def test_gpus_without_any(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host without a GPU: one sentence and exit code 1."""
+    monkeypatch.setattr(host_commands, "find_driver", lambda: None)
+    code, out, err = gpusnap("gpus")
+    assert (code, out) == (1, "")
+    assert err.startswith("gpusnap: this host has no GPU driver")
+
+
+@pytest.fixture
+def crun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A real runtime on PATH, and none elsewhere."""
+    path = tmp_path / "bin" / "crun"
+    path.parent.mkdir()
+    path.write_text("#!/bin/sh\necho crun version 1.21\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
+    monkeypatch.setattr("gpusnap.runtime_shim.runtime.find.SYSTEM_DIRECTORIES", ())
+    return path
+
+
+def test_settings(tmp_path: Path, gpusnap: Run, crun: Path) -> None:
+    """Every setting with its value, in a form that can be read back to the same settings."""
+    path = tmp_path / "gpusnap.toml"
+    path.write_text(
+        'retries = 5\ngpu-map = "0=3,GPU-12ab=1"\n[criu]\nlibdir = "/usr/lib/criu"\nexternal = ["a[b]:c"]\n',
+        "ascii",
+    )
+    code, out, err = gpusnap("settings", "--file", str(path))
+    assert (code, err) == (0, "")
+    assert [line.partition(" = ")[0] for line in out.splitlines()] == list(TABLE)
+    again = tmp_path / "again.toml"
+    again.write_text(out, "utf-8")
+    assert load(str(again)) == load(str(path)) != Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("retry = 5\n", "unknown setting retry"),
+        ("runtime = crun\n", "is not TOML"),
+        ('runtime = """\ncrun"""\n', "written in a way that only checkpoint and restore would understand"),
+        ("[store]\nmemory.level = 0\n", "write memory.level above the first [...]"),
+        ('[store]\nruntime = "crun"\n', "write runtime above the first [...]"),
+    ],
+)
+def test_settings_that_are_wrong(tmp_path: Path, gpusnap: Run, crun: Path, text: str, said: str) -> None:
+    """What is wrong, and what to do; with exit code 1."""
+    path = tmp_path / "gpusnap.toml"
+    path.write_text(text, "ascii")
+    code, out, err = gpusnap("settings", "--file", str(path))
+    assert (code, out) == (1, "")
+    assert said in err
+    assert "; " in err
+
+
+def test_settings_that_are_not_there(tmp_path: Path, gpusnap: Run, crun: Path) -> None:
+    """A file that is named must exist; the defaults stand for the usual one only."""
+    code, out, err = gpusnap("settings", "--file", f"{tmp_path}/none.toml")
+    assert (code, out) == (exit_codes.NOT_FOUND, "")
+    assert err == f"gpusnap: there is no settings file {tmp_path}/none.toml; check the path\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "program", "said"),
+    [
+        ('runtime = "crunn"\n', "", "the real runtime crunn is neither on PATH nor in"),
+        ('runtime = "/nowhere/crun"\n', "", "/nowhere/crun is not a program that can be run"),
+        (
+            "",
+            "#!/bin/sh\necho no library >&2; exit 3\n",
+            "--version failed with exit code 3 and said: no library",
+        ),
+        ("", "#!/nosuch/interpreter\n", "cannot be started: it does not exist"),
+        ("", None, "there is no real runtime"),
+    ],
+)
+def test_settings_with_a_runtime_that_does_not_run(
+    tmp_path: Path, gpusnap: Run, crun: Path, text: str, program: str | None, said: str
+) -> None:
+    """The values are shown, and the exit code is not 0."""
+    path = tmp_path / "gpusnap.toml"
+    path.write_text(text, "ascii")
+    if program is None:
+        crun.unlink()
+    elif program:
+        crun.write_text(program)
+    code, out, err = gpusnap("settings", "--file", str(path))
+    assert code != 0
+    assert out.startswith("runtime = ")
+    assert said in err
+
+
+def test_nobody_reads_on(tmp_path: Path) -> None:
+    """`gpusnap inspect … | head -0`: no traceback, and no complaint at exit."""
+    directory(tmp_path, replace(a_manifest(), processes=tuple(a_manifest(pids=range(1, 3000)).processes)))
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-B", "-m", "gpusnap.cli.main", "inspect", "--json", str(tmp_path)],
+            cwd=ROOT,
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_timeline_of_nothing() -> None:
+    """Without a step, or with none that took any time, there is no division by zero."""
+    console = Console(file=io.StringIO(), width=120)
+    show.timeline(console, ())
+    show.timeline(console, (replace(a_manifest().timing[0], start=0.0, seconds=0.0),))
+
+
+# plan
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """A host with GPU 1 and 2 of the checkpoint's kind, and no restore under way."""
+    driver = FakeDriver(gpus=(replace(gpu(1), index=0), replace(gpu(2), index=1)))
+    monkeypatch.setattr(host_commands, "find_driver", lambda: driver)
+    monkeypatch.setattr(host_commands, "reserved", dict)
+    monkeypatch.setattr("gpusnap.runtime_shim.settings.load", Settings)
+    return driver
+
+
+def test_plan(tmp_path: Path, gpusnap: Run, two_gpus: FakeDriver) -> None:
+    """A row for each GPU here: the one chosen, and what speaks against another one."""
+    two_gpus.gpus = (two_gpus.gpus[0], replace(two_gpus.gpus[1], mig=True))
+    code, out, err = gpusnap("plan", str(archive(tmp_path, a_manifest())))
+    assert (code, err) == (0, "")
+    rows = {line.split()[1]: line for line in out.splitlines() if line[:1].isdigit()}
+    assert rows[uuid(1)].rstrip().endswith("chosen")
+    assert rows[uuid(2)].rstrip().endswith("in MIG mode")
+    assert f"GPU 0 of the checkpoint, {uuid(0)}" in out
+    assert not set(two_gpus.of("restore") + two_gpus.of("lock"))
+
+
+def test_plan_of_a_registry_without_tls(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--plain-http, which an error about TLS names, is an option here, too."""
+    said: list[bool] = []
+
+    def opened(what: str, *, plain_http: bool) -> None:
+        said.append(plain_http)
+        raise GpusnapError("enough")
+
+    monkeypatch.setattr(host_commands, "opened", opened)
+    assert gpusnap("plan", "registry.example/w:v1", "--plain-http")[0] == exit_codes.FAILED
+    assert said == [True]
+
+
+@pytest.mark.parametrize("words", [[], ["--list"]])
+def test_nothing_to_recover(
+    gpusnap: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str]
+) -> None:
+    """That is said; programs get an empty list. What a killed command ordered is removed."""
+    for module in (journal, recover_restore):
+        monkeypatch.setattr(module, "entries", tuple)
+    monkeypatch.setattr(restored_containers, "living", tuple)
+    for module in (recovery, restored_containers, reservations):
+        monkeypatch.setattr(module, "sweep", lambda: None)
+    monkeypatch.setattr(chunk_cache, "tidy", lambda _: None)
+    monkeypatch.setattr(overrides, "FOLDER", str(tmp_path))
+    (tmp_path / "w.json").write_text('{"owner": [1, 1]}')
+    assert gpusnap("recover", *words) == (0, "", "nothing to recover\n")
+    assert [path.name for path in tmp_path.iterdir()] == (["w.json"] if words else [])
+    assert gpusnap("recover", "--list", "--json")[1] == "[]\n"
+
+
+def test_plan_by_map(tmp_path: Path, gpusnap: Run, two_gpus: FakeDriver) -> None:
+    """--gpu-map chooses; JSON has the pairs and every verdict."""
+    path = str(archive(tmp_path, a_manifest()))
+    code, out, _ = gpusnap("plan", path, "--gpu-map", "0=1", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["pairs"] == [{"old": uuid(0), "new": uuid(2)}]
+    assert [verdict["reason"] for verdict in found["verdicts"]] == ["", ""]
+    code, _, err = gpusnap("plan", path, "--gpu-map", "zero")
+    assert code == 2
+    assert "--gpu-map is 'zero'; it must be" in err
+
+
+def test_plan_refused(tmp_path: Path, gpusnap: Run, two_gpus: FakeDriver) -> None:
+    """Exit code 1, and why, in the table, in JSON and in a sentence."""
+    two_gpus.gpus = tuple(replace(each, model="Another") for each in two_gpus.gpus)
+    path = str(archive(tmp_path, a_manifest()))
+    code, out, err = gpusnap("plan", path)
+    assert code == 1
+    assert out.count("another model: Another") == 2
+    assert err.startswith("gpusnap: no GPU of this host fits")
+    code, out, _ = gpusnap("plan", path, "--json")
+    assert code == 1
+    assert json.loads(out)["refusal"]
+    assert json.loads(out)["code"] == "GPS-401"

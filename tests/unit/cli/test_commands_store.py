@@ -1,0 +1,690 @@
+"""ls, inspect, diff, verify, rm, gc and tag, on real small stores."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import ANNOTATIONS, CHUNK, START, blob_path, damage, keep, noise
+from criu_images import CORE, INVENTORY
+from fake_registry import FakeRegistry
+from fakes import POISON, a_manifest
+
+from gpusnap.cli import exit_codes
+from gpusnap.cli import main as cli
+from gpusnap.oci.base.errors import binary_size
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.layout.documents import Descriptor, Manifest
+from gpusnap.oci.registry import copy as transfer
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import GpuProcess
+from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.settings import Store as StoreSettings
+
+IMAGES = {"checkpoint/inventory.img": INVENTORY}
+Run = Callable[..., tuple[int, str, str]]
+ADDRESS = f"{START:x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A store, what is in it, and how a command line names it."""
+
+    store: Store
+    first: Descriptor
+    second: Descriptor
+    pages: Descriptor
+    plain: Descriptor
+
+    @property
+    def word(self) -> str:
+        """The store."""
+        return f"oci:{self.store.path}"
+
+    def of(self, name: str) -> str:
+        """Something in it."""
+        return f"{self.word}:{name}"
+
+
+@pytest.fixture
+def gpusnap(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """Run a command line on a host whose store is store/ in tmp_path; exit code, stdout, stderr."""
+    mine = Settings(store=StoreSettings(path=str(tmp_path / "store")))
+    monkeypatch.setattr("gpusnap.runtime_shim.settings.load", lambda: mine)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("TERM", "dumb")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["gpusnap", *arguments])
+        code = cli.main()
+        captured = capsys.readouterr()
+        assert not [words for words in POISON if words in captured.err.lower()]
+        return code, captured.out, captured.err
+
+    return run
+
+
+def json_of(gpusnap: Run, *line: str) -> Any:
+    """What a command line that succeeds prints with --json."""
+    code, out, err = gpusnap(*line, "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Kept:
+    """Two checkpoints of one container, the pages of a third, and one without a GPU."""
+    store = Store(tmp_path / "store")
+    base, changed = noise(16, 1), noise(16, 1)
+    changed[CHUNK : 2 * CHUNK] = noise(1, 2)
+    later = replace(a_manifest(), processes=(replace(a_manifest().processes[0], command=("sleep", "601")),))
+    records = {"config.dump": b"{}", "checkpoint/inventory.img": INVENTORY, "checkpoint": None}
+    first = keep(
+        store,
+        base,
+        noise(2, 3),
+        names=("w:1",),
+        images={"pages-1.img": noise(1, 4)},
+        records={**records, "checkpoint/core-1.img": CORE},
+        rootfs={"etc/motd": b"hello", "etc/link": "motd"},
+    )
+    second = keep(
+        store,
+        changed,
+        names=("w:2", "registry.example:5000/team/w:v2"),
+        images={"pages-1.img": noise(1, 4)},
+        records={**records, "config.dump": b"[]"},
+        rootfs={"etc/motd": b"hullo", "etc/link": "issue"},
+        record=later,
+        annotations={**ANNOTATIONS, "org.opencontainers.image.created": "2026-01-03T03:04:05Z"},
+    )
+    pages = keep(store, noise(3, 5), annotations={"org.opencontainers.image.created": "2026-01-04T00:00:00Z"})
+    plain = keep(store, names=("plain",), records=records, gpu=False, annotations={})
+    return Kept(store, first, second, pages, plain)
+
+
+# ls
+
+
+def test_ls(gpusnap: Run, kept: Kept) -> None:
+    """A row for each checkpoint, by age, whole though no terminal is there; and the total."""
+    code, out, err = gpusnap("ls")
+    assert (code, err) == (0, "")
+    title, *rows, total = out.splitlines()
+    assert title.split() == ["name", "created", "container", "GPUs", "memory", "size", "own", "digest"]
+    assert [row.split("  ")[0] for row in rows] == [
+        "plain",
+        "w:1",
+        "registry.example:5000/team/w:v2, w:2",
+        "(no name) (pages only)",
+    ]
+    assert all(root.digest[7:19] in row for root, row in zip((kept.plain, kept.first), rows, strict=False))
+    assert "2026-01-02 03:04" in rows[1]
+    assert "3.0 MiB" in rows[1]
+    assert total.startswith("4 checkpoints, ")
+    assert total.endswith(f", in {kept.store.path}")
+    assert gpusnap("ls", kept.word) == (0, out, "")
+
+
+def test_ls_json(gpusnap: Run, kept: Kept) -> None:
+    """Sizes are those of the blobs, and what is its own goes with a checkpoint that is removed."""
+    found = json_of(gpusnap, "ls")
+    assert {*found} == {"store", "checkpoints", "blobs", "size"}
+    rows = {row["digest"]: row for row in found["checkpoints"]}
+    first = rows[kept.first.digest]
+    assert {key: first[key] for key in ("names", "kind", "container", "gpus", "memory", "processes")} == {
+        "names": ["w:1"],
+        "kind": "checkpoint",
+        "container": "w",
+        "gpus": "1 NVIDIA H100 80GB HBM3",
+        "memory": 3 << 20,
+        "processes": 1,
+    }
+    assert first["created"] == "2026-01-02T03:04:05Z"
+    assert rows[kept.second.digest]["names"] == ["registry.example:5000/team/w:v2", "w:2"]
+    assert rows[kept.pages.digest]["kind"] == "pages"
+    on_disk = [each.stat().st_size for each in Path(kept.store.path, "blobs/sha256").iterdir()]
+    assert (found["blobs"], found["size"]) == (len(on_disk), sum(on_disk))
+    removed = json_of(gpusnap, "rm", "w:1", "--gc")
+    (collected,) = removed["collected"]
+    assert collected["size"] == first["own"]
+    assert 3 * CHUNK < first["own"] < first["size"]
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_ls_fits_a_terminal(gpusnap: Run, kept: Kept, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """No line is wider, and digests are whole."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    _, out, _ = gpusnap("ls")
+    assert max(len(line.rstrip()) for line in out.splitlines()[:-1]) <= width
+    for root in (kept.first, kept.second, kept.pages, kept.plain):
+        assert root.digest[7:19] in out
+
+
+def test_ls_of_nothing(gpusnap: Run, tmp_path: Path) -> None:
+    """A host where nothing was kept yet, and a store that is empty, are no errors; no store is one."""
+    path = tmp_path / "store"
+    assert gpusnap("ls") == (0, f"no checkpoints in {path}\n", "")
+    Store(path).create()
+    assert gpusnap("ls") == (0, f"no checkpoints in {path}\n", "")
+    assert json_of(gpusnap, "ls") == {"store": str(path), "checkpoints": [], "blobs": 0, "size": 0}
+    code, out, err = gpusnap("ls", f"oci:{tmp_path}/none")
+    assert (code, out) == (exit_codes.NOT_FOUND, "")
+    assert err == (
+        f"gpusnap: there is no store {tmp_path}/none: there is no such directory; gpusnap checkpoint --to "
+        f"oci:{tmp_path}/none makes one\n"
+    )
+    code, _, err = gpusnap("ls", f"oci:{tmp_path}")
+    assert code == exit_codes.NOT_FOUND
+    assert f"{tmp_path} is no store" in err
+
+
+@pytest.mark.parametrize("word", ["w:1", "/var/lib", "oci:", "oci:/tmp:w"])
+@pytest.mark.parametrize("command", ["ls", "gc"])
+def test_what_is_no_store(gpusnap: Run, kept: Kept, command: str, word: str) -> None:
+    """Exit code 2, and how a store is named."""
+    code, out, err = gpusnap(command, word)
+    assert (code, out) == (exit_codes.USAGE, "")
+    assert "a store is named oci:DIR" in err
+
+
+def test_ls_of_a_damaged_checkpoint(gpusnap: Run, kept: Kept) -> None:
+    """The others are listed all the same, and a sentence says what is wrong with it."""
+    damage(blob_path(kept.store, kept.first.digest))
+    code, out, _ = gpusnap("ls")
+    assert code == 0
+    assert "w:1 (damaged)" in out
+    assert f"{kept.first.digest[7:19]} is damaged: the blob {kept.first.digest} holds something else" in out
+    row = next(row for row in json_of(gpusnap, "ls")["checkpoints"] if row["names"] == ["w:1"])
+    assert (row["kind"], row["size"], row["own"]) == ("damaged", 0, 0)
+    assert kept.first.digest in row["fault"]
+
+
+def test_ls_of_hostile_text(gpusnap: Run, tmp_path: Path) -> None:
+    """What a manifest from elsewhere says is shown as text: no markup, nothing that a terminal obeys."""
+    notes = {
+        "org.criu.checkpoint.container.name": "[red]\x1b[2J",
+        "io.gpusnap.gpus": "\u202e[/bold]\r9",
+        "io.gpusnap.memory": "9" * 400,
+        "io.gpusnap.processes": "²",
+        "org.opencontainers.image.created": "[link=x]\n\n\x07",
+    }
+    keep(
+        Store(tmp_path / "store"),
+        noise(1, 1),
+        names=("w",),
+        records=IMAGES,
+        annotations=notes,
+    )
+    for line in (("ls",), ("inspect", "w")):
+        code, out, _ = gpusnap(*line)
+        assert code == 0
+        assert not set(out) & {"\x1b", "\r", "\x07", "\u202e"}
+        assert "[red]" in out
+
+
+def test_an_image_of_another_tool(gpusnap: Run, kept: Kept) -> None:
+    """It is listed, by its name, and is none of gpusnap's business otherwise."""
+    with kept.store.stage() as staging:
+        config = staging.layout.add_blob(b"{}", media_type="application/vnd.oci.image.config.v1+json")
+        layer = staging.layout.add_blob(b"layer", media_type="application/vnd.oci.image.layer.v1.tar")
+        root = staging.layout.add_manifest(Manifest(config, (layer,)))
+        staging.commit(root, names=("docker.io/library/debian:13",))
+    assert "docker.io/library/debian:13 (not gpusnap's)" in gpusnap("ls")[1]
+    row = next(row for row in json_of(gpusnap, "ls")["checkpoints"] if row["digest"] == root.digest)
+    assert (row["kind"], row["size"]) == ("other", root.size + 7)
+    assert json_of(gpusnap, "verify", kept.of("docker.io/library/debian:13"))[0]["damaged"] == []
+    _, _, err = gpusnap("inspect", kept.of("docker.io/library/debian:13"))
+    assert f"{root.digest} is no checkpoint of gpusnap" in err
+    assert "shared with" in gpusnap("inspect", "w:1")[1]
+
+
+# inspect
+
+
+def test_inspect(gpusnap: Run, kept: Kept) -> None:
+    """Where it is, what is in chunks by process and region, and what others share with it."""
+    code, out, err = gpusnap("inspect", "w:1")
+    assert (code, err) == (0, "")
+    lines = [line.rstrip() for line in out.splitlines()]
+    assert lines[0].startswith(f"w:1 in {kept.store.path}, ")
+    assert lines[1] == kept.first.digest
+    assert "driver 580.159.04 (CUDA 13.0), CRIU 4.1.1, crun 1.21, Linux 6.18.0 x86_64" in lines
+    assert f"1 sleep  {ADDRESS}     64.0 KiB   0 B      16  64.0 KiB" in lines
+    assert "CRIU     pages-1.img       4.0 KiB   0 B       1   4.0 KiB" in lines
+    assert (
+        "76.0 KiB in 19 chunks: 0 B zero, 0 B repeated; 19 blobs (0 zstd, 19 plain) of 76.0 KiB, 1.0 to 1"
+        in lines
+    )
+    (shared,) = [line for line in lines if line.endswith(kept.second.digest[7:19])]
+    assert shared.startswith("registry.example:5000/team/w:v2, w:2  64.0 KiB")
+
+
+def test_inspect_json(gpusnap: Run, kept: Kept) -> None:
+    """The manifest, as of an archive, and what is to say of the artifact."""
+    found = json_of(gpusnap, "inspect", "w:1")
+    record = manifest.decode(json.dumps(found).encode(), "stdout")
+    assert [region.start for region in record.processes[0].regions] == [START, START + (1 << 24)]
+    stored = found["artifact"]
+    assert stored["digest"] == kept.first.digest
+    assert stored["names"] == ["w:1"]
+    assert stored["where"] == kept.store.path
+    assert stored["chunks"] == {"blobs": 19, "size": 19 * CHUNK}
+    assert stored["annotations"] == ANNOTATIONS
+    assert {*stored["records"]} == {*stored["rootfs"]} == {"digest", "size"}
+    (shared,) = (each for each in stored["shared"] if each["digest"] == kept.second.digest)
+    assert shared["size"] == 16 * CHUNK
+    assert shared["share"] == round(16 * CHUNK / stored["size"], 6)
+    assert found["statistics"]["chunks"] == 19
+
+
+def test_inspect_by_digest(gpusnap: Run, kept: Kept) -> None:
+    """Six digits are enough; of another store by oci:DIR; too few and others are not found."""
+    digits = kept.second.digest[7:13]
+    assert json_of(gpusnap, "inspect", digits)["artifact"]["digest"] == kept.second.digest
+    assert json_of(gpusnap, "inspect", kept.of(digits))["artifact"]["digest"] == kept.second.digest
+    code, _, err = gpusnap("inspect", "w:3")
+    assert code == exit_codes.NOT_FOUND
+    assert "has the name or digest 'w:3'; did you mean w:2 or w:1?" in err
+
+
+def test_inspect_of_odd_ones(gpusnap: Run, kept: Kept) -> None:
+    """A checkpoint without GPU state, and one of pages only, say so."""
+    code, out, _ = gpusnap("inspect", "plain")
+    assert code == 0
+    assert "a container without GPU state" in out
+    assert {*json_of(gpusnap, "inspect", "plain")} == {"artifact"}
+    code, out, _ = gpusnap("inspect", kept.pages.digest)
+    assert "records: none, these are the pages of a checkpoint whose archive lies elsewhere" in out
+    code, _, err = gpusnap("plan", "plain")
+    assert code == exit_codes.FAILED
+    assert "plain is the checkpoint of a container without GPU state" in err
+
+
+def test_inspect_of_a_damaged_manifest(gpusnap: Run, kept: Kept) -> None:
+    """Exit code 4; the blob is named, and so is what finds more."""
+    damage(blob_path(kept.store, config(kept.store, kept.first)))
+    code, out, err = gpusnap("inspect", "w:1")
+    assert (code, out) == (exit_codes.DAMAGED, "")
+    assert config(kept.store, kept.first, check=False) in err
+    assert "gpusnap verify finds all that is damaged" in err
+
+
+def config(store: Store, root: Descriptor, *, check: bool = True) -> str:
+    """The digest of an artifact's config."""
+    return artifact.read(root, store.read).config.digest
+
+
+# diff
+
+
+def test_diff(gpusnap: Run, kept: Kept) -> None:
+    """Memory, processes and files."""
+    code, out, err = gpusnap("diff", "w:1", "w:2")
+    assert (code, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert f"A: w:1 ({kept.first.digest[7:19]}) 2026-01-02T03:04:05Z" in lines
+    assert f"1 {ADDRESS} 60.0 KiB 4.0 KiB 0 B 0 B" in lines
+    assert f"1 {START + (1 << 24):x} 0 B 0 B 8.0 KiB 0 B" in lines
+    assert "all 3 64.0 KiB 4.0 KiB 8.0 KiB 0 B" in lines
+    assert "B has 4.0 KiB in 1 blobs that A does not have" in lines
+    assert lines.index("1 A sleep 600") + 1 == lines.index("B sleep 601")
+    assert "config.dump changed 2 B 2 B" in lines
+    assert f"checkpoint/core-1.img only A {len(CORE)} B" in lines
+    assert "etc/link changed 0 B 0 B" in lines
+
+
+def test_diff_json(gpusnap: Run, kept: Kept) -> None:
+    """All of it, with sizes in bytes."""
+    found = json_of(gpusnap, "diff", "w:1", "w:2")
+    assert {*found} == {"a", "b", "chunks", "processes", "gpus", "files"}
+    assert found["a"] == {"what": "w:1", "digest": kept.first.digest, "created": "2026-01-02T03:04:05Z"}
+    chunks = found["chunks"]
+    total = {key: chunks[key] // CHUNK for key in ("same", "changed", "onlyA", "onlyB")}
+    assert total == {"same": 16, "changed": 1, "onlyA": 2, "onlyB": 0}
+    assert chunks["newInB"] == {"blobs": 1, "size": CHUNK}
+    assert chunks["parts"][0] == {
+        "process": 1,
+        "name": ADDRESS,
+        "same": 15 * CHUNK,
+        "changed": CHUNK,
+        "onlyA": 0,
+        "onlyB": 0,
+    }
+    assert found["processes"]["changed"] == [{"pid": 1, "a": ["sleep", "600"], "b": ["sleep", "601"]}]
+    assert [each["name"] for each in found["files"]["rootfs"]["changed"]] == ["etc/link", "etc/motd"]
+    assert [each["name"] for each in found["files"]["records"]["onlyA"]] == ["checkpoint/core-1.img"]
+
+
+def test_diff_of_the_same(gpusnap: Run, kept: Kept) -> None:
+    """Nothing differs, and that is said."""
+    code, out, _ = gpusnap("diff", "w:2", kept.second.digest)
+    assert code == 0
+    assert "B has nothing that A does not have" in out
+    assert "GPU processes: 1, the same in both" in out
+    assert "records: 3 files, the same in both" in out
+    found = json_of(gpusnap, "diff", "w:1", "plain")
+    assert found["chunks"]["onlyA"] == 19 * CHUNK
+    assert [process["pid"] for process in found["processes"]["onlyA"]] == [1]
+
+
+# verify
+
+
+def test_verify(gpusnap: Run, kept: Kept) -> None:
+    """Everything is read; --all reads each blob once, whoever has it."""
+    code, out, err = gpusnap("verify", "w:1", "plain")
+    assert (code, err) == (0, "")
+    assert [line.partition(": ")[0] for line in out.splitlines()] == ["w:1", "plain"]
+    assert out.count(": no damage\n") == 2
+    (first,) = json_of(gpusnap, "verify", "w:1")
+    whole = artifact.read(kept.first, kept.store.read)
+    blobs = tuple(whole.blobs())
+    assert (first["blobs"], first["size"]) == (len(blobs), sum(each.size for each in blobs))
+    assert first["digest"] == kept.first.digest
+    assert (first["read"], first["damaged"]) == (True, [])
+    (everything,) = json_of(gpusnap, "verify", "--all")
+    documents = 4
+    assert everything["blobs"] == json_of(gpusnap, "ls")["blobs"] - documents
+
+
+@pytest.mark.parametrize("kind", ["flipped", "cut short", "gone"])
+@pytest.mark.parametrize("line", [("w:1",), ("--all",)])
+def test_verify_finds_every_damage(gpusnap: Run, kept: Kept, kind: str, line: tuple[str, ...]) -> None:
+    """Each blob that is wrong is named, with what it belongs to, and the exit code is 4."""
+    whole = artifact.read(kept.first, kept.store.read)
+    assert whole.records is not None
+    assert whole.rootfs is not None
+    hit = {
+        whole.records.digest: "the records",
+        whole.rootfs.digest: "the rootfs diff",
+        whole.chunks[0].digest: f"the region {ADDRESS} of process 1 (sleep), at 0 B",
+        whole.chunks[-1].digest: "CRIU's image pages-1.img, at 0 B",
+    }
+    for digest in hit:
+        path = blob_path(kept.store, digest)
+        if kind == "gone":
+            path.unlink()
+        elif kind == "flipped":
+            damage(path)
+        else:
+            path.write_bytes(path.read_bytes()[:-1])
+    said = {"flipped": "holds something else", "cut short": "cut short: has ", "gone": "missing"}[kind]
+    code, out, err = gpusnap("verify", *line)
+    assert code == exit_codes.DAMAGED
+    for digest, belongs_to in hit.items():
+        assert f"{digest}: {said}" in out
+        assert belongs_to in out
+    assert err.count("\n") == 1
+    assert err.startswith("gpusnap: 4 damaged in ")
+    code, out, _ = gpusnap("verify", *line, "--json")
+    (found,) = json.loads(out)
+    assert code == exit_codes.DAMAGED
+    assert {each["digest"] for each in found["damaged"]} == {*hit}
+    # The chunks of both: with --all it says of which checkpoint.
+    chunk = next(each for each in found["damaged"] if each["digest"] == whole.chunks[0].digest)
+    assert chunk["mediaType"] == whole.chunks[0].media_type
+    assert len(chunk["belongsTo"]) == (2 if line == ("--all",) else 1)
+
+
+def test_verify_of_broken_manifests(gpusnap: Run, kept: Kept) -> None:
+    """What nothing says what it is of is named by its kind."""
+    damage(blob_path(kept.store, config(kept.store, kept.first)))
+    chunk = artifact.read(kept.first, kept.store.read).chunks[0]
+    damage(blob_path(kept.store, chunk.digest))
+    _, out, _ = gpusnap("verify", "w:1")
+    assert "gpusnap's manifest" in out
+    assert f"a chunk of 1:{ADDRESS}" in out
+    damage(blob_path(kept.store, kept.second.digest))
+    _, out, _ = gpusnap("verify", "w:2")
+    assert "the list of what the checkpoint consists of" in out
+
+
+def test_verify_goes_on(gpusnap: Run, kept: Kept) -> None:
+    """One that is not there does not keep the others from being checked."""
+    code, out, err = gpusnap("verify", "none", "w:1")
+    assert code == exit_codes.NOT_FOUND
+    assert "w:1: " in out
+    assert "'none'" in err
+
+
+@pytest.mark.parametrize("line", [(), ("--all", "w:1")])
+def test_verify_of_what(gpusnap: Run, kept: Kept, line: tuple[str, ...]) -> None:
+    """Something, or all, but not both."""
+    code, _, err = gpusnap("verify", *line)
+    assert code == exit_codes.USAGE
+    assert "give one or more of WHAT, or --all" in err
+
+
+def test_verify_of_an_empty_store(gpusnap: Run, tmp_path: Path) -> None:
+    """Nothing is kept there, and nothing is wrong."""
+    Store(tmp_path / "store").create()
+    code, out, _ = gpusnap("verify", "--all")
+    assert code == 0
+    assert f"nothing is kept in {tmp_path}/store" in out
+
+
+@pytest.mark.parametrize("columns", ["20", "60"])
+def test_a_narrow_terminal(gpusnap: Run, kept: Kept, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    """It breaks lines itself: tables are never folded to less than 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    _, wide, _ = gpusnap("ls")
+    monkeypatch.setenv("COLUMNS", columns)
+    assert gpusnap("ls")[1] == wide
+
+
+# rm, gc, tag
+
+
+def test_rm(gpusnap: Run, kept: Kept) -> None:
+    """A name goes, and only that; by its digest all names go. The blobs wait for gc."""
+    before = len(list(Path(kept.store.path, "blobs/sha256").iterdir()))
+    code, out, err = gpusnap("rm", "w:2")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        f"removed w:2, {kept.second.digest[7:19]}, from {kept.store.path}",
+        f"{kept.second.digest[7:19]} stays, as registry.example:5000/team/w:v2",
+    ]
+    assert len(list(Path(kept.store.path, "blobs/sha256").iterdir())) == before
+    assert json_of(gpusnap, "inspect", kept.second.digest)["artifact"]["names"]
+    found = json_of(gpusnap, "rm", kept.second.digest)
+    assert found["removed"] == [
+        {
+            "what": kept.second.digest,
+            "store": kept.store.path,
+            "digest": kept.second.digest,
+            "names": ["registry.example:5000/team/w:v2"],
+            "left": [],
+        }
+    ]
+    assert found["collected"] is None
+    assert gpusnap("inspect", kept.second.digest)[0] == exit_codes.NOT_FOUND
+
+
+def test_rm_goes_on(gpusnap: Run, kept: Kept) -> None:
+    """What can be removed is, and what cannot is told."""
+    code, out, err = gpusnap("rm", "none", "w:1", "nothing")
+    assert code == exit_codes.NOT_FOUND
+    assert "removed w:1" in out
+    assert "gpusnap gc frees the room that it took" in out
+    assert [line.count("nothing in") for line in err.splitlines()] == [1, 1]
+
+
+@pytest.mark.parametrize("word", ["oci:{}", "./w.tar", "w 1"])
+@pytest.mark.parametrize("command", ["rm", "tag"])
+def test_what_is_not_in_a_store(gpusnap: Run, kept: Kept, command: str, word: str) -> None:
+    """Exit code 2: a whole store, a file, and what cannot be a name."""
+    line = (command, word.format(kept.store.path), *(("x",) if command == "tag" else ()))
+    code, out, err = gpusnap(*line)
+    assert (code, out) == (exit_codes.USAGE, "")
+    assert err.startswith("gpusnap: ")
+    assert len(kept.store.entries()) == 5
+
+
+def test_gc(gpusnap: Run, kept: Kept) -> None:
+    """--dry-run tells what would go, and then that goes."""
+    gpusnap("rm", "w:1")
+    would = json_of(gpusnap, "gc", "--dry-run")
+    assert would["dryRun"]
+    assert would["blobs"] > 2
+    _, out, _ = gpusnap("gc", "--dry-run")
+    assert out.startswith(f"would remove {would['blobs']} blobs, {binary_size(would['size'])}, from ")
+    done = json_of(gpusnap, "gc", kept.word)
+    assert done == {**would, "dryRun": False}
+    assert json_of(gpusnap, "gc")["blobs"] == 0
+    assert json_of(gpusnap, "verify", "--all")[0]["damaged"] == []
+
+
+def test_gc_of_a_damaged_store(gpusnap: Run, kept: Kept) -> None:
+    """Nothing is removed, and the sentence says of which checkpoint it cannot be told."""
+    blob_path(kept.store, kept.first.digest).unlink()
+    code, out, err = gpusnap("gc")
+    assert (code, out) == (exit_codes.FAILED, "")
+    assert "gc removed nothing" in err
+    assert kept.first.digest in err
+
+
+def test_gc_spares(gpusnap: Run, kept: Kept) -> None:
+    """What a killed checkpoint needs is left, and named."""
+    staging = kept.store.stage("left")
+    staging.precious("the checkpoint of container c0ffee")
+    staging.close()
+    code, out, _ = gpusnap("gc")
+    assert code == 0
+    assert f"left {staging.path}: the checkpoint of container c0ffee" in out
+
+
+def test_tag(gpusnap: Run, kept: Kept) -> None:
+    """A further name; one that moves says where it was."""
+    assert gpusnap("tag", "w:1", "prod") == (0, f"prod names {kept.first.digest[7:19]}\n", "")
+    found = json_of(gpusnap, "tag", "w:2", "prod")
+    assert found == {
+        "store": kept.store.path,
+        "digest": kept.second.digest,
+        "name": "prod",
+        "movedFrom": kept.first.digest,
+    }
+    assert json_of(gpusnap, "tag", "w:2", "prod")["movedFrom"] == ""
+    assert json_of(gpusnap, "inspect", "w:1")["artifact"]["names"] == ["w:1"]
+    code, _, err = gpusnap("tag", "w:1", "sha256:ab")
+    assert code == exit_codes.USAGE
+    assert "cannot be a name" in err
+
+
+# Elsewhere
+
+
+@pytest.fixture
+def registry(tmp_path: Path, kept: Kept) -> Iterator[FakeRegistry]:
+    """A registry that has the first checkpoint as team/app:v1."""
+    with FakeRegistry(tmp_path / "registry") as found:
+        transfer.push(kept.first, kept.store.layout, found.repository(), tag="v1")
+        found.seen.clear()
+        yield found
+
+
+def test_inspect_in_a_registry(gpusnap: Run, kept: Kept, registry: FakeRegistry) -> None:
+    """Manifest and config are read, and no chunk."""
+    word = f"{registry.host}/team/app:v1"
+    found = json_of(gpusnap, "inspect", word, "--plain-http")
+    assert found["artifact"]["digest"] == kept.first.digest
+    assert found["artifact"]["where"] == f"{registry.host}/team/app"
+    assert found["artifact"]["shared"] == []
+    assert len(registry.asked("GET", "/blobs/")) == 1
+    assert json_of(gpusnap, "inspect", f"http://{word}") == found
+    assert gpusnap("inspect", f"http://{registry.host}/team/app:v2")[0] == exit_codes.NOT_FOUND
+
+
+def test_diff_with_a_registry(gpusnap: Run, kept: Kept, registry: FakeRegistry) -> None:
+    """Of that one the records are read as well."""
+    found = json_of(gpusnap, "diff", "w:2", f"http://{registry.host}/team/app:v1")
+    assert found["chunks"]["changed"] == CHUNK
+    assert [each["name"] for each in found["files"]["records"]["onlyB"]] == ["checkpoint/core-1.img"]
+    assert len(registry.asked("GET", "/blobs/")) == 3
+
+
+def test_verify_in_a_registry(gpusnap: Run, kept: Kept, registry: FakeRegistry) -> None:
+    """It is asked for each blob; with --deep each is read."""
+    word = f"http://{registry.host}/team/app:v1"
+    (found,) = json_of(gpusnap, "verify", word)
+    assert (found["read"], found["damaged"]) == (False, [])
+    assert registry.asked("GET", "/blobs/") == []
+    assert "their content was not read (see --deep)" in gpusnap("verify", word)[1]
+    (deep,) = json_of(gpusnap, "verify", word, "--deep")
+    assert deep == {**found, "read": True}
+    chunks = artifact.read(kept.first, kept.store.read).chunks
+    damage(registry.folder / "blobs" / chunks[0].digest.removeprefix("sha256:"))
+    registry.members["team/app"].discard(chunks[1].digest.removeprefix("sha256:"))
+    code, out, _ = gpusnap("verify", word, "--deep")
+    assert code == exit_codes.DAMAGED
+    assert f"{chunks[1].digest}: missing\n  the region {ADDRESS} of process 1 (sleep), at 4.0 KiB" in out
+    assert f"{chunks[0].digest}: " in out
+    assert "2 damaged" in out
+    (found,) = json.loads(gpusnap("verify", word, "--json")[1])
+    assert [each["digest"] for each in found["damaged"]] == [chunks[1].digest]
+
+
+def test_many_processes(gpusnap: Run, tmp_path: Path) -> None:
+    """Tables that would go on for ever end, and say how to see the rest."""
+    regions = [noise(1, at) for at in range(30)]
+    crowd = tuple(GpuProcess(pid, "worker", ("worker",), ()) for pid in range(2, 40))
+    record = replace(a_manifest(), processes=(*a_manifest().processes, *crowd))
+    keep(
+        Store(tmp_path / "store"),
+        *regions,
+        names=("w",),
+        records=IMAGES,
+        record=record,
+    )
+    _, out, _ = gpusnap("inspect", "w")
+    assert "and 10 smaller ones of 40.0 KiB together (see --json)" in out
+
+
+@pytest.mark.parametrize("line", [("lies",), ("--all",), ("registry", "--deep")])
+def test_verify_of_a_lie(gpusnap: Run, kept: Kept, tmp_path: Path, line: tuple[str, ...]) -> None:
+    """A compressed chunk that does not hold what the config says is damage, though each blob is right."""
+    keep(
+        kept.store,
+        bytearray(b"text" * CHUNK),
+        names=("true",),
+        records=IMAGES,
+    )
+    true = artifact.read(kept.store.find("true").descriptor, kept.store.read)
+    text = kept.store.layout.read_blob(true.config).decode()
+    record = manifest.decode(text.encode(), "a test")
+    chunk = next(
+        c for p in record.processes for r in p.regions for c in r.table.chunks if c.encoding == "zstd"
+    )
+    fake = "ab" * 32
+    with kept.store.stage() as staging:
+        lie = text.replace(f'"{chunk.plain[7:]}"', f'"{fake}"')
+        config = staging.layout.add_blob(lie.encode(), media_type=artifact.CONFIG)
+        root = artifact.write(staging.layout, replace(true, config=config))
+        staging.commit(root, names=["lies"])
+    assert gpusnap("verify", "true")[0] == 0
+    with FakeRegistry(tmp_path / "registry") as registry:
+        transfer.push(root, kept.store.layout, registry.repository(), tag="v1")
+        words = [f"http://{registry.host}/team/app:v1" if word == "registry" else word for word in line]
+        code, out, _ = gpusnap("verify", *words)
+    assert code == exit_codes.DAMAGED
+    assert f"{chunk.blob}: does not hold the chunk sha256:{fake} of {chunk.size} bytes" in out
+
+
+def test_verify_of_annotations_that_are_no_texts(gpusnap: Run, kept: Kept) -> None:
+    """A restore refuses such a manifest, though every digest is right; so does verify."""
+    document = json.loads(kept.store.read(kept.first))
+    changed = json.dumps({**document, "annotations": {"org.opencontainers.image.created": -1}})
+    root = kept.store.layout.add_blob(changed.encode(), media_type=kept.first.media_type)
+    path = Path(kept.store.path, "index.json")
+    index = json.loads(path.read_text())
+    named = {**root.to_json(), "annotations": {"org.opencontainers.image.ref.name": "odd"}}
+    path.write_text(json.dumps({**index, "manifests": [*index["manifests"], named]}))
+    code, out, _ = gpusnap("verify", "odd")
+    assert (code, root.digest in out) == (exit_codes.DAMAGED, True)
+    assert "are not texts" in out

@@ -1,0 +1,207 @@
+"""All checks of a container, of real processes with a driver that does as it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes import ID, MIB, FakeDriver, Family, gpu
+
+from gpusnap.doctor import container
+from gpusnap.doctor.base import free_space
+from gpusnap.doctor.base.check import Check
+from gpusnap.doctor.base.subject import Subject
+from gpusnap.doctor.container_checks import gpu_use
+from gpusnap.runtime_shim.errors import ContainerError, Refused
+from gpusnap.runtime_shim.gpu.api.driver import ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import DriverTooOld, GpuBusy
+from gpusnap.runtime_shim.records.cri_layout import OF_CRI
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.settings import Nvidia, Settings, Store
+from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes
+from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.preflight.nccl import Sharing
+
+
+@pytest.fixture
+def family() -> Iterator[Family]:
+    with Family() as found:
+        yield found
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    monkeypatch.setattr(bind_mounted_nodes, "device_nodes", lambda init: ())
+    return FakeDriver(gpus=(gpu(0),))
+
+
+@pytest.fixture
+def subject(family: Family, tmp_path: Path) -> Subject:
+    family.spawn()
+    found = containers.Container(ID, family.init, "running", str(tmp_path), {})
+    settings = Settings(store=Store(path=str(tmp_path / "store")))
+    # A process of the host's has its mounts, so the configuration has them all.
+    config = {"mounts": [{"destination": "/"}]}
+    return Subject("w", "Podman", found, containers.processes(family.init, ID), config, settings)
+
+
+def by_name(checks: tuple[Check, ...]) -> dict[str, Check]:
+    return {each.name: each for each in checks}
+
+
+def test_all(subject: Subject, driver: FakeDriver, family: Family) -> None:
+    """GPU work that can be checkpointed; the driver is asked, and nothing is locked or checkpointed."""
+    driver.use(family.pids[0], memory=5 * MIB)
+    found = by_name(container.checks(subject, driver))
+    assert found["GPU processes"].facts["bytes"] == 5 * MIB
+    for name in (
+        "container",
+        "GPU state",
+        "left-over handles",
+        "shared GPU memory",
+        "RAM",
+        "disk",
+        "devices",
+    ):
+        assert found[name].verdict.value == "ok", found[name]
+    assert found["duration"].facts["gpu"] == 5 * MIB
+    asked = {"open", "host", "state", "memory_used", "nodes", "visible"}
+    assert {call.operation for call in driver.calls} <= asked
+
+
+def test_bytes_that_the_driver_does_not_tell(subject: Subject, driver: FakeDriver, family: Family) -> None:
+    """Then all that the GPU has in use counts, as in a checkpoint."""
+    driver.gpus = (gpu(0, used=7 * MIB),)
+    driver.use(family.pids[0])
+    del driver.used[family.pids[0]]
+    found = by_name(container.checks(subject, driver))
+    assert found["GPU processes"].facts["bytes"] == 7 * MIB
+    assert found["GPU processes"].facts["processes"][0]["gpus"] == {driver.gpus[0].uuid: 7 * MIB}
+    assert found["duration"].facts["gpu"] == 7 * MIB
+
+
+def test_what_the_driver_fails_to_say(subject: Subject, driver: FakeDriver, family: Family) -> None:
+    """A question that the driver does not answer is a warning, and the others are asked all the same."""
+    driver.fail("nodes", None, GpuBusy("the driver does not answer"))
+    found = by_name(container.checks(subject, driver))
+    assert found["GPU state"].says == "it cannot be told: the driver does not answer"
+    assert "duration" in found
+
+
+def test_shared_memory_that_is_allowed(
+    subject: Subject, driver: FakeDriver, family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nvidia.allow-nccl does not keep doctor from looking, and makes a warning of what it finds."""
+    driver.use(family.pids[0], memory=MIB)
+    shares = Sharing(subject.processes[0], "shares GPU memory", "run it with NCCL_P2P_DISABLE=1", "GPS-214")
+    monkeypatch.setattr(preflight, "sharing", lambda users, version: shares)
+    for allow, verdict in ((False, "failure"), (True, "warning")):
+        settings = replace(subject.settings, nvidia=Nvidia(allow_nccl=allow))
+        check = by_name(container.checks(replace(subject, settings=settings), driver))["shared GPU memory"]
+        assert check.verdict.value == verdict
+        assert "shares GPU memory" in check.says
+        assert check.says.endswith("; allowed by nvidia.allow-nccl") is allow
+        assert check.todo.startswith("run it with NCCL_P2P_DISABLE=1")
+        assert ("--force" in check.todo) is not allow
+
+
+@pytest.mark.parametrize(("namespace", "folder"), [("default", "TMPDIR"), ("k8s.io", "/var/lib/containerd")])
+def test_where_containerds_checkpoints_go(
+    subject: Subject,
+    driver: FakeDriver,
+    family: Family,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    namespace: str,
+    folder: str,
+) -> None:
+    """Not to the bundle, which is on a tmpfs; what lacks room is a warning, for it may go elsewhere."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    bundle = f"/run/containerd/io.containerd.runtime.v2.task/{namespace}/w"
+    task = replace(subject, engine="containerd", container=replace(subject.container, bundle=bundle))
+    wanted = str(tmp_path) if folder == "TMPDIR" else folder
+    assert gpu_use.place(task) == wanted
+    assert gpu_use.place(subject) == subject.container.bundle
+    driver.use(family.init, memory=1 << 60)
+    monkeypatch.setattr(free_space, "in_memory", lambda path: path == wanted)
+    monkeypatch.setattr(free_space, "speed", lambda path: pytest.fail(f"{path} was measured"))
+    found = by_name(container.checks(task, driver))
+    assert found["disk"].verdict.value == "warning"
+    assert "containerd may be told of another folder" in found["disk"].says
+    assert found["duration"].facts["disk"] is None
+
+
+def test_without_a_driver(subject: Subject) -> None:
+    """What CRIU may stumble over is looked at in any case."""
+    found = by_name(container.checks(subject, None))
+    assert found["GPU processes"].verdict.value == "ok"
+    assert {"kernel files", "sockets", "duration"} <= {*found}
+    assert "GPU state" not in found
+
+
+def test_a_driver_that_refuses(subject: Subject, driver: FakeDriver) -> None:
+    """Its sentence, and the rest."""
+    driver.fail("open", None, DriverTooOld("no checkpoint API", hint="install 570"))
+    found = by_name(container.checks(subject, driver))
+    assert (found["GPU processes"].verdict.value, found["GPU processes"].says) == (
+        "failure",
+        "no checkpoint API",
+    )
+    assert "duration" in found
+
+
+def test_paused(subject: Subject, driver: FakeDriver) -> None:
+    """Its processes are not asked."""
+    paused = replace(subject, container=replace(subject.container, status="paused"))
+    found = by_name(container.checks(paused, driver))
+    assert found["GPU processes"].verdict.value == "warning"
+    assert driver.calls == []
+
+
+def test_objection(subject: Subject) -> None:
+    """Why gpusnap checkpoint would not begin."""
+    found = container.checks(replace(subject, objection=ContainerError("no", hint="do that")), None)
+    assert (found[0].name, found[0].verdict.value, found[0].todo) == ("container", "failure", "do that")
+
+
+def test_refusals(
+    subject: Subject, driver: FakeDriver, family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of pre-flight's is told, not the first alone."""
+    driver.use(family.init, memory=1 << 60, state=ProcessState.CHECKPOINTED)
+    monkeypatch.setattr(bind_mounted_nodes, "device_nodes", lambda init: (("c", 10, 229, "/dev/fuse"),))
+    found = by_name(container.checks(subject, driver))
+    for name, said in (
+        ("GPU state", "is checkpointed already"),
+        ("RAM", "have to move to RAM"),
+        ("disk", "the checkpoint needs up to"),
+        ("devices", "/dev/fuse"),
+    ):
+        assert found[name].verdict.value == "failure"
+        assert said in found[name].says
+        assert found[name].todo
+
+
+def test_strange_devices_that_are_given(subject: Subject, driver: FakeDriver) -> None:
+    """One of the configuration is no stranger; another is."""
+    given = {"path": "/dev/fuse", "type": "c", "major": 10, "minor": 229}
+    with_fuse = replace(subject, config={"linux": {"devices": [given]}})
+    fuse = ("c", 10, 229, "/dev/fuse")
+    gpu_use.strange_devices(with_fuse, driver, devices=[fuse])
+    with pytest.raises(Refused, match="/dev/fuse"):
+        gpu_use.strange_devices(subject, driver, devices=[fuse])
+
+
+def test_a_pods_container(subject: Subject, driver: FakeDriver) -> None:
+    """Its probes and its volumes are told of, and of others' not."""
+    own = ("liveness probe", "pod's volumes")
+    assert not set(own) & set(by_name(container.checks(subject, driver)))
+    annotations = {OF_CRI: "container"}
+    mounts = [{"destination": "/dev/shm", "source": "/run/sandboxes/a/shm", "options": ["rbind"]}]
+    config = subject.config | {"annotations": annotations, "mounts": [*subject.config["mounts"], *mounts]}
+    pod = replace(subject, config=config, container=replace(subject.container, annotations=annotations))
+    found = by_name(container.checks(pod, driver))
+    assert found["liveness probe"].facts["pause"] == found["duration"].facts["high"]
+    assert set(own) <= set(found)

@@ -1,0 +1,126 @@
+"""containerd by its ctr: what it is asked, and what becomes of its failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from containerd_layouts import BASE, IMAGE, FakeCtr, Made, a_checkpoint
+
+from gpusnap.checkpoints.formats.containerd import blob_of
+from gpusnap.engines.ctr import InContainerd, Target, digest_in, unpack
+from gpusnap.oci.base.errors import BlobError
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError
+from gpusnap.user_errors import NotFound
+
+
+@pytest.fixture
+def ctr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCtr:
+    return FakeCtr(tmp_path / "ctr", monkeypatch)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Made:
+    return a_checkpoint(tmp_path, gpu=False)
+
+
+def test_blobs(ctr: FakeCtr, made: Made) -> None:
+    """By namespace and name, each blob from its own child."""
+    ctr.has(made)
+    source = InContainerd("team", IMAGE)
+    assert (source.root.digest, source.root.size) == (digest_of(made.document), len(made.document))
+    for digest, data in made.blobs.items():
+        wanted = Descriptor("a/b", digest, len(data))
+        assert source.has(wanted)
+        assert blob_of(source, wanted) == data
+    assert not source.has(Descriptor("a/b", digest_of(b"gone"), 4))
+    assert all(call.startswith("--namespace team ") for call in ctr.calls())
+    assert f'images ls name=="{IMAGE}"' in ctr.calls()[0]
+
+
+def test_a_blob_that_is_not_there(ctr: FakeCtr, made: Made) -> None:
+    """In containerd's words; one of another size by ours."""
+    ctr.has(made)
+    source = InContainerd("team", IMAGE)
+    gone = digest_of(b"gone")
+    words = f"does not give the blob {gone}: content digest {gone}: not found"
+    with pytest.raises(GpusnapError, match=words) as caught:
+        blob_of(source, Descriptor("a/b", gone, 4))
+    assert "ctr -n team images check" in caught.value.hint
+    with pytest.raises(BlobError, match="has more than its 5 bytes"):
+        blob_of(source, Descriptor("a/b", source.root.digest, 5))
+
+
+def test_a_reader_that_stops(ctr: FakeCtr, made: Made) -> None:
+    """The child ends with the block, and does no harm."""
+    ctr.has(made)
+    source = InContainerd("team", IMAGE)
+    large = max(made.blobs, key=lambda each: len(made.blobs[each]))
+    with source.open(Descriptor("a/b", large, 1)) as file:
+        assert file.read(1) == made.blobs[large][:1]
+
+
+def test_no_image(ctr: FakeCtr, made: Made) -> None:
+    """Neither one of that name, nor a checkpoint's."""
+    with pytest.raises(NotFound, match=f"no image {IMAGE} in the namespace team"):
+        InContainerd("team", IMAGE)
+    ctr.lists(IMAGE, digest_of(b"m"), "application/vnd.oci.image.manifest.v1+json")
+    source = InContainerd("team", IMAGE)
+    assert source.root.media_type.endswith("manifest.v1+json")
+    assert digest_in("team", IMAGE) == digest_of(b"m")
+    assert digest_in("team", BASE) == ""
+
+
+def test_no_containerd(ctr: FakeCtr, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that does not answer, and a program that is not there."""
+    ctr.fails('failed to dial "/run/containerd/containerd.sock"')
+    with pytest.raises(GpusnapError, match="ctr images ls failed: failed to dial") as caught:
+        InContainerd("team", IMAGE)
+    assert "CONTAINERD_ADDRESS" in caught.value.hint
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    with pytest.raises(GpusnapError, match="ctr cannot be run: it does not exist") as caught:
+        InContainerd("team", IMAGE)
+    assert "install containerd" in caught.value.hint
+
+
+def test_into_it(ctr: FakeCtr) -> None:
+    """All that was given, and nothing is unpacked on the way."""
+    with Target("team") as target:
+        target.append(b"one")
+        target.append(b"two" * 100_000)
+    assert ctr.imported.read_bytes() == b"one" + b"two" * 100_000
+    assert ctr.calls() == ["--namespace team images import --no-unpack -"]
+    unpack("team", "sha256:ab", "overlayfs")
+    unpack("team", "sha256:ab", "")
+    assert ctr.calls()[1:] == [
+        "--namespace team snapshots --snapshotter overlayfs unpack sha256:ab",
+        "--namespace team snapshots unpack sha256:ab",
+    ]
+
+
+def test_an_import_that_fails(ctr: FakeCtr) -> None:
+    """In the middle, in containerd's words."""
+    ctr.refuses()
+
+    def fill() -> None:
+        with Target("team") as target:
+            for _ in range(1000):
+                target.append(bytes(1 << 16))
+
+    with pytest.raises(GpusnapError, match="does not take the image: no room"):
+        fill()
+
+
+def test_an_import_that_is_given_up(ctr: FakeCtr) -> None:
+    """The child is killed before its input ends, which it could take for the end of the archive."""
+
+    def break_off() -> None:
+        with Target("team") as target:
+            target.append(bytes(1 << 10))
+            raise ImageError("broken")
+
+    with pytest.raises(ImageError, match="broken"):
+        break_off()
+    assert not ctr.imported.exists()

@@ -1,0 +1,75 @@
+"""Errors of the packages below, as their users see them."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from gpusnap.oci.base import errors
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted
+from gpusnap.user_errors import Damaged, NotFound, failure, told
+
+CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+KINDS = [kind for kind in CLASSES if issubclass(kind, errors.OciError)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_one(kind: type[errors.OciError]) -> None:
+    """Each becomes a sentence of its own words, by `told` too."""
+    with pytest.raises(GpusnapError) as raised, told():
+        raise kind("this went wrong")
+    assert str(raised.value) == "this went wrong"
+    assert isinstance(raised.value.__cause__, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (errors.NotThere, NotFound),
+        (errors.NotInRegistry, NotFound),
+        (errors.BlobError, Damaged),
+        (errors.LayoutError, Damaged),
+        (errors.NotACheckpoint, GpusnapError),
+        (errors.EngineImage, GpusnapError),
+        (errors.ArchiveError, Damaged),
+        (errors.ChunkError, Damaged),
+        (errors.Cancelled, Interrupted),
+        (errors.DiskFull, GpusnapError),
+        (errors.Unreachable, GpusnapError),
+        (errors.StoreBusy, GpusnapError),
+    ],
+)
+def test_kinds(kind: type[errors.OciError], expected: type[GpusnapError]) -> None:
+    """What is not there, and what is damaged, are told from the rest."""
+    assert type(failure(kind("x"))) is expected
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("r:1 does not speak TLS: plain HTTP has to be asked for", "--plain-http"),
+        ("the certificate of r:1 is not trusted (x): have its CA among the system's", ""),
+        ("r:1: 6 attempts failed", "run the same command again"),
+    ],
+)
+def test_unreachable(words: str, hint: str) -> None:
+    """To try again is no help where TLS is the matter."""
+    found = failure(errors.Unreachable(words))
+    assert found.hint.startswith(hint)
+    assert bool(found.hint) == bool(hint)
+
+
+def test_others_pass() -> None:
+    """`told` is for errors of oci alone."""
+    with pytest.raises(ValueError, match="x"), told():
+        raise ValueError("x")
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
+def test_what_could_not_be_read(code: int) -> None:
+    """That is of this host, and nothing is said of what was to be read."""
+    for cause, expected in ((OSError(code, ""), GpusnapError), (OSError(errno.ENOENT, ""), Damaged)):
+        with pytest.raises(GpusnapError) as raised, told():
+            raise errors.LayoutError("the index cannot be read") from cause
+        assert type(raised.value) is expected

@@ -1,0 +1,141 @@
+"""Every file in a directory that somebody else can fill is opened by gpusnap.oci.base.files.
+
+Image directories, the engines' directories that they unpack archives into, and layouts.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpusnap.oci.base.files import open_below, read_below, replace_below
+
+ROOT = Path(__file__).parents[4]
+# The modules that touch such directories.
+TOUCHING = (
+    "runtime_shim/runtime/bundle.py",
+    "runtime_shim/snapshot/checkpoint.py",
+    "runtime_shim/snapshot/memory/destination.py",
+    "runtime_shim/records/manifest_file.py",
+    "runtime_shim/snapshot/memory/source.py",
+    "runtime_shim/snapshot/memory/prefetch.py",
+    "runtime_shim/records/cri_layout.py",
+    "runtime_shim/snapshot/foreground.py",
+    "runtime_shim/runtime/criu/images/directory.py",
+    "runtime_shim/log.py",
+    "runtime_shim/records/manifest.py",
+    "runtime_shim/snapshot/devices/remap.py",
+    "runtime_shim/snapshot/restore.py",
+    "runtime_shim/snapshot/memory/transfer.py",
+    "runtime_shim/runtime/criu/images/dev.py",
+    "runtime_shim/runtime/criu/images/check.py",
+    "runtime_shim/runtime/criu/images/inventory.py",
+    "runtime_shim/runtime/criu/log.py",
+    "runtime_shim/runtime/criu/images/masked_paths.py",
+    "runtime_shim/runtime/criu/images/dev_tar.py",
+    "runtime_shim/runtime/criu/images/overlay.py",
+    "oci/chunks/artifact.py",
+    "oci/layout/layout.py",
+    "oci/chunks/reader.py",
+    "oci/chunks/verify.py",
+    "gpusnap/checkpoints/damage.py",
+    "gpusnap/checkpoints/formats/criu_images.py",
+    "gpusnap/checkpoints/locator.py",
+)
+# What opens otherwise there, and why it may.
+OTHERS = {
+    ("runtime_shim/runtime/bundle.py", "write"): "config.json, which the engine writes after it has unpacked",
+    ("runtime_shim/runtime/bundle.py", "_replace"): "a new file of tempfile.mkstemp",
+    (
+        "runtime_shim/snapshot/memory/source.py",
+        "rebuild",
+    ): "a new file (O_EXCL) in a directory of tempfile.mkdtemp",
+    ("runtime_shim/records/cri_layout.py", "unfold"): "the image directory itself",
+    ("runtime_shim/records/cri_layout.py", "_move"): "directories, without following a link",
+    ("runtime_shim/log.py", "report"): "the caller's log, without following a link or waiting for a FIFO",
+    ("runtime_shim/records/manifest.py", "_validator"): "the schema, in this package",
+    (
+        "runtime_shim/runtime/criu/images/overlay.py",
+        "_fill",
+    ): "a new file (O_EXCL) in a directory of tempfile.mkdtemp",
+}
+_OPENING = {"open", "fdopen", "FileIO", "read_text", "read_bytes", "write_text", "write_bytes", "copyfile"}
+
+
+def opens(path: Path) -> Iterator[str]:
+    """The functions of a module that open a file themselves."""
+    for function in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for node in ast.walk(function):
+            if not isinstance(node, ast.Call):
+                continue
+            called = node.func
+            if isinstance(called, ast.Name) and called.id in _OPENING:
+                yield function.name
+            # Of the GPU's driver, and of chunks that are kept, `open` opens no file.
+            others = ("driver.open", "job.driver.open", "Kept.open")
+            other = ast.unparse(called) in others
+            if isinstance(called, ast.Attribute) and called.attr in _OPENING and not other:
+                yield function.name
+
+
+def test_no_other_way_of_opening() -> None:
+    """A module that touches such a directory opens nothing by itself, but for what stands above."""
+    found = {(name, function) for name in TOUCHING for function in opens(ROOT / name)}
+    assert found == {*OTHERS}
+
+
+def test_the_walk_finds_them() -> None:
+    """The walk sees what it is there for."""
+    assert set(opens(ROOT / "oci/base/files.py")) >= {"open_folder", "open_regular", "new_file"}
+
+
+SPECIAL: dict[str, Callable[[Path], object]] = {
+    "link": lambda path: path.symlink_to("/etc/passwd"),
+    "fifo": os.mkfifo,
+    "directory": Path.mkdir,
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("name", ["file", "folder/file"])
+def test_no_link_is_followed_no_special_file_opened(tmp_path: Path, kind: str, name: str) -> None:
+    """Neither is waited for."""
+    (tmp_path / "folder").mkdir()
+    SPECIAL[kind](tmp_path / name)
+    for read in (lambda: open_below(str(tmp_path), name), lambda: read_below(str(tmp_path), name, limit=9)):
+        with pytest.raises((OSError, ValueError)):
+            read()
+
+
+def test_no_folder_that_is_a_link(tmp_path: Path) -> None:
+    """Nor on the way to a file."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real/file").write_text("x")
+    (tmp_path / "link").symlink_to("real")
+    assert read_below(str(tmp_path), "real/file", limit=9) == b"x"
+    assert read_below(str(tmp_path / "link"), "file", limit=9) == b"x"  # the caller's own name
+    with pytest.raises(OSError, match="link"):
+        read_below(str(tmp_path), "link/file", limit=9)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_files_0600(tmp_path: Path, sync: bool) -> None:
+    """What is written takes the place of a link, or of a file, whose target and mode do not matter."""
+    precious = tmp_path / "precious"
+    precious.write_text("as it was")
+    (tmp_path / "file").symlink_to(precious)
+    for content in (b"one", b"two"):
+        replace_below(str(tmp_path), "file", content, sync=sync)
+        found = (tmp_path / "file").lstat()
+        assert (stat.S_ISREG(found.st_mode), found.st_mode & 0o777) == (True, 0o600)
+        assert (tmp_path / "file").read_bytes() == content
+        os.chmod(tmp_path / "file", 0o644)
+    assert precious.read_text() == "as it was"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "precious"]

@@ -1,0 +1,152 @@
+"""Chunks that are written while somebody still fills their region."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fakes import wait_for
+
+from gpusnap.oci.chunks import writer as writing
+from gpusnap.oci.chunks.index import Known
+from gpusnap.oci.chunks.reader import read
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.runtime_shim.process.memory.tmpfs import Area
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.memory.write_ahead import Early
+
+SIZE = 64 << 10
+CHUNKS = 32
+MEMORY = Memory(chunk_size=SIZE, threads=6)
+
+
+@pytest.fixture
+def area(tmp_path: Path) -> Iterator[Area]:
+    found = Area(str(tmp_path / "area"), 0x7F0000000000, SIZE * CHUNKS, new=True)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    return Layout(tmp_path / "layout").create()
+
+
+def fill(area: Area, at: int, data: bytes) -> None:
+    area.view(at, len(data))[:] = data
+
+
+def blobs(layout: Layout) -> set[str]:
+    return {f"sha256:{name}" for name in os.listdir(Path(layout.path) / "blobs" / "sha256")}
+
+
+def test_what_is_there_is_written_ahead(area: Area, layout: Layout) -> None:
+    """While it is filled from the beginning; then nothing is left to write but the end, and all is right."""
+    told: list[str] = []
+    early = Early(layout, MEMORY, None, told.append)
+    early.begin(area)
+    content = os.urandom(SIZE * CHUNKS)
+    for at in range(0, SIZE * CHUNKS, SIZE):
+        fill(area, at, content[at : at + SIZE])
+        # The one that is being filled is never among them.
+        wait_for(lambda at=at: len(blobs(layout)) >= at // SIZE, "the chunks before it")  # type: ignore[misc]
+    met = early.end()
+    assert len(met) == CHUNKS - 1
+    assert set(told) == {chunk.blob for chunk in met.values()}
+    written: list[str] = []
+    limits = {"threads": 2, "ceiling": 64 << 20}
+    (table,) = writing.write(
+        [area],
+        layout,
+        chunk_size=SIZE,
+        trust=False,
+        met=met,
+        written=written.append,
+        **limits,  # type: ignore[arg-type]
+    )
+    assert len(written) == 1
+    assert early.counted([table]).stored == (CHUNKS - 1) * SIZE
+    back = Area(area.path + ".back", 0, area.size, new=True)
+    read([table], layout, [back], threads=2, ceiling=64 << 20)
+    assert bytes(back.view(0, back.size)) == content
+    back.close()
+
+
+def test_a_wrong_guess_costs_a_blob(area: Area, layout: Layout) -> None:
+    """A chunk that changes after it was written ahead is written again, as what it is."""
+    early = Early(layout, MEMORY, None, lambda blob: None)
+    fill(area, 0, b"half" + bytes(SIZE - 4))
+    fill(area, SIZE, b"begun")
+    early.begin(area)
+    wait_for(lambda: blobs(layout), "a chunk")
+    met = early.end()
+    content = os.urandom(SIZE)
+    fill(area, 0, content)
+    (table,) = writing.write(
+        [area], layout, threads=2, ceiling=64 << 20, chunk_size=SIZE, trust=False, met=met
+    )
+    assert early.counted([table]).stored == 0
+    back = Area(area.path + ".back", 0, area.size, new=True)
+    read([table], layout, [back], threads=2, ceiling=64 << 20)
+    assert bytes(back.view(0, SIZE)) == content
+    back.close()
+
+
+def test_zeros_in_between(area: Area, layout: Layout) -> None:
+    """It looks over what stays zero to what does not, and writes no zeros."""
+    early = Early(layout, MEMORY, None, lambda blob: None)
+    early.begin(area)
+    fill(area, 0, os.urandom(SIZE))
+    fill(area, 20 * SIZE, os.urandom(SIZE))
+    fill(area, 21 * SIZE, os.urandom(SIZE))
+    wait_for(lambda: len(blobs(layout)) == 2, "the first and the one before the last")
+    assert len(early.end()) == 2
+
+
+def test_known_chunks_are_linked(area: Area, layout: Layout, tmp_path: Path) -> None:
+    """Those of an earlier checkpoint are not written, and count as known."""
+    content = os.urandom(4 * SIZE)
+    fill(area, 0, content)
+    store = Layout(tmp_path / "store").create()
+    tables = writing.write([area], store, threads=2, ceiling=64 << 20, chunk_size=SIZE)
+    known = Known(tmp_path / "known.json")
+    known.learn(tables, store)
+    told: list[str] = []
+    early = Early(layout, MEMORY, known, told.append)
+    early.begin(area)
+    wait_for(lambda: len(blobs(layout)) == 3, "all but the last")
+    met = early.end()
+    assert told == []
+    counted = early.counted(tables)
+    assert (counted.stored, counted.known) == (0, len(met) * SIZE)
+
+
+def test_nothing_here_fails(area: Area, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk is for the writing itself to say; so is a region that was let go of."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    early = Early(layout, MEMORY, None, lambda blob: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(Layout, "add_blob", full)
+        fill(area, 0, os.urandom(8 * SIZE))
+        early.begin(area)
+        wait_for(lambda: "gpusnap-early" not in [each.name for each in threading.enumerate()], "its end")
+    assert early.end() == {}
+    area.close()
+    early = Early(layout, MEMORY, None, lambda blob: None)
+    early.begin(area)
+    assert early.end() == {}
+
+
+def test_an_empty_region(area: Area, layout: Layout) -> None:
+    """Zeros all the way: there is nothing to write, and it ends when it is told to."""
+    early = Early(layout, MEMORY, None, lambda blob: None)
+    early.begin(area)
+    assert early.end() == {}
+    assert early.end() == {}
+    assert blobs(layout) == set()

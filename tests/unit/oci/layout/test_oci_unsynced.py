@@ -1,0 +1,157 @@
+"""Files on their way to disk, each by the descriptor that wrote it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from gpusnap.oci.layout.unsynced import Unsynced
+
+
+def written(folder: Path, name: str) -> int:
+    return os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o600)
+
+
+def open_files(folder: Path) -> list[str]:
+    """The names of a folder's files that this process has open."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+        except FileNotFoundError:  # of the listing itself
+            continue
+    return sorted(os.path.basename(path) for path in found if path.startswith(f"{folder}/"))
+
+
+def add(unsynced: Unsynced, folder: Path, *names: str) -> None:
+    for name in names:
+        descriptor = written(folder, name)
+        unsynced.wrote(name, descriptor)
+        os.close(descriptor)
+
+
+def no_other(name: str) -> int:
+    raise AssertionError(f"{name} is opened again")
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names whose fsync was called, in order; those that begin with "bad" fail once."""
+    seen: list[str] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+        seen.append(name)
+        if name.startswith("bad") and seen.count(name) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return seen
+
+
+def test_a_bounded_number_stays_open(tmp_path: Path, synced: list[str]) -> None:
+    """Who adds one more makes the oldest durable, and in the end all are, each once."""
+    unsynced = Unsynced(most=3)
+    add(unsynced, tmp_path, "a", "b", "c", "d", "e")
+    assert synced == ["a", "b"]
+    assert open_files(tmp_path) == ["c", "d", "e"]
+    unsynced.sync(no_other, threads=2)
+    assert sorted(synced) == ["a", "b", "c", "d", "e"]
+    assert open_files(tmp_path) == []
+    unsynced.sync(no_other, threads=2)
+    assert len(synced) == 5
+
+
+def test_an_early_failure_is_not_forgotten(tmp_path: Path, synced: list[str]) -> None:
+    """Where it is met by whoever adds another file, and where nobody looks at it: it is never durable."""
+    unsynced = Unsynced(most=1)
+    with pytest.raises(OSError, match="bad") as raised:
+        add(unsynced, tmp_path, "bad", "next")
+    assert raised.value.errno == errno.EIO
+    for _ in range(2):
+        with pytest.raises(OSError, match="bad"):
+            unsynced.sync(no_other, threads=1)
+    assert unsynced.failed() == {"bad"}
+    add(unsynced, tmp_path, "bad")
+    unsynced.sync(no_other, threads=1)
+    assert unsynced.failed() == set()
+    assert synced == ["bad", "next", "bad"]
+
+
+def test_what_others_wait_for(tmp_path: Path, synced: list[str]) -> None:
+    """After a failure those that were not come to stay open, for the next time."""
+    unsynced = Unsynced()
+    add(unsynced, tmp_path, "bad", "a", "b")
+    with pytest.raises(OSError, match="bad"):
+        unsynced.sync(no_other, threads=1)
+    assert open_files(tmp_path) == ["a", "b"]
+    unsynced.sync(no_other, threads=1, names=["b"])
+    assert synced == ["bad", "b"]
+    assert open_files(tmp_path) == ["a"]
+
+
+def test_no_descriptor_is_left(tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot stay open is made durable at once."""
+    unsynced = Unsynced()
+
+    def none_left(_: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "dup", none_left)
+    add(unsynced, tmp_path, "a")
+    assert synced == ["a"]
+    with pytest.raises(OSError, match="bad"):
+        add(unsynced, tmp_path, "bad")
+    assert unsynced.failed() == {"bad"}
+    add(unsynced, tmp_path, "bad")  # written again
+    assert unsynced.failed() == set()
+
+
+def test_what_was_found(tmp_path: Path, synced: list[str]) -> None:
+    """It is opened for its fsync; one that was written in its place is not."""
+    unsynced, opened = Unsynced(), []
+
+    def open_it(name: str) -> int:
+        opened.append(name)
+        return os.open(tmp_path / name, os.O_RDONLY)
+
+    for name in ("found", "both"):
+        os.close(written(tmp_path, name))
+        unsynced.found(name)
+    add(unsynced, tmp_path, "both")
+    unsynced.found("both")
+    unsynced.sync(open_it, threads=2)
+    assert opened == ["found"]
+    assert sorted(synced) == ["both", "found"]
+    unsynced.sync(open_it, threads=2)
+    assert len(synced) == 2
+
+
+def test_nobody_wants_them(tmp_path: Path, synced: list[str]) -> None:
+    """They are let go of, by `close` and with the object."""
+    unsynced = Unsynced()
+    add(unsynced, tmp_path, "a")
+    unsynced.close()
+    unsynced.close()
+    assert open_files(tmp_path) == []
+    add(unsynced, tmp_path, "a")
+    del unsynced
+    assert open_files(tmp_path) == []
+    assert synced == []
+
+
+def test_another_sees_to_it(tmp_path: Path, synced: list[str]) -> None:
+    """What was handed over is the other one's alone."""
+    one, other = Unsynced(), Unsynced()
+    add(one, tmp_path, "a", "b")
+    one.hand_over("a", other)
+    one.sync(no_other, threads=1)
+    assert synced == ["b"]
+    other.sync(no_other, threads=1)
+    assert synced == ["b", "a"]
+    assert open_files(tmp_path) == []

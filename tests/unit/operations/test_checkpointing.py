@@ -1,0 +1,531 @@
+"""gpusnap checkpoint: what Podman exports becomes an artifact, and nothing is lost where that fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import tarfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from fake_podman import ID, FakePodman
+from fake_registry import FakeRegistry, Say
+from kept_checkpoints import an_archive, keep_pages
+
+from gpusnap.checkpoints import artifact as kept
+from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.formats import podman as convert
+from gpusnap.engines import podman
+from gpusnap.oci.base.errors import DiskFull
+from gpusnap.oci.layout.reference import parse
+from gpusnap.oci.store.store import Store
+from gpusnap.operations import checkpoint as checkpointing
+from gpusnap.operations import disk_space
+from gpusnap.operations.checkpoint import Made, Wish
+from gpusnap.progress import Progress
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, SettingsError
+from gpusnap.runtime_shim.settings import Settings, load
+from gpusnap.runtime_shim.shim import overrides
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """This host's."""
+    found = Settings(store=settings_file.Store(path=str(tmp_path / "store")))
+    monkeypatch.setattr(settings_file, "load", lambda: found)
+    monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "orders"))
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
+    found = FakePodman(tmp_path / "podman", monkeypatch)
+    found.has()
+    found.exports(an_archive(tmp_path))
+    return found
+
+
+@pytest.fixture
+def pages(fake: FakePodman, store: Store, tmp_path: Path) -> FakePodman:
+    """A runtime that puts the pages into the store, as it was ordered to, before Podman exports the rest."""
+    (tmp_path / "other").mkdir()
+    keep_pages(Store(tmp_path / "other"))
+    folder = tmp_path / "with"
+    folder.mkdir()
+    fake.exports(an_archive(folder, pages="store"))
+    # The index is put in place by hand: a store of one artifact is copied over an empty one.
+    fake.first(
+        f'grep -q \'"pages": "store", "store": "{store.path}"\' {tmp_path}/orders/{ID}.json || exit 9\n'
+        f"cp {tmp_path}/other/blobs/sha256/* {store.path}/blobs/sha256/\n"
+        f"cp {tmp_path}/other/index.json {store.path}/\n"
+    )
+    return fake
+
+
+def made(**more: object) -> Made:
+    return checkpointing.checkpoint(Wish(container="w", **more), Progress(shown=False))  # type: ignore[arg-type]
+
+
+def test_pages_in_the_store(pages: FakePodman, store: Store) -> None:
+    """They are there already; the artifact with the records names them, and the runtime's is forgotten."""
+    done = made()
+    (entry,) = store.entries()
+    assert entry.name == done.name
+    assert re.fullmatch(r"w:\d{8}-\d{6}", done.name)
+    with kept.held(locator.InStore(store, done.name)) as (_, found):
+        assert found.root.digest == done.digest
+        assert found.artifact.records is not None
+        assert found.record is not None
+        assert found.record.pages == "store"
+        assert done.size == found.size
+        for each in found.artifact.blobs():
+            store.layout.check_blob(each)
+    assert done.new == done.size
+    assert done.gpu_memory == 1 << 20
+    assert pages.status() == "exited"
+    assert os.listdir(store.path + "/staging") == []
+    assert not os.path.exists(f"{overrides.FOLDER}/{ID}.json")
+
+
+def test_words_for_podman(fake: FakePodman) -> None:
+    """Plain, as it is read again at once; options as given."""
+    made(leave_running=True, tcp_established=True, file_locks=True, ignore_rootfs=True)
+    (call,) = fake.calls()
+    assert re.fullmatch(
+        r"container checkpoint --export /\S+/staging/\w+/podman\.tar --compress none "
+        rf"--leave-running --tcp-established --file-locks --ignore-rootfs {ID}",
+        call,
+    )
+
+
+@pytest.mark.parametrize("archive", [False, True])
+@pytest.mark.parametrize("force", [False, True])
+def test_force_reaches_the_runtime(fake: FakePodman, tmp_path: Path, archive: bool, force: bool) -> None:
+    """By the order, since Podman hands down no option that it does not know."""
+    fake.first(f"grep -q '\"force\": {str(force).lower()}}}' {tmp_path}/orders/{ID}.json || exit 9\n")
+    made(force=force, to=locator.destination(str(tmp_path / "w.tar")) if archive else None)
+
+
+@pytest.mark.parametrize(
+    ("container", "given", "name"),
+    [("w", "mine", "mine"), ("a__b-", "", r"a_b:\d{8}-\d{6}"), ("-._", "", r"abababababab:\d{8}-\d{6}")],
+)
+def test_names(fake: FakePodman, container: str, given: str, name: str) -> None:
+    """As given, or such as a store takes."""
+    fake.has(name=container)
+    assert re.fullmatch(name, made(name=given).name)
+
+
+def test_a_bad_name_is_said_first(fake: FakePodman) -> None:
+    """Before anything is done to the container."""
+    with pytest.raises(GpusnapError, match="cannot be a name"):
+        made(name="two words")
+    assert fake.status() == "running"
+
+
+def test_another_store(fake: FakePodman, tmp_path: Path, store: Store) -> None:
+    """oci:DIR:NAME."""
+    done = made(to=locator.destination(f"oci:{tmp_path}/there:x"))
+    assert (done.store, done.name) == (f"{tmp_path}/there", "x")
+    assert not os.path.exists(store.path)
+
+
+@pytest.mark.parametrize(
+    ("name", "compress"),
+    [("w.tar", "none"), ("w.tar.zst", "zstd"), ("w.tgz", "gzip"), ("w.tar.gz", "gzip"), ("./w", "zstd")],
+)
+def test_a_file(
+    fake: FakePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, compress: str
+) -> None:
+    """Podman's own archive, under its name when it is whole."""
+    monkeypatch.chdir(tmp_path / "podman")
+    fake.first(f'grep -q \'"pages": "chunks"\' {tmp_path}/orders/{ID}.json || exit 9\n')
+    done = made(to=locator.destination(name))
+    assert done.file == str(tmp_path / "podman" / name)
+    assert Path(done.file).read_bytes() == Path(fake.folder, "archive").read_bytes()
+    assert done.size == os.path.getsize(done.file)
+    (call,) = fake.calls()
+    assert "/.w" in call
+    assert f"--compress {compress} " in call
+    assert not [each for each in os.listdir(fake.folder) if each.startswith(".")]
+
+
+def test_a_file_in_no_folder(fake: FakePodman, tmp_path: Path) -> None:
+    """Said before anything is done."""
+    with pytest.raises(GpusnapError, match="is no folder"):
+        made(to=locator.InFile(f"{tmp_path}/gone/w.tar"))
+    assert fake.status() == "running"
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo"])
+def test_what_is_no_file(fake: FakePodman, tmp_path: Path, kind: str) -> None:
+    """It is there, and cannot be replaced by an archive: said before the container is ended."""
+    if kind == "folder":
+        (tmp_path / "backup").mkdir()
+    else:
+        os.mkfifo(tmp_path / "backup")
+    with pytest.raises(GpusnapError, match="backup cannot be written: it is"):
+        made(to=locator.InFile(f"{tmp_path}/backup"))
+    assert fake.status() == "running"
+    assert [name for name in os.listdir(tmp_path) if "backup" in name] == ["backup"]
+
+
+def test_a_file_that_is_there(fake: FakePodman, tmp_path: Path) -> None:
+    """It may be an earlier checkpoint, and is not replaced."""
+    (tmp_path / "w.tar").write_text("earlier")
+    with pytest.raises(GpusnapError, match=r"w\.tar exists already"):
+        made(to=locator.InFile(f"{tmp_path}/w.tar"))
+    assert fake.status() == "running"
+    assert (tmp_path / "w.tar").read_text() == "earlier"
+
+
+@pytest.mark.parametrize("leave_running", [True, False])
+@pytest.mark.parametrize("auto_remove", [True, False])
+def test_a_file_that_somebody_made_meanwhile(
+    fake: FakePodman, tmp_path: Path, leave_running: bool, auto_remove: bool
+) -> None:
+    """Neither checkpoint is lost: the later one is kept beside, and said to be."""
+    fake.has(auto_remove=auto_remove)
+    folder = tmp_path / "to"
+    folder.mkdir()
+    fake.first(f"echo the other one >{folder}/w.tar.zst\n")
+    with pytest.raises(GpusnapError, match=r"w\.tar\.zst was made by somebody else meanwhile") as raised:
+        made(to=locator.InFile(f"{folder}/w.tar.zst"), leave_running=leave_running)
+    assert (folder / "w.tar.zst").read_text() == "the other one\n"
+    (aside,) = set(os.listdir(folder)) - {"w.tar.zst"}
+    assert re.fullmatch(r"checkpoint-of-w-[0-9a-f]{8}\.tar\.zst", aside)
+    assert f"is whole, and kept as {folder}/{aside}; give that file the name" in raised.value.sentence()
+    assert (folder / aside).read_bytes() == (fake.folder / "archive").read_bytes()
+
+
+def test_a_file_that_cannot_be_made(
+    fake: FakePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the reason is."""
+    real = os.open
+
+    def refuses(path: str, flags: int, *more: int) -> int:
+        if flags & os.O_EXCL and "w.tar" in path:
+            raise OSError(errno.EDQUOT, "")
+        return real(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", refuses)
+    with pytest.raises(GpusnapError, match=r"w\.tar cannot be written: Disk quota exceeded"):
+        made(to=locator.InFile(f"{tmp_path}/w.tar"))
+    assert fake.status() == "running"
+
+
+def test_a_file_in_a_folder_that_is_read_only(
+    fake: FakePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said before the container is ended for it."""
+    monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path))
+    with pytest.raises(GpusnapError, match=f"w.tar cannot be written: {tmp_path} is read-only"):
+        made(to=locator.InFile(f"{tmp_path}/w.tar"))
+    assert fake.status() == "running"
+
+
+def test_podman_fails_and_the_container_runs_on(fake: FakePodman, store: Store) -> None:
+    """The runtime's sentence, and nothing else."""
+    fake.fails("gpusnap: no room; make some\n")
+    with pytest.raises(GpusnapError, match=r"^no room; make some$"):
+        made()
+    assert os.listdir(store.path + "/staging") == []
+
+
+def test_podman_fails_after_the_end(fake: FakePodman) -> None:
+    """Where the container is, and how it comes back."""
+    fake.first(fake.ends("inventory.img", "gpusnap/manifest.json"))
+    fake.fails("Error: writing the archive: no space left\n")
+    with pytest.raises(GpusnapError) as raised:
+        made()
+    assert raised.value.sentence() == (
+        "Podman failed: writing the archive: no space left; nothing is lost: Podman has the checkpoint of w "
+        "in its storage; podman container restore w brings it back"
+    )
+
+
+def test_the_runtime_fails_after_the_end(fake: FakePodman, tmp_path: Path) -> None:
+    """The checkpoint has no manifest yet: a restore would be refused before it is completed."""
+    fake.first(fake.ends("inventory.img", "gpusnap/manifest.pending"))
+    fake.fails(f"gpusnap: the store is busy; the container is dumped: gpusnap recover {ID} tries again\n")
+    with pytest.raises(GpusnapError) as raised:
+        made(to=locator.destination(f"oci:{tmp_path}/there"))
+    assert raised.value.sentence() == (
+        f"the store is busy; the container is dumped: gpusnap recover {ID} tries again; nothing is lost: "
+        "Podman has the checkpoint of w in its storage, but for its end; "
+        f"gpusnap recover {ID} completes it, and then GPUSNAP_STORE={tmp_path}/there podman container "
+        "restore w brings it back"
+    )
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_it_ends_by_itself(fake: FakePodman, earlier: bool) -> None:
+    """There is no checkpoint then, or one of before, and nobody says that there is."""
+    if earlier:
+        (fake.folder / "checkpoint").mkdir()
+        (fake.folder / "checkpoint/inventory.img").touch()
+        os.utime(fake.folder / "checkpoint/inventory.img", (1e9, 1e9))
+    fake.first(fake.ends())
+    fake.fails("Error: the container is not running\n")
+    with pytest.raises(GpusnapError) as raised:
+        made()
+    assert raised.value.sentence() == (
+        "Podman failed: the container is not running; the container w has ended, and there is no checkpoint "
+        "of it"
+    )
+
+
+@pytest.mark.parametrize("error", [DiskFull("the disk is full"), KeyboardInterrupt()])
+def test_we_fail_after_the_end(
+    pages: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """The same; the pages stay in the store, which what Podman has refers to."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(convert, "take_in", fails)
+    with pytest.raises(GpusnapError) as raised:
+        made()
+    assert "podman container restore w brings it back" in raised.value.sentence()
+    assert isinstance(raised.value, Interrupted) == isinstance(error, KeyboardInterrupt)
+    (entry,) = store.entries()
+    assert entry.name == ""
+
+
+def test_we_fail_and_it_runs_on(pages: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing refers to the pages then: what its runtime kept since the beginning is forgotten."""
+    forgotten: list[tuple[str, datetime, set[str]]] = []
+
+    def forget(_: Store, container: str, since: datetime, before: set[str]) -> None:
+        forgotten.append((container, since, before))
+
+    def fails(*_: object, **__: object) -> None:
+        raise DiskFull("the disk is full")
+
+    monkeypatch.setattr(convert, "take_in", fails)
+    monkeypatch.setattr(kept, "forget_pages_of", forget)
+    with pytest.raises(GpusnapError, match=r"^the disk is full$"):
+        made(leave_running=True)
+    ((container, since, before),) = forgotten
+    assert (container, before) == (ID, set())
+    assert since <= datetime.now(UTC)
+    assert os.listdir(store.path + "/staging") == []
+
+
+@pytest.mark.parametrize("to", ["", "oci", "registry.example/w:v1"])
+@pytest.mark.parametrize("error", [DiskFull("the disk is full"), KeyboardInterrupt()])
+def test_we_fail_and_podman_removes_it(
+    pages: FakePodman,
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    to: str,
+) -> None:
+    """With --rm the archive is all there is: it stays, also through gc, and so does what it refers to."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    pages.has(auto_remove=True)
+    monkeypatch.setattr(checkpointing, "_ask", lambda *_, **__: None)
+    monkeypatch.setattr(convert, "take_in", fails)
+    place = locator.destination(f"oci:{store.path}" if to == "oci" else to) if to else None
+    with pytest.raises(GpusnapError) as raised:
+        made(to=place)
+    said = raised.value.sentence()
+    (kept_as,) = re.findall(r"what Podman exported of w is kept as (\S+);", said)
+    environment = f"GPUSNAP_STORE={store.path} " if to == "oci" else ""
+    assert f"; {environment}podman container restore --import {kept_as} brings it back" in said
+    assert (f"and gpusnap push {kept_as} {to} pushes it" in said) is (to not in ("", "oci"))
+    assert isinstance(raised.value, Interrupted) == isinstance(error, KeyboardInterrupt)
+    assert store.collect().spared
+    assert Path(kept_as).read_bytes() == (pages.folder / "archive").read_bytes()
+    (entry,) = store.entries()
+    assert entry.name == ""
+
+
+def test_podman_is_about_to_remove_it(fake: FakePodman, store: Store) -> None:
+    """That Podman still shows it is no reason to count on its checkpoint."""
+    fake.has(auto_remove=True)
+    fake.first(f'{fake.ends("inventory.img")}cp $F/archive "$4"\n')
+    fake.fails("Error: cleaning up: no space left\n")
+    with pytest.raises(GpusnapError, match="what Podman exported of w is kept as /"):
+        made()
+
+
+def test_podman_removes_it(pages: FakePodman, store: Store) -> None:
+    """Where nothing fails, nothing is left; if gpusnap were killed, gc would spare what Podman exports."""
+    pages.has(auto_remove=True)
+    script = (pages.folder / "first.sh").read_text()
+    pages.first(f'{script}[ -e "$(dirname "$4")/precious" ] || exit 9\n')
+    done = made()
+    assert [each.name for each in store.entries()] == [done.name]
+    assert os.listdir(store.path + "/staging") == []
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_podman_fails_and_removes_it(fake: FakePodman, store: Store, whole: bool) -> None:
+    """What it exported stays if there is all of it; else it is gone, and that is said."""
+    fake.has(auto_remove=True)
+    size = os.path.getsize(fake.folder / "archive") - (0 if whole else 2048)
+    fake.first(f'head -c {size} $F/archive >"$4"\nrm $F/inspect.json\n')
+    fake.fails("Error: cleaning up: no space left\n")
+    with pytest.raises(GpusnapError) as raised:
+        made()
+    if whole:
+        assert "podman container restore --import /" in raised.value.sentence()
+    else:
+        assert raised.value.sentence().endswith(
+            "no space left; the container w has ended, and Podman removes it (--rm) with its checkpoint"
+        )
+    assert len(os.listdir(store.path + "/staging")) == whole
+
+
+def test_a_removed_container_and_a_file(
+    fake: FakePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The archive stays, under a name that says what it is."""
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, "")
+
+    fake.has(auto_remove=True)
+    (tmp_path / "to").mkdir()
+    monkeypatch.setattr(checkpointing, "_put", fails)
+    with pytest.raises(GpusnapError) as raised:
+        made(to=locator.InFile(f"{tmp_path}/to/w.tar.zst"))
+    (left,) = os.listdir(tmp_path / "to")
+    assert re.fullmatch(r"checkpoint-of-w-[0-9a-f]{8}\.tar\.zst", left)
+    assert f"podman container restore --import {tmp_path}/to/{left} brings it back" in raised.value.sentence()
+    assert (tmp_path / "to" / left).read_bytes() == (fake.folder / "archive").read_bytes()
+
+
+def test_a_signal_when_it_has_ended(
+    fake: FakePodman, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said when Podman is done."""
+    real = podman.checkpoint
+
+    def asked(*words: object, **more: object) -> bool:
+        real(*words, **more)  # type: ignore[arg-type]
+        return True
+
+    monkeypatch.setattr(podman, "checkpoint", asked)
+    for auto_remove, said in ((False, "podman container restore w"), (True, "restore --import /")):
+        fake.has(auto_remove=auto_remove)
+        with pytest.raises(Interrupted) as raised:
+            made()
+        assert said in raised.value.sentence()
+
+
+def test_an_archive_without_its_memory(fake: FakePodman, tmp_path: Path) -> None:
+    """Such as a runtime makes that was ordered something else: not taken for a checkpoint."""
+    (tmp_path / "with").mkdir()
+    fake.exports(an_archive(tmp_path / "with", pages="store"))
+    fake.has(auto_remove=True)
+    with pytest.raises(GpusnapError, match="has not its memory, which went to a store"):
+        made(to=locator.InFile(f"{tmp_path}/w.tar"))
+    assert not (tmp_path / "w.tar").exists()
+
+
+def test_an_archive_without_records(fake: FakePodman, tmp_path: Path) -> None:
+    """Podman said that all is well."""
+    with tarfile.open(tmp_path / "bad.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("config.dump"))
+    fake.exports(tmp_path / "bad.tar")
+    for to in (None, locator.InFile(f"{tmp_path}/w.tar")):
+        fake.has()
+        with pytest.raises(
+            GpusnapError, match=r"exported of w has no spec\.dump; nothing is lost: Podman has"
+        ):
+            made(to=to)
+    assert not (tmp_path / "w.tar").exists()
+
+
+def test_two_at_once(fake: FakePodman, tmp_path: Path) -> None:
+    """The second one is refused, and changes nothing."""
+    with overrides.ordered(ID, pages="chunks"):
+        for to in (None, locator.InFile(f"{tmp_path}/w.tar")):
+            with pytest.raises(
+                GpusnapError, match=r"another gpusnap checkpoint of the container abababababab is"
+            ):
+                made(to=to)
+    assert fake.status() == "running"
+    assert not [name for name in os.listdir(tmp_path) if "w.tar" in name]
+
+
+def test_no_room(fake: FakePodman, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before Podman is asked: what it may export, and the records beside it."""
+    (tmp_path / "upper/etc").mkdir(parents=True)
+    (tmp_path / "upper/etc/large").write_bytes(b"x" * (5 << 20))
+    fake.has(upper=str(tmp_path / "upper"))
+    real = os.statvfs
+    monkeypatch.setattr(disk_space, "_RECORDS", 1 << 20)
+
+    def room(free: int) -> None:
+        found = list(real(tmp_path))
+        found[0], found[1], found[4] = 4096, 4096, free // 4096
+        monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(found))
+
+    for to, need in ((None, 12 << 20), (locator.InFile(f"{tmp_path}/w.tar"), 6 << 20)):
+        room(need - 4096)
+        with pytest.raises(
+            GpusnapError, match=r"the checkpoint of w needs up to .* in .*, where .* are free"
+        ):
+            made(to=to)
+        assert fake.status() == "running"
+        room(need)
+        made(to=to)
+        fake.has(upper=str(tmp_path / "upper"))
+    room(2 << 20)
+    made(ignore_rootfs=True)
+
+
+def test_pages_that_are_not_there(pages: FakePodman, store: Store, tmp_path: Path) -> None:
+    """A chunk that the runtime should have put into the store is named."""
+    (tmp_path / "podman/first.sh").unlink()
+    shutil.rmtree(tmp_path / "other")
+    with pytest.raises(GpusnapError, match=r"the chunk sha256:[0-9a-f]{64} of .* is neither in"):
+        made()
+
+
+def test_a_registry_is_asked_first(fake: FakePodman, store: Store, tmp_path: Path) -> None:
+    """One that does not let us in costs no container: it runs on, and nothing was made of it."""
+    with FakeRegistry(tmp_path / "registry") as registry:
+        registry.rule("HEAD", "/blobs/", Say(403), times=99)
+        to = locator.InRegistry(parse(f"{registry.host}/team/app:v1"), plain_http=True)
+        with pytest.raises(GpusnapError, match="team/app"):
+            made(to=to)
+        assert fake.calls() == []
+        assert fake.status() == "running"
+        registry.rules.clear()
+        assert made(to=to).pushed is not None
+        assert ("team/app", "v1") in registry.manifests
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("memory.levle = 1\n", "unknown setting memory.levle"),
+        ("memory.level = 99\n", "memory.level in .* is 99"),
+        ("[memory\n", "is not TOML"),
+        ('runtime = "no-such-runtime"\n', "no-such-runtime"),
+    ],
+)
+def test_broken_settings(
+    fake: FakePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, why: str
+) -> None:
+    """They are said before Podman is asked, which would only say that its runtime supports no checkpoints."""
+    path = tmp_path / "gpusnap.toml"
+    path.write_text(text)
+    monkeypatch.setattr(settings_file, "load", lambda: load(str(path)))
+    with pytest.raises(SettingsError, match=why):
+        made()
+    assert not (fake.folder / "calls").exists()

@@ -1,0 +1,355 @@
+"""gpusnap restore: what Podman is given, and what the runtime under it is told."""
+
+from __future__ import annotations
+
+import bz2
+import io
+import lzma
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from archives import listed
+from fake_podman import ID, FakePodman
+from fake_registry import FakeRegistry
+from kept_checkpoints import an_archive, keep, keep_pages
+
+from gpusnap.checkpoints import artifact as kept
+from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.locator import InFile, InStore
+from gpusnap.cli.exit_codes import exit_code
+from gpusnap.engines import podman
+from gpusnap.oci.store.store import Store
+from gpusnap.operations import push_pull
+from gpusnap.operations import restore as restoring
+from gpusnap.operations.restore import Restored, Wish
+from gpusnap.progress import Progress
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import GpusnapError, Refused, SettingsError, UsageError
+from gpusnap.runtime_shim.settings import load
+from gpusnap.user_errors import Damaged, NotFound
+
+QUIET = Progress(shown=False)
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[FakeRegistry]:
+    with FakeRegistry(tmp_path / "registry") as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def store(host_store: Store) -> Store:
+    """This host's."""
+    return host_store
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
+    found = FakePodman(tmp_path / "podman", monkeypatch)
+    found.has(status="exited")
+    return found
+
+
+def restored(what: locator.Place, **more: object) -> Restored:
+    return restoring.restore(Wish(what=what, **more), QUIET)  # type: ignore[arg-type]
+
+
+def test_from_a_store(fake: FakePodman, store: Store, tmp_path: Path) -> None:
+    """A small archive; the runtime finds the memory in that store."""
+    archive = an_archive(tmp_path)
+    digest = keep(store, archive, ["w"])
+    done = restored(InStore(store, "w"), name="x", gpu_map="0=1", tcp_established=True, ignore_rootfs=True)
+    assert (done.container.id, done.digest) == (ID, digest)
+    given = listed(str(fake.imported))
+    assert given["checkpoint/gpusnap/manifest.json"] == listed(archive)["checkpoint/gpusnap/manifest.json"]
+    assert not [name for name in given if "/blobs/" in name]
+    environment = fake.environment()
+    assert environment["GPUSNAP_STORE"] == store.path
+    assert environment["GPUSNAP_GPU_MAP"] == "0=1"
+    assert "GPUSNAP_PULL_FROM" not in environment
+    (call,) = fake.calls()
+    assert call.endswith("podman.tar --tcp-established --ignore-rootfs --name x")
+    assert os.listdir(store.path + "/staging") == []
+
+
+def test_from_a_file(fake: FakePodman, tmp_path: Path, store: Store) -> None:
+    """As it is; where its chunks are is for the settings to say."""
+    restored(InFile(an_archive(tmp_path)))
+    assert fake.calls() == [f"container restore --import {tmp_path}/in.tar"]
+    assert not {"GPUSNAP_STORE", "GPUSNAP_GPU_MAP"} & fake.environment().keys()
+    assert not os.path.exists(store.path)
+    with pytest.raises(UsageError, match="is a folder"):
+        restored(InFile(str(tmp_path)))
+
+
+def test_from_a_registry(fake: FakePodman, store: Store, registry: FakeRegistry, tmp_path: Path) -> None:
+    """The chunks are for the runtime to fetch: here it does, and then the store has all, under one name."""
+    other = Store(tmp_path / "other")
+    keep_pages(other)
+    digest = keep(other, an_archive(tmp_path, pages="store"), ["w"])
+    ref = f"{registry.host}/team/app:v1"
+    push_pull.push(InStore(other, "w"), locator.registry(f"http://{ref}"), progress=QUIET)
+    other.remove("w")
+    fake.first(
+        f"find {store.path}/staging -type f -path '*/blobs/*' >{tmp_path}/staged\n"
+        f"cp {other.path}/blobs/sha256/* {store.path}/blobs/sha256/\n"
+        f"cp {other.path}/index.json {store.path}/\n"
+    )
+    done = restored(locator.registry(f"http://{ref}"))
+    assert (done.digest, done.kept) == (digest, ref)
+    assert fake.environment()["GPUSNAP_PULL_FROM"] == f"http://{registry.host}/team/app"
+    assert fake.environment()["GPUSNAP_STORE"] == store.path
+    # Manifest, config, records, rootfs.
+    assert len((tmp_path / "staged").read_text().split()) == 4
+    assert [(each.name, each.descriptor.digest) for each in store.entries()] == [(ref, digest)]
+    assert os.listdir(store.path + "/staging") == []
+
+
+def test_much_comes_first(
+    fake: FakePodman, store: Store, registry: FakeRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Podman would not wait for is in the store, and named, before it is asked."""
+    monkeypatch.setattr(restoring, "_ON_THE_WAY", 100)
+    ref = f"{registry.host}/team/app:v1"
+    push_pull.push(InFile(an_archive(tmp_path)), locator.registry(f"http://{ref}"), progress=QUIET)
+    fake.fails("gpusnap: no GPU fits\n")
+    with pytest.raises(GpusnapError, match="no GPU fits"):
+        restored(locator.registry(f"http://{ref}"))
+    assert [each.name for each in store.entries()] == [ref]
+    registry.seen.clear()
+    (fake.folder / "error").unlink()
+    fake.has(status="exited")
+    assert restored(locator.registry(f"http://{ref}")).kept == ref
+    assert registry.asked("GET", "blobs/") == []
+
+
+def test_what_the_store_has_stays_while_podman_works(
+    fake: FakePodman, store: Store, registry: FakeRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name may be removed and gc run meanwhile; and others who want the same need not wait."""
+    monkeypatch.setattr(restoring, "_ON_THE_WAY", 100)
+    ref = locator.registry(f"http://{registry.host}/team/app:v1")
+    digest = push_pull.push(InFile(an_archive(tmp_path)), ref, progress=QUIET).digest
+    real, free = podman.restore, []
+
+    def restore(*words: object, **more: object) -> str:
+        store.remove(digest)
+        store.collect()
+        free.append(not list(Path(store.path, "staging").glob("pull-*")))
+        with kept.held(InStore(other, "w")) as (_, found):
+            for each in found.artifact.chunks:
+                store.layout.check_blob(each)
+        return real(*words, **more)  # type: ignore[arg-type]
+
+    other = Store(tmp_path / "other")
+    keep(other, str(tmp_path / "in.tar"), ["w"])
+    monkeypatch.setattr(podman, "restore", restore)
+    restored(ref)
+    assert free == [True]
+
+
+def test_all_or_no_name(fake: FakePodman, store: Store, registry: FakeRegistry, tmp_path: Path) -> None:
+    """Where the runtime did not keep the chunks, the container runs, and the store names nothing."""
+    ref = locator.registry(f"http://{registry.host}/team/app:v1")
+    push_pull.push(InFile(an_archive(tmp_path)), ref, progress=QUIET)
+    assert restored(ref).kept == ""
+    assert store.entries() == ()
+
+
+def test_podman_refuses(fake: FakePodman, store: Store, tmp_path: Path) -> None:
+    """In its own words."""
+    keep(store, an_archive(tmp_path), ["w"])
+    fake.fails("Error: no image of that name\n")
+    with pytest.raises(GpusnapError, match="Podman failed: no image of that name"):
+        restored(InStore(store, "w"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("", "creating container storage: that ID is already in use"),
+        ("x", 'creating container storage: the container name "x" is already in use by abc. You have to'),
+    ],
+)
+def test_the_container_is_there(
+    fake: FakePodman, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    """As after a checkpoint that ended it: the sentence says which one, and what to do."""
+    keep(store, an_archive(tmp_path), ["w"])
+    monkeypatch.setattr(restoring, "_name_of", lambda _: "w")
+    fake.lists(ID)
+    fake.fails(f"Error: {text}\n")
+    with pytest.raises(GpusnapError) as raised:
+        restored(InStore(store, "w"), name=name)
+    found = name or "w"
+    assert raised.value.sentence() == (
+        f"Podman has a container {found} already; remove it with podman rm {found}, or give another name "
+        "with --name [GPS-508]"
+    )
+
+
+def test_the_container_runs(fake: FakePodman, store: Store, tmp_path: Path) -> None:
+    """`podman rm` alone would refuse, so the command has --force."""
+    keep(store, an_archive(tmp_path), ["w"])
+    fake.has(name="x")
+    fake.lists(ID)
+    fake.fails('Error: creating container storage: the container name "x" is already in use by abc.\n')
+    with pytest.raises(GpusnapError) as raised:
+        restored(InStore(store, "w"), name="x")
+    assert raised.value.hint == "remove it with podman rm --force x, or give another name with --name"
+
+
+@pytest.mark.parametrize("what", ["store", "file"])
+@pytest.mark.parametrize("known", [False, True])
+def test_nothing_is_left(fake: FakePodman, store: Store, tmp_path: Path, what: str, known: bool) -> None:
+    """Podman leaves a container of an import that failed; it goes, but not one that was there before."""
+    archive = an_archive(tmp_path)
+    keep(store, archive, ["w"])
+    fake.has(status="created")
+    fake.lists(*[ID] if known else [])
+    fake.fails("gpusnap: no GPU fits\n")
+    with pytest.raises(GpusnapError, match="no GPU fits"):
+        restored(InStore(store, "w") if what == "store" else InFile(archive))
+    assert (fake.calls()[-1] == f"rm {ID}") is not known
+
+
+def test_pages_only(fake: FakePodman, store: Store) -> None:
+    """It says what it is, and Podman is not asked."""
+    digest = keep_pages(store)
+    with pytest.raises(Refused, match="has only the memory"):
+        restored(InStore(store, digest))
+    assert not (fake.folder / "calls").exists()
+
+
+def test_not_there(fake: FakePodman, store: Store) -> None:
+    """No store, no name."""
+    with pytest.raises(NotFound, match="is no store, or has no checkpoint yet"):
+        restored(InStore(store, "w"))
+    store.create()
+    with pytest.raises(NotFound):
+        restored(InStore(store, "w"))
+
+
+@pytest.mark.parametrize("part", ["config", "records"])
+def test_damaged(fake: FakePodman, store: Store, tmp_path: Path, part: str) -> None:
+    """Found before Podman is asked."""
+    keep(store, an_archive(tmp_path), ["w"])
+    with kept.held(InStore(store, "w")) as (_, found):
+        blob = getattr(found.artifact, part).digest
+    path = Path(store.path, "blobs/sha256", blob.removeprefix("sha256:"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Damaged, match=blob):
+        restored(InStore(store, "w"))
+    assert not (fake.folder / "calls").exists()
+
+
+NOWHERE = "127.0.0.1:1/team/app:v1"
+
+
+def test_a_registry_that_is_away(
+    fake: FakePodman, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The store's copy of that name is taken, and a note says so; without one the error is the registry's."""
+    place = locator.registry(f"http://{NOWHERE}")
+    with pytest.raises(GpusnapError, match="Connection refused"):
+        restored(place)
+    digest = keep(store, an_archive(tmp_path), [NOWHERE])
+    assert restored(place).digest == digest
+    note = capsys.readouterr().err
+    assert f"taken instead: {NOWHERE} of this host's store {store.path}" in note
+    assert "may have a newer one" in note
+
+
+def test_a_registry_that_has_it_not(
+    fake: FakePodman, store: Store, registry: FakeRegistry, tmp_path: Path
+) -> None:
+    """It answers, so the store's copy is not taken, but named."""
+    ref = f"{registry.host}/team/app:v1"
+    keep(store, an_archive(tmp_path), [ref])
+    for act in (restored, lambda place: push_pull.pull(place, progress=QUIET)):
+        with pytest.raises(NotFound) as raised:
+            act(locator.registry(f"http://{ref}"))
+        assert f"one of that name: oci:{store.path}:{ref}" in raised.value.sentence()
+    assert not (fake.folder / "calls").exists()
+
+
+@pytest.mark.parametrize("how", ["cut short", "a byte"])
+def test_an_archive_that_is_damaged(fake: FakePodman, tmp_path: Path, how: str) -> None:
+    """It is named, and not Podman's copy of what is in it; one that is whole is not blamed."""
+    path = Path(an_archive(tmp_path))
+    fake.fails("Error: unexpected EOF\n")
+    with pytest.raises(GpusnapError, match="Podman failed: unexpected EOF") as raised:
+        restored(InFile(str(path)))
+    assert not isinstance(raised.value, Damaged)
+    data = bytearray(path.read_bytes())
+    if how == "cut short":
+        del data[len(data) // 2 :]
+    else:
+        (blob,) = [name for name in listed(str(path)) if "/blobs/sha256/" in name][:1]
+        data[data.index(blob.encode()) + 512] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Damaged, match=f"{path} is ") as raised:
+        restored(InFile(str(path)))
+    assert exit_code(raised.value) == 4
+
+
+def _tar(*found: tuple[str, bytes, str]) -> bytes:
+    """A tar with entries of these names, types and targets of links."""
+    with io.BytesIO() as file:
+        with tarfile.open(fileobj=file, mode="w") as archive:
+            for name, kind, target in found:
+                info = tarfile.TarInfo(name)
+                info.type, info.linkname = kind, target
+                archive.addfile(info)
+        return file.getvalue()
+
+
+_DEVICE = ("null", tarfile.CHRTYPE, "")
+_THROUGH = (("checkpoint/l", tarfile.SYMTYPE, "/etc"), ("checkpoint/l/evil", tarfile.REGTYPE, ""))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        _tar(*_THROUGH),
+        _tar(_DEVICE, *_THROUGH),
+        _tar(_DEVICE, ("config.dump", tarfile.FIFOTYPE, "")),
+        _tar(_DEVICE, ("checkpoint/pages-1.img", tarfile.SYMTYPE, "/etc/shadow")),
+        lzma.compress(_tar(*_THROUGH)),
+        bz2.compress(_tar(*_THROUGH)),
+    ],
+    ids=["through a link", "that behind a device", "a FIFO behind one", "a link behind one", "xz", "bzip2"],
+)
+def test_what_cannot_be_looked_through(fake: FakePodman, tmp_path: Path, data: bytes) -> None:
+    """Podman, which reads on and knows more compressions, is not given it."""
+    path = tmp_path / "in.tar"
+    path.write_bytes(data)
+    with pytest.raises(Damaged, match="is not a checkpoint archive"):
+        restored(InFile(str(path)))
+    assert not (fake.folder / "calls").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("memory.levle = 1\n", "unknown setting memory.levle"),
+        ("memory.level = 99\n", "memory.level in .* is 99"),
+        ("[memory\n", "is not TOML"),
+        ('runtime = "no-such-runtime"\n', "no-such-runtime"),
+    ],
+)
+def test_broken_settings(
+    fake: FakePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, why: str
+) -> None:
+    """They are said before Podman is asked, which would only say that its runtime supports no checkpoints."""
+    path = tmp_path / "gpusnap.toml"
+    path.write_text(text)
+    monkeypatch.setattr(settings_file, "load", lambda: load(str(path)))
+    with pytest.raises(SettingsError, match=why):
+        restored(InFile(an_archive(tmp_path)))
+    assert not (fake.folder / "calls").exists()

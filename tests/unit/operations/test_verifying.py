@@ -1,0 +1,203 @@
+"""Checking archives, and directories of images, against their digests; stores are in test_commands_store."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from checkpoints import CHUNK, START, damage, noise, tar_of, with_memory
+from criu_images import INVENTORY
+from fakes import a_manifest
+from kept_checkpoints import an_archive, keep, keep_pages
+
+from gpusnap.checkpoints import artifact as kept
+from gpusnap.checkpoints.locator import InStore
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.store import Store
+from gpusnap.operations import verify as verifying
+from gpusnap.operations.verify import verify_one
+from gpusnap.operations.verify_files import note
+from gpusnap.runtime_shim.errors import ManifestError
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import ImageRecord
+from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.settings import Store as StoreSettings
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """An unpacked archive of a checkpoint with three chunks."""
+    inner = tmp_path / "images" / "checkpoint" / "gpusnap"
+    layout = Layout(inner).create()
+    record = replace(with_memory(layout, noise(2, 1), noise(1, 2)), pages="chunks")
+    (inner / "manifest.json").write_bytes(manifest.encode(record))
+    (inner.parent / "inventory.img").write_bytes(INVENTORY)
+    return tmp_path / "images"
+
+
+def chunks(folder: Path) -> list[Path]:
+    """The blobs there."""
+    return sorted(folder.glob("**/blobs/sha256/*"))
+
+
+def packed(folder: Path) -> Path:
+    """The archive of it."""
+    files = {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+    path = folder.with_suffix(".tar")
+    path.write_bytes(tar_of({"config.dump": b"{}", **files}))
+    return path
+
+
+@pytest.mark.parametrize("archive", [True, False])
+def test_all_right(images: Path, archive: bool) -> None:
+    """Every chunk is read; that the rest has no digests is said."""
+    found = verify_one(str(packed(images) if archive else images))
+    assert (found.blobs, found.size, found.damaged, found.read) == (3, 3 * CHUNK, (), True)
+    assert found.note == note(None)
+
+
+@pytest.mark.parametrize("name", ["config.dump", "spec.dump"])
+@pytest.mark.parametrize("text", [b'{"a": 1', b"{}{}", b"[]", b"", b'{"a": 1, "a": 2}'])
+def test_records_of_podman(images: Path, name: str, text: bytes) -> None:
+    """They have no digests; that they are JSON can be seen all the same."""
+    (images / name).write_bytes(text)
+    (found,) = verify_one(str(packed(images))).damaged
+    assert found.belongs_to == ("Podman's records",)
+    assert found.what.startswith(f"{name} is no JSON")
+
+
+def test_a_note_on_digests(images: Path) -> None:
+    """CRIU's images have digests in manifests of today; the engine's files never."""
+    record = manifest.read(str(images / "checkpoint"))
+    assert note(record).startswith("CRIU's images and the engine's files have no digests")
+    digests = (ImageRecord("inventory.img", len(INVENTORY), f"sha256:{'0' * 64}"),)
+    assert note(replace(record, images=digests)).startswith("the engine's files have no digests")
+
+
+@pytest.mark.parametrize("archive", [True, False])
+@pytest.mark.parametrize("kind", ["flipped", "cut short", "longer", "gone"])
+def test_damage(images: Path, archive: bool, kind: str) -> None:
+    """The chunk, what is wrong with it, and which region it is of."""
+    hit = chunks(images)[0]
+    if kind == "flipped":
+        damage(hit)
+    elif kind == "gone":
+        hit.unlink()
+    else:
+        hit.write_bytes(hit.read_bytes()[:-1] if kind == "cut short" else hit.read_bytes() + b"x")
+    (found,) = verify_one(str(packed(images) if archive else images)).damaged
+    assert found.digest == f"sha256:{hit.name}"
+    # noise(1, 2), the second region.
+    assert found.belongs_to == (f"the region {START + (1 << 24):x} of process 1 (sleep), at 0 B",)
+    words = {
+        "flipped": "something else",
+        "cut short": f"{CHUNK - 1}",
+        "longer": f"{CHUNK + 1}",
+        "gone": "missing",
+    }
+    assert words[kind] in found.what
+
+
+def test_an_archive_that_is_cut_short(images: Path) -> None:
+    """It is named itself, even where it ends between two entries."""
+    path = packed(images)
+    content = path.read_bytes()
+    end = -(-len(content.rstrip(b"\0")) // 512) * 512
+    for size in (end + 1023, end + 512, end, end - 1, len(content) // 2 - 7, 512):
+        path.write_bytes(content[:size])
+        (found,) = verify_one(str(path)).damaged
+        assert found.belongs_to == ("the archive itself",)
+        assert "cut short" in found.what
+
+
+def test_a_blob_that_no_table_names(images: Path) -> None:
+    """It is checked all the same: the layout in an archive has its own manifest."""
+    stray = images / "checkpoint/gpusnap/blobs/sha256" / ("0" * 64)
+    stray.write_bytes(b"{}")
+    (found,) = verify_one(str(packed(images))).damaged
+    assert found.digest == f"sha256:{'0' * 64}"
+
+
+def test_without_chunks(tmp_path: Path) -> None:
+    """What has no digests is no fault, as long as the archive is whole."""
+    path = tmp_path / "w.tar"
+    path.write_bytes(
+        tar_of(
+            {
+                "config.dump": b"{}",
+                "checkpoint/inventory.img": INVENTORY,
+                "checkpoint/gpusnap/manifest.json": manifest.encode(a_manifest()),
+            }
+        )
+    )
+    assert verify_one(str(path)).damaged == ()
+    path.write_bytes(tar_of({"config.dump": b"{}", "checkpoint/gpusnap/manifest.json": b"{"}))
+    with pytest.raises(ManifestError, match="cut short or not JSON"):
+        verify_one(str(path))
+
+
+def test_chunks_in_the_store(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An archive whose chunks are in this host's store: they are looked for there."""
+    mine = Settings(store=StoreSettings(path=str(tmp_path / "store")))
+    monkeypatch.setattr("gpusnap.runtime_shim.settings.load", lambda: mine)
+    store = Store(tmp_path / "store").create()
+    inner = images / "checkpoint/gpusnap"
+    record = replace(manifest.read(str(images / "checkpoint")), pages="store")
+    (inner / "manifest.json").write_bytes(manifest.encode(record))
+    for each in chunks(images):
+        shutil.move(each, Path(store.path, "blobs/sha256"))
+    for path in (images, packed(images)):
+        assert verify_one(str(path)).damaged == ()
+    chunks(Path(store.path))[1].unlink()
+    for path in (images, packed(images)):
+        (found,) = verify_one(str(path)).damaged
+        assert found.what == "missing"
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_manifest_that_lies(images: Path, pack: bool) -> None:
+    """A compressed chunk that does not hold what the manifest says is damage, though its blob is right."""
+    inner = images / "checkpoint/gpusnap"
+    record = replace(with_memory(Layout(inner), bytearray(b"text" * CHUNK), noise(1, 2)), pages="chunks")
+    chunk = record.processes[0].regions[0].table.chunks[0]
+    assert chunk.encoding == "zstd"
+    (inner / "manifest.json").write_bytes(manifest.encode(record))
+    assert verify_one(str(packed(images) if pack else images)).damaged == ()
+    fake = "ab" * 32
+    (inner / "manifest.json").write_text(
+        manifest.encode(record).decode().replace(chunk.plain.removeprefix("sha256:"), fake)
+    )
+    (found,) = verify_one(str(packed(images) if pack else images)).damaged
+    assert found.digest == chunk.blob
+    assert found.what == f"does not hold the chunk sha256:{fake} of {chunk.size} bytes that it is named for"
+
+
+def test_all_of_a_store_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is removed meanwhile, gc may take; what stays and is damaged is found. No hold is had of each."""
+    store = Store(tmp_path / "store").create()
+    (tmp_path / "with").mkdir()
+    keep(store, an_archive(tmp_path), ["stays"])
+    keep_pages(store)
+    real, opened = verifying._checked, []
+
+    def check(*words: object) -> object:
+        opened.append(os.listdir(Path(store.path, "holds")))
+        monkeypatch.setattr(verifying, "_checked", real)
+        (pages,) = (each.descriptor.digest for each in store.entries() if not each.name)
+        store.remove(pages)
+        store.collect()
+        return real(*words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(verifying, "_checked", check)
+    assert verifying.verify_all(store).damaged == ()
+    assert opened == [[]]
+    keep_pages(store)
+    monkeypatch.setattr(verifying, "_checked", check)
+    with kept.held(InStore(store, "stays")) as (_, found):
+        assert found.artifact.records is not None
+        damage(Path(store.path, "blobs/sha256", found.artifact.records.digest.removeprefix("sha256:")))
+        (one,) = verifying.verify_all(store).damaged
+        assert one.digest == found.artifact.records.digest

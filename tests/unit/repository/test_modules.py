@@ -1,0 +1,285 @@
+"""The house: what a module keeps to itself stays there, and each floor imports only what stands below it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gpusnap
+from gpusnap.cli.main import MODULES as MODULES_OF_COMMANDS
+
+ROOT = Path(__file__).parents[3]
+# From the top down; a module may import from its own floor and from those below.
+FLOORS = ["gpusnap", "gpusnap.hooks", "gpusnap.runtime_shim", "gpusnap.oci"]
+# Directories at the top of the repository; each is imported by the link to it in gpusnap/ alone.
+LINKED = ("hooks", "oci", "runtime_shim")
+_ANY = "|".join(LINKED)
+# `import oci`, `from oci.tar import archive`, also in a program within a string; and oci.tar.archive.
+BARE_IMPORT = re.compile(rf"(?<![\w.])(?:from ({_ANY})(?:\.\w+)* import|(?<!\w )import ({_ANY}))(?![\w/-])")
+BARE_NAME = re.compile(rf"(?<![\w./\\-])({_ANY})\.([a-z_]\w*)")
+TEXTS = (".py", ".sh", ".toml", ".ini", ".yaml", ".yml", ".in", ".md", ".1")
+# Of what is outside of them, these need no more than GROUND.
+ROOMS = (
+    "gpusnap.runtime_shim.gpu",
+    "gpusnap.runtime_shim.process.memory",
+    "gpusnap.runtime_shim.process.ptrace",
+)
+GROUND = {
+    "gpusnap.oci.base.files",
+    "gpusnap.oci.base.json_text",
+    "gpusnap.runtime_shim.errors",
+    "gpusnap.runtime_shim.process.proc",
+}
+# By click; by bench and by tests.
+CALLED_BY_OTHERS = {
+    "gpusnap.cli.completion.Bash",
+    "gpusnap.cli.completion.get_completion_args",
+    "gpusnap.cli.group.format_commands",
+    "gpusnap.oci.chunks.buffers.Buffer",
+}
+HEAVY = (
+    "argparse",
+    "tomllib",
+    "json",
+    "ctypes",
+    "jsonschema",
+    "dataclasses",
+    "re",
+    "typing",
+    "subprocess",
+    "pathlib",
+)
+
+
+def modules() -> Iterator[str]:
+    yield "gpusnap"
+    for found in pkgutil.walk_packages(gpusnap.__path__, "gpusnap."):
+        yield found.name
+
+
+MODULES = sorted(modules())
+PACKAGES = {name for name in MODULES if hasattr(importlib.import_module(name), "__path__")}
+
+
+def tree(name: str) -> ast.Module:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    return ast.parse(Path(spec.origin).read_text("utf-8"))
+
+
+def mentioned(module: ast.Module) -> Iterator[str]:
+    """Every name that is read in a module, or imported by it."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield node.name
+
+
+def imported(module: ast.Module) -> set[str]:
+    """Every module that one imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            assert node.module is not None
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in inner}
+    return found
+
+
+def imported_at_once(module: ast.Module) -> set[str]:
+    """What is imported with it, and not later in a function."""
+    return imported(ast.Module([node for node in module.body if not isinstance(node, ast.FunctionDef)], []))
+
+
+def floor(name: str) -> int:
+    """The floor that a module stands on, from the top; -1 where it is not of this house."""
+    # From the bottom up: the top one is around all others.
+    return next((at for at in reversed(range(len(FLOORS))) if f"{name}.".startswith(FLOORS[at] + ".")), -1)
+
+
+def test_modules_were_found() -> None:
+    """The other tests here look at something."""
+    assert {
+        "gpusnap.runtime_shim.snapshot.checkpoint",
+        "gpusnap.runtime_shim.runtime.criu.config",
+        "gpusnap.oci.tar.archive",
+        "gpusnap.cli.main",
+    } <= {*MODULES}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_private_names_stay_in_their_modules(name: str) -> None:
+    """What begins with an underscore is nobody else's; what does not is public, and no list repeats it."""
+    module = tree(name)
+    assert not hasattr(importlib.import_module(name), "__all__")
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom) and (node.module or "") in MODULES:
+            private = [alias.name for alias in node.names if re.match("_(?!_)", alias.name)]
+            assert [each for each in private if f"{node.module}.{each}" not in MODULES] == []
+
+
+def test_what_is_defined_is_used() -> None:
+    """A function, method or class that no module names serves nobody; tests alone do not count."""
+    trees = {name: tree(name) for name in MODULES}
+    named = {word for module in trees.values() for word in mentioned(module)}
+    unused = {
+        f"{name}.{node.name}"
+        for name, module in trees.items()
+        for node in ast.walk(module)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        if node.name not in named and not node.name.startswith("__")
+    }
+    by_click = {f"{module}.{name.replace('-', '_')}" for name, module in MODULES_OF_COMMANDS.items()}
+    assert unused - by_click == CALLED_BY_OTHERS
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_floors(name: str) -> None:
+    """No module imports from a floor above its own."""
+    own = floor(name)
+    assert own >= 0, f"{name} stands on no floor"
+    for other in imported(tree(name)):
+        assert floor(other) in (-1, *range(own, len(FLOORS))), (
+            f"{name} imports {other}, which stands above it"
+        )
+
+
+@pytest.mark.parametrize(
+    ("room", "name"), [(room, name) for room in ROOMS for name in MODULES if name.startswith(room)]
+)
+def test_rooms(room: str, name: str) -> None:
+    """What a GPU driver offers, and what is done to processes, is known without what it is for."""
+    home = ".".join(room.split(".")[:3])
+    for other in imported(tree(name)):
+        if floor(other) >= 0 and not other.startswith(home):
+            assert other in GROUND, f"{name} imports {other}"
+
+
+def package(name: str) -> str:
+    """The package that a module is in; a module at the top of its floor stands for itself."""
+    parent = name.rpartition(".")[0]
+    return name if name in PACKAGES or parent in FLOORS else parent
+
+
+def test_packages_need_one_another_in_one_direction() -> None:
+    """A package may use another one, or be used by it, not both; nor in a circle."""
+    needs: dict[str, set[str]] = {}
+    for name in MODULES:
+        own = package(name)
+        others = {other for other in imported(tree(name)) if floor(other) >= 0 and other not in PACKAGES}
+        needs.setdefault(own, set()).update({package(other) for other in others} - {own})
+    while free := [name for name, others in needs.items() if not others & set(needs)]:
+        for name in free:
+            del needs[name]
+    assert needs == {}
+
+
+def test_no_package_is_crowded() -> None:
+    """What somebody looks for is found in a list of a dozen or so."""
+    sizes: dict[str, int] = {}
+    for name in MODULES:
+        sizes[package(name)] = sizes.get(package(name), 0) + 1
+    assert {name: size for name, size in sizes.items() if size > 16} == {}
+
+
+def test_no_circles() -> None:
+    """No module needs itself to be imported."""
+    needs = {name: imported_at_once(tree(name)) & set(MODULES) - {name} for name in MODULES}
+    while free := [name for name, others in needs.items() if not others & set(needs)]:
+        for name in free:
+            del needs[name]
+    assert needs == {}
+
+
+def texts() -> Iterator[Path]:
+    """The files of the checkout that may name a module; no link is followed."""
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in ("build", "dist")]
+        yield from (Path(folder, name) for name in files if name.endswith(TEXTS) or name == "Makefile")
+
+
+def bare_names(text: str) -> list[str]:
+    """What imports `oci` instead of gpusnap.oci, or names a module of it so."""
+    named = (
+        each[0]
+        for each in BARE_NAME.finditer(text)
+        if (ROOT / each[1] / each[2]).is_dir() or (ROOT / each[1] / f"{each[2]}.py").is_file()
+    )
+    return [each[0] for each in BARE_IMPORT.finditer(text)] + [*named]
+
+
+def test_all_that_is_installed_is_in_gpusnap() -> None:
+    """In a checkout `import oci` finds the directory, too: a second copy of each module."""
+    others = [path for path in texts() if path != Path(__file__)]
+    found = {path: bare_names(path.read_text("utf-8", "replace")) for path in others}
+    assert ROOT / "oci/tar/archive.py" in found
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "bare"),
+    [
+        ("import oci\n", True),
+        ("    from oci import tar", True),
+        ("from hooks.main import main", True),
+        ("import runtime_shim.gpu as gpu", True),
+        ('"import sys; from runtime_shim import log"', True),
+        ('monkeypatch.setattr("oci.tar.archive.x", 1)', True),
+        ("`hooks.record.read(ID)`", True),
+        ("from gpusnap import oci\n", False),
+        ("from gpusnap.hooks.main import main", False),
+        ("gpusnap.oci.tar.archive", False),
+        ("hooks.d, base.oci.tar, vnd.oci.image.manifest, oci/tar/archive.py", False),
+    ],
+)
+def test_bare_names(text: str, bare: bool) -> None:
+    assert bool(bare_names(text)) == bare
+
+
+def test_no_module_is_loaded_twice() -> None:
+    """Under two names it would have each class and each global twice."""
+    assert [name for name in sys.modules if name.partition(".")[0] in LINKED] == []
+    files: dict[str, list[str]] = {}
+    for name in MODULES:
+        files.setdefault(os.path.realpath(sys.modules[name].__file__ or ""), []).append(name)
+    assert {file: names for file, names in files.items() if len(names) > 1} == {}
+    assert {os.path.relpath(file, ROOT).split("/")[0] for file in files} == {"gpusnap", *LINKED}
+
+
+@pytest.mark.parametrize("heavy", HEAVY)
+def test_a_pass_through_imports_nothing_heavy(heavy: str) -> None:
+    """Every `state` and `kill` of every container pays for what gpusnap.runtime_shim.shim.entry imports."""
+    program = f"import sys; import gpusnap.runtime_shim.shim.entry; print({heavy!r} in sys.modules)"
+    # -S -E: without what this environment's own site packages import at start.
+    done = subprocess.run(
+        [sys.executable, "-S", "-E", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
+
+
+def test_finding_a_driver_loads_no_library() -> None:
+    """Whether this host has a GPU is asked before every checkpoint: no ctypes, no NVML for that."""
+    program = (
+        "import sys; from gpusnap.runtime_shim import gpu; gpu.find_driver();"
+        "print(sorted({'ctypes', 'pynvml'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,69 @@
+"""The docs of the commands, which are made from their declarations."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import click
+import pytest
+
+from gpusnap.cli.exit_codes import MEANINGS
+from gpusnap.cli.main import command
+from tools.docs import reference_docs
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+@pytest.mark.parametrize(
+    ("name", "made"), [("commands.md", reference_docs.markdown), ("gpusnap.1", reference_docs.man)]
+)
+def test_the_files_are_up_to_date(name: str, made: object) -> None:
+    """What lies in docs/ is what the declarations make: `python -m tools.docs.reference_docs` writes it."""
+    assert callable(made)
+    assert (DOCS / name).read_text("utf-8") == made(), "run: python -m tools.docs.reference_docs"
+
+
+def test_all_is_described() -> None:
+    """Every command with every option, each with a help text that ends as a sentence does."""
+    found = {each.name: each for each in reference_docs.described()}
+    assert [*found] == command.list_commands(click.Context(command))
+    for each in found.values():
+        assert each.help, each.name
+        for option in each.options:
+            assert re.search(r"[.\]]$", option.help), f"{each.name} {option.form}: {option.help!r}"
+
+
+def test_markdown() -> None:
+    """Tables of well-formed rows, verbatim paragraphs as code, links that lead to a heading."""
+    text = reference_docs.markdown()
+    headings = re.findall("^## (.*)$", text, re.M)
+    for link in re.findall(r"\]\(#([^)]*)\)", text):
+        assert link in {heading.replace(" ", "-") for heading in headings}
+    for row in (line for line in text.splitlines() if line.startswith("|")):
+        assert len(re.findall(r"(?<!\\)\|", row)) == 3, row
+    assert "    oci:DIR:NAME          in the store in the directory DIR\n" in text
+    assert "\b" not in text
+    for code in MEANINGS:
+        assert f"| {code} | " in text
+
+
+def test_man() -> None:
+    """No line of text is taken for a request of roff's, and all requests are known ones."""
+    requests = {line.split()[0] for line in reference_docs.man().splitlines() if line.startswith((".", "'"))}
+    assert requests == {r".\"", ".TH", ".SH", ".SS", ".PP", ".TP", ".nf", ".fi"}
+    assert r"\&./FILE.tar.zst" in reference_docs.man()
+
+
+def test_man_for_groff() -> None:
+    """groff has no complaint about the page."""
+    groff = shutil.which("groff")
+    if groff is None:
+        pytest.skip("needs groff")
+    done = subprocess.run(
+        [groff, "-man", "-ww", "-Kutf8", "-Tutf8", str(DOCS / "gpusnap.1")], capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"gpusnap verify" in re.sub(b".\b", b"", done.stdout)

@@ -1,0 +1,123 @@
+"""Signal masks of held threads, when who holds them is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fakes import wait_for
+from holders import blocked, hold_and_be_killed
+
+from gpusnap.runtime_shim.process.ptrace import signal_masks
+from gpusnap.runtime_shim.process.ptrace.tracee import held, put_masks_back
+from gpusnap.runtime_shim.snapshot import recover_checkpoint
+from gpusnap.runtime_shim.snapshot.records import journal
+
+# A thread that blocks SIGUSR1 and waits; one that blocks nothing.
+PROGRAM = """
+import os, signal, threading
+def wait(*blocked):
+    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    os.write(1, b"%d\\n" % threading.get_native_id())
+    os.read(0, 1)
+threading.Thread(target=wait, args=(signal.SIGUSR1,)).start()
+wait()
+"""
+USR1 = 1 << signal.SIGUSR1 - 1
+KEY = "a" * 64
+
+
+@pytest.fixture
+def process() -> Iterator[tuple[int, dict[int, int]]]:
+    """A process, and the masks of its threads."""
+    words = [sys.executable, "-c", PROGRAM]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None
+            tids = sorted(int(child.stdout.readline()) for _ in range(2))
+            yield child.pid, {tid: blocked(child.pid, tid) for tid in tids}
+        finally:
+            child.kill()
+
+
+def test_killed(process: tuple[int, dict[int, int]], tmp_path: Path) -> None:
+    """Each thread has the mask that it had, and the file is gone when nobody keeps it."""
+    pid, masks = process
+    assert sorted(masks.values()) == [0, USR1]
+    path = tmp_path / "masks"
+    hold_and_be_killed(pid, list(masks), path)
+    assert all(blocked(pid, tid) & 1 << signal.SIGTERM - 1 for tid in masks)
+    with signal_masks.kept(str(path)):
+        assert put_masks_back(str(path)) == 2
+    assert {tid: blocked(pid, tid) for tid in masks} == masks
+    assert not path.exists()
+    os.kill(pid, signal.SIGTERM)
+    wait_for(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG), "the end by SIGTERM")
+
+
+def test_killed_while_they_are_put_back(process: tuple[int, dict[int, int]], tmp_path: Path) -> None:
+    """A second one that is killed loses none of them, and takes no held thread's mask for its own."""
+    pid, masks = process
+    path = tmp_path / "masks"
+    hold_and_be_killed(pid, list(masks), path)
+    hold_and_be_killed(pid, list(masks), path)
+    with signal_masks.kept(str(path)):
+        assert put_masks_back(str(path)) == 2
+    assert {tid: blocked(pid, tid) for tid in masks} == masks
+    assert not path.exists()
+
+
+def test_another_thread_by_now(process: tuple[int, dict[int, int]], tmp_path: Path) -> None:
+    """One with the number of a thread that has ended is let alone, and so is one with another mask."""
+    pid, masks = process
+    path = tmp_path / "masks"
+    hold_and_be_killed(pid, list(masks), path)
+    for mask in signal_masks.read(str(path)):
+        with open(path, "r+b") as file:
+            file.seek(mask.slot * 24 + 8)
+            file.write((mask.start + 1).to_bytes(8, sys.byteorder))
+    assert put_masks_back(str(path)) == 0
+    assert all(blocked(pid, tid) != mask for tid, mask in masks.items())
+    assert signal_masks.read(str(path)) == ()
+
+
+def test_let_go(process: tuple[int, dict[int, int]], tmp_path: Path) -> None:
+    """Nothing is left of who let all go; while one is held, its mask alone is on file."""
+    pid, masks = process
+    path = tmp_path / "masks"
+    first, second = masks
+    with signal_masks.kept(str(path)):
+        with held(pid, first):
+            pass
+        with held(pid, second):
+            assert [(mask.tid, mask.blocked) for mask in signal_masks.read(str(path))] == [
+                (second, masks[second])
+            ]
+            assert path.stat().st_size == 24
+    assert not path.exists()
+
+
+def test_no_room(process: tuple[int, dict[int, int]], tmp_path: Path) -> None:
+    """A mask that cannot be noted is put back all the same."""
+    pid, masks = process
+    with signal_masks.kept(str(tmp_path / "missing" / "masks")):
+        for tid in masks:
+            with held(pid, tid):
+                assert blocked(pid, tid) != masks[tid]
+    assert {tid: blocked(pid, tid) for tid in masks} == masks
+
+
+def test_sweep(process: tuple[int, dict[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gpusnap recover` puts them back where the journal names nothing else of the container."""
+    monkeypatch.setattr(journal, "FOLDER", str(tmp_path / "gpusnap/journal"))
+    pid, masks = process
+    Path(journal.FOLDER).mkdir(parents=True)
+    hold_and_be_killed(pid, list(masks), Path(journal.masks(KEY)))
+    recover_checkpoint.sweep()
+    assert {tid: blocked(pid, tid) for tid in masks} == masks
+    assert journal.noted(journal.MASKS) == ()

@@ -1,0 +1,53 @@
+"""The image directory of a checkpoint: brought to disk, and rid of what an earlier dump left."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.runtime.criu.images import directory as image
+
+
+@pytest.mark.parametrize("call", ["fsync", "open_below"])
+def test_only_what_was_lost_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """An fsync that failed may have lost pages for good; where no file could be opened, nothing is lost."""
+    (tmp_path / "pages-1.img").write_bytes(b"x")
+    noted: list[str] = []
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os if call == "fsync" else image, call, fail)
+        with pytest.raises(ImageError, match="cannot be brought to disk: Too many open files"):
+            image.sync(str(tmp_path), failed=noted.append)
+    assert noted == (["Too many open files"] if call == "fsync" else [])
+    image.sync(str(tmp_path), failed=noted.append)
+
+
+def write(path: Path, *, at: int) -> None:
+    path.write_bytes(b"x")
+    os.utime(path, ns=(at, at))
+
+
+@pytest.mark.parametrize("clock", [10, 1], ids=["goes on", "was put back"])
+def test_drop_earlier(tmp_path: Path, clock: int) -> None:
+    """CRIU's images that a dump did not write are removed; other files, links and directories stay."""
+    gone = ["mm-7.img", "pages-3.img", "pagemap-7.img", "core-7.img"]
+    new = ["mm-8.img", "pages-4.img", "inventory.img"]
+    others = ["disk.img", "pages-old.img", "dump.log", "stats-dump"]
+    for name in (*gone, *others, "mm-8.img"):
+        write(tmp_path / name, at=5)
+    (tmp_path / "parent").symlink_to("../first")
+    (tmp_path / "gpusnap").mkdir()
+    there = image.earlier(str(tmp_path))
+    (tmp_path / gone.pop()).unlink()
+    for name in new:
+        write(tmp_path / name, at=clock)
+    image.drop_earlier(str(tmp_path), there)
+    assert sorted(os.listdir(tmp_path)) == sorted([*new, *others, "parent", "gpusnap"])

@@ -1,0 +1,94 @@
+"""What a killed process leaves: found by its mark, waited for, and removed; nobody else's is touched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from fakes import wait_for
+
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.runtime.criu.config import VARIABLE
+from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(scratch_files, "scratch", lambda: str(tmp_path))
+    return tmp_path
+
+
+def own() -> tuple[int, int]:
+    process = proc.process(os.getpid())
+    assert process is not None
+    return process.pid, process.start
+
+
+@contextmanager
+def called(config: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that was called with a CRIU configuration, as the real runtime is."""
+    with subprocess.Popen(["sleep", "600"], env={"PATH": os.environ["PATH"], VARIABLE: config}) as process:
+        # Until the exec it shows our environment.
+        wait_for(lambda: proc.environment(process.pid).get(VARIABLE) == config, "its environment")
+        yield process
+        process.kill()
+
+
+def test_children() -> None:
+    """The runtime that a process called is found by the configuration that it made, and no other is."""
+    config = f"{scratch()}/{scratch_files.prefix('criu')}abc.conf"
+    with called(config) as ours, called("/run/gpusnap-criu-1.1-abc.conf"):
+        assert scratch_files.children(own()) == (ours.pid,)
+    assert scratch_files.children(own()) == ()
+
+
+def test_let_end() -> None:
+    """It waits for the end, or until that is enough; past its patience it names what is still at work."""
+    with called(f"/run/{scratch_files.prefix('criu')}abc.conf") as ours:
+        scratch_files.let_end(own(), "c0ffee", enough=lambda: True)
+        looks = []
+
+        def end() -> bool:
+            looks.append(1)
+            ours.kill()
+            ours.wait()
+            return False
+
+        scratch_files.let_end(own(), "c0ffee", enough=end)
+        assert looks == [1]
+
+
+def test_let_end_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sentence says which process, and what to do."""
+    monkeypatch.setattr(scratch_files, "_PATIENCE", -1.0)
+    with (
+        called(f"/run/{scratch_files.prefix('criu')}abc.conf") as ours,
+        pytest.raises(GpusnapError) as caught,
+    ):
+        scratch_files.let_end(own(), "c0ffee")
+    assert caught.value.sentence() == (
+        f"what a killed gpusnap called for container c0ffee is still at work: process {ours.pid}; wait for "
+        f"it, or kill {ours.pid}, and run gpusnap recover again [GPS-020]"
+    )
+
+
+def test_sweep(folder: Path) -> None:
+    """Files and folders of that process go, and no link is followed; those of others stay."""
+    (folder / f"{scratch_files.prefix('criu')}abc.conf").touch()
+    inner = folder / f"{scratch_files.prefix('images')}abc"
+    inner.mkdir()
+    (folder / "kept").mkdir()
+    (folder / "kept" / "file").touch()
+    (inner / "link").symlink_to(folder / "kept")
+    (folder / f"{scratch_files.prefix('images')}link").symlink_to(folder / "kept")
+    other = "gpusnap-criu-1.1-abc.conf"
+    (folder / other).touch()
+    scratch_files.sweep(own())
+    assert sorted(os.listdir(folder)) == [other, "kept"]
+    assert (folder / "kept" / "file").exists()

@@ -1,0 +1,147 @@
+"""A call of the driver's on a process that stands."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from fakes import FakeDriver, Family
+
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu.api.errors import DriverNotReady, LockTimeout, NotSupported
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
+from gpusnap.runtime_shim.snapshot.suspend import driver_calls
+from gpusnap.runtime_shim.snapshot.suspend.driver_calls import call_or_run
+from gpusnap.runtime_shim.stopping.stop import only, stop
+
+
+@pytest.fixture
+def family() -> Iterator[Family]:
+    with Family() as found:
+        yield found
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_calls, "_BRIEFLY", 0.05)
+
+
+def _runs(pid: int) -> bool:
+    """Whether the main thread of the process, and not only one that is traced, may run."""
+    return not proc.stopped(pid)
+
+
+@contextmanager
+def a_process(family: Family, driver: FakeDriver) -> Iterator[int]:
+    pid = driver.use(family.spawn())
+    stop([pid], timeout=5)
+    yield pid
+    assert proc.still(pid), "it stands afterwards, whatever happened"
+
+
+def test_an_answer_at_once(family: Family, driver: FakeDriver) -> None:
+    """The driver's threads alone ran."""
+    with a_process(family, driver) as pid:
+        assert call_or_run(driver, pid, lambda: None, timeout=5) is False
+
+
+def test_an_answer_only_when_all_runs(family: Family, driver: FakeDriver) -> None:
+    """A call that waits, beyond any deadline of its own, is the one that gets its answer when all runs."""
+    calls: list[int] = []
+    with a_process(family, driver) as pid:
+
+        def waits() -> None:
+            calls.append(pid)
+            while not runs.is_set():
+                runs.set() if _let_go(pid) else time.sleep(0.001)
+
+        runs = threading.Event()
+        assert call_or_run(driver, pid, waits, timeout=5) is True
+    assert calls == [pid]
+
+
+def _let_go(pid: int) -> bool:
+    """Whether nobody traces it and it runs: the driver's thread of these processes is their only one.
+
+    It sleeps then. One that is only woken to stop again is not in that state.
+    """
+    with open(f"/proc/{pid}/status", encoding="ascii") as file:
+        found = dict(line.split(":", 1) for line in file)
+    return found["TracerPid"].strip() == "0" and found["State"].strip().startswith("S")
+
+
+def test_something_under_way(family: Family, driver: FakeDriver) -> None:
+    """The driver says that a call is under way: it is asked again while all runs."""
+    answers = iter([LockTimeout("a call is under way"), None])
+    with a_process(family, driver) as pid:
+
+        def call() -> None:
+            answer = next(answers)
+            if answer is not None:
+                raise answer
+
+        assert call_or_run(driver, pid, call, timeout=5) is True
+    assert next(answers, "none") == "none"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_errors(family: Family, driver: FakeDriver, late: bool) -> None:
+    """What the driver refuses is raised, sooner or later."""
+    with a_process(family, driver) as pid:
+
+        def call() -> None:
+            while late and not _let_go(pid):
+                time.sleep(0.001)
+            raise NotSupported("managed memory")
+
+        with pytest.raises(NotSupported, match="managed memory"):
+            call_or_run(driver, pid, call, timeout=5)
+
+
+def test_no_answer(family: Family, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline is ours where the driver does not keep its own."""
+    monkeypatch.setattr(driver_calls, "_MARGIN", 0.05)
+    end = threading.Event()
+    with a_process(family, driver) as pid:
+        with pytest.raises(DriverNotReady, match=f"does not answer for process {pid} "):
+            call_or_run(driver, pid, end.wait, timeout=0.05)
+        end.set()
+
+
+def test_a_tracer_that_fails(family: Family, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's thread runs no more, so no answer is waited for."""
+    end = threading.Event()
+    with a_process(family, driver) as pid:
+        monkeypatch.setattr(Tracer, "_answer_stops", _fail)
+        with pytest.raises(DriverNotReady, match=r"its thread cannot be let run: .*Input/output error"):
+            driver_calls.call(driver, pid, end.wait, thread=only)
+        end.set()
+
+
+def _fail(tracer: Tracer) -> bool:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_one_that_is_killed(family: Family, driver: FakeDriver) -> None:
+    """It ended: no answer is wanted any more."""
+    pid = driver.use(family.spawn())
+    stop([pid], timeout=5)
+
+    def call() -> None:
+        os.kill(pid, signal.SIGKILL)
+        raise NotSupported("no such process")
+
+    with pytest.raises(GpusnapError, match="ended in the GPU driver's hands"):
+        call_or_run(driver, pid, call, timeout=5)

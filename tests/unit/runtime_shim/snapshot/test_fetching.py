@@ -1,0 +1,314 @@
+"""Chunks of a store, and of a registry, on their way to a restore."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes import a_manifest
+
+from gpusnap.oci.base.errors import BlobError, Unreachable
+from gpusnap.oci.chunks.buffers import Buffer
+from gpusnap.oci.chunks.reader import read
+from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.chunks.writer import write
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.registry.repository import Repository
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.errors import ImageError, Refused
+from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
+from gpusnap.runtime_shim.settings import Store as Settings
+from gpusnap.runtime_shim.snapshot.memory import source as module
+from gpusnap.runtime_shim.snapshot.memory.destination import as_artifact, labelled
+from gpusnap.runtime_shim.snapshot.memory.source import Fetching, rebuild
+
+KIB = 1 << 10
+SIZE = 64 * KIB
+NOWHERE = "/nonexistent"
+
+
+@pytest.fixture
+def content() -> bytes:
+    return os.urandom(SIZE)
+
+
+@pytest.fixture
+def made(tmp_path: Path, content: bytes) -> tuple[Manifest, Layout]:
+    """A checkpoint of one region and one image, and the layout that has its chunks."""
+    layout = Layout(tmp_path / "registry").create()
+    sources = [Buffer(bytearray(content)), Buffer(bytearray(content[::-1]))]
+    region, image = write(sources, layout, threads=2, ceiling=64 << 20, chunk_size=4 * KIB)
+    record = a_manifest()
+    process = replace(record.processes[0], regions=(RegionRecord(1 << 30, region),))
+    files = (FileRecord("pages-1.img", image),)
+    return replace(record, pages="store", processes=(process,), files=files), layout
+
+
+class FakeRepository:
+    """A registry that has what a layout has."""
+
+    def __init__(self, layout: Layout, *, lacks: str = "") -> None:
+        self.layout, self.lacks = layout, lacks
+        self.asked: list[str] = []
+        self.fetched: list[str] = []
+        self.closes = 0
+
+    def close(self) -> None:
+        self.closes += 1
+
+    def has_blob(self, digest: str) -> bool:
+        self.asked.append(digest)
+        return digest != self.lacks
+
+    def fetch_blob(self, wanted: Descriptor, layout: Layout) -> None:
+        self.fetched.append(wanted.digest)
+        if not self.layout.has_blob(wanted.digest, wanted.size):
+            raise BlobError(f"the registry has something else as {wanted.digest}")
+        layout.link_blob(wanted.digest, wanted.size, self.layout)
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch, made: tuple[Manifest, Layout]) -> FakeRepository:
+    found = FakeRepository(made[1])
+    monkeypatch.setattr(module, "_repository", lambda text: found)
+    return found
+
+
+def stored(path: Path, record: Manifest, layout: Layout) -> Store:
+    """A store that has that checkpoint, as the shim puts it there."""
+    store = Store(path).create()
+    with store.stage() as staging:
+        tables = [table for _, table in labelled(record)]
+        for table in tables:
+            for chunk in table.chunks:
+                staging.layout.link_blob(chunk.blob, chunk.stored, layout)
+        staging.commit(as_artifact(staging.layout, record), tables=tables)
+    return store
+
+
+def bytes_of(table: Table, fetching: Fetching) -> bytes:
+    found = bytearray(table.size)
+    read([table], fetching, [Buffer(found)], threads=2, ceiling=64 << 20)
+    return bytes(found)
+
+
+def idle(path: Path) -> bool:
+    return not list((path / "staging").iterdir())
+
+
+def region_of(record: Manifest) -> Table:
+    return record.processes[0].regions[0].table
+
+
+def test_all_of_it_is_in_the_store(
+    tmp_path: Path, made: tuple[Manifest, Layout], registry: FakeRepository, content: bytes
+) -> None:
+    """No registry is asked; gc, and worse, in between take nothing away."""
+    record, layout = made
+    store = stored(tmp_path / "store", record, layout)
+    with Fetching(record, NOWHERE, store.path, ["r.example/a"]) as fetching:
+        store.remove(store.entries()[0].descriptor.digest)
+        store.collect()
+        assert not list((tmp_path / "store" / "blobs" / "sha256").iterdir())
+        assert bytes_of(region_of(record), fetching) == content
+        fetching.finish()
+    assert registry.asked == []
+    assert idle(tmp_path / "store")
+
+
+def test_what_the_store_lacks_is_fetched_and_kept(
+    tmp_path: Path, made: tuple[Manifest, Layout], registry: FakeRepository, content: bytes
+) -> None:
+    """Each missing chunk once, and the next restore has them all."""
+    record, _ = made
+    path = tmp_path / "store"
+    with Fetching(record, NOWHERE, str(path), ["r.example/a"]) as fetching:
+        assert len(registry.asked) == 2 * SIZE // (4 * KIB)
+        assert registry.fetched == []
+        assert bytes_of(region_of(record), fetching) == content
+        assert bytes_of(region_of(record), fetching) == content
+        assert bytes_of(record.files[0].table, fetching) == content[::-1]
+        assert len(registry.fetched) == len(set(registry.fetched)) == 2 * SIZE // (4 * KIB)
+        assert registry.closes == 0
+        fetching.finish()
+    assert registry.closes == 1
+    assert idle(path)
+    registry.asked.clear()
+    with Fetching(record, NOWHERE, str(path), ["r.example/a"]) as fetching:
+        assert bytes_of(region_of(record), fetching) == content
+    assert registry.asked == []
+    assert len(Store(path).entries()) == 1
+
+
+def test_chunks_beside_the_images(
+    tmp_path: Path, made: tuple[Manifest, Layout], registry: FakeRepository, content: bytes
+) -> None:
+    """An archive that was made self-contained again needs no store, and only what it lacks is fetched."""
+    record, layout = made
+    images = tmp_path / "images"
+    images.mkdir()
+    shutil.copytree(layout.path, images / "gpusnap")
+    with Fetching(record, str(images), str(tmp_path / "store"), []) as fetching:
+        assert bytes_of(region_of(record), fetching) == content
+        fetching.finish()
+    assert not (tmp_path / "store").exists()
+    lost = region_of(record).chunks[5].blob
+    (images / "gpusnap/blobs/sha256" / lost.removeprefix("sha256:")).unlink()
+    with Fetching(record, str(images), str(tmp_path / "store"), ["r.example/a"]) as fetching:
+        assert bytes_of(region_of(record), fetching) == content
+        assert registry.fetched == [lost]
+        fetching.finish()
+    assert idle(tmp_path / "store")
+
+
+def test_given_up(tmp_path: Path, made: tuple[Manifest, Layout], registry: FakeRepository) -> None:
+    """A restore that fails leaves nothing of what it had fetched."""
+    record, _ = made
+    with Fetching(record, NOWHERE, str(tmp_path / "store"), ["r.example/a"]) as fetching:
+        bytes_of(region_of(record), fetching)
+    assert idle(tmp_path / "store")
+    assert not Store(tmp_path / "store").entries()
+
+
+@pytest.mark.parametrize("sources", [[], ["r.example/a"]], ids=["no registry", "one that lacks it"])
+def test_a_chunk_that_is_nowhere(
+    tmp_path: Path, made: tuple[Manifest, Layout], registry: FakeRepository, sources: list[str]
+) -> None:
+    """It is named before anything is started, with what to do, and nothing is left in the store."""
+    record, layout = made
+    store = stored(tmp_path / "store", record, layout)
+    lost = region_of(record).chunks[5].blob
+    os.unlink(tmp_path / "store" / "blobs" / "sha256" / lost.removeprefix("sha256:"))
+    registry.lacks = lost
+    with pytest.raises(Refused) as caught:
+        Fetching(record, NOWHERE, store.path, sources)
+    assert f"the chunk {lost} of the checkpoint is not in the store {store.path}" in str(caught.value)
+    assert ("nor r.example/a has it" in str(caught.value)) == bool(sources)
+    assert "store.pull-from" in caught.value.hint
+    assert idle(tmp_path / "store")
+
+
+def test_a_registry_that_does_not_answer(
+    tmp_path: Path, made: tuple[Manifest, Layout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one is asked; where none has it, what the first one said is in the sentence."""
+    record, layout = made
+    good = FakeRepository(layout)
+
+    def one(text: str) -> FakeRepository:
+        if text == "broken.example/a":
+            raise Unreachable("broken.example is gone for good")
+        return good
+
+    monkeypatch.setattr(module, "_repository", one)
+    with Fetching(record, NOWHERE, str(tmp_path / "store"), ["broken.example/a", "r.example/a"]):
+        assert good.asked
+    with pytest.raises(Refused, match=r"broken\.example is gone for good"):
+        Fetching(record, NOWHERE, str(tmp_path / "store"), ["broken.example/a"])
+
+
+def test_what_the_registry_gives_is_checked(
+    tmp_path: Path, made: tuple[Manifest, Layout], registry: FakeRepository
+) -> None:
+    """A blob that cannot be had ends the reading with its name."""
+    record, layout = made
+    lost = region_of(record).chunks[5].blob
+    os.unlink(Path(layout.path) / "blobs" / "sha256" / lost.removeprefix("sha256:"))
+    with (
+        Fetching(record, NOWHERE, str(tmp_path / "store"), ["r.example/a"]) as fetching,
+        pytest.raises(BlobError, match=lost),
+    ):
+        bytes_of(region_of(record), fetching)
+
+
+def test_a_store_that_cannot_be_written_to(
+    tmp_path: Path, made: tuple[Manifest, Layout], content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has is read where it is."""
+    record, layout = made
+    store = stored(tmp_path / "store", record, layout)
+
+    def read_only(self: Store, name: str = "") -> None:
+        from gpusnap.oci.base.errors import DiskError
+
+        raise DiskError("it is read-only")
+
+    monkeypatch.setattr(Store, "stage", read_only)
+    with Fetching(record, NOWHERE, store.path, []) as fetching:
+        assert fetching.scratch is None
+        assert bytes_of(region_of(record), fetching) == content
+        fetching.finish()
+    with pytest.raises(Refused, match="the store cannot be written to"):
+        Fetching(record, NOWHERE, str(tmp_path / "another"), ["r.example/a"])
+
+
+def test_the_environment_comes_before_the_settings(
+    tmp_path: Path, made: tuple[Manifest, Layout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the caller of a restore wants it; the checkpoint has no say."""
+    record, layout = made
+    asked: list[str] = []
+
+    def one(text: str) -> FakeRepository:
+        asked.append(text)
+        return FakeRepository(layout)
+
+    monkeypatch.setattr(module, "_repository", one)
+    settings = Settings(path=str(tmp_path / "own"), pull_from=("own.example/a",))
+    with Fetching.of(record, NOWHERE, settings, {}) as fetching:
+        assert fetching.folders[-1] == str(tmp_path / "own")
+    environ = {"GPUSNAP_STORE": str(tmp_path / "given"), "GPUSNAP_PULL_FROM": "http://given.example/a x"}
+    with Fetching.of(record, NOWHERE, settings, environ) as fetching:
+        assert fetching.folders[-1] == str(tmp_path / "given")
+    assert asked == ["own.example/a", "http://given.example/a"]
+
+
+def test_the_repository_of_a_line() -> None:
+    """TLS unless the line says http://."""
+    for text in ("r.example:5000/team/app", "http://r.example:5000/team/app"):
+        found = module._repository(text)
+        assert isinstance(found, Repository)
+        assert found.reference.name == "r.example:5000/team/app"
+
+
+def test_images_are_rebuilt(tmp_path: Path, made: tuple[Manifest, Layout], content: bytes) -> None:
+    """Byte for byte; a broken chunk is found, and a full folder is said."""
+    record, layout = made
+    folder = tmp_path / "images"
+    folder.mkdir()
+    rebuild(record.files, layout, str(folder), threads=2, ceiling=64 << 20)
+    assert (folder / "pages-1.img").read_bytes() == content[::-1]
+    shutil.rmtree(folder)
+    with pytest.raises(ImageError, match="cannot be"):
+        rebuild(record.files, layout, str(folder), threads=2, ceiling=64 << 20)
+    folder.mkdir()
+    blob = record.files[0].table.chunks[0].blob
+    (Path(layout.path) / "blobs" / "sha256" / blob.removeprefix("sha256:")).write_bytes(os.urandom(4 * KIB))
+    with pytest.raises(ImageError, match=blob):
+        rebuild(record.files, layout, str(folder), threads=2, ceiling=64 << 20)
+
+
+def test_chunks_that_a_crash_left_in_a_staging(
+    tmp_path: Path, made: tuple[Manifest, Layout], content: bytes
+) -> None:
+    """Those of a checkpoint that the store never came to name are found; a torn one is as good as none."""
+    record, layout = made
+    store = Store(tmp_path / "store").create()
+    staging = store.stage()
+    staging.precious("a checkpoint")
+    for _, table in labelled(record):
+        for chunk in table.chunks:
+            staging.layout.link_blob(chunk.blob, chunk.stored, layout)
+    staging.close()
+    with Fetching(record, NOWHERE, store.path, []) as fetching:
+        assert bytes_of(region_of(record), fetching) == content
+    torn = region_of(record).chunks[5]
+    path = Path(staging.path) / "blobs" / "sha256" / torn.blob.removeprefix("sha256:")
+    path.unlink()
+    path.write_bytes(bytes(torn.stored))
+    with pytest.raises(Refused, match=torn.blob):
+        Fetching(record, NOWHERE, store.path, [])

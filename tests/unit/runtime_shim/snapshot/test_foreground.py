@@ -1,0 +1,102 @@
+"""The real runtime beside us at a restore: a signal and a log without end take it away, with all below it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fakes import wait_for
+
+from gpusnap.runtime_shim.errors import Interrupted, RuntimeFailed
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime.criu import descendants
+from gpusnap.runtime_shim.runtime.criu.run import Invoked
+from gpusnap.runtime_shim.snapshot import foreground
+from gpusnap.runtime_shim.snapshot.foreground import Beside
+from gpusnap.runtime_shim.transaction import held_signals, interruptible
+
+# A runtime with a child, and a grandchild in a session of its own.
+TREE = 'echo $$ >>"$0"; sh -c "$1" "$0" & wait'
+CHILD = 'echo $$ >>"$0"; setsid sleep 600 & echo $! >>"$0"; wait'
+
+
+def running(file: Path) -> Callable[[Callable[[int], object]], Invoked]:
+    def run(started: Callable[[int], object]) -> Invoked:
+        with subprocess.Popen(["sh", "-c", TREE, str(file), CHILD]) as process:
+            started(process.pid)
+            return Invoked(process.wait(), "", "")
+
+    return run
+
+
+def pids(file: Path) -> list[int]:
+    return [int(line) for line in file.read_text().split()] if file.exists() else []
+
+
+@pytest.fixture
+def bystander() -> Iterator[subprocess.Popen[bytes]]:
+    """A child of ours that has nothing to do with it."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+def ended(file: Path, bystander: subprocess.Popen[bytes]) -> None:
+    found = pids(file)
+    assert len(found) == 3
+    assert not any(proc.running(pid) for pid in found)
+    assert bystander.poll() is None
+    assert not descendants.children() & {*found}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_failure_ctrl_c_or_sigterm_runs_them_backwards(
+    tmp_path: Path, bystander: subprocess.Popen[bytes], number: signal.Signals
+) -> None:
+    """Though signals are held back: nothing that the runtime started is left, no other child is touched."""
+    file = tmp_path / "pids"
+
+    def send() -> None:
+        wait_for(lambda: len(pids(file)) == 3, "the runtime's processes")
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    with interruptible(), held_signals(), pytest.raises(Interrupted, match=number.name):
+        Beside(running(file), str(tmp_path / "restore.log")).restored(None)
+    sender.join()
+    ended(file, bystander)
+
+
+def test_a_log_without_end(
+    tmp_path: Path, bystander: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What CRIU writes is bounded, and the sentence names the log."""
+    monkeypatch.setattr(foreground, "LARGEST_LOG", 1 << 20)
+    file, log = tmp_path / "pids", tmp_path / "restore.log"
+    log.write_bytes(bytes(1 << 20))
+
+    def grow() -> None:
+        wait_for(lambda: len(pids(file)) == 3, "the runtime's processes")
+        with log.open("ab") as more:
+            more.write(b"x")
+
+    grower = threading.Thread(target=grow)
+    grower.start()
+    with pytest.raises(RuntimeFailed, match="had grown beyond 1 MiB") as caught:
+        Beside(running(file), str(log)).restored(None)
+    grower.join()
+    assert "gpusnap verify" in caught.value.hint
+    ended(file, bystander)
+
+
+def test_one_that_ends(tmp_path: Path) -> None:
+    """Then it says how."""
+    beside = Beside(lambda started: Invoked(3, "log", ""), str(tmp_path / "restore.log"))
+    assert not beside.restored(None)
+    assert beside.result("crun").code == 3

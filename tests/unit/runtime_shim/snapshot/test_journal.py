@@ -1,0 +1,63 @@
+"""The journal: what was written in another PID namespace says nothing of the processes here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.snapshot import recover_restore
+from gpusnap.runtime_shim.snapshot.records import journal
+
+# In a PID namespace of its own, as in a toolbox that has the host's /run.
+_ELSEWHERE = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c"]
+_READ = (
+    "import sys; from gpusnap.runtime_shim.snapshot.records import journal; "
+    "from gpusnap.runtime_shim.errors import GpusnapError\n"
+    "journal.FOLDER = sys.argv[1]\n"
+    "try: print(journal.entries())\n"
+    "except GpusnapError as error: print(error.sentence())"
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(journal, "FOLDER", str(tmp_path / "gpusnap" / "journal"))
+    return Path(journal.FOLDER)
+
+
+def test_read_in_another_namespace(folder: Path) -> None:
+    """Nobody there takes the processes for gone; here they are known."""
+    journal.write("w", "/image", {1: ()})
+    done = subprocess.run(
+        [*_ELSEWHERE, _READ, str(folder)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.startswith(f"{folder}/w.json was written in another PID namespace"), done.stdout
+    assert "run gpusnap on the host itself" in done.stdout
+    (entry,) = journal.entries()
+    assert proc.same(entry.processes[0].pid, entry.processes[0].start)
+
+
+@pytest.mark.parametrize("kind", ["restore", "paused"])
+def test_what_else_names_processes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notes of restores and of pauses likewise."""
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(proc, "namespace", lambda pid, kind: "pid:[1]")
+        if kind == "restore":
+            journal.store("w", kind, {"version": 1})
+        else:
+            journal.note_pause("w", journal.Pause((1, 1), "", False, ()))
+    with pytest.raises(GpusnapError, match="was written in another PID namespace"):
+        recover_restore.read("w") if kind == "restore" else journal.read("w")
+
+
+def test_of_an_earlier_version(folder: Path) -> None:
+    """It does not say, and is read."""
+    journal.write("w", "/image", {1: ()})
+    path = folder / "w.json"
+    path.write_text(path.read_text().replace('"space": ', '"other": '))
+    assert [entry.container for entry in journal.entries()] == ["w"]

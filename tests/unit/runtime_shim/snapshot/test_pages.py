@@ -1,0 +1,604 @@
+"""GPU memory beside CRIU's images: out of real processes into chunks, and back."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes import FakeDriver, a_manifest
+
+from gpusnap.oci.chunks.buffers import is_zero
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError
+from gpusnap.runtime_shim.process import mount_namespace
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.process.memory import maps as regions
+from gpusnap.runtime_shim.process.memory import tmpfs as stage
+from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
+from gpusnap.runtime_shim.process.ptrace.populate import Populated
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import inside
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.records.manifest_file import Draft
+from gpusnap.runtime_shim.runtime import container_key
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot import recover_checkpoint
+from gpusnap.runtime_shim.snapshot.memory import capture as pages
+from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
+from gpusnap.runtime_shim.snapshot.memory.prefetch import Filling
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.stopping.stop import go_on, stop
+
+MIB = 1 << 20
+SMALL = Memory(pages="chunks", chunk_size=MIB, threads=2, ceiling=64 * MIB)
+# Maps memory when it is told to, and says what its digest is, whenever it is asked.
+PROGRAM = """
+import hashlib, mmap, os, sys
+held = None
+for line in sys.stdin:
+    if line == "map\\n":
+        held = mmap.mmap(-1, 9 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        held.write(os.urandom(5 << 20))
+    if line == "change\\n":
+        held[1 << 20 : 2 << 20] = os.urandom(1 << 20)
+    print(hashlib.sha256(held).hexdigest() if held else "none", flush=True)
+"""
+
+
+class Holder:
+    """A process that holds memory as a suspended GPU process does."""
+
+    def __init__(self) -> None:
+        words = [sys.executable, "-c", PROGRAM]
+        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.pid = self.process.pid
+        self.say("digest")
+
+    def say(self, word: str) -> str:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(word, file=self.process.stdin, flush=True)
+        return self.process.stdout.readline().strip()
+
+
+@pytest.fixture
+def holders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Holder]]:
+    monkeypatch.setattr(journal, "FOLDER", str(tmp_path / "gpusnap" / "journal"))
+    monkeypatch.setattr(stage, "FOLDER", str(tmp_path / "gpusnap" / "stage"))
+    found = [Holder(), Holder()]
+    yield found
+    for holder in found:
+        holder.process.kill()
+        holder.process.communicate()
+    stage.remove("c0ffee")
+    assert not os.path.ismount(stage.FOLDER)
+
+
+@pytest.fixture(params=["staged", "streamed"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Regions copied to files of the stage, and where there is none, to chunks."""
+    name: str = request.param
+    if name == "streamed":
+
+        def refuse(self: Stage, name: str, address: int, size: int) -> Area:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Stage, "area", refuse)
+    return name
+
+
+def suspended(chunks: Chunks, holders: list[Holder]) -> list[str]:
+    """Each maps memory as the driver's checkpoint would, and stands; their digests."""
+    digests = []
+    for holder in holders:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pages, "populated", lambda *_, **__: nullcontext(Populated()))
+            with chunks.thread(holder.pid, holder.pid):
+                digests.append(holder.say("map"))
+    stop([holder.pid for holder in holders], timeout=5)
+    return digests
+
+
+def resident(pid: int) -> int:
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("Anonymous:"))
+
+
+def image(folder: Path) -> Path:
+    path = folder / "image"
+    (path / "gpusnap").mkdir(parents=True)
+    return path
+
+
+def test_taken_and_given_back(way: str, holders: list[Holder], tmp_path: Path) -> None:
+    """The regions are found, written and freed; given back, every byte is right. Twice does no harm."""
+    chunks = Chunks(str(image(tmp_path)), "c0ffee", SMALL)
+    digests = suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+    before = [resident(pid) for pid in pids]
+    chunks.take(pids)
+    chunks.take(pids)
+    assert (chunks.records() is None) == (way == "staged"), "what is staged is not in the layout yet"
+    chunks.ready()
+    records = chunks.records()
+    assert records is not None
+    for pid, size in zip(pids, before, strict=True):
+        assert resident(pid) <= size - 5 * MIB
+        assert sum(region.table.size for region in records[pid]) >= 9 * MIB
+        assert 5 * MIB <= sum(region.table.stored for region in records[pid]) <= 6 * MIB, "zeros were stored"
+    chunks.give_back(pids)
+    chunks.give_back(pids)
+    go_on(pids)
+    assert [holder.say("digest") for holder in holders] == digests
+    chunks.close()
+    assert chunks.written.stored == sum(r.table.stored for found in records.values() for r in found)
+
+
+def test_what_runs_again_does_not_change_what_is_written(holders: list[Holder], tmp_path: Path) -> None:
+    """The container goes on before its memory is written: the chunks are of the moment of the checkpoint."""
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", SMALL)
+    digests = suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+    chunks.take(pids)
+    chunks.give_back(pids)
+    go_on(pids)
+    changed = [holder.say("change") for holder in holders]
+    assert changed != digests
+    chunks.note(())
+    assert journal.entries()[0].processes == ()
+    chunks.commit(kept=False)
+    stop(pids, timeout=5)
+    with Filling(str(path), made(chunks, holders[0]), SMALL, "other") as filling:
+        filling.deliver({7: pids[0]})
+    go_on(pids)
+    assert [holder.say("digest") for holder in holders] == [digests[0], changed[1]]
+    chunks.close()
+
+
+def test_a_killed_gpusnap(way: str, holders: list[Holder], tmp_path: Path) -> None:
+    """The journal says where the bytes of freed regions are, and they are filled from there."""
+    chunks = Chunks(str(image(tmp_path)), "c0ffee", SMALL)
+    digests = suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+    chunks.take(pids)
+    (entry,) = journal.entries()
+    assert entry.at_work
+    assert [process.pid for process in recover_checkpoint.alive(entry)] == pids
+    assert all(bool(process.staged) == (way == "staged") for process in entry.processes)
+    assert all(map(recover_checkpoint._mapped, entry.processes))
+    recover_checkpoint._give_back(entry, entry.processes, SMALL)  # the driver is not at hand here
+    assert all(map(recover_checkpoint._mapped, entry.processes))
+    go_on(pids)
+    assert [holder.say("digest") for holder in holders] == digests
+    journal.remove("c0ffee")
+    assert journal.entries() == ()
+
+
+def made(chunks: Chunks, holder: Holder) -> Manifest:
+    records = chunks.records()
+    assert records is not None
+    process = replace(a_manifest().processes[0], pid=7, regions=records[holder.pid])
+    return replace(a_manifest(), processes=(process,), pages="chunks")
+
+
+def test_filling(way: str, holders: list[Holder], tmp_path: Path) -> None:
+    """A restore reads ahead, and fills the process that has come back, by its PID in the container."""
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", SMALL)
+    digests = suspended(chunks, holders)
+    pid = holders[0].pid
+    chunks.take([pid])
+    chunks.commit(kept=False)
+    with Filling(str(path), made(chunks, holders[0]), SMALL, "other") as filling:
+        filling.deliver({7: pid})
+        filling.right()
+    chunks.close()
+    go_on([holder.pid for holder in holders])
+    assert [holder.say("digest") for holder in holders] == digests
+
+
+def test_a_region_that_a_process_does_not_take(way: str, holders: list[Holder], tmp_path: Path) -> None:
+    """A manifest that was changed: nobody is sent to a file that goes with the failed restore."""
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", SMALL)
+    suspended(chunks, holders)
+    pid = holders[0].pid
+    chunks.take([pid])
+    chunks.commit(kept=False)
+    record = made(chunks, holders[0])
+    wrong = tuple(replace(each, start=1 << 50) for each in record.processes[0].regions)
+    record = replace(record, processes=(replace(record.processes[0], regions=wrong),))
+    with (
+        Filling(str(path), record, SMALL, "other") as filling,
+        pytest.raises(GpusnapError) as caught,
+    ):
+        filling.deliver({7: pid})
+    assert stage.FOLDER not in caught.value.sentence()
+    assert ("gpusnap verify" in caught.value.hint) == (way == "staged")
+    chunks.close()
+
+
+def test_one_that_has_ended_is_left_out(way: str, holders: list[Holder], tmp_path: Path) -> None:
+    """What was its memory goes nowhere."""
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", SMALL)
+    suspended(chunks, holders)
+    chunks.take([holders[0].pid])
+    chunks.commit(kept=False)
+    with Filling(str(path), made(chunks, holders[0]), SMALL, "other") as filling:
+        filling.deliver({})
+        filling.right()
+    chunks.close()
+
+
+def test_a_blob_that_is_damaged(
+    way: str, holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named, whoever reads it, before a process may go on."""
+    monkeypatch.setattr(Chunks, "_copied", lambda *_: None)
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", SMALL)
+    suspended(chunks, holders)
+    chunks.take([holders[0].pid])
+    records = made(chunks, holders[0]).processes[0].regions
+    region = max(records, key=lambda region: region.table.stored)
+    name = region.table.chunks[0].blob.partition(":")[2]
+    blob = path / "gpusnap/blobs/sha256" / name
+    blob.write_bytes(bytes(blob.stat().st_size))
+    with Filling(str(path), made(chunks, holders[0]), SMALL, "other") as filling:
+        if way == "staged":
+            filling.deliver({7: holders[0].pid})
+        with pytest.raises(ImageError, match=name[:12]):
+            filling.right() if way == "staged" else filling.deliver({7: holders[0].pid})
+    (failure,) = chunks.give_back([holders[0].pid]).values()
+    assert isinstance(failure, ImageError)
+    assert name[:12] in str(failure)
+
+
+def test_discard(way: str, holders: list[Holder], tmp_path: Path) -> None:
+    """Bytes that a process waits for stay; once it has them, or is gone, nothing is left."""
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", SMALL)
+    suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+    chunks.take(pids)
+    chunks.discard(layout=True)
+    left = path / "gpusnap/blobs/sha256" if way == "streamed" else Path(stage.FOLDER, "c0ffee")
+    assert os.listdir(left)
+    chunks.give_back(pids)
+    chunks.discard(layout=True)
+    assert os.listdir(path / "gpusnap") == []
+    assert not os.path.ismount(stage.FOLDER)
+
+
+def test_a_process_that_ends(way: str, holders: list[Holder], tmp_path: Path) -> None:
+    """The others are taken and given back."""
+    chunks = Chunks(str(image(tmp_path)), "c0ffee", SMALL)
+    digests = suspended(chunks, holders)
+    gone, left = holders
+    gone.process.kill()
+    gone.process.wait()
+    chunks.take([gone.pid, left.pid])
+    chunks.give_back([gone.pid, left.pid])
+    go_on([left.pid])
+    assert left.say("digest") == digests[1]
+
+
+def test_parts(holders: list[Holder]) -> None:
+    """A part is read and written at its own offsets."""
+    holders[0].say("map")
+    found = pages._mappings(holders[0].pid)
+    region = max((m for m in found if m.plain), key=lambda m: m.size)
+    part = transfer.Part(holders[0].pid, region.start, region.size)
+    view = memoryview(bytearray(b"gpusnap!"))
+    part.write(4096, view)
+    into = memoryview(bytearray(8))
+    part.read(4096, into)
+    assert bytes(into) == b"gpusnap!"
+    assert not is_zero(into)
+
+
+def staged(pid: int) -> tuple[regions.Mapping, Area]:
+    """The largest region of a process, which stands from now on, and a copy of it in the stage."""
+    journal.write("c0ffee", "/image", {pid: ()})
+    region = max((m for m in pages._mappings(pid) if m.plain), key=lambda m: m.size)
+    stop([pid], timeout=5)
+    area = Stage("c0ffee").area("a", region.start, region.size)
+    copies.read(pid, region.start, area.view(0, region.size))
+    return region, area
+
+
+def test_no_descriptor_is_to_be_had(holders: list[Holder], tmp_path: Path) -> None:
+    """A process at its limit of open files cannot be given a file: the bytes are copied."""
+    pid, digest = holders[0].pid, holders[0].say("map")
+    region, area = staged(pid)
+    with inside(pid) as remote:
+        remote.mmap(region.start, region.size, 3, transfer.OWN)
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
+    assert transfer.give("c0ffee", {pid: [area]}) == {}
+    assert next(m for m in pages._mappings(pid) if m.start <= region.start < m.end).plain
+    area.close()
+    go_on([pid])
+    assert holders[0].say("digest") == digest
+
+
+def test_a_file_of_that_name_on_another_disk(
+    holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's own file that is named like a staged one stays what it is, whatever its size."""
+    pid, _ = holders[0].pid, holders[0].say("map")
+    _, area = staged(pid)
+    assert transfer.give("c0ffee", {pid: [area]}) == {}
+    monkeypatch.setattr(stage, "device", lambda: "00:00")
+    before = pages._mappings(pid)
+    transfer.own("c0ffee", pid)
+    assert pages._mappings(pid) == before
+    area.close()
+
+
+def test_what_the_driver_leaves_becomes_the_process_own(
+    holders: list[Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A staged file that is mapped after the driver's restore is memory again, of which pages can go."""
+    pid, digest = holders[0].pid, holders[0].say("map")
+    region, area = staged(pid)
+    assert transfer.give("c0ffee", {pid: [area]}) == {}
+    assert [m.name for m in pages._mappings(pid) if m.start == region.start] == [area.path]
+    monkeypatch.setattr(transfer, "_PIECE", 3 * mmap.PAGESIZE)  # the bytes of it that are held at once
+    transfer.own("c0ffee", pid)
+    transfer.own("c0ffee", pid)
+    area.close()
+    assert [m.name for m in pages._mappings(pid) if m.name == area.path] == []
+    go_on([pid])
+    assert holders[0].say("digest") == digest
+    stop([pid], timeout=5)
+    with inside(pid) as remote:
+        remote.madvise(region.start, region.size, 4)  # MADV_DONTNEED
+    zeros = bytearray(4096)
+    copies.read(pid, region.start, zeros)
+    assert bytes(zeros) == bytes(4096)
+
+
+def test_what_recover_calls_whole_is_on_disk(
+    way: str, holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the dump it reads every blob and syncs all of them, and CRIU's images too."""
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", replace(SMALL, sync=False))
+    suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+    chunks.take(pids)
+    chunks.ready()
+    (path / "inventory.img").write_bytes(b"inventory")
+    record = replace(made(chunks, holders[0]), container="c0ffee")
+    Draft(str(path)).prepare(record)
+    for holder in holders:
+        holder.process.kill()
+        holder.process.wait()
+    blobs = {chunk.blob for p in record.processes for r in p.regions for chunk in r.table.chunks}
+    files = {path / "gpusnap/blobs/sha256" / blob.partition(":")[2] for blob in blobs}
+    synced, real = set[int](), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    damaged = min(files)
+    good = damaged.read_bytes()
+    damaged.write_bytes(bytes(len(good)))
+    entry = journal.read("c0ffee")
+    assert entry is not None
+    with pytest.raises(ImageError, match=damaged.name[:12]):
+        recover_checkpoint._finish(entry, SMALL)
+    assert not (path / "gpusnap/manifest.json").exists()
+    damaged.write_bytes(good)
+    assert "is whole" in recover_checkpoint._finish(entry, SMALL)
+    # Written anew: of the dead one's files nobody could tell any more.
+    assert {file.stat().st_ino for file in (*files, path / "inventory.img")} <= synced
+    assert manifest.read(str(path)).processes == record.processes
+    chunks.close()
+
+
+def test_what_is_freed_is_on_disk(
+    holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A region that is nowhere else but in chunks stays in its process where the disk fails."""
+    monkeypatch.setattr(mount_namespace, "lasting", lambda: False)
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", replace(SMALL, sync=False))
+    digests = suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", fsync)
+        with pytest.raises(ImageError, match="Input/output error"):
+            chunks.take(pids)
+    chunks.discard(layout=True)
+    go_on(pids)
+    assert [holder.say("digest") for holder in holders] == digests
+
+
+def test_killed_while_it_wrote_behind(holders: list[Holder], tmp_path: Path) -> None:
+    """The container ran on: it is left alone, and nothing of the checkpoint stays."""
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", SMALL)
+    suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+    chunks.take(pids)
+    Draft(str(path)).prepare(None)
+    (path / "pages-1.img").write_bytes(b"pages")
+    chunks.give_back(pids)
+    go_on(pids)
+    chunks.note(())
+    chunks.ready()
+    (entry,) = journal.entries()
+    entry = replace(entry, owner=(entry.owner[0], 1))  # it was killed
+    journal_read = journal.read
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "read", lambda _: entry)
+        said = recover_checkpoint.recover(entry, FakeDriver(), SMALL)
+    assert said == "it runs on, and its checkpoint came to nothing"
+    assert [each.name for each in path.iterdir() if each.name != "gpusnap"] == []
+    assert not (path / "gpusnap").exists()
+    assert journal_read("c0ffee") is None
+    assert stage.containers() == []
+    chunks.close()
+
+
+def test_what_is_staged_for_nobody(holders: list[Holder]) -> None:
+    """Without an entry nobody needs it, unless somebody is at work on that container just now."""
+    for name in ("one", "other", "busy"):
+        Stage(name).area("a", 0, MIB).close()
+    journal.write("other", "/image", {})
+    with journal.held("busy"):
+        recover_checkpoint.sweep()
+        assert stage.containers() == ["busy", "other"]
+    journal.remove("other")
+    recover_checkpoint.sweep()
+    assert not os.path.ismount(stage.FOLDER)
+
+
+def test_a_container_of_that_id_elsewhere(holders: list[Holder], tmp_path: Path) -> None:
+    """A restore of another engine's container of the same ID leaves alone what is staged for this one."""
+    path, other = image(tmp_path), tmp_path / "other"
+    other.mkdir()
+    here, there = (container_key.key(f"/run/containerd/runc/{name}", "w") for name in ("default", "k8s.io"))
+    chunks = Chunks(str(path), here, SMALL)
+    digests = suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+    chunks.take(pids)
+    chunks.ready()
+    chunks.commit(kept=False)
+    with journal.held(here), journal.held(there):
+        assert [entry.container for entry in journal.entries()] == ["w"]
+        assert journal.read(there) is None
+        with Filling(str(path), made(chunks, holders[0]), SMALL, there):
+            assert stage.containers() == sorted((here, there))
+    assert stage.containers() == [here]
+    assert chunks.give_back(pids) == {}
+    go_on(pids)
+    assert [holder.say("digest") for holder in holders] == digests
+    chunks.close()
+    journal.remove(here)
+
+
+def test_no_process_has_gpu_state(holders: list[Holder], tmp_path: Path) -> None:
+    """An idle container: nothing is written but a layout without chunks."""
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", SMALL)
+    chunks.ready()
+    assert chunks.records() == {}
+    chunks.commit(kept=True)
+    chunks.close()
+    assert (path / "gpusnap/index.json").exists()
+    assert stage.containers() == []
+
+
+def test_nothing_is_staged_where_it_would_not_last(
+    holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a mount namespace of our own the bytes go to the disk before they are freed, and come from there."""
+    monkeypatch.setattr(mount_namespace, "lasting", lambda: False)
+    path = image(tmp_path)
+    chunks = Chunks(str(path), "c0ffee", SMALL)
+    digests = suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+    chunks.take(pids)
+    assert chunks.records() is not None
+    assert stage.containers() == []
+    chunks.commit(kept=False)
+    with Filling(str(path), made(chunks, holders[0]), SMALL, "other") as filling:
+        filling.deliver({7: pids[0]})
+        assert stage.containers() == []
+    assert chunks.give_back(pids) == {}
+    go_on(pids)
+    assert [holder.say("digest") for holder in holders] == digests
+    chunks.close()
+
+
+# The journal.
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"container": 1}', '{"version": 1, "owner": []}'])
+def test_a_broken_entry(holders: list[Holder], text: str) -> None:
+    """It is an error that names the file, never a guess."""
+    os.makedirs(journal.FOLDER)
+    (Path(journal.FOLDER) / "c0ffee.json").write_text(text)
+    with pytest.raises(GpusnapError, match=r"c0ffee\.json"):
+        journal.read("c0ffee")
+
+
+def test_an_id_that_begins_another(holders: list[Holder]) -> None:
+    """Removing one container's entry leaves those alone whose ID goes on with a dot."""
+    os.makedirs(journal.FOLDER)
+    for name in ("a.1.thread", "a.b.1.thread", "a.b.2.idle"):
+        Path(journal.FOLDER, name).write_text("{}")
+    journal.remove("a")
+    assert sorted(os.listdir(journal.FOLDER)) == ["a.b.1.thread", "a.b.2.idle"]
+
+
+def test_names_and_nothing() -> None:
+    """An ID is no path; where nothing waits there is no entry."""
+    assert journal.read("../../etc/passwd") is None
+    with pytest.raises(GpusnapError, match="no container's ID"):
+        journal.write("../../etc/passwd", "/image", {})
+    journal.remove("never-there")
+
+
+def test_the_thread_is_noted(holders: list[Holder]) -> None:
+    """While a thread makes calls for us its own registers are on file, and afterwards not."""
+    pid = holders[0].pid
+    stop([pid], timeout=5)
+    journal.write("c0ffee", "/image", {pid: ()})
+    with inside(pid) as remote, journal.thread("c0ffee", pid, remote.saved):
+        entry = journal.read("c0ffee")
+        assert entry is not None
+        assert entry.processes[0].thread == remote.saved
+    entry = journal.read("c0ffee")
+    assert entry is not None
+    assert entry.processes[0].thread is None
+    go_on([pid])
+    assert holders[0].say("digest") == "none"
+
+
+def test_one_at_a_time(holders: list[Holder]) -> None:
+    """Two checkpoints of one container never run at once; the lock goes with its holder."""
+    with (
+        journal.held("c0ffee"),
+        pytest.raises(GpusnapError, match="another gpusnap is still at work on container c0ffee"),
+        journal.held("c0ffee"),
+    ):
+        pass
+    with journal.held("c0ffee"):
+        pass
+    assert os.listdir(journal.FOLDER) == []
+
+
+def test_a_lent_thread_is_forgotten(holders: list[Holder]) -> None:
+    """Registers of an earlier kill are never put into a thread that has gone on since."""
+    pid = holders[0].pid
+    path = Path(journal.FOLDER) / f"c0ffee.{pid}.thread"
+    journal.write("c0ffee", "/image", {pid: ()})
+    forgets: list[Callable[[], None]] = [
+        lambda: journal.given_back("c0ffee", pid),
+        lambda: journal.remove("c0ffee"),
+    ]
+    for forget in forgets:
+        path.write_text('{"tid": 1, "registers": "", "mask": 0}')
+        forget()
+        assert not path.exists()

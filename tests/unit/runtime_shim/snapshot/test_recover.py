@@ -1,0 +1,225 @@
+"""recover, of a container that is paused: real processes in a frozen cgroup, put right as they were found."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cells import ID, Cell, cell, pause
+from criu_images import frozen_groups
+from fakes import FakeDriver, a_manifest
+from holders import blocked, hold_and_be_killed
+
+from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu.api.driver import ProcessState
+from gpusnap.runtime_shim.gpu.api.errors import GpuError
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory import tmpfs as stage
+from gpusnap.runtime_shim.records.manifest_file import Draft
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records.journal import Entry, Pause, Suspended
+from gpusnap.runtime_shim.snapshot.recover_checkpoint import recover
+from gpusnap.runtime_shim.snapshot.suspend import paused_container
+from gpusnap.runtime_shim.stopping.stop import stop
+
+__all__ = ["cell"]
+
+
+@pytest.fixture(autouse=True)
+def _folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((journal, "journal"), (stage, "stage")):
+        monkeypatch.setattr(module, "FOLDER", str(tmp_path / "gpusnap" / name))
+    (tmp_path / "gpusnap").mkdir()
+    # What is written here is a killed gpusnap's: no process has its PID and that start time.
+    owner = state_files.owner
+    monkeypatch.setattr(state_files, "owner", lambda pid=None: owner(pid) if pid else (1, 1))
+
+
+class Driver(FakeDriver):
+    """Its thread in a process is the one that sleeps."""
+
+    def restore_thread(self, pid: int) -> int:
+        """As the protocol says."""
+        return max(map(int, os.listdir(f"/proc/{pid}/task")))
+
+
+def killed(cell: Cell, image: str = "") -> tuple[paused_container.Paused, Entry]:
+    """Held and thawed, as a gpusnap leaves it; with an image, when the first process' GPU state was away."""
+    paused = pause(cell)
+    paused.hold(cell.pids, timeout=5)
+    if image:
+        paused.keep(cell.pids[:1])
+        journal.write(ID, image, {cell.pids[0]: ()})
+    return paused, read()
+
+
+def read() -> Entry:
+    entry = journal.read(ID)
+    assert entry is not None
+    return entry
+
+
+def as_it_was(cell: Cell, before: list[bytes]) -> None:
+    """Frozen, none stopped, nothing has run; and all runs once it is thawed."""
+    assert cell.frozen()
+    assert not any(proc.halted(pid) for pid in cell.pids)
+    assert cell.counts() == before
+    cell.freeze(0)
+    cell.run(before)
+
+
+def test_only_the_pause(cell: Cell) -> None:
+    """Killed before any GPU was asked: it is frozen again, and nothing is noted of it."""
+    before = cell.counts()
+    _, entry = killed(cell)
+    assert "its pause" in recover(entry, Driver(), Memory())
+    assert journal.read(ID) is None
+    as_it_was(cell, before)
+
+
+def test_a_thread_was_held(cell: Cell) -> None:
+    """Killed while it held a thread, whose signals it had blocked: the thread has its own mask again."""
+    before = cell.counts()
+    pid = cell.pids[0]
+    mask = blocked(pid, pid)
+    _, entry = killed(cell)
+    cell.freeze(0)
+    hold_and_be_killed(pid, [pid], Path(journal.masks(ID)))
+    assert blocked(pid, pid) != mask
+    recover(entry, Driver(), Memory())
+    assert blocked(pid, pid) == mask
+    assert journal.noted(journal.MASKS) == ()
+    as_it_was(cell, before)
+
+
+def test_paused_for_its_dump(cell: Cell, tmp_path: Path) -> None:
+    """It was gpusnap that paused it: it runs again, GPU process and all."""
+    cell.freeze(0)
+    stop(cell.pids[:1], timeout=5)
+    cell.freeze(1)
+    image = tmp_path / "image"
+    image.mkdir()
+    Draft(str(image)).prepare(None)
+    journal.write(ID, str(image), {cell.pids[0]: ()})
+    init = proc.process(cell.pids[0])
+    assert init is not None
+    lull = (init.pid, init.start)
+    journal.note_pause(ID, Pause((1, 1), "", False, (), lull=lull, groups=(str(cell.group),)))
+    driver = Driver()
+    driver.use(cell.pids[0], state=ProcessState.CHECKPOINTED)
+    before = cell.counts()
+    assert recover(read(), driver, Memory()) == f"running: {cell.pids[0]}"
+    assert journal.read(ID) is None
+    cell.run(before)
+
+
+@pytest.mark.parametrize("thawed", [True, False])
+def test_gpu_state_comes_back(cell: Cell, tmp_path: Path, *, thawed: bool) -> None:
+    """The driver is asked while the cgroup is thawed and all stand; then it is frozen as it was."""
+    before, driver, image = cell.counts(), Driver(), tmp_path / "image"
+    image.mkdir()
+    Draft(str(image)).prepare(None)
+    paused, entry = killed(cell, str(image))
+    if not thawed:
+        paused.freeze()
+        entry = read()
+    driver.use(cell.pids[0], state=ProcessState.CHECKPOINTED)
+    seen: list[bool] = []
+    driver.when("restore", lambda _: seen.append(not cell.frozen() and all(map(proc.halted, cell.pids))))
+    assert recover(entry, driver, Memory()) == f"running: {cell.pids[0]}"
+    assert seen == [True]
+    assert driver.states[cell.pids[0]] is ProcessState.RUNNING
+    assert journal.read(ID) is None
+    as_it_was(cell, before)
+
+
+def test_the_driver_fails(cell: Cell, tmp_path: Path) -> None:
+    """It is frozen again, and the process that lacks its GPU state stands even if it is resumed."""
+    before, driver, image = cell.counts(), Driver(), tmp_path / "image"
+    image.mkdir()
+    Draft(str(image)).prepare(None)
+    _, entry = killed(cell, str(image))
+    driver.use(cell.pids[0], state=ProcessState.CHECKPOINTED)
+    driver.fail("open", None, GpuError("the GPU driver is gone"))
+    with pytest.raises(GpusnapError, match="is gone"):
+        recover(entry, driver, Memory())
+    assert cell.frozen()
+    assert [proc.halted(pid) for pid in cell.pids] == [True, False]
+    assert cell.counts() == before
+    driver._faults.clear()
+    recover(replace(read(), owner=(1, 1)), driver, Memory())
+    as_it_was(cell, before)
+
+
+def test_dumped(tmp_path: Path) -> None:
+    """Killed after the dump that ended a paused container: its image is whole, and thawed when restored."""
+    image = tmp_path / "image"
+    image.mkdir()
+    Draft(str(image)).prepare(replace(a_manifest(pids=()), container=ID, pages="criu"))
+    (image / "cgroup.img").write_bytes(frozen_groups("FROZEN"))
+    (image / "inventory.img").touch()
+    gone = proc.process(os.getpid())
+    assert gone is not None
+    entry = Entry(ID, str(image), (1, 1), (Suspended(gone.pid, gone.start + 1, ()),))
+    journal.write(ID, str(image), {gone.pid: ()})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "read", lambda _: entry)
+        assert "is whole" in recover(entry, Driver(), Memory())
+    assert (image / "cgroup.img").read_bytes() == frozen_groups("THAWED")
+
+
+def test_the_disk_failed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reports that once: images whose fsync failed are never called whole by us afterwards."""
+    image = tmp_path / "image"
+    image.mkdir()
+    draft = Draft(str(image))
+    draft.begin()
+    draft.prepare(replace(a_manifest(pids=()), container=ID, pages="criu"))
+    (image / "inventory.img").touch()
+    (image / "pages-1.img").write_bytes(b"memory")
+    gone = proc.process(os.getpid())
+    assert gone is not None
+    entry = Entry(ID, str(image), (1, 1), (Suspended(gone.pid, gone.start + 1, ()),))
+    journal.write(ID, str(image), {gone.pid: ()})
+    real, failed = os.fsync, list[str]()
+
+    def fsync(descriptor: int) -> None:
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if name == "pages-1.img" and not failed:
+            failed.append(name)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(journal, "read", lambda _: entry)
+    with pytest.raises(GpusnapError, match="cannot be brought to disk"):
+        recover(entry, Driver(), Memory())
+    for _ in range(2):
+        with pytest.raises(GpusnapError, match=r"did not come to disk \(Input/output error\)"):
+            recover(entry, Driver(), Memory())
+    assert not (image / "gpusnap/manifest.json").exists()
+    # Whoever has seen to it says so by hand, or gives it up.
+    os.rename(image / "gpusnap/manifest.pending", image / "gpusnap/manifest.json")
+    assert "is whole" in recover(entry, Driver(), Memory())
+    assert os.listdir(journal.FOLDER) == []
+
+
+def test_resumed_meanwhile(cell: Cell, tmp_path: Path) -> None:
+    """Where somebody has resumed it since, it runs afterwards, and is not frozen again."""
+    driver, image = Driver(), tmp_path / "image"
+    image.mkdir()
+    Draft(str(image)).prepare(None)
+    paused, _ = killed(cell, str(image))
+    paused.freeze()
+    before = cell.counts()
+    cell.freeze(0)
+    driver.use(cell.pids[0], state=ProcessState.CHECKPOINTED)
+    recover(read(), driver, Memory())
+    assert not cell.frozen()
+    assert journal.read(ID) is None
+    cell.run(before)

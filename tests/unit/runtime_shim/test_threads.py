@@ -1,0 +1,115 @@
+"""Threads that this host does not give."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from gpusnap.runtime_shim import threads
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.snapshot.memory.prefetch import Filling
+
+
+def _refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sentence, with what to do."""
+    monkeypatch.setattr(threading.Thread, "start", _refuse)
+    with pytest.raises(GpusnapError, match="no thread could be started: can't start new thread") as caught:
+        threads.start(threading.Thread())
+    assert "pids.max" in caught.value.hint
+
+
+def test_one_that_never_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel made it, and had no memory for what it does first: nobody waits for ever, pools neither."""
+    monkeypatch.setattr(threading.Thread, "start", threading.Thread.start)  # put back afterwards
+    monkeypatch.setattr(threads, "_BEGINNING", 0.05)
+    threads.bound_starts()
+    ran = threading.Event()
+    threads.start(threading.Thread(target=ran.set))
+    assert ran.wait(5)
+    for name in ("_start_new_thread", "_start_joinable_thread"):  # before Python 3.13, and from it on
+        monkeypatch.setattr(threading, name, lambda *_, **__: None, raising=False)
+    with pytest.raises(GpusnapError, match="it ended before it began"):
+        threads.start(threading.Thread(target=ran.set))
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="it ended before it began"):
+        pool.submit(ran.set)
+
+
+def test_one_that_begins_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where gpusnap itself was stopped meanwhile: what nobody waits for does nothing."""
+    monkeypatch.setattr(threading.Thread, "start", threading.Thread.start)  # put back afterwards
+    monkeypatch.setattr(threads, "_BEGINNING", 0.05)
+    threads.bound_starts()
+    go, ended, ran = threading.Event(), threading.Event(), threading.Event()
+
+    class Late(threading.Thread):
+        def _bootstrap_inner(self) -> None:
+            go.wait()
+            try:
+                super()._bootstrap_inner()  # type: ignore[misc]
+            finally:
+                ended.set()
+
+        def run(self) -> None:
+            ran.set()
+
+    with pytest.raises(GpusnapError, match="it ended before it began"):
+        threads.start(Late(daemon=True))
+    go.set()
+    assert ended.wait(5)
+    assert not ran.is_set()
+
+
+def test_a_restore_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is staged for a restore is let go of, though the thread that was to check it never began."""
+    filling = Filling.__new__(Filling)
+    done: list[str] = []
+    filling._checking, filling._areas, filling._regions = None, [object()], []  # type: ignore[list-item]
+    filling._path, filling._key = "", ""
+
+    class Reading:
+        def wait(self) -> None:
+            done.append("wait")
+
+        def close(self) -> None:
+            done.append("close")
+
+    filling._reading = Reading()  # type: ignore[assignment]
+    monkeypatch.setattr(Filling, "_drop", lambda _: done.append("drop"))
+    monkeypatch.setattr("gpusnap.runtime_shim.snapshot.memory.transfer.give", lambda *_, **__: {})
+    monkeypatch.setattr(threading.Thread, "start", _refuse)
+    monkeypatch.setattr(
+        "gpusnap.runtime_shim.snapshot.memory.prefetch.zip", lambda *_, **__: (), raising=False
+    )
+    with pytest.raises(GpusnapError, match="no thread could be started"):
+        filling.deliver({})
+    filling.close()
+    assert done == ["wait", "close", "drop"]
+
+
+def test_what_is_staged_is_removed_at_last(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A failure that passes does not leave it in RAM; one that stays is said."""
+    filling = Filling.__new__(Filling)
+    filling._areas = []
+    failures = [1]
+
+    class Stage:
+        def remove(self) -> None:
+            if failures:
+                failures.pop()
+                raise OSError(12, "Cannot allocate memory")
+
+    filling._stage = Stage()  # type: ignore[assignment]
+    filling._drop()
+    assert not failures
+    assert capsys.readouterr().err == ""
+    failures += [1] * 10
+    filling._drop()
+    assert "still takes RAM: Cannot allocate memory; gpusnap recover frees it" in capsys.readouterr().err
