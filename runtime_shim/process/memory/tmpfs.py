@@ -19,6 +19,7 @@ import errno
 import fcntl
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -27,6 +28,9 @@ from gpusnap.oci.base.files import is_folder
 from gpusnap.runtime_shim.process.memory import copy as copies
 
 FOLDER = "/run/gpusnap/stage"
+# Seconds for another gpusnap to mount or unmount it, and between two looks.
+_PATIENCE, _PAUSE = 30.0, 0.005
+_LOCK = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _SLICE = 16 << 20  # bytes that one thread populates at a time
 # asm-generic/mman-common.h
 _HUGEPAGE, _POPULATE_WRITE = 14, 23
@@ -176,15 +180,32 @@ def _folder(key: str) -> str:
 
 @contextmanager
 def _locked() -> Iterator[None]:
-    parent = os.path.dirname(FOLDER)
-    with suppress(FileExistsError):
-        os.mkdir(parent, 0o700)
-    lock = os.open(f"{FOLDER}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    """Keep others from the mount while the block runs. Raises OSError, TimeoutError too."""
+    path = f"{FOLDER}.lock"
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock = os.open(path, _LOCK, 0o600)
+    except FileNotFoundError:  # the first of all
+        with suppress(FileExistsError):
+            os.mkdir(os.path.dirname(path), 0o700)
+        lock = os.open(path, _LOCK, 0o600)
+    deadline = time.monotonic() + _PATIENCE
+    try:
+        while not _exclusive(lock):
+            if time.monotonic() > deadline:
+                raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), path)
+            time.sleep(_PAUSE)
         yield
     finally:
         os.close(lock)
+
+
+def _exclusive(lock: int) -> bool:
+    """Lock it, unless another process has it: flock(2) has no deadline."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _mount() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -53,6 +55,34 @@ def names(folder: Path) -> list[str]:
 def mapped(target: Target, address: int) -> str:
     """The name of what lies at an address."""
     return next(m.name for m in mappings(target.pid) if m.start <= address < m.end)
+
+
+def test_another_has_the_lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for it has an end, and nothing is lost: the same is done later."""
+    one = Stage("one")
+    one.area("a", 0, MIB).close()
+    monkeypatch.setattr(stage, "_PATIENCE", 0.05)
+    with open(f"{folder}.lock", "rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError, match=r"stage\.lock"):
+            one.remove()
+    assert names(folder) == ["a"]
+    one.remove()
+    assert not os.path.ismount(folder)
+
+
+def test_no_room_for_another_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there need not be made: removing needs no room."""
+    one = Stage("one")
+    one.area("a", 0, MIB).close()
+
+    def mkdir(path: str, mode: int = 0o777) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    one.remove()
+    monkeypatch.undo()
+    assert not os.path.ismount(folder)
 
 
 def test_mounted_when_needed_and_gone_when_not(folder: Path) -> None:
