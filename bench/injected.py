@@ -15,10 +15,10 @@ the image or the container is right; or one sentence says why not, the workload 
 from __future__ import annotations
 
 import random
-import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ from faulthost import (
     start,
     waited,
 )
-from injecting import FITTING
+from injecting import FITTING, kind, of_imports
 from support import RUNTIME, STORAGE, Container, good, podman, run, until
 
 NAME = "injected"
@@ -49,32 +49,26 @@ FOLDER = Path("/var/tmp/injected")
 CALLS = FOLDER / "calls"
 _TRACED = [sys.executable, "-B", str(CHECKOUT / "bench/injecting.py"), "--calls", str(CALLS)]
 _FROM = ["--after", "/runtime_shim/runtime/command_line.py"]
-Point = tuple[int, str]
-# Modules and the folders that they are looked for in.
-_OF_IMPORTS = re.compile(
-    r"\.py[c.\d]*$|__pycache__|/(site|dist)-packages|/lib/python3|\.so\b|^\S+ \w+ /src(/\w+)*$"
-)
+
+
+@dataclass(frozen=True, order=True)
+class Point:
+    """A call that fails: the number of it among those that the error fits, of a kind if one is given."""
+
+    at: int
+    error: str
+    kind: str = ""
+
+    def words(self) -> list[str]:
+        """For injecting.py."""
+        return ["--at", str(self.at), "--error", self.error, *(["--kind", self.kind] if self.kind else [])]
 
 
 def traced(line: list[str], point: Point | None) -> tuple[Done, list[str]]:
     """Run a command with a call failing, and the calls that it made."""
-    words = [] if point is None else ["--at", str(point[0]), "--error", point[1]]
+    words = point.words() if point is not None else []
     done = limited([*_TRACED, *_FROM, *words, "--", *line])
     return done, CALLS.read_text().splitlines()
-
-
-# What each run draws anew: IDs, UUIDs and digests, random names, counted blocks and descriptors.
-_DRAWN = re.compile(
-    r"0x[0-9a-f]+|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{12,}|(?<=tmp)\w{8}|(?<=\.)\w{8}\b|\d+"
-)
-
-
-def kind(call: str) -> str:
-    """The call, and the file or the values that it is about, without what each run draws anew."""
-    _, name, subject = [*call.split(" ", 2), "", ""][:3]
-    if _OF_IMPORTS.search(call):
-        subject = "imports"
-    return f"{name} {_DRAWN.sub('N', subject)}"
 
 
 @dataclass(frozen=True)
@@ -98,7 +92,7 @@ def points(calls: list[str], errors: list[str], choice: Choice) -> list[Point]:
     for error in errors:
         fitting = [call for call in calls if error in call.partition(" ")[0].split(",")]
         for at, call in enumerate(fitting):
-            (imports if _OF_IMPORTS.search(call) else found).append((at, error))
+            (imports if of_imports(call) else found).append(Point(at, error))
     print(
         f"{len(calls)} calls; {len(found)} with each error that fits, {len(imports)} of imports", flush=True
     )
@@ -110,13 +104,12 @@ def points(calls: list[str], errors: list[str], choice: Choice) -> list[Point]:
 
 def _one_of_each(calls: list[str], errors: list[str]) -> list[Point]:
     """A call of each kind with each error that fits it, any of them where there are several."""
-    found: dict[tuple[str, str], list[Point]] = {}
-    for error in errors:
-        fitting = [call for call in calls if error in call.partition(" ")[0].split(",")]
-        for at, call in enumerate(fitting):
-            found.setdefault((error, kind(call)), []).append((at, error))
+    found: Counter[tuple[str, str]] = Counter()
+    for call in calls:
+        fitting, _, described = call.partition(" ")
+        found.update((kind(described), error) for error in fitting.split(",") if error in errors)
     print(f"{len(calls)} calls; {len(found)} kinds with each error that fits", flush=True)
-    return sorted(random.choice(alike) for alike in found.values())
+    return [Point(random.randrange(many), error, each) for (each, error), many in sorted(found.items())]
 
 
 def _spread(found: list[Point], rounds: int) -> list[Point]:
@@ -282,9 +275,10 @@ def rounds(report: Report, way: str, runtime: str, given: list[str], choice: Cho
         return Checkpoints.begin() if way == "checkpoint" else Restores.begin(runtime)
 
     job = begin()
-    done, calls = traced(job.line(), None)
-    good(done)
-    job.check(done)
+    for _ in range(2):  # the first fills caches
+        done, calls = traced(job.line(), None)
+        good(done)
+        job.check(done)
     chosen = points(calls, given, choice)
     random.shuffle(chosen)  # a run that has too little time takes some of each
     for at, point in enumerate(chosen):
@@ -292,13 +286,13 @@ def rounds(report: Report, way: str, runtime: str, given: list[str], choice: Cho
             return
         if isinstance(job, Checkpoints):
             job.leave = at % 3 != 0
-        name = f"{runtime} {way}, call {point[0]}, {point[1]}"
+        name = f"{runtime} {way}, call {point.at}, {point.error}"
         report.counts[f"{way}s"] += 1
         call = ""
         try:
             done, calls = traced(job.line(), point)
             call = calls[0] if calls else ""
-            report.counts[point[1] if call else "not met"] += 1
+            report.counts[point.error if call else "not met"] += 1
             outcome = job.check(done)
             report.counts[f"{way}: {outcome}"] += 1
             said = done.err.strip().splitlines()[-1][:300] if done.code else ""

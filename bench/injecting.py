@@ -1,11 +1,13 @@
 """Run gpusnap, and have one of its system calls fail: ptrace(2), so only x86-64 and as root.
 
-    injecting.py --calls FILE [--at N --error ENOSPC] [--after PATH] -- COMMAND…
+    injecting.py --calls FILE [--at N [--kind KIND] --error ENOSPC] [--after PATH] -- COMMAND…
 
 The calls that could fail so are numbered from 0 for each error in the order in which gpusnap makes them, all
 threads and forks together; a child that begins another program (crun, CRIU) is let go there. Numbering begins
-when a file is opened whose path ends in --after. FILE gets the name and the path of the call that failed;
-without --at, those of all calls, and which errors fit each. The exit status is the command's.
+when a file is opened whose path ends in --after. With --kind only calls of that kind are numbered (`kind`),
+which two runs of the same command have in common more than an order. FILE gets the name and the path of the
+call that failed; without --at, those of all calls, and which errors fit each. The exit status is the
+command's.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import re
 import signal
 import sys
 from dataclasses import dataclass, field
@@ -82,6 +85,8 @@ class Tracer:
     """Descriptor of the file of calls."""
     after: str
     inject: tuple[int, str] | None
+    wanted: str = ""
+    """The kind of calls that are numbered; all for an empty one."""
     number: int = 0
     begun: bool = False
     done: bool = False
@@ -150,8 +155,11 @@ class Tracer:
         if self.inject is None:
             self._write(f"{','.join(errors)} {name} {_described(tid, name, arguments)}")
         elif self.inject[1] in errors:
+            described = f"{name} {_described(tid, name, arguments)}"
+            if self.wanted and kind(described) != self.wanted:
+                return
             if self.number == self.inject[0]:
-                self._write(f"{name} {_described(tid, name, arguments)}")
+                self._write(described)
                 error: int = getattr(errno, self.inject[1])
                 self.failing[tid] = -error
                 if name != "close":  # which closes, whatever it answers
@@ -174,6 +182,27 @@ class Tracer:
             registers = ptrace.registers(tid)
             ptrace.set_registers(tid, X86_64.changed(registers, {X86_64.result: answer}))
             self.done = True
+
+
+# What each run draws anew: IDs, UUIDs and digests, random names, counted blocks and descriptors.
+_DRAWN = re.compile(
+    r"0x[0-9a-f]+|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{12,}|(?<=tmp)\w{8}|(?<=[.-])\w{8}\b|\d+"
+)
+# Modules and the folders that they are looked for in.
+_OF_IMPORTS = re.compile(
+    r"\.py[c.\d]*$|__pycache__|/(site|dist)-packages|/lib/python3|\.so\b|^\w+ /src(/\w+)*$"
+)
+
+
+def kind(call: str) -> str:
+    """A call and the file or the values that it is about, without what each run draws anew."""
+    name, _, subject = call.partition(" ")
+    return f"{name} imports" if of_imports(call) else f"{name} {_DRAWN.sub('N', subject)}"
+
+
+def of_imports(call: str) -> bool:
+    """Whether a call is one of Python's, of which an import makes many."""
+    return bool(_OF_IMPORTS.search(call))
 
 
 def _fits(tid: int, name: str, arguments: tuple[int, ...], error: str) -> bool:
@@ -223,13 +252,14 @@ def main() -> int:
     )
     parser.add_argument("--calls", type=Path, required=True)
     parser.add_argument("--at", type=int)
+    parser.add_argument("--kind", default="")
     parser.add_argument("--error", choices=FITTING, default="EIO")
     parser.add_argument("--after", default="")
     parser.add_argument("command", nargs="+")
     given = parser.parse_args()
     calls = os.open(given.calls, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     inject = None if given.at is None else (given.at, given.error)
-    return Tracer(calls, given.after, inject).run(given.command)
+    return Tracer(calls, given.after, inject, given.kind).run(given.command)
 
 
 if __name__ == "__main__":
