@@ -50,9 +50,9 @@ CODES = (
     ErrorCode(
         "GPS-209",
         "socket-protocol",
-        "A process has a socket of a protocol that this CRIU cannot dump on this kernel. CRIU before 4.2 "
-        "dumps Unix and netlink sockets from Linux 6.16 on only; no CRIU dumps MPTCP, which Go's servers "
-        "use by default.",
+        "A process has a socket of a protocol that this CRIU cannot dump on this kernel. On Linux "
+        "6.16 and later, CRIU before 4.2 dumps only Unix and netlink sockets. No CRIU dumps MPTCP, which Go's "
+        "servers use by default.",
         "Install CRIU 4.2 or later. For MPTCP, start the program without it: `GODEBUG=multipathtcp=0` for "
         "Go.",
     ),
@@ -96,8 +96,8 @@ CODES = (
     ErrorCode(
         "GPS-214",
         "nccl",
-        "The ranks of a job share GPU memory through NCCL. The driver would suspend the processes, or not "
-        "come to an end with it, and could not restore them.",
+        "The ranks of a job share GPU memory through NCCL. The driver would hang, or it would suspend the "
+        "processes and then be unable to restore them.",
         "Start the job with the variables that the message names; `NCCL_P2P_DISABLE=1`, "
         "`NCCL_CUMEM_ENABLE=0` and `NCCL_NVLS_ENABLE=0` are enough in most cases. They have to be in the "
         "environment before NCCL starts. If you know that nothing is shared: `gpusnap checkpoint --force`, "
@@ -117,7 +117,7 @@ CODES = (
         "While a process is suspended its GPU memory is in RAM, and there is not enough of it. The message "
         "says which limit is meant: that of this host, that of the container, or that of the cgroup that "
         "gpusnap itself runs in (the session or unit of Podman or containerd).",
-        "This host: free some memory, or checkpoint fewer processes at a time. The container: raise its "
+        "This host: free some memory, or checkpoint fewer containers at a time. The container: raise its "
         "limit (`podman update --memory`). gpusnap's own cgroup: raise the limit of that session or unit. "
         "Where the GPU memory only passes through RAM, a lower `memory.ceiling` is enough.",
     ),

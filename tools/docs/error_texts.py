@@ -16,11 +16,11 @@ to a section of this page, which has the cause and the cure. `gpusnap explain GP
 `gpusnap explain` lists the codes. In JSON, the code is a member of its own, `code`: in the log, in `gpusnap
 doctor --json` and in `gpusnap plan --json`. Podman rewords some of what a runtime says; the code stays.
 
-Search this page for the code, or for some words of the message: what is in angle brackets here is filled in
-there. `…` before a message marks one that is the end or a part of another.
+Search this page for the code, or for some words of the message. `<…>` stands for a value. A message after `…`
+appears only within a longer one.
 [troubleshooting.md](troubleshooting.md) has what people meet most, and what CRIU says.
 
-- **Which errors have a code**: those of which there is more to say than the message says itself. Messages
+- **Which errors have a code**: those of which this page says more than the message does. Messages
   with the same cause and cure share a code, whatever they say: all that find damage have GPS-601. The others
   stand [at the end of this page](#messages-without-a-code): they say what to do, or end with the underlying
   error.

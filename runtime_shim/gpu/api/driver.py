@@ -1,7 +1,7 @@
 """What gpusnap asks of a vendor's GPU driver: one protocol, one implementation a vendor.
 
 A process is named by its PID as this process sees it. Operations on one process block until the driver has
-answered; `together.at_once` runs them on several processes at the same time.
+answered; `parallel.at_once` runs them on several processes at the same time.
 """
 
 from __future__ import annotations
