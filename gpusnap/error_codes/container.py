@@ -51,8 +51,8 @@ CODES = (
         "GPS-209",
         "socket-protocol",
         "A process has a socket of a protocol that this CRIU cannot dump on this kernel. On Linux "
-        "6.16 and later, CRIU before 4.2 dumps only Unix and netlink sockets. No CRIU dumps MPTCP, which Go's "
-        "servers use by default.",
+        "6.16 and later, CRIU before 4.2 dumps only Unix and netlink sockets. No CRIU dumps MPTCP, which "
+        "Go's servers use by default.",
         "Install CRIU 4.2 or later. For MPTCP, start the program without it: `GODEBUG=multipathtcp=0` for "
         "Go.",
     ),

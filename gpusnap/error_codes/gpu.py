@@ -53,7 +53,7 @@ CODES = (
         "gpu-out-of-memory",
         "At a restore: the GPU does not have as much free memory as the process needs. At a checkpoint: this "
         "host, or the limit of the container, does not have the RAM that takes the GPU memory.",
-        "At a restore: end what uses the GPU (`nvidia-smi` shows it), or choose another one with `--gpu-map`. "
+        "At a restore: end what uses the GPU (`nvidia-smi` shows it), or choose another with `--gpu-map`. "
         "At a checkpoint: free RAM, or raise the limit of the container (`podman update --memory`).",
     ),
     ErrorCode(

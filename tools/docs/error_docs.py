@@ -27,7 +27,10 @@ from tools.docs.error_texts import INTRODUCTION, PARTS, REASONS, SAYS_ALL
 __all__ = ["code_of", "main", "markdown", "uncured", "unknown", "unused"]
 
 ROOT = Path(__file__).parents[2]
-_HEAD = "Made by `python -m tools.docs.error_docs` from the source, gpusnap/error_codes and tools/docs/error_texts.py; edit those."
+_HEAD = (
+    "Made by `python -m tools.docs.error_docs` from the source, gpusnap/error_codes and "
+    "tools/docs/error_texts.py; edit those."
+)
 _WITHOUT = "Messages without a code"
 _TYPED = ("UsageError", "Interrupted", "Cancelled")
 """What was typed, or a signal: the message says all there is to say."""
