@@ -11,8 +11,26 @@ import re
 import stat
 from typing import Any
 
+_DRIVER_FILE = re.compile(
+    r"""(?x) .*/(?:
+        lib(?:cuda|cudadebugger|nvcuvid|nvoptix|nvidia-[\w-]+|(?:GLX|EGL|vdpau|GLESv1_CM|GLESv2)_nvidia)\.so[\w.]*
+        | firmware/(?:updates/)?(?:[^/]+/)?nvidia/.+
+        | s?bin/nvidia-[\w-]+
+        | run/nvidia-(?:persistenced|fabricmanager)/socket
+        | proc/driver/nvidia(?:/.*)?
+    )"""
+)
 _VERSIONED = re.compile(r"/lib(?:cuda|nvidia-ml)\.so\.(\d{2,4}(?:\.\d{1,4}){1,2})$")
 _CDI = "cdi.k8s.io/"
+
+
+def is_named_as_drivers(path: str) -> bool:
+    """Whether a path ends as that of a file of NVIDIA's driver, wherever that is.
+
+    A mount of one gets an option that does no harm to any other. What a checkpoint's manifest asks for is
+    judged more strictly, by gpu.nvidia.driver_files.is_driver_file.
+    """
+    return _DRIVER_FILE.fullmatch(path) is not None
 
 
 def _is_node(path: str) -> bool:

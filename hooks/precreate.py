@@ -20,8 +20,7 @@ from typing import Any
 
 from gpusnap.hooks import schema
 from gpusnap.hooks.document import parse, text
-from gpusnap.hooks.given import has_gpu
-from gpusnap.runtime_shim.gpu.nvidia.driver_files import is_driver_file
+from gpusnap.hooks.given import has_gpu, is_named_as_drivers
 
 CRIU_ANNOTATION = "org.criu.config"
 """Read by runc and, from 1.26 on with CRIU 4.2, by crun; an older crun refuses to checkpoint with it."""
@@ -58,7 +57,8 @@ def _mend(mount: dict[str, Any]) -> bool:
     source = mount.get("source", "")
     if os.path.isabs(source) and _COPIES_LINK not in options:
         mount["source"] = _behind(source)
-    if not _PROPAGATION & set(options) and (is_driver_file(source) or is_driver_file(mount["destination"])):
+    ours = is_named_as_drivers(source) or is_named_as_drivers(mount["destination"])
+    if ours and not _PROPAGATION & set(options):
         mount["options"] = [*options, "rprivate"]
     return mount != before
 

@@ -47,7 +47,8 @@ _UNIX_STATES = {1: "established", 7: "unconnected", 10: "listening"}
 _PAGE = 4096
 # Of a command line: what is shown of one is less.
 _LONGEST = 4096
-_MOST = 1 << 20
+# Entries of an image, and open files and threads of all processes: each takes some hundred bytes here.
+_MOST = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +123,17 @@ def read(images: Mapping[str, bytes], where: str) -> tuple[Process, ...]:
             if name in images:
                 open_files = {entry.id: entry for entry in _decoded(images, name, "files")}
         name = "pstree.img"
-        found = {}
+        found: dict[int, Any] = {}
+        threads = 0
         for entry in _decoded(images, name, "pstree"):
             if entry.pid in found:
                 raise Damage(f"has process {entry.pid} twice")
+            threads += len(entry.threads)
+            if threads > _MOST:
+                raise Damage(f"has more than {_MOST} threads")
             found[entry.pid] = entry
         processes = []
+        left = _MOST
         for pid, entry in found.items():
             name = f"core-{pid}.img"
             process = _process(images, entry)
@@ -135,7 +141,8 @@ def read(images: Mapping[str, bytes], where: str) -> tuple[Process, ...]:
             number = _files_number(images, pid)
             name = f"fdinfo-{number}.img"
             descriptors = _decoded(images, name, "fdinfo") if name in images else ()
-            files, sockets = _opened(descriptors, open_files)
+            files, sockets = _opened(descriptors, open_files, left)
+            left -= len(files) + len(sockets)
             name = f"pagemap-{pid}.img"
             pages = _pages(images[name]) if name in images else None
             # A zombie has no memory.
@@ -199,10 +206,15 @@ def _files_number(images: Mapping[str, bytes], pid: int) -> int:
     return 0
 
 
-def _opened(descriptors: Any, files: Mapping[int, Any]) -> tuple[tuple[File, ...], tuple[Socket, ...]]:
+def _opened(
+    descriptors: Any, files: Mapping[int, Any], most: int
+) -> tuple[tuple[File, ...], tuple[Socket, ...]]:
+    """Several processes may name the same image of descriptors; so those of all are counted."""
     found: list[File] = []
     sockets: list[Socket] = []
     for each in descriptors:
+        if len(found) + len(sockets) >= most:
+            raise Damage(f"has descriptors beyond the {_MOST} that all processes together may have here")
         file = files.get(each.id)
         socket = _socket(each.fd, file) if file is not None else None
         if socket is not None:

@@ -26,6 +26,8 @@ _PIECE = 1 << 20
 # Bytes of the images that are held in memory, of one and of all. The pagemap of 16 GiB in single pages takes
 # 64 MiB; those of containers are much smaller.
 _LARGEST, _ALL = 64 << 20, 256 << 20
+# Some for each process.
+_MOST_IMAGES = 1 << 16
 
 
 def read(checkpoint: Checkpoint) -> tuple[Process, ...]:
@@ -33,11 +35,14 @@ def read(checkpoint: Checkpoint) -> tuple[Process, ...]:
     images: dict[str, bytes] = {}
     commands: dict[int, tuple[str, ...]] = {}
     wanted: dict[int, Place] | None = None
+    total = 0
     for name, size, content in _images(checkpoint):
         if kind_of(name) in processes.KINDS:
-            if size > _LARGEST or sum(map(len, images.values())) + size > _ALL:
+            total += size
+            if size > _LARGEST or total > _ALL or len(images) >= _MOST_IMAGES:
                 raise ImageError(
-                    f"CRIU's image {name} in {checkpoint.word} has {size} bytes, too many to look at here",
+                    f"CRIU's image {name} in {checkpoint.word} has {size} bytes, and {len(images)} before it "
+                    f"{total - size}: too many to look at here",
                     hint="gpusnap inspect without --processes shows the rest",
                 )
             images[name] = _all(content, size)

@@ -23,15 +23,13 @@ from gpusnap.runtime_shim.process.memory import maps as regions
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.process.memory.maps import Region
 from gpusnap.runtime_shim.process.memory.tmpfs import Area
-from gpusnap.runtime_shim.process.ptrace.remote_syscall import put_back
-from gpusnap.runtime_shim.process.ptrace.tracee import put_masks_back
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.records.manifest_file import Draft
-from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.runtime.criu.images import control_groups, digests
 from gpusnap.runtime_shim.runtime.criu.images import directory as image
 from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot import held_threads
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import Home, StoreHome, in_image, left
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
@@ -58,14 +56,7 @@ def recover(entry: Entry, driver: Driver, settings: Memory) -> str:
 
 
 def sweep() -> None:
-    """Free the RAM of what is staged for no entry: its gpusnap was killed in its last moments.
-
-    And unblock the signals of threads that are named in no entry.
-    """
-    for key in journal.noted(journal.MASKS):
-        if key not in (*journal.noted("json"), *journal.noted(journal.PAUSED), *journal.noted("restore")):
-            with suppress(GpusnapError), journal.held(key, patience=0):
-                _unblock_signals(key)
+    """Free the RAM of what is staged for no entry: its gpusnap was killed in its last moments."""
     for key in stage.containers():
         with suppress(GpusnapError, OSError), journal.held(key, patience=0):
             if key not in (*journal.noted("json"), *journal.noted("restore")):
@@ -98,9 +89,10 @@ def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
 
 def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[[int], object] | None) -> str:
     """Bring back what is there; `let_go` as in `resume`."""
-    _unblock_signals(entry.key)
+    held_threads.unblock_signals(entry.key)
     if not entry.image:
-        return "nothing but its pause was to be put right"
+        what = "its pause" if entry.paused is not None else "a thread that was held"
+        return f"nothing but {what} was to be put right"
     _let_idle_go_on(entry, let_go)
     there = tuple(process for process in alive(entry) if not process.idle)
     if there:
@@ -141,18 +133,6 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
     scratch_files.sweep(entry.owner)
     journal.remove(entry.key)
     return said
-
-
-def _unblock_signals(key: str) -> None:
-    """Give the threads that a killed gpusnap held their signal masks back."""
-    try:
-        put_masks_back(journal.masks(key))
-    except OSError as error:
-        raise GpusnapError(
-            f"a thread of container {container_key.id_of(key)} cannot be given its signal mask back: "
-            f"{reason(error)}",
-            hint="see that no debugger has it",
-        ) from error
 
 
 def _right(entry: Entry, guard: Guard, pid: int) -> None:
@@ -351,13 +331,4 @@ def _covered(start: int, size: int, mapped: Sequence[regions.Mapping]) -> bool:
 def _give_thread_back(entry: Entry, process: Suspended) -> None:
     if process.thread is None:
         return
-    try:
-        put_back(process.pid, process.thread)
-    except OSError as error:
-        raise GpusnapError(
-            f"thread {process.thread.tid} of process {process.pid} cannot be given its registers back: "
-            f"{reason(error)}",
-            hint="see that no debugger has it",
-            code="GPS-226",
-        ) from error
-    journal.given_back(entry.key, process.pid)
+    held_threads.give_registers_back(entry.key, process.pid, process.thread)

@@ -46,7 +46,7 @@ from gpusnap.runtime_shim.runtime.command_line import RestoreCall
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.runtime.criu.run import control, quiet
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
-from gpusnap.runtime_shim.snapshot import incomplete_restore
+from gpusnap.runtime_shim.snapshot import held_threads, incomplete_restore
 from gpusnap.runtime_shim.snapshot.incomplete_restore import Place
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
@@ -247,6 +247,7 @@ def recover(key: str, driver: Driver | None, *, remove: bool = True) -> str:
         incomplete_restore.let_runtime_end(
             entry.owner, entry.container, enough=lambda: not entry.detach and _pid(entry) > 0
         )
+        held_threads.give_all_back(key)  # before any of them goes on
         said = _kept(entry, driver) if entry.stage is not Stage.PREPARE else None
         if said is not None and said.startswith(RUNNING):
             _came_up_late(entry)

@@ -10,6 +10,9 @@
 
 #define SLICE_WORDS (1u << 20) /* the unit of --slices: 4 MiB */
 #define BLOCK_WORDS (1u << 16) /* checked at a time: 256 KiB, which a core's cache holds */
+#define HOST_WORDS (1u << 20)  /* 4 MiB of the CPU's own memory, which is in CRIU's images */
+#define HOST_SEED 0x7c3au
+#define HOST_EVERY 8 /* ticks between two looks at it */
 #define THREADS 256
 #define PIECE_WORDS (2u << 18) /* of --touch and of what SIGUSR1 changes: 2 MiB */
 
@@ -98,6 +101,8 @@ struct gpu {
 #else
 #define FAST
 #endif
+
+static uint32_t *host_words;
 
 /* A block as it should be, and as it is. */
 static uint32_t wanted_words[BLOCK_WORDS], found_words[BLOCK_WORDS];
@@ -253,8 +258,11 @@ int gpu_open(const struct options *options, struct gpu **gpus)
     CALL(cuInit, 0);
     CALL(cuDeviceGetCount, &all);
     *gpus = calloc(GPUS_MAX, sizeof(**gpus));
-    if (!*gpus)
+    host_words = malloc(4ull * HOST_WORDS);
+    if (!*gpus || !host_words)
         die("out of memory");
+    for (uint32_t i = 0; i < HOST_WORDS; i++)
+        host_words[i] = hash32(HOST_SEED, i);
     for (int i = 0; i < all && count < GPUS_MAX; i++)
         if (wanted(options->gpus, i))
             open_one(*gpus + count++, i, options);
@@ -317,6 +325,8 @@ FAST bool gpu_check(struct gpu *gpu, uint64_t tick, uint64_t *sum)
             *sum += found_words[i];
         }
     }
+    for (uint32_t i = 0; i < HOST_WORDS && tick % HOST_EVERY == 0; i++)
+        wrong |= host_words[i] ^ hash32(HOST_SEED, i);
     return !wrong;
 }
 

@@ -4,13 +4,15 @@ A held thread has its signals blocked (tracee.py), and a tracer that is ended by
 back: the thread would get no signal for the rest of its life, not even the SIGTERM of `podman stop`. So each
 mask is written to a file before the signals are blocked, and taken out when the thread has it again.
 
-The file has slots of 24 bytes, each written by one pwrite(2), which takes a few microseconds. It is on tmpfs:
-the threads end with the host. Where it cannot be written, because tmpfs is full, the thread is held all the
-same: the journal needs the same room, and says so.
+The file has slots of 32 bytes, none on two pages, each written by one pwrite(2), which takes a few
+microseconds. The first one names our PID namespace. It is on tmpfs: the threads end with the host. Where it
+cannot be written, because tmpfs is full, the thread is held all the same: the journal needs the same room,
+and says so.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import threading
@@ -18,8 +20,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-# Process and thread (0: the slot is free), start time of the thread, its mask.
-_SLOT = struct.Struct("=IIQQ")
+from gpusnap.runtime_shim.errors import GpusnapError
+
+# Process and thread (0: the slot is free), start time of the thread, its mask. In the first slot: 0, 0, the
+# inode of the PID namespace.
+_SLOT = struct.Struct("=IIQQ8x")
 _FREE = bytes(_SLOT.size)
 # As many slots as are read of a file.
 _MOST = 1 << 16
@@ -40,10 +45,10 @@ class Mask:
 
     @property
     def there(self) -> bool:
-        """Whether that thread is still there."""
+        """Whether that thread is still there. Raises OSError where the kernel does not say."""
         try:
             return _start(self.pid, self.tid) == self.start
-        except OSError:
+        except (FileNotFoundError, ProcessLookupError):
             return False
 
 
@@ -64,11 +69,15 @@ class _File:
             self.descriptor = os.open(self.path, flags, 0o600)
             # What another gpusnap left stays before ours.
             self.size = -(-os.fstat(self.descriptor).st_size // _SLOT.size)
+            if not self.size:
+                _write(self.descriptor, 0, _SLOT.pack(0, 0, _space(), 0))
+                self.size = 1
 
     def close(self) -> None:
         """Close it, and remove it unless a thread has not got its mask back. Raises OSError."""
         if self.descriptor >= 0:
-            os.close(self.descriptor)
+            descriptor, self.descriptor = self.descriptor, -1  # whoever drops a note later finds none
+            os.close(descriptor)
         with suppress(FileNotFoundError):
             if not read(self.path):
                 os.unlink(self.path)
@@ -81,13 +90,15 @@ _files: list[_File] = []
 @contextmanager
 def kept(path: str) -> Iterator[None]:
     """Have the masks of held threads in a file while the block runs."""
+    file = _File(path)
     with _lock:
-        _files.append(_File(path))
+        _files.append(file)
     try:
         yield
     finally:
-        with _lock, suppress(OSError):
-            _files.pop().close()
+        with _lock, suppress(OSError, GpusnapError):
+            _files.remove(file)
+            file.close()
 
 
 class Note:
@@ -99,8 +110,9 @@ class Note:
     def drop(self) -> None:
         """The thread has its mask again, or has ended."""
         with _lock, suppress(OSError):
-            os.pwrite(self._file.descriptor, _FREE, self._number * _SLOT.size)
-            self._file.free.append(self._number)
+            if self._file.descriptor >= 0:
+                _write(self._file.descriptor, self._number, _FREE)
+                self._file.free.append(self._number)
 
 
 def note(pid: int, tid: int, blocked: int) -> Note | None:
@@ -113,22 +125,29 @@ def note(pid: int, tid: int, blocked: int) -> Note | None:
             file.open()
             number = file.free.pop() if file.free else file.size
             file.size = max(file.size, number + 1)
-            slot = _SLOT.pack(pid, tid, _start(pid, tid), blocked)
-            os.pwrite(file.descriptor, slot, number * _SLOT.size)
+            _write(file.descriptor, number, _SLOT.pack(pid, tid, _start(pid, tid), blocked))
         except OSError:
             return None
         return Note(file, number)
 
 
 def read(path: str) -> tuple[Mask, ...]:
-    """The masks that a killed gpusnap left in a file. Raises OSError where it cannot be read."""
+    """The masks that a killed gpusnap left in a file.
+
+    Raises OSError where it cannot be read, GpusnapError where its PIDs are of another PID namespace.
+    """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
             data = file.read(_MOST * _SLOT.size)
     except FileNotFoundError:
         return ()
     whole = len(data) - len(data) % _SLOT.size
-    slots = enumerate(_SLOT.iter_unpack(data[:whole]))
+    slots = [*enumerate(_SLOT.iter_unpack(data[:whole]))]
+    if slots and slots[0][1][2] not in (0, _space()):
+        raise GpusnapError(
+            f"{path} was written in another PID namespace, whose processes cannot be told from here",
+            hint="run gpusnap on the host itself, not in a container or toolbox that has the host's /run",
+        )
     return tuple(Mask(pid, tid, start, blocked, at) for at, (pid, tid, start, blocked) in slots if tid)
 
 
@@ -137,9 +156,20 @@ def clear(path: str, masks: Iterable[Mask]) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         for mask in masks:
-            os.pwrite(descriptor, _FREE, mask.slot * _SLOT.size)
+            _write(descriptor, mask.slot, _FREE)
     finally:
         os.close(descriptor)
+
+
+def _write(descriptor: int, number: int, slot: bytes) -> None:
+    """Write a slot. Raises OSError, also where there is room for a part of it only."""
+    if os.pwrite(descriptor, slot, number * _SLOT.size) < _SLOT.size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _space() -> int:
+    """Our PID namespace."""
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _start(pid: int, tid: int) -> int:

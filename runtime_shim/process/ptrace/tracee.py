@@ -153,11 +153,15 @@ class Tracee:
             with suppress(ProcessLookupError, ChildProcessError):
                 ptrace.wait(self.tid)
                 self._let_go()
+        self.forget()
+        if self.stood:
+            _settle(self.pid, self.tid)
+
+    def forget(self) -> None:
+        """It needs its mask no more: it has it, or has ended."""
         if self._note is not None:
             self._note.drop()
             self._note = None
-        if self.stood:
-            _settle(self.pid, self.tid)
 
     def _let_go(self) -> None:
         if self.mask is not None:
@@ -198,8 +202,8 @@ def held(pid: int, tid: int) -> Iterator[Tracee]:
 def put_masks_back(path: str) -> int:
     """Give threads back the masks that a killed gpusnap left in a file; how many there were.
 
-    A thread that has another mask by now is let alone. Raises OSError where one cannot be traced; what has
-    not been given back stays in the file then.
+    A thread that has another mask by now is let alone. Raises OSError where one cannot be traced, and
+    GpusnapError as signal_masks.read; what has not been given back stays in the file then.
     """
     done = 0
     for mask in signal_masks.read(path):

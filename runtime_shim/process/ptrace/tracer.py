@@ -305,7 +305,7 @@ class Tracer:
 
     def _forget(self, tid: int) -> None:
         """It has ended, and was reaped just now: nobody can wait for it again."""
-        del self._tracees[tid]
+        self._tracees.pop(tid).forget()
         self.traced.discard(tid)
 
     def _lend(self, lent: Mapping[int, Tracee], seconds: float) -> None:

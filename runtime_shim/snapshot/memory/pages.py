@@ -52,9 +52,11 @@ class Pages:
     def note(self, pids: Sequence[int]) -> None:
         """Have it in the journal where their memory is; of those that were not taken yet, that they are.
 
-        Without any they all run again, and nobody may touch their memory.
+        Without any they all run again, and nobody may touch their memory; where it was never taken out of
+        them, what is on file stays, by which a whole dump is completed if they end.
         """
-        journal.write(self._container, self.place, dict.fromkeys(pids, ()))
+        if pids:
+            journal.write(self._container, self.place, dict.fromkeys(pids, ()))
 
     def records(self) -> Mapping[int, tuple[RegionRecord, ...]] | None:
         """By PID, the memory that is not in CRIU's images, for the manifest; None before it is known."""

@@ -36,6 +36,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gpusnap.oci.base.errors import ChunkError
+from gpusnap.oci.base.files import exists
 from gpusnap.oci.chunks.table import from_json, to_json
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import GpusnapError, reason
@@ -179,7 +180,8 @@ def write(
 def thread(key: str, pid: int, saved: Saved) -> Iterator[None]:
     """Have a thread's own registers on file while the block has it make system calls. Raises GpusnapError."""
     path = _path(key, f"{pid}.thread")
-    document = {"tid": saved.tid, "registers": saved.registers.hex(), "mask": saved.mask}
+    start = state_files.owner(pid)[1]
+    document = {"start": start, "tid": saved.tid, "registers": saved.registers.hex(), "mask": saved.mask}
     _write(path, json.dumps(document).encode())
     try:
         yield
@@ -208,6 +210,18 @@ def remove(key: str) -> None:
                 state_files.remove(os.path.join(FOLDER, name))
     state_files.remove(_path(key, UNSYNCED))
     state_files.remove(_path(key, "json"))
+
+
+def threads(key: str) -> Iterator[tuple[int, int, Saved]]:
+    """PID and start time of the processes with a thread of which the registers are on file, and these.
+
+    Raises GpusnapError where one cannot be read. An earlier version had no start time on file: 0.
+    """
+    for name in noted("thread"):
+        whose, _, pid = name.rpartition(".")
+        if whose == key and pid.isdigit() and (saved := _saved(key, int(pid))) is not None:
+            document = _read(_path(key, f"{pid}.thread")) or {}
+            yield int(pid), int(document.get("start", 0)), saved
 
 
 def given_back(key: str, pid: int) -> None:
@@ -241,8 +255,19 @@ def masks(key: str) -> str:
 
 def entries() -> tuple[Entry, ...]:
     """All that waits, by container. Raises GpusnapError for one that cannot be read."""
-    found = (read(key) for key in sorted({*noted("json"), *noted(PAUSED)}))
+    found = (read(key) for key in sorted({*noted("json"), *noted(PAUSED), *noted(MASKS)}))
     return tuple(entry for entry in found if entry is not None)
+
+
+def _held_threads(key: str) -> bool:
+    """Whether threads of a container were held by a gpusnap that is no more, and not for a restore."""
+    path = masks(key)
+    if not exists(path, follow=False) or exists(_path(key, "restore"), follow=False):
+        return False
+    try:
+        return any(mask.there for mask in signal_masks.read(path))
+    except OSError as error:
+        raise GpusnapError(f"{path} cannot be read: {reason(error)}", code="GPS-007") from error
 
 
 def read(key: str) -> Entry | None:
@@ -253,7 +278,9 @@ def read(key: str) -> Entry | None:
     paused = _pause(key)
     document = _read(path)
     if document is None:
-        return Entry(key, "", paused.owner, (), paused=paused) if paused is not None else None
+        if paused is not None:
+            return Entry(key, "", paused.owner, (), paused=paused)
+        return Entry(key, "", (0, 0), ()) if _held_threads(key) else None
     try:
         wrote = identity(document["owner"])
         processes = tuple(_suspended(key, each) for each in document["processes"])

@@ -238,6 +238,25 @@ def test_too_large(tmp_path: Path, gpusnap: Run, monkeypatch: pytest.MonkeyPatch
     assert "too many to look at here" in err
 
 
+def test_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open files, threads and entries are counted over all processes, which may name one image."""
+    whole = processes.read(images(), "x")
+    opened = sum(len(each.files) + len(each.sockets) for each in whole)
+    monkeypatch.setattr(processes, "_MOST", opened)
+    assert processes.read(images(), "x") == whole
+    monkeypatch.setattr(processes, "_MOST", opened - 1)
+    with pytest.raises(ImageError, match=f"(beyond the|more than) {opened - 1}"):
+        processes.read(images(), "x")
+
+
+def test_too_many_images(tmp_path: Path, gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs little, and there may be as many as fit into an archive."""
+    monkeypatch.setattr(reading, "_MOST_IMAGES", 2)
+    code, _, err = gpusnap("inspect", "--processes", an_archive(tmp_path, images()))
+    assert code != 0
+    assert "too many to look at here" in err
+
+
 def test_connections(tmp_path: Path) -> None:
     """Those that a restore makes again: neither what listens nor what is closed, nor UDP."""
     a_folder(tmp_path, images())

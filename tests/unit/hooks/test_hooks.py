@@ -95,6 +95,7 @@ def test_bind_mounts_get_their_type(hook: Hook) -> None:
         ("/run/nvidia-persistenced/socket", ["bind", "ro"], ["bind", "ro", "rprivate"]),
         ("/lib/firmware/nvidia/580.159.04/gsp_ga10x.bin", ["bind"], ["bind", "rprivate"]),
         ("/usr/bin/nvidia-smi", ["bind"], ["bind", "rprivate"]),
+        ("/usr/local/nvidia/lib64/libcuda.so.580.159.04", ["bind"], ["bind", "rprivate"]),
         (DRIVER, ["rbind", "rslave"], ["rbind", "rslave"]),
         (DRIVER, ["bind", "private"], ["bind", "private"]),
         ("/data/nvidia", ["rbind"], ["rbind"]),

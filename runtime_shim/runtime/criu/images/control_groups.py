@@ -9,12 +9,16 @@ from typing import Any
 
 from gpusnap.oci.base.files import read_below, replace_below
 from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.runtime.criu.images import pycriu_package
 from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, decoded, encoded
 
 _IMAGE = "cgroup.img"
 _STATE, _FROZEN, _THAWED = "freezer.state", "FROZEN", "THAWED"
-# Bytes; those of a container take some KiB, as its groups alone are in it.
-_LIMIT = 4 << 20
+# Bytes of the image: what is read of it at all, and up to where it is made into objects. One with thousands
+# of control groups takes megabytes.
+_LIMIT, _DECODED = 256 << 20, 4 << 20
+# CgroupPropEntry (images/cgroup.proto) as it is encoded: field 1, the name, then field 2, the value.
+_ENCODED = b"\x0a%c%s\x12%c" % (len(_STATE), _STATE.encode(), len(_FROZEN))
 
 
 def thaw(image_path: str) -> None:
@@ -22,8 +26,9 @@ def thaw(image_path: str) -> None:
 
     CRIU notes for every freezer the state of the group that the runtime named to it, which is version 2's,
     and would restore version 1's frozen, where nobody thaws it. It notes a freezer for version 1 alone; so
-    with version 2 alone the image is not decoded. Raises ImageError, and Refused without pycriu. May be
-    called again. The caller brings the images to disk.
+    with version 2 alone the image is not decoded. The container may have ended by now, so nothing but the
+    disk may keep this from its end: an image that is large, or that no pycriu is there for, is changed
+    without being decoded. Raises ImageError. May be called again. The caller brings the images to disk.
     """
     path = os.path.join(image_path, _IMAGE)
     try:
@@ -32,7 +37,10 @@ def thaw(image_path: str) -> None:
         return  # CRIU was to leave control groups alone
     except (OSError, ValueError) as error:
         raise _unchanged(path, reason(error) if isinstance(error, OSError) else str(error)) from error
-    if _FROZEN.encode() not in data:
+    if _ENCODED + _FROZEN.encode() not in data:
+        return
+    if len(data) > _DECODED or not pycriu_package.is_there():
+        _replace(image_path, data.replace(_ENCODED + _FROZEN.encode(), _ENCODED + _THAWED.encode()))
         return
     try:
         entries = list(decoded(io.BytesIO(data), len(data), "cgroup"))
@@ -43,10 +51,14 @@ def thaw(image_path: str) -> None:
         return
     for each in frozen:
         each.value = _THAWED
+    _replace(image_path, encoded(entries, "cgroup"))
+
+
+def _replace(image_path: str, data: bytes) -> None:
     try:
-        replace_below(image_path, _IMAGE, encoded(entries, "cgroup"), sync=False)
+        replace_below(image_path, _IMAGE, data, sync=False)
     except OSError as error:
-        raise _unchanged(path, reason(error)) from error
+        raise _unchanged(os.path.join(image_path, _IMAGE), reason(error)) from error
 
 
 def _is_frozen(prop: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -10,11 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fakes import wait_for
+from fakes import FakeDriver, wait_for
 from holders import blocked, hold_and_be_killed
 
+from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process.ptrace import signal_masks
 from gpusnap.runtime_shim.process.ptrace.tracee import held, put_masks_back
+from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
+from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot import recover_checkpoint
 from gpusnap.runtime_shim.snapshot.records import journal
 
@@ -79,7 +83,7 @@ def test_another_thread_by_now(process: tuple[int, dict[int, int]], tmp_path: Pa
     hold_and_be_killed(pid, list(masks), path)
     for mask in signal_masks.read(str(path)):
         with open(path, "r+b") as file:
-            file.seek(mask.slot * 24 + 8)
+            file.seek(mask.slot * 32 + 8)
             file.write((mask.start + 1).to_bytes(8, sys.byteorder))
     assert put_masks_back(str(path)) == 0
     assert all(blocked(pid, tid) != mask for tid, mask in masks.items())
@@ -98,7 +102,7 @@ def test_let_go(process: tuple[int, dict[int, int]], tmp_path: Path) -> None:
             assert [(mask.tid, mask.blocked) for mask in signal_masks.read(str(path))] == [
                 (second, masks[second])
             ]
-            assert path.stat().st_size == 24
+            assert path.stat().st_size == 64
     assert not path.exists()
 
 
@@ -112,12 +116,78 @@ def test_no_room(process: tuple[int, dict[int, int]], tmp_path: Path) -> None:
     assert {tid: blocked(pid, tid) for tid in masks} == masks
 
 
-def test_sweep(process: tuple[int, dict[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_cannot_be_told(process: tuple[int, dict[int, int]], tmp_path: Path) -> None:
+    """A thread that cannot be looked at is not taken for one that has ended: its mask stays on file."""
+    pid, masks = process
+    path = tmp_path / "masks"
+    hold_and_be_killed(pid, list(masks), path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    noted = signal_masks.read(str(path))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            assert noted[0].there
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(signal_masks.read(str(path))) == 2
+    assert put_masks_back(str(path)) == 2
+    assert {tid: blocked(pid, tid) for tid in masks} == masks
+
+
+def test_another_pid_namespace(
+    process: tuple[int, dict[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its PIDs say nothing here: the file stays as it is."""
+    pid, masks = process
+    path = tmp_path / "masks"
+    hold_and_be_killed(pid, list(masks), path)
+    before = path.read_bytes()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(signal_masks, "_space", lambda: 1)
+        with signal_masks.kept(str(path)), pytest.raises(GpusnapError, match="another PID namespace"):
+            put_masks_back(str(path))
+    assert path.read_bytes() == before
+    assert put_masks_back(str(path)) == 2
+
+
+def test_a_thread_ends_while_it_is_held(tmp_path: Path) -> None:
+    """Nothing is noted of it any more."""
+    path = tmp_path / "masks"
+    with (
+        subprocess.Popen(["sleep", "60"]) as child,
+        signal_masks.kept(str(path)),
+        Tracer(child.pid, [child.pid], guard=False) as tracer,
+    ):
+        child.kill()
+        wait_for(lambda: not tracer.traced, "the end of the thread")
+        assert signal_masks.read(str(path)) == ()
+    assert not path.exists()
+
+
+def test_let_go_after_the_file_was_closed(process: tuple[int, dict[int, int]], tmp_path: Path) -> None:
+    """Whoever has the descriptor's number then loses nothing."""
+    pid, masks = process
+    with signal_masks.kept(str(tmp_path / "masks")):
+        note = signal_masks.note(pid, pid, masks[pid])
+    assert note is not None
+    other = tmp_path / "other"
+    with open(other, "w+b", buffering=0) as file:
+        file.write(b"x" * 64)
+        note.drop()
+    assert other.read_bytes() == b"x" * 64
+
+
+def test_no_other_entry(
+    process: tuple[int, dict[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`gpusnap recover` puts them back where the journal names nothing else of the container."""
     monkeypatch.setattr(journal, "FOLDER", str(tmp_path / "gpusnap/journal"))
     pid, masks = process
     Path(journal.FOLDER).mkdir(parents=True)
     hold_and_be_killed(pid, list(masks), Path(journal.masks(KEY)))
-    recover_checkpoint.sweep()
+    (entry,) = journal.entries()
+    assert (entry.container, entry.at_work) == (KEY, False)
+    assert "a thread that was held" in recover_checkpoint.recover(entry, FakeDriver(), Memory())
     assert {tid: blocked(pid, tid) for tid in masks} == masks
     assert journal.noted(journal.MASKS) == ()
+    assert journal.entries() == ()

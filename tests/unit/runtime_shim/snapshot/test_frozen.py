@@ -19,7 +19,7 @@ from gpusnap.runtime_shim.errors import GpusnapError, ImageError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import cgroup_freezer
 from gpusnap.runtime_shim.runtime import container as containers
-from gpusnap.runtime_shim.runtime.criu.images import control_groups
+from gpusnap.runtime_shim.runtime.criu.images import control_groups, pycriu_package
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, Pause
 from gpusnap.runtime_shim.snapshot.suspend import paused_container
@@ -261,6 +261,26 @@ def test_an_image_thaws(tmp_path: Path) -> None:
     for _ in range(2):
         control_groups.thaw(str(tmp_path))
         assert path.read_bytes() == frozen_groups("THAWED")
+
+
+@pytest.mark.parametrize("why", ["large", "no pycriu"])
+def test_an_image_thaws_without_being_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """The container has ended by then, so neither its size nor a package that is missing loses it."""
+    if why == "large":
+        monkeypatch.setattr(control_groups, "_DECODED", 8)
+    else:
+        monkeypatch.setattr(pycriu_package, "is_there", lambda: False)
+
+    def decoded(*_: object) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(control_groups, "decoded", decoded)
+    path = tmp_path / "cgroup.img"
+    path.write_bytes(frozen_groups("FROZEN"))
+    control_groups.thaw(str(tmp_path))
+    assert path.read_bytes() == frozen_groups("THAWED")
 
 
 def test_an_image_of_another_kind_thaws(tmp_path: Path) -> None:

@@ -1,0 +1,45 @@
+"""Threads that a killed gpusnap held by ptrace: their registers and signal masks, which it had on file."""
+
+from __future__ import annotations
+
+from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.process import pidfd, proc
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import Saved, put_back
+from gpusnap.runtime_shim.process.ptrace.tracee import put_masks_back
+from gpusnap.runtime_shim.runtime import container_key
+from gpusnap.runtime_shim.snapshot.records import journal
+
+_HINT = "see that no debugger has it"
+
+
+def unblock_signals(key: str) -> None:
+    """Give the threads of a container their signal masks back. Raises GpusnapError."""
+    try:
+        put_masks_back(journal.masks(key))
+    except OSError as error:
+        raise GpusnapError(
+            f"a thread of container {container_key.id_of(key)} cannot be given its signal mask back: "
+            f"{reason(error)}",
+            hint=_HINT,
+        ) from error
+
+
+def give_registers_back(key: str, pid: int, saved: Saved) -> None:
+    """Give a thread of a process its registers back, and its mask. Raises GpusnapError."""
+    try:
+        put_back(pid, saved)
+    except OSError as error:
+        raise GpusnapError(
+            f"thread {saved.tid} of process {pid} cannot be given its registers back: {reason(error)}",
+            hint=_HINT,
+        ) from error
+    journal.given_back(key, pid)
+
+
+def give_all_back(key: str) -> None:
+    """Both, for all threads of a container that are on file, whose processes stand. Raises GpusnapError."""
+    unblock_signals(key)
+    for pid, start, saved in journal.threads(key):
+        if proc.same(pid, start):
+            pidfd.remember([(pid, start)])
+            give_registers_back(key, pid, saved)

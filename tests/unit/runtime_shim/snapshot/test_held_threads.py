@@ -1,0 +1,99 @@
+"""A thread that makes system calls for a gpusnap that is killed: it gets its registers and mask back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from fakes import wait_for
+from holders import blocked
+
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.ptrace import signal_masks
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import inside
+from gpusnap.runtime_shim.process.ptrace.tracee import held
+from gpusnap.runtime_shim.snapshot import held_threads
+from gpusnap.runtime_shim.snapshot.records import journal
+
+KEY = "b" * 64
+# It answers a byte with the next one, and ends by SIGTERM.
+PROGRAM = """
+import os
+while byte := os.read(0, 1):
+    os.write(1, bytes([byte[0] + 1]))
+"""
+
+
+def killed_within(pid: int) -> None:
+    """Have a process hold the thread with other registers, as within a system call for us, and kill it."""
+    told, tell = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        with (
+            suppress(BaseException),
+            signal_masks.kept(journal.masks(KEY)),
+            inside(pid) as remote,
+            journal.thread(KEY, pid, remote.saved),
+        ):
+            registers = bytearray(remote.saved.registers)
+            registers[:] = bytes(len(registers) - 8 * 11) + registers[-8 * 11 :]  # the general ones
+            remote._tracee.set_registers(bytes(registers))
+            os.write(tell, b"x")
+            signal.pause()
+        os._exit(1)
+    os.close(tell)
+    assert os.read(told, 1) == b"x"
+    os.close(told)
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the order of registers")
+def test_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program goes on as if nothing had been, and hears its signals."""
+    monkeypatch.setattr(journal, "FOLDER", str(tmp_path / "gpusnap/journal"))
+    Path(journal.FOLDER).mkdir(parents=True)
+    words = [sys.executable, "-S", "-c", PROGRAM]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as child:
+        try:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            child.stdin.write(b"a")
+            assert child.stdout.read(1) == b"b"
+            mask = blocked(child.pid, child.pid)
+            os.kill(child.pid, signal.SIGSTOP)
+            wait_for(lambda: proc.still(child.pid), "the process to stand")
+            with held(child.pid, child.pid) as tracee:
+                registers = tracee.registers()
+            killed_within(child.pid)
+            with held(child.pid, child.pid) as tracee:
+                assert tracee.registers() != registers
+            held_threads.give_all_back(KEY)
+            assert blocked(child.pid, child.pid) == mask
+            assert [*journal.threads(KEY)] == []
+            os.kill(child.pid, signal.SIGCONT)
+            child.stdin.write(b"k")
+            assert child.stdout.read(1) == b"l"
+            child.terminate()
+            assert child.wait(10) == -signal.SIGTERM
+        finally:
+            child.kill()
+
+
+def test_another_process_by_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has the PID of one that has ended is let alone."""
+    monkeypatch.setattr(journal, "FOLDER", str(tmp_path / "gpusnap/journal"))
+    Path(journal.FOLDER).mkdir(parents=True)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            with inside(child.pid) as remote, journal.thread(KEY, child.pid, remote.saved):
+                monkeypatch.setattr(proc, "same", lambda pid, start: False)
+                held_threads.give_all_back(KEY)
+                assert [pid for pid, _, _ in journal.threads(KEY)] == [child.pid]
+        finally:
+            child.kill()
