@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import stat
 import tempfile
 import threading
@@ -271,7 +270,7 @@ def _fetch(job: _Job) -> dict[str, str]:
     if not job.record.files:
         return {}
     folder = tempfile.mkdtemp(prefix=scratch_files.prefix("images"), dir=fetching.scratch or scratch())
-    job.cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+    job.cleanup.callback(scratch_files.remove_folder, folder)
     memory = job.settings.memory
     rebuild(job.record.files, fetching, folder, threads=memory.threads, ceiling=transfer.ceiling(memory))
     return {each.name: os.path.join(folder, each.name) for each in job.record.files}

@@ -113,16 +113,17 @@ class Stage:
 
     def __init__(self, key: str) -> None:
         self._key = key
-        self._made = False
+        self._made = self._ready = False
 
     def area(self, name: str, address: int, size: int) -> Area:
         """A new region of zeros, for one at this address in a process. Raises OSError."""
         folder = _folder(self._key)
-        if not self._made:
+        if not self._ready:
+            self._made = True  # whatever comes of it, `remove` is to look
             with _locked():
                 _mount()
                 os.makedirs(folder, mode=0o700, exist_ok=True)
-            self._made = True
+            self._ready = True
         path = os.path.join(folder, name)
         with suppress(FileNotFoundError):  # what a killed one has left
             os.unlink(path)
@@ -137,7 +138,7 @@ class Stage:
         """Remove all of the container's; memory that a process has mapped stays until it lets go."""
         if self._made:
             remove(self._key)
-            self._made = False
+            self._made = self._ready = False
 
 
 def remove(key: str) -> None:

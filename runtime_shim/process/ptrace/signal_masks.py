@@ -61,6 +61,8 @@ class _File:
     free: list[int] = field(default_factory=list)
     size: int = 0
     """Slots in it."""
+    ours: bool = True
+    """Whether nobody else has a slot in it."""
 
     def open(self) -> None:
         """Open it before its first slot is written. Raises OSError."""
@@ -69,17 +71,20 @@ class _File:
             self.descriptor = os.open(self.path, flags, 0o600)
             # What another gpusnap left stays before ours.
             self.size = -(-os.fstat(self.descriptor).st_size // _SLOT.size)
+            self.ours = not self.size
             if not self.size:
                 _write(self.descriptor, 0, _SLOT.pack(0, 0, _space(), 0))
                 self.size = 1
 
     def close(self) -> None:
         """Close it, and remove it unless a thread has not got its mask back. Raises OSError."""
-        if self.descriptor >= 0:
+        opened = self.descriptor >= 0
+        if opened:
             descriptor, self.descriptor = self.descriptor, -1  # whoever drops a note later finds none
-            os.close(descriptor)
+            with suppress(OSError):
+                os.close(descriptor)
         with suppress(FileNotFoundError):
-            if not read(self.path):
+            if (opened and self.ours and len(self.free) == self.size - 1) or not read(self.path):
                 os.unlink(self.path)
 
 

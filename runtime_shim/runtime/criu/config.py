@@ -213,5 +213,8 @@ def config_file(text: str) -> Iterator[dict[str, str]]:
     except (OSError, UnicodeDecodeError) as error:
         said = reason(error) if isinstance(error, OSError) else str(error)
         raise ImageError(f"CRIU's configuration cannot be prepared: {said}") from error
-    with file:
+    try:
         yield {**locate.environment(), VARIABLE: file.name}
+    finally:
+        with contextlib.suppress(OSError):  # it is of no use any more, and the container may have ended
+            file.close()

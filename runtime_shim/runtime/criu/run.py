@@ -75,15 +75,17 @@ def invoke(
 
 @contextmanager
 def _log_file() -> Iterator[tuple[IO[str], str]]:
-    """A file for the runtime's log. One that cannot be removed is no reason to fail, and stays."""
+    """A file for the runtime's log. One that cannot be closed or removed is no reason to fail."""
     try:
         descriptor, path = tempfile.mkstemp(prefix=scratch_files.prefix("log"), dir=scratch())
     except OSError as error:
         raise RuntimeFailed(f"no log can be made for the runtime: {reason(error)}") from error
+    file = open(descriptor, encoding="utf-8", errors="replace")
     try:
-        with open(descriptor, encoding="utf-8", errors="replace") as file:
-            yield file, path
+        yield file, path
     finally:
+        with suppress(OSError):
+            file.close()
         with suppress(OSError):
             os.unlink(path)
 

@@ -16,11 +16,14 @@ import tempfile
 import time
 from collections.abc import Callable
 
+from gpusnap.oci.base.files import exists
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 
 # Seconds for what the real runtime is at: CRIU writes or reads the images at the disk's speed.
 _PATIENCE = 300.0
+# How often a removal is tried, and seconds between two tries.
+_TRIES, _PAUSE = 3, 0.05
 CONFIG = "CRIU_CONFIG_FILE"
 """criu(8), CONFIGURATION FILES: the environment variable that names one."""
 
@@ -34,6 +37,16 @@ def prefix(kind: str) -> str:
     """How a file of this process in `scratch()` is to be called; `kind` says what for."""
     own = proc.process(os.getpid())
     return f"gpusnap-{kind}-{_mark((os.getpid(), own.start if own is not None else 0))}-"
+
+
+def remove_folder(path: str) -> None:
+    """Remove a folder with all that is in it; once more where the kernel fails for a moment."""
+    for _ in range(_TRIES):
+        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            if not exists(path, follow=False):
+                return
+        time.sleep(_PAUSE)
 
 
 def children(owner: tuple[int, int]) -> tuple[int, ...]:

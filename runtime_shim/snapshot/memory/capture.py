@@ -236,8 +236,7 @@ class Chunks(Pages):
         for process in self._processes.values():
             for area in process.populated.areas:
                 area.close()
-        with contextlib.suppress(OSError):  # a leftover takes RAM until `gpusnap recover`
-            self._stage.remove()
+        transfer.free(self._stage)
 
     def discard(self, *, layout: bool) -> None:
         """Remove the stage, and the `layout` too, unless a process waits for its bytes. Raises ImageError."""

@@ -16,7 +16,6 @@ import contextlib
 import os
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,17 +24,13 @@ from gpusnap.oci.chunks.buffers import Target
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim import threads
-from gpusnap.runtime_shim.errors import ImageError, reason
-from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.runtime_shim.process import mount_namespace
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
 from gpusnap.runtime_shim.records.manifest import FOLDER, Manifest
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory import transfer
-
-# To remove what is staged, and seconds in between: this host may lack memory or descriptors for a moment.
-_TRIES, _PAUSE = 3, 0.05
 
 _SWITCH = 0.0005  # seconds
 # What is staged goes when the restore fails, so that nobody is sent to look for it.
@@ -180,14 +175,4 @@ class Filling:
     def _drop(self) -> None:
         for area in self._areas:
             area.close()
-        for attempt in range(_TRIES):
-            try:
-                self._stage.remove()
-                return
-            except OSError as error:
-                if attempt == _TRIES - 1:
-                    note(
-                        f"what was staged still takes RAM: {reason(error)}; gpusnap recover frees it",
-                        code="GPS-027",
-                    )
-            time.sleep(_PAUSE)
+        transfer.free(self._stage)

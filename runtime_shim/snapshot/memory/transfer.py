@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,12 +22,13 @@ from gpusnap.oci.layout.graph import walk
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, reason
 from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import maps as regions
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.process.memory.maps import Region
-from gpusnap.runtime_shim.process.memory.tmpfs import Area
+from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import inside
 from gpusnap.runtime_shim.records.manifest import FOLDER
 from gpusnap.runtime_shim.settings import Memory
@@ -35,6 +37,9 @@ from gpusnap.runtime_shim.snapshot.records import journal
 OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # asm-generic/mman-common.h, MAP_FIXED
 """Memory of a process' own, in the place of what is there."""
 _PIECE = 64 << 20  # bytes that are held at once of a process' own memory
+# How often the removal of what is staged is tried, and seconds between two tries: this host may lack memory
+# or descriptors for a moment.
+_TRIES, _PAUSE = 3, 0.05
 _SHARE = 4  # of the memory that is available, when the settings say nothing
 
 
@@ -208,3 +213,18 @@ def as_image_error(folder: str) -> Iterator[None]:
         raise ImageError(
             f"the GPU memory in {folder} cannot be carried: {reason(error)}", code="GPS-512"
         ) from error
+
+
+def free(staged: Stage) -> None:
+    """Remove what is staged, which takes RAM. Where that fails it is said, and `gpusnap recover` frees it."""
+    for attempt in range(_TRIES):
+        try:
+            staged.remove()
+            return
+        except OSError as error:
+            if attempt == _TRIES - 1:
+                note(
+                    f"what was staged still takes RAM: {reason(error)}; gpusnap recover frees it",
+                    code="GPS-027",
+                )
+        time.sleep(_PAUSE)

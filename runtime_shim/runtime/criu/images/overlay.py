@@ -14,7 +14,6 @@ directory that it lies in.
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -60,7 +59,7 @@ def view(
             raise _failed(image_path, error) from error
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        scratch_files.remove_folder(folder)
 
 
 def _fill(folder: str, image_path: str, replaced: Mapping[str, bytes], elsewhere: Mapping[str, str]) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 
 import pytest
+from fakes import wait_for
 
 from gpusnap.oci.base.threads import Crew, for_each
 
@@ -59,10 +61,21 @@ def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(thread.is_alive() for thread in started)
 
 
+def joining(thread: int) -> bool:
+    """Whether a thread is within Crew.join."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code is Crew.join.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def test_a_signal_while_it_waits() -> None:
     """Where a signal's exception ends the wait, the workers have ended too: what they use is freed then."""
     crew = Crew()
-    waiting, interrupted, back = threading.Event(), threading.Event(), threading.Event()
+    interrupted, back = threading.Event(), threading.Event()
+    main = threading.get_ident()
     seen: list[bool] = []
 
     class Interrupted(Exception):
@@ -73,21 +86,17 @@ def test_a_signal_while_it_waits() -> None:
         raise Interrupted
 
     def work() -> None:
-        assert waiting.wait(10)
+        wait_for(lambda: joining(main), "the wait for the workers")
         os.kill(os.getpid(), signal.SIGUSR1)
         assert interrupted.wait(10)
         # A long step without a check: nobody may go on meanwhile.
         seen.append(back.wait(0.2))
 
-    def wait() -> None:
-        waiting.set()
-        crew.join()
-
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         crew.start(1, work)
         with pytest.raises(Interrupted):
-            wait()
+            crew.join()
         back.set()
         assert seen == [False]
     finally:

@@ -85,6 +85,25 @@ def test_no_room_for_another_directory(folder: Path, monkeypatch: pytest.MonkeyP
     assert not os.path.ismount(folder)
 
 
+def test_the_directory_cannot_be_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tmpfs that was mounted for it goes again; the next try makes both."""
+    one = Stage("one")
+
+    def makedirs(path: str, **_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "makedirs", makedirs)
+        with pytest.raises(OSError, match="No space left"):
+            one.area("a", 0, MIB)
+    assert os.path.ismount(folder)
+    one.remove()
+    assert not os.path.ismount(folder)
+    one.area("a", 0, MIB).close()
+    assert names(folder) == ["a"]
+    one.remove()
+
+
 def test_mounted_when_needed_and_gone_when_not(folder: Path) -> None:
     """The tmpfs comes with the first area and goes with the last container."""
     one, other = Stage("one"), Stage("other")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -103,6 +104,23 @@ def test_let_go(process: tuple[int, dict[int, int]], tmp_path: Path) -> None:
                 (second, masks[second])
             ]
             assert path.stat().st_size == 64
+    assert not path.exists()
+
+
+def test_it_cannot_be_read_at_the_end(
+    process: tuple[int, dict[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that has nobody's mask is removed without a look at it."""
+    pid, _ = process
+    path = tmp_path / "masks"
+
+    def read(path: str) -> tuple[signal_masks.Mask, ...]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(signal_masks, "read", read)
+        with signal_masks.kept(str(path)), held(pid, pid):
+            assert path.exists()
     assert not path.exists()
 
 

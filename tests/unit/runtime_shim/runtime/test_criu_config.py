@@ -186,6 +186,19 @@ def test_config_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not path.exists()
 
 
+def test_it_cannot_be_closed() -> None:
+    """The container may have ended by then, and its checkpoint be whole: that is no reason to fail."""
+    with config_file("tcp-close\n") as environment:
+        path = environment[VARIABLE]
+        (number,) = [
+            int(name)
+            for name in os.listdir("/proc/self/fd")
+            if os.path.exists(f"/proc/self/fd/{name}") and os.path.samefile(f"/proc/self/fd/{name}", path)
+        ]
+        os.close(number)
+    assert not os.path.exists(path)
+
+
 def test_the_callers_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the caller's CRIU_CONFIG_FILE says comes first, and none of it is lost."""
     own = tmp_path / "own.conf"
