@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from gpusnap.runtime_shim.errors import GpusnapError, RuntimeFailed, reason
+from gpusnap.runtime_shim.errors import GpusnapError, RuntimeFailed, reason, unforeseen
 from gpusnap.runtime_shim.runtime.command_line import RestoreCall
 from gpusnap.runtime_shim.runtime.criu import descendants, scratch_files
 from gpusnap.runtime_shim.runtime.criu.run import Invoked
@@ -90,6 +90,8 @@ class Beside:
             self._ended.append(self._run(self._pids.append))
         except GpusnapError as error:
             self._ended.append(error)
+        except Exception as error:  # of whatever kind, it is for who waits, not for the end of this thread
+            self._ended.append(unforeseen(error))
 
 
 @contextmanager

@@ -26,6 +26,8 @@ from gpusnap.runtime_shim.errors import GpusnapError
 # inode of the PID namespace.
 _SLOT = struct.Struct("=IIQQ8x")
 _FREE = bytes(_SLOT.size)
+# How often a slot is freed: what stays looks as if a thread were held.
+_TRIES = 2
 # As many slots as are read of a file.
 _MOST = 1 << 16
 
@@ -114,10 +116,13 @@ class Note:
 
     def drop(self) -> None:
         """The thread has its mask again, or has ended."""
-        with _lock, suppress(OSError):
-            if self._file.descriptor >= 0:
-                _write(self._file.descriptor, self._number, _FREE)
-                self._file.free.append(self._number)
+        with _lock:
+            for _ in range(_TRIES):
+                with suppress(OSError):
+                    if self._file.descriptor >= 0:
+                        _write(self._file.descriptor, self._number, _FREE)
+                        self._file.free.append(self._number)
+                    return
 
 
 def note(pid: int, tid: int, blocked: int) -> Note | None:

@@ -66,11 +66,20 @@ def invoke(
                 keep=keep,
                 started=started,
             )
-        said = own.read()
+        said = _read(own)
     if done.code == 0:
         for warning in runtime_warnings(said):
             note(warning)
     return Invoked(done.code, said, done.err)
+
+
+def _read(log: IO[str]) -> str:
+    """What the runtime said. Where that cannot be read, its exit code and CRIU's log have to do."""
+    try:
+        return log.read()
+    except OSError as error:
+        note(f"the log of the runtime cannot be read: {reason(error)}")
+        return ""
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from fakes import wait_for
 
-from gpusnap.runtime_shim.errors import Interrupted, RuntimeFailed
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, RuntimeFailed
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime.criu import descendants
 from gpusnap.runtime_shim.runtime.criu.run import Invoked
@@ -100,3 +101,15 @@ def test_one_that_ends(tmp_path: Path) -> None:
     beside = Beside(lambda started: Invoked(3, "log", ""), str(tmp_path / "restore.log"))
     assert not beside.restored(None)
     assert beside.result("crun").code == 3
+
+
+def test_an_error_of_another_kind(tmp_path: Path) -> None:
+    """What nobody foresaw is raised where the runtime is waited for, as a sentence."""
+
+    def fail(started: Callable[[int], object]) -> Invoked:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    beside = Beside(fail, str(tmp_path / "restore.log"))
+    assert not beside.restored(None)
+    with pytest.raises(GpusnapError, match="Input/output error"):
+        beside.result("crun")
