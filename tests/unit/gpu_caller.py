@@ -39,6 +39,13 @@ def settled(pid: int) -> list[int]:
     return positions.unsafe(pid)
 
 
+def settled_at_last(pid: int) -> list[int]:
+    """The same with all the time that a busy machine may take."""
+    stop([pid], timeout=10)
+    settle([pid], within=20.0)
+    return positions.unsafe(pid)
+
+
 def safe_restore(pid: int) -> None:
     driver_calls.restore(driver, pid)
 
@@ -69,6 +76,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "unlock": driver.unlock,
     "all": in_all,
     "settled": settled,
+    "settled_at_last": settled_at_last,
     "safe_lock": lambda pid: driver_calls.lock(driver, pid, timeout=20.0),
     "safe_checkpoint": lambda pid: driver_calls.checkpoint(driver, pid),
     "safe_restore": safe_restore,

@@ -136,7 +136,7 @@ def test_a_safe_instant(caller: Caller, works: Callable[..., Work], kind: str) -
     tid = work.thread(kind)
     stop_at_call(work.pid, tid, CALLS[kind])
     assert tid in positions.unsafe(work.pid)
-    assert caller("settled", work.pid) == []
+    assert caller("settled_at_last", work.pid) == []
     assert proc.still(work.pid)
     there_and_back(caller, work)
 
