@@ -96,8 +96,9 @@ class Area:
     def close(self) -> None:
         """Let go of the file, which stays; views that are still held, if any, keep its memory mapped."""
         if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+            descriptor, self.descriptor = self.descriptor, -1
+            with suppress(OSError):  # it is closed all the same (close(2)), and its bytes are in RAM
+                os.close(descriptor)
         with suppress(BufferError):
             self._mapping.close()
 

@@ -104,6 +104,24 @@ def test_the_directory_cannot_be_made(folder: Path, monkeypatch: pytest.MonkeyPa
     one.remove()
 
 
+def test_closing_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is no reason to stop at: what is staged goes as ever."""
+    one = Stage("one")
+    area = one.area("a", 0, MIB)
+    closing = os.close
+
+    def close(descriptor: int) -> None:
+        closing(descriptor)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "close", close)
+        area.close()
+    area.close()
+    one.remove()
+    assert not os.path.ismount(folder)
+
+
 def test_mounted_when_needed_and_gone_when_not(folder: Path) -> None:
     """The tmpfs comes with the first area and goes with the last container."""
     one, other = Stage("one"), Stage("other")
