@@ -90,7 +90,10 @@ def locked(
     finally:
         with contextlib.suppress(OSError):
             os.unlink(path)
-        unlock(lock)
+        with contextlib.suppress(
+            OSError
+        ):  # it is closed all the same (close(2)), and with it the lock is gone
+            unlock(lock)
 
 
 def _locked(path: str) -> int | None:

@@ -198,7 +198,8 @@ def _locked() -> Iterator[None]:
             time.sleep(_PAUSE)
         yield
     finally:
-        os.close(lock)
+        with suppress(OSError):  # it is closed all the same
+            os.close(lock)
 
 
 def _exclusive(lock: int) -> bool:

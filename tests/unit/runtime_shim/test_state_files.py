@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from contextlib import AbstractContextManager
@@ -110,3 +111,19 @@ def test_owner() -> None:
     assert proc.same(*state_files.owner())
     pid, start = state_files.owner(os.getppid())
     assert (pid, proc.same(pid, start + 1)) == (os.getppid(), False)
+
+
+def test_the_lock_cannot_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was done within is done: no error of the closing takes it back, and the next one has the lock."""
+    closing = os.close
+
+    def close(descriptor: int) -> None:
+        closing(descriptor)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    path = tmp_path / "run" / "own" / "x.lock"
+    with monkeypatch.context() as broken, lock(path):
+        broken.setattr(os, "close", close)
+    with lock(path):
+        assert path.exists()
+    assert not path.exists()
