@@ -180,3 +180,11 @@ def printable(text: str) -> str:
     sequences (ECMA-48), a line's end or a mark that turns the direction of writing is shown and not obeyed.
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def of_another_namespace(path: str) -> GpusnapError:
+    """What to say of a file that names processes by PIDs of another PID namespace."""
+    return GpusnapError(
+        f"{path} was written in another PID namespace, whose processes cannot be told from here",
+        hint="run gpusnap on the host itself, not in a container or toolbox that has the host's /run",
+    )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from gpusnap.runtime_shim.process.ptrace import signal_masks
 from gpusnap.runtime_shim.process.ptrace.tracee import held
 
-__all__ = ["blocked", "hold_and_be_killed"]
+__all__ = ["be_killed", "blocked", "hold_and_be_killed"]
 
 
 def blocked(pid: int, tid: int) -> int:
@@ -20,15 +20,12 @@ def blocked(pid: int, tid: int) -> int:
     return int(text.partition("SigBlk:")[2].split()[0], 16)
 
 
-def hold_and_be_killed(pid: int, tids: Iterable[int], path: Path) -> None:
-    """Have another process hold threads, and be killed by SIGKILL meanwhile."""
+def be_killed(holding: AbstractContextManager[object]) -> None:
+    """Have another process enter this, and be killed by SIGKILL within."""
     told, tell = os.pipe()
     holder = os.fork()
     if holder == 0:
-        with suppress(BaseException), signal_masks.kept(str(path)):
-            holding = [held(pid, tid) for tid in tids]
-            for each in holding:
-                each.__enter__()
+        with suppress(BaseException), holding:
             os.write(tell, b"x")
             signal.pause()
         os._exit(1)
@@ -37,3 +34,16 @@ def hold_and_be_killed(pid: int, tids: Iterable[int], path: Path) -> None:
     os.close(told)
     os.kill(holder, signal.SIGKILL)
     os.waitpid(holder, 0)
+
+
+def hold_and_be_killed(pid: int, tids: Iterable[int], path: Path) -> None:
+    """Have another process hold threads, and be killed by SIGKILL meanwhile."""
+
+    @contextmanager
+    def holding() -> Iterator[None]:
+        with signal_masks.kept(str(path)), ExitStack() as stack:
+            for tid in tids:
+                stack.enter_context(held(pid, tid))
+            yield
+
+    be_killed(holding())

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.errors import GpusnapError, of_another_namespace
 
 # Process and thread (0: the slot is free), start time of the thread, its mask. In the first slot: 0, 0, the
 # inode of the PID namespace.
@@ -70,13 +70,18 @@ class _File:
         """Open it before its first slot is written. Raises OSError."""
         if self.descriptor < 0:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self.descriptor = os.open(self.path, flags, 0o600)
-            # What another gpusnap left stays before ours.
-            self.size = -(-os.fstat(self.descriptor).st_size // _SLOT.size)
-            self.ours = not self.size
-            if not self.size:
-                _write(self.descriptor, 0, _SLOT.pack(0, 0, _space(), 0))
-                self.size = 1
+            descriptor = os.open(self.path, flags, 0o600)
+            try:
+                # What another gpusnap left stays before ours.
+                self.size = -(-os.fstat(descriptor).st_size // _SLOT.size)
+                self.ours = not self.size
+                if self.ours:
+                    _write(descriptor, 0, _SLOT.pack(0, 0, _space(), 0))
+                    self.size = 1
+            except BaseException:
+                os.close(descriptor)
+                raise
+            self.descriptor = descriptor  # last: no slot is written behind half a first one
 
     def close(self) -> None:
         """Close it, and remove it unless a thread has not got its mask back. Raises OSError."""
@@ -154,10 +159,7 @@ def read(path: str) -> tuple[Mask, ...]:
     whole = len(data) - len(data) % _SLOT.size
     slots = [*enumerate(_SLOT.iter_unpack(data[:whole]))]
     if slots and slots[0][1][2] not in (0, _space()):
-        raise GpusnapError(
-            f"{path} was written in another PID namespace, whose processes cannot be told from here",
-            hint="run gpusnap on the host itself, not in a container or toolbox that has the host's /run",
-        )
+        raise of_another_namespace(path)
     return tuple(Mask(pid, tid, start, blocked, at) for at, (pid, tid, start, blocked) in slots if tid)
 
 

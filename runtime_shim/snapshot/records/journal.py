@@ -39,7 +39,7 @@ from gpusnap.oci.base.errors import ChunkError
 from gpusnap.oci.base.files import exists
 from gpusnap.oci.chunks.table import from_json, to_json
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.errors import GpusnapError, of_another_namespace, reason
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.ptrace import signal_masks
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import Saved
@@ -415,10 +415,7 @@ def _read(path: str) -> Any:
         raise GpusnapError(f"{path} cannot be read: {said}", code="GPS-023") from error
     space = document.get("space") if isinstance(document, dict) else None
     if space and space != _space():  # every PID in it would be another process, or none
-        raise GpusnapError(
-            f"{path} was written in another PID namespace, whose processes cannot be told from here",
-            hint="run gpusnap on the host itself, not in a container or toolbox that has the host's /run",
-        )
+        raise of_another_namespace(path)
     return document
 
 

@@ -124,6 +124,25 @@ def test_it_cannot_be_read_at_the_end(
     assert not path.exists()
 
 
+def test_room_comes_later(
+    process: tuple[int, dict[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first slot could not be written: no mask takes its place, and the next one brings it."""
+    pid, masks = process
+    path = tmp_path / "masks"
+
+    def pwrite(descriptor: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with signal_masks.kept(str(path)):
+        with monkeypatch.context() as full:
+            full.setattr(os, "pwrite", pwrite)
+            assert signal_masks.note(pid, pid, masks[pid]) is None
+        with held(pid, pid):
+            assert [(mask.tid, mask.slot) for mask in signal_masks.read(str(path))] == [(pid, 1)]
+    assert not path.exists()
+
+
 def test_no_room(process: tuple[int, dict[int, int]], tmp_path: Path) -> None:
     """A mask that cannot be noted is put back all the same."""
     pid, masks = process

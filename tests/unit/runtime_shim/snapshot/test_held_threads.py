@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from fakes import wait_for
-from holders import blocked
+from holders import be_killed, blocked
 
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.ptrace import signal_masks
@@ -29,28 +30,18 @@ while byte := os.read(0, 1):
 """
 
 
-def killed_within(pid: int) -> None:
-    """Have a process hold the thread with other registers, as within a system call for us, and kill it."""
-    told, tell = os.pipe()
-    holder = os.fork()
-    if holder == 0:
-        with (
-            suppress(BaseException),
-            signal_masks.kept(journal.masks(KEY)),
-            inside(pid) as remote,
-            journal.thread(KEY, pid, remote.saved),
-        ):
-            registers = bytearray(remote.saved.registers)
-            registers[:] = bytes(len(registers) - 8 * 11) + registers[-8 * 11 :]  # the general ones
-            remote._tracee.set_registers(bytes(registers))
-            os.write(tell, b"x")
-            signal.pause()
-        os._exit(1)
-    os.close(tell)
-    assert os.read(told, 1) == b"x"
-    os.close(told)
-    os.kill(holder, signal.SIGKILL)
-    os.waitpid(holder, 0)
+@contextmanager
+def within_a_call(pid: int) -> Iterator[None]:
+    """A thread has other registers than its own, as within a system call for us."""
+    with (
+        signal_masks.kept(journal.masks(KEY)),
+        inside(pid) as remote,
+        journal.thread(KEY, pid, remote.saved),
+    ):
+        registers = bytearray(remote.saved.registers)
+        registers[:] = bytes(len(registers) - 8 * 11) + registers[-8 * 11 :]  # the general ones
+        remote._tracee.set_registers(bytes(registers))
+        yield
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the order of registers")
@@ -70,7 +61,7 @@ def test_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             wait_for(lambda: proc.still(child.pid), "the process to stand")
             with held(child.pid, child.pid) as tracee:
                 registers = tracee.registers()
-            killed_within(child.pid)
+            be_killed(within_a_call(child.pid))
             with held(child.pid, child.pid) as tracee:
                 assert tracee.registers() != registers
             held_threads.give_all_back(KEY)
