@@ -200,6 +200,14 @@ def forwarded_signals(pid: int) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def asked_to_stop() -> bool:
+    """Whether such a signal came in: raised, held back, or blocked and not ignored."""
+    # One that is ignored (nohup) is pending as well while it is blocked.
+    blocked = (number for number in signal.sigpending() if number in _STOPPING)
+    came = _Signals.stopping or bool(_Signals.pending)
+    return came or any(signal.getsignal(number) is not signal.SIG_IGN for number in blocked)
+
+
 def stop_if_asked() -> None:
     """Raise Interrupted for a signal that came in while it was held back."""
     number, _Signals.pending = _Signals.pending, 0

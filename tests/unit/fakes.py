@@ -153,6 +153,7 @@ class Family:
         self._first.stdout.readline()
         wait_for(lambda: {*_children(parent)} - known, f"a child of process {parent}")
         (pid,) = {*_children(parent)} - known
+        wait_for(lambda: proc.comm(pid) == "sleep", f"sleep in process {pid}")
         self.pids.append(pid)
         return pid
 

@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 # The signals that ask us to stop.
 _STOPS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+# Seconds between two looks for one of them while we wait.
+_LOOK = 0.05
 
 
 # No slots: a generic dataclass that is frozen and slotted cannot be made as Outcome[int](…), up to Python
@@ -46,7 +48,13 @@ class Outcome(Generic[T]):
         ) from first
 
 
-def at_once(operation: Callable[[int], T], pids: Iterable[int], *, limit: int | None = None) -> Outcome[T]:
+def at_once(
+    operation: Callable[[int], T],
+    pids: Iterable[int],
+    *,
+    limit: int | None = None,
+    look: Callable[[], object] | None = None,
+) -> Outcome[T]:
     """Run `operation` on each process, each in a thread of its own, and wait for all of them.
 
     No process is waited for before the last one was begun; `limit` allows at most so many at a time. An
@@ -56,9 +64,9 @@ def at_once(operation: Callable[[int], T], pids: Iterable[int], *, limit: int | 
     A call into the driver cannot be called off, and a process that is left in the middle of one cannot be
     undone. So KeyboardInterrupt, or what a handler of SIGINT, SIGTERM or SIGHUP raises, is held back until
     all have ended, and then raised; the outcome is lost with it, and the driver has to be asked for the
-    states.
+    states. `look` is called every 50 ms in this thread meanwhile, before and after one came.
     """
-    crew = _Crew(operation, pids)
+    crew = _Crew(operation, pids, look)
     with _stops_held_back():
         try:
             crew.start(min(len(crew.pids), limit or len(crew.pids)))
@@ -78,7 +86,9 @@ class _Crew(Generic[T]):
     begun.
     """
 
-    def __init__(self, operation: Callable[[int], T], pids: Iterable[int]) -> None:
+    def __init__(
+        self, operation: Callable[[int], T], pids: Iterable[int], look: Callable[[], object] | None
+    ) -> None:
         self.pids = tuple(dict.fromkeys(pids))
         self.results: dict[int, T] = {}
         self.errors: dict[int, GpusnapError] = {}
@@ -88,6 +98,7 @@ class _Crew(Generic[T]):
         self._left = iter(self.pids)
         self._workers: list[_Worker] = []
         self._gate = threading.Event()
+        self._look = look
         self._go = False
 
     def start(self, number: int) -> None:
@@ -105,10 +116,16 @@ class _Crew(Generic[T]):
         self._gate.set()
 
     def wait(self) -> None:
-        """Wait until every thread has ended."""
+        """Wait until every thread has ended.
+
+        A look at a time: a stop signal that another thread of ours took is handled in this one, and only
+        when it runs Python (docs.python.org/3/library/signal.html). One that is blocked is pending.
+        """
         for worker in self._workers:
             while not worker.ended:
-                worker.wait()
+                worker.wait(_LOOK)
+                if self._look is not None:
+                    self._look()
 
     def see_to_the_end(self) -> None:
         """After an exception: send the threads home, or if they have begun, wait whatever else is raised."""
@@ -156,8 +173,10 @@ class _Worker:
     def start(self) -> None:
         self._thread.start()
 
-    def wait(self) -> None:
-        self._door.acquire()
+    def wait(self, timeout: float) -> None:
+        """Wait for its end, for so many seconds."""
+        if self._door.acquire(timeout=timeout):
+            self._door.release()
 
     def _run(self) -> None:
         try:

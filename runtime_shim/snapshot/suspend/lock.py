@@ -26,7 +26,6 @@ One process has nobody to wait for, and gets one call with all the time.
 from __future__ import annotations
 
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -38,7 +37,7 @@ from gpusnap.runtime_shim.gpu.api.parallel import at_once
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.suspend import driver_calls
 from gpusnap.runtime_shim.stopping.stop import go_on, stop
-from gpusnap.runtime_shim.transaction import stop_if_asked
+from gpusnap.runtime_shim.transaction import asked_to_stop, stop_if_asked
 
 # Seconds that the locked ones wait for the others, after the last change; at times, at least so many, and a
 # share of the time since the start.
@@ -52,7 +51,6 @@ _LEAST, _MOST = 0.0005, 0.2
 _LAST = 0.6
 # Seconds between two looks for a signal that asks us to stop.
 _LOOK = 0.05
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def lock(
@@ -130,8 +128,8 @@ class _Together:
         self._begin = time.monotonic() if begin is None else begin
         self._deadline = self._begin + timeout
         self._tries = dict.fromkeys(pids, tries)
-        # One that is ignored (nohup) is pending as well while it is blocked.
-        self._stops = {number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN}
+        self._asked = threading.Event()
+        """Set when a signal asks us to stop."""
         self._changed = threading.Condition()
         self._locked: set[int] = set()
         self._away = set(pids)
@@ -152,7 +150,7 @@ class _Together:
 
     def lock(self) -> None:
         """Lock them all. Raises LockTimeout, or what else the driver answers, with none of them locked."""
-        outcome = at_once(self._lock_one, self._pids)
+        outcome = at_once(self._lock_one, self._pids, look=self._look)
         outcome.raise_first()
         stop_if_asked()
         tries = max(self._tries.values())
@@ -161,6 +159,10 @@ class _Together:
         if self._tell is not None and tries > 1:
             took = time.monotonic() - self._begin
             self._tell(f"the processes wait for each other's GPU work: locked in {tries} tries, {took:.1f} s")
+
+    def _look(self) -> None:
+        if asked_to_stop():
+            self._asked.set()
 
     def _lock_one(self, pid: int) -> None:
         try:
@@ -223,9 +225,9 @@ class _Together:
         return moment - self._begin >= _LAST * self._timeout
 
     def _goes_on(self) -> bool:
-        """Whether they are to be tried further. The signals that ask us to stop are blocked in at_once."""
-        asked_to_stop = bool(self._stops & signal.sigpending())
-        return not (self._whole or self._failed or asked_to_stop or time.monotonic() >= self._deadline)
+        """Whether they are to be tried further."""
+        ended = self._whole or self._failed or self._asked.is_set()
+        return not (ended or time.monotonic() >= self._deadline)
 
     def _all_come(self, pid: int) -> bool:
         """Wait, with this one locked, for the others; whether they are locked as well."""

@@ -18,7 +18,7 @@ from gpusnap.runtime_shim.gpu.api.errors import LockTimeout, NotSupported
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.suspend.lock import lock
 from gpusnap.runtime_shim.stopping.stop import stop
-from gpusnap.runtime_shim.transaction import interruptible
+from gpusnap.runtime_shim.transaction import held_signals, interruptible
 
 RUNNING, LOCKED = ProcessState.RUNNING, ProcessState.LOCKED
 PATIENCE = 60.0
@@ -72,6 +72,17 @@ def family() -> Iterator[Family]:
 @pytest.fixture
 def driver() -> Ranks:
     return Ranks()
+
+
+@pytest.fixture
+def bystander() -> Iterator[None]:
+    """A thread that gets what is sent to us while the first thread blocks it."""
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    yield
+    end.set()
+    thread.join()
 
 
 def test_one_that_waits_for_another(family: Family, driver: Ranks) -> None:
@@ -184,6 +195,19 @@ def test_a_signal(family: Family, driver: Ranks) -> None:
         lock(driver, [busy, free], timeout=60)
     assert driver.all_in(RUNNING)
     assert time.monotonic() - began < 10
+
+
+def test_a_signal_that_another_thread_takes(family: Family, driver: Ranks, bystander: None) -> None:
+    """A thread of ours from before, which blocks no signal: it is handled in the first thread all the same."""
+    test_a_signal(family, driver)
+
+
+def test_a_signal_that_another_thread_takes_and_is_held_back(
+    family: Family, driver: Ranks, bystander: None
+) -> None:
+    """The same where it is not raised before the next `stop_if_asked`."""
+    with held_signals():
+        test_a_signal(family, driver)
 
 
 def test_a_signal_that_is_ignored(family: Family, driver: Ranks) -> None:
