@@ -198,7 +198,7 @@ def test_a_signal(family: Family, driver: Ranks) -> None:
 
 
 def test_a_signal_that_another_thread_takes(family: Family, driver: Ranks, bystander: None) -> None:
-    """A thread of ours from before, which blocks no signal: it is handled in the first thread all the same."""
+    """A thread of ours from before, which blocks no signal: the first thread handles it all the same."""
     test_a_signal(family, driver)
 
 
