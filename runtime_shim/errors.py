@@ -152,6 +152,8 @@ def unforeseen(error: Exception) -> GpusnapError:
         )
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         return no_thread(error)
+    if isinstance(error, OSError) and _is_of_an_import(error):
+        return own_file_unreadable(str(error.filename or "a Python module"), error)
     if isinstance(error, OSError):
         said = (f"{error.filename}: " if error.filename else "") + reason(error)
     else:
@@ -162,6 +164,23 @@ def unforeseen(error: Exception) -> GpusnapError:
     if trace is not None:
         said += f" ({os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno})"
     return GpusnapError(said, hint="this should have been said better: tell us", code="GPS-001")
+
+
+def _is_of_an_import(error: OSError) -> bool:
+    """Whether it was raised by Python's own import system."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith("<frozen importlib")
+
+
+def own_file_unreadable(path: str, error: OSError) -> GpusnapError:
+    """A file of the installed gpusnap, or of a module that it imports, that cannot be read."""
+    return GpusnapError(
+        f"gpusnap cannot read a file of its own, {path}: {reason(error)}",
+        hint="try again; else look for I/O errors in the kernel log (dmesg), and install gpusnap anew",
+        code="GPS-002",
+    )
 
 
 def no_thread(error: RuntimeError) -> GpusnapError:

@@ -16,9 +16,9 @@ CODES = (
     ErrorCode(
         "GPS-002",
         "part-missing",
-        "A file of gpusnap, its Python or a Python package that it needs is missing, for example after an "
-        "upgrade of Python, or an upgrade that was not completed. Containers still start and stop; none is "
-        "checkpointed or restored, because gpusnap cannot tell whether it uses a GPU.",
+        "A file of gpusnap, its Python or a Python package that it needs is missing or cannot be read, for "
+        "example after an upgrade of Python, or an upgrade that was not completed. Containers still start "
+        "and stop; none is checkpointed or restored, because gpusnap cannot tell whether it uses a GPU.",
         "Install gpusnap again, with pipx or your distribution's package. `gpusnap doctor` checks that all "
         "parts are there and that the engines find them.",
     ),

@@ -19,14 +19,19 @@ import functools
 import json
 import os
 from dataclasses import dataclass
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from gpusnap.oci.base.files import exists, is_folder, read_below
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.runtime_shim._version import __version__
-from gpusnap.runtime_shim.errors import ImageError, ManifestError, ManifestVersion, reason
+from gpusnap.runtime_shim.errors import (
+    ImageError,
+    ManifestError,
+    ManifestVersion,
+    own_file_unreadable,
+    reason,
+)
 from gpusnap.runtime_shim.transaction import Step
 
 if TYPE_CHECKING:
@@ -374,7 +379,12 @@ def _validator() -> Any:
     # Imported here: it takes 0.1 s, and a container without a GPU must not pay for it.
     import jsonschema
 
-    text = resources.files("gpusnap.runtime_shim.records").joinpath("manifest.schema.json").read_text("utf-8")
+    path = os.path.join(os.path.dirname(__file__), "manifest.schema.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except OSError as error:
+        raise own_file_unreadable(path, error) from error
     return jsonschema.Draft202012Validator(parse_json(text))
 
 

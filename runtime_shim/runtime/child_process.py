@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpusnap.runtime_shim.errors import NotStarted, RuntimeFailed, reason
+from gpusnap.runtime_shim.errors import GpusnapError, NotStarted, RuntimeFailed, reason
 from gpusnap.runtime_shim.runtime import find as locate
 
 
@@ -36,7 +36,7 @@ def run(
     untouched, as CRIU gives them to the restored container. `own_session` keeps a terminal's Ctrl-C from it.
     `keep` are descriptors that it shall have too, and `started` is told its PID.
     Raises NotStarted, and RuntimeFailed where it is not done within `seconds` and is killed; an exit code is
-    the caller's to judge.
+    the caller's to judge. GpusnapError where its output cannot be read, once it has ended.
     """
     stream = subprocess.PIPE if capture else None
     try:
@@ -65,6 +65,10 @@ def run(
                 f"{argv[0]} did not end within {seconds:g} s",
                 hint="run it by hand, and see what it waits for",
             ) from None
+        except OSError as error:  # leaving the block waits for its end
+            raise GpusnapError(
+                f"what {argv[0]} said cannot be read: {reason(error)}", hint="try again"
+            ) from error
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     return Finished(code, _text(out), _text(err))
 

@@ -211,7 +211,7 @@ def _paths(name_or_path: str) -> Iterator[str]:
     else:
         on_path = (place for place in os.environ.get("PATH", "").split(":") if place.startswith("/"))
         places = [f"{place}/{name_or_path}" for place in (*on_path, *SYSTEM_DIRECTORIES)]
-    return (path for path in places if _is_program(path) and not _is_own(path))
+    return (path for path in places if _is_usable(path))
 
 
 def start(args: list[str], at: int, root: str | None, by: Callable[[str, list[str]], Started]) -> Started:
@@ -303,13 +303,27 @@ def _checked(path: str) -> str:
             hint=f"install it, or set runtime in {SETTINGS_FILE}",
             code="GPS-114",
         )
-    if _is_own(path):
+    try:
+        own = _is_own(path)
+    except OSError as error:
+        raise SettingsError(
+            f"the real runtime {path} cannot be read: {reason(error)}", hint="try again", code="GPS-114"
+        ) from error
+    if own:
         raise SettingsError(
             f"the real runtime {path} is gpusnap-runtime itself",
             hint=f"set runtime in {SETTINGS_FILE} to crun or runc",
             code="GPS-114",
         )
     return path
+
+
+def _is_usable(path: str) -> bool:
+    """Whether it is a program other than ourselves; one that cannot be read cannot be run either."""
+    try:
+        return _is_program(path) and not _is_own(path)
+    except OSError:
+        return False
 
 
 def _is_program(path: str) -> bool:
@@ -320,8 +334,10 @@ def _is_program(path: str) -> bool:
 
 
 def _is_own(path: str) -> bool:
-    """Whether it is our file or a copy: two copies, each taking the other for the real one, would never
-    end."""
+    """Whether it is our file or a copy: two copies, each taking the other for the real one, would never end.
+
+    Raises OSError.
+    """
     found = os.stat(path)
     for own in _own_files:
         try:

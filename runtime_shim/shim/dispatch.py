@@ -12,7 +12,14 @@ from typing import NoReturn
 
 from gpusnap.oci.base.files import exists
 from gpusnap.runtime_shim import log, threads
-from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, RuntimeFailed, SettingsError, unforeseen
+from gpusnap.runtime_shim.errors import (
+    ContainerError,
+    GpusnapError,
+    RuntimeFailed,
+    SettingsError,
+    reason,
+    unforeseen,
+)
 from gpusnap.runtime_shim.gpu import find_driver, find_drivers, holders
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.errors import GpuError
@@ -127,7 +134,7 @@ def _make_work(call: CheckpointCall, real: RealRuntime) -> None:
 
 def _recover(driver: Driver, container: containers.Container, settings: Settings | SettingsError) -> bool:
     """Put right first what a killed gpusnap left of this container; whether there was anything."""
-    if not exists(JOURNAL):
+    if not _is_there(JOURNAL):
         return False
     from gpusnap.runtime_shim.snapshot.records import journal
 
@@ -145,6 +152,16 @@ def _recover(driver: Driver, container: containers.Container, settings: Settings
     return True
 
 
+def _is_there(path: str) -> bool:
+    """Whether there is such a file of the journal. Raises GpusnapError."""
+    try:
+        return exists(path)
+    except OSError as error:
+        raise GpusnapError(
+            f"{path} cannot be read: {reason(error)}", hint="try again", code="GPS-007"
+        ) from error
+
+
 def _take_away(call: CheckpointCall | RestoreCall, real: RealRuntime, driver: Driver | None) -> None:
     """Take away first what a killed restore left of this container.
 
@@ -153,7 +170,7 @@ def _take_away(call: CheckpointCall | RestoreCall, real: RealRuntime, driver: Dr
     """
     key = container_key.key(container_key.root(call.globals.root, real.kind), call.container_id)
     for each in (key, call.container_id):  # an earlier version's has the bare ID, and the command to ask
-        if exists(f"{JOURNAL}/{each}.restore"):
+        if _is_there(f"{JOURNAL}/{each}.restore"):
             from gpusnap.runtime_shim.snapshot import recover_restore
 
             said = recover_restore.recover(each, driver, remove=isinstance(call, RestoreCall))

@@ -221,16 +221,16 @@ def image(record: Manifest, image_path: str, found: Remap, config: Mapping[str, 
     if not record.dev:
         return {}
     path = os.path.join(image_path, record.dev)
+    strange = {(node.major, node.minor) for node in found.edits.strange}
+    listed = (each for each in given(config) if each[0] == "b" or each[1:3] not in strange)
+    allowed: tuple[Node | dev.Device, ...] = (*listed, *found.expected)
     try:
         raw, _ = open_below(image_path, record.dev)
+        with io.BufferedReader(raw) as file:
+            new = dev.rewritten(file, found.edits.changes, allowed)
     except (OSError, ValueError) as error:
         why = reason(error) if isinstance(error, OSError) else str(error)
         raise ImageError(f"the image of the container's /dev, {path}, cannot be read: {why}") from error
-    with io.BufferedReader(raw) as file:
-        strange = {(node.major, node.minor) for node in found.edits.strange}
-        listed = (each for each in given(config) if each[0] == "b" or each[1:3] not in strange)
-        allowed: tuple[Node | dev.Device, ...] = (*listed, *found.expected)
-        new = dev.rewritten(file, found.edits.changes, allowed)
     return {} if new is None else {record.dev: new}
 
 

@@ -262,9 +262,9 @@ def entries() -> tuple[Entry, ...]:
 def _held_threads(key: str) -> bool:
     """Whether threads of a container were held by a gpusnap that is no more, and not for a restore."""
     path = masks(key)
-    if not exists(path, follow=False) or exists(_path(key, "restore"), follow=False):
-        return False
     try:
+        if not exists(path, follow=False) or exists(_path(key, "restore"), follow=False):
+            return False
         return any(mask.there for mask in signal_masks.read(path))
     except OSError as error:
         raise GpusnapError(f"{path} cannot be read: {reason(error)}", code="GPS-007") from error

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import Index
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.runtime_shim.errors import ImageError, ManifestError, ManifestVersion
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, ManifestError, ManifestVersion
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.records.manifest import (
     DriverMount,
@@ -119,6 +119,16 @@ def refused(changed: Any) -> str:
         decode(json.dumps(changed).encode(), "here")
     assert str(caught.value).startswith("here")
     return str(caught.value)
+
+
+def test_a_schema_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a file of gpusnap's own."""
+    manifest._validator.cache_clear()
+    monkeypatch.setattr(os.path, "dirname", lambda _: "/nowhere")
+    with pytest.raises(
+        GpusnapError, match=r"a file of its own, /nowhere/manifest\.schema\.json: it does not"
+    ):
+        decode(encode(a_manifest()), "here")
 
 
 def members(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -164,6 +165,22 @@ def test_never_itself(own: Path, tmp_path: Path, way: str) -> None:
     assert real.find() == crun
     with pytest.raises(SettingsError, match="is gpusnap-runtime itself"):
         real.find(str(in_front))
+
+
+def test_one_that_cannot_be_read(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next on PATH is taken; one that was asked for is not replaced."""
+    bad, good = program(tmp_path / "a" / "crun"), program(tmp_path / "b" / "crun")
+    whole = locate._is_own
+
+    def is_own(path: str) -> bool:
+        if path == str(bad):
+            raise OSError(errno.EIO, "Input/output error", path)
+        return whole(path)
+
+    monkeypatch.setattr(locate, "_is_own", is_own)
+    assert real.find() == good
+    with pytest.raises(SettingsError, match="/a/crun cannot be read: Input/output error"):
+        real.find(str(bad))
 
 
 def test_never_the_launcher(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

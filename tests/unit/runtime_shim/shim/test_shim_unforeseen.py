@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from gpusnap.runtime_shim.errors import unforeseen
+from gpusnap.runtime_shim.errors import GpusnapError, unforeseen
 from gpusnap.runtime_shim.runtime import find as locate
-from gpusnap.runtime_shim.shim import entry
+from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, RestoreCall
+from gpusnap.runtime_shim.runtime.identify import RealRuntime
+from gpusnap.runtime_shim.shim import dispatch, entry
 
 
 def raised(error: Exception) -> Exception:
@@ -23,7 +27,7 @@ def raised(error: Exception) -> Exception:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (KeyError("x"), "KeyError: 'x' (test_shim_unforeseen.py:18)"),
+        (KeyError("x"), "KeyError: 'x' (test_shim_unforeseen.py:22)"),
         (FileNotFoundError(2, "No such file or directory", "/a"), "/a: it does not exist (test_shim"),
         (NameError("_driver"), "NameError: _driver (test_shim"),
     ],
@@ -33,6 +37,36 @@ def test_the_sentence(error: Exception, said: str) -> None:
     found = unforeseen(raised(error)).sentence()
     assert found.startswith(said)
     assert found.endswith("; this should have been said better: tell us [GPS-001]")
+
+
+def test_a_module_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's import system finds its directory unreadable: a link that leads to itself."""
+    path = tmp_path / "modules"
+    path.mkdir()
+    monkeypatch.syspath_prepend(path)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("nowhere")
+    path.rmdir()
+    path.symlink_to(path)
+    with pytest.raises(OSError, match="Too many levels") as raised:
+        importlib.import_module("nowhere")
+    found = unforeseen(raised.value).sentence()
+    assert found.startswith(f"gpusnap cannot read a file of its own, {path}: Too many levels")
+    assert found.endswith("[GPS-002]")
+
+
+@pytest.mark.parametrize("call", [CheckpointCall, RestoreCall])
+def test_a_journal_that_cannot_be_read(
+    call: type[CheckpointCall | RestoreCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows then what a killed gpusnap left of the container."""
+
+    def fail(path: str) -> bool:
+        raise OSError(errno.EIO, "Input/output error", path)
+
+    monkeypatch.setattr(dispatch, "exists", fail)
+    with pytest.raises(GpusnapError, match=r"/w.*\.restore cannot be read: Input/output error"):
+        dispatch._take_away(call(container_id="w"), RealRuntime(Path("/crun"), "crun", (1, 21)), None)
 
 
 def test_in_the_log(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,17 @@ def test_what_else_names_processes(kind: str, monkeypatch: pytest.MonkeyPatch) -
             journal.note_pause("w", journal.Pause((1, 1), "", False, ()))
     with pytest.raises(GpusnapError, match="was written in another PID namespace"):
         recover_restore.read("w") if kind == "restore" else journal.read("w")
+
+
+def test_masks_that_nobody_can_look_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads may be held: that is not taken for none."""
+
+    def fail(path: str, *, follow: bool) -> bool:
+        raise OSError(errno.EIO, "Input/output error", path)
+
+    monkeypatch.setattr(journal, "exists", fail)
+    with pytest.raises(GpusnapError, match=r"w\.masks cannot be read: Input/output error"):
+        journal.read("w")
 
 
 def test_of_an_earlier_version(folder: Path) -> None:

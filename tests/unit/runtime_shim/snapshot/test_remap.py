@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import tarfile
@@ -18,6 +19,7 @@ from gpusnap.runtime_shim.gpu.api.device_nodes import Change
 from gpusnap.runtime_shim.gpu.api.driver import Node
 from gpusnap.runtime_shim.gpu.nvidia.driver_files import File, Found, mapped
 from gpusnap.runtime_shim.records.manifest import DeviceNode, DriverLibrary, DriverMount, Manifest
+from gpusnap.runtime_shim.runtime.criu.images import dev
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, remap
 from gpusnap.runtime_shim.snapshot.devices.remap import Remap
 
@@ -166,6 +168,19 @@ def test_a_device_that_nobody_gave(tmp_path: Path) -> None:
     os.symlink(name, tmp_path / "tmpfs-dev-8.tar.gz.img")
     with pytest.raises(ImageError, match="cannot be read"):
         remap.image(record(dev="tmpfs-dev-8.tar.gz.img"), str(tmp_path), made(found), {})
+
+
+def test_the_image_of_dev_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half-way, or as it is closed."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    found = record(dev=an_image(tmp_path, ("nvidia0", 195, 0)))
+    edits = made(found)
+    monkeypatch.setattr(dev, "rewritten", fail)
+    with pytest.raises(ImageError, match="cannot be read: Input/output error"):
+        remap.image(found, str(tmp_path), edits, {})
 
 
 def test_settle(monkeypatch: pytest.MonkeyPatch) -> None:
