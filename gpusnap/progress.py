@@ -1,64 +1,156 @@
-"""What goes on, on a terminal's last line: the stage, bytes, GiB/s and time. Elsewhere nothing is shown.
+"""What is going on: the stage, bytes of how many, bytes a second, the time that is left.
 
-It goes to stderr: stdout is for results.
+On a terminal it is the last line, which changes; elsewhere a line every ten seconds, so that a pipeline's log
+shows that something moves. It goes to stderr: stdout is for results.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from gpusnap.oci.chunks.table import Progress as ChunkProgress
+from gpusnap.runtime_shim.progress import Board, Record
+from gpusnap.runtime_shim.units import amount
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bars
-
     from gpusnap.oci.registry.copy import Underway
 
 Tick = Callable[[], None]
 
+EVERY = 10.0
+"""Seconds between two lines where there is no terminal."""
+# What the steps of gpusnap-runtime are for who waits; those that are not here are short.
+_CHECKPOINT = {
+    "inspect": "looking at its processes",
+    "hold": "stopping its processes",
+    "lock": "waiting for its GPU work",
+    "driver checkpoint": "GPU memory to RAM",
+    "write": "writing GPU memory",
+    "dump": "CRIU dumps the rest",
+    "resume": "resuming",
+    "sync": "to disk",
+    "name": "to disk",
+}
+_RESTORE = {
+    "plan": "choosing GPUs",
+    "restore": "CRIU restores its processes",
+    "fill": "memory to its processes",
+    "driver restore": "memory to the GPU",
+}
+_UNDO = "undo: "
+_WORTH_SHOWING = 1 << 20  # bytes: less is directories and records
+_LOOK = 4  # calls of a tick between two looks at how much there is
+
+
+class Line(Protocol):
+    """Where it is shown."""
+
+    def stage(self, what: str) -> None:
+        """Something else begins; how long it will take is not known yet."""
+
+    def at(self, done: int, whole: int | None) -> None:
+        """So many bytes are done, of `whole`."""
+
+    def say(self, text: str) -> None:
+        """A sentence that stays."""
+
+    def close(self) -> None:
+        """Nothing more comes."""
+
+
+class Lines:
+    """Without a terminal: a line now and then."""
+
+    def __init__(self, every: float = EVERY, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every, self._clock = every, clock
+        self._last = clock()
+        self._what = ""
+        self._began, self._first = 0.0, 0
+
+    def stage(self, what: str) -> None:
+        self._what, self._began, self._first = what, 0.0, 0
+        self._show("")
+
+    def at(self, done: int, whole: int | None) -> None:
+        now = self._clock()
+        if not self._began:
+            self._began, self._first = now, done
+        passed = now - self._began
+        speed = (done - self._first) / passed if passed > 0 else 0.0
+        self._show(amount(done, whole, speed))
+
+    def say(self, text: str) -> None:
+        print(f"gpusnap: {text}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _show(self, how_far: str) -> None:
+        now = self._clock()
+        if now - self._last >= self._every:
+            self._last = now
+            self.say(": ".join(filter(None, [self._what, how_far])))
+
+
+class Nothing:
+    """With --quiet."""
+
+    def stage(self, what: str) -> None:
+        """Not shown."""
+
+    def at(self, done: int, whole: int | None) -> None:
+        """Not shown."""
+
+    def say(self, text: str) -> None:
+        """What is being undone is said all the same."""
+        print(f"gpusnap: {text}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
 
 class Progress:
-    """One line that changes, while the `with` block runs."""
+    """What is shown while the `with` block runs."""
+
+    quiet = False
+    """Whether nothing shall be shown, for all of them (--quiet)."""
 
     def __init__(self, *, shown: bool | None = None) -> None:
-        """`shown`: whether it is; by default on a terminal only."""
+        """`shown`: whether there is a line that changes; by default on a terminal only."""
         terminal = sys.stderr is not None and sys.stderr.isatty()
-        self.shown = terminal if shown is None else shown
-        self._bars: Bars | None = None
+        self.shown = (terminal if shown is None else shown) and not self.quiet
+        self._line: Line = Nothing() if self.quiet or sys.stderr is None else Lines()
         if self.shown:
             # Imported here: it takes 50 ms, and most commands have no terminal.
-            from gpusnap.progress_bars import bars
+            from gpusnap.progress_bars import Bar
 
-            self._bars = bars()
-            self._task = self._bars.add_task("", total=None, visible=False)
+            self._line = Bar()
 
     def __enter__(self) -> Progress:
-        if self._bars is not None:
-            self._bars.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bars is not None:
-            self._bars.stop()
+        self._line.close()
 
     def stage(self, what: str) -> None:
         """Something else begins; how long it will take is not known yet."""
-        if self._bars is not None:
-            # A new one: `reset` would keep the total of the stage before.
-            self._bars.remove_task(self._task)
-            self._task = self._bars.add_task(what, total=None)
+        self._line.stage(what)
 
     def at(self, done: int, whole: int | None = None) -> None:
         """So many bytes are done, of `whole`."""
-        if self._bars is not None:
-            self._bars.update(self._task, completed=done, total=whole)
+        self._line.at(done, whole)
+
+    def say(self, text: str) -> None:
+        """Say a sentence that stays."""
+        self._line.say(text)
 
     def moved(self, now: Underway) -> None:
         """For gpusnap.oci.registry.copy."""
@@ -68,19 +160,52 @@ class Progress:
         """For what counts in chunks, or in bytes of an archive."""
         self.at(now.done, now.total)
 
-    def watching(self, measure: Callable[[], int], *, every: int = 4) -> Tick:
-        """Something to call often: each so many times, it shows what `measure` finds, a number of bytes."""
+    def following(self, board: Board | None, what: str, measure: Callable[[], int]) -> Tick:
+        """Something to call often, four times a second: it shows what gpusnap-runtime writes on a board.
+
+        `what`: "checkpoint of NAME" or the like. At times, where the board tells of no bytes, it shows what
+        `measure` finds, a number of bytes.
+        """
         calls = 0
-        lock = threading.Lock()
+        every = _LOOK if self.shown else _LOOK * 10
+        last = Record()
 
         def tick() -> None:
-            nonlocal calls
-            with lock:
-                calls += 1
-                if self.shown and calls % every == 0:
-                    self.at(measure())
+            nonlocal calls, last
+            calls += 1
+            now = (board.read() if board is not None else None) or last
+            if (now.step, now.resumed) != (last.step, last.resumed):
+                self._line.stage(in_words(what, now))
+            last = now
+            if now.whole:
+                self.at(now.done, now.whole)
+            elif calls % every == 0 and not self.quiet and (size := measure()) >= _WORTH_SHOWING:
+                self.at(size)
 
+        self.stage(what)
         return tick
+
+
+@contextmanager
+def board() -> Iterator[Board | None]:
+    """A board for the runtime; None where this host has no memory for one."""
+    try:
+        made = Board()
+    except OSError:
+        yield None
+        return
+    with made:
+        yield made
+
+
+def in_words(what: str, now: Record) -> str:
+    """A step of gpusnap-runtime as it is shown."""
+    if now.step.startswith(_UNDO):
+        return f"{what}: being undone"
+    words = {**_RESTORE, **_CHECKPOINT}.get(now.step, "")
+    if now.resumed:
+        return "; ".join(filter(None, [f"the container runs again after {now.resumed:.1f} s", words]))
+    return ": ".join(filter(None, [what, words]))
 
 
 def grown(folder: str) -> Callable[[], int]:

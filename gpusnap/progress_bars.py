@@ -1,4 +1,4 @@
-"""How the line of gpusnap.progress looks."""
+"""How the line of gpusnap.progress looks on a terminal."""
 
 from __future__ import annotations
 
@@ -6,30 +6,44 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from gpusnap.runtime_shim.units import human
+from gpusnap.runtime_shim.units import amount
 
 
 class _Bytes(TextColumn):
-    """So many of so many bytes, and how fast."""
+    """So many of so many bytes, how fast, and for how long still."""
 
     def __init__(self) -> None:
         super().__init__("")
 
     def render(self, task: Task) -> Text:
-        if not task.completed:
-            return Text("")
-        whole = f" of {human(int(task.total))}" if task.total else ""
-        speed = f", {human(int(task.speed))}/s" if task.speed else ""
-        return Text(f"{human(int(task.completed))}{whole}{speed}")
+        return Text(amount(int(task.completed), int(task.total or 0) or None, task.speed or 0.0))
 
 
-def bars() -> Progress:
-    """Bars on stderr, for one task at a time."""
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=20),
-        _Bytes(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
+class Bar:
+    """gpusnap.progress.Line, for one stage at a time."""
+
+    def __init__(self) -> None:
+        self._bars = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            _Bytes(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._bars.add_task("", total=None, visible=False)
+        self._bars.start()
+
+    def stage(self, what: str) -> None:
+        # A new one: `reset` would keep the total of the stage before.
+        self._bars.remove_task(self._task)
+        self._task = self._bars.add_task(what, total=None)
+
+    def at(self, done: int, whole: int | None) -> None:
+        self._bars.update(self._task, completed=done, total=whole)
+
+    def say(self, text: str) -> None:
+        self._bars.console.print(f"gpusnap: {text}", markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._bars.stop()

@@ -9,3 +9,26 @@ def human(size: int) -> str:
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
     return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def amount(done: int, whole: int | None, speed: float) -> str:
+    """So many bytes of so many, how fast (bytes a second), and for how long still."""
+    if not done:
+        return ""
+    text = human(done)
+    if whole:
+        text += f" of {human(whole)}"
+    if speed >= 1:
+        text += f", {human(int(speed))}/s"
+        if whole and whole > done:
+            text += f", {_duration((whole - done) / speed)} left"
+    return text
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{max(1, whole)} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

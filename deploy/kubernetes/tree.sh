@@ -33,7 +33,7 @@ sys.exit(main())
 END
     chmod 755 "$tree/bin/$1"
 }
-program gpusnap gpusnap.cli.main
+program gpusnap gpusnap.cli.entry
 program gpusnap-runtime gpusnap.runtime_shim.shim.entry
 program gpusnap-hook gpusnap.hooks.main
 

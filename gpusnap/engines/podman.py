@@ -185,10 +185,16 @@ def not_running(found: Container) -> ContainerError:
 
 
 def checkpoint(
-    of: Container, archive: str, options: Sequence[str], *, tick: Callable[[], None] = lambda: None
+    of: Container,
+    archive: str,
+    options: Sequence[str],
+    *,
+    tick: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> bool:
-    """Have Podman checkpoint a container into an archive. `tick` is called several times a second.
+    """Have Podman checkpoint a container into an archive.
 
+    `tick` is called several times a second. `say` is given a sentence when a signal came: what is done of it.
     Whether a signal came that nobody heeded: it is the caller's to say. Raises GpusnapError with the sentence
     of who failed; Interrupted where a signal came and it failed.
     """
@@ -198,7 +204,7 @@ def checkpoint(
     def ended() -> bool:
         return first is not None and (not proc.same(first.pid, first.start) or proc.dying(first.pid))
 
-    return _work(words, {}, tick, ended)[1]
+    return _work(words, {}, tick, ended, say=say)[1]
 
 
 def restore(
@@ -207,9 +213,14 @@ def restore(
     environment: Mapping[str, str],
     *,
     tick: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> str:
-    """Have Podman make a container from an archive and run it on; its ID. Raises as `checkpoint` does."""
-    return _work(("container", "restore", "--import", archive, *options), environment, tick)[0]
+    """Have Podman make a container from an archive and run it on; its ID. Parameters as in `checkpoint`.
+
+    Raises as that does.
+    """
+    words = ("container", "restore", "--import", archive, *options)
+    return _work(words, environment, tick, say=say)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +250,12 @@ def _work(
     environment: Mapping[str, str],
     tick: Callable[[], None],
     ended: Callable[[], bool] = lambda: False,
+    *,
+    say: Callable[[str], None],
 ) -> tuple[str, bool]:
     """What Podman prints, and whether a signal came. `ended`: from then on Podman is left alone."""
     mark = secrets.token_hex(8)
+    told = False
     with (
         _passing_on(mark, ended) as relay,
         _started(words, {**os.environ, **environment, _MARK: mark}) as (child, out, err),
@@ -251,6 +265,9 @@ def _work(
             with suppress(subprocess.TimeoutExpired):
                 child.wait(_EVERY)
             tick()
+            if relay.came and not told:
+                told = True
+                say(_heeded(words[1], relay))
         done = _ended(child, out, err)
     if done.code:
         if done.code < 0 and not relay.passed:
@@ -339,6 +356,14 @@ class _Relay:
         self.passed = True
         with suppress(ProcessLookupError):
             os.kill(worker or self._podman, number)
+
+
+def _heeded(command: str, relay: _Relay) -> str:
+    """What is done of a signal."""
+    name = signal.Signals(relay.came[0]).name
+    if relay.passed:
+        return f"{name}: what the {command} has done is being undone"
+    return f"{name}: the container has ended; what Podman exports of it is written to the end first"
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from gpusnap.operations import disk_space, push_pull
 from gpusnap.operations import open as source
 from gpusnap.operations.failed_export import Export, exported
 from gpusnap.operations.push_pull import Pushed
-from gpusnap.progress import Progress, Tick, grown
+from gpusnap.progress import Progress, Tick, board, grown
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, UsageError, reason
 from gpusnap.runtime_shim.records import manifest
@@ -147,13 +147,18 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
         disk_space.check(found, store.path, rootfs=not wish.ignore_rootfs, twice=True, gpus=False)
         with _staged(wish, found, store) as (staging, export), ExitStack() as order:
             before, blobs = kept.roots(store), _blobs(store)
-            progress.stage(f"checkpoint of {found.name}")
-            tick = progress.watching(grown(os.path.dirname(staging.path)))
-            ordered = overrides.ordered(found.id, pages=StoreHome.kind, store=store.path, force=wish.force)
-            order.enter_context(ordered)
+            shown = order.enter_context(board())
+            path = shown.path if shown is not None else ""
+            order.enter_context(
+                overrides.ordered(
+                    found.id, pages=StoreHome.kind, store=store.path, force=wish.force, progress=path
+                )
+            )
+            measure = grown(os.path.dirname(staging.path))
+            tick = progress.following(shown, f"checkpoint of {found.name}", measure)
             since = datetime.now(UTC)
             with exported(export, lambda: kept.forget_pages_of(store, found.id, since, before)):
-                _run(wish, export, ["--compress", "none"], tick)
+                _run(wish, export, ["--compress", "none"], tick, progress)
                 order.close()
                 progress.stage("records")
                 root = push_pull.taken_in(staging, export.archive, progress)
@@ -226,11 +231,17 @@ def _to_file(wish: Wish, found: podman.Container, path: str, progress: Progress,
         return beside
 
     export = Export(found=found, archive=beside, keep=keep)
-    progress.stage(f"checkpoint of {found.name}")
-    tick = progress.watching(lambda: _size(beside))
+    compression = ["--compress", _COMPRESSION.get(_ending(path), "zstd")]
     try:
-        with overrides.ordered(found.id, pages="chunks", force=wish.force), exported(export):
-            _run(wish, export, ["--compress", _COMPRESSION.get(_ending(path), "zstd")], tick)
+        with ExitStack() as order:
+            shown = order.enter_context(board())
+            board_path = shown.path if shown is not None else ""
+            order.enter_context(
+                overrides.ordered(found.id, pages="chunks", force=wish.force, progress=board_path)
+            )
+            order.enter_context(exported(export))
+            tick = progress.following(shown, f"checkpoint of {found.name}", lambda: _size(beside))
+            _run(wish, export, compression, tick, progress)
             memory = _memory_of(export)
             with _writing(path):
                 put = _put(beside, path, aside)
@@ -267,9 +278,10 @@ def _check_place(path: str, found: podman.Container) -> None:
         raise GpusnapError(f"{path} cannot be written: {folder} is read-only", code="GPS-103")
 
 
-def _run(wish: Wish, export: Export, options: list[str], tick: Tick) -> None:
+def _run(wish: Wish, export: Export, options: list[str], tick: Tick, progress: Progress) -> None:
     """Have Podman do it, and see that it is what it says."""
-    came = podman.checkpoint(export.found, export.archive, [*options, *wish.options()], tick=tick)
+    words = [*options, *wish.options()]
+    came = podman.checkpoint(export.found, export.archive, words, tick=tick, say=progress.say)
     missing = set(FIRST)
     with told(), closing(entries(export.archive)) as found:
         while missing and (entry := next(found, None)) is not None:

@@ -43,9 +43,10 @@ from gpusnap.oci.store.store import Store
 from gpusnap.operations import pull, push_pull
 from gpusnap.operations.open import open_repository
 from gpusnap.operations.verify_files import in_archive
-from gpusnap.progress import Progress, grown
+from gpusnap.progress import Progress, board, grown
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, Refused, UsageError
+from gpusnap.runtime_shim.progress import VARIABLE
 from gpusnap.runtime_shim.snapshot.devices.choose import GPU_MAP
 from gpusnap.runtime_shim.snapshot.memory import source as fetching
 from gpusnap.user_errors import Damaged, Killed, told
@@ -302,9 +303,13 @@ def _run(
     chosen = {GPU_MAP: wish.gpu_map} if wish.gpu_map else {}
     before = podman.ids()
     try:
-        return podman.restore(
-            archive, wish.options(), {**environment, **chosen}, tick=progress.watching(measure)
-        )
+        with board() as shown:
+            if shown is not None:
+                chosen[VARIABLE] = shown.path
+            tick = progress.following(shown, "restore", measure)
+            return podman.restore(
+                archive, wish.options(), {**environment, **chosen}, tick=tick, say=progress.say
+            )
     except Killed:
         raise  # the runtime may still be at work in what Podman has made
     except GpusnapError as error:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -60,7 +60,8 @@ class Reading:
     threads: how many at most. ceiling: bytes that slots and workers may hold together; fewer workers run
     where that is not enough for all. targets: the regions, one for each table, in order, if they are there.
     later: leave it to `verify` whether targets that are memory of ours have the right content. What is in no
-    chunk is not written: the targets hold zeros there.
+    chunk is not written: the targets hold zeros there. progress: told after each chunk, by a worker, how many
+    bytes of plain content were read, and of how many.
 
     Raises ChunkError for tables that cannot be right, and CeilingError. `deliver` and `wait` raise what ended
     it: BlobError, ChunkError, LayoutError, Cancelled, and whatever a target raises.
@@ -75,6 +76,7 @@ class Reading:
         ceiling: int,
         targets: Sequence[Target] | None = None,
         later: bool = False,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._tables = [validated(table.size, table.chunks) for table in tables]
         self._layout = layout
@@ -88,6 +90,10 @@ class Reading:
         )
         self._left = len(self._unread)
         """Chunks that are not in their targets."""
+        self._report = progress
+        self._whole = sum(part.chunk.size for part in self._unread)
+        self._bytes = 0
+        """Of plain content that were read."""
         self._staged: deque[tuple[_Part, Memory]] = deque()
         self._free: list[Memory] = []
         chunks = [chunk for table in self._tables for chunk in table.chunks]
@@ -193,6 +199,7 @@ class Reading:
                     _fetch(self._layout, part.chunk, into, packed.view, decompressor, later=later)
                     if later:
                         self._unsure.append(part)
+                    self._count(part.chunk.size)
                 if isinstance(place, Memory):
                     self._hand_over(part, place)
                 else:
@@ -241,6 +248,13 @@ class Reading:
         with self._changed:
             self._free.append(memory)
         self._done()
+
+    def _count(self, size: int) -> None:
+        with self._changed:
+            self._bytes += size
+            done = self._bytes
+        if self._report is not None:
+            self._report(done, self._whole)
 
     def _done(self) -> None:
         with self._changed:

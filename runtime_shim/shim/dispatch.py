@@ -23,6 +23,7 @@ from gpusnap.runtime_shim.errors import (
 from gpusnap.runtime_shim.gpu import find_driver, find_drivers, holders
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.errors import GpuError
+from gpusnap.runtime_shim.progress import VARIABLE, reporter
 from gpusnap.runtime_shim.records import cri_layout, manifest
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime import container_key
@@ -178,10 +179,18 @@ def _take_away(call: CheckpointCall | RestoreCall, real: RealRuntime, driver: Dr
 
 
 def _announce(call: CheckpointCall | RestoreCall) -> None:
-    """With --debug each step is said as it begins, but not in --log: Podman reads one line of that."""
+    """Each step is told as it begins: to the command that waits, and with --debug on stderr.
+
+    Not in --log: Podman reads one line of that.
+    """
     from gpusnap.runtime_shim.transaction import announce
 
-    announce((lambda name: log.say(f"step {name}")) if call.globals.debug else None)
+    def tell(name: str) -> None:
+        reporter.step(name)
+        if call.globals.debug:
+            log.say(f"step {name}")
+
+    announce(tell)
 
 
 def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | SettingsError) -> int:
@@ -195,6 +204,8 @@ def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | Settings
     from gpusnap.runtime_shim.snapshot.restore import restore
 
     _announce(call)
+    if board := os.environ.get(VARIABLE):
+        reporter.report_to(board)
     config = containers.bundle_config(str(call.bundle_dir()))
     code = restore(call, real, annotated(valid, containers.bundle_annotations(config)), config)
     restored_containers.sweep()

@@ -4,7 +4,7 @@ Podman runs a runtime with an almost empty environment at checkpoint (libpod, Ch
 shall be otherwise than in the settings, for this one checkpoint, stands in a file:
 
     /run/gpusnap/orders/<container>.json    0600 in 0700; {"owner": [pid, start], "pages": …, "store": …,
-                                             "force": …}
+                                             "force": …, "progress": …}
 
 It counts while the process that wrote it lives, for that container alone, and for processes below that one:
 a Podman that somebody else runs on the same container meanwhile is not meant. One process at a time orders
@@ -24,6 +24,7 @@ from dataclasses import replace
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, reason
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.progress import reporter
 from gpusnap.runtime_shim.settings import TABLE, Settings
 
 FOLDER = "/run/gpusnap/orders"
@@ -35,15 +36,23 @@ _IN_CRIU = "criu"
 
 
 @contextmanager
-def ordered(container: str, *, pages: str, store: str = "", force: bool = False) -> Iterator[None]:
+def ordered(
+    container: str, *, pages: str, store: str = "", force: bool = False, progress: str = ""
+) -> Iterator[None]:
     """While the block runs, checkpoints of that container by processes below this one go there.
 
     `container`: its full ID. `pages`: as memory.pages. `store`: as store.path; empty for the settings'.
-    `force`: as nvidia.allow-nccl; False for the settings'.
+    `force`: as nvidia.allow-nccl; False for the settings'. `progress`: the path of a progress.Board.
     Raises ContainerError where another process has ordered something for it, GpusnapError.
     """
     path = _path(container)
-    document = {"owner": state_files.owner(), "pages": pages, "store": store, "force": force}
+    document = {
+        "owner": state_files.owner(),
+        "pages": pages,
+        "store": store,
+        "force": force,
+        "progress": progress,
+    }
     with _alone(path, container):
         try:
             state_files.write(path, json.dumps(document).encode())
@@ -80,7 +89,8 @@ def _unwritable(path: str, error: OSError) -> GpusnapError:
 def applied(settings: Settings, container: str) -> Settings:
     """The settings as ordered for a container; as they are where nobody above this process ordered anything.
 
-    An order says where the chunks go: memory that the settings leave in CRIU's images stays there.
+    An order says where the chunks go: memory that the settings leave in CRIU's images stays there. It may
+    also say who is to be told how far the checkpoint is.
     """
     if not _ID.fullmatch(container):
         return settings
@@ -91,8 +101,11 @@ def applied(settings: Settings, container: str) -> Settings:
         force = document.get("force") is True
         if not (proc.same(int(pid), int(start)) and _is_below(int(pid))):
             return settings
+        progress = document.get("progress")
     except (OSError, ValueError, KeyError, TypeError):
         return settings
+    if isinstance(progress, str) and progress:
+        reporter.report_to(progress)
     if force:
         settings = replace(settings, nvidia=replace(settings.nvidia, allow_nccl=True))
     memory = settings.memory

@@ -26,6 +26,7 @@ from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, Runti
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.progress import reporter
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container as containers
@@ -258,6 +259,8 @@ def _complete(job: Job, draft: Draft) -> None:
     if job.call.leave_running:
         with job.transaction.step("resume"):
             failure = resumed(job)
+        if failure is None:
+            reporter.resumed()
     try:
         if job.call.leave_running:
             if failure is None:  # else `gpusnap recover` may try again

@@ -45,7 +45,7 @@ def install(checkout: Path, *, python: str = sys.executable, path: tuple[str, ..
     cache = f"Xpycache_prefix={_CACHE}" if os.environ.get("GPUSNAP_TESTHOST") == "1" else ""
     modules = {
         ENTRY: "gpusnap.runtime_shim.shim.entry",
-        COMMAND: "gpusnap.cli.main",
+        COMMAND: "gpusnap.cli.entry",
         HOOK: "gpusnap.hooks.main",
     }
     for target, module in modules.items():

@@ -18,7 +18,7 @@ SRC = Path(__file__).resolve().parents[2]
 BIN = Path("/opt/installed/bin")
 GPUSNAP = BIN / "gpusnap"
 MODULES = {
-    "gpusnap": "gpusnap.cli.main",
+    "gpusnap": "gpusnap.cli.entry",
     "gpusnap-runtime": "gpusnap.runtime_shim.shim.entry",
     "gpusnap-hook": "gpusnap.hooks.main",
 }

@@ -10,6 +10,7 @@ import click
 
 from gpusnap.checkpoints import locator
 from gpusnap.cli.completion import complete_checkpoint, complete_container, complete_store
+from gpusnap.cli.quiet import quiet
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import UsageError
 from gpusnap.runtime_shim.units import human
@@ -46,6 +47,7 @@ _plain_http = click.option(
     help="Checkpoint even if processes share GPU memory in a way that cannot be restored (NCCL, CUDA IPC).",
 )
 @_plain_http
+@quiet
 @_as_json
 def checkpoint(
     container: str,
@@ -122,6 +124,7 @@ def checkpoint(
 @click.option("--ignore-static-ip", is_flag=True, help="Allow another IP address.")
 @click.option("--ignore-rootfs", is_flag=True, help="Do not restore changed files; use those of the image.")
 @_plain_http
+@quiet
 @_as_json
 def restore(
     what: str,
@@ -199,6 +202,7 @@ def restore(
     "[default: gzip]",
 )
 @_plain_http
+@quiet
 @_as_json
 def push(
     what: str, ref: str, form: push_pull.Format, packing: Packing | None, plain_http: bool, as_json: bool
@@ -259,6 +263,7 @@ def push(
     "[default: this host's store, unless -o is given]",
 )
 @_plain_http
+@quiet
 @_as_json
 def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -> None:
     """Pull the checkpoint REF from a registry into a store, an archive, or containerd.

@@ -16,6 +16,7 @@ from gpusnap.checkpoints.locator import InStore, default_store, in_store, named,
 from gpusnap.cli import process_tables, store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_checkpoint, complete_store, complete_stored
+from gpusnap.cli.quiet import quiet
 from gpusnap.cli.store_tables import document
 from gpusnap.oci.base.errors import DigestError, LayoutError, NotThere
 from gpusnap.oci.base.json_text import parse_json
@@ -170,6 +171,7 @@ def diff(a: str, b: str, plain_http: bool, as_json: bool) -> None:
 )
 @click.option("--deep", is_flag=True, help="Read all blobs of a checkpoint in a registry.")
 @_plain_http
+@quiet
 @_as_json
 def verify(what: tuple[str, ...], everything: bool, deep: bool, plain_http: bool, as_json: bool) -> None:
     """Check that checkpoints are complete and undamaged, and name every damaged blob.

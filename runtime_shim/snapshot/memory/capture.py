@@ -34,6 +34,7 @@ from gpusnap.runtime_shim.process.memory.maps import Region
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
 from gpusnap.runtime_shim.process.ptrace.populate import Backing, Populated
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, inside
+from gpusnap.runtime_shim.progress import reporter
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord, Written
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.settings import Memory
@@ -343,6 +344,11 @@ class Chunks(Pages):
             return
         before = self._progress
         last = [Progress(0)]
+
+        def wrote(now: Progress) -> None:
+            last[0] = now
+            reporter.move(now.done, now.total)
+
         # A chunk that is only linked was not read: no process may depend on it alone.
         live = any(isinstance(source, transfer.Part) for source in sources)
         with transfer.as_image_error(self._layout.path), self._home.known() as known:
@@ -358,7 +364,7 @@ class Chunks(Pages):
                 trust=False,  # an earlier checkpoint in the same place may have been damaged
                 met=self._early.end() if self._early is not None else {},
                 written=self._flush,
-                progress=lambda now: last.__setitem__(0, now),
+                progress=wrote,
             )
         for (_, each), table in zip(into, tables, strict=True):
             each.table = table

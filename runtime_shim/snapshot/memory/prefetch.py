@@ -28,6 +28,7 @@ from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.runtime_shim.process import mount_namespace
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
+from gpusnap.runtime_shim.progress import reporter
 from gpusnap.runtime_shim.records.manifest import FOLDER, Manifest
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory import transfer
@@ -88,6 +89,7 @@ class Filling:
                     ceiling=transfer.ceiling(settings),
                     targets=self._areas or None,
                     later=True,
+                    progress=reporter.move,
                 )
         except BaseException:
             self._drop()

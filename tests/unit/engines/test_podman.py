@@ -200,10 +200,12 @@ def test_a_signal_is_for_the_runtime(fake: FakePodman, tmp_path: Path, number: s
     before = signal.getsignal(number)
     thread = threading.Thread(target=ask)
     thread.start()
+    said: list[str] = []
     with pytest.raises(Interrupted, match=r"^stopped$"):
-        podman.checkpoint(FOUND, str(tmp_path / "out"), [])
+        podman.checkpoint(FOUND, str(tmp_path / "out"), [], say=said.append)
     thread.join()
     assert (tmp_path / "got").read_text() == f"{name}\n" * 2
+    assert said == [f"{number.name}: what the checkpoint has done is being undone"]
     assert signal.getsignal(number) == before
 
 
@@ -241,10 +243,14 @@ def test_a_signal_while_podman_exports(fake: FakePodman, tmp_path: Path, failing
 
         thread = threading.Thread(target=ask)
         thread.start()
+        said: list[str] = []
         if failing:
             with pytest.raises(GpusnapError, match="Podman failed: no room"):
-                podman.checkpoint(found, str(tmp_path / "out"), [])
+                podman.checkpoint(found, str(tmp_path / "out"), [], say=said.append)
         else:
-            assert podman.checkpoint(found, str(tmp_path / "out"), [])
+            assert podman.checkpoint(found, str(tmp_path / "out"), [], say=said.append)
+            assert said == [
+                "SIGINT: the container has ended; what Podman exports of it is written to the end first"
+            ]
             assert (tmp_path / "out").read_bytes() == b"archive"
         thread.join()

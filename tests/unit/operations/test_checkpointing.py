@@ -106,7 +106,7 @@ def test_words_for_podman(fake: FakePodman) -> None:
 @pytest.mark.parametrize("force", [False, True])
 def test_force_reaches_the_runtime(fake: FakePodman, tmp_path: Path, archive: bool, force: bool) -> None:
     """By the order, since Podman hands down no option that it does not know."""
-    fake.first(f"grep -q '\"force\": {str(force).lower()}}}' {tmp_path}/orders/{ID}.json || exit 9\n")
+    fake.first(f"grep -q '\"force\": {str(force).lower()},' {tmp_path}/orders/{ID}.json || exit 9\n")
     made(force=force, to=locator.destination(str(tmp_path / "w.tar")) if archive else None)
 
 

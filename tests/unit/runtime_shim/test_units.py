@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gpusnap.runtime_shim.units import human
+from gpusnap.runtime_shim.units import amount, human
+
+MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
@@ -22,3 +24,12 @@ from gpusnap.runtime_shim.units import human
 def test_human(size: int, text: str) -> None:
     """Binary units, up to the largest that a manifest may hold and beyond."""
     assert human(size) == text
+
+
+def test_the_time_that_is_left() -> None:
+    assert amount(0, 5, 1.0) == ""
+    assert amount(2 * MIB, None, 0.0) == "2.0 MiB"
+    assert amount(2 * MIB, 4 * MIB, 0.0) == "2.0 MiB of 4.0 MiB"
+    assert amount(2 * MIB, 4 * MIB, 8 * MIB) == "2.0 MiB of 4.0 MiB, 8.0 MiB/s, 1 s left"
+    assert amount(4 * MIB, 4 * MIB, 8 * MIB) == "4.0 MiB of 4.0 MiB, 8.0 MiB/s"
+    assert amount(MIB, 7201 * MIB, MIB).endswith("2 h 0 min left")
