@@ -7,6 +7,7 @@ of Python alone: all works, and each command of a container engine takes 30 ms m
 
 from __future__ import annotations
 
+import glob
 import platform
 import shutil
 import subprocess
@@ -71,5 +72,5 @@ class TaggedWheel(bdist_wheel):
 setup(
     cmdclass={"build_py": BuildWithLauncher, "bdist_wheel": TaggedWheel},
     # pipx links man pages from there, and pip puts them where `man` of the environment looks.
-    data_files=[("share/man/man1", ["docs/gpusnap.1"])],
+    data_files=[("share/man/man1", sorted(glob.glob("docs/man/*.1")))],
 )

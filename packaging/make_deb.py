@@ -7,7 +7,7 @@ is in the package:
     /usr/bin/gpusnap-runtime             the launcher in C
     /usr/libexec/gpusnap/gpusnap-runtime what it falls back to, Python
     /usr/lib/gpusnap/                    the modules, for these alone
-    /usr/share                           man page, completions, documents
+    /usr/share                           man pages, completions, documents
 
 No configuration of an engine is among it: `gpusnap install` writes that.
 """
@@ -141,7 +141,8 @@ def _documents(tree: Path, version: str) -> None:
     _gzip(docs / "changelog.gz", (CHECKOUT / "CHANGELOG.md").read_bytes())
     text = _CHANGELOG.format(version=version, date=formatdate(_epoch()))
     _gzip(docs / "changelog.Debian.gz", text.encode())
-    _gzip(tree / "usr/share/man/man1/gpusnap.1.gz", (CHECKOUT / "docs/gpusnap.1").read_bytes())
+    for page in sorted((CHECKOUT / "docs/man").glob("*.1")):
+        _gzip(tree / f"usr/share/man/man1/{page.name}.gz", page.read_bytes())
     _write(tree / "usr/share/lintian/overrides/gpusnap", (DEBIAN / "lintian-overrides").read_bytes())
 
 

@@ -1,7 +1,7 @@
-"""docs/commands.md and docs/gpusnap.1, made by `python -m tools.docs.reference_docs` from the declarations.
+"""docs/commands.md and docs/man, made by `python -m tools.docs.reference_docs` from the declarations.
 
-The man page is made here too: it is the same text with other marks around it, some fifty lines. click-man
-makes a page for each command, without the exit codes, and would be one more package to have for a build.
+The man pages, one for each command, are made here too: they are the same text with other marks around it,
+some fifty lines. click-man leaves the exit codes out, and would be one more package to have for a build.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpusnap.cli.exit_codes import MEANINGS
 from gpusnap.cli.group import Group
 from gpusnap.runtime_shim._version import __version__
 
-__all__ = ["Described", "Option", "Paragraph", "described", "main", "man", "markdown"]
+__all__ = ["Described", "Option", "Paragraph", "described", "main", "man_pages", "markdown"]
 
 DOCS = Path(__file__).parents[2] / "docs"
 _NAME = "gpusnap"
@@ -77,9 +77,10 @@ def markdown() -> str:
     return "\n".join(_markdown()) + "\n"
 
 
-def man() -> str:
-    """docs/gpusnap.1, for man(1) (groff_man(7))."""
-    return "\n".join(_man()) + "\n"
+def man_pages() -> dict[str, str]:
+    """The files of docs/man by name, for man(1) (groff_man(7)): gpusnap.1, and one for each command."""
+    found = {f"{_NAME}.1": _overview()} | {f"{_NAME}-{each.name}.1": _page(each) for each in described()}
+    return {name: "\n".join(lines) + "\n" for name, lines in found.items()}
 
 
 # What is declared
@@ -165,18 +166,13 @@ def _cell(text: str) -> str:
 # The man page
 
 
-def _man() -> Iterator[str]:
-    yield r".\" " + _HEAD
-    yield f'.TH {_NAME.upper()} 1 "" "{_NAME} {__version__}"'
-    yield from (".SH NAME", rf"{_NAME} \- checkpoint and restore containers that use GPUs")
+def _overview() -> Iterator[str]:
+    yield from _begin(_NAME, "checkpoint and restore containers that use GPUs")
     yield from (".SH SYNOPSIS", rf"\fB{_NAME}\fR COMMAND [OPTIONS] [ARGUMENTS]", ".SH DESCRIPTION")
     yield from _set(_paragraphs(cli.command.help or ""))
     yield ".SH COMMANDS"
     for each in described():
-        yield f".SS {_roff(each.usage)}"
-        yield from _set(each.help)
-        for option in each.options:
-            yield from (".TP", rf"\fB{_roff(option.form)}\fR", _roff(option.help))
+        yield from (".TP", rf"\fB{_roff(f'{_NAME}-{each.name}')}\fR(1)", _roff(_first_sentence(each)))
     yield ".SH EXIT STATUS"
     for code, meaning in MEANINGS.items():
         yield from (".TP", str(code), _roff(meaning))
@@ -184,6 +180,28 @@ def _man() -> Iterator[str]:
     for path, what in _FILES.items():
         yield from (".TP", _roff(path), _roff(what))
     yield from (".SH SEE ALSO", _roff(", ".join(_SEE_ALSO)))
+
+
+def _page(found: Described) -> Iterator[str]:
+    first = _first_sentence(found)
+    yield from _begin(f"{_NAME}-{found.name}", first[:1].lower() + first[1:].rstrip("."))
+    yield from (".SH SYNOPSIS", rf"\fB{_roff(found.usage)}\fR", ".SH DESCRIPTION")
+    yield from _set(found.help)
+    yield from (".SH OPTIONS",) if found.options else ()
+    for option in found.options:
+        yield from (".TP", rf"\fB{_roff(option.form)}\fR", _roff(option.help))
+    yield from (".SH EXIT STATUS", _roff(f"See {_NAME}(1)."))
+    yield from (".SH SEE ALSO", _roff(f"{_NAME}(1)"))
+
+
+def _begin(name: str, what: str) -> Iterator[str]:
+    yield r".\" " + _HEAD
+    yield f'.TH {name.upper()} 1 "" "{_NAME} {__version__}"'
+    yield from (".SH NAME", rf"{_roff(name)} \- {_roff(what)}")
+
+
+def _first_sentence(found: Described) -> str:
+    return re.split(r"(?<=\.)\s", found.help[0].text, maxsplit=1)[0] if found.help else ""
 
 
 def _set(paragraphs: Iterator[Paragraph] | tuple[Paragraph, ...]) -> Iterator[str]:
@@ -203,10 +221,18 @@ def _roff(text: str) -> str:
 
 
 def main() -> int:
-    """Write both files."""
-    for name, content in (("commands.md", markdown()), ("gpusnap.1", man())):
+    """Write all of them, and remove the pages of commands that are no more."""
+    pages = man_pages()
+    (DOCS / "man").mkdir(exist_ok=True)
+    for path in (DOCS / "man").glob("*.1"):
+        if path.name not in pages:
+            path.unlink()
+    for name, content in {
+        "commands.md": markdown(),
+        **{f"man/{each}": pages[each] for each in pages},
+    }.items():
         (DOCS / name).write_text(content, "utf-8")
-        print(DOCS / name, file=sys.stderr)
+    print(f"{DOCS}/commands.md and {len(pages)} pages in {DOCS}/man", file=sys.stderr)
     return 0
 
 

@@ -17,13 +17,21 @@ from tools.docs import reference_docs
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-@pytest.mark.parametrize(
-    ("name", "made"), [("commands.md", reference_docs.markdown), ("gpusnap.1", reference_docs.man)]
-)
-def test_the_files_are_up_to_date(name: str, made: object) -> None:
+def test_the_files_are_up_to_date() -> None:
     """What lies in docs/ is what the declarations make: `python -m tools.docs.reference_docs` writes it."""
-    assert callable(made)
-    assert (DOCS / name).read_text("utf-8") == made(), "run: python -m tools.docs.reference_docs"
+    hint = "run: python -m tools.docs.reference_docs"
+    assert (DOCS / "commands.md").read_text("utf-8") == reference_docs.markdown(), hint
+    there = {path.name: path.read_text("utf-8") for path in (DOCS / "man").iterdir()}
+    assert there == reference_docs.man_pages(), hint
+
+
+def test_a_page_for_each_command() -> None:
+    """And the overview names all of them."""
+    pages = reference_docs.man_pages()
+    names = command.list_commands(click.Context(command))
+    assert set(pages) == {"gpusnap.1", *(f"gpusnap-{name}.1" for name in names)}
+    for name in names:
+        assert rf"\fBgpusnap\-{name.replace('-', chr(92) + '-')}\fR(1)" in pages["gpusnap.1"]
 
 
 def test_all_is_described() -> None:
@@ -52,18 +60,20 @@ def test_markdown() -> None:
 
 def test_man() -> None:
     """No line of text is taken for a request of roff's, and all requests are known ones."""
-    requests = {line.split()[0] for line in reference_docs.man().splitlines() if line.startswith((".", "'"))}
-    assert requests == {r".\"", ".TH", ".SH", ".SS", ".PP", ".TP", ".nf", ".fi"}
-    assert r"\&./FILE.tar.zst" in reference_docs.man()
+    pages = reference_docs.man_pages()
+    lines = "".join(pages.values()).splitlines()
+    requests = {line.split()[0] for line in lines if line.startswith((".", "'"))}
+    assert requests == {r".\"", ".TH", ".SH", ".PP", ".TP", ".nf", ".fi"}
+    assert r"\&./FILE.tar.zst" in pages["gpusnap.1"]
 
 
-def test_man_for_groff() -> None:
+@pytest.mark.parametrize("name", ["gpusnap", "gpusnap-verify"])
+def test_man_for_groff(name: str) -> None:
     """groff has no complaint about the page."""
     groff = shutil.which("groff")
     if groff is None:
         pytest.skip("needs groff")
-    done = subprocess.run(
-        [groff, "-man", "-ww", "-Kutf8", "-Tutf8", str(DOCS / "gpusnap.1")], capture_output=True, check=False
-    )
+    line = [groff, "-man", "-ww", "-Kutf8", "-Tutf8", str(DOCS / f"man/{name}.1")]
+    done = subprocess.run(line, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
-    assert b"gpusnap verify" in re.sub(b".\b", b"", done.stdout)
+    assert re.search(rb"gpusnap.verify", re.sub(b".\b", b"", done.stdout))
