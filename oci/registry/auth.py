@@ -27,8 +27,8 @@ _CLIENT = "gpusnap"
 _SHORTEST, _SHARE = 60.0, 0.75
 _FOREVER = 1 << 30
 _LONGEST = 1 << 16
-# RFC 9110, 11.3: a scheme, then parameters, whose values are tokens or quoted. What is passed over (*+, ++) is
-# not tried again in all its parts: a header of 64 KiB of blanks would take minutes.
+# RFC 9110, 11.3: a scheme, then parameters, whose values are tokens or quoted. What is passed over (*+, ++)
+# is not tried again in all its parts: a header of 64 KiB of blanks would take minutes.
 _PARAMETER = re.compile(
     r"\s*+,?\s*+([\w!#$%&'*+.^`|~-]++)\s*+=\s*+(?:\"((?:[^\"\\]|\\.)*)\"|([^\s\",]+))", re.ASCII
 )

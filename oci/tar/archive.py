@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import sys
 import tarfile
 import zlib
 from collections.abc import Callable, Collection, Generator, Iterator
@@ -30,6 +31,9 @@ Compression: TypeAlias = Literal["none", "zstd"]
 _PIECE = 1 << 20
 # GNU tar fills up its last record, of 10 KiB by default and of some MiB at the most, with zeros.
 _LONGEST_TAIL = 16 << 20
+# Bytes of memory for the names in an archive, which whoever reads it may keep, and for what it keeps of each:
+# some 1.5 million entries of a usual name. A KiB, compressed, may hold names of a MiB.
+_MOST_NAMES, _ENTRY = 512 << 20, 128
 
 
 class Content:
@@ -66,7 +70,7 @@ def entries(
     `where` is the archive's name in messages.
 
     Raises ArchiveError where it cannot be read, is none, is cut short, holds something that no checkpoint
-    has, or a name that leads out of it, be it through a link that came before.
+    has, a name that leads out of it, be it through a link that came before, or more names than any has.
     """
     with ExitStack() as opened:
         where = where or (archive if isinstance(archive, str) else "the archive")
@@ -80,7 +84,11 @@ def entries(
             file = archive
         source = _Source(file, where, plain)
         links: set[str] = set()
+        left = _MOST_NAMES
         while (info := source.header()) is not None:
+            left -= sys.getsizeof(info.name) + sys.getsizeof(info.linkname) + _ENTRY
+            if left < 0:
+                raise source.broken("its entries have more names than any checkpoint has")
             if links:
                 source.check_parents(info.name, links)
             if info.issym() or info.islnk():
@@ -208,7 +216,7 @@ class _Source:
         parent = os.path.dirname(name)
         while parent:
             if parent in links:
-                raise self._broken(f"the name {name[:200]!r} leads through the link {parent[:200]!r}")
+                raise self.broken(f"the name {name[:200]!r} leads through the link {parent[:200]!r}")
             parent = os.path.dirname(parent)
 
     def exactly(self, size: int) -> bytes:
@@ -218,7 +226,7 @@ class _Source:
         while left:
             piece = self._read(left)
             if not piece:
-                raise self._broken("it ends before its end")
+                raise self.broken("it ends before its end")
             found.append(piece)
             left -= len(piece)
         return found[0] if len(found) == 1 else b"".join(found)
@@ -241,7 +249,7 @@ class _Source:
         while piece := self._read(_PIECE):
             tail += len(piece)
             if tail > _LONGEST_TAIL or piece.count(0) != len(piece):
-                raise self._broken("it goes on after its end")
+                raise self.broken("it goes on after its end")
 
     def _read(self, size: int) -> bytes:
         with self._reading():
@@ -250,7 +258,8 @@ class _Source:
             self._seen(data)
         return data
 
-    def _broken(self, why: object) -> ArchiveError:
+    def broken(self, why: object) -> ArchiveError:
+        """The error for what is wrong with it."""
         return ArchiveError(f"{self._where} is not a checkpoint archive, or is cut short: {why}")
 
     @contextmanager
@@ -258,6 +267,6 @@ class _Source:
         try:
             yield
         except (tar.HeaderFault, zstandard.ZstdError, zlib.error, gzip.BadGzipFile, EOFError) as error:
-            raise self._broken(error) from error
+            raise self.broken(error) from error
         except OSError as error:
             raise ArchiveError(f"{self._where} cannot be read: {reason(error)}") from error

@@ -196,6 +196,27 @@ def test_a_name_below_a_link(tmp_path: Path, link: tarfile.TarInfo) -> None:
             read_all(write(tmp_path, _tar_of(link, entry(name))))
 
 
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.REGTYPE])
+def test_names_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: bytes) -> None:
+    """However small the archive is, its names take no more memory than is allowed."""
+    monkeypatch.setattr(archive_module, "_MOST_NAMES", 1 << 20)
+    names = [f"{'a' * 3000}{number}" for number in range(1000)]
+
+    def written(most: int) -> str:
+        made = [
+            tar.header(entry(name, kind, "x" if kind == tarfile.SYMTYPE else "")) for name in names[:most]
+        ]
+        return write(tmp_path, COMPRESS["zstd"](b"".join(made) + tar.END))
+
+    assert len(read_all(written(200))) == 200
+    path = written(1000)
+    assert os.path.getsize(path) < 100 << 10
+    seen = []
+    with pytest.raises(ArchiveError, match="its entries have more names than any checkpoint has"):
+        seen.extend(each.name for each in entries(path))
+    assert 200 < len(seen) < 400
+
+
 def test_sparse_and_global(tmp_path: Path) -> None:
     """GNU's sparse files, headers for all entries, and folders with content are refused."""
     for kind, words in ((b"S", "is a sparse file"), (b"g", "header for all"), (b"5", "is no file, but has")):
