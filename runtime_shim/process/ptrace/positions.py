@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process import deadlines
 from gpusnap.runtime_shim.process.memory import maps as regions
 from gpusnap.runtime_shim.process.ptrace.arch import Machine, this_machine
 
@@ -46,7 +47,9 @@ _STDIO = re.compile(
 _CREATING = ("clone", "clone3", "fork", "vfork")
 _OF_MALLOC = ("brk", "mmap", "munmap", "mprotect", "mremap", "madvise")
 _FUTEX_FLAGS = 128 | 256  # linux/futex.h, FUTEX_PRIVATE_FLAG and FUTEX_CLOCK_REALTIME; FUTEX_WAIT is 0
-_SYMBOLS = 1 << 16  # more than any libc exports
+# More than any libc has: symbols, bytes of a name, program headers. The file is the container's, and may
+# claim any number of names that all are as long as its table.
+_SYMBOLS, _LONGEST, _HEADERS = 1 << 16, 256, 64
 # elf(5)
 _PT_DYNAMIC, _DT_STRTAB, _DT_SYMTAB, _DT_STRSZ, _STT_FUNC = 2, 5, 6, 10, 2
 _PROGRAM_HEADER, _SYMBOL = struct.Struct("=IIQQQQQQ"), struct.Struct("=IBBHQQ")
@@ -173,9 +176,14 @@ def read_text(pid: int) -> Text:
 @lru_cache(maxsize=64)
 def _locking(pid: int, device: str, inode: int, base: int) -> tuple[tuple[int, int], ...]:
     """The parts of the libc at `base` that take locks, as offsets from there."""
+    path = f"/proc/{pid}/mem"
+
+    def read() -> dict[str, tuple[int, int]]:
+        with open(path, "rb", buffering=0) as memory:
+            return _functions(memory.fileno(), base)
+
     try:
-        with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-            symbols = _functions(memory.fileno(), base)
+        symbols = deadlines.ask(read, path)
     except (OSError, struct.error, ValueError, LookupError, ArithmeticError):  # no library as glibc makes it
         return ()
     found = [
@@ -208,6 +216,8 @@ def _functions(memory: int, base: int) -> dict[str, tuple[int, int]]:
     (offset,) = struct.unpack_from("=Q", header, 32)
     size, count = struct.unpack_from("=HH", header, 54)
     dynamic: dict[int, int] = {}
+    if count > _HEADERS:
+        raise ValueError(f"an ELF file of {count} program headers")
     for at in range(count):
         fields = _PROGRAM_HEADER.unpack(os.pread(memory, _PROGRAM_HEADER.size, base + offset + at * size))
         if fields[0] == _PT_DYNAMIC:
@@ -223,5 +233,7 @@ def _functions(memory: int, base: int) -> dict[str, tuple[int, int]]:
     found = {}
     for at, info, _, section, value, extent in _SYMBOL.iter_unpack(table):
         if info & 15 == _STT_FUNC and section and extent:
-            found[text[at : text.find(b"\0", at)].decode("ascii", "replace")] = (value, extent)
+            end = text.find(b"\0", at, at + _LONGEST)
+            if end >= 0:
+                found[text[at:end].decode("ascii", "replace")] = (value, extent)
     return found

@@ -1,0 +1,91 @@
+"""Questions about a process that the kernel may never answer, each with a deadline.
+
+A process can make the kernel wait for somebody else: for the server of a file system in user space (FUSE)
+whose file it has open or mapped, and so also for its own mm->mmap_lock, which /proc/PID/cmdline and environ
+take. Any user can have such a file system. The wait ends only when the server answers, or by SIGKILL. So the
+question is asked in a thread that can be left behind; it ends with this process.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
+
+from gpusnap.runtime_shim import threads
+
+T = TypeVar("T")
+
+PATIENCE = 10.0
+"""Seconds. The kernel has an answer within microseconds; a busy host's disk, within some seconds."""
+
+
+class _Answer(Generic[T]):
+    """What a question gave: its value, or what it raised."""
+
+    def __init__(self, question: Callable[[], T]) -> None:
+        self._value: list[T] = []
+        self._error: BaseException | None = None
+        try:
+            self._value.append(question())
+        except BaseException as error:
+            self._error = error
+
+    def value(self) -> T:
+        """Raises what the question raised."""
+        if self._error is not None:
+            raise self._error
+        return self._value[0]
+
+
+class _Thread:
+    """A thread that answers one question after another, until one was not answered in time."""
+
+    def __init__(self) -> None:
+        self._questions: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self._answers: SimpleQueue[_Answer[Any]] = SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name="gpusnap-question", daemon=True)
+        threads.start(self.thread)
+
+    def ask(self, question: Callable[[], T], within: float) -> _Answer[T]:
+        """Raises Empty after `within` seconds."""
+        self._questions.put(question)
+        return self._answers.get(timeout=within)
+
+    def end(self) -> None:
+        """Have it end, when the question that it is at has been answered."""
+        self._questions.put(None)
+
+    def _run(self) -> None:
+        while (question := self._questions.get()) is not None:
+            self._answers.put(_Answer(question))
+
+
+_idle: deque[_Thread] = deque()
+os.register_at_fork(after_in_child=_idle.clear)  # a child has none of the threads
+
+
+def ask(question: Callable[[], T], what: str, *, within: float = PATIENCE) -> T:
+    """What the question gives, asked in another thread of this process.
+
+    Raises what it raises; TimeoutError, whose filename is `what`, after `within` seconds; GpusnapError where
+    the kernel gives no thread.
+    """
+    try:
+        thread = _idle.pop()
+    except IndexError:
+        thread = _Thread()
+    try:
+        answer = thread.ask(question, within)
+    except Empty:
+        thread.end()
+        raise TimeoutError(errno.ETIMEDOUT, f"the kernel did not answer within {within:g} s", what) from None
+    except BaseException:  # a signal's
+        thread.end()
+        raise
+    _idle.append(thread)
+    return answer.value()
