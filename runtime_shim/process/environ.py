@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import struct
 
-from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process import deadlines, proc
 
 # glibc, whose file had its version in the name before 2.34; musl's libc is its loader.
 _LIBC = ("libc.so.6", "libc-2.", "ld-musl-")
@@ -28,8 +29,19 @@ def live_environment(pid: int) -> dict[str, str] | None:
 
     None for a program that is linked statically, is not of 64 bits, or has gone. The process is only read
     (process_vm_readv(2) by way of /proc/PID/mem), and may change its variables meanwhile: what is torn then
-    is left out.
+    is left out. Raises GpusnapError where its memory, or its libc, is in a file that is not answered for.
     """
+    try:
+        return deadlines.ask(lambda: _live(pid), f"{proc.PROC}/{pid}/mem")
+    except TimeoutError as error:
+        raise GpusnapError(
+            f"the variables of process {pid} ({proc.comm(pid)}) cannot be read: {error.strerror}",
+            hint="it has memory of a file system that does not answer: end it, or see to that",
+            code="GPS-225",
+        ) from error
+
+
+def _live(pid: int) -> dict[str, str] | None:
     try:
         memory = os.open(f"{proc.PROC}/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

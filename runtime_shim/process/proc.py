@@ -46,6 +46,20 @@ def _read(path: str) -> str | None:
     return _answer(path, _content)
 
 
+def _read_memory(path: str) -> str | None:
+    """As `_read`, of a file for which the kernel looks at the process' memory: it may have us wait there."""
+    from gpusnap.runtime_shim.process import deadlines  # threads, which not everybody needs
+
+    try:
+        return _answer(path, lambda path: deadlines.ask(lambda: _content(path), path))
+    except TimeoutError as error:
+        raise GpusnapError(
+            f"{path} cannot be read: {error.strerror}",
+            hint="the process waits for a file system that does not answer: end it, or see to that",
+            code="GPS-225",
+        ) from error
+
+
 def _names(path: str) -> list[str]:
     """The names in a folder of /proc; none where that is gone. Raises GpusnapError."""
     return _answer(path, os.listdir) or []
@@ -67,6 +81,8 @@ def _answer(path: str, ask: Callable[[str], _T]) -> _T | None:
         try:
             return ask(path)
         except OSError as error:
+            if isinstance(error, TimeoutError):
+                raise
             if error.errno not in PASSING:
                 return None
             if time.monotonic() > deadline:
@@ -219,13 +235,13 @@ def thread_name(pid: int, tid: int) -> str:
 
 def command(pid: int) -> tuple[str, ...]:
     """Its argument list; empty for a zombie or when it is gone."""
-    text = _read(f"{PROC}/{pid}/cmdline") or ""
+    text = _read_memory(f"{PROC}/{pid}/cmdline") or ""
     return tuple(text.removesuffix("\0").split("\0")) if text else ()
 
 
 def environment(pid: int) -> dict[str, str]:
     """The environment it was started with."""
-    text = _read(f"{PROC}/{pid}/environ") or ""
+    text = _read_memory(f"{PROC}/{pid}/environ") or ""
     pairs = (item.partition("=") for item in text.split("\0") if "=" in item)
     return {name: value for name, _, value in pairs}
 
@@ -241,8 +257,8 @@ def process(pid: int) -> Process | None:
 
 def same(pid: int, start: int) -> bool:
     """Whether the process that began at `start` still has this PID, and is no zombie."""
-    now = process(pid)
-    return now is not None and now.start == start
+    stat = _stat(pid)
+    return stat is not None and stat[0] not in "ZX" and int(stat[19]) == start
 
 
 def parent(pid: int) -> int:
@@ -320,7 +336,7 @@ def available_memory() -> int:
 
 def maps(pid: int) -> str:
     """The process' mappings as text, one a line (proc_pid_maps(5)); empty when it is gone."""
-    return _read(f"{PROC}/{pid}/maps") or ""
+    return _read_memory(f"{PROC}/{pid}/maps") or ""
 
 
 def named_mappings(pid: int) -> Iterator[tuple[str, ...]]:

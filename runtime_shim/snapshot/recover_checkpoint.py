@@ -311,6 +311,12 @@ def _mapped(process: Suspended) -> bool:
     """Whether there is memory at the addresses of all its regions: the driver's restore takes it away."""
     try:
         mapped = regions.mappings(process.pid)
+    except TimeoutError as error:
+        raise GpusnapError(
+            f"the memory of process {process.pid} cannot be looked at: {error.strerror}",
+            hint="it waits for a file system that does not answer: end it, or see to that, and try again",
+            code="GPS-225",
+        ) from error
     except OSError:
         return False
     layout = [(region.start, region.table.size) for region in process.regions]

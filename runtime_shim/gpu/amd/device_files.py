@@ -11,9 +11,12 @@ import errno
 import os
 import stat
 from collections.abc import Collection, Iterator
+from functools import partial
 
 from gpusnap.runtime_shim.gpu.api import device_files
 from gpusnap.runtime_shim.gpu.api.driver import Held
+from gpusnap.runtime_shim.process import deadlines
+from gpusnap.runtime_shim.process.memory.maps import lines as mapped_lines
 
 KFD = "/dev/kfd"
 DRM_MAJOR = 226  # Documentation/admin-guide/devices.txt
@@ -53,16 +56,26 @@ def numbers_in_dev(pid: int) -> frozenset[Number]:
     for folder in ("dev", "dev/dri"):
         place = f"/proc/{pid}/root/{folder}"
         try:
-            if os.path.islink(place):
-                continue
-            with os.scandir(place) as entries:
-                numbers = [_number(entry.stat(follow_symlinks=False)) for entry in entries]
+            numbers = deadlines.ask(partial(_numbers_in, place), place)
+        except TimeoutError as error:
+            raise device_files.unanswered(error, pid) from error
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR):
                 device_files.gone_or_raise(error, pid)
             continue
         found.update(number for number in numbers if number is not None)
     return frozenset(found)
+
+
+def _numbers_in(place: str) -> list[Number | None]:
+    if os.path.islink(place):
+        return []
+    with os.scandir(place) as entries:
+        return [_number(entry.stat(follow_symlinks=False)) for entry in entries]
+
+
+def _stat(link: str) -> os.stat_result:
+    return deadlines.ask(lambda: os.stat(link), link)
 
 
 def _opened(pid: int) -> Iterator[tuple[int, str, Number]]:
@@ -76,7 +89,9 @@ def _opened(pid: int) -> Iterator[tuple[int, str, Number]]:
         try:
             path = os.readlink(f"{folder}/{name}")
             # socket:[1], pipe:[2], anon_inode:… are never device files.
-            device = _number(os.stat(f"{folder}/{name}")) if path.startswith("/") else None
+            device = _number(_stat(f"{folder}/{name}")) if path.startswith("/") else None
+        except TimeoutError as error:
+            raise device_files.unanswered(error, pid) from error
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM):
                 continue  # closed since
@@ -89,8 +104,9 @@ def _opened(pid: int) -> Iterator[tuple[int, str, Number]]:
 def _mapped(pid: int) -> Iterator[tuple[tuple[int, int, str], Number]]:
     """Mappings of device files: (start, end, path) and the number."""
     try:
-        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
-            table = [line.rstrip("\n").split(maxsplit=5) for line in lines]
+        table = [line.split(maxsplit=5) for line in mapped_lines(pid)]
+    except TimeoutError as error:
+        raise device_files.unanswered(error, pid) from error
     except OSError as error:
         device_files.gone_or_raise(error, pid)
         return
@@ -100,7 +116,9 @@ def _mapped(pid: int) -> Iterator[tuple[tuple[int, int, str], Number]]:
         start, _, end = fields[0].partition("-")
         try:
             # The path means nothing in our mount namespace, this link does.
-            device = _number(os.stat(f"/proc/{pid}/map_files/{int(start, 16):x}-{int(end, 16):x}"))
+            device = _number(_stat(f"/proc/{pid}/map_files/{int(start, 16):x}-{int(end, 16):x}"))
+        except TimeoutError as error:
+            raise device_files.unanswered(error, pid) from error
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM):
                 device_files.gone_or_raise(error, pid)

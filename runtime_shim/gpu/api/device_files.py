@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from gpusnap.runtime_shim.errors import reason
 from gpusnap.runtime_shim.gpu.api.driver import Held
 from gpusnap.runtime_shim.gpu.api.errors import GpuError, PermissionRefused
-from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process import deadlines, proc
+from gpusnap.runtime_shim.process.memory.maps import lines as mapped_lines
 
 # "195 char  Nvidia graphics devices" (Documentation/admin-guide/devices.txt): what to go by where the kernel
 # driver is not loaded, or not visible in /proc/devices.
@@ -186,6 +187,14 @@ def _span(addresses: str) -> tuple[int, int]:
 
 
 def _dev_nodes(pid: int, majors: frozenset[int]) -> Iterator[Node]:
+    place = f"{proc.PROC}/{pid}/root/dev"
+    try:
+        yield from deadlines.ask(lambda: list(_in_dev(pid, majors)), place)
+    except TimeoutError as error:
+        raise unanswered(error, pid) from error
+
+
+def _in_dev(pid: int, majors: frozenset[int]) -> Iterator[Node]:
     try:
         folder = os.open(f"/proc/{pid}/root/dev", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -208,20 +217,25 @@ def _dev_nodes(pid: int, majors: frozenset[int]) -> Iterator[Node]:
 def _mappings(pid: int) -> Iterator[tuple[str, str]]:
     """(address range, path) of each file mapping, as in /proc/PID/maps (proc_pid_maps(5))."""
     try:
-        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
-            for line in lines:
-                fields = line.rstrip("\n").split(maxsplit=5)
-                if len(fields) == 6 and fields[5].startswith("/"):
-                    yield fields[0], fields[5]
+        lines = mapped_lines(pid)
+    except TimeoutError as error:
+        raise unanswered(error, pid) from error
     except OSError as error:
         gone_or_raise(error, pid)
+        return
+    for line in lines:
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5].startswith("/"):
+            yield fields[0], fields[5]
 
 
 def _node(path: str, link: str, majors: frozenset[int]) -> Node | None:
     """The node behind `link`, a magic link of /proc; None if it is no device of NVIDIA."""
     path = path.removesuffix(_DELETED)
     try:
-        found = os.stat(link)
+        found = deadlines.ask(lambda: os.stat(link), link)
+    except TimeoutError as error:
+        raise unanswered(error, int(link.split("/")[2])) from error
     except OSError as error:
         # Either closed or unmapped since, or not ours to follow.
         refused = error.errno in (errno.EACCES, errno.EPERM)
@@ -240,6 +254,17 @@ def _is_gpu(node: Node, frontends: frozenset[int]) -> bool:
     """Whether it is a GPU's own node, by its major or (in a /proc/devices that lacks it) by its name."""
     ours = node.major in frontends or node.path.removeprefix(_PREFIX).isdigit()
     return ours and 0 <= node.minor <= LAST_GPU_MINOR
+
+
+def unanswered(error: TimeoutError, pid: int) -> GpuError:
+    """What to say where a file of a process is of a file system that does not answer."""
+    return GpuError(
+        f"the files that process {pid} ({comm(pid)}) has open could not be listed: {error.filename}: "
+        f"{error.strerror}",
+        hint="the process waits for a file system that does not answer: end it, or see to that",
+        pid=pid,
+        code="GPS-225",
+    )
 
 
 def gone_or_raise(error: OSError, pid: int) -> None:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from signal import SIGSYS
 
 from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process import deadlines
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory.maps import mappings
 from gpusnap.runtime_shim.process.ptrace import calls as ptrace
@@ -332,8 +333,8 @@ def _send(pid: int, getfd: int, number: int, descriptor: int) -> None:
 
 
 def _peek(memory: int, address: int, size: int) -> bytes:
-    """Bytes of the process' memory; fewer where they cannot be read."""
+    """Bytes of the process' memory; fewer where they cannot be read, as where a file is not answered for."""
     try:
-        return os.pread(memory, size, address) if address >= 0 else b""
+        return deadlines.ask(lambda: os.pread(memory, size, address), "memory") if address >= 0 else b""
     except OSError:
         return b""

@@ -22,7 +22,7 @@ from typing import TypeVar
 from gpusnap.runtime_shim.errors import ContainerError, reason
 from gpusnap.runtime_shim.gpu.api.device_nodes import Change
 from gpusnap.runtime_shim.gpu.api.driver import Node
-from gpusnap.runtime_shim.process import mount_namespace, proc
+from gpusnap.runtime_shim.process import deadlines, mount_namespace, proc
 
 _T = TypeVar("_T")
 
@@ -33,8 +33,26 @@ _LOOK = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 def mounted_nodes(init: int) -> tuple[tuple[str, int, int], ...]:
     """(path, major, minor) of the character devices below a container's /dev that are mounts of their own.
 
-    All of them, a GPU's or not; empty where the process is gone.
+    All of them, a GPU's or not; empty where the process is gone. Raises ContainerError where one is of a file
+    system that does not answer.
     """
+    return _looked_in(init, lambda: _mounted_nodes(init))
+
+
+def _looked_in(init: int, look: Callable[[], _T]) -> _T:
+    """What a look at a container's /dev gives, which may be of a file system that somebody answers for."""
+    place = f"/proc/{init}/root/dev"
+    try:
+        return deadlines.ask(look, place)
+    except TimeoutError as error:
+        raise ContainerError(
+            f"{place} cannot be read: {error.strerror}",
+            hint="a file system that is mounted there does not answer: unmount it, or see to that",
+            code="GPS-225",
+        ) from error
+
+
+def _mounted_nodes(init: int) -> tuple[tuple[str, int, int], ...]:
     found: dict[str, tuple[str, int, int]] = {}
     for mount in proc.mounts(init):
         parts = mount.destination.split("/")[1:]
@@ -59,7 +77,7 @@ def device_nodes(init: int) -> tuple[tuple[str, int, int, str], ...]:
     """
     found: list[tuple[str, int, int, str]] = []
     try:
-        _add_device_nodes(init, found)
+        _looked_in(init, lambda: _add_device_nodes(init, found))
     except OSError as error:
         if error.errno in proc.PASSING:
             raise ContainerError(

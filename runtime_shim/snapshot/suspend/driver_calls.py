@@ -49,7 +49,7 @@ from gpusnap.runtime_shim.gpu.api.errors import (
     NotInitialized,
     ProcessGone,
 )
-from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process import deadlines, proc
 from gpusnap.runtime_shim.stopping.stop import go_on, only, several, stop
 
 if TYPE_CHECKING:
@@ -287,9 +287,14 @@ def _owner(pid: int, futex: int) -> int:
 
     A TID in the process' own namespace; any number where it is another kind of lock.
     """
+    path = f"/proc/{pid}/mem"
+
+    def read() -> bytes:
+        with open(path, "rb", buffering=0) as memory:
+            return os.pread(memory.fileno(), 4, futex + 8)
+
     try:
-        with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-            (number,) = struct.unpack("=i", os.pread(memory.fileno(), 4, futex + 8))
+        (number,) = struct.unpack("=i", deadlines.ask(read, path))
     except (OSError, struct.error, OverflowError):
         return 0
     return int(number)
