@@ -385,13 +385,13 @@ def _passing_on(mark: str, ended: Callable[[], bool]) -> Iterator[_Relay]:
 def _worker(podman: int, mark: str) -> int:
     """The runtime that works for Podman at this moment; 0 where there is none."""
     for pid in proc.pids():
-        words = proc.command(pid)
-        if "--image-path" not in words:
-            continue
-        if proc.parent(pid) == podman:
-            return pid
+        # The parent first: who is asked for its command line may keep us waiting.
+        parent = proc.parent(pid)
+        below = parent == podman
         # At a restore it is a child of conmon, which is nobody's.
-        if proc.comm(proc.parent(pid)) == "conmon" and _has(pid, mark):
+        if not below and proc.comm(parent) != "conmon":
+            continue
+        if "--image-path" in proc.command(pid) and (below or _has(pid, mark)):
             return pid
     return 0
 

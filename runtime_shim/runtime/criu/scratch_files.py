@@ -4,14 +4,17 @@ Both carry the mark of the process that made them, its PID and start time: the f
 runtime in the environment, where CRIU_CONFIG_FILE names one of these files. CRIU writes its title over its
 environment (criu/setproctitle.c): "criu: restore --rpc -D DIR", where DIR is a directory of ours with the
 mark in its name (runtime/criu/images/overlay.py). So do the processes that CRIU makes, until they have their
-own memory back; then they are none of them.
+own memory back; then they are none of them. Any user can give a process such a title or environment, so it
+counts only where the process is of our own user, or in a user namespace that our user has made.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
+import struct
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +27,7 @@ from gpusnap.runtime_shim.process import proc
 _PATIENCE = 300.0
 # How often a removal is tried, and seconds between two tries.
 _TRIES, _PAUSE = 3, 0.05
+_OWNER = 0xB704  # linux/nsfs.h, NS_GET_OWNER_UID (Linux 4.11)
 CONFIG = "CRIU_CONFIG_FILE"
 """criu(8), CONFIGURATION FILES: the environment variable that names one."""
 
@@ -55,7 +59,28 @@ def children(owner: tuple[int, int]) -> tuple[int, ...]:
     `owner` is that process' PID and start time.
     """
     mark = _mark(owner)
-    return tuple(pid for pid in proc.pids() if pid != owner[0] and _has(pid, mark))
+    return tuple(pid for pid in proc.pids() if pid != owner[0] and _is_of_our_user(pid) and _has(pid, mark))
+
+
+def _is_of_our_user(pid: int) -> bool:
+    """Whether we, and no other user, can have made the process. Else it may also keep us waiting."""
+    us = os.geteuid()
+    uids = next(
+        (line.split()[1:] for line in proc.lines(f"{proc.PROC}/{pid}/status") if line[:4] == "Uid:"), []
+    )
+    if all(int(uid) == us for uid in uids):  # the real, the effective, the saved and the file system's
+        return bool(uids)
+    if proc.namespace(pid, "user") == proc.namespace(os.getpid(), "user"):
+        return False
+    with contextlib.suppress(OSError):  # it has ended
+        space = os.open(f"{proc.PROC}/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found = bytearray(4)
+            fcntl.ioctl(space, _OWNER, found)
+            return bool(struct.unpack("=I", found)[0] == us)
+        finally:
+            os.close(space)
+    return False
 
 
 def _has(pid: int, mark: str) -> bool:
