@@ -40,7 +40,7 @@ class Killed(GpusnapError):
 # From the most specific to the base: the first that fits counts.
 _KINDS: tuple[tuple[type[errors.OciError], type[GpusnapError], str], ...] = (
     (errors.NotThere, NotFound, "gpusnap ls shows what there is"),
-    (errors.Ambiguous, GpusnapError, "give more of the digest"),
+    (errors.Ambiguous, GpusnapError, "give the whole name or digest; gpusnap ls lists them"),
     (errors.StoreBusy, GpusnapError, ""),
     (errors.StoreError, GpusnapError, ""),
     (errors.NotInRegistry, NotFound, "check the name, the tag, and who may see it"),

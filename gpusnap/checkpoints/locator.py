@@ -3,9 +3,11 @@
     oci:DIR[:NAME]              the store in the folder DIR, which has no colon; NAME in it
     FILE                        an archive: it is there, or begins with / ./ ../, or ends like an archive
     [http://]HOST/NAME[:TAG]    in a registry; HOST has a dot or a port or is localhost; http: without TLS
-    NAME, DIGEST, ab12cd…       in this host's store (store.path): a name, a digest, or the beginning of one
+    NAME, DIGEST, ab12cd…       in this host's store (store.path): a name, a digest, or the beginning of one;
+                                a name without a tag is the newest of that name
 
-They are tried in this order. For push and pull there is one more, before the others:
+They are tried in this order; a word that is a file here and a name in the store is refused. For push and pull
+there is one more, before the others:
 
     containerd:[NAMESPACE/]IMAGE    an image in containerd. NAMESPACE has no dot and no colon and is not
                                     localhost, or is k8s.io; without one it is CONTAINERD_NAMESPACE, or
@@ -17,17 +19,19 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpusnap.oci.base.errors import LayoutError, RegistryError, StoreError
 from gpusnap.oci.layout import reference
 from gpusnap.oci.layout.graph import is_document
 from gpusnap.oci.layout.reference import PLAIN_HTTP, Reference
-from gpusnap.oci.store.index import Entry, check_name
+from gpusnap.oci.store.entry import Entry
+from gpusnap.oci.store.index import check_name
 from gpusnap.oci.store.referrers import subject_of
 from gpusnap.oci.store.store import Store
+from gpusnap.oci.store.tags import is_later
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import UsageError
+from gpusnap.runtime_shim.errors import GpusnapError, UsageError
 from gpusnap.user_errors import NotFound, told
 
 _STORE = "oci:"
@@ -67,6 +71,18 @@ class InStore:
             f"{path} keeps {len(one)} checkpoints", hint=f"name one: oci:{path}:NAME", code="GPS-102"
         )
 
+    def chosen(self) -> Chosen:
+        """What a word means now, by its digest: a moment later it may mean another one.
+
+        Raises as `entry` does.
+        """
+        open_store(self.store)
+        entry = self.entry()
+        with told():
+            tags = self.store.tagged(self.wanted) if entry.name == self.wanted else ()
+            later = [each.name for each in tags if is_later(each.created, entry.created)]
+        return Chosen(replace(self, wanted=entry.descriptor.digest), entry, tuple(later))
+
     def _refers(self, entry: Entry) -> bool:
         if entry.name or not is_document(entry.descriptor):
             return False
@@ -74,6 +90,17 @@ class InStore:
             return bool(subject_of(self.store.read(entry.descriptor)))
         except LayoutError:
             return False
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a word meant in a store."""
+
+    place: InStore
+    """By its digest."""
+    entry: Entry
+    later: tuple[str, ...]
+    """Names with a tag that are newer than the name without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +156,7 @@ def find(word: str, *, remote: bool = True) -> Place:
                 hint="a checkpoint in a store is named oci:DIR:NAME",
                 code="GPS-102",
             )
+        _check_no_name(word)
         return InFile(word)
     if remote and (found := _in_registry(word)) is not None:
         return found
@@ -296,6 +324,23 @@ def _is_file(word: str, *, endings_only: bool = False) -> bool:
     if os.path.isdir(word):
         return _has_images(word)
     return os.path.exists(word)
+
+
+def _check_no_name(word: str) -> None:
+    """Raise UsageError for a file in the working directory whose name this host's store has, too."""
+    if word.startswith(_BEGINNINGS) or word.endswith(_ENDINGS):
+        return
+    try:
+        place = InStore(default_store(), word)
+        found = place.entry()
+    except GpusnapError:
+        return
+    path = place.store.path
+    raise UsageError(
+        f"{word} may stand for the file ./{word}, or for {found.name or found.descriptor.digest} in {path}",
+        hint=f"write ./{word} or oci:{path}:{word}",
+        code="GPS-102",
+    )
 
 
 def _has_images(folder: str) -> bool:

@@ -87,7 +87,8 @@ def command(debug: bool) -> None:
     A checkpoint (WHAT) is written as one of:
 
     \b
-    NAME or DIGEST        in this host's store; the first 6 digits of a digest are enough
+    NAME or DIGEST        in this host's store; NAME without a tag is the newest of that
+                          name, and the first 6 digits of a digest are enough
     oci:DIR:NAME          in the store in the directory DIR
     ./FILE.tar.zst        an archive of Podman, or a directory of CRIU images
     HOST/REPOSITORY:TAG   in a registry

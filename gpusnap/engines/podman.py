@@ -223,6 +223,17 @@ def restore(
     return _work(words, environment, tick, say=say)[0]
 
 
+def restore_in_place(
+    of: Container,
+    options: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    tick: Callable[[], None] = lambda: None,
+) -> str:
+    """Have Podman restore a container that a checkpoint ended, from its storage; its ID. Raises likewise."""
+    return _work(("container", "restore", *options, of.id), environment, tick)[0]
+
+
 @dataclass(frozen=True, slots=True)
 class _Done:
     code: int

@@ -40,7 +40,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.single_layer_image import CRIU
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
-from gpusnap.operations import pull, push_pull
+from gpusnap.operations import pull, push_pull, restore_in_place
 from gpusnap.operations.open import open_repository
 from gpusnap.operations.verify_files import in_archive
 from gpusnap.progress import Progress, board, grown
@@ -97,19 +97,23 @@ class Restored:
     """Of the checkpoint, where it was an artifact."""
     kept: str = ""
     """The name under which the store has it now, where it came from a registry."""
+    source: locator.Chosen | None = None
+    """What it was in this host's store, where it came from there."""
 
 
 def restore(wish: Wish, progress: Progress) -> Restored:
     """Have it run again. Raises NotFound, Damaged, Interrupted, GpusnapError."""
     began = time.monotonic()
     digest = name = ""
+    source: locator.Chosen | None = None
     settings_file.usable()  # gpusnap-runtime would refuse, and Podman not always show why
     with told():
         match wish.what:
             case locator.InFile(path):
                 found, digest = _from_file(wish, path, progress)
             case locator.InStore():
-                found, digest = _from_store(wish, wish.what, progress)
+                source = wish.what.chosen()
+                found, digest = _from_store(wish, source.place, progress)
             case locator.InRegistry():
                 try:
                     found, digest, name = _from_registry(wish, wish.what, progress)
@@ -117,8 +121,9 @@ def restore(wish: Wish, progress: Progress) -> Restored:
                     copy = stand_in(wish.what, error)
                     if copy is None:
                         raise
-                    found, digest = _from_store(wish, copy, progress)
-    return Restored(podman.container(found), time.monotonic() - began, digest, name)
+                    source = copy.chosen()
+                    found, digest = _from_store(wish, source.place, progress)
+    return Restored(podman.container(found), time.monotonic() - began, digest, name, source)
 
 
 def _from_file(wish: Wish, path: str, progress: Progress) -> tuple[str, str]:
@@ -302,6 +307,9 @@ def _run(
     progress.stage("restore")
     chosen = {GPU_MAP: wish.gpu_map} if wish.gpu_map else {}
     before = podman.ids()
+    ended = restore_in_place.find(archive, wish.options(), before)
+    if ended is not None:
+        return restore_in_place.restore(ended, {**environment, **chosen}, progress.watching(measure))
     try:
         with board() as shown:
             if shown is not None:

@@ -5,6 +5,7 @@ image-spec v1.1, image-layout.md: the index lists descriptors; the name of one i
 here. So what is edited is the parsed JSON: all that is not the matter of a change keeps its value and place.
 
 - A name belongs to one digest. A digest may have several names, each in an entry of its own, or none.
+- A name without a tag, such as "server", stands for the newest server:TAG, too; see gpusnap.oci.store.tags.
 - A name that moves leaves an entry without a name where its old digest had no other one: nothing is lost.
 """
 
@@ -14,15 +15,16 @@ import copy
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gpusnap.oci.base.errors import Ambiguous, LayoutError, NotThere, StoreError, disk_error, reason
 from gpusnap.oci.base.files import read_regular, replace
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor, Index, written_document
+from gpusnap.oci.store.entry import Entry
 from gpusnap.oci.store.paths import opened
+from gpusnap.oci.store.tags import base, listed, newest, tagged
 
 REF_NAME = "org.opencontainers.image.ref.name"
 CREATED = "org.opencontainers.image.created"
@@ -32,15 +34,6 @@ _NAME = re.compile(r"[A-Za-z0-9]+(?:(?:--|[-._:@/+])[A-Za-z0-9]+)*", re.ASCII)
 _LONGEST_NAME = 255
 _PREFIX = re.compile(r"(?:sha256:)?([0-9a-f]{6,64})", re.ASCII)
 _NEAR = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One entry of the index; `name` and `created` (RFC 3339) are "" where it has none."""
-
-    name: str
-    descriptor: Descriptor
-    created: str
 
 
 def check_name(name: str) -> str:
@@ -77,12 +70,33 @@ class Catalog:
         found = [(Descriptor.from_json(each), _notes(each)) for each in self._entries]
         return tuple(Entry(notes.get(REF_NAME, ""), at, notes.get(CREATED, "")) for at, notes in found)
 
-    def find(self, wanted: str) -> Entry:
-        """What a name, a digest, or the first digits of one (6 or more) stand for; names come first.
+    def find(self, wanted: str, created: Callable[[Entry], str] = lambda entry: entry.created) -> Entry:
+        """What a name, a digest, or the first digits of one (6 or more) stand for.
 
-        Raises NotThere, Ambiguous.
+        A name comes first, then a digest, and then, for a name without a tag, the newest that has one. Where
+        the beginning of a digest is such a name as well, neither is meant. created: when an entry was made
+        (RFC 3339). Raises NotThere, Ambiguous.
         """
         entries = self.entries()
+        found, tags = self._exact(wanted, entries), tagged(wanted, entries)
+        if tags and not found:
+            return newest(wanted, tags, created, self.path)
+        one = self._one(wanted, found, entries)
+        digest = one.descriptor.digest
+        if tags and wanted not in (one.name, digest, digest.partition(":")[2]):
+            names = listed([digest, *(each.name for each in tags)])
+            raise Ambiguous(
+                f"{wanted!r} in {self.path} is a name and begins a digest: it may stand for {names}"
+            )
+        return one
+
+    def find_exactly(self, wanted: str) -> Entry:
+        """The same, and a name without a tag stands only for itself. Raises NotThere, Ambiguous."""
+        entries = self.entries()
+        return self._one(wanted, self._exact(wanted, entries), entries)
+
+    def _exact(self, wanted: str, entries: Sequence[Entry]) -> list[Entry]:
+        """All that have that name; where there is none, that digest, or one that begins so."""
         found = [each for each in entries if each.name == wanted] if wanted else []
         begin = _PREFIX.fullmatch(wanted)
         if not found:
@@ -90,6 +104,10 @@ class Catalog:
             found = [each for each in entries if each.descriptor.digest == digest]
             if not found and begin:
                 found = [each for each in entries if each.descriptor.digest.startswith(digest)]
+        return found
+
+    def _one(self, wanted: str, found: Sequence[Entry], entries: Iterable[Entry]) -> Entry:
+        """The first, where all are of one digest. Raises NotThere, Ambiguous."""
         if not found:
             raise self._not_there(wanted, entries)
         digests = sorted({each.descriptor.digest for each in found})
@@ -112,15 +130,15 @@ class Catalog:
 
     def tag(self, wanted: str, name: str) -> None:
         """Give a name to what is there. Raises NotThere, Ambiguous, StoreError."""
-        digest = self.find(wanted).descriptor.digest
+        digest = self.find_exactly(wanted).descriptor.digest
         self._give(check_name(name), digest, self._of(digest)[0])
 
     def remove(self, wanted: str) -> tuple[str, ...]:
         """Take out a name, or, by its digest, something with all its names; the names that were taken out.
 
-        Raises NotThere, Ambiguous.
+        A name without a tag is only itself here. Raises NotThere, Ambiguous.
         """
-        found = self.find(wanted)
+        found = self.find_exactly(wanted)
         by_name = found.name == wanted
 
         def meant(entry: dict[str, Any]) -> bool:
@@ -169,7 +187,8 @@ class Catalog:
             del entry["annotations"][REF_NAME]
 
     def _not_there(self, wanted: str, entries: Iterable[Entry]) -> NotThere:
-        names = list(dict.fromkeys(each.name for each in entries if each.name))
+        whole = [each.name for each in entries if each.name]
+        names = [each for each in dict.fromkeys((*whole, *map(base, whole))) if each != wanted]
         near = difflib.get_close_matches(wanted, names, _NEAR)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         return NotThere(f"nothing in {self.path} has the name or digest {wanted[:80]!r}{hint}")

@@ -43,17 +43,19 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gpusnap.oci.base.errors import LayoutError, NotThere, StoreError
+from gpusnap.oci.base.errors import DigestError, LayoutError, NotThere, StoreError
 from gpusnap.oci.base.files import UNFINISHED, exists
 from gpusnap.oci.base.locks import stands, try_exclusive, unlock
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.layout.digests import encoded
-from gpusnap.oci.layout.documents import Descriptor, Index
+from gpusnap.oci.layout.documents import Descriptor, Index, parse_document
 from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.entry import Entry
 from gpusnap.oci.store.gc import Collected, collect
-from gpusnap.oci.store.index import Catalog, Entry
+from gpusnap.oci.store.index import Catalog
 from gpusnap.oci.store.paths import Tree, link_error, opened
 from gpusnap.oci.store.staging import Staging, adopt, stage
+from gpusnap.oci.store.tags import tagged
 
 PATIENCE = 60.0
 _STAGING = re.compile(r"[A-Za-z0-9][\w.-]{0,199}", re.ASCII)
@@ -129,9 +131,18 @@ class Store:
     def find(self, wanted: str) -> Entry:
         """By a name, a digest, or the beginning of one: 6 hex digits or more. A name comes first.
 
-        Raises NotThere, which has near names, Ambiguous, LayoutError.
+        A name without a tag stands for the newest of that name; see gpusnap.oci.store.tags. Raises NotThere,
+        which has near names, Ambiguous, LayoutError.
         """
-        return Catalog(self.path).find(wanted)
+        return Catalog(self.path).find(wanted, self._created)
+
+    def find_exactly(self, wanted: str) -> Entry:
+        """The same, and a name without a tag stands only for itself. Raises as `find` does."""
+        return Catalog(self.path).find_exactly(wanted)
+
+    def tagged(self, name: str) -> tuple[Entry, ...]:
+        """All NAME:TAG of a name without a tag. Raises LayoutError."""
+        return tagged(name, self.entries())
 
     @contextmanager
     def hold(self, digest: str) -> Iterator[Descriptor]:
@@ -187,6 +198,16 @@ class Store:
         Raises StoreError, with nothing removed, where it cannot be told; StoreBusy, LayoutError, DiskError.
         """
         return collect(self._tree, dry_run=dry_run)
+
+    def _created(self, entry: Entry) -> str:
+        """When it was made (RFC 3339): another tool's index says so only in the manifest; "" for unknown."""
+        if entry.created:
+            return entry.created
+        with contextlib.suppress(LayoutError, DigestError):
+            match parse_document(self.read(entry.descriptor), "the manifest"):
+                case {"annotations": {"org.opencontainers.image.created": str(created)}}:
+                    return created
+        return ""
 
     def _named(self, digest: str) -> Descriptor:
         found = [each.descriptor for each in self.entries() if each.descriptor.digest == digest]

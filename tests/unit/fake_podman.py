@@ -38,7 +38,9 @@ case "$1 $2" in
         sed -i s/running/exited/ $F/inspect.json
         ! grep -q '"AutoRemove": true' $F/inspect.json || rm $F/inspect.json;;
     esac;;
-"container restore") cp "$4" $F/imported; sed -i s/exited/running/ $F/inspect.json;;
+"container restore")
+    case "$*" in *--import*) cp "$4" $F/imported;; esac
+    sed -i s/exited/running/ $F/inspect.json;;
 esac
 echo {id}
 """

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
 
 from gpusnap.checkpoints import locator
+from gpusnap.cli.ages import ago
 from gpusnap.cli.completion import complete_checkpoint, complete_container, complete_store
 from gpusnap.cli.quiet import quiet
+from gpusnap.oci.store.tags import base, listed
 from gpusnap.progress import Progress
-from gpusnap.runtime_shim.errors import UsageError
+from gpusnap.runtime_shim.errors import GpusnapError, UsageError
 from gpusnap.runtime_shim.units import human
 
 # What a command does is imported when it is run: of a restore that waits for it, each 0.1 s is felt.
@@ -68,8 +72,9 @@ def checkpoint(
     earlier checkpoints. If another checkpoint in the store has the same name, it loses the name and stays
     under its digest.
 
-    The container ends, unless --leave-running is given, and Podman keeps it as a stopped container. To
-    restore under the same name, remove it first (`podman rm CONTAINER`).
+    The container ends, unless --leave-running is given, and Podman keeps it as a stopped container. The last
+    line that is printed has the command that continues it, such as `gpusnap restore CONTAINER`: the newest
+    checkpoint of that name.
 
     If something fails after the container has ended, `podman container restore CONTAINER` restores it. If
     Podman removes the container when it ends (--rm, Quadlet), the message names the archive to restore from.
@@ -108,9 +113,7 @@ def checkpoint(
     click.echo(f"{what}  {size}, {made.seconds:.1f} s")
     if made.pushed is not None:
         click.echo(f"pushed to {made.pushed.reference}: {_figures(made.pushed.moved)}")
-    if not leave_running and not made.container.auto_remove:
-        name = made.container.name
-        click.echo(f"{name} has ended; run podman rm {name} before a restore under the same name", err=True)
+    click.echo(_way_back(wish, made), err=True)
 
 
 @click.command()
@@ -149,11 +152,15 @@ def restore(
     GiB or more or the network is slow. It is kept in this host's store. If the registry does not answer, and
     the store has a checkpoint of the same name, that one is restored, and a note says so.
 
-    If Podman still has a container of that name, such as the one that the checkpoint ended, remove it first
-    (`podman rm`), or give another name with --name.
+    A name without a tag, such as server, is the newest checkpoint of that name, as is server:latest.
 
-    As JSON: container, containerId, digest (empty for an archive), kept (the name in the store of what came
-    from a registry, empty where that did not keep it) and seconds.
+    If Podman still has the stopped container that this very checkpoint ended, that container continues, with
+    its volumes and logs; if the restore fails, it is as before. Any other container of that name is in the
+    way: remove it first (`podman rm`), or give another name with --name.
+
+    As JSON: container, containerId, digest (empty for an archive), name (of the checkpoint, where it was in a
+    store), kept (the name in the store of what came from a registry, empty where that did not keep it) and
+    seconds.
     """
     from gpusnap.operations import restore as restoring
 
@@ -175,12 +182,19 @@ def restore(
                 "container": done.container.name,
                 "containerId": done.container.id,
                 "digest": done.digest,
+                "name": done.source.entry.name if done.source is not None else "",
                 "kept": done.kept,
                 "seconds": round(done.seconds, 3),
             }
         )
         return
     click.echo(f"{done.container.name}  {done.container.id}  {done.seconds:.1f} s")
+    if done.source is not None:
+        source = done.source.entry
+        age = f", made {ago(source.created)}" if source.created else ""
+        click.echo(f"restored from {source.name or done.digest}{age}", err=True)
+        if done.source.later:
+            click.echo(f"note: newer than {source.name}: {listed(done.source.later)}", err=True)
 
 
 @click.command()
@@ -321,6 +335,36 @@ def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -
             f"{' and '.join(names)}, in the place of any that is called so",
             err=True,
         )
+
+
+def _way_back(wish: checkpointing.Wish, made: checkpointing.Made) -> str:
+    """What has become of the container, and the command that restores it."""
+    name, auto_remove = made.container.name, made.container.auto_remove
+    if made.file:
+        word = shlex.quote(made.file)
+    elif isinstance(wish.to, locator.InRegistry) and not wish.name:
+        plain_http = wish.to.plain_http or wish.plain_http
+        word = ("http://" if plain_http else "") + str(wish.to.reference)
+    elif isinstance(wish.to, locator.InStore):
+        word = shlex.quote(f"oci:{made.store}:{made.name}")
+    else:
+        word = made.name if wish.name or wish.leave_running else _short_name(made)
+    restore = f"gpusnap restore {word}"
+    if wish.leave_running:
+        back = f"podman rm --force {name} && {restore}"
+        return f"{name} continues to run; to go back to this checkpoint: {back}"
+    removed = ", and Podman has removed it (--rm)" if auto_remove else ""
+    return f"{name} has ended{removed}; to continue it: {restore}"
+
+
+def _short_name(made: checkpointing.Made) -> str:
+    """Its name without the tag, where that means this checkpoint."""
+    short = base(made.name)
+    with suppress(GpusnapError):
+        place = locator.find(short)
+        if isinstance(place, locator.InStore) and place.entry().descriptor.digest == made.digest:
+            return short
+    return made.name
 
 
 def _print(document: Mapping[str, object]) -> None:

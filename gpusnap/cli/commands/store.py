@@ -20,9 +20,11 @@ from gpusnap.cli.quiet import quiet
 from gpusnap.cli.store_tables import document
 from gpusnap.oci.base.errors import DigestError, LayoutError, NotThere
 from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.store.entry import Entry
 from gpusnap.oci.store.gc import Collected
 from gpusnap.oci.store.referrers import below
 from gpusnap.oci.store.store import Store
+from gpusnap.oci.store.tags import listed
 from gpusnap.operations import diff as records
 from gpusnap.operations import processes as process_images
 from gpusnap.operations.open import Checkpoint, Stored, needed, opened
@@ -215,14 +217,17 @@ def verify(what: tuple[str, ...], everything: bool, deep: bool, plain_http: bool
 
 @click.command()
 @click.argument("what", nargs=-1, required=True, metavar="WHAT...", shell_complete=complete_stored)
+@click.option("--all", "everything", is_flag=True, help="Remove all checkpoints of a name without a tag.")
 @click.option("--gc", "at_once", is_flag=True, help="Free the disk space at once, as `gpusnap gc` does.")
 @_as_json
-def rm(what: tuple[str, ...], at_once: bool, as_json: bool) -> None:
+def rm(what: tuple[str, ...], everything: bool, at_once: bool, as_json: bool) -> None:
     """Remove checkpoints from a store.
 
     A name removes that name, and the checkpoint with its last name; a digest removes the checkpoint with all
-    its names. What refers to it, such as a signature, is removed with it. The blobs stay on disk until
-    `gpusnap gc`. After that, Podman cannot restore the stopped container of that checkpoint either.
+    its names. A name without a tag, such as server, removes server:TAG if there is only one; if there are
+    several, nothing is removed, unless --all is given. What refers to a checkpoint, such as a signature, is
+    removed with it. The blobs stay on disk until `gpusnap gc`. After that, Podman cannot restore the stopped
+    container of that checkpoint either.
 
     As JSON: removed (what, store, digest, names, and left, the names that it still has), collected (null, or
     a list of what `gpusnap gc` says).
@@ -232,7 +237,7 @@ def rm(what: tuple[str, ...], at_once: bool, as_json: bool) -> None:
     stores: dict[str, Store] = {}
     for word in what:
         try:
-            removed.append(_removed(word, stores))
+            removed.extend(_removed(word, stores, everything=everything))
         except GpusnapError as error:
             failures.append(error)
     collected = [(store, _collect(store, dry_run=False)) for store in stores.values()] if at_once else []
@@ -272,8 +277,8 @@ def gc(store: str | None, dry_run: bool, as_json: bool) -> None:
 def tag(what: str, name: str, as_json: bool) -> None:
     """Give a checkpoint in a store another name.
 
-    WHAT keeps the names that it has. If another checkpoint in the store has NAME, it loses the name and stays
-    under its digest.
+    WHAT keeps the names that it has; without a tag, such as server, it is the newest checkpoint of that name.
+    If another checkpoint in the store has NAME, it loses the name and stays under its digest.
 
     As JSON: store, digest, name, movedFrom (the digest that had the name before; empty for a new name).
     """
@@ -379,20 +384,49 @@ def _title(checkpoint: Checkpoint) -> str:
     return f"{side['what']}{digest} {side['created']}".rstrip()
 
 
-def _removed(word: str, stores: dict[str, Store]) -> _Removed:
+def _removed(word: str, stores: dict[str, Store], *, everything: bool) -> Iterator[_Removed]:
     place = _named(word)
     store = open_store(place.store, write=True)
-    digest = place.entry().descriptor.digest
+    for wanted in _to_remove(store, place.wanted, everything=everything):
+        with told():
+            digest = store.find_exactly(wanted).descriptor.digest
+            names = store.remove(wanted)
+            entries = store.entries()
+            left = tuple(each.name for each in entries if each.descriptor.digest == digest)
+            if not left:
+                for each in below([entry.descriptor for entry in entries], store.read, digest):
+                    with suppress(NotThere):
+                        store.remove(each.digest)
+        stores[store.path] = store
+        yield _Removed(word, store.path, digest, names, left)
+
+
+def _to_remove(store: Store, wanted: str, *, everything: bool) -> tuple[str, ...]:
+    """The names, or the digest, that a word stands for; never one of several that it may stand for.
+
+    Raises NotFound, GpusnapError.
+    """
+    exact: Entry | None = None
     with told():
-        names = store.remove(place.wanted)
-        entries = store.entries()
-        left = tuple(each.name for each in entries if each.descriptor.digest == digest)
-        if not left:
-            for each in below([entry.descriptor for entry in entries], store.read, digest):
-                with suppress(NotThere):
-                    store.remove(each.digest)
-    stores[store.path] = store
-    return _Removed(word, store.path, digest, names, left)
+        tags = tuple(dict.fromkeys(each.name for each in store.tagged(wanted)))
+        try:
+            exact = store.find_exactly(wanted)
+        except NotThere:
+            if not tags:
+                raise
+        if exact is not None and exact.name != wanted:
+            store.find(wanted)  # refuses a name that is the beginning of a digest, too
+            return (wanted,)
+    if everything:
+        return (*([wanted] if exact is not None else []), *tags)
+    if exact is not None:
+        return (wanted,)
+    if len(tags) > 1:
+        raise UsageError(
+            f"{wanted} stands for {len(tags)} checkpoints in {store.path}: {listed(tags)}",
+            hint=f"name the one to remove, or remove them all with gpusnap rm --all {wanted}",
+        )
+    return tags
 
 
 def _say_removed(removed: Sequence[_Removed], collected: Sequence[tuple[Store, Collected]]) -> None:

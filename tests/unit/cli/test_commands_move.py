@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from click.testing import CliRunner, Result
 from fake_podman import ID, FakePodman
 from fake_registry import FakeRegistry, Say
 from kept_checkpoints import an_archive
+from oci_checkpoints import commit
 
 from gpusnap.cli import main as cli
 from gpusnap.oci.store.store import Store
@@ -74,7 +76,7 @@ def test_all_as_json(store: Store, registry: FakeRegistry, tmp_path: Path) -> No
     pulled = document("pull", f"http://{ref}", "-o", str(tmp_path / "out.tar"))
     assert pulled.keys() == figures | {"store", "name", "file", "image", "baseImage"}
     restored = document("restore", "mine")
-    assert restored.keys() == {"container", "containerId", "digest", "kept", "seconds"}
+    assert restored.keys() == {"container", "containerId", "digest", "name", "kept", "seconds"}
     assert restored["digest"] == made["digest"]
 
 
@@ -99,12 +101,53 @@ def test_lines(store: Store, registry: FakeRegistry, tmp_path: Path) -> None:
     digest = store.find("mine").descriptor.digest
     assert made.stdout.startswith(f"mine  {digest}  GPU memory 1.0 MiB, ")
     assert made.stdout.count("\n") == 1
-    assert made.stderr == "w has ended; run podman rm w before a restore under the same name\n"
+    assert made.stderr == "w has ended; to continue it: gpusnap restore mine\n"
     ref = f"{registry.host}/team/app:v1"
     pushed = ran("push", "mine", f"http://{ref}")
     assert pushed.stdout.startswith(f"{ref}  {digest}  ")
     assert ran("pull", f"http://{ref}").stdout.startswith(f"{ref}  {digest}  transferred 0 B in 0 blobs; ")
-    assert ran("restore", "mine").stdout.startswith(f"w  {ID}  ")
+    back = ran("restore", "mine")
+    assert back.stdout.startswith(f"w  {ID}  ")
+    assert back.stderr.startswith("restored from mine, made ")
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ([], "gpusnap restore w"),
+        (["--name", "mine"], "gpusnap restore mine"),
+        (["--name", "w:mine"], "gpusnap restore w:mine"),
+        (["--to", "oci:{folder}/a b:c"], "gpusnap restore 'oci:{folder}/a b:c'"),
+        (["--to", "{folder}/w.tar"], "gpusnap restore {folder}/w.tar"),
+        (["--to", "http://{host}/app:v1"], "gpusnap restore http://{host}/app:v1"),
+        (["--to", "{host}/app", "--plain-http"], "gpusnap restore http://{host}/app"),
+        (["--to", "http://{host}/app:v1", "--name", "mine"], "gpusnap restore mine"),
+    ],
+)
+def test_the_way_back(
+    registry: FakeRegistry, tmp_path: Path, words: list[str], command: str, store: Store
+) -> None:
+    """The last line has the command that brings the container back, as it can be typed."""
+    folder = tmp_path / "there"
+    folder.mkdir()
+    there = {"folder": folder, "host": registry.host}
+    made = ran("checkpoint", "w", *(word.format(**there) for word in words))
+    assert made.stderr == f"w has ended; to continue it: {command.format(**there)}\n"
+
+
+def test_the_way_back_where_a_name_is_taken(store: Store) -> None:
+    """With the tag where the name alone means another one, as an exact name does."""
+    commit(store.create(), b"x", names=("w",))
+    said = ran("checkpoint", "w").stderr
+    assert re.search(r"to continue it: gpusnap restore w:\d{8}-\d{6}$", said)
+
+
+def test_the_way_back_of_what_runs_on(store: Store) -> None:
+    """The container that runs is in the way; the whole name stays that of this checkpoint."""
+    said = ran("checkpoint", "w", "--leave-running").stderr
+    (name,) = (each.name for each in store.entries())
+    back = f"podman rm --force w && gpusnap restore {name}"
+    assert said == f"w continues to run; to go back to this checkpoint: {back}\n"
 
 
 def test_a_push_that_fails(store: Store, registry: FakeRegistry) -> None:

@@ -507,6 +507,52 @@ def test_rm(gpusnap: Run, kept: Kept) -> None:
     assert gpusnap("inspect", kept.second.digest)[0] == exit_codes.NOT_FOUND
 
 
+def test_rm_of_a_name_without_a_tag(gpusnap: Run, kept: Kept) -> None:
+    """Of several none goes, and all are named; the only one does; --all takes all of that name."""
+    before = kept.store.entries()
+    code, out, err = gpusnap("rm", "w")
+    assert (code, out) == (exit_codes.USAGE, "")
+    assert err == (
+        f"gpusnap: w stands for 2 checkpoints in {kept.store.path}: w:1, w:2; name the one to remove, or "
+        "remove them all with gpusnap rm --all w\n"
+    )
+    assert gpusnap("rm", "w:latest")[0] == exit_codes.USAGE
+    assert kept.store.entries() == before
+    gpusnap("tag", "w", "w")
+    assert [each["names"] for each in json_of(gpusnap, "rm", "w")["removed"]] == [["w"]]
+    gpusnap("tag", "w:1", "w")
+    removed = json_of(gpusnap, "rm", "--all", "w")["removed"]
+    assert [each["names"] for each in removed] == [["w"], ["w:1"], ["w:2"]]
+    assert gpusnap("rm", "--all", "w")[0] == exit_codes.NOT_FOUND
+    # The only one.
+    assert json_of(gpusnap, "rm", "registry.example:5000/team/w")["removed"][0]["names"] == [
+        "registry.example:5000/team/w:v2"
+    ]
+
+
+def test_a_name_without_a_tag(gpusnap: Run, kept: Kept) -> None:
+    """The newest, wherever a checkpoint is named."""
+    for word in ("w", "w:latest", kept.of("w")):
+        assert json_of(gpusnap, "inspect", word)["artifact"]["digest"] == kept.second.digest
+        assert json_of(gpusnap, "diff", "w:1", word)["b"]["digest"] == kept.second.digest
+        assert json_of(gpusnap, "verify", word)[0]["digest"] == kept.second.digest
+        assert json_of(gpusnap, "tag", word, "x")["digest"] == kept.second.digest
+
+
+def test_a_file_and_a_name(gpusnap: Run, kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of that name in the working directory is not taken in its place, nor the other way round."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "w").write_text("a program")
+    code, _, err = gpusnap("inspect", "w")
+    assert code == exit_codes.USAGE
+    assert err == (
+        f"gpusnap: w may stand for the file ./w, or for w:2 in {kept.store.path}; write ./w or "
+        f"oci:{kept.store.path}:w [GPS-102]\n"
+    )
+    assert json_of(gpusnap, "inspect", kept.of("w"))["artifact"]["digest"] == kept.second.digest
+    assert "./w" in gpusnap("inspect", "./w")[2]
+
+
 def test_rm_goes_on(gpusnap: Run, kept: Kept) -> None:
     """What can be removed is, and what cannot is told."""
     code, out, err = gpusnap("rm", "none", "w:1", "nothing")

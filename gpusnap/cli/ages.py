@@ -1,0 +1,34 @@
+"""How long ago something was, for people."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+# A unit begins to be used where there are so many seconds.
+_UNITS = (
+    (2 * 365 * 86400, 365 * 86400, "year"),
+    (60 * 86400, 30 * 86400, "month"),
+    (14 * 86400, 7 * 86400, "week"),
+    (48 * 3600, 86400, "day"),
+    (3600, 3600, "hour"),
+    (60, 60, "minute"),
+    (1, 1, "second"),
+)
+
+
+def ago(created: str, now: datetime | None = None) -> str:
+    """A time (RFC 3339) as its distance from now, such as "3 hours ago"; the text itself where it is none."""
+    try:
+        moment = datetime.fromisoformat(created)
+    except ValueError:
+        return created
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    seconds = ((now or datetime.now(UTC)) - moment).total_seconds()
+    if seconds < -60:
+        return f"{moment.astimezone(UTC):%Y-%m-%d %H:%M} UTC"  # another host's clock is ahead
+    for least, unit, name in _UNITS:
+        if seconds >= least:
+            count = int(seconds // unit)
+            return f"{count} {name}{'s' * (count > 1)} ago"
+    return "just now"

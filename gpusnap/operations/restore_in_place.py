@@ -1,0 +1,108 @@
+"""A restore into the container that the checkpoint ended, which Podman keeps, stopped, under its name.
+
+Podman restores it from its own storage then, as `podman container restore CONTAINER` does. An import would
+need the container removed first. Nothing can be lost in place: what the container has beside its checkpoint
+(volumes, logs, its pod, what depends on it) stays, and where the restore fails, Podman leaves the container
+and its images as they were (libpod, Container.restore: both change only after a success).
+
+It is done only where Podman has that very checkpoint: the container has the ID and the name of the one in the
+archive, a checkpoint ended it and it was not started since, and the images in Podman's storage are those in
+the archive. Anything else that has the name is left alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+
+from gpusnap.checkpoints.formats.entries import entries, read_member
+from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
+from gpusnap.engines import podman
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.records.manifest import INVENTORY
+from gpusnap.user_errors import Killed
+
+# What `podman container restore` takes without --import (cmd/podman/containers/restore.go).
+_TAKEN = frozenset(
+    ("--file-locks", "--ignore-static-ip", "--ignore-static-mac", "--tcp-close", "--tcp-established")
+)
+_STOPPED = ("exited", "stopped")
+_IMAGES = "checkpoint/"
+# Images up to this size are compared by content, and memory only by its size.
+_SMALL = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A stopped container that Podman can restore where it is, and the options for that."""
+
+    container: podman.Container
+    options: tuple[str, ...]
+
+
+def find(archive: str, options: Sequence[str], ids: Collection[str]) -> Target | None:
+    """The container that the checkpoint in an archive has ended, if Podman can restore it with these options.
+
+    None where that is not sure. ids: of all containers that Podman has.
+    """
+    with suppress(GpusnapError, OciError, OSError, ValueError, KeyError, TypeError):
+        config = parse_json(read_member(archive, FIRST[0], limit=LARGEST_DUMP) or b"{}")
+        container_id, name = str(config["id"]), str(config["name"])
+        taken = _options(options, name)
+        if taken is None or container_id not in ids:
+            return None
+        found = podman.container(container_id)
+        ours = (found.id, found.name) == (container_id, name)
+        if ours and found.checkpointed and found.status in _STOPPED and _has(found.checkpoint_path, archive):
+            return Target(found, taken)
+    return None
+
+
+def restore(target: Target, environment: Mapping[str, str], tick: Callable[[], None]) -> str:
+    """Have Podman restore it; its ID. Raises as gpusnap.engines.podman.restore does."""
+    try:
+        return podman.restore_in_place(target.container, target.options, environment, tick=tick)
+    except Killed:
+        raise
+    except GpusnapError as error:
+        name = target.container.name
+        raise type(error)(
+            f"{error}; nothing is lost: Podman still has {name}, stopped, and its checkpoint",
+            hint="put that right, then run the same command again",
+            code=error.code,
+        ) from error
+
+
+def _options(options: Sequence[str], name: str) -> tuple[str, ...] | None:
+    """Those for Podman without an import, which keeps the name; None where one needs an import."""
+    words = list(options)
+    if "--name" in words:
+        at = words.index("--name")
+        if words[at + 1 : at + 2] != [name]:
+            return None
+        del words[at : at + 2]
+    return tuple(words) if _TAKEN.issuperset(words) else None
+
+
+def _has(folder: str, archive: str) -> bool:
+    """Whether a folder of images has exactly those of an archive. Raises OSError, OciError."""
+    seen = set()
+    with closing(entries(archive)) as found:
+        for entry in found:
+            if entry.content is None or not entry.name.startswith(_IMAGES):
+                continue
+            name = entry.name.removeprefix(_IMAGES)
+            path = os.path.join(folder, name)
+            if os.lstat(path).st_size != entry.info.size:
+                return False
+            if entry.info.size <= _SMALL:
+                with open(path, "rb") as file:
+                    if file.read(_SMALL + 1) != entry.content.read(_SMALL + 1):
+                        return False
+            seen.add(name)
+    images = {name for name in os.listdir(folder) if name.endswith(".img")}
+    return INVENTORY in seen and images <= seen

@@ -1,0 +1,80 @@
+"""What a name without a tag stands for: the newest checkpoint of that name.
+
+"server", and "server:latest" too, is looked up in one reading of index.json, among server:TAG, each time that
+somebody says it. No entry is kept for it. So there is nothing that two writers could move at once, that a
+killed writer could leave behind, or that would keep an old checkpoint from gc. A name or a digest that the
+index has exactly so comes first: another tool may have written a tag "latest".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+
+from gpusnap.oci.base.errors import Ambiguous
+from gpusnap.oci.store.entry import Entry
+
+LATEST = "latest"
+# More than that are not listed in a message.
+_MOST = 8
+# What is behind the last colon of host:5000/app or of app@sha256:… is no tag.
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*", re.ASCII)
+
+
+def base(name: str) -> str:
+    """The part of a name before its tag; all of a name without one."""
+    before, colon, tag = name.rpartition(":")
+    return before if colon and _TAG.fullmatch(tag) else name
+
+
+def tagged(wanted: str, entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """The entries wanted:TAG, in their order; none for what has a tag itself, unless that is "latest"."""
+    stem = wanted.removesuffix(f":{LATEST}")
+    return tuple(each for each in entries if each.name != stem and base(each.name) == stem)
+
+
+def newest(wanted: str, found: Sequence[Entry], created: Callable[[Entry], str], where: str) -> Entry:
+    """The newest of several, by when it was made (RFC 3339).
+
+    Raises Ambiguous where two are as new, and where it is not known of one when it was made.
+    """
+    digests = {each.descriptor.digest for each in found}
+    if len(digests) == 1:
+        return found[0]
+    times = {each.name: _moment(created(each)) for each in found}
+    unknown = [name for name, moment in times.items() if moment is None]
+    if unknown:
+        raise Ambiguous(
+            f"{wanted!r} stands for the newest of {len(found)} checkpoints in {where}, and it is not known "
+            f"when {listed(unknown)} was made"
+        )
+    last = max(moment for moment in times.values() if moment is not None)
+    first, *others = [each for each in found if times[each.name] == last]
+    if any(each.descriptor.digest != first.descriptor.digest for each in others):
+        names = listed(each.name for each in (first, *others))
+        raise Ambiguous(
+            f"{wanted!r} stands for the newest checkpoint in {where}, and these are as new: {names}"
+        )
+    return first
+
+
+def is_later(one: str, other: str) -> bool:
+    """Whether a time (RFC 3339) is after another one; no where one of them is not known."""
+    times = _moment(one), _moment(other)
+    return times[0] is not None and times[1] is not None and times[0] > times[1]
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names for a message."""
+    every = sorted(names)
+    more = f" and {len(every) - _MOST} more" if len(every) > _MOST else ""
+    return ", ".join(every[:_MOST]) + more
+
+
+def _moment(text: str) -> datetime | None:
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)

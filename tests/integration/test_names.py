@@ -1,0 +1,192 @@
+"""A name without a tag, and a restore right after the checkpoint, as users of Podman expect them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shimhost
+from support import Container, Done, good, podman, run, sentence, until
+
+from gpusnap.oci.store.store import Store
+
+COMMAND = "/usr/local/bin/gpusnap"
+WORK = ("--mib", "8")
+STORE = Path("/var/lib/gpusnap-test")
+SETTINGS = f"""\
+runtime = "crun"
+[memory]
+chunk-size = "1M"
+[store]
+path = "{STORE}"
+"""
+
+
+@pytest.fixture(autouse=True)
+def store(crun: None) -> Iterator[Store]:
+    """An empty one, which the settings name, gone afterwards."""
+    shutil.rmtree(STORE, ignore_errors=True)
+    shimhost.write_settings(SETTINGS)
+    yield Store(STORE)
+    shutil.rmtree(STORE, ignore_errors=True)
+
+
+def gpusnap(*words: str | os.PathLike[str]) -> Done:
+    return run(COMMAND, *words)
+
+
+def done(*words: str | os.PathLike[str]) -> dict[str, Any]:
+    """What the command says as JSON that it did."""
+    found: dict[str, Any] = json.loads(good(gpusnap(*words, "--json")))
+    return found
+
+
+def command(said: str) -> list[str]:
+    """The command at the end of what gpusnap says."""
+    return shlex.split(said.strip().splitlines()[-1].rpartition(": ")[2])
+
+
+def test_checkpoint_and_restore(store: Store) -> None:
+    """The same container goes on, with its log and its volume, any number of times, as it says."""
+    container = Container.start("server", *WORK, options=["-v", "data:/data"])
+    before = container.id
+    for _ in range(2):
+        said = gpusnap("checkpoint", "server")
+        assert good(said)
+        assert command(said.err) == ["gpusnap", "restore", "server"]
+        assert "server has ended" in said.err
+        assert container.inspect()["State"]["Status"] == "exited"
+        back = gpusnap("restore", "server")
+        assert good(back).startswith(f"server  {before}")
+        assert "restored from server:2" in back.err
+        container.goes_on()
+    assert container.id == before
+    assert len(store.tagged("server")) == 2
+    good(podman("volume", "inspect", "data"))
+
+
+def test_the_newest_of_several(store: Store) -> None:
+    """Each command takes the newest; rm takes none of several, and nothing else is in the way."""
+    container = Container.start("server", *WORK)
+    first = done("checkpoint", "server", "--leave-running")
+    until(lambda: time_has_passed(first["name"]), "another second")
+    second = done("checkpoint", "server")
+    assert first["name"] != second["name"]
+    for word in ("server", "server:latest"):
+        assert done("inspect", word)["artifact"]["digest"] == second["digest"]
+        assert done("verify", word)[0]["digest"] == second["digest"]
+        assert done("diff", first["name"], word)["b"]["digest"] == second["digest"]
+    good(gpusnap("plan", "server"))
+    assert done("tag", "server", "good")["digest"] == second["digest"]
+    refused = gpusnap("rm", "server")
+    assert refused.code == 2
+    said = sentence(refused)
+    assert first["name"] in said
+    assert second["name"] in said
+    # An older one is not what Podman's container has.
+    assert "podman rm server" in sentence(gpusnap("restore", first["name"]))
+    assert done("restore", "server")["digest"] == second["digest"]
+    container.goes_on()
+    assert len(done("rm", "--all", "server")["removed"]) == 2
+    assert [each.name for each in store.entries()] == ["good"]
+    assert gpusnap("restore", "server").code == 3
+
+
+def time_has_passed(name: str) -> bool:
+    """Whether the next checkpoint has another name."""
+    now = run("date", "-u", "+%Y%m%d-%H%M%S").out.strip()
+    return now > name.partition(":")[2]
+
+
+def test_what_may_not_be_replaced(store: Store) -> None:
+    """A container that was started since, or is another one, stays, and is named."""
+    container = Container.start("server", *WORK)
+    made = done("checkpoint", "server")
+    good(podman("start", "server"))
+    assert "Podman has a container server already" in sentence(gpusnap("restore", "server"))
+    assert container.inspect()["State"]["Status"] == "running"
+    good(podman("stop", "--time", "0", "server"))
+    assert "podman rm server" in sentence(gpusnap("restore", "server"))
+    container.remove()
+    good(podman("create", "--name", "server", "localhost/base", "sleep", "100"))
+    assert "podman rm server" in sentence(gpusnap("restore", made["name"]))
+    good(podman("rm", "server"))
+    good(gpusnap("restore", "server"))
+    container.goes_on()
+
+
+def test_a_restore_that_fails(store: Store) -> None:
+    """The container and its checkpoint are as before, it says so, and the next restore continues it."""
+    container = Container.start("server", *WORK)
+    before = container.id
+    good(gpusnap("checkpoint", "server"))
+    said = sentence(gpusnap("restore", "--gpu-map", "0=7", "server"))
+    assert "nothing is lost: Podman still has server" in said
+    assert container.inspect()["State"]["Status"] == "exited"
+    good(gpusnap("restore", "server"))
+    container.goes_on()
+    assert container.id == before
+
+
+def test_killed_in_a_restore(store: Store) -> None:
+    """gpusnap dies (SIGKILL): Podman ends what it does, or the same command does."""
+    container = Container.start("server", *WORK)
+    good(gpusnap("checkpoint", "server"))
+    child = subprocess.Popen(
+        [COMMAND, "restore", "server"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    until(lambda: "container restore" in run("ps", "axo", "args").out, "Podman's restore")
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    until(lambda: not run("pgrep", "-x", "podman").out, "the end of Podman")
+    if container.inspect()["State"]["Status"] != "running":
+        good(gpusnap("restore", "server"))
+    container.goes_on()
+
+
+def test_elsewhere(store: Store, tmp_path: Path) -> None:
+    """From an archive and another store, too; a container with --rm is gone, and comes back by an import."""
+    container = Container.start("server", *WORK)
+    for place in (tmp_path / "w.tar", f"oci:{tmp_path}/other"):
+        said = gpusnap("checkpoint", "server", "--to", place)
+        good(said)
+        good(run(COMMAND, *command(said.err)[1:]))
+        container.goes_on()
+    container.remove()
+    container = Container.start("server", *WORK, options=["--rm"])
+    said = gpusnap("checkpoint", "server")
+    good(said)
+    assert "Podman has removed it" in said.err
+    good(gpusnap("restore", "server"))
+    container.goes_on()
+
+
+def test_leave_running(store: Store) -> None:
+    """What it says goes back to the checkpoint."""
+    container = Container.start("server", *WORK)
+    said = gpusnap("checkpoint", "server", "--leave-running")
+    good(said)
+    assert "server continues to run" in said.err
+    line = said.err.strip().splitlines()[-1].partition(": ")[2]
+    good(run("sh", "-c", line))
+    container.goes_on()
+
+
+def test_without_a_gpu(store: Store) -> None:
+    """The same of a container that has none."""
+    script = "while :; do sleep 1; done"
+    good(podman("run", "-d", "--name", "plain", "localhost/base", "sh", "-c", script))
+    plain = Container("plain")
+    before = plain.id
+    good(gpusnap("checkpoint", "plain"))
+    good(gpusnap("restore", "plain"))
+    assert plain.inspect()["State"]["Status"] == "running"
+    assert plain.id == before
