@@ -1,10 +1,10 @@
-"""What a store keeps, one row for each manifest, with what it takes on disk."""
+"""What a store, or a repository, has: one row for each manifest, with what it takes on disk."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from gpusnap.oci.base.errors import DigestError, LayoutError
@@ -14,7 +14,7 @@ from gpusnap.oci.layout.graph import is_document, walk
 from gpusnap.oci.store.referrers import subject_of
 from gpusnap.oci.store.store import Store
 
-Kind: TypeAlias = Literal["checkpoint", "pages", "referrer", "other", "damaged"]
+Kind: TypeAlias = Literal["checkpoint", "pages", "referrer", "image", "other", "damaged"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,15 @@ class Row:
     """RFC 3339."""
     kind: Kind
     """pages: the chunks of a checkpoint whose archive lies elsewhere. referrer: a signature or the like, of
-    `subject`. other: not gpusnap's. damaged: a manifest of it is missing or broken."""
+    `subject`. image: a checkpoint in a registry that is an ordinary image for an engine. other: not
+    gpusnap's. damaged: a manifest of it is missing or broken."""
     container: str
     """Its name."""
     container_id: str
     gpus: str
     """Number and model."""
+    driver: str
+    """The version of the GPUs' driver."""
     memory: int
     """Of the GPUs, used."""
     processes: int
@@ -143,21 +146,32 @@ def _annotations(content: bytes) -> Mapping[str, str]:
 
 
 def _row(each: Kept, looked: _Looked, uses: Mapping[str, int]) -> Row:
-    notes = looked.annotations
+    own = sum(size for digest, size in looked.blobs.items() if uses[digest] == 1)
+    found = described(each.root.digest, each.names, looked.kind, looked.blobs, looked.annotations)
+    return replace(
+        found, created=found.created or each.created, own=own, subject=looked.subject, fault=looked.fault
+    )
+
+
+def described(
+    digest: str, names: tuple[str, ...], kind: Kind, blobs: Mapping[str, int], notes: Mapping[str, str]
+) -> Row:
+    """The row of something with these blobs (digest and bytes), by its annotations."""
     return Row(
-        digest=each.root.digest,
-        names=each.names,
-        created=notes.get("org.opencontainers.image.created", "") or each.created,
-        kind=looked.kind,
+        digest=digest,
+        names=names,
+        created=notes.get("org.opencontainers.image.created", ""),
+        kind=kind,
         container=notes.get("org.criu.checkpoint.container.name", ""),
         container_id=notes.get("io.gpusnap.container.id", ""),
         gpus=notes.get("io.gpusnap.gpus", ""),
+        driver=notes.get("io.gpusnap.driver", "").rpartition(" ")[2],
         memory=_number(notes.get("io.gpusnap.memory", "")),
         processes=_number(notes.get("io.gpusnap.processes", "")),
-        size=sum(looked.blobs.values()),
-        own=sum(size for digest, size in looked.blobs.items() if uses[digest] == 1),
-        subject=looked.subject,
-        fault=looked.fault,
+        size=sum(blobs.values()),
+        own=0,
+        subject="",
+        fault="",
     )
 
 

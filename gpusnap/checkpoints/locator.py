@@ -158,7 +158,7 @@ def find(word: str, *, remote: bool = True) -> Place:
             )
         _check_no_name(word)
         return InFile(word)
-    if remote and (found := _in_registry(word)) is not None:
+    if remote and (found := registry_or_none(word)) is not None:
         return found
     return in_store(word)
 
@@ -216,7 +216,7 @@ def destination(word: str) -> Place:
         return _in_folder(word, new=True)
     if _is_file(word, endings_only=True):
         return InFile(word)
-    found = _in_registry(word)
+    found = registry_or_none(word)
     if found is None:
         raise UsageError(
             f"{word[:120]!r} is no destination for a checkpoint: write oci:DIR[:NAME], a file "
@@ -305,8 +305,8 @@ def _in_folder(word: str, *, new: bool = False) -> InStore:
     return InStore(Store(path), wanted)
 
 
-def _in_registry(word: str) -> InRegistry | None:
-    """None for what is no reference and does not claim to be one."""
+def registry_or_none(word: str) -> InRegistry | None:
+    """None for what is no reference and does not claim to be one. Raises UsageError."""
     try:
         return registry(word)
     except UsageError:

@@ -27,7 +27,7 @@ MODULES = {
     "inspect": "gpusnap.cli.commands.store",
     "install": "gpusnap.cli.commands.install",
     "install-hooks": "gpusnap.engines.install.hooks",
-    "ls": "gpusnap.cli.commands.store",
+    "ls": "gpusnap.cli.commands.ls",
     "plan": "gpusnap.cli.commands.host",
     "pull": "gpusnap.cli.commands.checkpoint",
     "push": "gpusnap.cli.commands.checkpoint",

@@ -13,7 +13,6 @@ from typing import Any
 from rich.console import Console
 
 from gpusnap.checkpoints.damage import Verified
-from gpusnap.checkpoints.list import Listing, Row
 from gpusnap.checkpoints.statistics import Comparison, Part, Shared, Span, Statistics, parts, zero
 from gpusnap.cli.tables import plain, say, table
 from gpusnap.oci.store.gc import Collected
@@ -25,8 +24,6 @@ from gpusnap.runtime_shim.units import human
 # The digits of a digest in tables; a store takes as many as tell it from the others.
 DIGITS = 12
 _MOST_LINES = 20
-_ROOMY = 120
-_MARKS = {"pages": "pages only", "other": "not gpusnap's", "damaged": "damaged"}
 
 
 def document(record: Any) -> dict[str, Any]:
@@ -44,48 +41,6 @@ def _named(value: Any) -> Any:
 def short(digest: str) -> str:
     """The first digits of a digest."""
     return digest.partition(":")[2][:DIGITS]
-
-
-def listing(console: Console, found: Listing) -> None:
-    """What a store keeps."""
-    if not found.rows:
-        say(console, f"no checkpoints in {found.store}")
-        return
-    titles = ("name", "created", "container", "GPUs", "memory", "size", "own", "digest")
-    rows = table("", *titles, fixed=("GPUs", "memory", "size", "own", "digest"))
-    rows.title = None
-    # 80 columns are just enough, with date and time above each other.
-    if console.width < _ROOMY:
-        rows.padding = (0, 1, 0, 0)
-    for column, width in zip(rows.columns, (10, 10, 6), strict=False):
-        column.min_width = width
-    for row in found.rows:
-        rows.add_row(*map(plain, _cells(row)))
-    console.print(rows)
-    for row in found.rows:
-        if row.fault:
-            say(console, f"{short(row.digest)} is damaged: {row.fault}")
-    one = "1 checkpoint" if len(found.rows) == 1 else f"{len(found.rows)} checkpoints"
-    say(console, f"{one}, {human(found.size)} in {found.blobs} blobs, in {found.store}")
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    name = ", ".join(row.names) or "(no name)"
-    if row.kind in _MARKS:
-        name += f" ({_MARKS[row.kind]})"
-    elif row.subject:
-        name += f" (refers to {short(row.subject)})"
-    known = row.kind != "damaged"
-    return (
-        name,
-        row.created[:16].replace("T", " "),
-        row.container or row.container_id[:DIGITS],
-        row.gpus.partition(" ")[0],
-        human(row.memory) if row.memory else "",
-        human(row.size) if known else "",
-        human(row.own) if known else "",
-        short(row.digest),
-    )
 
 
 def heading(console: Console, stored: Stored) -> None:

@@ -101,9 +101,14 @@ def check_repository(text: str) -> str:
 
 def check_tag(text: str) -> str:
     """`text` as a tag. Raises RegistryError."""
-    if not _TAG.fullmatch(text):
+    if not is_tag(text):
         raise RegistryError(
             f"{text[:80]!r} is no tag: these are up to 128 letters, digits, _, . or -, not . or - first",
             code="GPS-807",
         )
     return text
+
+
+def is_tag(text: str) -> bool:
+    """Whether a text can be a tag."""
+    return _TAG.fullmatch(text) is not None

@@ -27,7 +27,7 @@ from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor, Inde
 from gpusnap.oci.layout.graph import INDEXES, MANIFESTS
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.partial_blob import Incoming
-from gpusnap.oci.layout.reference import Reference, check_tag
+from gpusnap.oci.layout.reference import Reference, check_tag, is_tag
 from gpusnap.oci.registry import credentials as users
 from gpusnap.oci.registry.client import Client, Request
 from gpusnap.oci.registry.credentials import Credentials
@@ -212,6 +212,30 @@ class Repository:
                 break
             url = self._client.resolved(url, match[1])
         return tuple(found)
+
+    def read_tags(self) -> tuple[str, ...]:
+        """All tags, in the registry's order, up to some ten thousands (distribution-spec, Listing Tags).
+
+        Raises LayoutError, too, for an answer that is no list of tags.
+        """
+        what = f"{self._to.shown} does not list its tags"
+        url = f"{self._to.url}tags/list"
+        found: list[str] = []
+        for _ in range(_MOST_PAGES):
+            page = partial(self._page, Request("GET", url, what, self._scopes))
+            _, more, content = self._client.persist(page, what)
+            match parse_document(content, f"the list of tags of {self._to.shown}"):
+                case {"tags": list(tags)}:
+                    found += [tag for tag in tags if isinstance(tag, str) and is_tag(tag)]
+                case {"tags": None}:
+                    pass
+                case _:
+                    raise LayoutError(f"{what}: it answers something else")
+            following = _NEXT.search(more)
+            if following is None:
+                break
+            url = self._client.resolved(url, following[1])
+        return tuple(dict.fromkeys(found))
 
     def _page(self, request: Request) -> tuple[str, str, bytes]:
         """Media type, links and content of one page of a list."""

@@ -42,7 +42,7 @@ def newest(wanted: str, found: Sequence[Entry], created: Callable[[Entry], str],
     digests = {each.descriptor.digest for each in found}
     if len(digests) == 1:
         return found[0]
-    times = {each.name: _moment(created(each)) for each in found}
+    times = {each.name: moment(created(each)) for each in found}
     unknown = [name for name, moment in times.items() if moment is None]
     if unknown:
         raise Ambiguous(
@@ -61,7 +61,7 @@ def newest(wanted: str, found: Sequence[Entry], created: Callable[[Entry], str],
 
 def is_later(one: str, other: str) -> bool:
     """Whether a time (RFC 3339) is after another one; no where one of them is not known."""
-    times = _moment(one), _moment(other)
+    times = moment(one), moment(other)
     return times[0] is not None and times[1] is not None and times[0] > times[1]
 
 
@@ -72,7 +72,8 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(every[:_MOST]) + more
 
 
-def _moment(text: str) -> datetime | None:
+def moment(text: str) -> datetime | None:
+    """A time (RFC 3339), UTC where it names no zone; None for a text that is none."""
     try:
         found = datetime.fromisoformat(text)
     except ValueError:

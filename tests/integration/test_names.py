@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import registryhost
 import shimhost
 from support import Container, Done, good, podman, run, sentence, until
 
@@ -82,7 +83,7 @@ def test_the_newest_of_several(store: Store) -> None:
     assert first["name"] != second["name"]
     for word in ("server", "server:latest"):
         assert done("inspect", word)["artifact"]["digest"] == second["digest"]
-        assert done("verify", word)[0]["digest"] == second["digest"]
+        assert json.loads(good(gpusnap("verify", word, "--json")))[0]["digest"] == second["digest"]
         assert done("diff", first["name"], word)["b"]["digest"] == second["digest"]
     good(gpusnap("plan", "server"))
     assert done("tag", "server", "good")["digest"] == second["digest"]
@@ -190,3 +191,23 @@ def test_without_a_gpu(store: Store) -> None:
     good(gpusnap("restore", "plain"))
     assert plain.inspect()["State"]["Status"] == "running"
     assert plain.id == before
+
+
+def test_ls(store: Store) -> None:
+    """What is in the store and in a registry, in 80 columns, with the driver's version."""
+    Container.start("server", *WORK)
+    made = done("checkpoint", "server", "--leave-running")
+    with registryhost.running() as registry:
+        good(gpusnap("push", "server", f"http://{registry.host}/team/server:v1"))
+        there = f"{registry.host}/team/server"
+        listed = good(run(COMMAND, "ls", f"http://{there}", env={**os.environ, "COLUMNS": "80"}))
+        assert f"{there}:v1" in listed
+        assert "560.35.03" in listed
+    listed = good(run(COMMAND, "ls", env={**os.environ, "COLUMNS": "80"}))
+    assert max(map(len, listed.splitlines()[:-1])) <= 80
+    (row,) = (line for line in listed.splitlines() if line.startswith(f"{made['name']}  "))
+    assert "560.35.03" in row
+    assert "ago" in row or "just now" in row
+    assert good(gpusnap("ls", "-q", "server")) == made["digest"]
+    good(gpusnap("rm", made["digest"]))
+    assert good(gpusnap("ls", "-q")) == ""

@@ -32,6 +32,7 @@ ANNOTATIONS = {
     "org.opencontainers.image.created": "2026-01-02T03:04:05Z",
     "org.criu.checkpoint.container.name": "w",
     "io.gpusnap.container.id": "c0ffee" * 10 + "beef",
+    "io.gpusnap.driver": "nvidia 560.35.03",
     "io.gpusnap.gpus": "1 NVIDIA H100 80GB HBM3",
     "io.gpusnap.memory": str(3 << 20),
     "io.gpusnap.processes": "1",

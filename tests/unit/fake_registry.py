@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from registry_faults import CutAnswer, CutBody, NoAnswer, Rule, Say, Seen
 
@@ -268,7 +268,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return True
             self._refuse(401, "UNAUTHORIZED", "", {"WWW-Authenticate": 'Basic realm="fake, or not"'})
             return False
-        match = re.match(r"/v2/(.+?)/(?:blobs|manifests|referrers)/", self.parts.path)
+        match = re.match(r"/v2/(.+?)/(?:blobs|manifests|referrers|tags)/", self.parts.path)
         needed = f"repository:{match[1] if match else ''}:" + (
             "pull" if self.command in ("GET", "HEAD") and "uploads" not in self.path else "pull,push"
         )
@@ -457,6 +457,19 @@ class _Handler(BaseHTTPRequestHandler):
                 self.at.manifests[repository, each] = (kind, content)
             self._say(201, {"Docker-Content-Digest": digest, "Location": "/v2/x"})
 
+    def _tags(self, repository: str) -> None:
+        tags = sorted(name for of, name in self.at.manifests if of == repository and ":" not in name)
+        if not tags:
+            self._refuse(404, "NAME_UNKNOWN")
+            return
+        last = unquote(self.query.get("last", ""))
+        rest = [tag for tag in tags if tag > last]
+        some = rest[: self.at.page]
+        more = f'<{self.parts.path}?last={some[-1]}>; rel="next"' if len(some) < len(rest) else ""
+        body = json.dumps({"name": repository, "tags": some}).encode()
+        headers = {"Content-Type": "application/json", "Link": more}
+        self._say(200, {**headers, "Content-Length": str(len(body))}, body)
+
     def _referrers(self, repository: str, digest: str) -> None:
         if not self.at.lists_referrers:
             self._refuse(404, "NOT_FOUND")
@@ -481,4 +494,5 @@ _ROUTES: dict[str, Callable[..., None]] = {
     r"/v2/(.+)/blobs/uploads/([0-9a-f]+)": _Handler._upload,
     r"/v2/(.+)/manifests/(.+)": _Handler._manifest,
     r"/v2/(.+)/referrers/(.+)": _Handler._referrers,
+    r"/v2/(.+)/tags/list": _Handler._tags,
 }

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import click
 
 from gpusnap.checkpoints import locator
-from gpusnap.cli.ages import ago
 from gpusnap.cli.completion import complete_checkpoint, complete_container, complete_store
 from gpusnap.cli.quiet import quiet
+from gpusnap.listing.ages import ago
 from gpusnap.oci.store.tags import base, listed
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError

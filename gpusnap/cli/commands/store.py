@@ -1,4 +1,4 @@
-"""The commands that look at checkpoints and put stores in order: ls, diff, verify, rm, gc, tag; inspect."""
+"""The commands that look at checkpoints and put stores in order: diff, verify, rm, gc, tag; inspect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 
 from gpusnap.checkpoints import statistics
 from gpusnap.checkpoints.damage import Verified
-from gpusnap.checkpoints.list import Listing, blobs_of, kept, listing
+from gpusnap.checkpoints.list import blobs_of, kept
 from gpusnap.checkpoints.locator import InStore, default_store, in_store, named, open_store
 from gpusnap.cli import process_tables, store_tables
 from gpusnap.cli import tables as show
@@ -32,37 +32,12 @@ from gpusnap.operations.verify import verify_all, verify_one
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
 from gpusnap.runtime_shim.records.manifest import encode
-from gpusnap.user_errors import Damaged, NotFound, told
+from gpusnap.user_errors import Damaged, told
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 _plain_http = click.option(
     "--plain-http", is_flag=True, help="Use plain HTTP, without TLS. http:// before REF does the same."
 )
-
-
-@click.command()
-@click.argument("store", required=False, metavar="[STORE]", shell_complete=complete_store)
-@_as_json
-def ls(store: str | None, as_json: bool) -> None:
-    """List the checkpoints in a store.
-
-    STORE is oci:DIR; without it, this host's store. "size" counts all blobs of a checkpoint, "own" those that
-    nothing else in the store uses: `gpusnap rm --gc` would free that much. An entry marked "pages only" is
-    the memory of a checkpoint whose records are in an archive of Podman. What refers to a checkpoint, such as
-    a signature, is pulled and pushed with it.
-
-    As JSON: store, checkpoints (each with digest, names, created, kind, which is checkpoint, pages, referrer,
-    other or damaged, container, containerId, gpus, memory, processes, size, own, subject, which is the digest
-    that a referrer refers to, fault), blobs, size.
-    """
-    with told(), Progress() as progress:
-        progress.stage("reading the store")
-        found = _listing(store)
-    if as_json:
-        value = document(found)
-        _print({"store": value["store"], "checkpoints": value.pop("rows"), **value})
-        return
-    store_tables.listing(show.output(), found)
 
 
 @click.command()
@@ -328,16 +303,6 @@ def _named(word: str) -> InStore:
             f"{word} is a store", hint=f"name a checkpoint in it: {word.rstrip(':')}:NAME", code="GPS-102"
         )
     return place
-
-
-def _listing(word: str | None) -> Listing:
-    store = _store(word)
-    with suppress(NotFound):
-        return listing(open_store(store))
-    if word is not None:
-        open_store(store)
-    # This host's store comes to be with the first checkpoint.
-    return Listing(store.path, (), 0, 0)
 
 
 def _shared(stored: Stored) -> tuple[statistics.Shared, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from checkpoints import ANNOTATIONS, CHUNK, START, blob_path, damage, keep, noise
 from criu_images import CORE, INVENTORY
-from fake_registry import FakeRegistry
+from fake_registry import FakeRegistry, Say
 from fakes import POISON, a_manifest
 
 from gpusnap.cli import exit_codes
@@ -113,19 +114,22 @@ def kept(tmp_path: Path) -> Kept:
 
 
 def test_ls(gpusnap: Run, kept: Kept) -> None:
-    """A row for each checkpoint, by age, whole though no terminal is there; and the total."""
+    """A row for each name, by age, whole though no terminal is there; and the total."""
     code, out, err = gpusnap("ls")
     assert (code, err) == (0, "")
     title, *rows, total = out.splitlines()
-    assert title.split() == ["name", "created", "container", "GPUs", "memory", "size", "own", "digest"]
+    titles = ["name", "created", "container", "GPUs", "driver", "memory", "size", "own", "digest"]
+    assert title.split() == titles
     assert [row.split("  ")[0] for row in rows] == [
         "plain",
         "w:1",
-        "registry.example:5000/team/w:v2, w:2",
+        "registry.example:5000/team/w:v2",
+        "w:2",
         "(no name) (pages only)",
     ]
     assert all(root.digest[7:19] in row for root, row in zip((kept.plain, kept.first), rows, strict=False))
-    assert "2026-01-02 03:04" in rows[1]
+    assert re.match(r"w:1 +[0-9]+ (day|week|month|year)s ago  ", rows[1])
+    assert "560.35.03" in rows[1]
     assert "3.0 MiB" in rows[1]
     assert total.startswith("4 checkpoints, ")
     assert total.endswith(f", in {kept.store.path}")
@@ -167,6 +171,96 @@ def test_ls_fits_a_terminal(gpusnap: Run, kept: Kept, monkeypatch: pytest.Monkey
         assert root.digest[7:19] in out
 
 
+@pytest.mark.parametrize("width", [80, 200])
+def test_ls_of_long_names(gpusnap: Run, kept: Kept, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """A name is never cut or broken: where there is no room beside it, it has a line of its own."""
+    name = "registry.example:5000/a-team/that-has/a-very-long-name-of-its-own/server:20261122-155512"
+    gpusnap("tag", "w:1", name)
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = gpusnap("ls")[1].splitlines()
+    (at,) = (number for number, line in enumerate(lines) if name in line)
+    if width == 80:
+        assert lines[at] == name
+        assert lines[at + 1].startswith("  ")
+        assert "560.35.03" in lines[at + 1]
+        assert max(len(line) for line in lines[:-1] if line != name) <= width
+    else:
+        assert "560.35.03" in lines[at]
+
+
+def test_ls_filters(gpusnap: Run, kept: Kept) -> None:
+    """What fits is listed, and how many there are altogether."""
+    code, out, _ = gpusnap("ls", "--filter", "name=w")
+    assert code == 0
+    assert [line.split("  ")[0] for line in out.splitlines()[1:-1]] == ["w:1", "w:2"]
+    assert out.splitlines()[-1].startswith("2 of 4 checkpoints, ")
+    assert gpusnap("ls", "w")[1] == out
+    (row,) = json_of(gpusnap, "ls", "-f", "name=w:2")["checkpoints"]
+    assert (row["names"], row["digest"]) == (["w:2"], kept.second.digest)
+    assert gpusnap("ls", "none")[1].splitlines() == [out.splitlines()[-1].replace("2 of 4", "0 of 4")]
+    code, _, err = gpusnap("ls", "--filter", "nam=w")
+    assert code == exit_codes.USAGE
+    assert "the keys are name, container, before, since, dangling, kind" in err
+
+
+def test_ls_forms(gpusnap: Run, kept: Kept) -> None:
+    """Digests for a command line, each once; and fields."""
+    digests = gpusnap("ls", "-q")[1].split()
+    assert sorted(digests) == sorted(
+        each.digest for each in (kept.first, kept.second, kept.pages, kept.plain)
+    )
+    assert gpusnap("ls", "-q", "w:1")[1] == f"{kept.first.digest}\n"
+    assert gpusnap("ls", "--format", "{{.Name}} {{ .Driver }}", "w:1")[1] == "w:1 560.35.03\n"
+    table = gpusnap("ls", "--format", "table {{.Name}}\\t{{.Container}}", "w")[1]
+    assert table == "NAME  CONTAINER\nw:1   w\nw:2   w\n"
+    assert json.loads(gpusnap("ls", "--format", "json")[1]) == json_of(gpusnap, "ls")
+    for form, said in (
+        ("{{.Nam}}", "did you mean {{.Name}}?"),
+        ("{{range}}", "the fields are Name"),
+        ("x", "has no field"),
+    ):
+        code, out, err = gpusnap("ls", "--format", form)
+        assert (code, out) == (exit_codes.USAGE, "")
+        assert said in err
+    assert gpusnap("ls", "-q", "--json")[0] == exit_codes.USAGE
+
+
+def test_ls_of_a_registry(gpusnap: Run, kept: Kept, tmp_path: Path) -> None:
+    """The tags that are checkpoints, from all pages; of many only the last ones by name."""
+    with FakeRegistry(tmp_path / "registry") as registry:
+        where = f"http://{registry.host}/team/w"
+        for tag, name in (("a", "w:1"), ("b", "w:2"), ("c", "w:2")):
+            assert gpusnap("push", name, f"{where}:{tag}")[0] == 0
+        kind = "application/vnd.oci.image.index.v1+json"
+        registry.manifests["team/w", "other"] = (kind, b'{"schemaVersion": 2, "manifests": []}')
+        registry.page = 2
+        found = json_of(gpusnap, "ls", where)
+        name = f"{registry.host}/team/w"
+        assert (found["repository"], found["tags"], found["lookedAt"]) == (name, 4, 4)
+        rows = {row["digest"]: row for row in found["checkpoints"]}
+        assert rows.keys() == {kept.first.digest, kept.second.digest}
+        assert rows[kept.first.digest]["names"] == [f"{name}:a"]
+        assert rows[kept.second.digest]["names"] == [f"{name}:b", f"{name}:c"]
+        assert rows[kept.first.digest]["driver"] == "560.35.03"
+        code, out, _ = gpusnap("ls", where, "--limit", "2")
+        assert code == 0
+        assert f"{name}:c" in out
+        assert f"{name}:b" not in out
+        assert out.splitlines()[-2:] == [
+            f"1 checkpoint in {name}, which has 4 tags",
+            "only the last 2 tags by name were looked at; see --limit",
+        ]
+        assert len(registry.asked("GET", "/tags/list")) == 4
+        code, _, err = gpusnap("ls", f"http://{registry.host}/none")
+        assert code == exit_codes.NOT_FOUND
+        assert f"{registry.host}/none does not list its tags: it is not there" in err
+        registry.rule("GET", "/tags/list", Say(405))
+        code, _, err = gpusnap("ls", where)
+        assert code == exit_codes.FAILED
+        assert f"{name} does not list its tags: it refuses (status 405)" in err
+        assert "gpusnap inspect" in err
+
+
 def test_ls_of_nothing(gpusnap: Run, tmp_path: Path) -> None:
     """A host where nothing was kept yet, and a store that is empty, are no errors; no store is one."""
     path = tmp_path / "store"
@@ -185,8 +279,13 @@ def test_ls_of_nothing(gpusnap: Run, tmp_path: Path) -> None:
     assert f"{tmp_path} is no store" in err
 
 
-@pytest.mark.parametrize("word", ["w:1", "/var/lib", "oci:", "oci:/tmp:w"])
-@pytest.mark.parametrize("command", ["ls", "gc"])
+@pytest.mark.parametrize(
+    ("command", "word"),
+    [
+        *(("gc", word) for word in ("w:1", "/var/lib", "oci:", "oci:/tmp:w")),
+        *(("ls", word) for word in ("/var/lib", "oci:", "oci:/tmp:w", "registry.example/w:v1")),
+    ],
+)
 def test_what_is_no_store(gpusnap: Run, kept: Kept, command: str, word: str) -> None:
     """Exit code 2, and how a store is named."""
     code, out, err = gpusnap(command, word)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+from gpusnap.oci.store.tags import moment
+
 # A unit begins to be used where there are so many seconds.
 _UNITS = (
     (2 * 365 * 86400, 365 * 86400, "year"),
@@ -18,15 +20,12 @@ _UNITS = (
 
 def ago(created: str, now: datetime | None = None) -> str:
     """A time (RFC 3339) as its distance from now, such as "3 hours ago"; the text itself where it is none."""
-    try:
-        moment = datetime.fromisoformat(created)
-    except ValueError:
+    made = moment(created)
+    if made is None:
         return created
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=UTC)
-    seconds = ((now or datetime.now(UTC)) - moment).total_seconds()
+    seconds = ((now or datetime.now(UTC)) - made).total_seconds()
     if seconds < -60:
-        return f"{moment.astimezone(UTC):%Y-%m-%d %H:%M} UTC"  # another host's clock is ahead
+        return f"{made.astimezone(UTC):%Y-%m-%d %H:%M} UTC"  # another host's clock is ahead
     for least, unit, name in _UNITS:
         if seconds >= least:
             count = int(seconds // unit)

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from gpusnap.cli.ages import ago
+from gpusnap.listing.ages import ago
 
 NOW = datetime(2026, 3, 4, 5, 6, 7, tzinfo=UTC)
 

@@ -1,0 +1,179 @@
+"""gpusnap ls: the checkpoints in a store, or in a repository of a registry."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+
+import click
+
+from gpusnap.checkpoints import list as kept
+from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.locator import InRegistry, InStore
+from gpusnap.cli import ls_table, store_tables
+from gpusnap.cli import tables as show
+from gpusnap.cli.completion import complete_store
+from gpusnap.listing.filters import Line, chosen, rows_of
+from gpusnap.listing.registry import RemoteListing
+from gpusnap.listing.registry import listing as remote_listing
+from gpusnap.listing.templates import template
+from gpusnap.oci.base.errors import Rejected
+from gpusnap.progress import Progress
+from gpusnap.runtime_shim.errors import GpusnapError, UsageError
+from gpusnap.runtime_shim.units import human
+from gpusnap.user_errors import NotFound, told
+
+_LIMIT = 100
+
+
+@click.command()
+@click.argument("place", required=False, metavar="[PLACE]", shell_complete=complete_store)
+@click.option(
+    "-f",
+    "--filter",
+    "filters",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Show only what fits: name, container, before, since, dangling, kind.",
+)
+@click.option(
+    "--format",
+    "form",
+    metavar="TEMPLATE",
+    help="json, or fields such as '{{.Name}} {{.Size}}', for each name.",
+)
+@click.option("-q", "--quiet", is_flag=True, help="Print only digests.")
+@click.option(
+    "--limit",
+    type=click.IntRange(1, 10_000),
+    default=_LIMIT,
+    show_default=True,
+    metavar="N",
+    help="Of a repository, look at the last N tags by name.",
+)
+@click.option(
+    "--plain-http", is_flag=True, help="Use plain HTTP, without TLS. http:// before HOST does the same."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def ls(
+    place: str | None,
+    filters: tuple[str, ...],
+    form: str | None,
+    quiet: bool,
+    limit: int,
+    plain_http: bool,
+    as_json: bool,
+) -> None:
+    """List the checkpoints in a store or in a registry.
+
+    PLACE is oci:DIR; without it, this host's store. HOST/REPOSITORY lists the tags of a repository in a
+    registry that are checkpoints, and NAME the checkpoints of that name in this host's store. There is a row
+    for each name. "size" counts all blobs of a checkpoint, "own" those that nothing else in the store uses:
+    `gpusnap rm --gc` would free that much. An entry marked "pages only" is the memory of a checkpoint whose
+    records are in an archive of Podman. What refers to a checkpoint, such as a signature, is pulled and
+    pushed with it.
+
+    Filters are name=PATTERN (with the tag or without: name=server, name='server:2026*'), container=PATTERN,
+    before= and since= (a checkpoint, a time such as 2026-11-22, or how long ago, such as 24h or 7d),
+    dangling=true or false (without or with a name), kind= (checkpoint, pages, referrer, image, other,
+    damaged). Several values of one key are alternatives; all keys have to fit.
+
+    Fields for --format are Name, Digest, ID, Created, CreatedSince, Container, ContainerID, GPUs, Driver,
+    Memory, Processes, Size, Own, Kind. With "table " before them there is a heading.
+
+    As JSON: store, checkpoints (each with digest, names, created, kind, container, containerId, gpus, driver,
+    memory, processes, size, own, subject, which is the digest that a referrer refers to, fault), blobs, size.
+    Of a repository: repository, checkpoints, tags, and lookedAt, how many of the tags were looked at.
+    """
+    if as_json + quiet + (form is not None) > 1:
+        raise click.UsageError("give one of --json, --format and --quiet")
+    if form == "json":
+        form, as_json = None, True
+    made = template(form) if form is not None else None
+    where = _place(place)
+    if isinstance(where, str):
+        filters, where = (*filters, f"name={where}"), InStore(locator.default_store(), "")
+    found: kept.Listing | RemoteListing
+    with told(), Progress() as progress:
+        if isinstance(where, InRegistry):
+            progress.stage(f"reading {where.reference.name}")
+            found = _of_registry(where, limit=limit, plain_http=plain_http, progress=progress)
+        else:
+            progress.stage("reading the store")
+            found = _listing(where, named=place is not None)
+    lines = chosen(found.rows, filters)
+    if as_json:
+        value = store_tables.document(found)
+        rows = [store_tables.document(row) for row in rows_of(lines)]
+        del value["rows"]
+        first = "store" if "store" in value else "repository"
+        click.echo(json.dumps({first: value.pop(first), "checkpoints": rows, **value}, indent=1))
+    elif quiet:
+        for digest in dict.fromkeys(line.row.digest for line in lines):
+            click.echo(digest)
+    elif made is not None:
+        for text in made(lines):
+            click.echo(text)
+    else:
+        _show(found, lines, filtered=bool(filters))
+
+
+def _place(word: str | None) -> InStore | InRegistry | str:
+    """What is to be listed: a store, a repository, or a name. Raises UsageError, NotFound, SettingsError."""
+    if word is None:
+        return InStore(locator.default_store(), "")
+    place = locator.find(word) if word.startswith("oci:") else locator.registry_or_none(word)
+    if place is None:
+        with suppress(UsageError):
+            return locator.in_store(word).wanted
+    if isinstance(place, InRegistry) and not place.reference.tag and not place.reference.digest:
+        return place
+    if isinstance(place, InStore) and not place.wanted:
+        return place
+    raise UsageError(
+        f"{word[:120]!r} is no store and no repository",
+        hint="a store is named oci:DIR, a repository HOST/REPOSITORY; gpusnap inspect shows one checkpoint",
+        code="GPS-102",
+    )
+
+
+def _of_registry(place: InRegistry, *, limit: int, plain_http: bool, progress: Progress) -> RemoteListing:
+    try:
+        return remote_listing(place, limit=limit, plain_http=plain_http, step=progress.at)
+    except Rejected as error:
+        raise GpusnapError(
+            str(error),
+            hint=f"name a tag that you know: gpusnap inspect {place.reference.name}:TAG",
+            code=error.code,
+        ) from error
+
+
+def _listing(place: InStore, *, named: bool) -> kept.Listing:
+    with suppress(NotFound):
+        return kept.listing(locator.open_store(place.store))
+    if named:
+        locator.open_store(place.store)
+    # This host's store comes to be with the first checkpoint.
+    return kept.Listing(place.store.path, (), 0, 0)
+
+
+def _show(found: kept.Listing | RemoteListing, lines: tuple[Line, ...], *, filtered: bool) -> None:
+    console = show.output()
+    where = found.store if isinstance(found, kept.Listing) else found.repository
+    if lines:
+        without = ("own",) if isinstance(found, RemoteListing) else ()
+        ls_table.rows(console, lines, without=without)
+    rows = rows_of(lines)
+    for row in rows:
+        if row.fault:
+            show.say(console, f"{store_tables.short(row.digest)} is damaged: {row.fault}")
+    some = f"{len(rows)} of {len(found.rows)}" if filtered and found.rows else str(len(rows) or "no")
+    one = f"{some} checkpoint{'s' * (len(found.rows if filtered else rows) != 1)}"
+    if isinstance(found, RemoteListing):
+        show.say(console, f"{one} in {where}, which has {found.tags} tags")
+        if found.looked_at < found.tags:
+            show.say(console, f"only the last {found.looked_at} tags by name were looked at; see --limit")
+    elif not found.rows:
+        show.say(console, f"no checkpoints in {where}")
+    else:
+        show.say(console, f"{one}, {human(found.size)} in {found.blobs} blobs, in {where}")

@@ -1,0 +1,1 @@
+"""What `gpusnap ls` shows: which checkpoints, in which form."""

@@ -1,0 +1,120 @@
+"""`gpusnap ls --filter`: which checkpoints are shown.
+
+    name=PATTERN       that name, with its tag or without, or shell patterns (name=server, name=server:2026*)
+    container=PATTERN  the name of the container, or the beginning of its ID
+    before=, since=    what was made before or after a checkpoint, a time (2026-11-22, RFC 3339), or so
+                       long ago (30m, 24h, 7d)
+    dangling=true      what has no name; dangling=false, what has one
+    kind=KIND          checkpoint, pages, referrer, image, other, damaged
+
+As for Podman, several values of one key are alternatives, and all keys have to fit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from fnmatch import fnmatchcase
+from typing import get_args
+
+from gpusnap.checkpoints.list import Kind, Row
+from gpusnap.oci.store.tags import base, moment
+from gpusnap.runtime_shim.errors import UsageError
+
+KEYS = ("name", "container", "before", "since", "dangling", "kind")
+_AGO = re.compile(r"([0-9]{1,6})([smhdw])", re.ASCII)
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+_DIGITS = re.compile(r"(?:sha256:)?([0-9a-f]{6,64})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the list: a checkpoint, under one of its names, which is empty where it has none."""
+
+    name: str
+    row: Row
+
+
+def lines(rows: Iterable[Row]) -> tuple[Line, ...]:
+    """A line for each name."""
+    return tuple(Line(name, row) for row in rows for name in row.names or ("",))
+
+
+def chosen(rows: Sequence[Row], words: Sequence[str], now: datetime | None = None) -> tuple[Line, ...]:
+    """The lines that all filters let through. Raises UsageError."""
+    found = lines(rows)
+    tests: dict[str, list[Callable[[Line], bool]]] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key not in KEYS:
+            raise UsageError(
+                f"{word[:80]!r} is no filter", hint=f"write KEY=VALUE; the keys are {', '.join(KEYS)}"
+            )
+        tests.setdefault(key, []).append(_test(key, value, found, now or datetime.now(UTC)))
+    return tuple(line for line in found if all(any(test(line) for test in some) for some in tests.values()))
+
+
+def rows_of(found: Iterable[Line]) -> tuple[Row, ...]:
+    """Each checkpoint once, with those of its names that are left."""
+    rows: dict[str, Row] = {}
+    names: dict[str, list[str]] = {}
+    for line in found:
+        rows.setdefault(line.row.digest, line.row)
+        names.setdefault(line.row.digest, []).extend([line.name] * bool(line.name))
+    return tuple(replace(row, names=tuple(names[digest])) for digest, row in rows.items())
+
+
+def _test(key: str, value: str, found: Sequence[Line], now: datetime) -> Callable[[Line], bool]:
+    match key:
+        case "name":
+            return lambda line: any(fnmatchcase(each, value) for each in (line.name, base(line.name)))
+        case "container":
+            return lambda line: (
+                fnmatchcase(line.row.container, value)
+                or (len(value) > 5 and line.row.container_id.startswith(value))
+            )
+        case "dangling":
+            wanted = _one_of(key, value, ("true", "false")) == "true"
+            return lambda line: (not line.name) == wanted
+        case "kind":
+            kind = _one_of(key, value, get_args(Kind))
+            return lambda line: line.row.kind == kind
+    limit = _time(key, value, found, now)
+
+    def fits(line: Line) -> bool:
+        made = moment(line.row.created)
+        return made is not None and (made < limit if key == "before" else made > limit)
+
+    return fits
+
+
+def _one_of(key: str, value: str, known: Sequence[str]) -> str:
+    if value not in known:
+        raise UsageError(
+            f"the filter {key}={value[:80]} is not known", hint=f"{key}= takes {', '.join(known)}"
+        )
+    return value
+
+
+def _time(key: str, value: str, found: Sequence[Line], now: datetime) -> datetime:
+    """When a checkpoint was made, or the time that a value says."""
+    if ago := _AGO.fullmatch(value):
+        return now - timedelta(**{_UNITS[ago[2]]: int(ago[1])})
+    digits = _DIGITS.fullmatch(value)
+    same = [line for line in found if line.name and line.name == value]
+    if not same and digits:
+        same = [line for line in found if line.row.digest.startswith(f"sha256:{digits[1]}")]
+    if not same:
+        same = [line for line in found if line.name and base(line.name) == value.removesuffix(":latest")]
+    times = [made for line in same if (made := moment(line.row.created)) is not None]
+    if times:
+        return max(times)
+    made = moment(value) if not same else None
+    if made is None:
+        raise UsageError(
+            f"the filter {key}={value[:80]} names no checkpoint in the list, and no time",
+            hint="write a name or a digest, a time such as 2026-11-22, or how long ago, such as 24h or 7d",
+        )
+    return made

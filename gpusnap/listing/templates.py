@@ -1,0 +1,80 @@
+"""`gpusnap ls --format`: a line for each name, by a template as Podman's users write them.
+
+"{{.Name}} {{.Size}}" prints these fields; with "table " before it there is a heading, and tabs make columns.
+\\t and \\n are a tab and a line break. It is no program: there are fields and nothing else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+
+from gpusnap.listing.ages import ago
+from gpusnap.listing.filters import Line
+from gpusnap.runtime_shim.errors import UsageError
+from gpusnap.runtime_shim.units import human
+
+DIGITS = 12
+TABLE = "table "
+_FIELD = re.compile(r"\{\{\s*(.*?)\s*\}\}")
+FIELDS: Mapping[str, Callable[[Line], str]] = {
+    "Name": lambda line: line.name,
+    "Digest": lambda line: line.row.digest,
+    "ID": lambda line: line.row.digest.partition(":")[2][:DIGITS],
+    "Created": lambda line: line.row.created,
+    "CreatedSince": lambda line: ago(line.row.created),
+    "Container": lambda line: line.row.container,
+    "ContainerID": lambda line: line.row.container_id,
+    "GPUs": lambda line: line.row.gpus,
+    "Driver": lambda line: line.row.driver,
+    "Memory": lambda line: human(line.row.memory),
+    "Processes": lambda line: str(line.row.processes),
+    "Size": lambda line: human(line.row.size),
+    "Own": lambda line: human(line.row.own),
+    "Kind": lambda line: line.row.kind,
+}
+
+
+def template(text: str) -> Callable[[Sequence[Line]], list[str]]:
+    """What makes the lines of the output by a template. Raises UsageError."""
+    body = text.removeprefix(TABLE).replace("\\t", "\t").replace("\\n", "\n")
+    if not [_name(match[1]) for match in _FIELD.finditer(body)]:
+        raise UsageError(
+            f"--format {text[:80]!r} has no field",
+            hint="write it as '{{.Name}} {{.Digest}}', with table before it for a heading, or json",
+        )
+
+    def made(found: Sequence[Line]) -> list[str]:
+        some = [_filled(body, {name: get(line) for name, get in FIELDS.items()}) for line in found]
+        heading = _filled(body, {name: name.upper() for name in FIELDS})
+        return _columns([heading, *some]) if text.startswith(TABLE) else some
+
+    return made
+
+
+def _filled(body: str, values: Mapping[str, str]) -> str:
+    return _FIELD.sub(lambda match: values[_name(match[1])], body)
+
+
+def _columns(found: Sequence[str]) -> list[str]:
+    """The same with spaces for tabs, so that what is behind them stands below each other."""
+    cells = [line.split("\t") for line in found]
+    widths = [max(map(len, column)) for column in zip_longest(*cells, fillvalue="")]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
+        for row in cells
+    ]
+
+
+def _name(word: str) -> str:
+    name = word.removeprefix(".")
+    if not word.startswith(".") or name not in FIELDS:
+        near = difflib.get_close_matches(name, FIELDS, n=1)
+        raise UsageError(
+            f"--format knows no field {{{{{word[:40]}}}}}",
+            hint=(f"did you mean {{{{.{near[0]}}}}}? " if near else "")
+            + f"the fields are {', '.join(FIELDS)}",
+        )
+    return name
