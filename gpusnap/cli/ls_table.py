@@ -29,8 +29,15 @@ _COLUMNS: Mapping[str, Callable[[Line], str]] = {
     "digest": lambda line: line.row.digest.partition(":")[2][:DIGITS],
 }
 _RIGHT = frozenset(("GPUs", "memory", "size", "own"))
-# What is left out first where there is no room.
-_LESS = (("container",), ("container", "own"), ("container", "own", "GPUs"))
+# What is left out where there is no room, and the spaces between columns.
+_LAYOUTS = (
+    ((), 2),
+    (("container",), 2),
+    (("container", "own"), 2),
+    (("container", "own", "GPUs"), 2),
+    (("container", "own", "GPUs"), 1),
+)
+_GAP = 2
 _INDENT = "  "
 
 
@@ -38,40 +45,32 @@ def rows(console: Console, found: Sequence[Line], *, without: Iterable[str] = ()
     """The table. without: columns that say nothing here."""
     titles = [title for title in _COLUMNS if title not in without]
     cells = [{title: plain(_COLUMNS[title](line)).plain for title in titles} for line in found]
-    for left_out in ((), *_LESS):
+    for left_out, gap in _LAYOUTS:
         shown = [title for title in titles if title not in left_out]
-        if _width(shown, cells) <= console.width:
-            _print(console, shown, cells)
+        widths = _widths(shown, cells)
+        if sum(widths.values()) + gap * (len(shown) - 1) <= console.width:
+            for each in ({title: title for title in shown}, *cells):
+                say(console, _line(shown, each, widths, gap))
             return
     rest = [title for title in shown if title != "name"]
     widths = _widths(rest, cells)
     say(console, "name")
-    say(console, _INDENT + _line(rest, {title: title for title in rest}, widths))
+    say(console, _INDENT + _line(rest, {title: title for title in rest}, widths, _GAP))
     for each in cells:
         say(console, each["name"])
-        say(console, _INDENT + _line(rest, each, widths))
+        say(console, _INDENT + _line(rest, each, widths, _GAP))
 
 
-def _print(console: Console, titles: Sequence[str], cells: Sequence[Mapping[str, str]]) -> None:
-    widths = _widths(titles, cells)
-    for each in ({title: title for title in titles}, *cells):
-        say(console, _line(titles, each, widths))
-
-
-def _line(titles: Sequence[str], cells: Mapping[str, str], widths: Mapping[str, int]) -> str:
+def _line(titles: Sequence[str], cells: Mapping[str, str], widths: Mapping[str, int], gap: int) -> str:
     made = (
         cells[title].rjust(widths[title]) if title in _RIGHT else cells[title].ljust(widths[title])
         for title in titles
     )
-    return "  ".join(made).rstrip()
+    return (" " * gap).join(made).rstrip()
 
 
 def _widths(titles: Sequence[str], cells: Sequence[Mapping[str, str]]) -> dict[str, int]:
     return {title: max(len(title), *(len(each[title]) for each in cells)) for title in titles}
-
-
-def _width(titles: Sequence[str], cells: Sequence[Mapping[str, str]]) -> int:
-    return sum(_widths(titles, cells).values()) + 2 * (len(titles) - 1)
 
 
 def _name(line: Line) -> str:

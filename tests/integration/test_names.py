@@ -205,7 +205,7 @@ def test_ls(store: Store) -> None:
         assert "560.35.03" in listed
     listed = good(run(COMMAND, "ls", env={**os.environ, "COLUMNS": "80"}))
     assert max(map(len, listed.splitlines()[:-1])) <= 80
-    (row,) = (line for line in listed.splitlines() if line.startswith(f"{made['name']}  "))
+    (row,) = (line for line in listed.splitlines() if line.startswith(f"{made['name']} "))
     assert "560.35.03" in row
     assert "ago" in row or "just now" in row
     assert good(gpusnap("ls", "-q", "server")) == made["digest"]
