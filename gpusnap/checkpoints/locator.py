@@ -30,6 +30,7 @@ from gpusnap.oci.store.index import check_name
 from gpusnap.oci.store.referrers import subject_of
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.store.tags import is_later
+from gpusnap.privileges import check_access
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
 from gpusnap.user_errors import NotFound, told
@@ -144,6 +145,7 @@ def find(word: str, *, remote: bool = True) -> Place:
     if word.startswith(_STORE):
         return _in_folder(word)
     if _is_file(word):
+        check_access(word)
         if not os.path.exists(word):
             raise NotFound(
                 f"there is no file {word}",
@@ -246,7 +248,9 @@ def open_store(store: Store, *, write: bool = False) -> Store:
     With `write` a layout that another tool has made becomes a store; else it is left as it is. Raises
     NotFound, GpusnapError.
     """
-    if not os.path.exists(os.path.join(store.path, "oci-layout")):
+    layout = os.path.join(store.path, "oci-layout")
+    check_access(layout)
+    if not os.path.exists(layout):
         raise NotFound(
             f"{store.path} is no store, or has no checkpoint yet",
             hint="gpusnap checkpoint CONTAINER makes one in this host's store",
@@ -297,6 +301,7 @@ def _in_folder(word: str, *, new: bool = False) -> InStore:
         )
     if new and wanted:
         named(wanted)
+    check_access(path)
     if not new and not os.path.isdir(path):
         raise NotFound(
             f"there is no store {path}: there is no such directory",

@@ -7,6 +7,7 @@ import sys
 
 import click
 
+from gpusnap import privileges
 from gpusnap.cli import debugging, exit_codes
 from gpusnap.cli.group import Group
 from gpusnap.cli.streams import forgive_closed_pipes
@@ -63,17 +64,22 @@ def main() -> int:
         return _failed(error)
     except OciError as error:
         debugging.show(error)
-        return _failed(failure(error))
+        said = failure(error)
+        said.__cause__ = error
+        return _failed(said)
     except OSError as error:
         debugging.show(error)
         # Nobody below made a sentence of it: no folder for temporary files, say, or stdout on a full disk.
         what = error.filename or "a file, or the output,"
-        return _failed(GpusnapError(f"{what} cannot be used: {reason(error)}"))
+        said = GpusnapError(f"{what} cannot be used: {reason(error)}")
+        said.__cause__ = error
+        return _failed(said)
     return exit_codes.DONE
 
 
 def _failed(error: GpusnapError) -> int:
     debugging.show(error)
+    error = privileges.explained(error)
     print(f"gpusnap: {error.sentence()}", file=sys.stderr)
     return exit_codes.exit_code(error)
 

@@ -211,3 +211,48 @@ def test_ls(store: Store) -> None:
     assert good(gpusnap("ls", "-q", "server")) == made["digest"]
     good(gpusnap("rm", made["digest"]))
     assert good(gpusnap("ls", "-q")) == ""
+
+
+USER = ("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", COMMAND)
+NEEDS_ROOT = (
+    "checkpoint server",
+    "restore server",
+    "restore /var/lib/w.tar",
+    "recover",
+    "doctor server",
+    "ls",
+    "inspect server",
+    "inspect /root/w.tar",
+    "verify --all",
+    "verify server",
+    "diff server server",
+    "rm server",
+    "tag server x",
+    "gc",
+    "push server localhost:1/x",
+    "install",
+)
+NEEDS_NONE = ("--version", "explain GPS-005", "settings", "ls --help", "gpus", "install --dry-run")
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_without_root(store: Store, mode: int) -> None:
+    """What needs root says so, and nothing else; the rest works."""
+    Container.start("server", *WORK)
+    good(gpusnap("checkpoint", "server", "--leave-running"))
+    archive = Path("/var/lib/w.tar")
+    try:
+        good(gpusnap("checkpoint", "server", "--leave-running", "--to", archive))
+        STORE.chmod(mode)
+        for line in NEEDS_ROOT:
+            said = run(*USER, *line.split())
+            assert said.code == 1, (line, said)
+            assert "as root" in sentence(said), line
+            assert said.out == "", line
+        archive.chmod(0o600)
+        assert "run gpusnap as root" in sentence(run(*USER, "inspect", archive))
+        archive.chmod(0o644)
+        for line in (*NEEDS_NONE, f"inspect {archive}", f"verify {archive}"):
+            good(run(*USER, *line.split()))
+    finally:
+        archive.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ import pytest
 from fakes import wait_for
 from hypothesis import settings as hypothesis_settings
 
+from gpusnap import privileges
 from gpusnap.cli import main as cli
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import settings as settings_file
@@ -35,6 +36,12 @@ def pids_of_other_tests() -> Iterator[None]:
     """PIDs come round again in a run of thousands of tests: what one test remembers is not another's."""
     yield
     pidfd.forget()
+
+
+@pytest.fixture(autouse=True)
+def as_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that need root go on without it: what they would change is a test's own."""
+    monkeypatch.setattr(privileges, "is_root", lambda: True)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from gpusnap.cli.completion import complete_checkpoint, complete_container, comp
 from gpusnap.cli.quiet import quiet
 from gpusnap.listing.ages import ago
 from gpusnap.oci.store.tags import base, listed
+from gpusnap.privileges import require_root
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
 from gpusnap.runtime_shim.units import human
@@ -87,6 +88,7 @@ def checkpoint(
     """
     from gpusnap.operations import checkpoint as checkpointing
 
+    require_root("checkpoint")
     wish = checkpointing.Wish(
         container=container,
         to=locator.destination(to) if to is not None else None,
@@ -164,6 +166,7 @@ def restore(
     """
     from gpusnap.operations import restore as restoring
 
+    require_root("restore")
     wish = restoring.Wish(
         what=locator.find(what),
         name=name,

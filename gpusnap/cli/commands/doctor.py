@@ -15,6 +15,7 @@ from gpusnap.doctor import container as of_container
 from gpusnap.doctor import host
 from gpusnap.doctor.base import subject
 from gpusnap.doctor.base.check import Check, Verdict, document, plural
+from gpusnap.privileges import require_root
 from gpusnap.runtime_shim.errors import GpusnapError, with_code
 from gpusnap.runtime_shim.gpu import find_driver
 
@@ -51,6 +52,7 @@ def doctor(container: str | None, namespace: str, runtime: str, as_json: bool) -
     else:
         if runtime:
             raise click.UsageError("--runtime goes without CONTAINER")
+        require_root("doctor CONTAINER")
         checks = of_container.checks(subject.find(container, namespace=namespace), find_driver())
     if as_json:
         click.echo(json.dumps(document(checks), indent=1))

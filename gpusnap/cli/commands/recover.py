@@ -10,6 +10,7 @@ import click
 from gpusnap.cli import recover_list
 from gpusnap.cli.commands.host import needed_driver
 from gpusnap.operations import unknown_containers
+from gpusnap.privileges import require_root
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu import find_driver, holders
@@ -33,6 +34,7 @@ def resume(pids: tuple[int, ...]) -> None:
     Use `gpusnap recover` first; it resumes whole containers. Each PID is a PID on this host, as `ps` shows
     it. A process that is already running is left alone.
     """
+    require_root("resume")
     driver = needed_driver()
     missing = [pid for pid in pids if pid not in holders(driver, pids)]
     if missing:
@@ -74,6 +76,7 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     """
     if as_json and not only_list:
         raise click.UsageError("--json goes with --list")
+    require_root("recover")
     found, cut_off, up = journal.entries(), recover_restore.entries(), restored_containers.living()
     if container is not None:
         ids = [entry.container for entry in found] + [entry.container for entry in (*cut_off, *up)]

@@ -1,0 +1,55 @@
+"""What is said where gpusnap was not run as root: that, and not what follows from it."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from gpusnap.runtime_shim.errors import GpusnapError, reason
+
+_CODE = "GPS-005"
+_HINT = "run gpusnap as root"
+_REFUSED = (errno.EACCES, errno.EPERM)
+
+
+def is_root() -> bool:
+    """Whether this process is root's."""
+    return os.geteuid() == 0
+
+
+def require_root(command: str) -> None:
+    """Raise GpusnapError where a command that only root can do anything with is not root's."""
+    if not is_root():
+        raise GpusnapError(
+            f"gpusnap {command} was not run as root, and the containers that can be checkpointed are root's",
+            hint=_HINT,
+            code=_CODE,
+        )
+
+
+def check_access(path: str) -> None:
+    """Raise GpusnapError where a user may not see whether there is something at a path."""
+    if is_root():
+        return
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno in _REFUSED:
+            raise GpusnapError(f"{path} cannot be read: {reason(error)}", hint=_HINT, code=_CODE) from error
+
+
+def explained(error: GpusnapError) -> GpusnapError:
+    """The same error; one that comes of an access that was refused to a user says who is not refused."""
+    if is_root() or error.hint == _HINT or not _is_refused(error):
+        return error
+    hint = f"{_HINT}; {error.hint}" if error.hint else _HINT
+    return GpusnapError(str(error), hint=hint, code=_CODE)
+
+
+def _is_refused(error: BaseException) -> bool:
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, OSError) and found.errno in _REFUSED:
+            return True
+        found = found.__cause__
+    return False
