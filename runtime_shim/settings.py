@@ -345,8 +345,38 @@ TABLE: dict[str, Key] = {
 def load(path: str = SETTINGS_FILE) -> Settings:
     """Read the settings file; without one, the defaults. Raises SettingsError that names key and file."""
     data = locate.content(path, _LARGEST + 1)
+    settings = _apply(Settings(), _values(data, path), path)
+    if data is not None and locate.written(data, path) != settings.runtime:
+        # What stops and removes containers reads no TOML; see locate.written.
+        raise SettingsError(
+            f"runtime in {path} is written in a way that only checkpoint and restore would understand",
+            hint='write it on one line, before all others: runtime = "NAME"',
+        )
+    return settings
+
+
+def load_only(key: str, path: str = SETTINGS_FILE) -> tuple[Settings, tuple[SettingsError, ...]]:
+    """The settings for what needs one key alone, and what is wrong with the others, which have defaults.
+
+    Raises SettingsError where the file is no TOML, the key's value is wrong, or the key may be meant by
+    another one.
+    """
+    settings, wrong = Settings(), list[SettingsError]()
+    meant = (key, f"[{key.partition('.')[0]}]")
+    for name, value in _values(locate.content(path, _LARGEST + 1), path).items():
+        try:
+            settings = _apply(settings, {name: value}, path)
+        except SettingsError as error:
+            if name == key or any(each in meant for each in _near(name)):
+                raise
+            wrong.append(error)
+    return settings, tuple(wrong)
+
+
+def _values(data: bytes | None, path: str) -> dict[str, Any]:
+    """What a file has, by whole names; an unknown table as "[NAME]". Raises SettingsError."""
     if data is None:
-        return Settings()
+        return {}
     if len(data) > _LARGEST:
         raise SettingsError(f"the settings file {path} is larger than {_LARGEST >> 20} MiB", hint=_HINT)
     try:
@@ -356,19 +386,11 @@ def load(path: str = SETTINGS_FILE) -> Settings:
     values: dict[str, Any] = {}
     for name, value in document.items():
         if isinstance(value, dict):
-            values |= dict(_dotted(name, value))
-            if not any(known.startswith(f"{name}.") for known in TABLE):
-                raise _unknown(f"[{name}]", path)
+            known = any(key.startswith(f"{name}.") for key in TABLE)
+            values |= dict(_dotted(name, value)) if known else {f"[{name}]": value}
         else:
             values[name] = value
-    settings = _apply(Settings(), values, path)
-    if locate.written(data, path) != settings.runtime:
-        # What stops and removes containers reads no TOML; see locate.written.
-        raise SettingsError(
-            f"runtime in {path} is written in a way that only checkpoint and restore would understand",
-            hint='write it on one line, before all others: runtime = "NAME"',
-        )
-    return settings
+    return values
 
 
 def usable() -> Settings:
@@ -416,9 +438,22 @@ def _unknown(name: str, where: str) -> SettingsError:
     if rest in TABLE and any(key.startswith(f"{table}.") for key in TABLE):
         hint = f"it stands below [{table}], and so belongs to that: write {rest} above the first [...]"
     else:
-        near = difflib.get_close_matches(name.removeprefix(ANNOTATION_PREFIX), TABLE, n=1)
+        near = _near(name.removeprefix(ANNOTATION_PREFIX))
         hint = f"did you mean {near[0]}? docs/settings.md lists all" if near else _ALL
     return SettingsError(f"unknown setting {name} in {where}", hint=hint)
+
+
+def _near(name: str) -> list[str]:
+    """Keys, or tables for a [table], that may be meant by a name that is none, the nearest first."""
+    if name.startswith("["):
+        tables = dict.fromkeys(f"[{key.partition('.')[0]}]" for key in TABLE if "." in key)
+        return difflib.get_close_matches(name, tables)
+    plain = name.lower().replace("_", "-")
+    # A key that stands below another table, or below none.
+    last = plain.rpartition(".")[2]
+    same = [key for key in TABLE if key.rpartition(".")[2] == last]
+    nearest = difflib.get_close_matches(plain, TABLE, cutoff=0.8)
+    return [*nearest, *same, *difflib.get_close_matches(plain, TABLE)]
 
 
 def _apply(settings: Settings, values: Mapping[str, Any], where: str, prefix: str = "") -> Settings:

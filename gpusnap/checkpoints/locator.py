@@ -190,6 +190,11 @@ def in_store(word: str) -> InStore:
     """As `find`, for a command that only looks into stores. Raises as that does."""
     if word.startswith(_STORE):
         return _in_folder(word)
+    return InStore(default_store(), named_or_digest(word))
+
+
+def named_or_digest(word: str) -> str:
+    """A word that can be a name in a store, a digest, or the beginning of one. Raises UsageError."""
     if not _DIGEST.fullmatch(word):
         try:
             check_name(word)
@@ -197,7 +202,7 @@ def in_store(word: str) -> InStore:
             raise UsageError(
                 f"{word[:120]!r} is no checkpoint: it is {_WHAT}", hint=_hint(), code="GPS-102"
             ) from error
-    return InStore(default_store(), word)
+    return word
 
 
 def named(word: str) -> str:

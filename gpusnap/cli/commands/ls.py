@@ -18,8 +18,10 @@ from gpusnap.listing.registry import RemoteListing
 from gpusnap.listing.registry import listing as remote_listing
 from gpusnap.listing.templates import template
 from gpusnap.oci.base.errors import Rejected
+from gpusnap.oci.store.store import Store
 from gpusnap.progress import Progress
-from gpusnap.runtime_shim.errors import GpusnapError, UsageError
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import GpusnapError, SettingsError, UsageError
 from gpusnap.runtime_shim.units import human
 from gpusnap.user_errors import NotFound, told
 
@@ -92,7 +94,7 @@ def ls(
     made = template(form) if form is not None else None
     where = _place(place)
     if isinstance(where, str):
-        filters, where = (*filters, f"name={where}"), InStore(locator.default_store(), "")
+        filters, where = (*filters, f"name={where}"), InStore(_default_store(), "")
     found: kept.Listing | RemoteListing
     with told(), Progress() as progress:
         if isinstance(where, InRegistry):
@@ -121,11 +123,11 @@ def ls(
 def _place(word: str | None) -> InStore | InRegistry | str:
     """What is to be listed: a store, a repository, or a name. Raises UsageError, NotFound, SettingsError."""
     if word is None:
-        return InStore(locator.default_store(), "")
+        return InStore(_default_store(), "")
     place = locator.find(word) if word.startswith("oci:") else locator.registry_or_none(word)
     if place is None:
         with suppress(UsageError):
-            return locator.in_store(word).wanted
+            return locator.named_or_digest(word)
     if isinstance(place, InRegistry) and not place.reference.tag and not place.reference.digest:
         return place
     if isinstance(place, InStore) and not place.wanted:
@@ -135,6 +137,17 @@ def _place(word: str | None) -> InStore | InRegistry | str:
         hint="a store is named oci:DIR, a repository HOST/REPOSITORY; gpusnap inspect shows one checkpoint",
         code="GPS-102",
     )
+
+
+def _default_store() -> Store:
+    """This host's: what is wrong with other settings is only told. Raises SettingsError."""
+    try:
+        return locator.default_store()
+    except SettingsError:
+        found, wrong = settings_file.load_only("store.path")
+        for error in wrong:
+            click.echo(f"warning: {error.sentence()}", err=True)
+        return Store(found.store.path)
 
 
 def _of_registry(place: InRegistry, *, limit: int, plain_http: bool, progress: Progress) -> RemoteListing:

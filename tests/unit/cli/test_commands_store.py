@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.records.manifest import GpuProcess
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.settings import Store as StoreSettings
+from gpusnap.runtime_shim.settings import load as settings_load
+from gpusnap.runtime_shim.settings import load_only as settings_load_only
 
 IMAGES = {"checkpoint/inventory.img": INVENTORY}
 Run = Callable[..., tuple[int, str, str]]
@@ -259,6 +262,28 @@ def test_ls_of_a_registry(gpusnap: Run, kept: Kept, tmp_path: Path) -> None:
         assert code == exit_codes.FAILED
         assert f"{name} does not list its tags: it refuses (status 405)" in err
         assert "gpusnap inspect" in err
+
+
+def test_ls_with_broken_settings(
+    gpusnap: Run, kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys that it does not need are told, and nothing else is changed; its own has to be right."""
+    right = gpusnap("ls", "-q")[1]
+    path = tmp_path / "gpusnap.toml"
+    monkeypatch.setattr("gpusnap.runtime_shim.settings.load", partial(settings_load, str(path)))
+    monkeypatch.setattr(
+        "gpusnap.runtime_shim.settings.load_only", partial(settings_load_only, path=str(path))
+    )
+    path.write_text(f"runtme = 'crun'\n[store]\npath = '{kept.store.path}'\n")
+    code, out, err = gpusnap("ls", "-q")
+    assert (code, out) == (0, right)
+    meant = "did you mean runtime? docs/settings.md lists all"
+    assert err == f"warning: unknown setting runtme in {path}; {meant} [GPS-111]\n"
+    assert gpusnap("ls", "-q", "w:1")[:2] == (0, f"{kept.first.digest}\n")
+    path.write_text(f"[store]\npth = '{kept.store.path}'\n")
+    code, out, err = gpusnap("ls")
+    assert (code, out) == (exit_codes.FAILED, "")
+    assert "did you mean store.path?" in err
 
 
 def test_ls_of_nothing(gpusnap: Run, tmp_path: Path) -> None:

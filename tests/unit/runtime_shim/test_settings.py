@@ -12,7 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpusnap.runtime_shim.errors import SettingsError
-from gpusnap.runtime_shim.settings import ANNOTATION_PREFIX, TABLE, Criu, Nvidia, Settings, annotated, load
+from gpusnap.runtime_shim.settings import (
+    ANNOTATION_PREFIX,
+    TABLE,
+    Criu,
+    Nvidia,
+    Settings,
+    Store,
+    annotated,
+    load,
+    load_only,
+)
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "settings.md"
 
@@ -266,6 +276,41 @@ def test_what_grants_something_is_the_hosts() -> None:
     theirs = {key for key, entry in TABLE.items() if entry.annotation}
     assert not theirs & {"store.path", "store.pull-from", "registry.timeout"}
     assert not theirs & {"runtime", "criu.libdir", "criu.action-script", "criu.external", "criu.options"}
+
+
+@pytest.mark.parametrize(
+    ("toml", "named", "near"),
+    [
+        ("[stor]\npath = '/x'", "[stor]", "[store]"),
+        ("[memory]\nchunk_size = 4096", "memory.chunk_size", "memory.chunk-size"),
+        ("level = 3", "level", "memory.level"),
+        ("[criu]\nlevel = 3", "criu.level", "memory.level"),
+        ("[Registry]\ntimeout = 3", "[Registry]", "[registry]"),
+    ],
+)
+def test_what_was_meant(tmp_path: Path, toml: str, named: str, near: str) -> None:
+    """A table, a key with another dash, and a key that belongs to another table."""
+    path = file_with(tmp_path, toml + "\n")
+    with pytest.raises(SettingsError) as caught:
+        load(path)
+    assert str(caught.value) == f"unknown setting {named} in {path}"
+    assert caught.value.hint == f"did you mean {near}? docs/settings.md lists all"
+
+
+def test_for_one_key(tmp_path: Path) -> None:
+    """What is wrong elsewhere is told and left out, unless the key may be meant."""
+    bad = "nonsense = 1\nretries = 'x'\n[other]\na = 1\n[store]\npath = '/srv/store'\n"
+    found, wrong = load_only("store.path", file_with(tmp_path, bad))
+    assert found == Settings(store=Store(path="/srv/store"))
+    assert [str(each).split(" in ")[0] for each in wrong] == [
+        "unknown setting nonsense",
+        "retries",
+        "unknown setting [other]",
+    ]
+    assert load_only("store.path", str(tmp_path / "none")) == (Settings(), ())
+    for meant in ("[stor]\npath = '/x'\n", "[store]\npth = '/x'\n", "[store]\npath = 'x'\n", "store = ["):
+        with pytest.raises(SettingsError):
+            load_only("store.path", file_with(tmp_path, meant))
 
 
 def test_annotation_unknown() -> None:
