@@ -40,6 +40,7 @@ MODULES = {
     "tag": "gpusnap.cli.commands.store",
     "uninstall": "gpusnap.cli.commands.install",
     "verify": "gpusnap.cli.commands.store",
+    "version": "gpusnap.cli.commands.version",
 }
 
 

@@ -245,3 +245,13 @@ def test_containerd(crun: None, tmp_path: Path) -> None:
         assert found["container"][0]["facts"]["processes"] == 1
         assert doctor("task", "--containerd", "default")[0] == 0
         assert run(GPUSNAP, "doctor", "task", "--containerd", "other").code == 3
+
+
+def test_versions(crun: None) -> None:
+    """`gpusnap version`: everything of the test host has one, and the driver is softgpu."""
+    done = run(GPUSNAP, "version", "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    every = [*found.pop("runtimes"), *found.pop("drivers"), *found.values()]
+    assert {each["name"]: each["fault"] for each in every if each["fault"] or not each["version"]} == {}
+    assert {"Podman", "crun", "runc", "CRIU", "pycriu", "NVIDIA driver"} <= {each["name"] for each in every}

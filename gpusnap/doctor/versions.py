@@ -1,0 +1,150 @@
+"""What gpusnap works with on this host, each with its version. Nothing of it need be there, or work."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpusnap.doctor.base.sources import Answer, ask, program
+from gpusnap.doctor.base.sources import version as numbers_in
+from gpusnap.runtime_shim._version import __version__
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu import find_drivers
+from gpusnap.runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.runtime.criu.images import pycriu_package
+from gpusnap.runtime_shim.runtime.identify import identify
+
+Find = Callable[[str], str | None]
+Run = Callable[[list[str]], Answer | None]
+
+_NAMES = {"nvidia": "NVIDIA driver", "amd": "AMD driver"}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A program, a package or a driver; texts are empty where there is nothing to say."""
+
+    name: str
+    version: str = ""
+    path: str = ""
+    note: str = ""
+    fault: str = ""
+    """Why its version is not known; "not found" where it is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """All of them."""
+
+    gpusnap: Part
+    python: Part
+    kernel: Part
+    runtimes: tuple[Part, ...]
+    """crun, runc, and the settings' one; the first is that of new containers of Podman."""
+    criu: Part
+    pycriu: Part
+    podman: Part
+    drivers: tuple[Part, ...]
+
+    def parts(self) -> Iterator[Part]:
+        """Each, in the order in which they are printed."""
+        yield from (self.gpusnap, self.python, self.kernel, self.podman)
+        yield from self.runtimes
+        yield from (self.criu, self.pycriu)
+        yield from self.drivers
+
+
+def versions(*, find: Find = program, run: Run = ask) -> Versions:
+    """Ask each for its version, with a deadline for each program. Raises nothing."""
+    system = os.uname()
+    return Versions(
+        gpusnap=Part("gpusnap", __version__, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
+        python=Part("Python", platform.python_version(), sys.executable),
+        kernel=Part(system.sysname, system.release, note=system.machine),
+        runtimes=tuple(_runtimes()),
+        criu=_program("CRIU", "criu", find, run),
+        pycriu=_pycriu(),
+        podman=_program("Podman", "podman", find, run),
+        drivers=tuple(_drivers()),
+    )
+
+
+def _program(name: str, word: str, find: Find, run: Run) -> Part:
+    path = find(word)
+    if path is None:
+        return Part(name, fault="not found")
+    done = run([path, "--version"])
+    # A development version of CRIU tells its commit on a second line.
+    found = numbers_in(done.out) if done is not None and done.code == 0 else ()
+    if not found:
+        return Part(name, path=path, fault=f"{word} --version does not tell")
+    return Part(name, ".".join(map(str, found)), path)
+
+
+def _runtimes() -> Iterator[Part]:
+    """Those that gpusnap-runtime would start, each file once, in the order in which it tries them."""
+    wanted = ""
+    try:
+        wanted = locate.setting()
+        if wanted:
+            locate.find(wanted)
+    except GpusnapError as error:
+        yield Part(wanted or "settings", path="" if wanted else locate.SETTINGS_FILE, fault=str(error))
+    paths: dict[str, str] = {}
+    for path, _ in locate.find_all(wanted, "", locate.preferred()):
+        paths.setdefault(os.path.realpath(path), path)
+    if not paths and not wanted:
+        yield Part("real runtime", fault="not found")
+    for path in paths.values():
+        yield _runtime(path)
+
+
+def _runtime(path: str) -> Part:
+    name = os.path.basename(path)
+    try:
+        real = identify(Path(path))
+    except GpusnapError as error:
+        return Part(name, path=path, fault=str(error))
+    match = re.search(r"version (\S+)", real.line)
+    if match is None:
+        return Part(name, path=path, fault=f"{name} --version does not tell")
+    return Part(name, match[1][:64], path, "" if real.has_criu else "built without CRIU")
+
+
+def _pycriu() -> Part:
+    try:
+        found = pycriu_package.load()
+        package = sys.modules["pycriu"]
+    except (GpusnapError, KeyError) as error:
+        return Part("pycriu", fault="not found" if not pycriu_package.is_there() else str(error))
+    return Part(
+        "pycriu",
+        str(getattr(package, "__version__", "")),
+        os.path.dirname(package.__file__ or ""),
+        "" if found.accelerated else "protobuf decodes in Python, which is slow",
+    )
+
+
+def _drivers() -> Iterator[Part]:
+    try:
+        found = find_drivers()
+    except GpusnapError as error:
+        yield Part("GPU driver", fault=str(error))
+        return
+    if not found:
+        yield Part("GPU driver", fault="not found")
+    for driver in found:
+        name = _NAMES.get(driver.vendor, driver.vendor)
+        try:
+            host = driver.host()
+        except GpusnapError as error:
+            yield Part(name, fault=str(error))
+            continue
+        count = f"{len(host.gpus)} GPU{'' if len(host.gpus) == 1 else 's'}"
+        cuda = f"CUDA {host.cuda_version}, " if host.cuda_version else ""
+        yield Part(name, host.driver_version, note=cuda + count)
