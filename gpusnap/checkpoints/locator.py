@@ -6,8 +6,10 @@
     NAME, DIGEST, ab12cd…       in this host's store (store.path): a name, a digest, or the beginning of one;
                                 a name without a tag is the newest of that name
 
-They are tried in this order; a word that is a file here and a name in the store is refused. For push and pull
-there is one more, before the others:
+    oci-archive:FILE            an image layout in a file, as skopeo calls it; FILE alone means the same
+
+They are tried in this order, the last one first; a word that is a file here and a name in the store is
+refused. copy, push and pull know one more, before the others:
 
     containerd:[NAMESPACE/]IMAGE    an image in containerd. NAMESPACE has no dot and no colon and is not
                                     localhost, or is k8s.io; without one it is CONTAINERD_NAMESPACE, or
@@ -20,6 +22,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
 from gpusnap.oci.base.errors import LayoutError, RegistryError, StoreError
 from gpusnap.oci.layout import reference
@@ -37,6 +40,7 @@ from gpusnap.user_errors import NotFound, told
 
 _STORE = "oci:"
 _CONTAINERD = "containerd:"
+_LAYOUT_FILE = "oci-archive:"
 # containerd's grammars: pkg/identifiers of its namespaces; names of images are free, these are what there is.
 _NAMESPACE = re.compile(r"[A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*", re.ASCII)
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,254}", re.ASCII)
@@ -112,6 +116,13 @@ class InFile:
 
 
 @dataclass(frozen=True, slots=True)
+class InLayoutFile:
+    """An image layout in a file that is to be written; one to be read is InFile."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class InRegistry:
     """In a registry; `plain_http`: the word said so."""
 
@@ -144,7 +155,8 @@ def find(word: str, *, remote: bool = True) -> Place:
     _check_not_containerd(word)
     if word.startswith(_STORE):
         return _in_folder(word)
-    if _is_file(word):
+    file, word = word.startswith(_LAYOUT_FILE), word.removeprefix(_LAYOUT_FILE)
+    if file or _is_file(word):
         check_access(word)
         if not os.path.exists(word):
             raise NotFound(
@@ -219,6 +231,12 @@ def destination(word: str) -> Place:
     Raises UsageError.
     """
     _check_not_containerd(word)
+    if word.startswith(_LAYOUT_FILE):
+        raise UsageError(
+            f"{word[:120]!r} is an image layout in a file, which only gpusnap copy writes",
+            hint="write the checkpoint to the store first, and then gpusnap copy NAME oci-archive:FILE",
+            code="GPS-102",
+        )
     if word.startswith(_STORE):
         return _in_folder(word, new=True)
     if _is_file(word, endings_only=True):
@@ -232,6 +250,20 @@ def destination(word: str) -> Place:
             code="GPS-102",
         )
     return found
+
+
+def copy_destination(word: str) -> Place | InLayoutFile | InContainerd:
+    """As `destination`, for a copy: oci-archive:FILE, containerd:IMAGE and a NAME in this host's store, too.
+
+    Raises UsageError, SettingsError.
+    """
+    if word.startswith(_LAYOUT_FILE) and word != _LAYOUT_FILE:
+        return InLayoutFile(word.removeprefix(_LAYOUT_FILE))
+    if (image := in_containerd(word)) is not None:
+        return image
+    if word.startswith(_STORE) or _is_file(word, endings_only=True) or _in_registry(word) is not None:
+        return destination(word)
+    return InStore(default_store(), named(word))
 
 
 def registry(word: str) -> InRegistry:
@@ -280,6 +312,12 @@ def store_name(of: Reference) -> str:
 
 def _one(match: re.Match[str]) -> str:
     return match[1] if match[1] in "-._:@/+" else "-"
+
+
+def dated_name(container: str, container_id: str, when: datetime) -> str:
+    """What a checkpoint is called where nobody says so: CONTAINER:UTC time. Raises StoreError."""
+    plain = re.sub(r"[^A-Za-z0-9._-]|(?<=[._-])[._-]+", "", container).strip("._-")
+    return check_name(f"{plain or container_id[:12]}:{when.astimezone(UTC):%Y%m%d-%H%M%S}")
 
 
 _WHAT = "neither a file, nor a name in a store or a registry, nor a digest"

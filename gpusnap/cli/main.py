@@ -20,6 +20,7 @@ from gpusnap.user_errors import failure
 MODULES = {
     "checkpoint": "gpusnap.cli.commands.checkpoint",
     "completion": "gpusnap.cli.completion",
+    "copy": "gpusnap.cli.commands.copy",
     "diff": "gpusnap.cli.commands.store",
     "doctor": "gpusnap.cli.commands.doctor",
     "explain": "gpusnap.cli.commands.explain",

@@ -10,7 +10,6 @@ such a container gone, which is why its room is looked for first; see disk_space
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shlex
 import time
@@ -31,7 +30,7 @@ from gpusnap.oci.store.index import check_name
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import entries
-from gpusnap.operations import disk_space, push_pull
+from gpusnap.operations import disk_space, push_pull, sources
 from gpusnap.operations import open as source
 from gpusnap.operations.failed_export import Export, exported
 from gpusnap.operations.push_pull import Pushed
@@ -161,7 +160,7 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
                 _run(wish, export, ["--compress", "none"], tick, progress)
                 order.close()
                 progress.stage("records")
-                root = push_pull.taken_in(staging, export.archive, progress)
+                root = sources.taken_in(staging, export.archive, progress)
                 progress.stage("to disk")
                 whole = kept.load(root, staging.layout)
                 pages = kept.pages_of(whole, staging.layout, before)
@@ -326,9 +325,7 @@ def _name(wish: Wish, found: podman.Container) -> str:
         return check_name(given)
     if isinstance(wish.to, locator.InRegistry):
         return locator.store_name(wish.to.reference)
-    now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    plain = re.sub(r"[^A-Za-z0-9._-]|(?<=[._-])[._-]+", "", found.name).strip("._-")
-    return check_name(f"{plain or found.id[:12]}:{now}")
+    return locator.dated_name(found.name, found.id, datetime.now(UTC))
 
 
 def _ending(path: str) -> str:

@@ -13,6 +13,7 @@ from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.artifact import Kept
 from gpusnap.oci.base.errors import BlobError, NotACheckpoint, StagingBusy
 from gpusnap.oci.chunks import artifact
+from gpusnap.oci.layout.digests import encoded
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.reference import Reference
@@ -47,6 +48,7 @@ def fetched(
     check: Callable[[Kept], object] = lambda found: None,
     look: Callable[[Kept, Layout], object] | None = None,
     after: Callable[[Repository, Staging, Kept], Moved] | None = None,
+    wanted: Callable[[Descriptor], bool] = lambda one: True,
     plain_http: bool = False,
     progress: Progress,
 ) -> Iterator[tuple[Staging, Kept, Moved]]:
@@ -56,8 +58,9 @@ def fetched(
     come within `seconds`; those that it has are not read then, as they are when they are used. check: called
     before anything else than manifests and config has come; raises for what is of no use. look: the same for
     containerd's, once their records have come, too. after: brings more, when all is there; what that was.
-    The staging is removed at the end of the block, and stays
-    for the next time where that fails. Raises OciError, ManifestError, Damaged, NotFound.
+    wanted: the blobs that shall come, without `leave`; the config always does. The staging is removed at the
+    end of the block, and stays for the next time where that fails. Raises OciError, ManifestError, Damaged,
+    NotFound.
     """
     from gpusnap.oci.registry import copy as transfer
 
@@ -65,9 +68,9 @@ def fetched(
     with open_repository(what, plain_http=plain_http) as repository:
         progress.stage(f"pull of {what.reference}")
         root = repository.resolve(_wanted(what.reference))
-        staging = _staged(store, root, what.reference, progress)
+        staging = staged(store, f"pull-{encoded(root.digest)[:32]}", f"pull of {what.reference}", progress)
         try:
-            transfer.pull(repository, root.digest, staging.layout, have=_have(staging), wanted=_is_config)
+            transfer.pull(repository, root.digest, staging.layout, have=have(staging), wanted=_is_config)
             found = kept.load(root, staging.layout)
             check(found)
             early = transfer.Moved()
@@ -77,21 +80,25 @@ def fetched(
                     repository,
                     root.digest,
                     staging.layout,
-                    have=_have(staging),
+                    have=have(staging),
                     wanted=lambda one: records is not None and one.digest == records.digest,
                     progress=progress.moved,
                 )[1]
                 look(found, staging.layout)
             away = {each.digest: each.size for each in _away(found.artifact.chunks, staging, store)}
 
-            def come(wanted: Callable[[Descriptor], bool]) -> Moved:
-                have = _have(staging, read=not leave)
+            def come(which: Callable[[Descriptor], bool]) -> Moved:
                 return transfer.pull(
-                    repository, root.digest, staging.layout, have=have, wanted=wanted, progress=progress.moved
+                    repository,
+                    root.digest,
+                    staging.layout,
+                    have=have(staging, read=not leave),
+                    wanted=which,
+                    progress=progress.moved,
                 )[1]
 
             if not leave:
-                moved = come(lambda one: True)
+                moved = come(wanted)
             else:
                 moved = come(lambda one: one.digest not in away)
                 if not _may_wait(away, leave, seconds, come):
@@ -107,6 +114,26 @@ def fetched(
             staging.close(leave=True)
             raise
         staging.close()
+
+
+class Referrers:
+    """What refers to a checkpoint, such as its signature, comes along: for `after` of `fetched`."""
+
+    def __init__(self) -> None:
+        self.found: tuple[Descriptor, ...] = ()
+        """The manifests, once they are there."""
+
+    def __call__(self, repository: Repository, staging: Staging, of: Kept) -> Moved:
+        """Bring them into the staging. Raises OciError."""
+        from gpusnap.oci.registry import referrers
+
+        self.found, moved = referrers.pull(
+            repository,
+            of.root.digest,
+            staging.layout,
+            have=lambda one: staging.take(one.digest, one.size),
+        )
+        return moved
 
 
 def _together(early: Moved, moved: Moved) -> Moved:
@@ -151,12 +178,12 @@ def _may_wait(
     return missing * (time.monotonic() - began) <= moved.bytes * seconds
 
 
-def _staged(store: Store, root: Descriptor, of: Reference, progress: Progress) -> Staging:
-    """The staging for what is pulled of it; where another process pulls the same, when that is done.
+def staged(store: Store, name: str, what: str, progress: Progress) -> Staging:
+    """The staging of that name; where another process has it, for the same ("pull of X"), when that is done.
 
     What that brings, a second one need not. Raises OciError, such as StagingBusy where that takes too long.
     """
-    name, waits = f"pull-{root.digest.partition(':')[2][:32]}", False
+    waits = False
     end = time.monotonic() + _PATIENCE
     while True:
         try:
@@ -165,12 +192,12 @@ def _staged(store: Store, root: Descriptor, of: Reference, progress: Progress) -
             if time.monotonic() > end:
                 raise
             if not waits:
-                progress.stage(f"waiting for another pull of {of}")
+                progress.stage(f"waiting for another {what}")
             waits = True
             time.sleep(_EVERY)
             continue
         if waits:
-            progress.stage(f"pull of {of}")
+            progress.stage(what)
         return staging
 
 
@@ -178,12 +205,12 @@ def _wanted(of: Reference) -> str:
     return of.digest or of.tag or LATEST
 
 
-def _have(staging: Staging, *, read: bool = True) -> Callable[[Descriptor], bool]:
+def have(staging: Staging, *, read: bool = True) -> Callable[[Descriptor], bool]:
     """What the store has, and with `read` has right: a pull brings the rest, also in the place of what is
     damaged.
     """
 
-    def have(one: Descriptor) -> bool:
+    def is_there(one: Descriptor) -> bool:
         if not staging.take(one.digest, one.size):
             return False
         if not read:
@@ -194,7 +221,7 @@ def _have(staging: Staging, *, read: bool = True) -> Callable[[Descriptor], bool
             return False
         return True
 
-    return have
+    return is_there
 
 
 def _is_config(one: Descriptor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -12,39 +12,31 @@ from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.artifact import Kept
 from gpusnap.checkpoints.formats import containerd_images as images
-from gpusnap.checkpoints.formats import containerd_reader
 from gpusnap.checkpoints.formats import podman as convert
 from gpusnap.checkpoints.formats.annotations import annotations_of
-from gpusnap.checkpoints.formats.containerd import Source
-from gpusnap.checkpoints.formats.containerd_archive import Archive
 from gpusnap.checkpoints.formats.entries import read_member
-from gpusnap.checkpoints.formats.layout_archive import InLayout, opened_layout
+from gpusnap.checkpoints.formats.layout_archive import InLayout
 from gpusnap.checkpoints.formats.names import ARCHIVE, FIRST, LARGEST_DUMP
 from gpusnap.checkpoints.locator import store_name
 from gpusnap.checkpoints.offline import named
-from gpusnap.engines.ctr import InContainerd
-from gpusnap.oci.base.errors import ArchiveError, BlobError, LayoutError, RegistryError
-from gpusnap.oci.chunks import artifact
+from gpusnap.oci.base.errors import BlobError, RegistryError
 from gpusnap.oci.layout import reference
 from gpusnap.oci.layout import single_layer_image as image
-from gpusnap.oci.layout.archive import is_layout
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.reference import Reference
 from gpusnap.oci.store.index import check_name
-from gpusnap.oci.store.referrers import below
-from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import Compression
 from gpusnap.operations.open import load_manifest, open_repository
-from gpusnap.operations.pull import LATEST, fetched
+from gpusnap.operations.pull import LATEST, Referrers, fetched
+from gpusnap.operations.sources import Local, layout_of, local
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError, ManifestError, Refused, UsageError
 from gpusnap.user_errors import told
 
 if TYPE_CHECKING:
     from gpusnap.oci.registry.copy import Moved
-    from gpusnap.oci.registry.repository import Repository
 
 Format = Literal["oci", "cri", "podman"]
 
@@ -92,29 +84,23 @@ def push(
     What is there already does not go again. Raises NotFound, Damaged, GpusnapError.
     """
     with told(), ExitStack() as stack:
-        source = _layout_of(what, stack)
-        _check_format(what, source, format)
+        if format == "oci":
+            source = stack.enter_context(local(what, progress))
+            return sent(source, to, plain_http, progress)
         found: Kept | None = None
         if isinstance(what, locator.InStore):
             store, found = stack.enter_context(kept.held(what))
             layout = store.layout
         else:
+            place = layout_of(what, stack)
+            _check_format(what, place, format)
             store = locator.default_store().create()
-            if source is not None and source.kind != "containerd":
-                layout = source.layout
-                if source.kind == "image":
-                    return _sent(source.root, layout, store, to, plain_http, progress)
-                found = kept.load(source.root, layout)
-        if found is not None:
-            if format == "oci":
-                return _sent(found.root, layout, store, to, plain_http, progress)
-            found.check_podman()
+            if place is not None:
+                layout = place.layout
+                found = kept.load(place.root, layout)
         staging = stack.enter_context(store.stage())
-        if isinstance(what, locator.InContainerd):
-            progress.stage("containerd's image")
-            root = image_in(staging, InContainerd(what.namespace, what.name), progress)
-            return _sent(root, staging.layout, store, to, plain_http, progress)
         if found is not None:
+            found.check_podman()
             archive = os.path.join(staging.path, ARCHIVE)
             progress.stage("archive")
             write_archive(found, layout, archive, progress=progress)
@@ -122,35 +108,18 @@ def push(
         else:
             assert isinstance(what, locator.InFile)
             archive = what.path
-            if format == "oci":
-                progress.stage("archive")
-                root = taken_in(staging, archive, progress)
-                return _sent(root, staging.layout, store, to, plain_http, progress)
             annotations = _annotations(archive)
-        assert format != "oci"
         progress.stage("image")
         root = image.write_image(
             staging.layout, archive, format=format, annotations=annotations, packing=packing
         )
-        return _sent(root, staging.layout, store, to, plain_http, progress)
-
-
-def _layout_of(
-    what: locator.InStore | locator.InFile | locator.InContainerd, stack: ExitStack
-) -> InLayout | None:
-    """What an image layout in a file has; None for anything else, and for one that is cut short."""
-    if isinstance(what, locator.InFile) and is_layout(what.path):
-        with suppress(ArchiveError):
-            return stack.enter_context(opened_layout(what.path))
-    return None
+        return sent(Local(root, staging.layout, store), to, plain_http, progress)
 
 
 def _check_format(
     what: locator.InStore | locator.InFile | locator.InContainerd, source: InLayout | None, format: Format
 ) -> None:
     """Raise Refused where no image of that format can be made."""
-    if format == "oci":
-        return
     if isinstance(what, locator.InContainerd) or (source is not None and source.kind == "containerd"):
         raise Refused(
             f"no image for {format} can be made of a checkpoint of containerd's",
@@ -178,7 +147,7 @@ def pull(
     Into this host's store, unless one of them is given. What a killed pull has brought is not brought again.
     Raises NotFound, Damaged, GpusnapError.
     """
-    compress = _compression(file)
+    _compression(file)
     if file:
         check_free(file)
     store = to.store if isinstance(to, locator.InStore) else locator.default_store()
@@ -188,26 +157,13 @@ def pull(
         name = check_name(name) if name else call_it
         wish = _Wish(file, call_it, to)
         look = wish.look if file or isinstance(to, locator.InContainerd) else None
-        also: list[Descriptor] = []
-
-        def referrers_too(repository: Repository, staging: Staging, found: Kept) -> Moved:
-            from gpusnap.oci.registry import referrers
-
-            more, moved = referrers.pull(
-                repository,
-                found.root.digest,
-                staging.layout,
-                have=lambda one: staging.take(one.digest, one.size),
-            )
-            also.extend(more)
-            return moved
-
+        referrers = Referrers()
         coming = fetched(
             store,
             what,
             check=wish.check,
             look=look,
-            after=referrers_too if isinstance(to, locator.InStore) or not (file or to) else None,
+            after=referrers if isinstance(to, locator.InStore) or not (file or to) else None,
             plain_http=plain_http,
             progress=progress,
         )
@@ -215,17 +171,13 @@ def pull(
             done = Pulled(str(what.reference), found.root.digest, moved, file=file)
             if file:
                 progress.stage("archive")
-                if found.artifact.is_image:
-                    packed = images.write(found, staging.layout, file, call_it, progress)
-                    done = replace(done, packed=packed)
-                else:
-                    write_archive(found, staging.layout, file, compress=compress, progress=progress)
+                done = replace(done, packed=write_file(found, staging.layout, file, call_it, progress))
             if isinstance(to, locator.InContainerd):
                 progress.stage("into containerd")
                 done = replace(done, image=images.bring(found, staging.layout, to, progress))
             elif to is not None or not file:
                 progress.stage("to disk")
-                staging.commit(found.root, names=[name], also=also, foreign=found.tables)
+                staging.commit(found.root, names=[name], also=referrers.found, foreign=found.tables)
                 done = replace(done, store=store.path, name=name)
     return done
 
@@ -269,16 +221,6 @@ class _Wish:
                 images.check_base(found, layout, self.to)
 
 
-def take_chunks(staging: Staging, chunks: Iterable[Descriptor]) -> None:
-    """Have in the staging what the store has of them. Raises BlobError for one that is in neither."""
-    for each in chunks:
-        if not staging.layout.has_blob(each.digest, each.size) and not staging.take(each.digest, each.size):
-            raise BlobError(
-                f"the chunk {each.digest} of {each.size} bytes is neither in the checkpoint nor in the store "
-                f"{os.path.dirname(os.path.dirname(staging.path))}"
-            )
-
-
 def check_free(path: str) -> None:
     """Raise GpusnapError where something has the name that an archive shall have."""
     if os.path.lexists(path):
@@ -287,6 +229,20 @@ def check_free(path: str) -> None:
             hint="gpusnap overwrites no file: remove it, or give another name",
             code="GPS-103",
         )
+
+
+def write_file(
+    found: Kept, layout: Layout, path: str, name: str, progress: Progress
+) -> images.Brought | None:
+    """The archive that whoever made the checkpoint takes: Podman, or ctr, with what that will set by it.
+
+    name: of ctr's image. Raises OciError, ImageError, UsageError.
+    """
+    compress = _compression(path)
+    if found.artifact.is_image:
+        return images.write(found, layout, path, name, progress)
+    write_archive(found, layout, path, compress=compress, progress=progress)
+    return None
 
 
 def write_archive(
@@ -310,17 +266,23 @@ def write_archive(
     )
 
 
-def _sent(
-    root: Descriptor,
-    layout: Layout,
-    store: Store,
+def sent(
+    source: Local,
     to: locator.InRegistry,
     plain_http: bool,
     progress: Progress,
+    *,
+    also: Sequence[Descriptor] | None = None,
+    mount_from: Sequence[str] = (),
 ) -> Pushed:
+    """Bring a checkpoint into a registry, and what refers to it, or `also` where that is given.
+
+    mount_from: repositories of the same registry that have its blobs, as copy.push takes them.
+    """
     from gpusnap.oci.registry import copy as transfer
     from gpusnap.oci.registry import referrers
 
+    root, layout = source.root, source.layout
     tag = "" if to.reference.digest else to.reference.tag or LATEST
     if to.reference.digest not in ("", root.digest):
         raise UsageError(
@@ -335,21 +297,14 @@ def _sent(
             layout,
             repository,
             tag=tag,
-            mount_from=_siblings(store, to.reference),
+            mount_from=(*mount_from, *_siblings(source.store, to.reference)),
             progress=progress.moved,
         )
-        if more := _referrers(layout, root):
+        if more := source.referrers() if also is None else also:
             progress.stage(f"push of what refers to it to {to.reference}")
             moved = transfer.together(moved, referrers.push(more, layout, repository))
     name = f"{to.reference.name}:{tag}" if tag else str(to.reference)
     return Pushed(name, root.digest, moved)
-
-
-def _referrers(layout: Layout, root: Descriptor) -> tuple[Descriptor, ...]:
-    """What a store, or another tool's layout, has of signatures and the like of a manifest."""
-    with suppress(LayoutError):  # a staging has no index
-        return below(layout.read_index().manifests, layout.read_blob, root.digest)
-    return ()
 
 
 def _siblings(store: Store, to: Reference) -> tuple[str, ...]:
@@ -363,24 +318,6 @@ def _siblings(store: Store, to: Reference) -> tuple[str, ...]:
         if other.registry == to.registry and other.repository != to.repository:
             found[other.repository] = None
     return tuple(found)[:_MOST_SIBLINGS]
-
-
-def taken_in(staging: Staging, archive: str, progress: Progress) -> Descriptor:
-    """An archive as an artifact in a staging; the store may have its chunks. Raises OciError, ImageError."""
-    if is_layout(archive):
-        with Archive(archive) as source:
-            return image_in(staging, source, progress)
-    taken = convert.take_in(archive, staging.layout, known=staging.take, progress=progress.chunks)
-    take_chunks(staging, taken.chunks)
-    parts = artifact.Artifact(taken.config, taken.records, taken.rootfs, taken.chunks, taken.annotations)
-    return artifact.write(staging.layout, parts)
-
-
-def image_in(staging: Staging, source: Source, progress: Progress) -> Descriptor:
-    """The same of an image of containerd's."""
-    parts = containerd_reader.take_in(source, staging.layout, known=staging.take, progress=progress.chunks)
-    take_chunks(staging, parts.chunks)
-    return artifact.write(staging.layout, parts)
 
 
 def _annotations(archive: str) -> dict[str, str]:

@@ -40,7 +40,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.single_layer_image import CRIU
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
-from gpusnap.operations import pull, push_pull, restore_in_place
+from gpusnap.operations import pull, push_pull, restore_in_place, sources
 from gpusnap.operations.open import open_repository
 from gpusnap.operations.verify_files import in_archive
 from gpusnap.progress import Progress, board, grown
@@ -288,7 +288,7 @@ def _from_image(
 def _keep(store: Store, staging: Staging, found: Kept, name: str, before: set[str]) -> bool:
     """Name in the store what is all there by now; whether it is. Nothing else depends on it."""
     with suppress(OciError):
-        push_pull.take_chunks(staging, found.artifact.chunks)
+        sources.take_chunks(staging, found.artifact.chunks)
         pages = kept.pages_of(found, staging.layout, before)
         staging.commit(found.root, names=[name], foreign=found.tables, completes=pages)
         return True

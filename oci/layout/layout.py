@@ -58,7 +58,7 @@ from gpusnap.oci.layout.documents import (
 from gpusnap.oci.layout.partial_blob import Incoming
 from gpusnap.oci.layout.unsynced import Unsynced
 
-_VERSION = "1.0.0"
+VERSION = "1.0.0"
 _PIECE = 1 << 20
 _OCTETS = "application/octet-stream"
 
@@ -79,7 +79,7 @@ class Layout:
 
     def create(self) -> Layout:
         """Make the folders and `oci-layout`; what is there stays. Raises DiskError, LayoutError."""
-        content = written_document({"imageLayoutVersion": _VERSION})
+        content = written_document({"imageLayoutVersion": VERSION})
         try:
             for folder in (self.path, self._inner("blobs"), self._inner("blobs", "sha256")):
                 os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -96,8 +96,8 @@ class Layout:
     def check(self) -> None:
         """Raise LayoutError where the folder is not marked as a layout of a version that is known."""
         content = self._document("oci-layout", 1 << 12)
-        if not isinstance(content, dict) or content.get("imageLayoutVersion") != _VERSION:
-            raise LayoutError(f"{self.path} is not an image layout of version {_VERSION}")
+        if not isinstance(content, dict) or content.get("imageLayoutVersion") != VERSION:
+            raise LayoutError(f"{self.path} is not an image layout of version {VERSION}")
 
     # Blobs
 
@@ -210,7 +210,7 @@ class Layout:
         """Read a blob and compare it with its digest; `sync` then makes it durable. Raises BlobError."""
         hashed = hashlib.sha256()
         with self.open_blob(wanted.digest, wanted.size) as file:
-            while piece := _read(file):
+            while piece := read_piece(file):
                 hashed.update(piece)
         if f"sha256:{hashed.hexdigest()}" != wanted.digest:
             raise BlobError(f"the blob {wanted.digest} holds something else than its digest says")
@@ -228,7 +228,7 @@ class Layout:
                 self.check_blob(wanted)
                 return
             with self.receive(wanted) as incoming:
-                while piece := _read(file):
+                while piece := read_piece(file):
                     incoming.write(piece)
 
     # Documents
@@ -346,7 +346,7 @@ class Layout:
     def _add_file(self, file: IO[bytes], media_type: str = _OCTETS, *, expected: str = "") -> Descriptor:
         hashed, size = hashlib.sha256(), 0
         with self._blobs() as folder, self._writing(0), new_file(folder) as (descriptor, unfinished):
-            while piece := _read(file):
+            while piece := read_piece(file):
                 hashed.update(piece)
                 size += len(piece)
                 with self._writing(size):
@@ -415,7 +415,8 @@ def _has(name: str, size: int, folder: int) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_size == size
 
 
-def _read(file: IO[bytes]) -> bytes:
+def read_piece(file: IO[bytes]) -> bytes:
+    """The next bytes of a blob, none at its end. Raises BlobError."""
     try:
         return file.read(_PIECE)
     except OSError as error:

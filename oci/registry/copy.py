@@ -12,15 +12,57 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
 from gpusnap.oci.base.errors import BlobError, NotInRegistry
 from gpusnap.oci.base.threads import Crew, Shared
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.graph import walk
-from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.layout.layout import Layout, read_piece
 from gpusnap.oci.registry.repository import Repository
 
 _THREADS = 8
+
+
+class Source(Protocol):
+    """Where a manifest and what is below it come from: a `Repository`, or a layout."""
+
+    def resolve(self, wanted: str) -> Descriptor:
+        """What a digest, or a name there, stands for."""
+
+    def read_manifest(self, wanted: str) -> tuple[Descriptor, bytes]:
+        """A manifest or an index, its digest checked."""
+
+    def fetch_blob(
+        self, wanted: Descriptor, layout: Layout, *, step: Callable[[int], object] = lambda at: None
+    ) -> None:
+        """Bring a blob into a layout, checked before it has its name there; as Repository.fetch_blob."""
+
+
+class InLayout:
+    """The manifests of a layout as a source, which names them by their digests alone."""
+
+    def __init__(self, layout: Layout, roots: Sequence[Descriptor]) -> None:
+        self._layout = layout
+        self._known = {each.digest: each for root in roots for each, _ in walk(root, layout.read_blob)}
+
+    def resolve(self, wanted: str) -> Descriptor:
+        """One of the roots, or what is below them."""
+        return self._known[wanted]
+
+    def read_manifest(self, wanted: str) -> tuple[Descriptor, bytes]:
+        """One of these. Raises BlobError."""
+        found = self._known[wanted]
+        return found, self._layout.read_blob(found)
+
+    def fetch_blob(
+        self, wanted: Descriptor, layout: Layout, *, step: Callable[[int], object] = lambda at: None
+    ) -> None:
+        """Copy a blob. Raises BlobError, DiskFull, DiskError, LayoutError, and what `step` raises."""
+        with self._layout.open_blob(wanted.digest, wanted.size) as file, layout.receive(wanted) as incoming:
+            while piece := read_piece(file):
+                incoming.write(piece)
+                step(incoming.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +193,7 @@ def push(
 
 
 def pull(
-    repository: Repository,
+    source: Source,
     wanted_root: str,
     layout: Layout,
     *,
@@ -177,11 +219,11 @@ def pull(
         if content is not None:
             tally.skipped(one)
             return content
-        found, content = repository.read_manifest(one.digest)
+        found, content = source.read_manifest(one.digest)
         _take(found, content, layout, tally, one)
         return content
 
-    root = repository.resolve(wanted_root)
+    root = source.resolve(wanted_root)
     blobs = [one for one, content in walk(root, document) if content is None and wanted(one)]
     tally.expect(blobs)
 
@@ -193,7 +235,7 @@ def pull(
         if _right(one, layout) or have(one):
             tally.skipped(one)
         else:
-            repository.fetch_blob(one, layout, step=step)
+            source.fetch_blob(one, layout, step=step)
             tally.sent(one)
 
     _all(blobs, fetch, crew, threads)

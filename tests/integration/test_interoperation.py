@@ -125,6 +125,26 @@ def test_skopeo_archive(made: Store, host_of: str, tmp_path: Path, name: str) ->
     assert not STORE.exists() or Store(STORE).entries() == ()
 
 
+def test_carried_without_a_network(made: Store, tmp_path: Path) -> None:
+    """`gpusnap copy` writes an oci-archive that skopeo takes, and it is restored out of any copy of it."""
+    file, theirs = tmp_path / "w.tar", tmp_path / "theirs"
+    assert done("copy", f"oci:{made.path}:w", f"oci-archive:{file}")["digest"] == digest(made)
+    good(run("skopeo", "copy", f"oci-archive:{file}:w", f"oci:{theirs}:w"))
+    check_copies(made, str(file), f"oci:{theirs}:w")
+    copied = done("copy", f"oci:{theirs}:w", "mine")
+    assert (copied["digest"], copied["name"]) == (digest(made), "mine")
+    assert done("copy", str(file), "again")["blobs"] == 0
+    check_copies(made, "mine")
+    check_restored("mine")
+    check_restored(f"oci-archive:{file}")
+    archive = tmp_path / "podman.tar.zst"
+    good(gpusnap("copy", "mine", archive))
+    good(podman("container", "restore", "--import", str(archive)))
+    container = Container("w")
+    container.goes_on()
+    container.remove()
+
+
 @pytest.mark.parametrize("how", ["pull", "image"])
 def test_checkpointctl_shows_processes(made: Store, host_of: str, tmp_path: Path, how: str) -> None:
     """It reads command lines out of CRIU's images of memory, which a store has in chunks."""

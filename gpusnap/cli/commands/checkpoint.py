@@ -12,6 +12,8 @@ import click
 
 from gpusnap.checkpoints import locator
 from gpusnap.cli.completion import complete_checkpoint, complete_container, complete_store
+from gpusnap.cli.moved import document as moved_document
+from gpusnap.cli.moved import figures, notes_of_images
 from gpusnap.cli.quiet import quiet
 from gpusnap.listing.ages import ago
 from gpusnap.oci.store.tags import base, listed
@@ -23,7 +25,6 @@ from gpusnap.runtime_shim.units import human
 # What a command does is imported when it is run: of a restore that waits for it, each 0.1 s is felt.
 if TYPE_CHECKING:
     from gpusnap.oci.layout.single_layer_image import Packing
-    from gpusnap.oci.registry.copy import Moved
     from gpusnap.operations import checkpoint as checkpointing
     from gpusnap.operations import push_pull
 
@@ -114,7 +115,7 @@ def checkpoint(
     size = f"GPU memory {human(made.gpu_memory)}, checkpoint {human(made.size)}{new}"
     click.echo(f"{what}  {size}, {made.seconds:.1f} s")
     if made.pushed is not None:
-        click.echo(f"pushed to {made.pushed.reference}: {_figures(made.pushed.moved)}")
+        click.echo(f"pushed to {made.pushed.reference}: {figures(made.pushed.moved)}")
     click.echo(_way_back(wish, made), err=True)
 
 
@@ -259,7 +260,7 @@ def push(
     if as_json:
         _print(_pushed(done))
         return
-    click.echo(f"{done.reference}  {done.digest}  {_figures(done.moved)}")
+    click.echo(f"{done.reference}  {done.digest}  {figures(done.moved)}")
 
 
 @click.command()
@@ -323,21 +324,12 @@ def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -
             "image": image.name if image is not None else "",
             "baseImage": image.base if image is not None else "",
         }
-        _print(document | _moved(done.moved))
+        _print(document | moved_document(done.moved))
         return
     shown = done.image.name if done.image is not None else done.name or done.file
-    click.echo(f"{shown}  {done.digest}  {_figures(done.moved)}")
-    if done.image is not None and not done.image.base_there:
-        click.echo(
-            f"note: to restore it, containerd needs the image {done.image.base}, which is not in it", err=True
-        )
-    if done.packed is not None:
-        names = [done.packed.name, *([done.packed.base] if done.packed.base_there else [])]
-        click.echo(
-            f"note: ctr images import of {done.file} sets the image{'s' * (len(names) > 1)} "
-            f"{' and '.join(names)}, in the place of any that is called so",
-            err=True,
-        )
+    click.echo(f"{shown}  {done.digest}  {figures(done.moved)}")
+    notes_of_images(done.image, "")
+    notes_of_images(done.packed, done.file)
 
 
 def _way_back(wish: checkpointing.Wish, made: checkpointing.Made) -> str:
@@ -391,19 +383,4 @@ def _made(made: checkpointing.Made) -> dict[str, object]:
 
 
 def _pushed(done: push_pull.Pushed) -> dict[str, object]:
-    return {"reference": done.reference, "digest": done.digest} | _moved(done.moved)
-
-
-def _moved(moved: Moved) -> dict[str, object]:
-    return {
-        "blobs": moved.blobs,
-        "bytes": moved.bytes,
-        "skippedBlobs": moved.skipped_blobs,
-        "skippedBytes": moved.skipped_bytes,
-        "mounted": moved.mounted,
-    }
-
-
-def _figures(moved: Moved) -> str:
-    there = f"; {human(moved.skipped_bytes)} in {moved.skipped_blobs} blobs were already there"
-    return f"transferred {human(moved.bytes)} in {moved.blobs} blobs" + (there if moved.skipped_blobs else "")
+    return {"reference": done.reference, "digest": done.digest} | moved_document(done.moved)

@@ -26,7 +26,7 @@ from gpusnap.oci.layout.documents import Descriptor, Manifest
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import Writer
 from gpusnap.operations import open as source
-from gpusnap.operations import push_pull
+from gpusnap.operations import push_pull, sources
 from gpusnap.operations import restore as restoring
 from gpusnap.operations.restore import Wish
 from gpusnap.operations.verify import verify_one
@@ -305,7 +305,7 @@ def test_links(
         pytest.raises(ImageError, match=_REFUSED),
         store.create().stage() as made,
     ):
-        push_pull.taken_in(made, str(path), QUIET)
+        sources.taken_in(made, str(path), QUIET)
 
 
 def test_links_in_records(tmp_path: Path, fake: FakePodman, store: Store, other: Store) -> None:

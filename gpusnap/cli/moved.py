@@ -1,0 +1,47 @@
+"""What commands that move checkpoints say of it: copy, push, pull."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from gpusnap.runtime_shim.units import human
+
+if TYPE_CHECKING:
+    from gpusnap.checkpoints.formats.containerd_images import Brought
+    from gpusnap.oci.registry.copy import Moved
+
+
+def document(moved: Moved) -> dict[str, object]:
+    """For JSON."""
+    return {
+        "blobs": moved.blobs,
+        "bytes": moved.bytes,
+        "skippedBlobs": moved.skipped_blobs,
+        "skippedBytes": moved.skipped_bytes,
+        "mounted": moved.mounted,
+    }
+
+
+def figures(moved: Moved, verb: str = "transferred") -> str:
+    """For people."""
+    there = f"; {human(moved.skipped_bytes)} in {moved.skipped_blobs} blobs were already there"
+    return f"{verb} {human(moved.bytes)} in {moved.blobs} blobs" + (there if moved.skipped_blobs else "")
+
+
+def notes_of_images(image: Brought | None, file: str) -> None:
+    """What a checkpoint of containerd's still needs there, or what `ctr images import` of a file will set."""
+    if image is None:
+        return
+    if file:
+        names = [image.name, *([image.base] if image.base_there else [])]
+        click.echo(
+            f"note: ctr images import of {file} sets the image{'s' * (len(names) > 1)} "
+            f"{' and '.join(names)}, in the place of any that is called so",
+            err=True,
+        )
+    elif not image.base_there:
+        click.echo(
+            f"note: to restore it, containerd needs the image {image.base}, which is not in it", err=True
+        )

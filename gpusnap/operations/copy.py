@@ -1,0 +1,215 @@
+"""`gpusnap copy`: a checkpoint from any place to any other; push and pull are those to and from a registry.
+
+What the destination has already is not sent, or written, again. In a store a copy is named once all of it is
+there, in a registry its manifest comes last, and a file has its name when it is whole: what was killed leaves
+nothing false. A store and a registry keep what came, for the next time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, TypeAlias
+
+from gpusnap.checkpoints import artifact as kept
+from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.artifact import Kept
+from gpusnap.checkpoints.formats import containerd_images as images
+from gpusnap.checkpoints.locator import InContainerd, InFile, InLayoutFile, InRegistry, InStore
+from gpusnap.oci.base.errors import NotACheckpoint, StoreError
+from gpusnap.oci.layout.archive_writer import write_archive as write_layout
+from gpusnap.oci.layout.digests import encoded
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.index import REF_NAME, check_name
+from gpusnap.operations import push_pull
+from gpusnap.operations.open import open_repository
+from gpusnap.operations.pull import Referrers, fetched, have, staged
+from gpusnap.operations.sources import Local, local
+from gpusnap.progress import Progress
+from gpusnap.runtime_shim.errors import UsageError
+from gpusnap.user_errors import told
+
+if TYPE_CHECKING:
+    from gpusnap.oci.registry.copy import Moved
+
+Source: TypeAlias = InStore | InFile | InRegistry | InContainerd
+Destination: TypeAlias = Source | InLayoutFile
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What was copied, and where it is now: one of reference, store, file and image says that."""
+
+    digest: str
+    moved: Moved
+    """Blobs that were sent or written, and such as were there."""
+    reference: str = ""
+    store: str = ""
+    name: str = ""
+    """In the store; empty where it has none there."""
+    file: str = ""
+    image: images.Brought | None = None
+    """What containerd has of it, or, with `file`, what ctr will set from that."""
+
+
+def copy(what: Source, to: Destination, *, plain_http: bool = False, progress: Progress) -> Copied:
+    """Copy a checkpoint, with what refers to it in its place. Raises NotFound, Damaged, GpusnapError."""
+    if isinstance(to, InFile | InLayoutFile):
+        push_pull.check_free(to.path)
+    if isinstance(what, InStore) and isinstance(to, InStore) and what.store.path == to.store.path:
+        return _named(what, to)
+    with told():
+        if isinstance(what, InRegistry):
+            return _from_registry(what, to, plain_http=plain_http, progress=progress)
+        home = to.store if isinstance(to, InStore) else None
+        with local(what, progress, home) as source:
+            return _from_layout(source, to, plain_http=plain_http, progress=progress)
+
+
+def _named(what: InStore, to: InStore) -> Copied:
+    """Another name in the same store."""
+    from gpusnap.oci.registry.copy import Moved
+
+    if not to.wanted:
+        raise UsageError(
+            f"{to.store.path} is the store that the checkpoint is in", hint="name the copy: oci:DIR:NAME"
+        )
+    digest = what.entry().descriptor.digest
+    with told():
+        store = locator.open_store(to.store, write=True)
+        found = kept.load(what.entry().descriptor, store.layout)
+        store.tag(digest, to.wanted)
+    parts = [*found.artifact.blobs(), *found.artifact.documents]
+    moved = Moved(skipped_blobs=len(parts), skipped_bytes=found.size)
+    return Copied(digest, moved, store=store.path, name=to.wanted)
+
+
+def _from_registry(what: InRegistry, to: Destination, *, plain_http: bool, progress: Progress) -> Copied:
+    if isinstance(to, InRegistry):
+        return _relayed(what, to, plain_http=plain_http, progress=progress)
+    if isinstance(to, InLayoutFile):
+        referrers, store = Referrers(), locator.default_store()
+        coming = fetched(store, what, after=referrers, plain_http=plain_http, progress=progress)
+        with coming as (staging, found, moved):
+            name = locator.store_name(what.reference)
+            _write_layout(found.root, referrers.found, staging.layout, to, name, progress)
+        return Copied(found.root.digest, moved, file=to.path)
+    file = to.path if isinstance(to, InFile) else ""
+    place = None if isinstance(to, InFile) else to
+    done = push_pull.pull(what, file=file, to=place, plain_http=plain_http, progress=progress)
+    return Copied(
+        done.digest, done.moved, store=done.store, name=done.name, file=file, image=done.image or done.packed
+    )
+
+
+def _relayed(what: InRegistry, to: InRegistry, *, plain_http: bool, progress: Progress) -> Copied:
+    """From one registry to another. What that has does not come here either."""
+    referrers, store = Referrers(), locator.default_store()
+    with open_repository(to, plain_http=plain_http) as there:
+
+        def lacks(one: Descriptor) -> bool:
+            return not there.has_blob(one.digest, pushing=True)
+
+        coming = fetched(store, what, after=referrers, wanted=lacks, plain_http=plain_http, progress=progress)
+        with coming as (staging, found, _):
+            same = what.reference.registry == to.reference.registry
+            source = Local(found.root, staging.layout, store)
+            pushed = push_pull.sent(
+                source,
+                to,
+                plain_http,
+                progress,
+                also=referrers.found,
+                mount_from=[what.reference.repository] if same else [],
+            )
+    return Copied(pushed.digest, pushed.moved, reference=pushed.reference)
+
+
+def _from_layout(source: Local, to: Destination, *, plain_http: bool, progress: Progress) -> Copied:
+    if isinstance(to, InRegistry):
+        pushed = push_pull.sent(source, to, plain_http, progress)
+        return Copied(pushed.digest, pushed.moved, reference=pushed.reference)
+    found = kept.load(source.root, source.layout)
+    name = _name(source, found)
+    if isinstance(to, InStore):
+        return _into_store(source, found, to, to.wanted or name, progress)
+    if isinstance(to, InContainerd):
+        found.check_containerd()
+        progress.stage("into containerd")
+        brought = images.bring(found, source.layout, to, progress)
+        return replace(_copied(found), image=brought)
+    if isinstance(to, InLayoutFile):
+        _write_layout(found.root, source.referrers(), source.layout, to, name, progress)
+        return replace(_copied(found), file=to.path)
+    found.check_whole()
+    progress.stage("archive")
+    packed = push_pull.write_file(found, source.layout, to.path, name, progress)
+    return replace(_copied(found), file=to.path, image=packed)
+
+
+def _into_store(source: Local, found: Kept, to: InStore, name: str, progress: Progress) -> Copied:
+    from gpusnap.oci.registry import copy as transfer
+
+    store, also = to.store.create(), source.referrers()
+    done = Copied(found.root.digest, _copied(found).moved, store=store.path, name=name)
+    names = [name] if name else []
+    if source.staging is not None:
+        progress.stage("to disk")
+        source.staging.commit(found.root, names=names, foreign=found.tables)
+        return done
+    staging = staged(store, f"copy-{encoded(found.root.digest)[:32]}", f"copy to {store.path}", progress)
+    try:
+        progress.stage(f"copy to {store.path}")
+        layout = transfer.InLayout(source.layout, (found.root, *also))
+        moved = transfer.Moved()
+        for each in (found.root, *also):
+            came = transfer.pull(
+                layout, each.digest, staging.layout, have=have(staging), progress=progress.moved
+            )[1]
+            moved = transfer.together(moved, came)
+        progress.stage("to disk")
+        staging.commit(found.root, names=names, also=also, foreign=found.tables)
+    except NotACheckpoint:
+        staging.close()
+        raise
+    except BaseException:
+        staging.close(leave=True)
+        raise
+    staging.close()
+    return replace(done, moved=moved)
+
+
+def _write_layout(
+    root: Descriptor,
+    also: Sequence[Descriptor],
+    layout: Layout,
+    to: InLayoutFile,
+    name: str,
+    progress: Progress,
+) -> None:
+    progress.stage("archive")
+    notes = {**root.annotations, **({REF_NAME: name} if name else {})}
+    write_layout(to.path, (replace(root, annotations=notes), *also), layout, progress=progress.at)
+
+
+def _copied(found: Kept) -> Copied:
+    """All of it was copied."""
+    from gpusnap.oci.registry.copy import Moved
+
+    parts = [*found.artifact.blobs(), *found.artifact.documents]
+    return Copied(found.root.digest, Moved(blobs=len(parts), bytes=found.size))
+
+
+def _name(source: Local, found: Kept) -> str:
+    """What a copy is called where nobody says so: as there, or as `gpusnap checkpoint` names it; else ""."""
+    with suppress(StoreError):
+        return check_name(source.name)
+    notes = found.artifact.annotations
+    container = notes.get("org.criu.checkpoint.container.name", "")
+    with suppress(StoreError, ValueError):
+        created = datetime.fromisoformat(notes.get("org.opencontainers.image.created", ""))
+        return locator.dated_name(container, notes.get("io.gpusnap.container.id", ""), created)
+    return ""

@@ -1,0 +1,120 @@
+"""Checkpoints that need no network to be read: in a store, a layout in a file, Podman's or ctr's archive, or
+containerd. `local` has each of them as an artifact in a layout.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+
+from gpusnap.checkpoints import artifact as kept
+from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.formats import containerd_reader
+from gpusnap.checkpoints.formats import podman as convert
+from gpusnap.checkpoints.formats.containerd import Source
+from gpusnap.checkpoints.formats.containerd_archive import Archive
+from gpusnap.checkpoints.formats.layout_archive import InLayout, opened_layout
+from gpusnap.engines.ctr import InContainerd
+from gpusnap.oci.base.errors import ArchiveError, BlobError, LayoutError
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.layout.archive import is_layout
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.index import REF_NAME
+from gpusnap.oci.store.referrers import below
+from gpusnap.oci.store.staging import Staging
+from gpusnap.oci.store.store import Store
+from gpusnap.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """A checkpoint that needs no network to be read: in a store, a layout in a file, or taken out of one."""
+
+    root: Descriptor
+    layout: Layout
+    store: Store
+    """That which it is in, or this host's."""
+    staging: Staging | None = None
+    """Of `local`'s `home`, where it was taken out of an archive of Podman's or out of containerd."""
+    name: str = ""
+    """By which it was asked for, or that it has in its layout."""
+
+    def referrers(self) -> tuple[Descriptor, ...]:
+        """What its store, or another tool's layout, has of signatures and the like of it."""
+        with suppress(LayoutError):  # a staging has no index
+            return below(self.layout.read_index().manifests, self.layout.read_blob, self.root.digest)
+        return ()
+
+
+@contextmanager
+def local(
+    what: locator.InStore | locator.InFile | locator.InContainerd,
+    progress: Progress,
+    home: Store | None = None,
+) -> Iterator[Local]:
+    """Have a checkpoint as an artifact in a layout; gc spares it for the while of the block.
+
+    home: where an archive of Podman's is taken apart, by default this host's store. Raises NotFound, Damaged,
+    GpusnapError, OciError, ImageError.
+    """
+    with ExitStack() as stack:
+        if isinstance(what, locator.InStore):
+            store, found = stack.enter_context(kept.held(what))
+            yield Local(found.root, store.layout, store, name=what.entry().name)
+            return
+        place = layout_of(what, stack)
+        store = (home or locator.default_store()).create()
+        if place is not None and place.kind != "containerd":
+            if place.kind == "checkpoint":
+                kept.load(place.root, place.layout)
+            yield Local(place.root, place.layout, store, name=place.root.annotations.get(REF_NAME, ""))
+            return
+        staging = stack.enter_context(store.stage())
+        if isinstance(what, locator.InContainerd):
+            progress.stage("containerd's image")
+            root = image_in(staging, InContainerd(what.namespace, what.name), progress)
+        else:
+            progress.stage("archive")
+            root = taken_in(staging, what.path, progress)
+        yield Local(root, staging.layout, store, staging)
+
+
+def layout_of(
+    what: locator.InStore | locator.InFile | locator.InContainerd, stack: ExitStack
+) -> InLayout | None:
+    """What an image layout in a file has; None for anything else, and for one that is cut short."""
+    if isinstance(what, locator.InFile) and is_layout(what.path):
+        with suppress(ArchiveError):
+            return stack.enter_context(opened_layout(what.path))
+    return None
+
+
+def take_chunks(staging: Staging, chunks: Iterable[Descriptor]) -> None:
+    """Have in the staging what the store has of them. Raises BlobError for one that is in neither."""
+    for each in chunks:
+        if not staging.layout.has_blob(each.digest, each.size) and not staging.take(each.digest, each.size):
+            raise BlobError(
+                f"the chunk {each.digest} of {each.size} bytes is neither in the checkpoint nor in the store "
+                f"{os.path.dirname(os.path.dirname(staging.path))}"
+            )
+
+
+def taken_in(staging: Staging, archive: str, progress: Progress) -> Descriptor:
+    """An archive as an artifact in a staging; the store may have its chunks. Raises OciError, ImageError."""
+    if is_layout(archive):
+        with Archive(archive) as source:
+            return image_in(staging, source, progress)
+    taken = convert.take_in(archive, staging.layout, known=staging.take, progress=progress.chunks)
+    take_chunks(staging, taken.chunks)
+    parts = artifact.Artifact(taken.config, taken.records, taken.rootfs, taken.chunks, taken.annotations)
+    return artifact.write(staging.layout, parts)
+
+
+def image_in(staging: Staging, source: Source, progress: Progress) -> Descriptor:
+    """The same of an image of containerd's."""
+    parts = containerd_reader.take_in(source, staging.layout, known=staging.take, progress=progress.chunks)
+    take_chunks(staging, parts.chunks)
+    return artifact.write(staging.layout, parts)

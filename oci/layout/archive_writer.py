@@ -1,0 +1,62 @@
+"""An image layout written as a plain tar, which skopeo calls oci-archive; oci/layout/archive.py reads it."""
+
+from __future__ import annotations
+
+import hashlib
+import tarfile
+from collections.abc import Callable, Sequence
+
+from gpusnap.oci.base.errors import BlobError
+from gpusnap.oci.layout.digests import PREFIX, encoded
+from gpusnap.oci.layout.documents import Descriptor, Index, written_document
+from gpusnap.oci.layout.graph import walk
+from gpusnap.oci.layout.layout import VERSION, Layout, read_piece
+from gpusnap.oci.tar import headers as tar
+from gpusnap.oci.tar.archive import Writer
+
+
+def write_archive(
+    path: str,
+    roots: Sequence[Descriptor],
+    layout: Layout,
+    *,
+    progress: Callable[[int, int], object] = lambda done, whole: None,
+) -> int:
+    """Write manifests, and all below them, under a name that no file has; bytes of the blobs.
+
+    The index has the roots with their annotations. Each blob is compared with its digest while it is copied.
+    progress: called with the bytes that were copied, and all. Raises BlobError, LayoutError, DiskFull,
+    DiskError. There is no new file then.
+    """
+    blobs: dict[str, Descriptor] = {}
+    for root in roots:
+        for each, _ in walk(root, layout.read_blob):
+            blobs.setdefault(each.digest, each)
+    whole, done = sum(each.size for each in blobs.values()), 0
+    index = written_document(Index(tuple(roots)).to_json())
+    with Writer(path) as writer:
+        # First, so that a reader sees by the first entry what it is.
+        for name, data in (
+            ("oci-layout", written_document({"imageLayoutVersion": VERSION})),
+            ("index.json", index),
+        ):
+            writer.append(_header(name, len(data)) + data + tar.padding(len(data)))
+        for each in blobs.values():
+            writer.append(_header(f"blobs/sha256/{encoded(each.digest)}", each.size))
+            hashed = hashlib.sha256()
+            with layout.open_blob(each.digest, each.size) as file:
+                while piece := read_piece(file):
+                    hashed.update(piece)
+                    writer.append(piece)
+                    done += len(piece)
+                    progress(done, whole)
+            if PREFIX + hashed.hexdigest() != each.digest:
+                raise BlobError(f"the blob {each.digest} holds something else than its digest says")
+            writer.append(tar.padding(each.size))
+    return whole
+
+
+def _header(name: str, size: int) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = size, 0o444
+    return tar.header(info)
