@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from gpusnap.checkpoints.labels import labels_in
 from gpusnap.oci.base.errors import DigestError, LayoutError
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.layout.documents import EMPTY, Descriptor, parse_document
@@ -56,6 +57,7 @@ class Row:
     subject: str
     """The digest of what a referrer refers to."""
     fault: str
+    labels: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,7 @@ def described(
         own=0,
         subject="",
         fault="",
+        labels=labels_in(notes),
     )
 
 

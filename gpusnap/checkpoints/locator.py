@@ -261,7 +261,7 @@ def copy_destination(word: str) -> Place | InLayoutFile | InContainerd:
         return InLayoutFile(word.removeprefix(_LAYOUT_FILE))
     if (image := in_containerd(word)) is not None:
         return image
-    if word.startswith(_STORE) or _is_file(word, endings_only=True) or _in_registry(word) is not None:
+    if word.startswith(_STORE) or _is_file(word, endings_only=True) or registry_or_none(word) is not None:
         return destination(word)
     return InStore(default_store(), named(word))
 

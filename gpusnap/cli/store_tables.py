@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from gpusnap.checkpoints.damage import Verified
+from gpusnap.checkpoints.labels import is_label, labels_in, written_labels
 from gpusnap.checkpoints.statistics import Comparison, Part, Shared, Span, Statistics, parts, zero
 from gpusnap.cli.tables import plain, say, table
 from gpusnap.oci.store.gc import Collected
@@ -34,7 +35,11 @@ def document(record: Any) -> dict[str, Any]:
 
 def _named(value: Any) -> Any:
     if isinstance(value, dict):
-        return {re.sub("_(.)", lambda m: m[1].upper(), key): _named(each) for key, each in value.items()}
+        # The keys of labels are somebody's own.
+        return {
+            re.sub("_(.)", lambda m: m[1].upper(), key): each if key == "labels" else _named(each)
+            for key, each in value.items()
+        }
     return [_named(each) for each in value] if isinstance(value, list | tuple) else value
 
 
@@ -61,8 +66,12 @@ def heading(console: Console, stored: Stored) -> None:
     if artifact.chunks:
         chunks = sum(each.size for each in artifact.chunks)
         say(console, f"chunks: {human(chunks)} in {len(artifact.chunks)} blobs")
+    labels = labels_in(artifact.annotations)
+    if labels:
+        say(console, f"labels: {written_labels(labels)}")
     for key, value in sorted(artifact.annotations.items()):
-        say(console, f"  {key} = {value}")
+        if not is_label(key):
+            say(console, f"  {key} = {value}")
     say(console, "")
 
 
@@ -135,6 +144,7 @@ def artifact_document(stored: Stored, found: Sequence[Shared]) -> dict[str, Any]
         "chunks": {"blobs": len(artifact.chunks), "size": sum(each.size for each in artifact.chunks)},
         "manifests": len(documents),
         "annotations": dict(sorted(artifact.annotations.items())),
+        "labels": labels_in(artifact.annotations),
         "shared": [document(each) for each in found],
     }
 

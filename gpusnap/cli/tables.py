@@ -41,7 +41,21 @@ _NUMBERS = {
         "own",
         "GPUs",
     ),
-    *("zero", "chunks", "stored", "share", "same", "changed", "only A", "only B", "size in A", "size in B"),
+    *(
+        "age",
+        "new",
+        "pause",
+        "zero",
+        "chunks",
+        "stored",
+        "share",
+        "same",
+        "changed",
+        "only A",
+        "only B",
+        "size in A",
+        "size in B",
+    ),
 }
 
 

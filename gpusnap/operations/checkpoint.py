@@ -13,9 +13,9 @@ import os
 import secrets
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from gpusnap.checkpoints import artifact as kept
@@ -59,6 +59,7 @@ class Wish:
     ignore_rootfs: bool = False
     force: bool = False
     plain_http: bool = False
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def options(self) -> list[str]:
         """For Podman."""
@@ -160,7 +161,7 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
                 _run(wish, export, ["--compress", "none"], tick, progress)
                 order.close()
                 progress.stage("records")
-                root = sources.taken_in(staging, export.archive, progress)
+                root = sources.taken_in(staging, export.archive, progress, wish.labels)
                 progress.stage("to disk")
                 whole = kept.load(root, staging.layout)
                 pages = kept.pages_of(whole, staging.layout, before)

@@ -5,7 +5,7 @@ containerd. `local` has each of them as an artifact in a layout.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from gpusnap.checkpoints.formats import podman as convert
 from gpusnap.checkpoints.formats.containerd import Source
 from gpusnap.checkpoints.formats.containerd_archive import Archive
 from gpusnap.checkpoints.formats.layout_archive import InLayout, opened_layout
+from gpusnap.checkpoints.labels import as_annotations
 from gpusnap.engines.ctr import InContainerd
 from gpusnap.oci.base.errors import ArchiveError, BlobError, LayoutError
 from gpusnap.oci.chunks import artifact
@@ -102,14 +103,17 @@ def take_chunks(staging: Staging, chunks: Iterable[Descriptor]) -> None:
             )
 
 
-def taken_in(staging: Staging, archive: str, progress: Progress) -> Descriptor:
+def taken_in(
+    staging: Staging, archive: str, progress: Progress, labels: Mapping[str, str] | None = None
+) -> Descriptor:
     """An archive as an artifact in a staging; the store may have its chunks. Raises OciError, ImageError."""
     if is_layout(archive):
         with Archive(archive) as source:
             return image_in(staging, source, progress)
     taken = convert.take_in(archive, staging.layout, known=staging.take, progress=progress.chunks)
     take_chunks(staging, taken.chunks)
-    parts = artifact.Artifact(taken.config, taken.records, taken.rootfs, taken.chunks, taken.annotations)
+    notes = {**taken.annotations, **as_annotations(labels or {})}
+    parts = artifact.Artifact(taken.config, taken.records, taken.rootfs, taken.chunks, notes)
     return artifact.write(staging.layout, parts)
 
 

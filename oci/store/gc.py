@@ -58,8 +58,8 @@ def collect(tree: Tree, *, dry_run: bool) -> Collected:
         _all_reached(tree, _roots(Catalog(tree.path), ()), reached)
     # The bytes go, and that takes time, when nobody waits for the lock any more.
     with ExitStack() as after, tree.locked("gc"), tree.writing("the store without what gc removes"):
-        held = tuple(_held(tree.holds, free=not dry_run))
-        live = _all_reached(tree, _roots(Catalog(tree.path), held), reached)
+        read = tuple(held(tree.holds, free=not dry_run))
+        live = _all_reached(tree, _roots(Catalog(tree.path), read), reached)
         with opened(tree.path, *BLOBS) as folder:
             names = os.listdir(folder)
             _check_all_there(tree, live, names)
@@ -148,7 +148,7 @@ def _size(names: Iterable[str], folder: int) -> int:
     return sum(os.stat(name, dir_fd=folder, follow_symlinks=False).st_size for name in names)
 
 
-def _held(path: str, *, free: bool) -> Iterator[str]:
+def held(path: str, *, free: bool) -> Iterator[str]:
     """The digests that somebody reads; with `free`, the files of others go."""
     for name in sorted(os.listdir(path)):
         if not _NAME.fullmatch(name):

@@ -40,7 +40,7 @@ import fcntl
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from gpusnap.oci.base.errors import DigestError, LayoutError, NotThere, StoreError
@@ -51,13 +51,14 @@ from gpusnap.oci.layout.digests import encoded
 from gpusnap.oci.layout.documents import Descriptor, Index, parse_document
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.entry import Entry
-from gpusnap.oci.store.gc import Collected, collect
+from gpusnap.oci.store.gc import Collected, collect, held
 from gpusnap.oci.store.index import Catalog
 from gpusnap.oci.store.paths import Tree, link_error, opened
 from gpusnap.oci.store.staging import Staging, adopt, stage
 from gpusnap.oci.store.tags import tagged
 
 PATIENCE = 60.0
+_HOLD = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 _STAGING = re.compile(r"[A-Za-z0-9][\w.-]{0,199}", re.ASCII)
 
 
@@ -192,6 +193,36 @@ class Store:
             catalog.write()
         return names
 
+    def remove_unused(self, digest: str, names: Collection[str]) -> bool:
+        """Take something with its names out of the index, unless it is held or has other names than these.
+
+        Whether it is out of it now, also where it was not in it. Nobody gets a hold of it meanwhile. Raises
+        StoreBusy, StoreError, DiskError, LayoutError.
+        """
+        path = os.path.join(self._tree.holds, encoded(digest))
+        with self._tree.locked(f"the removal of {digest}"), self._tree.writing("a hold"):
+            lock = _alone(path)
+            if lock is None:
+                return False
+            try:
+                catalog = Catalog(self.path)
+                found = {each.name for each in catalog.entries() if each.descriptor.digest == digest}
+                if found - {"", *names}:
+                    return False
+                if found:
+                    catalog.remove(digest)
+                    catalog.write()
+                # Who waits for the lock of this file sees that it is gone, and then that the digest is.
+                os.unlink(path)
+            finally:
+                unlock(lock)
+        return True
+
+    def held(self) -> frozenset[str]:
+        """The digests that somebody holds. Raises DiskError."""
+        with self._tree.writing("a hold"):
+            return frozenset(held(self._tree.holds, free=False))
+
     def collect(self, *, dry_run: bool = False) -> Collected:
         """Remove what nothing names and nobody reads; with `dry_run`, only say what that is.
 
@@ -225,10 +256,22 @@ class Store:
                 raise link_error(error, self.path) from error
 
 
+def _alone(path: str) -> int | None:
+    """A hold's file, locked against all readers; None where one has it."""
+    while True:
+        lock = os.open(path, _HOLD, 0o600)
+        if not try_exclusive(lock):
+            unlock(lock)
+            return None
+        if stands(lock, path):
+            return lock
+        unlock(lock)
+
+
 def _shared(path: str) -> int:
     """A hold's file, locked together with other readers."""
     while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        lock = os.open(path, _HOLD, 0o600)
         try:
             # Waits for gc, which tries the lock for a moment, or for another reader that takes the file away.
             fcntl.flock(lock, fcntl.LOCK_SH)

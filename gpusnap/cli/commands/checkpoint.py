@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.labels import parse_labels
 from gpusnap.cli.completion import complete_checkpoint, complete_container, complete_store
 from gpusnap.cli.moved import document as moved_document
 from gpusnap.cli.moved import figures, notes_of_images
@@ -43,6 +44,13 @@ _plain_http = click.option(
     "[default: this host's store]",
 )
 @click.option("--name", default="", help="Name of the checkpoint in the store. [default: CONTAINER:UTC time]")
+@click.option(
+    "--label",
+    "labels",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Label the checkpoint in the store and in registries; may be repeated.",
+)
 @click.option("--leave-running", is_flag=True, help="Do not stop the container: it continues to run.")
 @click.option("--tcp-established", is_flag=True, help="Include open TCP connections.")
 @click.option("--file-locks", is_flag=True, help="Include file locks.")
@@ -59,6 +67,7 @@ def checkpoint(
     container: str,
     to: str | None,
     name: str,
+    labels: tuple[str, ...],
     leave_running: bool,
     tcp_established: bool,
     file_locks: bool,
@@ -100,7 +109,13 @@ def checkpoint(
         ignore_rootfs=ignore_rootfs,
         force=force,
         plain_http=plain_http,
+        labels=parse_labels(labels),
     )
+    if labels and isinstance(wish.to, locator.InFile):
+        raise UsageError(
+            "--label is for a store or a registry, and an archive of Podman has no place for labels",
+            hint="write it to the store, and then gpusnap copy NAME oci-archive:FILE",
+        )
     if name and isinstance(wish.to, locator.InFile):
         raise UsageError("--name is for a store, and an archive has no name but its file's")
     if name and isinstance(wish.to, locator.InStore) and wish.to.wanted:

@@ -62,9 +62,10 @@ def inspect(what: str, plain_http: bool, processes: bool, as_json: bool) -> None
 
     As JSON: the manifest (docs/format.md), with statistics (size, zero, repeated, chunks, blobs, plain, zstd,
     stored, ratio) where it has chunks, and artifact (where, names, digest, mediaType, size, records, rootfs,
-    chunks, manifests, annotations, shared) where it is kept as one. With --processes instead: a list of pid,
-    parent, name, state, command, threads, files (descriptor, kind, path), sockets (descriptor, protocol,
-    local, remote, state), memory (mapped, stored, earlier: the bytes in an earlier dump), gpuMemory.
+    chunks, manifests, annotations, labels, shared) where it is kept as one. With --processes instead: a list
+    of pid, parent, name, state, command, threads, files (descriptor, kind, path), sockets (descriptor,
+    protocol, local, remote, state), memory (mapped, stored, earlier: the bytes in an earlier dump),
+    gpuMemory.
     """
     if processes:
         _inspect_processes(what, as_json=as_json, plain_http=plain_http)
@@ -169,7 +170,7 @@ def verify(what: tuple[str, ...], everything: bool, deep: bool, plain_http: bool
             progress.stage(f"reading {word or 'the store'}")
             try:
                 if everything:
-                    found.append(verify_all(_store(word or None), progress.at))
+                    found.append(verify_all(find_store(word or None), progress.at))
                 else:
                     found.append(verify_one(word, deep=deep, plain_http=plain_http, progress=progress.at))
             except GpusnapError as error:
@@ -215,9 +216,9 @@ def rm(what: tuple[str, ...], everything: bool, at_once: bool, as_json: bool) ->
             removed.extend(_removed(word, stores, everything=everything))
         except GpusnapError as error:
             failures.append(error)
-    collected = [(store, _collect(store, dry_run=False)) for store in stores.values()] if at_once else []
+    collected = [(store, collect_store(store, dry_run=False)) for store in stores.values()] if at_once else []
     if as_json:
-        gone = [_collected_document(store, each, dry_run=False) for store, each in collected]
+        gone = [collected_document(store, each, dry_run=False) for store, each in collected]
         _print({"removed": [document(each) for each in removed], "collected": gone if at_once else None})
     else:
         _say_removed(removed, collected)
@@ -237,10 +238,10 @@ def gc(store: str | None, dry_run: bool, as_json: bool) -> None:
 
     As JSON: store, dryRun, blobs, size, stagings, spared (path, why), liveBlobs, liveSize.
     """
-    place = _store(store)
-    found = _collect(place, dry_run=dry_run)
+    place = find_store(store)
+    found = collect_store(place, dry_run=dry_run)
     if as_json:
-        _print(_collected_document(place, found, dry_run=dry_run))
+        _print(collected_document(place, found, dry_run=dry_run))
         return
     store_tables.collected(show.output(), place.path, found, dry_run=dry_run)
 
@@ -285,7 +286,7 @@ class _Removed:
     """The names that the checkpoint still has."""
 
 
-def _store(word: str | None) -> Store:
+def find_store(word: str | None) -> Store:
     """The store that a word names, or this host's. Raises UsageError, NotFound."""
     if word is None:
         return default_store()
@@ -409,13 +410,13 @@ def _say_removed(removed: Sequence[_Removed], collected: Sequence[tuple[Store, C
         show.say(console, "gpusnap gc frees the room that it took")
 
 
-def _collect(store: Store, *, dry_run: bool) -> Collected:
+def collect_store(store: Store, *, dry_run: bool) -> Collected:
     with told(), Progress() as progress:
         progress.stage("looking for what nothing needs")
         return open_store(store, write=True).collect(dry_run=dry_run)
 
 
-def _collected_document(store: Store, found: Collected, *, dry_run: bool) -> dict[str, object]:
+def collected_document(store: Store, found: Collected, *, dry_run: bool) -> dict[str, object]:
     return {"store": store.path, "dryRun": dry_run, **document(found)}
 
 

@@ -95,6 +95,27 @@ def test_compression(registry: FakeRegistry, tmp_path: Path) -> None:
         ran("push", archive, ref, "--compression", "zstd")
 
 
+def test_labels(store: Store, registry: FakeRegistry, tmp_path: Path) -> None:
+    """Kept in the manifest: shown by ls, inspect and history, and carried to wherever it is copied."""
+    wanted = {"step_no": "100", "best": "", "team/owner": "a b, c=d"}
+    words = [word for key, value in wanted.items() for word in ("--label", f"{key}={value}" if value else key)]
+    ref = f"http://{registry.host}/team/app:v1"
+    document("checkpoint", "w", "--name", "mine", "--to", ref, *words)
+    ran("pull", ref, "--to", f"oci:{tmp_path}/other:theirs")
+    document("copy", f"oci:{tmp_path}/other:theirs", f"oci-archive:{tmp_path}/w.tar")
+    document("copy", f"{tmp_path}/w.tar", f"oci:{tmp_path}/third:w")
+    for place, name in (("store", "mine"), ("other", "theirs"), ("third", "w")):
+        (row,) = document("ls", f"oci:{tmp_path}/{place}")["checkpoints"]  # type: ignore[misc, attr-defined]
+        assert row["labels"] == wanted
+        artifact = document("inspect", f"oci:{tmp_path}/{place}:{name}")["artifact"]
+        assert artifact["labels"] == wanted  # type: ignore[index]
+    (row,) = document("history", "mine")["checkpoints"]  # type: ignore[misc, attr-defined]
+    assert row["labels"] == wanted
+    shown = ran("inspect", "mine").stdout
+    assert "\nlabels: best, step_no=100, team/owner=a b, c=d\n" in shown
+    assert "io.gpusnap.label" not in shown
+
+
 def test_lines(store: Store, registry: FakeRegistry, tmp_path: Path) -> None:
     """One line each on stdout, with the whole digest; what to do next is on stderr."""
     made = ran("checkpoint", "w", "--name", "mine")
@@ -169,6 +190,9 @@ def test_a_push_that_fails(store: Store, registry: FakeRegistry) -> None:
         (["checkpoint", "w", "--to", "name"], "is no destination for a checkpoint"),
         (["checkpoint", "w", "--to", "./w.tar", "--name", "x"], "an archive has no name"),
         (["checkpoint", "w", "--name", "a b"], "cannot be a name"),
+        (["checkpoint", "w", "--label", "=x"], "is no label"),
+        (["checkpoint", "w", "--label", "a=1", "--label", "a=2"], "is given twice"),
+        (["checkpoint", "w", "--to", "./w.tar", "--label", "a=1"], "has no place for labels"),
         (["checkpoint", "w", "--to", "oci:there:x", "--name", "y"], "are the same thing"),
         (["pull", "registry.example/w:v1", "--to", "./w.tar"], "is no store"),
         (["checkpoint", "w", "--to", f"registry.example/w@sha256:{'0' * 64}"], "names a digest"),

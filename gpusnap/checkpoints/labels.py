@@ -1,0 +1,60 @@
+"""Labels of checkpoints: KEY=VALUE, kept as annotations of the artifact's manifest, with a prefix of ours.
+
+image-spec v1.1, annotations.md: keys are of reverse domain notation, values are texts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from gpusnap.runtime_shim.errors import UsageError
+
+_PREFIX = "io.gpusnap.label."
+_KEY = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?", re.ASCII)
+_LONGEST = 1024
+_MOST = 64
+
+
+def parse_labels(words: Iterable[str]) -> dict[str, str]:
+    """KEY=VALUE each; a KEY alone has an empty value. Raises UsageError."""
+    found: dict[str, str] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if not _KEY.fullmatch(key):
+            raise UsageError(
+                f"{word[:80]!r} is no label: its key has letters and digits, with . _ / - between them, up "
+                "to 63 in all",
+                hint="write it as KEY=VALUE",
+            )
+        if len(value) > _LONGEST or not value.isprintable():
+            raise UsageError(
+                f"the value of the label {key} is no printable text of up to {_LONGEST} characters",
+                hint="write it as KEY=VALUE",
+            )
+        if found.setdefault(key, value) != value:
+            raise UsageError(f"the label {key} is given twice, with different values", hint="give it once")
+    if len(found) > _MOST:
+        raise UsageError(f"{len(found)} labels are given, and {_MOST} are allowed", hint="give fewer")
+    return found
+
+
+def as_annotations(labels: Mapping[str, str]) -> dict[str, str]:
+    """Labels as annotations of a manifest."""
+    return {_PREFIX + key: value for key, value in labels.items()}
+
+
+def is_label(annotation: str) -> bool:
+    """Whether an annotation of that key is a label."""
+    return annotation.startswith(_PREFIX)
+
+
+def written_labels(labels: Mapping[str, str]) -> str:
+    """Labels for people, as they are given."""
+    return ", ".join(f"{key}={value}" if value else key for key, value in labels.items())
+
+
+def labels_in(annotations: Mapping[str, str]) -> dict[str, str]:
+    """The labels among annotations, which anybody may have written, in order."""
+    found = {key.removeprefix(_PREFIX): text for key, text in annotations.items() if is_label(key)}
+    return dict(sorted(found.items()))

@@ -1,0 +1,95 @@
+"""`gpusnap history`: the checkpoints of one container over time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+
+import click
+
+from gpusnap.checkpoints.labels import written_labels
+from gpusnap.checkpoints.locator import default_store, in_store, open_store
+from gpusnap.cli import store_tables
+from gpusnap.cli import tables as show
+from gpusnap.cli.completion import complete_stored
+from gpusnap.progress import Progress
+from gpusnap.retention.history import Moment
+from gpusnap.retention.history import history as moments
+from gpusnap.runtime_shim.units import human
+from gpusnap.user_errors import NotFound, told
+
+
+@click.command()
+@click.argument("name", metavar="NAME", shell_complete=complete_stored)
+@click.option("--json", "as_json", is_flag=True, help="Print the checkpoints as JSON.")
+def history(name: str, as_json: bool) -> None:
+    """Show the checkpoints of a container over time, the newest last.
+
+    NAME is the name of a container or of one of its checkpoints; in another store, oci:DIR:NAME. "new" counts
+    the blobs that no earlier checkpoint of the container has: what this one added on disk. "pause" is how
+    long the processes were stopped or, if the checkpoint ended the container, how long that took.
+
+    As JSON: store, container, checkpoints (each with digest, names, created, age in seconds, containerId,
+    size, new, pause in seconds or null, gpus, driver, labels, fault).
+    """
+    place = in_store(name) if name.startswith("oci:") else None
+    store, word = (place.store, place.wanted) if place is not None else (default_store(), name)
+    with told(), Progress() as progress:
+        progress.stage("reading the store")
+        found = moments(open_store(store), word)
+    if not found:
+        raise NotFound(
+            f"{store.path} has no checkpoint of a container {word}",
+            hint="gpusnap ls lists the checkpoints and their containers",
+            code="GPS-701",
+        )
+    now = datetime.now(UTC)
+    if as_json:
+        rows = [store_tables.document(each) | {"age": _age(each, now)} for each in found]
+        click.echo(json.dumps({"store": store.path, "container": word, "checkpoints": rows}, indent=1))
+        return
+    _say(found, now)
+
+
+def _say(found: Sequence[Moment], now: datetime) -> None:
+    console = show.output()
+    titles = ("created", "age", "name", "size", "new", "pause", "GPUs", "driver", "labels")
+    rows = show.table("", *titles, fixed=("age", "size", "new", "pause"))
+    rows.title = None
+    for each in found:
+        age = _age(each, now)
+        rows.add_row(
+            each.created[:16].replace("T", " "),
+            _written_age(age) if age is not None else "",
+            show.plain(", ".join(each.names) or store_tables.short(each.digest)),
+            human(each.size),
+            human(each.new),
+            f"{each.pause:.2f} s" if each.pause is not None else "",
+            show.plain(each.gpus),
+            show.plain(each.driver),
+            show.plain(written_labels(each.labels)),
+        )
+    console.print(rows)
+    for each in found:
+        if each.fault:
+            show.say(console, f"{store_tables.short(each.digest)} is damaged: {each.fault}")
+    new = human(sum(each.new for each in found))
+    one = "1 checkpoint" if len(found) == 1 else f"{len(found)} checkpoints"
+    show.say(console, f"{one}, {new} in all")
+
+
+def _age(of: Moment, now: datetime) -> int | None:
+    """Seconds; None where it does not say when it was made."""
+    with suppress(ValueError, TypeError):
+        return round((now - datetime.fromisoformat(of.created)).total_seconds())
+    return None
+
+
+def _written_age(seconds: int) -> str:
+    """An age for people: its largest unit, such as 5 min, 3 h or 12 d."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if abs(seconds) >= size:
+            return f"{int(seconds / size)} {unit}"
+    return f"{seconds} s"

@@ -1,0 +1,153 @@
+"""`gpusnap prune`: keep some checkpoints of each container by rules, and remove the others."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+
+import click
+
+from gpusnap.checkpoints.locator import open_store
+from gpusnap.cli import store_tables
+from gpusnap.cli import tables as show
+from gpusnap.cli.commands.store import collect_store, collected_document, find_store
+from gpusnap.cli.completion import complete_store
+from gpusnap.progress import Progress
+from gpusnap.retention.prune import Verdict
+from gpusnap.retention.prune import prune as remove
+from gpusnap.retention.rules import Rules, parse_duration, parse_label
+from gpusnap.runtime_shim.errors import UsageError
+from gpusnap.runtime_shim.units import human
+from gpusnap.user_errors import told
+
+_COUNT = click.IntRange(min=1, max=1_000_000)
+
+
+def _duration(ctx: click.Context, param: click.Parameter, value: str | None) -> timedelta:
+    try:
+        return parse_duration(value) if value is not None else timedelta()
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+@click.command()
+@click.argument("what", nargs=-1, metavar="[STORE] [NAME]...", shell_complete=complete_store)
+@click.option("--keep-last", type=_COUNT, metavar="N", help="Keep the last N checkpoints.")
+@click.option("--keep-hourly", type=_COUNT, metavar="N", help="Keep the newest of each of the last N hours.")
+@click.option("--keep-daily", type=_COUNT, metavar="N", help="Keep the newest of each of the last N days.")
+@click.option("--keep-weekly", type=_COUNT, metavar="N", help="Keep the newest of each of the last N weeks.")
+@click.option(
+    "--keep-monthly", type=_COUNT, metavar="N", help="Keep the newest of each of the last N months."
+)
+@click.option("--keep-yearly", type=_COUNT, metavar="N", help="Keep the newest of each of the last N years.")
+@click.option(
+    "--keep-within",
+    callback=_duration,
+    metavar="DURATION",
+    help="Keep all that are at most so much older than the newest, such as 90s, 30m, 12h, 7d, 2w.",
+)
+@click.option(
+    "--keep-label",
+    multiple=True,
+    metavar="KEY[=VALUE]",
+    help="Keep all with this label; may be repeated.",
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be removed, and change nothing.")
+@click.option("--gc", "at_once", is_flag=True, help="Free the disk space at once, as `gpusnap gc` does.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def prune(
+    what: tuple[str, ...],
+    keep_last: int | None,
+    keep_hourly: int | None,
+    keep_daily: int | None,
+    keep_weekly: int | None,
+    keep_monthly: int | None,
+    keep_yearly: int | None,
+    keep_within: timedelta,
+    keep_label: tuple[str, ...],
+    dry_run: bool,
+    at_once: bool,
+    as_json: bool,
+) -> None:
+    """Remove the checkpoints of each container that no rule keeps.
+
+    STORE is oci:DIR; without it, this host's store. NAME is the name of a container, or of checkpoints, and
+    may have * and ?; without it, all containers. At least one --keep rule is needed. The rules work on each
+    container by itself, as those of restic and borg do, and a checkpoint that one rule keeps stays. Hours
+    without a checkpoint do not count. Days begin at midnight UTC, weeks on Monday.
+
+    These always stay: the newest checkpoint of a container, what a restore or another command is reading, and
+    a checkpoint with a name that is neither CONTAINER nor CONTAINER:TAG and does not fit NAME, such as one
+    that `gpusnap tag` gave it. What refers to a checkpoint, such as a signature, is removed with it. The
+    blobs stay on disk until `gpusnap gc`. After that, Podman cannot restore the stopped container of a
+    removed checkpoint either.
+
+    As JSON: store, dryRun, checkpoints (each with digest, names, created, container, own, reasons; without a
+    reason to stay, it is removed), collected (null, or what `gpusnap gc` says).
+    """
+    rules = Rules(
+        last=keep_last or 0,
+        hourly=keep_hourly or 0,
+        daily=keep_daily or 0,
+        weekly=keep_weekly or 0,
+        monthly=keep_monthly or 0,
+        yearly=keep_yearly or 0,
+        within=keep_within,
+        labels=tuple(map(parse_label, keep_label)),
+    )
+    if rules.is_empty():
+        raise UsageError(
+            "no rule says what to keep, so nothing is removed",
+            hint="give one or more, such as --keep-last 3 --keep-daily 7; gpusnap rm removes single ones",
+        )
+    word = what[0] if what and what[0].startswith("oci:") else None
+    names = what[1:] if word is not None else what
+    store = find_store(word)
+    found: tuple[Verdict, ...] = ()
+    with told(), Progress() as progress:
+        progress.stage("reading the store")
+        if word is not None or os.path.exists(store.path):  # this host's comes to be with the first one
+            found = remove(open_store(store, write=not dry_run), rules, names, dry_run=dry_run)
+    collected = collect_store(store, dry_run=False) if at_once and found and not dry_run else None
+    if as_json:
+        document = {
+            "store": store.path,
+            "dryRun": dry_run,
+            "checkpoints": [asdict(each) for each in found],
+            "collected": collected_document(store, collected, dry_run=False) if collected else None,
+        }
+        click.echo(json.dumps(document, indent=1))
+        return
+    _say(found, store.path, dry_run=dry_run)
+    if collected is not None:
+        store_tables.collected(show.output(), store.path, collected, dry_run=False)
+    elif not dry_run and any(each.goes for each in found):
+        show.say(show.output(), "gpusnap gc frees the room that they took")
+
+
+def _say(found: Sequence[Verdict], path: str, *, dry_run: bool) -> None:
+    console = show.output()
+    if not found:
+        show.say(console, f"no such checkpoints in {path}")
+        return
+    goes = "would go" if dry_run else "removed"
+    rows = show.table("", "container", "created", "name", "digest", "", "because", fixed=("digest", ""))
+    rows.title = None
+    for each in found:
+        rows.add_row(
+            show.plain(each.container),
+            each.created[:16].replace("T", " "),
+            show.plain(", ".join(each.names) or "(no name)"),
+            store_tables.short(each.digest),
+            goes if each.goes else "kept",
+            show.plain(", ".join(each.reasons)),
+        )
+    console.print(rows)
+    gone = [each for each in found if each.goes]
+    verb = "would be removed" if dry_run else "removed"
+    own = human(sum(each.own for each in gone))
+    more = f", which have {own} for themselves" if gone else ""
+    show.say(console, f"{len(gone)} of {len(found)} checkpoints {verb}{more}, in {path}")

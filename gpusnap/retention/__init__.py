@@ -1,0 +1,1 @@
+"""Which checkpoints of a container stay, and which go: rules by age, and what there is of each container."""

@@ -1,0 +1,95 @@
+"""`gpusnap history`: the checkpoints of one container in a store, over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from gpusnap.checkpoints import artifact as kept
+from gpusnap.checkpoints.list import Row, blobs_of, listing
+from gpusnap.oci.base.errors import NotThere, OciError
+from gpusnap.oci.store.store import Store
+from gpusnap.retention.prune import container_of
+from gpusnap.runtime_shim.errors import ManifestError
+from gpusnap.runtime_shim.transaction import Step
+from gpusnap.user_errors import Damaged
+
+# Steps of a checkpoint's timeline, see gpusnap.runtime_shim.snapshot: the first of these stops the processes,
+# and they run again after the last, or have ended.
+_STOPS = ("lock", "dump")
+_RUNS = ("resume", "dump")
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One checkpoint of a container. Sizes are bytes; texts are empty where nothing is known."""
+
+    digest: str
+    names: tuple[str, ...]
+    created: str
+    """RFC 3339."""
+    container_id: str
+    size: int
+    """Of all its blobs."""
+    new: int
+    """Of those that no earlier checkpoint of the container has."""
+    pause: float | None
+    """Seconds for which the processes stood still, or until they had ended; None without GPU state."""
+    gpus: str
+    driver: str
+    labels: Mapping[str, str]
+    fault: str = ""
+
+
+def history(store: Store, word: str) -> tuple[Moment, ...]:
+    """The checkpoints of a container, the oldest first; none where the store has none of it.
+
+    word: its name or ID, or what names one of its checkpoints. Raises LayoutError, Ambiguous.
+    """
+    rows = [row for row in listing(store).rows if row.kind == "checkpoint"]
+    found = [row for row in rows if word in (row.container_id, container_of(row))]
+    if not found:
+        with suppress(NotThere):
+            digest = store.find(word).descriptor.digest
+            of = {container_of(row) for row in rows if row.digest == digest}
+            found = [row for row in rows if container_of(row) in of]
+    seen: set[str] = set()
+    return tuple(_moment(store, row, seen) for row in found)
+
+
+def _moment(store: Store, row: Row, seen: set[str]) -> Moment:
+    """`seen`: the blobs of earlier ones; this one's are added."""
+    blobs: Mapping[str, int] = {}
+    pause: float | None = None
+    driver = fault = ""
+    try:
+        found = kept.load(store.find(row.digest).descriptor, store.layout)
+        blobs = blobs_of(store, found.root)
+        if found.record is not None:
+            pause = stopped(found.record.timing)
+            driver = f"{found.record.host.vendor} {found.record.host.driver_version}"
+    except (OciError, ManifestError, Damaged) as error:
+        fault = str(error)
+    new = sum(size for digest, size in blobs.items() if digest not in seen)
+    seen.update(blobs)
+    return Moment(
+        row.digest,
+        row.names,
+        row.created,
+        row.container_id,
+        row.size,
+        new,
+        pause,
+        row.gpus,
+        driver,
+        row.labels,
+        fault,
+    )
+
+
+def stopped(timing: Sequence[Step]) -> float | None:
+    """Seconds from the first step that stops the processes until they run again, or have ended."""
+    starts = [step.start for step in timing if step.name in _STOPS]
+    ends = [step.start + step.seconds for step in timing if step.name in _RUNS]
+    return round(max(ends) - min(starts), 3) if starts and ends else None

@@ -1,0 +1,129 @@
+"""`gpusnap prune`: take out of a store the checkpoints of each container that no rule keeps.
+
+Only whole checkpoints of gpusnap's are looked at: not the pages of one whose records Podman has, nothing that
+is damaged, and nothing of other tools. What has a name that does not belong to the container stays: somebody
+gave it that name. So does what another process reads, such as a restore.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from gpusnap.checkpoints.list import Row, listing
+from gpusnap.oci.base.errors import NotThere
+from gpusnap.oci.store.referrers import below
+from gpusnap.oci.store.store import Store
+from gpusnap.retention.rules import Candidate, Rules, decide
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of a checkpoint, and why; without a reason it goes."""
+
+    digest: str
+    names: tuple[str, ...]
+    created: str
+    container: str
+    own: int
+    """Bytes of the blobs that nothing else in the store uses."""
+    reasons: tuple[str, ...]
+
+    @property
+    def goes(self) -> bool:
+        """Whether it is removed."""
+        return not self.reasons
+
+
+def prune(
+    store: Store, rules: Rules, names: Sequence[str] = (), *, dry_run: bool = False
+) -> tuple[Verdict, ...]:
+    """Remove from the store's index what no rule keeps; what became of each checkpoint, the oldest first.
+
+    names: patterns; see `is_of`. Of each container by itself, those that are looked at count, no others.
+    Raises LayoutError, StoreBusy, DiskFull, DiskError.
+    """
+    verdicts = plan(listing(store).rows, rules, names)
+    if dry_run:
+        held = store.held()
+        return tuple(_in_use(each) if each.goes and each.digest in held else each for each in verdicts)
+    return tuple(_removed(store, each) if each.goes else each for each in verdicts)
+
+
+def plan(rows: Iterable[Row], rules: Rules, names: Sequence[str] = ()) -> tuple[Verdict, ...]:
+    """What the rules say of the rows of a store; nothing is removed."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.kind == "checkpoint" and is_of(row, names):
+            groups.setdefault(container_of(row), []).append(row)
+    found: list[Verdict] = []
+    for container, members in sorted(groups.items()):
+        protected = {row.digest: _protected(row, names) for row in members}
+        candidates = [
+            Candidate(row.digest, time, row.labels)
+            for row in members
+            if not protected[row.digest] and (time := time_of(row)) is not None
+        ]
+        kept = decide(candidates, rules)
+        found += [
+            Verdict(
+                row.digest,
+                row.names,
+                row.created,
+                container,
+                row.own,
+                protected[row.digest] or kept.get(row.digest, ("age not known",)),
+            )
+            for row in members
+        ]
+    return tuple(found)
+
+
+def container_of(row: Row) -> str:
+    """The name of a row's container, or its ID."""
+    return row.container or row.container_id[:12]
+
+
+def time_of(row: Row) -> datetime | None:
+    """When it was made; None where it does not say so, or without a time zone."""
+    with suppress(ValueError):
+        found = datetime.fromisoformat(row.created)
+        return found if found.tzinfo is not None else None
+    return None
+
+
+def is_of(row: Row, names: Sequence[str]) -> bool:
+    """Whether a row is meant by one of these patterns of fnmatch's; by none, each is.
+
+    A pattern is of the container's name, or of a name of the checkpoint.
+    """
+    own = (container_of(row), *row.names)
+    return not names or any(fnmatch.fnmatchcase(name, pattern) for name in own for pattern in names)
+
+
+def _protected(row: Row, patterns: Sequence[str]) -> tuple[str, ...]:
+    """The names of a row that are neither of its container (NAME, NAME:TAG) nor fit a pattern."""
+    container = container_of(row)
+
+    def belongs(name: str) -> bool:
+        own = name == container or name.startswith(f"{container}:")
+        return own or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    return tuple(f"has the name {name}" for name in row.names if not belongs(name))
+
+
+def _removed(store: Store, verdict: Verdict) -> Verdict:
+    """Take it and what refers to it out of the index, unless somebody reads it or has named it meanwhile."""
+    if not store.remove_unused(verdict.digest, verdict.names):
+        return _in_use(verdict)
+    for each in below([entry.descriptor for entry in store.entries()], store.read, verdict.digest):
+        with suppress(NotThere):
+            store.remove(each.digest)
+    return verdict
+
+
+def _in_use(verdict: Verdict) -> Verdict:
+    return replace(verdict, reasons=("in use",))

@@ -1,0 +1,246 @@
+"""gpusnap prune, on real small stores: what goes, what never does, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from checkpoints import ANNOTATIONS, keep
+from oci_checkpoints import begin, end, stagings
+
+from gpusnap.checkpoints.labels import as_annotations
+from gpusnap.oci.layout.documents import Descriptor, Manifest, empty_descriptor
+from gpusnap.oci.store.index import Catalog
+from gpusnap.oci.store.store import Store
+from gpusnap.retention.prune import prune
+from gpusnap.retention.rules import Rules
+
+Run = Callable[..., tuple[int, str, str]]
+LAST = Rules(last=1)
+
+
+@pytest.fixture(autouse=True)
+def store(host_store: Store) -> Store:
+    """This host's."""
+    return host_store.create()
+
+
+def made(
+    store: Store,
+    container: str,
+    day: int,
+    *names: str,
+    labels: dict[str, str] | None = None,
+    created: str = "",
+) -> str:
+    """Have a checkpoint of a container in a store, of a day of January; its digest."""
+    notes = {
+        **ANNOTATIONS,
+        "org.criu.checkpoint.container.name": container,
+        "org.opencontainers.image.created": created or f"2026-01-{day:02}T12:00:00Z",
+        **as_annotations(labels or {}),
+    }
+    records: dict[str, bytes | str | None] = {"config.dump": f"{container} {day}".encode()}
+    return keep(store, names=names, records=records, gpu=False, annotations=notes).digest
+
+
+def names(store: Store) -> set[str]:
+    return {entry.name for entry in store.entries()}
+
+
+def test_by_container(store: Store) -> None:
+    """Each has its own last ones; the names that `gpusnap checkpoint` gives go with the checkpoints."""
+    for container in ("a", "b"):
+        for day in (1, 2, 3):
+            made(store, container, day, f"{container}:{day}")
+    verdicts = prune(store, Rules(last=2))
+    assert names(store) == {"a:2", "a:3", "b:2", "b:3"}
+    assert [(each.names, each.reasons) for each in verdicts if each.container == "a"] == [
+        (("a:1",), ()),
+        (("a:2",), ("last",)),
+        (("a:3",), ("last",)),
+    ]
+    assert all(each.reasons for each in prune(store, Rules(last=2)))
+
+
+def test_a_dry_run(store: Store) -> None:
+    """It says the same, and changes nothing."""
+    for day in (1, 2, 3):
+        made(store, "a", day, f"a:{day}")
+    said = prune(store, LAST, dry_run=True)
+    assert names(store) == {"a:1", "a:2", "a:3"}
+    assert prune(store, LAST) == said
+    assert names(store) == {"a:3"}
+
+
+def test_names_that_somebody_gave(store: Store) -> None:
+    """They keep a checkpoint, and it does not count; where the pattern fits them, it does."""
+    made(store, "a", 1, "a:1", "best")
+    made(store, "a", 2, "a:2", "registry.example/a:v2")
+    made(store, "a", 3, "a:3")
+    made(store, "a", 4, "a")
+    verdicts = prune(store, LAST)
+    assert names(store) == {"a:1", "best", "a:2", "registry.example/a:v2", "a"}
+    assert verdicts[0].reasons == ("has the name best",)
+    prune(store, LAST, ["a", "registry.example/*"])
+    assert names(store) == {"a:1", "best", "a"}
+    prune(store, LAST, ["a", "bes?"])
+    assert names(store) == {"a"}
+
+
+def test_only_the_containers_that_were_named(store: Store) -> None:
+    for container in ("web-1", "web-2", "other"):
+        for day in (1, 2):
+            made(store, container, day, f"{container}:{day}")
+    prune(store, LAST, ["web-1"])
+    assert names(store) == {"web-1:2", "web-2:1", "web-2:2", "other:1", "other:2"}
+    prune(store, LAST, ["web-*"])
+    assert names(store) == {"web-1:2", "web-2:2", "other:1", "other:2"}
+
+
+def test_without_names(store: Store) -> None:
+    """They are of their container all the same."""
+    for day in (1, 2, 3):
+        made(store, "a", day)
+    prune(store, LAST, ["a"])
+    assert len(store.entries()) == 1
+
+
+def test_what_is_no_whole_checkpoint(store: Store) -> None:
+    """Pages whose records Podman has, what is damaged, and what has no age are left."""
+    pages = keep(store, bytearray(b"x" * 5000), annotations=ANNOTATIONS).digest
+    ageless = made(store, "a", 1, "a:1", created="yesterday")
+    damaged = made(store, "a", 2, "a:2")
+    Path(store.path, "blobs/sha256", damaged.removeprefix("sha256:")).write_bytes(b"{}")
+    made(store, "a", 3, "a:3")
+    made(store, "a", 4, "a:4")
+    verdicts = prune(store, LAST)
+    assert names(store) == {"", "a:1", "a:2", "a:4"}
+    assert {entry.descriptor.digest for entry in store.entries()} >= {pages, ageless, damaged}
+    assert [each.reasons for each in verdicts] == [(), ("last",), ("age not known",)]
+
+
+def test_what_is_in_use(store: Store) -> None:
+    """A hold keeps it, also in what a dry run says; afterwards it goes."""
+    first = made(store, "a", 1, "a:1")
+    made(store, "a", 2, "a:2")
+    for dry_run in (True, False):
+        with store.hold(first):
+            assert prune(store, LAST, dry_run=dry_run)[0].reasons == ("in use",)
+        assert names(store) == {"a:1", "a:2"}
+    # A reader that was killed holds nothing.
+    assert end(begin(lambda: store.hold(first).__enter__())) == 0
+    assert prune(store, LAST)[0].reasons == ()
+    assert names(store) == {"a:2"}
+    assert [*Path(store.path, "holds").iterdir()] == []
+
+
+def test_a_name_that_comes_meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was given after the store was read, and keeps the checkpoint."""
+    first = made(store, "a", 1, "a:1")
+    made(store, "a", 2, "a:2")
+    real = Store.remove_unused
+
+    def late(self: Store, digest: str, known: tuple[str, ...]) -> bool:
+        self.tag(digest, "best")
+        return real(self, digest, known)
+
+    monkeypatch.setattr(Store, "remove_unused", late)
+    assert prune(store, LAST)[0].reasons == ("in use",)
+    assert store.find("best").descriptor.digest == first
+
+
+def test_a_hold_that_comes_meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While something is taken out of the index nobody gets a hold of it, and then it is not there."""
+    first = made(store, "a", 1, "a:1")
+    made(store, "a", 2, "a:2")
+    reader = -1
+
+    def write(catalog: Catalog) -> None:
+        nonlocal reader
+        reader = begin(lambda: store.hold(first).__enter__())
+        monkeypatch.undo()
+        catalog.write()
+
+    monkeypatch.setattr(Catalog, "write", write)
+    assert prune(store, LAST)[0].reasons == ()
+    assert end(reader) == 1
+    assert names(store) == {"a:2"}
+
+
+def test_referrers_go_with_it(store: Store) -> None:
+    """Signatures of what stays stay."""
+    digests = [made(store, "a", day, f"a:{day}") for day in (1, 2)]
+    signatures = []
+    for digest in digests:
+        to = store.find(digest).descriptor
+        with store.stage() as staging:
+            config = staging.layout.add_blob(b"{}", media_type=empty_descriptor().media_type)
+            layer = staging.layout.add_blob(digest.encode(), media_type="application/x-signature")
+            subject = Descriptor(to.media_type, digest, to.size)
+            root = staging.layout.add_manifest(Manifest(config, (layer,), "application/x-signature", subject))
+            staging.commit(root)
+            signatures.append(root.digest)
+    prune(store, LAST)
+    assert {entry.descriptor.digest for entry in store.entries()} == {digests[1], signatures[1]}
+
+
+def test_the_command(store: Store, gpusnap: Run) -> None:
+    """A line for each with its reasons, a total, and what frees the room; with --gc it is free."""
+    for day in (1, 2, 3):
+        made(store, "a", day, f"a:{day}", labels={"step": f"{day}00"})
+    code, out, err = gpusnap("prune", "--keep-last", "1", "--keep-label", "step=100", "--dry-run")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].split() == ["container", "created", "name", "digest", "because"]
+    assert [line.split()[0:2] + line.split()[3:4] for line in lines[1:4]] == [
+        ["a", "2026-01-01", "a:1"],
+        ["a", "2026-01-02", "a:2"],
+        ["a", "2026-01-03", "a:3"],
+    ]
+    assert lines[1].split("kept")[1].split() == ["label", "step=100"]
+    assert "would go" in lines[2]
+    assert lines[3].split()[-2:] == ["kept", "last"]
+    assert lines[4].startswith("1 of 3 checkpoints would be removed, which have ")
+    assert names(store) == {"a:1", "a:2", "a:3"}
+    before = len([*Path(store.path, "blobs/sha256").iterdir()])
+    code, out, err = gpusnap("prune", f"oci:{store.path}", "a", "--keep-last", "1", "--gc", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert {*found} == {"store", "dryRun", "checkpoints", "collected"}
+    assert [each["reasons"] for each in found["checkpoints"]] == [[], [], ["last"]]
+    assert found["collected"]["blobs"] == before - len([*Path(store.path, "blobs/sha256").iterdir()]) > 0
+    assert stagings(store) == []
+    code, out, err = gpusnap("prune", "--keep-last", "1", "gone")
+    assert (code, out, err) == (0, f"no such checkpoints in {store.path}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "no rule says what to keep, so nothing is removed"),
+        (("--keep-last", "0"), "0 is not in the range"),
+        (("--keep-within", "7"), "is no duration"),
+        (("oci:nowhere", "--keep-last", "1"), "there is no store nowhere"),
+    ],
+)
+def test_wrong_lines(store: Store, gpusnap: Run, words: tuple[str, ...], said: str) -> None:
+    """Nothing is removed."""
+    made(store, "a", 1, "a:1")
+    made(store, "a", 2, "a:2")
+    code, out, err = gpusnap("prune", *words)
+    assert (code != 0, out) == (True, "")
+    assert said in err
+    assert names(store) == {"a:1", "a:2"}
+
+
+def test_no_store_yet(tmp_path: Path, gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that has made no checkpoint has none to remove: a timer must not fail for that."""
+    from gpusnap.runtime_shim import settings as settings_file
+
+    found = settings_file.Settings(store=settings_file.Store(path=str(tmp_path / "none")))
+    monkeypatch.setattr(settings_file, "load", lambda: found)
+    code, out, err = gpusnap("prune", "--keep-last", "1")
+    assert (code, out, err) == (0, f"no such checkpoints in {tmp_path}/none\n", "")
