@@ -1,4 +1,4 @@
-"""Several checkpoints of a container that goes on: labels, history and prune, and a restore of what stayed."""
+"""Several checkpoints of a container that goes on: labels, history, prune, and a restore of what stayed."""
 
 from __future__ import annotations
 

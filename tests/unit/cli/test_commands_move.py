@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -98,22 +99,23 @@ def test_compression(registry: FakeRegistry, tmp_path: Path) -> None:
 def test_labels(store: Store, registry: FakeRegistry, tmp_path: Path) -> None:
     """Kept in the manifest: shown by ls, inspect and history, and carried to wherever it is copied."""
     wanted = {"step_no": "100", "best": "", "team/owner": "a b, c=d"}
-    words = [word for key, value in wanted.items() for word in ("--label", f"{key}={value}" if value else key)]
+    given = [f"{key}={value}" if value else key for key, value in wanted.items()]
+    words = [word for each in given for word in ("--label", each)]
     ref = f"http://{registry.host}/team/app:v1"
     document("checkpoint", "w", "--name", "mine", "--to", ref, *words)
     ran("pull", ref, "--to", f"oci:{tmp_path}/other:theirs")
     document("copy", f"oci:{tmp_path}/other:theirs", f"oci-archive:{tmp_path}/w.tar")
     document("copy", f"{tmp_path}/w.tar", f"oci:{tmp_path}/third:w")
     for place, name in (("store", "mine"), ("other", "theirs"), ("third", "w")):
-        (row,) = document("ls", f"oci:{tmp_path}/{place}")["checkpoints"]  # type: ignore[misc, attr-defined]
-        assert row["labels"] == wanted
-        artifact = document("inspect", f"oci:{tmp_path}/{place}:{name}")["artifact"]
-        assert artifact["labels"] == wanted  # type: ignore[index]
-    (row,) = document("history", "mine")["checkpoints"]  # type: ignore[misc, attr-defined]
-    assert row["labels"] == wanted
-    shown = ran("inspect", "mine").stdout
-    assert "\nlabels: best, step_no=100, team/owner=a b, c=d\n" in shown
-    assert "io.gpusnap.label" not in shown
+        listed: Any = document("ls", f"oci:{tmp_path}/{place}")
+        assert [row["labels"] for row in listed["checkpoints"]] == [wanted]
+        shown: Any = document("inspect", f"oci:{tmp_path}/{place}:{name}")
+        assert shown["artifact"]["labels"] == wanted
+    found: Any = document("history", "mine")
+    assert [row["labels"] for row in found["checkpoints"]] == [wanted]
+    text = ran("inspect", "mine").stdout
+    assert "\nlabels: best, step_no=100, team/owner=a b, c=d\n" in text
+    assert "io.gpusnap.label" not in text
 
 
 def test_lines(store: Store, registry: FakeRegistry, tmp_path: Path) -> None:
