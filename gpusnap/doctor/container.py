@@ -9,10 +9,11 @@ from typing import Any
 from gpusnap.doctor.base import free_space
 from gpusnap.doctor.base.check import Ask, Check, asked, ok, refused, warning
 from gpusnap.doctor.base.subject import Subject
-from gpusnap.doctor.container_checks import duration, files, gpu_use, kubernetes, mounts, sockets
+from gpusnap.doctor.container_checks import duration, files, gpu_use, kubernetes, mounts, sockets, volumes
 from gpusnap.doctor.container_checks.files import Opened
 from gpusnap.doctor.container_checks.gpu_use import Use
 from gpusnap.doctor.host_checks import cdi
+from gpusnap.operations.disk_space import volume_sizes
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu.api.device_files import nvidia_majors
 from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
@@ -95,7 +96,10 @@ def _of_criu(of: Subject, opened: tuple[Opened, ...], used: Use) -> Iterator[Ask
     yield "sockets", lambda: sockets.protocols(opened)
     yield "TCP connections", lambda: sockets.connections(opened, closed=settings.criu.tcp_close)
     yield "mounts", lambda: mounts.check(proc.mounts(container.pid), of.config, _drivers(of))
-    yield "duration", lambda: _duration(of, used)
+    sizes = volume_sizes(of.volumes)
+    if of.engine == "Podman":
+        yield "volumes", lambda: volumes.check(sizes)
+    yield "duration", lambda: _duration(of, used, sum(sizes.values()))
 
 
 def _sessions(of: Subject) -> Iterator[Check]:
@@ -118,7 +122,7 @@ def _drivers(of: Subject) -> set[str]:
     return {mount.destination for mount in declared} | {path for path in every if is_driver_file(path)}
 
 
-def _duration(of: Subject, used: Use) -> Iterator[Check]:
+def _duration(of: Subject, used: Use, in_volumes: int) -> Iterator[Check]:
     settings, place = of.settings, gpu_use.place(of)
     if settings.memory.pages == "store":
         place = settings.store.path
@@ -126,6 +130,6 @@ def _duration(of: Subject, used: Use) -> Iterator[Check]:
     before = duration.earlier(settings.store.path, of.container.id)
     disk = None if free_space.in_memory(place) else free_space.speed(place)
     gpu = sum(each.used for each in used.values())
-    for check in duration.check(of.container.id, gpu, resident, before, disk):
+    for check in duration.check(of.container.id, gpu, resident, before, disk, volumes=in_volumes):
         yield check
         yield from kubernetes.probes(of.container.annotations, check.facts["high"])

@@ -18,7 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 from gpusnap.oci.base.json_text import parse_json
@@ -63,6 +63,8 @@ class Container:
     """The folder of the files that it has changed (overlay); empty where the storage has no such folder."""
     checkpointed: bool = False
     """A checkpoint ended it, and Podman can restore it from there."""
+    volumes: Mapping[str, str] = field(default_factory=dict)
+    """Its named volumes, and where on this host each has its files."""
 
 
 def container(wanted: str) -> Container:
@@ -97,6 +99,11 @@ def _container(found: Mapping[str, Any]) -> Container:
         auto_remove=bool((found.get("HostConfig") or {}).get("AutoRemove")),
         upper=str((driver.get("Data") or {}).get("UpperDir") or ""),
         checkpointed=bool(state.get("Checkpointed")),
+        volumes={
+            str(each["Name"]): str(each.get("Source") or "")
+            for each in found.get("Mounts") or ()
+            if each.get("Type") == "volume" and each.get("Name")
+        },
     )
 
 
@@ -138,6 +145,27 @@ def _inspected(wanted: str, what: str, *, command: Sequence[str], seconds: float
     if "no such container" in done.err.lower():
         return None
     raise GpusnapError(f"Podman does not tell of the container {wanted}: {_sentence(done)}")
+
+
+def volumes() -> set[str]:
+    """The names of all volumes. Raises GpusnapError."""
+    done = _ask("volume", "ls", "--quiet")
+    if done.code:
+        raise GpusnapError(f"Podman does not list its volumes: {_sentence(done)}")
+    return set(done.out.split())
+
+
+def users_of(volume: str) -> tuple[str, ...]:
+    """The running containers that have a volume; none where Podman does not say."""
+    done = _ask("ps", "--filter", f"volume={volume}", "--format", "{{.Names}}")
+    return () if done.code else tuple(done.out.split())
+
+
+def remove_volume(name: str) -> None:
+    """Remove a volume that no container has. Raises GpusnapError."""
+    done = _ask("volume", "rm", name)
+    if done.code:
+        raise GpusnapError(f"the volume {name} cannot be removed: {_sentence(done)}")
 
 
 def remove(container_id: str) -> None:
@@ -229,9 +257,10 @@ def restore_in_place(
     environment: Mapping[str, str],
     *,
     tick: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> str:
     """Have Podman restore a container that a checkpoint ended, from its storage; its ID. Raises likewise."""
-    return _work(("container", "restore", *options, of.id), environment, tick)[0]
+    return _work(("container", "restore", *options, of.id), environment, tick, say=say)[0]
 
 
 @dataclass(frozen=True, slots=True)

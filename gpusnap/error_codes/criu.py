@@ -121,4 +121,39 @@ CODES = (
         "Install your distribution's package (`python3-pycriu` on Debian and Ubuntu, `python3-criu` on "
         "Fedora), or CRIU from its source. `gpusnap doctor` checks it. No package on PyPI has it.",
     ),
+    ErrorCode(
+        "GPS-518",
+        "volume",
+        "A named volume of the container cannot be restored as it was. Podman has some of the container's "
+        "volumes already and lacks others, or lacks one whose files the checkpoint does not have, because it "
+        "was made with `--ignore-volumes`. Nothing was changed.",
+        "To restore all files from the checkpoint, remove the volumes that are there (`podman volume rm`). "
+        "To use volumes as they are, and to begin with empty ones where there is none, give "
+        "`--ignore-volumes`.",
+    ),
+    ErrorCode(
+        "GPS-519",
+        "port-in-use",
+        "The container publishes a port of the host, and something listens there already. Often it is the "
+        "first copy of the same container.",
+        "Give the restored container other ports (`--publish HOST-PORT:CONTAINER-PORT`), or end what listens "
+        "there; `ss --listening --processes` shows it.",
+    ),
+    ErrorCode(
+        "GPS-520",
+        "address-in-use",
+        "The container had an IP address of its own, and another container has that address now.",
+        "Restore with `--ignore-static-ip`, and the container gets another address. Open TCP connections "
+        "need the old address: to keep them, end the other container.",
+    ),
+    ErrorCode(
+        "GPS-521",
+        "volume-as-it-is",
+        "Podman still has a named volume of the container, so the restored container uses it as it is: "
+        "gpusnap replaces no file in it. What was written to it since the checkpoint, the processes do not "
+        "know of.",
+        "Nothing, if its files are only read, or if nobody has written to them since. To have the files of "
+        "the checkpoint instead: end the containers that use it, remove it (`podman volume rm`), and restore "
+        "again.",
+    ),
 )

@@ -57,6 +57,7 @@ class Wish:
     tcp_established: bool = False
     file_locks: bool = False
     ignore_rootfs: bool = False
+    ignore_volumes: bool = False
     force: bool = False
     plain_http: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -68,6 +69,7 @@ class Wish:
             "--tcp-established": self.tcp_established,
             "--file-locks": self.file_locks,
             "--ignore-rootfs": self.ignore_rootfs,
+            "--ignore-volumes": self.ignore_volumes,
         }
         return [option for option, wanted in chosen.items() if wanted]
 
@@ -144,7 +146,14 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
     with told():
         name = _name(wish, found)
         store.create()
-        disk_space.check(found, store.path, rootfs=not wish.ignore_rootfs, twice=True, gpus=False)
+        disk_space.check(
+            found,
+            store.path,
+            rootfs=not wish.ignore_rootfs,
+            volumes=not wish.ignore_volumes,
+            twice=True,
+            gpus=False,
+        )
         with _staged(wish, found, store) as (staging, export), ExitStack() as order:
             before, blobs = kept.roots(store), _blobs(store)
             shown = order.enter_context(board())
@@ -161,11 +170,14 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
                 _run(wish, export, ["--compress", "none"], tick, progress)
                 order.close()
                 progress.stage("records")
-                root = sources.taken_in(staging, export.archive, progress, wish.labels)
+                root, volumes = sources.taken_in(
+                    staging, export.archive, progress, wish.labels, written=store.known()
+                )
                 progress.stage("to disk")
                 whole = kept.load(root, staging.layout)
                 pages = kept.pages_of(whole, staging.layout, before)
-                staging.commit(root, names=[name], completes=pages)
+                tables = [each.table for each in volumes]
+                staging.commit(root, names=[name], tables=tables, completes=pages)
     parts = {each.digest: each.size for each in (*whole.artifact.blobs(), *whole.artifact.documents)}
     return Made(
         container=found,
@@ -217,7 +229,14 @@ def _to_file(wish: Wish, found: podman.Container, path: str, progress: Progress,
     path = os.path.abspath(path)
     folder, name = os.path.split(path)
     _check_place(path, found)
-    disk_space.check(found, folder, rootfs=not wish.ignore_rootfs, twice=False, gpus=True)
+    disk_space.check(
+        found,
+        folder,
+        rootfs=not wish.ignore_rootfs,
+        volumes=not wish.ignore_volumes,
+        twice=False,
+        gpus=True,
+    )
     token = secrets.token_hex(4)
     beside = os.path.join(folder, f".{name[:200]}.{token}")
     aside = os.path.join(folder, f"checkpoint-of-{found.name[:200]}-{token}{_ending(path)}")

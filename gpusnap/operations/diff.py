@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from gpusnap.checkpoints.formats.entries import entries
+from gpusnap.checkpoints.volumes import records as volumes
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.tar.archive import Content, Entry
 from gpusnap.oci.tar.compression import Readable
@@ -151,7 +152,14 @@ def _on_disk(path: str, name: str, seen: Callable[[int], object]) -> dict[str, F
 
 
 def _files(found: Iterable[Entry], seen: Callable[[int], object]) -> dict[str, File]:
-    return {entry.name: _file(entry.info, entry.content, seen) for entry in found}
+    files: dict[str, File] = {}
+    for entry in found:
+        if (name := volumes.name_in_chunks(entry.name)) and entry.content is not None:
+            if told := volumes.summary(entry.content.read(volumes.LARGEST_TABLE)):
+                files[volumes.label(name)] = File("file", *told)
+        else:
+            files[entry.name] = _file(entry.info, entry.content, seen)
+    return files
 
 
 def _file(info: tarfile.TarInfo, content: Content | None, seen: Callable[[int], object]) -> File:

@@ -7,6 +7,7 @@ checkpoint. All of it is an upper bound: what compresses, or is there from an ea
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 
 from gpusnap.engines import podman
@@ -19,29 +20,56 @@ from gpusnap.runtime_shim.units import human
 # CRIU's images that hold no memory, and Podman's records.
 _RECORDS = 4 << 20
 _TMPFS = "tmpfs"
+# Of a file in a tar: its header, one for what that cannot say, and what fills its last block.
+_HEADERS = 3 * 512
 # Of Podman's own mount for /dev/shm (libpod, ShmDir), which this host sees, too.
 _SHM = "/userdata/shm"
 
 
-def check(found: podman.Container, folder: str, *, rootfs: bool, twice: bool, gpus: bool) -> None:
+def check(
+    found: podman.Container, folder: str, *, rootfs: bool, volumes: bool, twice: bool, gpus: bool
+) -> None:
     """Raise Refused where the checkpoint of a running container may not fit into a folder.
 
-    rootfs: with the files that it has changed. twice: the records that are made of the archive go there, too.
-    gpus: so does the memory of its GPUs, for which the runtime does not look there.
+    rootfs: with the files that it has changed. volumes: with those in its named volumes, which Podman copies
+    into its own storage first. twice: the records that are made of the archive go there, too. gpus: so does
+    the memory of its GPUs, for which the runtime does not look there.
     """
-    need = memory(found, gpus=gpus) + (files(found, rootfs=rootfs) + _RECORDS) * (2 if twice else 1)
+    in_volumes = sum(volume_sizes(found.volumes).values()) if volumes else 0
+    in_records = files(found, rootfs=rootfs) + in_volumes + _RECORDS
+    need = memory(found, gpus=gpus) + in_records * (2 if twice else 1)
+    less = f", {human(in_volumes)} of it for volumes, which --ignore-volumes leaves out" if in_volumes else ""
+    own = os.path.dirname(found.checkpoint_path) or folder
+    if in_volumes and os.path.isdir(own):
+        if os.stat(own).st_dev == os.stat(folder).st_dev:
+            need += in_volumes
+        elif in_volumes > (free := _free(own)):
+            raise Refused(
+                f"Podman needs up to {human(in_volumes)} in {own} to copy the volumes of {found.name}, where "
+                f"{human(free)} are free",
+                hint="make room there, or give --ignore-volumes to leave the volumes out",
+                code="GPS-007",
+            )
+    if need > (free := _free(folder)):
+        raise Refused(
+            f"the checkpoint of {found.name} needs up to {human(need)} in {folder}{less}, where "
+            f"{human(free)} are free",
+            hint="make room there, for example with gpusnap rm and gpusnap gc",
+            code="GPS-007",
+        )
+
+
+def volume_sizes(volumes: Mapping[str, str]) -> dict[str, int]:
+    """Bytes of the files in each volume (name and folder), as a tar of them has it: holes count."""
+    return {name: _below(folder, holes=True) for name, folder in volumes.items() if folder}
+
+
+def _free(folder: str) -> int:
     try:
         place = os.statvfs(folder)
     except OSError as error:
         raise Refused(f"{folder} cannot be used: {reason(error)}") from error
-    free = place.f_bavail * place.f_frsize
-    if need > free:
-        raise Refused(
-            f"the checkpoint of {found.name} needs up to {human(need)} in {folder}, where {human(free)} "
-            "are free",
-            hint="make room there, for example with gpusnap rm and gpusnap gc",
-            code="GPS-007",
-        )
+    return place.f_bavail * place.f_frsize
 
 
 def memory(found: podman.Container, *, gpus: bool) -> int:
@@ -78,11 +106,16 @@ def _in_memory(found: podman.Container) -> int:
     return size
 
 
-def _below(folder: str) -> int:
+def _below(folder: str, *, holes: bool = False) -> int:
     size = 0
+    links: set[tuple[int, int]] = set()
     for at, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):  # it has just gone
                 status = os.lstat(os.path.join(at, name))
-                size += min(status.st_size, status.st_blocks * 512)
+                if status.st_nlink > 1:
+                    if (status.st_dev, status.st_ino) in links:
+                        continue
+                    links.add((status.st_dev, status.st_ino))
+                size += status.st_size + _HEADERS if holes else min(status.st_size, status.st_blocks * 512)
     return size

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.artifact import Kept
+from gpusnap.checkpoints.formats.entries import entries
+from gpusnap.checkpoints.volumes import records as volumes
 from gpusnap.oci.base.errors import BlobError, NotACheckpoint, StagingBusy
 from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks.table import descriptors
 from gpusnap.oci.layout.digests import encoded
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
@@ -85,7 +88,8 @@ def fetched(
                     progress=progress.moved,
                 )[1]
                 look(found, staging.layout)
-            away = {each.digest: each.size for each in _away(found.artifact.chunks, staging, store)}
+            of_memory = descriptors(found.tables)
+            away = {each.digest: each.size for each in _away(of_memory, staging, store)}  # not of volumes
 
             def come(which: Callable[[Descriptor], bool]) -> Moved:
                 return transfer.pull(
@@ -101,6 +105,8 @@ def fetched(
                 moved = come(wanted)
             else:
                 moved = come(lambda one: one.digest not in away)
+                if of_volumes := away.keys() & _of_volumes(found, staging.layout):
+                    come(lambda one: one.digest in of_volumes)
                 if not _may_wait(away, leave, seconds, come):
                     come(lambda one: one.digest in away)
             moved = _together(early, moved)
@@ -222,6 +228,17 @@ def have(staging: Staging, *, read: bool = True) -> Callable[[Descriptor], bool]
         return True
 
     return is_there
+
+
+def _of_volumes(found: Kept, layout: Layout) -> set[str]:
+    """The chunks that volumes consist of, which go into Podman's archive before anything else."""
+    records = found.artifact.records
+    if records is None:
+        return set()
+    layers = {each.digest: each.size for each in found.artifact.chunks}
+    with layout.open_blob(records.digest, records.size) as file:
+        where = f"the records {records.digest}"
+        return set(volumes.chunks(entries(file, where=where), layers, where))
 
 
 def _is_config(one: Descriptor) -> bool:

@@ -252,9 +252,13 @@ def write_archive(
     *,
     compress: Compression = "none",
     embed: bool = True,
+    volumes: bool = True,
     progress: Progress,
 ) -> None:
-    """Podman's archive of a checkpoint, self-contained with `embed`. Raises OciError, ImageError."""
+    """Podman's archive of a checkpoint, self-contained with `embed`; `volumes`: with their files.
+
+    Raises OciError, ImageError.
+    """
     convert.give_out(
         found.artifact,
         layout,
@@ -262,6 +266,7 @@ def write_archive(
         config=found.config,
         compress=compress,
         embed=embed,
+        volumes=volumes,
         progress=progress.chunks,
     )
 

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
@@ -40,8 +40,10 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.single_layer_image import CRIU
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
-from gpusnap.operations import pull, push_pull, restore_in_place, sources
+from gpusnap.oci.tar.archive import Entry
+from gpusnap.operations import in_use, pull, push_pull, restore_in_place, restore_volumes, sources
 from gpusnap.operations.open import open_repository
+from gpusnap.operations.restore_volumes import Choice, Inside, inside
 from gpusnap.operations.verify_files import in_archive
 from gpusnap.progress import Progress, board, grown
 from gpusnap.runtime_shim import settings as settings_file
@@ -58,8 +60,6 @@ _SECONDS = 120.0
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
 # What went wrong with something that came out of an archive: Podman's unpacking, a blob, an image.
 _OF_ITS_CONTENT = re.compile(r"^Podman failed: |sha256:|/checkpoint/|\.img\b")
-# Of a container (libpod, define.NameRegex).
-_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,9 @@ class Wish:
     tcp_established: bool = False
     tcp_close: bool = False
     ignore_static_ip: bool = False
+    ignore_static_mac: bool = False
     ignore_rootfs: bool = False
+    ignore_volumes: bool = False
     plain_http: bool = False
 
     def options(self) -> list[str]:
@@ -81,7 +83,9 @@ class Wish:
             "--tcp-established": self.tcp_established,
             "--tcp-close": self.tcp_close,
             "--ignore-static-ip": self.ignore_static_ip,
+            "--ignore-static-mac": self.ignore_static_mac,
             "--ignore-rootfs": self.ignore_rootfs,
+            "--ignore-volumes": self.ignore_volumes,
         }
         words = [option for option, wanted in chosen.items() if wanted]
         return [*words, "--name", self.name] if self.name else words
@@ -161,32 +165,40 @@ def _from_layout(wish: Wish, path: str, found: InLayout, progress: Progress) -> 
         whole = kept.load(found.root, layout)
         whole.check_podman()
         progress.stage("archive")
-        push_pull.write_archive(whole, layout, archive, progress=progress)
-        return _run(wish, archive, {}, progress, lambda: _name_of(whole))
+        choice = _volumes(wish, restore_volumes.of_artifact(whole.artifact, layout))
+        push_pull.write_archive(whole, layout, archive, volumes=not choice.ignore, progress=progress)
+        return _run(wish, archive, {}, progress, lambda: _name_of(whole), choice)
 
 
 def _from_archive(wish: Wish, path: str, progress: Progress) -> str:
     """From Podman's own archive."""
     progress.stage(f"looking through {path}")
-    _check_files(path)
+    choice = _volumes(wish, _check_files(path))
     try:
-        return _run(wish, path, {}, progress, lambda: _name_in(path))
+        return _run(wish, path, {}, progress, lambda: _name_in(path), choice)
     except GpusnapError as error:
         if not isinstance(error, Interrupted) and _OF_ITS_CONTENT.search(str(error)):
             _check_archive(path, error, progress)
         raise
 
 
-def _check_files(path: str) -> None:
-    """Raise ImageError where a link is in the place of a file, ArchiveError where not all can be looked at.
+def _check_files(path: str) -> Inside:
+    """The volumes in it.
+
+    Raises ImageError where a link is in the place of a file, ArchiveError where not all can be looked at.
 
     Podman waits for ever at a FIFO, and unpacks what lies below a link wherever that leads. It reads what
     we do not: behind a header that no checkpoint has, or with another compression.
     """
     links = Links(path)
-    with closing(entries(path)) as found:
+
+    def checked() -> Iterator[Entry]:
         for entry in found:
             links.check(entry)
+            yield entry
+
+    with closing(entries(path)) as found:
+        return inside(checked())
 
 
 def _check_archive(path: str, error: GpusnapError, progress: Progress) -> None:
@@ -224,10 +236,18 @@ def _from_artifact(wish: Wish, place: locator.InStore, progress: Progress) -> tu
         with _room(store) as folder:
             archive = os.path.join(folder, ARCHIVE)
             progress.stage("records")
-            push_pull.write_archive(found, store.layout, archive, embed=False, progress=progress)
+            choice = _volumes(wish, restore_volumes.of_artifact(found.artifact, store.layout))
+            push_pull.write_archive(
+                found,
+                store.layout,
+                archive,
+                embed=False,
+                volumes=not choice.ignore,
+                progress=progress,
+            )
             environment = {fetching.STORE: store.path}
             try:
-                container = _run(wish, archive, environment, progress, lambda: _name_of(found))
+                container = _run(wish, archive, environment, progress, lambda: _name_of(found), choice)
             except GpusnapError as error:
                 if (damaged := _of_damage(error, found, store)) is not None:
                     raise damaged from error
@@ -258,14 +278,22 @@ def _pulled(wish: Wish, place: locator.InRegistry, progress: Progress) -> tuple[
         before = kept.roots(store)
         archive = os.path.join(folder, ARCHIVE)
         progress.stage("records")
-        push_pull.write_archive(found, staging.layout, archive, embed=False, progress=progress)
+        choice = _volumes(wish, restore_volumes.of_artifact(found.artifact, staging.layout))
+        push_pull.write_archive(
+            found,
+            staging.layout,
+            archive,
+            embed=False,
+            volumes=not choice.ignore,
+            progress=progress,
+        )
         whole = _keep(store, staging, found, name, before)
         if whole:
             kept.hold(store, found.root.digest, stack)
             staging.close()  # others who want the same need not wait
         environment = {fetching.STORE: store.path, fetching.PULL_FROM: pull_from}
         fetched = grown(os.path.dirname(staging.path))
-        container = _run(wish, archive, environment, progress, lambda: _name_of(found), fetched)
+        container = _run(wish, archive, environment, progress, lambda: _name_of(found), choice, fetched)
         whole = whole or _keep(store, staging, found, name, before)
     return container, found.root.digest, name if whole else ""
 
@@ -301,23 +329,37 @@ def _run(
     environment: Mapping[str, str],
     progress: Progress,
     name: Callable[[], str],
+    choice: Choice,
     measure: Callable[[], int] = lambda: 0,
 ) -> str:
-    """Have Podman do it; where that fails, no container is left. `name`: of the one in the checkpoint."""
+    """Have Podman do it; where that fails, no container is left, and no volume that came with it.
+
+    `name`: of the container in the checkpoint; `choice`: what becomes of its volumes.
+    """
     progress.stage("restore")
     chosen = {GPU_MAP: wish.gpu_map} if wish.gpu_map else {}
+    wish = replace(wish, ignore_volumes=choice.ignore)
+    with restore_volumes.settled(choice), board() as shown:
+        if shown is not None:
+            chosen[VARIABLE] = shown.path
+        tick = progress.following(shown, "restore", measure)
+        return _restored(wish, archive, {**environment, **chosen}, tick, progress.say, name)
+
+
+def _restored(
+    wish: Wish,
+    archive: str,
+    environment: Mapping[str, str],
+    tick: Callable[[], None],
+    say: Callable[[str], None],
+    name: Callable[[], str],
+) -> str:
     before = podman.ids()
     ended = restore_in_place.find(archive, wish.options(), before)
     if ended is not None:
-        return restore_in_place.restore(ended, {**environment, **chosen}, progress.watching(measure))
+        return restore_in_place.restore(ended, environment, tick, say)
     try:
-        with board() as shown:
-            if shown is not None:
-                chosen[VARIABLE] = shown.path
-            tick = progress.following(shown, "restore", measure)
-            return podman.restore(
-                archive, wish.options(), {**environment, **chosen}, tick=tick, say=progress.say
-            )
+        return podman.restore(archive, wish.options(), environment, tick=tick, say=say)
     except Killed:
         raise  # the runtime may still be at work in what Podman has made
     except GpusnapError as error:
@@ -325,14 +367,13 @@ def _run(
         with suppress(GpusnapError, OciError):
             wanted = wish.name or name()
             _remove_new(wanted, before)
-        if _NAME.fullmatch(wanted) and "already in use" in str(error):
-            force = "--force " * _is_running(wanted)
-            raise GpusnapError(
-                f"Podman has a container {wanted} already",
-                hint=f"remove it with podman rm {force}{wanted}, or give another name with --name",
-                code="GPS-508",
-            ) from error
+        if (refused := in_use.told(error, wanted)) is not None:
+            raise refused from error
         raise
+
+
+def _volumes(wish: Wish, inside: Inside) -> Choice:
+    return restore_volumes.choose(inside, ignore=wish.ignore_volumes)
 
 
 def _of_damage(error: GpusnapError, found: Kept, store: Store) -> Damaged | None:
@@ -348,13 +389,6 @@ def _of_damage(error: GpusnapError, found: Kept, store: Store) -> Damaged | None
                     f"{error}; that is of {place}", hint="gpusnap verify finds all that is damaged"
                 )
     return None
-
-
-def _is_running(name: str) -> bool:
-    """Whether Podman has it running, so that `podman rm` alone would refuse; no where Podman cannot say."""
-    with suppress(GpusnapError):
-        return podman.container(name).status == "running"
-    return False
 
 
 def _remove_new(name: str, before: set[str]) -> None:

@@ -62,10 +62,15 @@ def find(archive: str, options: Sequence[str], ids: Collection[str]) -> Target |
     return None
 
 
-def restore(target: Target, environment: Mapping[str, str], tick: Callable[[], None]) -> str:
-    """Have Podman restore it; its ID. Raises as gpusnap.engines.podman.restore does."""
+def restore(
+    target: Target,
+    environment: Mapping[str, str],
+    tick: Callable[[], None],
+    say: Callable[[str], None] = lambda text: None,
+) -> str:
+    """Have Podman restore it; its ID. Parameters and errors as of gpusnap.engines.podman.restore."""
     try:
-        return podman.restore_in_place(target.container, target.options, environment, tick=tick)
+        return podman.restore_in_place(target.container, target.options, environment, tick=tick, say=say)
     except Killed:
         raise
     except GpusnapError as error:

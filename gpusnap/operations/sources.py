@@ -17,9 +17,11 @@ from gpusnap.checkpoints.formats.containerd import Source
 from gpusnap.checkpoints.formats.containerd_archive import Archive
 from gpusnap.checkpoints.formats.layout_archive import InLayout, opened_layout
 from gpusnap.checkpoints.labels import as_annotations
+from gpusnap.checkpoints.volumes.records import Volume
 from gpusnap.engines.ctr import InContainerd
 from gpusnap.oci.base.errors import ArchiveError, BlobError, LayoutError
 from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.layout.archive import is_layout
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
@@ -79,7 +81,7 @@ def local(
             root = image_in(staging, InContainerd(what.namespace, what.name), progress)
         else:
             progress.stage("archive")
-            root = taken_in(staging, what.path, progress)
+            root, _ = taken_in(staging, what.path, progress)
         yield Local(root, staging.layout, store, staging)
 
 
@@ -104,17 +106,27 @@ def take_chunks(staging: Staging, chunks: Iterable[Descriptor]) -> None:
 
 
 def taken_in(
-    staging: Staging, archive: str, progress: Progress, labels: Mapping[str, str] | None = None
-) -> Descriptor:
-    """An archive as an artifact in a staging; the store may have its chunks. Raises OciError, ImageError."""
+    staging: Staging,
+    archive: str,
+    progress: Progress,
+    labels: Mapping[str, str] | None = None,
+    *,
+    written: Known | None = None,
+) -> tuple[Descriptor, tuple[Volume, ...]]:
+    """An archive as an artifact in a staging, and its volumes; the store may have its chunks.
+
+    `written`: those that the store has compressed itself. Raises OciError, ImageError.
+    """
     if is_layout(archive):
         with Archive(archive) as source:
-            return image_in(staging, source, progress)
-    taken = convert.take_in(archive, staging.layout, known=staging.take, progress=progress.chunks)
+            return image_in(staging, source, progress), ()
+    taken = convert.take_in(
+        archive, staging.layout, known=staging.take, written=written, progress=progress.chunks
+    )
     take_chunks(staging, taken.chunks)
     notes = {**taken.annotations, **as_annotations(labels or {})}
     parts = artifact.Artifact(taken.config, taken.records, taken.rootfs, taken.chunks, notes)
-    return artifact.write(staging.layout, parts)
+    return artifact.write(staging.layout, parts), taken.volumes
 
 
 def image_in(staging: Staging, source: Source, progress: Progress) -> Descriptor:

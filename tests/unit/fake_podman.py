@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,10 @@ case "$1 $2" in
     cat $F/inspect.json
     exit;;
 --runtime*) cat $F/path; exit;;
+"ps --filter") cat $F/users; exit;;
 "ps "*) cat $F/ids; exit;;
+"volume ls") cat $F/volumes; exit;;
+"volume rm") sed -i "/^$3$/d" $F/volumes; exit;;
 "rm "*) rm $F/inspect.json; exit;;
 esac
 env >$F/env
@@ -52,7 +56,8 @@ class FakePodman:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder.mkdir()
         self.folder = folder
-        (folder / "ids").touch()
+        for name in ("ids", "users", "volumes"):
+            (folder / name).touch()
         program = folder / "podman"
         program.write_text(_SCRIPT.format(folder=folder, id=ID))
         program.chmod(0o755)
@@ -68,6 +73,7 @@ class FakePodman:
         auto_remove: bool = False,
         upper: str = "",
         checkpointed: bool = False,
+        volumes: Mapping[str, str] | None = None,
     ) -> None:
         """There is such a container."""
         found = {
@@ -78,6 +84,10 @@ class FakePodman:
             "StaticDir": str(self.folder),
             "HostConfig": {"AutoRemove": auto_remove},
             "GraphDriver": {"Data": {"UpperDir": upper}},
+            "Mounts": [
+                {"Type": "bind", "Source": "/srv", "Destination": "/srv"},
+                *({"Type": "volume", "Name": n, "Source": at} for n, at in (volumes or {}).items()),
+            ],
         }
         (self.folder / "inspect.json").write_text(json.dumps([found]))
 
@@ -105,13 +115,21 @@ class FakePodman:
     def calls(self) -> list[str]:
         """The command lines, but for those that only ask."""
         lines = (self.folder / "calls").read_text().splitlines()
-        asked = ("container inspect ", "ps ", "--runtime ")
+        asked = ("container inspect ", "ps ", "--runtime ", "volume ls ")
         return [line for line in lines if not line.startswith(asked)]
 
     def environment(self) -> dict[str, str]:
         """Of the last checkpoint or restore."""
         lines = (self.folder / "env").read_text().splitlines()
         return dict(line.split("=", 1) for line in lines if "=" in line)
+
+    def has_volumes(self, *names: str, users: str = "") -> None:
+        """These volumes are there, and running containers that have one of them."""
+        (self.folder / "volumes").write_text("".join(f"{name}\n" for name in names))
+        (self.folder / "users").write_text(users)
+
+    def volumes(self) -> list[str]:
+        return (self.folder / "volumes").read_text().split()
 
     def lists(self, *ids: str) -> None:
         """These containers are there."""

@@ -14,6 +14,8 @@ from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.snapshot.memory import destination as chunk_home
 
 CREATED = "org.opencontainers.image.created"
+VOLUMES = "io.gpusnap.volumes"
+"""The names of the volumes whose files are in it."""
 _CRIU = "org.criu.checkpoint."
 _LONGEST = 256
 # RFC 3339 has years of four digits.

@@ -6,11 +6,12 @@ In the archive (libpod, exportCheckpoint; containerd's CRI and CRI-O write the s
     checkpoint/                     CRIU's images
     checkpoint/gpusnap/             manifest.json, and a layout: oci-layout, index.json, blobs/sha256/
     rootfs-diff.tar                 files that changed
+    volumes/NAME.tar                what is in a named volume
     …                               more of the engine's records
 
 In the artifact manifest.json is the config, blobs that the manifest's tables name are its chunks,
-rootfs-diff.tar is a layer, and all the rest another one, the records. Each way is one pass over the archive,
-with no more than some blobs in memory.
+rootfs-diff.tar is a layer, volumes are in chunks, and all the rest is another layer, the records. Each way is
+one pass over the archive, with no more than some blobs in memory.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from gpusnap.checkpoints.formats.podman_writer import Giving
 from gpusnap.checkpoints.formats.whole_archive import whole as self_contained
 from gpusnap.oci.base.errors import reason
 from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.table import Progress
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.digests import digest_of
@@ -43,13 +45,15 @@ def take_in(
     *,
     threads: int = 0,
     known: Callable[[str, int], bool] | None = None,
+    written: Known | None = None,
     progress: Report | None = None,
 ) -> Taken:
     """Take an archive apart, into a layout that nobody else uses meanwhile; it is not made durable.
 
     threads: for zstd, and for blobs; all cores for 0. known: whether a blob (digest, size) has been put into
-    the layout from elsewhere, such as Staging.take; then the archive's is not read. progress: called with
-    bytes of the archive's file.
+    the layout from elsewhere, such as Staging.take; then the archive's is not read. written: chunks that a
+    store has, by what they hold; those of volumes are linked from there. progress: called with bytes of the
+    archive's file.
 
     Raises ImageError where a chunk that the manifest names is missing, or the archive is no checkpoint;
     ManifestError; ArchiveError, BlobError, and what Layout.add_blob raises. The layout may hold blobs of no
@@ -66,7 +70,7 @@ def take_in(
             if progress is not None:
                 progress(Progress(size, min(file.tell(), size)))
 
-        with Taking(archive_path, staging_layout, crew, known, report) as taking:
+        with Taking(archive_path, staging_layout, crew, known, report, written) as taking:
             tar_of_records = taking.packed(taking.records(file))
             records = staging_layout.add_blob(tar_of_records, media_type=artifact.RECORDS)
             crew.join()
@@ -81,6 +85,7 @@ def give_out(
     config: bytes,
     compress: Compression = "none",
     embed: bool = True,
+    volumes: bool = True,
     threads: int = 0,
     progress: Report | None = None,
 ) -> None:
@@ -88,8 +93,8 @@ def give_out(
 
     config: what becomes manifest.json; none for a checkpoint without GPU state. embed: have the chunks that
     it names in the archive, and CRIU's images as files, so that nothing else is needed; the manifest says so
-    then. threads: for zstd, and for reading chunks; all cores for 0. progress: called with
-    bytes of blobs.
+    then. volumes: with the content of volumes. threads: for zstd, and for reading chunks; all cores for 0.
+    progress: called with bytes of blobs.
 
     Raises ImageError where the artifact has no records, or such as no archive has; ManifestError; BlobError
     for a blob that is missing or wrong; ArchiveError, DiskFull, DiskError. There is no new file then.
@@ -118,7 +123,7 @@ def give_out(
 
     threads = threads or copies.cores()
     with Writer(path, compress=compress, threads=threads) as writer:
-        giving = Giving(whole, blobs, writer, threads, report)
+        giving = Giving(whole, blobs, writer, threads, report, volumes=volumes)
         giving.records(whole.records, files)
         if config:
             giving.folder(OURS)

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO
 
-from gpusnap.checkpoints.formats.annotations import annotations_of
+from gpusnap.checkpoints.formats.annotations import VOLUMES, annotations_of, bounded
 from gpusnap.checkpoints.formats.criu_images import Links
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import (
@@ -26,8 +26,11 @@ from gpusnap.checkpoints.formats.names import (
     ROOTFS,
     SMALL,
 )
+from gpusnap.checkpoints.volumes import records as volumes
+from gpusnap.checkpoints.volumes import tar_chunks
 from gpusnap.oci.base.errors import BlobError, DigestError, DiskError, reason
 from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.table import Table, descriptors
 from gpusnap.oci.layout.digests import PREFIX, check_digest, digest_of, encoded
 from gpusnap.oci.layout.documents import EMPTY, EMPTY_BLOB, Descriptor
@@ -56,6 +59,20 @@ class Taken:
     tables: tuple[tuple[str, Table], ...]
     """With what each is of: a PID and an address, or the name of an image."""
     annotations: Mapping[str, str]
+    volumes: tuple[volumes.Volume, ...] = ()
+    """Their chunks are among the others."""
+
+
+class _Reported:
+    """What an entry holds; each piece that is read is reported."""
+
+    def __init__(self, content: Content, report: Callable[[], None]) -> None:
+        self._content, self._report = content, report
+
+    def read(self, size: int = -1, /) -> bytes:
+        data = self._content.read(size)
+        self._report()
+        return data
 
 
 class Crew:
@@ -98,13 +115,17 @@ class Taking:
         crew: Crew,
         known: Callable[[str, int], bool] | None,
         report: Callable[[], None],
+        written: Known | None = None,
     ) -> None:
+        """`written`: chunks of volumes that a store has; they are linked, not compressed again."""
         self._path, self._layout, self._crew, self._known, self._report = path, layout, crew, known, report
+        self._written = written
         # Another one of the same folder: what is dropped in the end was never for the first one to sync.
         self._inner = Layout(layout.path)
         self._added: set[str] = set()
         self._seen: set[str] = set()
         self._dumps: dict[str, tuple[bytes, tarfile.TarInfo]] = {}
+        self._volumes: list[volumes.Volume] = []
         self._record: manifest.Manifest | None = None
         self._wanted: frozenset[tuple[str, int]] | None = None
         self._config: Descriptor | None = None
@@ -161,9 +182,16 @@ class Taking:
         tables = tuple(labelled(self._record)) if self._record is not None else ()
         chunks = artifact.chunk_layers(tables)
         self._settle(chunks)
+        if self._volumes:
+            chunks = artifact.chunk_layers((*tables, *((each.label, each.table) for each in self._volumes)))
         own = (self._config, records, self._rootfs)
         self._drop(self._added - {each.digest for each in (*chunks, *own) if each is not None})
-        return Taken(self._config, records, self._rootfs, chunks, tables, notes(self._record))
+        annotations = {**notes(self._record)}
+        if self._volumes:
+            named = ", ".join(each.name for each in self._volumes)
+            annotations |= bounded({VOLUMES: named})
+        own_volumes = tuple(self._volumes)
+        return Taken(self._config, records, self._rootfs, chunks, tables, annotations, own_volumes)
 
     def _placed(self, entry: Entry) -> Iterable[bytes]:
         """Put an entry where it belongs; what of it goes into the records."""
@@ -193,8 +221,34 @@ class Taking:
             self._blob(entry)
         elif name not in (OURS, *LAYOUT):
             self._links.check(entry)
+            if volumes.name_of(name) and entry.content is not None:
+                return self._volume(name, entry.info, entry.content)
+            if volumes.name_in_chunks(name):
+                raise ImageError(
+                    f"{self._path} has {name}, which no engine writes",
+                    hint="do not restore from it",
+                    code="GPS-604",
+                )
             return tar.pieces(entry.info, entry.content)
         return ()
+
+    def _volume(self, name: str, info: tarfile.TarInfo, content: Content) -> Iterable[bytes]:
+        """Take the tar of a volume in; what stands for it in the records."""
+        self._once(name)
+        table, digest = tar_chunks.write(
+            _Reported(content, self._report), self._layout, threads=self._crew.threads, known=self._written
+        )
+        volume = volumes.Volume(volumes.name_of(name), digest, table)
+        self._volumes.append(volume)
+        data = volume.encode()
+        if len(data) > volumes.LARGEST_TABLE:
+            raise ImageError(
+                f"{name} in {self._path} is too large",
+                hint="make the checkpoint with --ignore-volumes",
+                code="GPS-604",
+            )
+        info.name, info.size = volumes.entry_of(volume.name), len(data)
+        return tar.pieces(info, io.BytesIO(data))
 
     def _once(self, name: str) -> None:
         if name in self._seen:

@@ -28,6 +28,8 @@ from gpusnap.checkpoints.formats.names import (
     SMALL,
 )
 from gpusnap.checkpoints.formats.whole_archive import rebuilt
+from gpusnap.checkpoints.volumes import records as volumes_in_records
+from gpusnap.checkpoints.volumes import tar_chunks
 from gpusnap.oci.base.errors import BlobError, reason
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.table import Table
@@ -64,7 +66,11 @@ class Giving:
         writer: Sink,
         threads: int,
         report: Callable[[int], None],
+        *,
+        volumes: bool = True,
     ) -> None:
+        """`volumes`: with the content of volumes."""
+        self._volumes = volumes
         self._whole, self._blobs, self._writer = whole, blobs, writer
         # Each has a blob in memory, and one thread alone writes them.
         self._threads, self._report = min(threads, _MOST_THREADS), report
@@ -104,11 +110,25 @@ class Giving:
                 raise ImageError(
                     f"the records {layer.digest} hold {entry.name}, which is none of them", code="GPS-604"
                 )
+            if name := volumes_in_records.name_in_chunks(entry.name):
+                if self._volumes:
+                    self._volume(name, entry)
+                continue
             self._writer.add(entry.info, entry.content)
         for name, each in rebuilt_ones.items():
             with rebuilt(each, self._blobs, self._threads) as path, open(path, "rb") as file:
                 self._writer.add(self._header(name, each.table.size), file)
             self._report(each.table.size)
+
+    def _volume(self, name: str, entry: Entry) -> None:
+        """The tar of a volume that is in chunks."""
+        where = f"the checkpoint of {self._whole.annotations.get(CREATED, 'an unknown time')}"
+        data = entry.content.read(volumes_in_records.LARGEST_TABLE) if entry.content is not None else b""
+        layers = {each.digest: each.size for each in self._whole.chunks}
+        found = volumes_in_records.decode(name, data, layers, where)
+        entry.info.name, entry.info.size = found.label, found.table.size
+        tar = tar_chunks.pieces(found.table, self._blobs, threads=self._threads)
+        self._writer.add(entry.info, as_file(tar))
 
     def rootfs(self, layer: Descriptor) -> None:
         """The files that changed: their tar as it was."""

@@ -55,6 +55,7 @@ _plain_http = click.option(
 @click.option("--tcp-established", is_flag=True, help="Include open TCP connections.")
 @click.option("--file-locks", is_flag=True, help="Include file locks.")
 @click.option("--ignore-rootfs", is_flag=True, help="Leave out the files of the container that changed.")
+@click.option("--ignore-volumes", is_flag=True, help="Leave out the files in its named volumes.")
 @click.option(
     "--force",
     is_flag=True,
@@ -72,6 +73,7 @@ def checkpoint(
     tcp_established: bool,
     file_locks: bool,
     ignore_rootfs: bool,
+    ignore_volumes: bool,
     force: bool,
     plain_http: bool,
     as_json: bool,
@@ -82,6 +84,10 @@ def checkpoint(
     pushed. With --to FILE or --to oci:DIR it goes only there. A store does not write again what it has from
     earlier checkpoints. If another checkpoint in the store has the same name, it loses the name and stays
     under its digest.
+
+    Files in its named volumes are taken along, unless --ignore-volumes is given. A store does not write
+    again what has not changed there. With --leave-running, Podman reads the files of volumes, and those of
+    the container, after it has gone on: they may be newer than its memory.
 
     The container ends, unless --leave-running is given, and Podman keeps it as a stopped container. The last
     line that is printed has the command that continues it, such as `gpusnap restore CONTAINER`: the newest
@@ -107,6 +113,7 @@ def checkpoint(
         tcp_established=tcp_established,
         file_locks=file_locks,
         ignore_rootfs=ignore_rootfs,
+        ignore_volumes=ignore_volumes,
         force=force,
         plain_http=plain_http,
         labels=parse_labels(labels),
@@ -143,7 +150,13 @@ def checkpoint(
 @click.option("--tcp-established", is_flag=True, help="Restore TCP connections.")
 @click.option("--tcp-close", is_flag=True, help="Restore TCP connections as closed.")
 @click.option("--ignore-static-ip", is_flag=True, help="Allow another IP address.")
+@click.option("--ignore-static-mac", is_flag=True, help="Allow another MAC address.")
 @click.option("--ignore-rootfs", is_flag=True, help="Do not restore changed files; use those of the image.")
+@click.option(
+    "--ignore-volumes",
+    is_flag=True,
+    help="Do not restore the files in volumes: use a volume as it is here, or a new, empty one.",
+)
 @_plain_http
 @quiet
 @_as_json
@@ -154,7 +167,9 @@ def restore(
     tcp_established: bool,
     tcp_close: bool,
     ignore_static_ip: bool,
+    ignore_static_mac: bool,
     ignore_rootfs: bool,
+    ignore_volumes: bool,
     plain_http: bool,
     as_json: bool,
 ) -> None:
@@ -171,6 +186,11 @@ def restore(
     the store has a checkpoint of the same name, that one is restored, and a note says so.
 
     A name without a tag, such as server, is the newest checkpoint of that name, as is server:latest.
+
+    A named volume that Podman has already is used as it is, and a note says so: no file in it is replaced.
+    The restored processes do not know what was written to it since the checkpoint. Volumes that Podman does
+    not have are made, with their files from the checkpoint. If Podman has some of the volumes and lacks
+    others, nothing is restored, unless --ignore-volumes is given.
 
     If Podman still has the stopped container that this very checkpoint ended, that container continues, with
     its volumes and logs; if the restore fails, it is as before. Any other container of that name is in the
@@ -190,7 +210,9 @@ def restore(
         tcp_established=tcp_established,
         tcp_close=tcp_close,
         ignore_static_ip=ignore_static_ip,
+        ignore_static_mac=ignore_static_mac,
         ignore_rootfs=ignore_rootfs,
+        ignore_volumes=ignore_volumes,
         plain_http=plain_http,
     )
     with Progress() as progress:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import glob
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpusnap.engines import podman
@@ -39,6 +40,8 @@ class Subject:
     """This host's, with the container's annotations on top."""
     objection: GpusnapError | None = None
     """Why gpusnap checkpoint would not begin with it."""
+    volumes: Mapping[str, str] = field(default_factory=dict)
+    """Podman's named volumes in it, and where each has its files."""
 
 
 def find(wanted: str, *, namespace: str = "", state: str = CONTAINERD) -> Subject:
@@ -78,7 +81,8 @@ def _podmans(wanted: str) -> Subject:
     except GpusnapError as error:
         objection = error
     bundle = os.path.dirname(found.checkpoint_path)
-    return _subject(found.name, "Podman", found.id, found.init, bundle, found.status, objection)
+    subject = _subject(found.name, "Podman", found.id, found.init, bundle, found.status, objection)
+    return replace(subject, volumes=found.volumes)
 
 
 def _containerds(wanted: str, state: str, namespace: str) -> Subject:

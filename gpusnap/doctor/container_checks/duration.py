@@ -98,9 +98,15 @@ def _earlier(record: Manifest) -> Earlier | None:
 
 
 def check(
-    container: str, gpu: int, resident: int, before: Sequence[Earlier], disk: Speed | None
+    container: str,
+    gpu: int,
+    resident: int,
+    before: Sequence[Earlier],
+    disk: Speed | None,
+    *,
+    volumes: int = 0,
 ) -> Iterator[Check]:
-    """One line: from how many to how many seconds, and what that rests on."""
+    """One line: from how many to how many seconds, and what that rests on; volumes: bytes of their files."""
     before = [one for one in before if one.bytes]
     if gpu and before:
         found = from_earlier(gpu, before)
@@ -109,19 +115,24 @@ def check(
         basis = f"by {whose} earlier checkpoints in the store ({len(before)})"
     else:
         found = estimate(gpu, resident, disk.write if disk else None)
-        rate = (
+        rates = (
             f"the {human(int(disk.write))}/s that the disk writes" if disk else "a disk that was not measured"
         )
-        basis = f"by the rates in docs/benchmarks.md and {rate}"
+        basis = f"by the rates in docs/benchmarks.md and {rates}"
+    # Podman copies them into its storage, and from there into the archive; gpusnap makes chunks of that.
+    rate = min(disk.write if disk else _DISK, 16 * _DISK)
+    found = Range(found.low + 2 * volumes / _CRIU, found.high + 3 * volumes / rate)
+    files = f" and {human(volumes)} in volumes" if volumes else ""
     yield ok(
         "duration",
-        f"a checkpoint of {human(gpu)} of GPU memory and {human(resident)} of RAM is likely to take "
+        f"a checkpoint of {human(gpu)} of GPU memory and {human(resident)} of RAM{files} is likely to take "
         f"{_seconds(found.low)} to {_seconds(found.high)} s, an estimate {basis}; the archive of Podman's "
         "--export comes on top",
         low=found.low,
         high=found.high,
         gpu=gpu,
         resident=resident,
+        volumes=volumes,
         earlier=len(before),
         disk=disk.write if disk else None,
     )

@@ -71,6 +71,24 @@ def test_all(subject: Subject, driver: FakeDriver, family: Family) -> None:
     assert {call.operation for call in driver.calls} <= asked
 
 
+def test_volumes(subject: Subject, driver: FakeDriver, tmp_path: Path) -> None:
+    """Podman's are listed with their sizes, and count for the time that a checkpoint takes."""
+    before = by_name(container.checks(subject, driver))
+    assert before["volumes"].says == "no named volume"
+    (tmp_path / "volume").mkdir()
+    (tmp_path / "volume/large").write_bytes(bytes(3 * MIB))
+    found = by_name(container.checks(replace(subject, volumes={"vol": str(tmp_path / "volume")}), driver))
+    (told,) = found["volumes"].facts["volumes"]
+    assert told["name"] == "vol"
+    assert told["size"] >= 3 * MIB
+    assert found["volumes"].says.startswith(
+        "vol (3.0 MiB): a checkpoint takes the files along, unless --ignore"
+    )
+    assert found["duration"].facts["volumes"] == told["size"]
+    assert found["duration"].facts["high"] > before["duration"].facts["high"]
+    assert "volumes" not in by_name(container.checks(replace(subject, engine="containerd"), driver))
+
+
 def test_bytes_that_the_driver_does_not_tell(subject: Subject, driver: FakeDriver, family: Family) -> None:
     """Then all that the GPU has in use counts, as in a checkpoint."""
     driver.gpus = (gpu(0, used=7 * MIB),)

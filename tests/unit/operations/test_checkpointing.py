@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from archives import written
+from checkpoints import tar_of
 from fake_podman import ID, FakePodman
 from fake_registry import FakeRegistry, Say
 from kept_checkpoints import an_archive, keep_pages
@@ -93,11 +95,11 @@ def test_pages_in_the_store(pages: FakePodman, store: Store) -> None:
 
 def test_words_for_podman(fake: FakePodman) -> None:
     """Plain, as it is read again at once; options as given."""
-    made(leave_running=True, tcp_established=True, file_locks=True, ignore_rootfs=True)
+    made(leave_running=True, tcp_established=True, file_locks=True, ignore_rootfs=True, ignore_volumes=True)
     (call,) = fake.calls()
     assert re.fullmatch(
         r"container checkpoint --export /\S+/staging/\w+/podman\.tar --compress none "
-        rf"--leave-running --tcp-established --file-locks --ignore-rootfs {ID}",
+        rf"--leave-running --tcp-established --file-locks --ignore-rootfs --ignore-volumes {ID}",
         call,
     )
 
@@ -486,6 +488,45 @@ def test_no_room(fake: FakePodman, store: Store, tmp_path: Path, monkeypatch: py
         fake.has(upper=str(tmp_path / "upper"))
     room(2 << 20)
     made(ignore_rootfs=True)
+
+
+def test_no_room_for_volumes(fake: FakePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Podman copies them first, then come the archive and the records; holes count, and links do not."""
+    folder = tmp_path / "volume"
+    folder.mkdir()
+    with open(folder / "large", "wb") as file:
+        file.truncate(5 << 20)
+    os.link(folder / "large", folder / "again")
+    monkeypatch.setattr(disk_space, "_RECORDS", 0)
+    monkeypatch.setattr(disk_space, "_HEADERS", 0)
+    real = list(os.statvfs(tmp_path))
+
+    def room(free: int) -> None:
+        real[0], real[1], real[4] = 4096, 4096, free // 4096
+        monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(real))
+
+    fake.has(volumes={"vol": str(folder)})
+    (fake.folder / "checkpoint").mkdir()
+    room((15 << 20) - 4096)
+    with pytest.raises(GpusnapError, match=r"needs up to 15\.0 MiB in .*, 5\.0 MiB of it for volumes, which"):
+        made()
+    assert fake.calls() == []
+    made(ignore_volumes=True)
+    fake.has(volumes={"vol": str(folder)})
+    room(15 << 20)
+    made()
+
+
+def test_volumes_are_kept_once(fake: FakePodman, store: Store, tmp_path: Path) -> None:
+    """Their chunks are known from then on."""
+    data = tar_of({"weights": os.urandom(3 << 20)})
+    fake.exports(written(tmp_path / "v.tar", None, None, more={"volumes/vol.tar": data}))
+    first = made(name="one")
+    assert first.new > 3 << 20
+    assert len(store.known()) >= 1
+    fake.has()
+    fake.exports(written(tmp_path / "w.tar", None, None, more={"volumes/vol.tar": data, "artifacts/x": b"x"}))
+    assert made(name="two").new < 1 << 20
 
 
 def test_pages_that_are_not_there(pages: FakePodman, store: Store, tmp_path: Path) -> None:

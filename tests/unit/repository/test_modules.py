@@ -39,12 +39,11 @@ GROUND = {
     "gpusnap.runtime_shim.errors",
     "gpusnap.runtime_shim.process.proc",
 }
-# By click; by bench and by tests.
+# By click.
 CALLED_BY_OTHERS = {
     "gpusnap.cli.completion.Bash",
     "gpusnap.cli.completion.get_completion_args",
     "gpusnap.cli.group.format_commands",
-    "gpusnap.oci.chunks.buffers.Buffer",
 }
 HEAVY = (
     "argparse",

@@ -73,7 +73,11 @@ def test_there_and_back(
     taken = take_in(path, staging, threads=threads)
     before = listed(path)
 
-    assert [each.digest for each in taken.chunks] == [each.digest for each in descriptors(tables)]
+    [volume] = taken.volumes
+    memory, own = descriptors(tables), descriptors([volume.table])
+    assert [each.digest for each in taken.chunks] == [each.digest for each in (*memory, *own)]
+    assert taken.chunks[-1].annotations[artifact.CHUNK_REGION] == "volumes/v.tar"
+    assert taken.annotations["io.gpusnap.volumes"] == "v"
     assert [label for label, _ in taken.tables] == ["1:100000000", "1:200000000"]
     assert taken.rootfs is not None
     parts = {taken.config.digest, taken.records.digest, taken.rootfs.digest}
@@ -82,14 +86,15 @@ def test_there_and_back(
     assert load(staging, tables) == load(source, tables)
     records = of(staging, taken.records)
     assert {name for name in records if records[name] is not None} == {
-        *("checkpoint/inventory.img", "checkpoint/pages-1.img", "config.dump", "spec.dump", "volumes/v.tar"),
+        *("checkpoint/inventory.img", "checkpoint/pages-1.img", "config.dump", "spec.dump"),
+        "volumes/v.tar.chunks",
     }
     artifact.write(staging, whole(taken))  # refuses parts of another kind
 
     out = tmp_path / "out.tar"
     give_out(whole(taken), staging, str(out), config=before[MANIFEST], compress=compress, threads=threads)
     after = listed(str(out))
-    chunks = {BLOB + each.digest.removeprefix("sha256:") for each in taken.chunks}
+    chunks = {BLOB + each.digest.removeprefix("sha256:") for each in memory}
     left_out = {BLOB + "1" * 63, "checkpoint/gpusnap/oci-layout", "checkpoint/gpusnap/index.json"}
     assert {name: after.get(name) for name in before.keys() - left_out} == {
         name: before[name] for name in before.keys() - left_out
@@ -472,3 +477,19 @@ def test_a_lying_table(tmp_path: Path, source: Layout, staging: Layout) -> None:
     lying = validated(first.size, [Chunk(0, first.size, first.plain, first.blob, first.stored - 1, "zstd")])
     with pytest.raises(ImageError, match="lacks the blob"):
         take_in(written(tmp_path / "in.tar", source, record((lying,))), staging)
+
+
+def test_volumes_may_stay_away(tmp_path: Path, source: Layout, staging: Layout) -> None:
+    """Where Podman is to leave its own as they are."""
+    path = written(tmp_path / "in.tar", source, record(regions(source)), more={"volumes/v.tar": b"v"})
+    taken = take_in(path, staging)
+    config = staging.read_blob(taken.config)
+    give_out(whole(taken), staging, str(tmp_path / "out.tar"), config=config, volumes=False)
+    assert not [name for name in listed(str(tmp_path / "out.tar")) if name.startswith("volumes")]
+
+
+def test_no_engine_writes_chunks_of_volumes(tmp_path: Path, staging: Layout) -> None:
+    """What stands for a volume in records is never taken from an archive: it could name any chunk."""
+    path = written(tmp_path / "in.tar", None, None, more={"volumes/v.tar.chunks": b"{}"})
+    with pytest.raises(ImageError, match=r"has volumes/v\.tar\.chunks, which no engine writes"):
+        take_in(path, staging)

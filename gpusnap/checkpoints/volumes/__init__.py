@@ -1,0 +1,1 @@
+"""Named volumes in a checkpoint: their tars, in chunks."""

@@ -1,0 +1,105 @@
+"""Named volumes in the records of a checkpoint: what stands there for the tar of each.
+
+In Podman's archive a volume is `volumes/NAME.tar` (libpod, exportCheckpoint). In the records of an artifact
+`volumes/NAME.tar.chunks` has its place: JSON, {"content": digest of the tar, "table": its table of chunks}.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from gpusnap.checkpoints.volumes.tar_chunks import LARGEST
+from gpusnap.oci.base.errors import ChunkError
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.chunks.table import Table, from_json, to_json
+from gpusnap.oci.tar.archive import Entry
+from gpusnap.runtime_shim.errors import ImageError
+
+# Bytes of JSON: a row of a chunk takes about 160.
+LARGEST_TABLE = 256 << 20
+
+# libpod, define.NameRegex.
+_TAR = re.compile(r"volumes/([a-zA-Z0-9][a-zA-Z0-9_.-]*)\.tar")
+_CHUNKS = ".chunks"
+
+
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """A volume's tar in chunks."""
+
+    name: str
+    content: str
+    """The digest of the whole tar."""
+    table: Table
+
+    @property
+    def label(self) -> str:
+        """What it is called among the chunks of an artifact."""
+        return label(self.name)
+
+    def encode(self) -> bytes:
+        """What stands for it in the records."""
+        return json.dumps({"content": self.content, "table": to_json(self.table)}).encode() + b"\n"
+
+
+def name_of(entry: str) -> str:
+    """The volume whose tar an entry of an archive is; "" for any other entry."""
+    found = _TAR.fullmatch(entry)
+    return found[1] if found else ""
+
+
+def name_in_chunks(entry: str) -> str:
+    """The volume that an entry of the records stands for; "" for any other entry."""
+    return name_of(entry.removesuffix(_CHUNKS)) if entry.endswith(_CHUNKS) else ""
+
+
+def label(name: str) -> str:
+    """The name of the entry in an archive that is the tar of a volume."""
+    return f"volumes/{name}.tar"
+
+
+def entry_of(name: str) -> str:
+    """The name of the entry in the records that stands for a volume."""
+    return label(name) + _CHUNKS
+
+
+def summary(data: bytes) -> tuple[int, str] | None:
+    """Size and digest of a volume's tar, by what stands for it in the records; None if that is broken."""
+    try:
+        document = parse_json(data)
+        return int(document["table"]["size"]), str(document["content"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def decode(name: str, data: bytes, layers: Mapping[str, int], where: str) -> Volume:
+    """What stands for a volume in the records; layers: digest and size of the chunks of the artifact.
+
+    Raises ImageError where it is none, or names chunks that the artifact does not have.
+    """
+    try:
+        document = parse_json(data)
+        found = Volume(name, str(document["content"]), from_json(document["table"]))
+        for chunk in found.table.chunks:
+            if layers.get(chunk.blob) != chunk.stored:
+                raise ChunkError(f"the chunk {chunk.blob} is no layer of the checkpoint")
+            if chunk.size > LARGEST:
+                raise ChunkError(f"the chunk {chunk.blob} of {chunk.size} bytes is too large")
+    except (ValueError, KeyError, TypeError, RecursionError, ChunkError) as error:
+        raise ImageError(
+            f"the volume {name} in {where} is broken: {error}",
+            hint="take another copy of the checkpoint, or restore with --ignore-volumes",
+            code="GPS-604",
+        ) from error
+    return found
+
+
+def chunks(found: Iterable[Entry], layers: Mapping[str, int], where: str) -> Iterator[str]:
+    """The blobs of all volumes in some records. Raises as `decode` does."""
+    for entry in found:
+        if (name := name_in_chunks(entry.name)) and entry.content is not None:
+            for chunk in decode(name, entry.content.read(LARGEST_TABLE), layers, where).table.chunks:
+                yield chunk.blob

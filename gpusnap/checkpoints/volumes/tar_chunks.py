@@ -1,0 +1,146 @@
+"""A tar in chunks, so that what has not changed in it is kept once.
+
+It is cut where files are: a large one has chunks of its own, and small ones go together, with a cut after
+names that are chosen by their own hash. So a file that grows, or a new one, moves no cut of others. Where the
+cuts are matters to nobody who reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tarfile
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from gpusnap.oci.chunks import reader, writer
+from gpusnap.oci.chunks.buffers import Buffer
+from gpusnap.oci.chunks.index import Known
+from gpusnap.oci.chunks.table import CHUNK_SIZE, Chunk, Table, validated
+from gpusnap.oci.layout.blobs import Blobs
+from gpusnap.oci.layout.digests import PREFIX
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.tar.compression import Readable
+from gpusnap.oci.tar.headers import BLOCK
+
+# What is in memory at once, beside what the threads need; so also the largest chunk that is read.
+LARGEST = 64 << 20
+_CEILING = 256 << 20
+_PIECE = 1 << 20
+# A file from this size on has chunks of its own.
+_LARGE = 1 << 20
+# Of files that go together: no cut before, one after a name of so many, and one in any case.
+_LEAST, _ONE_OF, _MOST = 256 << 10, 16, 4 << 20
+# Entries that are no files, and have content.
+_WITH_CONTENT = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+# A pax record of a file that is too large for the field of a header.
+_PAX_SIZE = re.compile(rb"(?:^|\n)\d+ size=(\d+)\n")
+
+
+def write(tar: Readable, layout: Layout, *, threads: int, known: Known | None = None) -> tuple[Table, str]:
+    """Write a tar as chunks; their table, and the digest of the tar. Raises as writing chunks does."""
+    hashed = hashlib.sha256()
+    chunks: list[Chunk] = []
+    at = 0
+    for batch in _batches(cut(tar)):
+        sources = [Buffer(piece) for piece in batch]
+        tables = writer.write(sources, layout, threads=threads, ceiling=_CEILING, known=known)
+        for piece, table in zip(batch, tables, strict=True):
+            hashed.update(piece)
+            chunks += [replace(chunk, offset=at) for chunk in table.chunks]
+            at += len(piece)
+    return validated(at, chunks), PREFIX + hashed.hexdigest()
+
+
+def pieces(table: Table, blobs: Blobs, *, threads: int) -> Iterator[bytes]:
+    """The tar again, each chunk checked. Raises BlobError, ChunkError."""
+    at = 0
+    for batch in _batched(table.chunks):
+        memory = [bytearray(chunk.size) for chunk in batch]
+        parts = [Table(chunk.size, (replace(chunk, offset=0),)) for chunk in batch]
+        reader.read(parts, blobs, [Buffer(each) for each in memory], threads=threads, ceiling=_CEILING)
+        for chunk, content in zip(batch, memory, strict=True):
+            yield from _zeros(chunk.offset - at)
+            yield bytes(content)
+            at = chunk.offset + chunk.size
+    yield from _zeros(table.size - at)
+
+
+def cut(tar: Readable) -> Iterator[bytearray]:
+    """A tar in pieces of up to CHUNK_SIZE. What is no tar is cut all the same."""
+    group = bytearray()
+    longer = 0
+    while block := _read(tar, BLOCK):
+        group += block
+        try:
+            info = tarfile.TarInfo.frombuf(bytes(block), "utf-8", "surrogateescape")
+        except tarfile.HeaderError:
+            if len(block) == BLOCK and not any(block):  # two of these end a tar
+                continue
+            yield group
+            group = bytearray()
+            while piece := _read(tar, CHUNK_SIZE):
+                yield piece
+            break
+        size = longer or (info.size if info.isreg() or info.type in _WITH_CONTENT else 0)
+        longer = 0
+        left = -(-size // BLOCK) * BLOCK
+        if left >= _LARGE:
+            yield group
+            group = bytearray()
+            while left and (piece := _read(tar, min(left, CHUNK_SIZE))):
+                yield piece
+                left -= len(piece)
+            continue
+        content = _read(tar, left)
+        group += content
+        if info.type == tarfile.XHDTYPE and (found := _PAX_SIZE.search(content)):
+            longer = int(found[1])
+            continue
+        chosen = len(group) >= _LEAST and zlib.crc32(info.name.encode(errors="replace")) % _ONE_OF == 0
+        if chosen or len(group) >= _MOST:
+            yield group
+            group = bytearray()
+    if group:
+        yield group
+
+
+def _read(tar: Readable, size: int) -> bytearray:
+    """So many bytes, fewer only at the end."""
+    found = bytearray()
+    while len(found) < size and (piece := tar.read(min(size - len(found), _PIECE))):
+        found += piece
+    return found
+
+
+def _batches(found: Iterator[bytearray]) -> Iterator[list[bytearray]]:
+    batch: list[bytearray] = []
+    size = 0
+    for piece in found:
+        batch.append(piece)
+        size += len(piece)
+        if size >= LARGEST - CHUNK_SIZE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _batched(chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
+    batch: list[Chunk] = []
+    size = 0
+    for chunk in chunks:
+        if batch and size + chunk.size > LARGEST:
+            yield batch
+            batch, size = [], 0
+        batch.append(chunk)
+        size += chunk.size
+    if batch:
+        yield batch
+
+
+def _zeros(count: int) -> Iterator[bytes]:
+    while count:
+        yield bytes(min(count, _PIECE))
+        count -= min(count, _PIECE)

@@ -1,0 +1,23 @@
+"""A Podman container's named volumes, which a checkpoint takes along and a restore need not bring back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from gpusnap.doctor.base.check import Check, ok
+from gpusnap.runtime_shim.units import human
+
+
+def check(sizes: Mapping[str, int]) -> Iterator[Check]:
+    """What becomes of volumes, by name and bytes of their files."""
+    facts = {"volumes": [{"name": name, "size": size} for name, size in sizes.items()]}
+    if not sizes:
+        yield ok("volumes", "no named volume", **facts)
+        return
+    listed = ", ".join(f"{name} ({human(size)})" for name, size in sizes.items())
+    yield ok(
+        "volumes",
+        f"{listed}: a checkpoint takes the files along, unless --ignore-volumes is given; a restore uses a "
+        "volume that Podman still has as it is then",
+        **facts,
+    )

@@ -1,0 +1,81 @@
+"""What Podman says of a restore for which something is in use already, in terms of what to do about it.
+
+The words are those of libpod (bindPort, CRImportCheckpoint), of containers/storage, and of netavark's IPAM in
+containers/common.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+
+from gpusnap.engines import podman
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.user_errors import NotFound
+
+# Of a container (libpod, define.NameRegex).
+_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
+_CONTAINER = re.compile(r"(?:name|ID)\b.* is already in use")
+_VOLUME = re.compile(r"volume with name (\S+) already exists")
+_PORT = re.compile(r"listen (tcp|udp|sctp)\S* (\S*):(\d+): bind: address already in use")
+_ADDRESS = re.compile(r"requested ip address (\S+) is already allocated(?: to container ID ([0-9a-f]+))?")
+
+
+def told(error: GpusnapError, wanted: str) -> GpusnapError | None:
+    """The error for what is in use; None for any other. wanted: the name that the container shall have."""
+    text = str(error)
+    if found := _PORT.search(text):
+        return _port(*found.groups())
+    if found := _ADDRESS.search(text):
+        return _address(found[1], found[2] or "")
+    if found := _VOLUME.search(text):
+        return GpusnapError(
+            f"Podman has a volume {found[1]} already",
+            hint=f"give --ignore-volumes to use it as it is, or remove it (podman volume rm {found[1]}) to "
+            "have the files of the checkpoint",
+            code="GPS-518",
+        )
+    if _CONTAINER.search(text) and _NAME.fullmatch(wanted):
+        return _container(wanted)
+    return None
+
+
+def _container(wanted: str) -> GpusnapError:
+    try:
+        there = podman.container(wanted)
+    except NotFound:  # the same one, under another name
+        return GpusnapError(
+            "Podman has the container of this checkpoint already, under another name",
+            hint="podman ps --all shows it; remove it, or give the restored one another name with --name",
+            code="GPS-508",
+        )
+    except GpusnapError:
+        there = None
+    force = "--force " * (there is not None and there.status == "running")
+    return GpusnapError(
+        f"Podman has a container {wanted} already",
+        hint=f"remove it with podman rm {force}{wanted}, or give another name with --name",
+        code="GPS-508",
+    )
+
+
+def _port(protocol: str, host: str, port: str) -> GpusnapError:
+    where = f"{host}:{port}" if host else port
+    look = "--udp" if protocol == "udp" else "--tcp"
+    return GpusnapError(
+        f"the {protocol.upper()} port {where} of this host, which the container publishes, is in use",
+        hint="give other ports with --publish HOST-PORT:CONTAINER-PORT, or end what listens there "
+        f"(ss --listening --processes {look} 'sport = {port}' shows it)",
+        code="GPS-519",
+    )
+
+
+def _address(address: str, owner: str) -> GpusnapError:
+    who = f"the container {owner[:12]}" if owner else "another container"
+    with suppress(GpusnapError):
+        who = f"the container {podman.container(owner).name}" if owner else who
+    return GpusnapError(
+        f"the address {address}, which the container had, is in use by {who}",
+        hint="give --ignore-static-ip to let it have another one, or end that container",
+        code="GPS-520",
+    )

@@ -1,0 +1,136 @@
+"""The named volumes of a container that is restored: what Podman shall do with them, asked before it begins.
+
+Podman takes a volume that it has already as it is, or refuses; all volumes of a container alike
+(`--ignore-volumes`), and with that option it makes one that it lacks, empty (libpod, pkg/checkpoint and
+Container.restore). Here none is overwritten, and none becomes empty unless that was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from gpusnap.checkpoints.formats.entries import entries
+from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
+from gpusnap.checkpoints.volumes import records
+from gpusnap.engines import podman
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.chunks.artifact import Artifact
+from gpusnap.oci.layout.blobs import Blobs
+from gpusnap.oci.tar.archive import Entry
+from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.log import note
+from gpusnap.user_errors import Killed
+
+CODE = "GPS-518"
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """The volumes of a checkpoint: those that its container has, and those whose files it has."""
+
+    named: tuple[str, ...] = ()
+    there: frozenset[str] = frozenset()
+
+
+def named(config: bytes) -> tuple[str, ...]:
+    """The volumes of a container by its config.dump (libpod, ContainerConfig.NamedVolumes)."""
+    try:
+        found = parse_json(config)["namedVolumes"]
+        return tuple(dict.fromkeys(str(each["volumeName"]) for each in found))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ()
+
+
+def inside(found: Iterable[Entry]) -> Inside:
+    """The volumes of a checkpoint, by the entries of its archive or of its records."""
+    names: tuple[str, ...] = ()
+    there: set[str] = set()
+    for entry in found:
+        if entry.name == FIRST[0] and entry.content is not None:
+            names = named(entry.content.read(LARGEST_DUMP))
+        elif name := records.name_of(entry.name) or records.name_in_chunks(entry.name):
+            there.add(name)
+    return Inside(names, frozenset(there))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What Podman shall do with the volumes of a checkpoint."""
+
+    of: Inside
+    ignore: bool = False
+    """It leaves those that it has as they are, and makes others, empty."""
+    kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Those that it has, and the running containers that have each; none where that was asked for."""
+
+
+def of_artifact(artifact: Artifact, blobs: Blobs) -> Inside:
+    """The volumes of a checkpoint that is an artifact. Raises ArchiveError, BlobError."""
+    if artifact.records is None:
+        return Inside()
+    with blobs.open_blob(artifact.records.digest, artifact.records.size) as file:
+        return inside(entries(file, where=f"the records {artifact.records.digest}"))
+
+
+def choose(found: Inside, *, ignore: bool) -> Choice:
+    """What Podman shall do; `ignore`: leave all volumes as they are.
+
+    Raises Refused where some of them would have to come out of the checkpoint, and others not.
+    """
+    if ignore or not found.named:
+        return Choice(found, ignore)
+    known = podman.volumes()
+    there = [name for name in found.named if name in known]
+    gone = [name for name in found.named if name not in known]
+    lost = [name for name in gone if name not in found.there]
+    if lost:
+        raise Refused(
+            f"Podman has no {_volumes(lost)}, and the checkpoint was made without the files of volumes",
+            hint=f"make it (podman volume create {lost[0]}, podman volume import {lost[0]} FILE), or give "
+            "--ignore-volumes to begin with an empty one",
+            code=CODE,
+        )
+    if there and gone:
+        raise Refused(
+            f"Podman has the {_volumes(there)} of the container already, and not the {_volumes(gone)}",
+            hint=f"remove {_names(there)} (podman volume rm) to restore all from the checkpoint, or give "
+            f"--ignore-volumes to use {_names(there)} as it is, and begin with an empty {_names(gone)}",
+            code=CODE,
+        )
+    return Choice(found, bool(there), {name: podman.users_of(name) for name in there})
+
+
+@contextmanager
+def settled(choice: Choice) -> Iterator[None]:
+    """Say afterwards which volumes are used as they are; where it failed, remove those that Podman made.
+
+    Podman refuses to remove one that a container has, such as that of another restore at the same time.
+    """
+    named = choice.of.named
+    before = podman.volumes() if named else set()
+    try:
+        yield
+    except Killed:
+        raise  # what Podman had begun may go on
+    except GpusnapError:
+        with suppress(GpusnapError):
+            for name in set(named) & (podman.volumes() - before if named else set()):
+                podman.remove_volume(name)
+        raise
+    for name, users in choice.kept.items():
+        others = f" (in use by {_names(list(users))} as well)" if users else ""
+        note(
+            f"the volume {name} of this host{others} is used as it is now, and may be newer than the memory "
+            "in the checkpoint",
+            code="GPS-521",
+        )
+
+
+def _volumes(names: list[str]) -> str:
+    return f"volume{'s' * (len(names) > 1)} {_names(names)}"
+
+
+def _names(names: list[str]) -> str:
+    return " and ".join(names) if len(names) < 3 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,179 @@
+"""Named volumes, with real Podman: kept once, never overwritten; what is in use is told apart."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shimhost
+from support import Container, Done, good, podman, run, sentence
+
+from gpusnap.oci.store.store import Store
+
+COMMAND = "/usr/local/bin/gpusnap"
+STORE = Path("/var/lib/gpusnap-test")
+MIB = 1 << 20
+# A large file, and enough small ones that none of them is in a chunk of its own.
+FILL = (
+    "dd if=/dev/urandom of=/data/large bs=1M count=12 2>/dev/null; "
+    "for at in $(seq 200); do echo $at >/data/small$at; done"
+)
+
+
+@pytest.fixture(autouse=True)
+def store(crun: None) -> Iterator[Store]:
+    """An empty one, and no volume is left."""
+    shutil.rmtree(STORE, ignore_errors=True)
+    shimhost.write_settings(f'runtime = "crun"\n[store]\npath = "{STORE}"\n')
+    yield Store(STORE)
+    shutil.rmtree(STORE, ignore_errors=True)
+    for name in run("podman", "ps", "--all", "--quiet").out.split():
+        run("podman", "rm", "--force", "--time", "0", name)
+    for name in ("cache", "weights"):
+        run("podman", "volume", "rm", "--force", name)
+
+
+def gpusnap(*words: str) -> Done:
+    return run(COMMAND, *words)
+
+
+def done(*words: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(good(gpusnap(*words, "--json")))
+    return found
+
+
+def filled(*volumes: str) -> None:
+    for name in volumes:
+        good(podman("run", "--rm", "-v", f"{name}:/data", "localhost/base", "sh", "-c", FILL))
+
+
+def sums(volume: str) -> str:
+    """The digests of all files in it."""
+    return good(
+        podman("run", "--rm", "-v", f"{volume}:/data:ro", "localhost/base", "sh", "-c", "sha256sum /data/*")
+    )
+
+
+def start(name: str, *volumes: str, options: tuple[str, ...] = ()) -> Container:
+    mounts = [word for each in volumes for word in ("-v", f"{each}:/{each}")]
+    return Container.start(name, "--mib", "2", options=(*mounts, *options))
+
+
+def volumes() -> set[str]:
+    return set(run("podman", "volume", "ls", "--quiet").out.split())
+
+
+def test_kept_once_and_back(store: Store) -> None:
+    """A second checkpoint writes little; without the volume it comes back, byte by byte."""
+    filled("weights")
+    before = sums("weights")
+    container = start("w", "weights")
+    told = {each["name"]: each for each in done("doctor", "w")["checks"]}
+    [listed] = told["volumes"]["facts"]["volumes"]
+    assert (listed["name"], listed["size"] > 12 * MIB) == ("weights", True)
+    first = done("checkpoint", "w", "--leave-running", "--name", "one")
+    assert first["new"] > 12 * MIB
+    second = done("checkpoint", "w", "--name", "two")
+    assert second["new"] < first["new"] - 11 * MIB  # the memory has changed
+    container.remove()
+    good(run("podman", "volume", "rm", "weights"))
+    assert done("restore", "two")["container"] == "w"
+    container.goes_on()
+    assert sums("weights") == before
+    good(gpusnap("verify", "two"))
+
+
+def test_a_volume_that_is_there(store: Store) -> None:
+    """On the same host it is used as it is: what was written since is not lost, and a note says so."""
+    filled("weights")
+    container = start("w", "weights")
+    good(gpusnap("checkpoint", "w", "--name", "one"))
+    container.remove()
+    good(podman("run", "--rm", "-v", "weights:/data", "localhost/base", "sh", "-c", "echo new >/data/new"))
+    back = gpusnap("restore", "one")
+    good(back)
+    assert "gpusnap: note: the volume weights of this host is used as it is now, and may be newer" in back.err
+    container.goes_on()
+    assert "/data/new" in sums("weights")
+    again = gpusnap("restore", "one", "--name", "second")
+    good(again)
+    assert "(in use by w as well)" in again.err
+
+
+def test_left_out(store: Store, tmp_path: Path) -> None:
+    """--ignore-volumes on both sides, for a store and for an archive."""
+    filled("weights")
+    container = start("w", "weights")
+    assert done("checkpoint", "w", "--name", "one", "--ignore-volumes")["size"] < 12 * MIB
+    container.remove()
+    good(gpusnap("restore", "one"))
+    archive = str(tmp_path / "w.tar.zst")
+    assert done("checkpoint", "w", "--to", archive, "--ignore-volumes")["size"] < 12 * MIB
+    container.remove()
+    good(run("podman", "volume", "rm", "weights"))
+    for what in ("one", archive):
+        assert sentence(gpusnap("restore", what)).startswith(
+            "Podman has no volume weights, and the checkpoint"
+        )
+        assert volumes() == set()
+    good(gpusnap("restore", archive, "--ignore-volumes"))
+    container.goes_on()
+    assert volumes() == {"weights"}
+
+
+def test_one_of_two(store: Store) -> None:
+    """Podman could only ignore both: nothing is begun."""
+    filled("weights", "cache")
+    container = start("w", "weights", "cache")
+    good(gpusnap("checkpoint", "w", "--name", "one"))
+    container.remove()
+    good(run("podman", "volume", "rm", "cache"))
+    said = sentence(gpusnap("restore", "one"))
+    assert said.startswith(
+        "Podman has the volume weights of the container already, and not the volume cache; "
+    )
+    assert volumes() == {"weights"}
+    good(run("podman", "volume", "rm", "weights"))
+    good(gpusnap("restore", "one"))
+    container.goes_on()
+
+
+def test_what_is_in_use(store: Store) -> None:
+    """A port and a name have sentences of their own; nothing is left of a restore that failed."""
+    filled("weights")
+    container = start("w", "weights", options=("--network", "bridge", "--publish", "18080:80"))
+    good(gpusnap("checkpoint", "w", "--name", "one"))
+    container.remove()
+    good(run("podman", "volume", "rm", "weights"))
+    with socket.create_server(("", 18080)):
+        said = sentence(gpusnap("restore", "one"))
+    assert said.startswith("the TCP port 18080 of this host, which the container publishes, is in use; give")
+    assert said.endswith("[GPS-519]")
+    assert volumes() == set()
+    assert run("podman", "ps", "--all", "--quiet").out == ""
+    good(gpusnap("restore", "one"))
+    assert sentence(gpusnap("restore", "one")).startswith("Podman has a container w already; ")
+
+
+def test_an_address_in_use(store: Store) -> None:
+    """Whose it is now, and how to go on without it."""
+    good(run("podman", "network", "create", "--disable-dns", "--subnet", "10.99.0.0/24", "n1"))
+    options = ("--network", "n1", "--ip", "10.99.0.7")
+    container = start("w", options=options)
+    good(gpusnap("checkpoint", "w", "--name", "one"))
+    container.remove()
+    good(podman("run", "-d", "--name", "other", *options, "localhost/base", "sleep", "1000"))
+    said = sentence(gpusnap("restore", "one"))
+    assert said.startswith(
+        "the address 10.99.0.7, which the container had, is in use by the container other; "
+    )
+    good(gpusnap("restore", "one", "--ignore-static-ip", "--ignore-static-mac"))
+    container.goes_on()
+    for name in ("w", "other"):
+        good(run("podman", "rm", "--force", "--time", "0", name))
+    good(run("podman", "network", "rm", "n1"))

@@ -1,0 +1,74 @@
+"""What is in use already at a restore: container, volume, port and address have sentences of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fake_podman import FakePodman
+
+from gpusnap.operations import in_use
+from gpusnap.runtime_shim.errors import GpusnapError
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
+    found = FakePodman(tmp_path / "podman", monkeypatch)
+    found.has(name="other")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "cannot listen on the TCP port: listen tcp4 :8080: bind: address already in use",
+            "the TCP port 8080 of this host, which the container publishes, is in use; give other ports with "
+            "--publish HOST-PORT:CONTAINER-PORT, or end what listens there (ss --listening --processes --tcp "
+            "'sport = 8080' shows it) [GPS-519]",
+        ),
+        (
+            "cannot listen on the UDP port: listen udp4 127.0.0.1:53: bind: address already in use",
+            "the UDP port 127.0.0.1:53 of this host, which the container publishes, is in use; give other "
+            "ports with --publish HOST-PORT:CONTAINER-PORT, or end what listens there (ss --listening "
+            "--processes --udp 'sport = 53' shows it) [GPS-519]",
+        ),
+        (
+            "IPAM error: requested ip address 10.99.0.7 is already allocated to container ID 4b5b",
+            "the address 10.99.0.7, which the container had, is in use by the container other; give "
+            "--ignore-static-ip to let it have another one, or end that container [GPS-520]",
+        ),
+        (
+            "IPAM error: requested ip address fd00::7 is already allocated",
+            "the address fd00::7, which the container had, is in use by another container; give "
+            "--ignore-static-ip to let it have another one, or end that container [GPS-520]",
+        ),
+        (
+            "volume with name vol already exists. Use --ignore-volumes to not restore content of volumes",
+            "Podman has a volume vol already; give --ignore-volumes to use it as it is, or remove it (podman "
+            "volume rm vol) to have the files of the checkpoint [GPS-518]",
+        ),
+        (
+            'creating container storage: the container name "w" is already in use by 0bccc8f81a37. You',
+            "Podman has a container w already; remove it with podman rm --force w, or give another name with "
+            "--name [GPS-508]",
+        ),
+    ],
+)
+def test_each_its_own(fake: FakePodman, text: str, sentence: str) -> None:
+    found = in_use.told(GpusnapError(f"Podman failed: {text}"), "w")
+    assert found is not None
+    assert found.sentence() == sentence
+
+
+def test_the_same_container_under_another_name(fake: FakePodman) -> None:
+    """Its ID is in use, and its name is not."""
+    (fake.folder / "inspect.json").unlink()
+    found = in_use.told(GpusnapError("creating container storage: that ID is already in use"), "w")
+    assert found is not None
+    assert str(found) == "Podman has the container of this checkpoint already, under another name"
+
+
+@pytest.mark.parametrize("text", ["no such image", "address already in use", "the device is already in use"])
+def test_others_are_left_alone(fake: FakePodman, text: str) -> None:
+    assert in_use.told(GpusnapError(text), "w") is None
