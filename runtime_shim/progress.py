@@ -15,6 +15,8 @@ import threading
 import time
 from dataclasses import dataclass
 
+from gpusnap.oci.base.json_text import parse_json
+
 VARIABLE = "GPUSNAP_PROGRESS"
 """In the environment of a restore's runtime: the path of a `Board`."""
 _NAME = "gpusnap-progress"
@@ -55,7 +57,7 @@ class Board:
     def read(self) -> Record | None:
         """What was written last; None where that is nothing, or half a record."""
         try:
-            found = json.loads(os.pread(self._file, _SIZE, 0).rstrip(b"\0 "))
+            found = parse_json(os.pread(self._file, _SIZE, 0).rstrip(b"\0 "))
             return Record(
                 str(found["step"]), int(found["done"]), int(found["whole"]), float(found["resumed"])
             )

@@ -165,9 +165,14 @@ def test_no_board(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "memfd_create", fail)
     looked: list[int] = []
+
+    def measure() -> int:
+        looked.append(1)
+        return 0
+
     with Progress(shown=False) as bar, board() as there:
         assert there is None
-        tick = bar.following(there, "restore", lambda: looked.append(1) or 0)
+        tick = bar.following(there, "restore", measure)
         for _ in range(80):
             tick()
     assert len(looked) == 2
