@@ -57,7 +57,10 @@ def recover(entry: Entry, driver: Driver, settings: Memory) -> str:
 
 def sweep() -> None:
     """Free the RAM of what is staged for no entry: its gpusnap was killed in its last moments."""
-    for key in stage.containers():
+    keys: list[str] = []
+    with suppress(OSError):  # the next time, then
+        keys = stage.containers()
+    for key in keys:
         with suppress(GpusnapError, OSError), journal.held(key, patience=0):
             if key not in (*journal.noted("json"), *journal.noted("restore")):
                 stage.remove(key)

@@ -152,26 +152,26 @@ def remove(key: str) -> None:
             for name in os.listdir(folder):
                 os.unlink(os.path.join(folder, name))
             os.rmdir(folder)
-        if os.path.ismount(FOLDER) and not os.listdir(FOLDER):
+        if _is_mounted() and not os.listdir(FOLDER):
             # What a process still has mapped stays until it lets go.
             _libc.umount2(FOLDER.encode(), _MNT_DETACH)
 
 
 def device() -> str:
-    """The tmpfs as proc_pid_maps(5) has it, major:minor in hexadecimal; empty where there is none."""
+    """The tmpfs as proc_pid_maps(5) has it, major:minor in hexadecimal; empty where there is none.
+
+    Raises OSError.
+    """
     try:
         found = os.stat(FOLDER).st_dev
-    except OSError:
+    except FileNotFoundError:
         return ""
     return f"{os.major(found):02x}:{os.minor(found):02x}"
 
 
 def containers() -> list[str]:
-    """The keys of those that something is staged for."""
-    try:
-        return sorted(os.listdir(FOLDER)) if os.path.ismount(FOLDER) else []
-    except OSError:
-        return []
+    """The keys of those that something is staged for. Raises OSError."""
+    return sorted(os.listdir(FOLDER)) if _is_mounted() else []
 
 
 def _folder(key: str) -> str:
@@ -211,11 +211,23 @@ def _exclusive(lock: int) -> bool:
     return True
 
 
+def _is_mounted() -> bool:
+    """Whether the tmpfs is. Raises OSError where the kernel does not say so.
+
+    os.path.ismount takes that for no, and a second tmpfs would hide what is staged in the first.
+    """
+    try:
+        there = os.lstat(FOLDER)
+    except FileNotFoundError:
+        return False
+    return there.st_dev != os.lstat(os.path.dirname(FOLDER)).st_dev
+
+
 def _mount() -> None:
     """Mount the tmpfs unless it is. One without huge pages does too."""
     with suppress(FileExistsError):
         os.mkdir(FOLDER, 0o700)
-    if os.path.ismount(FOLDER):
+    if _is_mounted():
         return
     # Whether there is room is decided elsewhere: no limit, instead of half of the RAM.
     for options in (b"size=100%,mode=0700,huge=always", b"size=100%,mode=0700"):

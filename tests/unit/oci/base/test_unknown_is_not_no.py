@@ -73,7 +73,7 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
 
 def test_a_look_at_the_code() -> None:
     """os.path.exists says no for EIO; gpusnap.oci.base.files.exists is for what depends on the answer."""
-    names = {"exists", "lexists", "isdir", "isfile"}
+    names = {"exists", "lexists", "isdir", "isfile", "ismount"}
     found: Counter[str] = Counter()
     for path in sorted(
         path for top in ("hooks", "oci", "runtime_shim") for path in (ROOT / top).rglob("*.py")

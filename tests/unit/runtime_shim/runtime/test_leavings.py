@@ -35,10 +35,12 @@ def called(config: str, user: int | None = None, *before: str) -> Iterator[subpr
     """A process that was called with a CRIU configuration, as the real runtime is."""
     environment = {"PATH": os.environ["PATH"], VARIABLE: config}
     with subprocess.Popen([*before, "sleep", "600"], env=environment, user=user) as process:
-        # Until the exec it shows our environment.
-        wait_for(lambda: proc.environment(process.pid).get(VARIABLE) == config, "its environment")
-        yield process
-        process.kill()
+        try:
+            # Until the exec it shows our environment.
+            wait_for(lambda: proc.environment(process.pid).get(VARIABLE) == config, "its environment")
+            yield process
+        finally:
+            process.kill()
 
 
 def test_children() -> None:

@@ -460,6 +460,28 @@ def test_killed_while_it_wrote_behind(holders: list[Holder], tmp_path: Path) -> 
     chunks.close()
 
 
+def test_a_second_tmpfs_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel cannot say for a moment whether the tmpfs is mounted, none is mounted over it."""
+    Stage("one").area("a", 0, MIB).close()
+    real = os.lstat
+
+    def failing(path: object, **more: object) -> os.stat_result:
+        if path == stage.FOLDER:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), path)
+        return real(path, **more)  # type: ignore[call-overload,no-any-return]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", failing)
+        with pytest.raises(OSError, match="Cannot allocate memory"):
+            Stage("other").area("a", 0, MIB)
+        with pytest.raises(OSError, match="Cannot allocate memory"):
+            stage.containers()
+        recover_checkpoint.sweep()  # nothing is freed then
+    assert stage.containers() == ["one"]
+    stage.remove("one")
+    assert not os.path.ismount(stage.FOLDER)
+
+
 def test_what_is_staged_for_nobody(holders: list[Holder]) -> None:
     """Without an entry nobody needs it, unless somebody is at work on that container just now."""
     for name in ("one", "other", "busy"):
