@@ -124,10 +124,12 @@ CODES = (
     ErrorCode(
         "GPS-225",
         "does-not-stop",
-        "A thread of the container cannot be stopped in time. It waits in the kernel, most often for a disk "
-        "or a network file system.",
+        "A thread of the container cannot be stopped in time, or the kernel does not say in time what a "
+        "process of it has in memory or open. It waits in the kernel, most often for a disk, a network file "
+        "system or a file system in user space (FUSE).",
         "Try again later. `/proc/PID/stack` says what it waits for, `dmesg` why that may not answer. If the "
-        "message says so, run `gpusnap recover` afterwards.",
+        "server of a file system in user space has stopped, end it or unmount that. If the message says so, "
+        "run `gpusnap recover` afterwards.",
     ),
     ErrorCode(
         "GPS-226",

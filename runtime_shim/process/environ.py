@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import struct
 
+from gpusnap.runtime_shim import deadlines
 from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.runtime_shim.process import deadlines, proc
+from gpusnap.runtime_shim.process import proc
 
 # glibc, whose file had its version in the name before 2.34; musl's libc is its loader.
 _LIBC = ("libc.so.6", "libc-2.", "ld-musl-")

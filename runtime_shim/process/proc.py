@@ -48,7 +48,7 @@ def _read(path: str) -> str | None:
 
 def _read_memory(path: str) -> str | None:
     """As `_read`, of a file for which the kernel looks at the process' memory: it may have us wait there."""
-    from gpusnap.runtime_shim.process import deadlines  # threads, which not everybody needs
+    from gpusnap.runtime_shim import deadlines  # threads, which not everybody needs
 
     try:
         return _answer(path, lambda path: deadlines.ask(lambda: _content(path), path))

@@ -13,10 +13,9 @@ import stat
 from collections.abc import Collection, Iterator
 from functools import partial
 
+from gpusnap.runtime_shim import deadlines
 from gpusnap.runtime_shim.gpu.api import device_files
 from gpusnap.runtime_shim.gpu.api.driver import Held
-from gpusnap.runtime_shim.process import deadlines
-from gpusnap.runtime_shim.process.memory.maps import lines as mapped_lines
 
 KFD = "/dev/kfd"
 DRM_MAJOR = 226  # Documentation/admin-guide/devices.txt
@@ -104,7 +103,7 @@ def _opened(pid: int) -> Iterator[tuple[int, str, Number]]:
 def _mapped(pid: int) -> Iterator[tuple[tuple[int, int, str], Number]]:
     """Mappings of device files: (start, end, path) and the number."""
     try:
-        table = [line.split(maxsplit=5) for line in mapped_lines(pid)]
+        table = [line.split(maxsplit=5) for line in deadlines.read_lines(f"/proc/{pid}/maps")]
     except TimeoutError as error:
         raise device_files.unanswered(error, pid) from error
     except OSError as error:

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+from gpusnap.runtime_shim import deadlines
 from gpusnap.runtime_shim.errors import reason
 from gpusnap.runtime_shim.gpu.api.driver import Held
 from gpusnap.runtime_shim.gpu.api.errors import GpuError, PermissionRefused
-from gpusnap.runtime_shim.process import deadlines, proc
-from gpusnap.runtime_shim.process.memory.maps import lines as mapped_lines
+from gpusnap.runtime_shim.process import proc
 
 # "195 char  Nvidia graphics devices" (Documentation/admin-guide/devices.txt): what to go by where the kernel
 # driver is not loaded, or not visible in /proc/devices.
@@ -217,7 +217,7 @@ def _in_dev(pid: int, majors: frozenset[int]) -> Iterator[Node]:
 def _mappings(pid: int) -> Iterator[tuple[str, str]]:
     """(address range, path) of each file mapping, as in /proc/PID/maps (proc_pid_maps(5))."""
     try:
-        lines = mapped_lines(pid)
+        lines = deadlines.read_lines(f"/proc/{pid}/maps")
     except TimeoutError as error:
         raise unanswered(error, pid) from error
     except OSError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from gpusnap.runtime_shim.process import deadlines
+from gpusnap.runtime_shim import deadlines
 
 SMALLEST = 2 << 20
 """Bytes; GPU memory is allocated in units of 2 MiB."""
@@ -61,21 +61,11 @@ class Region:
 
 
 def mappings(pid: int) -> tuple[Mapping, ...]:
-    """What the process has mapped, by address; none for a zombie. Raises OSError as `lines`."""
-    return tuple(map(_mapping, lines(pid)))
+    """What the process has mapped, by address; none for a zombie.
 
-
-def lines(pid: int) -> list[str]:
-    """The lines of /proc/PID/maps. Raises OSError where it is gone, TimeoutError where there is no answer."""
-    path = f"/proc/{pid}/maps"
-
-    def content() -> bytes:
-        with open(path, "rb") as file:
-            return file.read()
-
-    text = deadlines.ask(content, path).decode("utf-8", "surrogateescape")
-    # Not splitlines: a name may have what that takes for the end of a line, but no newline.
-    return [line for line in text.split("\n") if line]
+    Raises OSError where it is gone, TimeoutError where the kernel does not answer.
+    """
+    return tuple(map(_mapping, deadlines.read_lines(f"/proc/{pid}/maps")))
 
 
 def _mapping(line: str) -> Mapping:

@@ -23,8 +23,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from gpusnap.runtime_shim import deadlines
 from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.runtime_shim.process import deadlines
 from gpusnap.runtime_shim.process.memory import maps as regions
 from gpusnap.runtime_shim.process.ptrace.arch import Machine, this_machine
 

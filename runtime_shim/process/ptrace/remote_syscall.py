@@ -24,8 +24,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from signal import SIGSYS
 
+from gpusnap.runtime_shim import deadlines
 from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.runtime_shim.process import deadlines
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory.maps import mappings
 from gpusnap.runtime_shim.process.ptrace import calls as ptrace

@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 
+from gpusnap.runtime_shim import deadlines
 from gpusnap.runtime_shim.errors import ContainerError, reason
 from gpusnap.runtime_shim.gpu.api.device_nodes import Change
 from gpusnap.runtime_shim.gpu.api.driver import Node
-from gpusnap.runtime_shim.process import deadlines, mount_namespace, proc
+from gpusnap.runtime_shim.process import mount_namespace, proc
 
 _T = TypeVar("_T")
 

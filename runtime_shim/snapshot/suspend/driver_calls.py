@@ -37,6 +37,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from gpusnap.runtime_shim import deadlines
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu.api.device_files import ends
 from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
@@ -49,7 +50,7 @@ from gpusnap.runtime_shim.gpu.api.errors import (
     NotInitialized,
     ProcessGone,
 )
-from gpusnap.runtime_shim.process import deadlines, proc
+from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.stopping.stop import go_on, only, several, stop
 
 if TYPE_CHECKING:

@@ -36,6 +36,7 @@ ROOMS = (
 GROUND = {
     "gpusnap.oci.base.files",
     "gpusnap.oci.base.json_text",
+    "gpusnap.runtime_shim.deadlines",
     "gpusnap.runtime_shim.errors",
     "gpusnap.runtime_shim.process.proc",
 }

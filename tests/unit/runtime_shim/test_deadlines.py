@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from gpusnap.runtime_shim import deadlines
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
 from gpusnap.runtime_shim.gpu.api import device_files
 from gpusnap.runtime_shim.gpu.api.errors import GpuError
-from gpusnap.runtime_shim.process import deadlines, environ, proc
+from gpusnap.runtime_shim.process import environ, proc
 from gpusnap.runtime_shim.process.memory import maps
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes
 

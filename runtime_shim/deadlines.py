@@ -89,3 +89,14 @@ def ask(question: Callable[[], T], what: str, *, within: float = PATIENCE) -> T:
         raise
     _idle.append(thread)
     return answer.value()
+
+
+def read_lines(path: str) -> list[str]:
+    """The lines of a file of /proc. Raises OSError where it is gone, and as `ask`."""
+
+    def content() -> bytes:
+        with open(path, "rb") as file:
+            return file.read()
+
+    # Not splitlines: a name may have what that takes for the end of a line, but no newline.
+    return [line for line in ask(content, path).decode("utf-8", "surrogateescape").split("\n") if line]
