@@ -7,6 +7,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import zstandard
@@ -44,6 +45,11 @@ class Checked:
     total_size: int
 
 
+# Bytes of a chunk. zstd may take as much memory for a window, of a blob of some KiB, and a table may say so
+# of any number of blobs: more than that is had by one thread at a time.
+_LARGE = 64 << 20
+
+
 class Contents:
     """What compressed blobs hold, as tables of chunks say: a blob's own digest says nothing of that.
 
@@ -52,12 +58,11 @@ class Contents:
 
     def __init__(self, tables: Iterable[Table] = ()) -> None:
         self._told: dict[str, set[tuple[int, str]]] = defaultdict(set)
-        self._largest = 1 << 10
+        self._alone = threading.Lock()
         for table in tables:
             for chunk in table.chunks:
                 if chunk.encoding == "zstd":
                     self._told[chunk.blob].add((chunk.size, chunk.plain))
-                    self._largest = max(self._largest, chunk.size)
 
     def fault(self, layout: Layout, blob: Descriptor) -> str:
         """What a blob, itself right, does not hold, or holds wrongly; "" where all tables are right.
@@ -67,11 +72,13 @@ class Contents:
         told = sorted(self._told.get(blob.digest, ()))
         if not told:
             return ""
+        largest = max(told[-1][0], 1 << 10)
         # As gpusnap.oci.chunks.reader: a window larger than any chunk is none of ours.
-        decompressor = zstandard.ZstdDecompressor(max_window_size=self._largest)
+        decompressor = zstandard.ZstdDecompressor(max_window_size=largest)
         hashed, at = hashlib.sha256(), 0
         try:
             with (
+                self._alone if largest > _LARGE else nullcontext(),
                 layout.open_blob(blob.digest) as file,
                 decompressor.stream_reader(file, closefd=False) as plain,
             ):

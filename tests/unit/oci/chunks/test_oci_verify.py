@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import zstandard
 from oci_checkpoints import blob_path, put
 from oci_regions import PAGE, fill, save, text
 
 from gpusnap.oci.base.errors import LayoutError
 from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks import verify as verification
 from gpusnap.oci.chunks.artifact import Artifact, chunk_layers
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.chunks.verify import Checked, Fault, verify
@@ -190,3 +193,24 @@ def test_named_as_two_things(layout: Layout) -> None:
     root = layout.add_blob(written_document(Index((outer, nested)).to_json()), media_type=INDEX)
     blob_path(layout, digest_of(CONTENTS[0])).unlink()
     assert faults(layout, root) == {digest_of(CONTENTS[0]): "missing"}
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_large_windows_one_at_a_time(layout: Layout, monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
+    """A blob of 32 KiB has zstd take a GiB; so many at once as there are cores would be all memory."""
+    content = bytes(100_000)
+    blob = layout.add_blob(zstandard.compress(content))
+    chunk = Chunk(0, len(content), digest_of(content), blob.digest, blob.size, "zstd")
+    contents = verification.Contents([Table(len(content), (chunk,))])
+    monkeypatch.setattr(verification, "_LARGE", len(content) - large)
+    seen: list[bool] = []
+    real = Layout.open_blob
+
+    def opened(self: Layout, digest: str, size: int | None = None) -> io.FileIO:
+        seen.append(contents._alone.locked())
+        return real(self, digest, size)
+
+    monkeypatch.setattr(Layout, "open_blob", opened)
+    assert contents.fault(layout, blob) == ""
+    assert seen == [large]
+    assert not contents._alone.locked()

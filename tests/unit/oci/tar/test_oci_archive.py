@@ -211,7 +211,7 @@ def test_names_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind
     assert len(read_all(written(200))) == 200
     path = written(1000)
     assert os.path.getsize(path) < 100 << 10
-    seen: list[int] = []
+    seen: list[str] = []
     with pytest.raises(ArchiveError, match="its entries have more names than any checkpoint has"):
         seen.extend(each.name for each in entries(path))
     assert 200 < len(seen) < 400
