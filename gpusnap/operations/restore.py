@@ -41,9 +41,10 @@ from gpusnap.oci.layout.single_layer_image import CRIU
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import Entry
-from gpusnap.operations import in_use, pull, push_pull, restore_in_place, restore_volumes, sources
+from gpusnap.operations import pull, push_pull, sources
 from gpusnap.operations.open import open_repository
-from gpusnap.operations.restore_volumes import Choice, Inside, inside
+from gpusnap.operations.restoring import in_place, in_use, volumes
+from gpusnap.operations.restoring.volumes import Choice, Inside, inside
 from gpusnap.operations.verify_files import in_archive
 from gpusnap.progress import Progress, board, grown
 from gpusnap.runtime_shim import settings as settings_file
@@ -165,7 +166,7 @@ def _from_layout(wish: Wish, path: str, found: InLayout, progress: Progress) -> 
         whole = kept.load(found.root, layout)
         whole.check_podman()
         progress.stage("archive")
-        choice = _volumes(wish, restore_volumes.of_artifact(whole.artifact, layout))
+        choice = _volumes(wish, volumes.of_artifact(whole.artifact, layout))
         push_pull.write_archive(whole, layout, archive, volumes=not choice.ignore, progress=progress)
         return _run(wish, archive, {}, progress, lambda: _name_of(whole), choice)
 
@@ -236,7 +237,7 @@ def _from_artifact(wish: Wish, place: locator.InStore, progress: Progress) -> tu
         with _room(store) as folder:
             archive = os.path.join(folder, ARCHIVE)
             progress.stage("records")
-            choice = _volumes(wish, restore_volumes.of_artifact(found.artifact, store.layout))
+            choice = _volumes(wish, volumes.of_artifact(found.artifact, store.layout))
             push_pull.write_archive(
                 found,
                 store.layout,
@@ -278,7 +279,7 @@ def _pulled(wish: Wish, place: locator.InRegistry, progress: Progress) -> tuple[
         before = kept.roots(store)
         archive = os.path.join(folder, ARCHIVE)
         progress.stage("records")
-        choice = _volumes(wish, restore_volumes.of_artifact(found.artifact, staging.layout))
+        choice = _volumes(wish, volumes.of_artifact(found.artifact, staging.layout))
         push_pull.write_archive(
             found,
             staging.layout,
@@ -339,7 +340,7 @@ def _run(
     progress.stage("restore")
     chosen = {GPU_MAP: wish.gpu_map} if wish.gpu_map else {}
     wish = replace(wish, ignore_volumes=choice.ignore)
-    with restore_volumes.settled(choice), board() as shown:
+    with volumes.settled(choice), board() as shown:
         if shown is not None:
             chosen[VARIABLE] = shown.path
         tick = progress.following(shown, "restore", measure)
@@ -355,9 +356,9 @@ def _restored(
     name: Callable[[], str],
 ) -> str:
     before = podman.ids()
-    ended = restore_in_place.find(archive, wish.options(), before)
+    ended = in_place.find(archive, wish.options(), before)
     if ended is not None:
-        return restore_in_place.restore(ended, environment, tick, say)
+        return in_place.restore(ended, environment, tick, say)
     try:
         return podman.restore(archive, wish.options(), environment, tick=tick, say=say)
     except Killed:
@@ -373,7 +374,7 @@ def _restored(
 
 
 def _volumes(wish: Wish, inside: Inside) -> Choice:
-    return restore_volumes.choose(inside, ignore=wish.ignore_volumes)
+    return volumes.choose(inside, ignore=wish.ignore_volumes)
 
 
 def _of_damage(error: GpusnapError, found: Kept, store: Store) -> Damaged | None:

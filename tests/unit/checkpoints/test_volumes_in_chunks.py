@@ -20,7 +20,7 @@ from gpusnap.oci.chunks import writer
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.table import CHUNK_SIZE
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.operations.restore_volumes import named
+from gpusnap.operations.restoring.volumes import named
 from gpusnap.runtime_shim.errors import ImageError
 
 MIB = 1 << 20

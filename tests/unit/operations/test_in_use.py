@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fake_podman import FakePodman
 
-from gpusnap.operations import in_use
+from gpusnap.operations.restoring import in_use
 from gpusnap.runtime_shim.errors import GpusnapError
 
 
