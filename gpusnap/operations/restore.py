@@ -340,27 +340,29 @@ def _run(
     progress.stage("restore")
     chosen = {GPU_MAP: wish.gpu_map} if wish.gpu_map else {}
     wish = replace(wish, ignore_volumes=choice.ignore)
+    before = podman.ids()
+    ended = in_place.find(archive, wish.options(), before)
+    if ended is not None:
+        choice = volumes.in_place(choice)
     with volumes.settled(choice), board() as shown:
         if shown is not None:
             chosen[VARIABLE] = shown.path
         tick = progress.following(shown, "restore", measure)
-        return _restored(wish, archive, {**environment, **chosen}, tick, progress.say, name)
+        variables = {**environment, **chosen}
+        if ended is not None:
+            return in_place.restore(ended, variables, tick, progress.say)
+        return _imported(
+            wish,
+            lambda: podman.restore(archive, wish.options(), variables, tick=tick, say=progress.say),
+            name,
+            before,
+        )
 
 
-def _restored(
-    wish: Wish,
-    archive: str,
-    environment: Mapping[str, str],
-    tick: Callable[[], None],
-    say: Callable[[str], None],
-    name: Callable[[], str],
-) -> str:
-    before = podman.ids()
-    ended = in_place.find(archive, wish.options(), before)
-    if ended is not None:
-        return in_place.restore(ended, environment, tick, say)
+def _imported(wish: Wish, work: Callable[[], str], name: Callable[[], str], before: set[str]) -> str:
+    """Have Podman make a container from an archive; where that fails, none is left. `before`: all IDs."""
     try:
-        return podman.restore(archive, wish.options(), environment, tick=tick, say=say)
+        return work()
     except Killed:
         raise  # the runtime may still be at work in what Podman has made
     except GpusnapError as error:

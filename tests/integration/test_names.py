@@ -68,6 +68,7 @@ def test_checkpoint_and_restore(store: Store) -> None:
         back = gpusnap("restore", "server")
         assert good(back).startswith(f"server  {before}")
         assert "restored from server:2" in back.err
+        assert "volume" not in back.err
         container.goes_on()
     assert container.id == before
     assert len(store.tagged("server")) == 2

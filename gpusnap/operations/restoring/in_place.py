@@ -30,6 +30,7 @@ from gpusnap.user_errors import Killed
 _TAKEN = frozenset(
     ("--file-locks", "--ignore-static-ip", "--ignore-static-mac", "--tcp-close", "--tcp-established")
 )
+_VOLUMES = "--ignore-volumes"
 _STOPPED = ("exited", "stopped")
 _IMAGES = "checkpoint/"
 # Images up to this size are compared by content, and memory only by its size.
@@ -83,8 +84,8 @@ def restore(
 
 
 def _options(options: Sequence[str], name: str) -> tuple[str, ...] | None:
-    """Those for Podman without an import, which keeps the name; None where one needs an import."""
-    words = list(options)
+    """Those for Podman without an import, which keeps name and volumes; None where one needs an import."""
+    words = [word for word in options if word != _VOLUMES]
     if "--name" in words:
         at = words.index("--name")
         if words[at + 1 : at + 2] != [name]:

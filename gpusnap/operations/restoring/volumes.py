@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
@@ -100,6 +100,11 @@ def choose(found: Inside, *, ignore: bool) -> Choice:
             code=CODE,
         )
     return Choice(found, bool(there), {name: podman.users_of(name) for name in there})
+
+
+def in_place(choice: Choice) -> Choice:
+    """The same for the container that the checkpoint ended, which has its volumes: only others change them."""
+    return replace(choice, kept={name: users for name, users in choice.kept.items() if users})
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from gpusnap.checkpoints.locator import InFile, InStore, Place
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import restore as restoring
 from gpusnap.operations.restore import Wish
+from gpusnap.operations.restoring import volumes
+from gpusnap.operations.restoring.volumes import Choice, Inside
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError
 
@@ -71,6 +73,22 @@ def test_from_a_store(fake: FakePodman, archive: str, store: Store) -> None:
 def test_its_own_name(fake: FakePodman, archive: str) -> None:
     """Named as it is called, it is the same."""
     restored(InFile(archive), name=NAME)
+    assert fake.calls() == [f"container restore {ID}"]
+
+
+@pytest.mark.parametrize("users", ["", "other"])
+def test_its_volumes(
+    fake: FakePodman, tmp_path: Path, users: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are its own: nothing is said of them, unless another container runs with one."""
+    with volumes.settled(volumes.in_place(Choice(Inside(("data",)), True, {"data": tuple(users.split())}))):
+        pass
+    assert ("data of this host (in use by other as well)" in capsys.readouterr().err) is bool(users)
+
+
+def test_volumes_as_they_are(fake: FakePodman, archive: str) -> None:
+    """In place it is so anyway."""
+    restored(InFile(archive), ignore_volumes=True)
     assert fake.calls() == [f"container restore {ID}"]
 
 
