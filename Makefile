@@ -7,14 +7,15 @@
 #   make deb     a Debian package, in dist/
 #   make test-packages   install these in clean trees of Debian 12, Debian 13 and Ubuntu 24.04, and use them there
 #   make bench-passthrough   what the shim costs the commands that it only passes on
+#   make site    the documentation as a site, in build/site
 #   make demo-picture   docs/demo.svg, the picture of the demo in README.md, from a run of it
 #   make clean   remove what these made, the test host included
 
 PYTHON ?= python3
 
-.PHONY: help demo demo-picture test test-sid unit integration lint type native wheel deb test-packages testhost bench-passthrough clean
+.PHONY: help site demo demo-picture test test-sid unit integration lint type native wheel deb test-packages testhost bench-passthrough clean
 help:
-	@sed -n '2,13s/^# \{0,1\}//p' Makefile
+	@sed -n '2,14s/^# \{0,1\}//p' Makefile
 
 demo:
 	@$(PYTHON) demo/demo.py
@@ -61,6 +62,9 @@ deb:
 # They take some minutes, and download what each tree needs.
 test-packages: native testhost wheel deb .venv/ready
 	@.venv/bin/tox run -e packages
+
+site: .venv/ready
+	@.venv/bin/tox run -e site
 
 testhost:
 	@tests/host/host build >/dev/null

@@ -103,7 +103,7 @@ def choose(found: Inside, *, ignore: bool) -> Choice:
 
 
 def in_place(choice: Choice) -> Choice:
-    """The same for the container that the checkpoint ended, and that keeps its volumes: others may use them."""
+    """The same for the container that the checkpoint ended: it keeps its volumes, which others may use."""
     return replace(choice, kept={name: users for name, users in choice.kept.items() if users})
 
 
