@@ -39,6 +39,7 @@ MODULES = {
     "restore": "gpusnap.cli.commands.checkpoint",
     "resume": "gpusnap.cli.commands.recover",
     "rm": "gpusnap.cli.commands.store",
+    "schedule": "gpusnap.cli.commands.schedule",
     "settings": "gpusnap.cli.commands.host",
     "tag": "gpusnap.cli.commands.store",
     "uninstall": "gpusnap.cli.commands.install",

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import shutil
+import signal
+import subprocess
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import shimhost
-from support import Container, good, run
+from support import Container, good, run, until
 
 from gpusnap.oci.store.store import Store
 
 COMMAND = "/usr/local/bin/gpusnap"
 STORE = Path("/var/lib/gpusnap-test")
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+# Debian's, Fedora's.
+QUADLET = ("/usr/libexec/podman/quadlet", "/usr/lib/podman/quadlet")
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +58,92 @@ def test_keep_the_last(store: Store) -> None:
     assert [each["damaged"] for each in done("verify", "--all")] == [[]]
     container.remove()
     good(run(COMMAND, "restore", "w:3"))
+    restored = Container("w")
+    restored.goes_on()
+    restored.remove()
+
+
+def test_what_a_timer_runs(store: Store) -> None:
+    """The two commands of the service, as its file has them, twice: the container goes on, one is kept."""
+    container = Container.start("w", "--mib", "8")
+    unit = good(run(COMMAND, "schedule", "w", "--every", "30m", "--keep-last", "1", "--dry-run"))
+    commands = [
+        shlex.split(line.partition("=")[2]) for line in unit.splitlines() if line.startswith("ExecStart=")
+    ]
+    assert len(commands) == 2
+    for _ in range(2):
+        for command in commands:
+            good(run(*command))
+        container.goes_on()
+        until(lambda: datetime.now(UTC).strftime("%S") != stamp(store), "another second, another name")
+    assert len([each for each in store.entries() if each.name]) == 1
+    container.remove()
+
+
+def stamp(store: Store) -> str:
+    """The seconds in the names of checkpoints."""
+    return max(each.name for each in store.entries())[-2:]
+
+
+@pytest.fixture
+def systemctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One that writes down what it is asked, as nothing else could start a unit here; its notes."""
+    notes = tmp_path / "asked"
+    (tmp_path / "systemctl").write_text(f'#!/bin/sh\necho "$*" >>{notes}\n')
+    (tmp_path / "systemctl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/local/bin:{os.environ['PATH']}")
+    return notes
+
+
+def test_boot_and_shutdown(store: Store, systemctl: Path) -> None:
+    """examples/quadlet: without a checkpoint the unit starts; after a shutdown the container goes on."""
+    script = str(EXAMPLES / "quadlet/keep.sh")
+    good(run(script, "start", "w", "w.service"))
+    assert systemctl.read_text() == "start w.service\n"
+    Container.start("w", "--mib", "8")
+    good(run(script, "stop", "w"))
+    assert good(run("podman", "ps", "--all", "--quiet")) == ""
+    good(run(script, "start", "w", "w.service"))
+    assert systemctl.read_text() == "start w.service\n"
+    container = Container("w")
+    container.goes_on()
+    assert {each.name for each in store.entries()} == {"w:restored"}
+    container.remove()
+    good(run(script, "start", "w", "w.service"))
+    assert systemctl.read_text() == "start w.service\n" * 2
+    good(run(script, "stop", "w"))
+
+
+def test_quadlet_takes_the_example(host: None) -> None:
+    """Podman's generator makes a service of it that runs the container by gpusnap-runtime."""
+    quadlet = next((each for each in QUADLET if os.path.exists(each)), None)
+    if quadlet is None:
+        pytest.skip("needs Quadlet")
+    made = good(run("env", f"QUADLET_UNIT_DIRS={EXAMPLES}/quadlet", quadlet, "-dryrun"))
+    (line,) = (line for line in made.splitlines() if line.startswith("ExecStart="))
+    assert "--runtime=gpusnap-runtime run " in line
+    assert "--device=nvidia.com/gpu=0" in line or "--device nvidia.com/gpu=0" in line
+
+
+@pytest.mark.parametrize("way", ["file", "signal"])
+def test_preemption(store: Store, systemctl: Path, tmp_path: Path, way: str) -> None:
+    """examples/preemption: nothing happens before the notice; then the checkpoint is where it shall be."""
+    container = Container.start("w", "--mib", "8")
+    notice, other = tmp_path / "notice", f"oci:{STORE}"
+    words = ["-f", str(notice)] if way == "file" else ["-s"]
+    script = [str(EXAMPLES / "preemption/preempt.sh"), "-t", "120", "-o", f"{other}:w", *words, "w"]
+    with subprocess.Popen(script, stderr=subprocess.PIPE, text=True) as process:
+        container.goes_on()
+        assert process.poll() is None
+        if way == "file":
+            notice.touch()
+        else:
+            process.send_signal(signal.SIGUSR1)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert said.startswith("preempt.sh: w has 120 s\n")
+    container.remove()
+    good(run(COMMAND, "restore", f"{other}:w"))
     restored = Container("w")
     restored.goes_on()
     restored.remove()

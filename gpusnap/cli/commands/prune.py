@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import timedelta
+from typing import Any
 
 import click
 
@@ -15,62 +15,28 @@ from gpusnap.cli import store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.commands.store import collect_store, collected_document, find_store
 from gpusnap.cli.completion import complete_store
+from gpusnap.cli.keep_options import keep_options
+from gpusnap.cli.keep_options import rules as rules_of
 from gpusnap.progress import Progress
 from gpusnap.retention.prune import Verdict
 from gpusnap.retention.prune import prune as remove
-from gpusnap.retention.rules import Rules, parse_duration, parse_label
 from gpusnap.runtime_shim.errors import UsageError
 from gpusnap.runtime_shim.units import human
 from gpusnap.user_errors import told
 
-_COUNT = click.IntRange(min=1, max=1_000_000)
-
-
-def _duration(ctx: click.Context, param: click.Parameter, value: str | None) -> timedelta:
-    try:
-        return parse_duration(value) if value is not None else timedelta()
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
-
 
 @click.command()
 @click.argument("what", nargs=-1, metavar="[STORE] [NAME]...", shell_complete=complete_store)
-@click.option("--keep-last", type=_COUNT, metavar="N", help="Keep the last N checkpoints.")
-@click.option("--keep-hourly", type=_COUNT, metavar="N", help="Keep the newest of each of the last N hours.")
-@click.option("--keep-daily", type=_COUNT, metavar="N", help="Keep the newest of each of the last N days.")
-@click.option("--keep-weekly", type=_COUNT, metavar="N", help="Keep the newest of each of the last N weeks.")
-@click.option(
-    "--keep-monthly", type=_COUNT, metavar="N", help="Keep the newest of each of the last N months."
-)
-@click.option("--keep-yearly", type=_COUNT, metavar="N", help="Keep the newest of each of the last N years.")
-@click.option(
-    "--keep-within",
-    callback=_duration,
-    metavar="DURATION",
-    help="Keep all that are at most so much older than the newest, such as 90s, 30m, 12h, 7d, 2w.",
-)
-@click.option(
-    "--keep-label",
-    multiple=True,
-    metavar="KEY[=VALUE]",
-    help="Keep all with this label; may be repeated.",
-)
+@keep_options
 @click.option("--dry-run", is_flag=True, help="Print what would be removed, and change nothing.")
 @click.option("--gc", "at_once", is_flag=True, help="Free the disk space at once, as `gpusnap gc` does.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def prune(
     what: tuple[str, ...],
-    keep_last: int | None,
-    keep_hourly: int | None,
-    keep_daily: int | None,
-    keep_weekly: int | None,
-    keep_monthly: int | None,
-    keep_yearly: int | None,
-    keep_within: timedelta,
-    keep_label: tuple[str, ...],
     dry_run: bool,
     at_once: bool,
     as_json: bool,
+    **keep: Any,
 ) -> None:
     """Remove the checkpoints of each container that no rule keeps.
 
@@ -88,16 +54,7 @@ def prune(
     As JSON: store, dryRun, checkpoints (each with digest, names, created, container, own, reasons; without a
     reason to stay, it is removed), collected (null, or what `gpusnap gc` says).
     """
-    rules = Rules(
-        last=keep_last or 0,
-        hourly=keep_hourly or 0,
-        daily=keep_daily or 0,
-        weekly=keep_weekly or 0,
-        monthly=keep_monthly or 0,
-        yearly=keep_yearly or 0,
-        within=keep_within,
-        labels=tuple(map(parse_label, keep_label)),
-    )
+    rules = rules_of(keep)
     if rules.is_empty():
         raise UsageError(
             "no rule says what to keep, so nothing is removed",

@@ -1,0 +1,172 @@
+"""`gpusnap schedule`: have systemd checkpoint a container again and again."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import click
+
+from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.labels import parse_labels
+from gpusnap.cli import tables as show
+from gpusnap.cli.completion import complete_container
+from gpusnap.cli.keep_options import duration, keep_options, rules, words
+from gpusnap.doctor.base.sources import program
+from gpusnap.engines import podman
+from gpusnap.runtime_shim.errors import GpusnapError, UsageError
+from gpusnap.schedule import schedules
+from gpusnap.schedule.schedules import Schedule
+from gpusnap.user_errors import NotFound
+
+
+@click.command()
+@click.argument("container", required=False, metavar="[CONTAINER]", shell_complete=complete_container)
+@click.option("--every", callback=duration, metavar="DURATION", help="The interval, such as 30m or 1d12h.")
+@click.option(
+    "--to",
+    metavar="PLACE",
+    help="Destination: oci:DIR, or a REF in a registry. [default: this host's store]",
+)
+@click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Label each checkpoint.")
+@click.option("--tcp-established", is_flag=True, help="Include open TCP connections.")
+@keep_options
+@click.option("--list", "show_list", is_flag=True, help="List the schedules of this host.")
+@click.option("--remove", is_flag=True, help="Remove the schedule of CONTAINER.")
+@click.option("--dry-run", is_flag=True, help="Print the units, and change nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def schedule(
+    container: str | None,
+    every: timedelta,
+    to: str | None,
+    labels: tuple[str, ...],
+    tcp_established: bool,
+    show_list: bool,
+    remove: bool,
+    dry_run: bool,
+    as_json: bool,
+    **keep: Any,
+) -> None:
+    """Have systemd checkpoint CONTAINER every DURATION, while it continues to run.
+
+    It writes a timer and a service, /etc/systemd/system/gpusnap-checkpoint-NAME, and starts the timer. With
+    --keep rules, `gpusnap prune` follows each checkpoint that succeeded, for this container alone. A run does
+    not begin before the last one has ended. If one fails, `systemctl status` and `systemctl --failed` show
+    it, and the next one begins at its time. Run it again to change a schedule.
+
+    As JSON: container, everySeconds, units (path, content), written; with --list a list of container, every
+    (seconds), commands, unit, result (of the last run: success, exit-code, running, …); with --remove:
+    container, removed (paths).
+    """
+    if show_list:
+        _list(as_json=as_json)
+        return
+    if container is None:
+        raise UsageError("no container is named", hint="gpusnap schedule CONTAINER --every 30m --keep-last 5")
+    if remove:
+        _remove(container, as_json=as_json)
+        return
+    if not every:
+        raise UsageError("nothing says how often", hint="give --every, such as --every 30m")
+    container, note = _by_name(container)
+    found = Schedule(
+        container,
+        every,
+        _checkpoint_words(to, labels, tcp_established=tcp_established),
+        _prune_words(container, to, keep),
+        program("gpusnap") or os.path.abspath(sys.argv[0]),
+        network=to is not None and isinstance(locator.destination(to), locator.InRegistry),
+    )
+    found.check()
+    if not dry_run:
+        schedules.write(found)
+    files = {os.path.join(schedules.FOLDER, name): text for name, text in found.files().items()}
+    if as_json:
+        units = [{"path": path, "content": text} for path, text in files.items()]
+        document = {"container": container, "everySeconds": int(every.total_seconds()), "units": units}
+        click.echo(json.dumps(document | {"written": not dry_run}, indent=1))
+    elif dry_run:
+        click.echo("\n".join(f"# {path}\n{text}" for path, text in files.items()), nl=False)
+    else:
+        click.echo(f"{container} is checkpointed every {_said(every)}, by {found.name}.timer")
+        click.echo(f"systemctl status '{found.name}.service' shows the last run")
+    if note:
+        click.echo(f"note: {note}", err=True)
+
+
+def _checkpoint_words(to: str | None, labels: tuple[str, ...], *, tcp_established: bool) -> tuple[str, ...]:
+    parse_labels(labels)
+    found = [word for each in labels for word in ("--label", each)]
+    if tcp_established:
+        found.append("--tcp-established")
+    if to is None:
+        return tuple(found)
+    place = locator.destination(to)
+    if isinstance(place, locator.InFile):
+        raise UsageError(
+            f"--to {to} is one file, and each checkpoint needs its own", hint="write oci:DIR, or a REF"
+        )
+    if isinstance(place, locator.InStore):
+        if place.wanted:
+            raise UsageError(f"--to {to} names one checkpoint", hint="write oci:DIR without a name")
+        to = f"oci:{place.store.path}"  # a service has another working directory
+    return (*found, "--to", to)
+
+
+def _prune_words(container: str, to: str | None, keep: dict[str, Any]) -> tuple[str, ...]:
+    if rules(keep).is_empty():
+        return ()
+    place = locator.destination(to) if to is not None else None
+    store = [f"oci:{place.store.path}"] if isinstance(place, locator.InStore) else []
+    return (*words(keep), "--gc", "--", *store, container)
+
+
+def _by_name(container: str) -> tuple[str, str]:
+    """The name of a container that may be given by its ID, and what there is to say.
+
+    There may be none now: Quadlet makes one at each start.
+    """
+    try:
+        return podman.container(container).name, ""
+    except NotFound:
+        return container, f"there is no container {container} now"
+    except GpusnapError as error:
+        return container, str(error)
+
+
+def _remove(container: str, *, as_json: bool) -> None:
+    paths = schedules.remove(container)
+    if as_json:
+        click.echo(json.dumps({"container": container, "removed": paths}, indent=1))
+        return
+    for path in paths:
+        click.echo(f"removed {path}")
+
+
+def _list(*, as_json: bool) -> None:
+    found = [*schedules.listed()]
+    if as_json:
+        click.echo(json.dumps([asdict(each) for each in found], indent=1))
+        return
+    console = show.output()
+    if not found:
+        show.say(console, "no container is scheduled")
+        return
+    rows = show.table("", "container", "every", "last run", "unit")
+    rows.title = None
+    for each in found:
+        every = _said(timedelta(seconds=each.every)) if each.every else ""
+        rows.add_row(show.plain(each.container), every, show.plain(each.result), show.plain(each.unit))
+    console.print(rows)
+
+
+def _said(every: timedelta) -> str:
+    seconds = int(every.total_seconds())
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds % size == 0:
+            return f"{seconds // size} {unit}"
+    return f"{seconds} s"

@@ -1,0 +1,71 @@
+"""The options of the rules of what is kept: for `prune`, and for `schedule`, which has it run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import click
+
+from gpusnap.retention.rules import Rules, parse_duration, parse_label
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_COUNT = click.IntRange(min=1, max=1_000_000)
+_PERIODS = {"hourly": "hours", "daily": "days", "weekly": "weeks", "monthly": "months", "yearly": "years"}
+
+
+def duration(ctx: click.Context, param: click.Parameter, value: str | None) -> timedelta:
+    """The callback of an option that is a duration; none is 0."""
+    try:
+        return parse_duration(value) if value is not None else timedelta()
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def keep_options(command: _Command) -> _Command:
+    """Give a command all of them; it takes them as **keep."""
+    options = [click.option("--keep-last", type=_COUNT, metavar="N", help="Keep the last N checkpoints.")]
+    for name, period in _PERIODS.items():
+        text = f"Keep the newest of each of the last N {period}."
+        options.append(click.option(f"--keep-{name}", type=_COUNT, metavar="N", help=text))
+    options += [
+        click.option(
+            "--keep-within",
+            callback=duration,
+            metavar="DURATION",
+            help="Keep all that are at most so much older than the newest, such as 90s, 30m, 12h, 7d, 2w.",
+        ),
+        click.option(
+            "--keep-label",
+            multiple=True,
+            metavar="KEY[=VALUE]",
+            help="Keep all with this label; may be repeated.",
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def rules(keep: Mapping[str, Any]) -> Rules:
+    """The rules that were given."""
+    return Rules(
+        last=keep["keep_last"] or 0,
+        **{name: keep[f"keep_{name}"] or 0 for name in _PERIODS},
+        within=keep["keep_within"],
+        labels=tuple(map(parse_label, keep["keep_label"])),
+    )
+
+
+def words(keep: Mapping[str, Any]) -> tuple[str, ...]:
+    """The same as options of a command line."""
+    counts = [
+        (f"--keep-{name}", str(keep[f"keep_{name}"]))
+        for name in ("last", *_PERIODS)
+        if keep[f"keep_{name}"] is not None
+    ]
+    within = int(keep["keep_within"].total_seconds())
+    more = [("--keep-within", f"{within}s")] if within else []
+    labels = [("--keep-label", each) for each in keep["keep_label"]]
+    return tuple(word for pair in (*counts, *more, *labels) for word in pair)

@@ -1,0 +1,1 @@
+"""Checkpoints by the clock: timers and services of systemd."""

@@ -1,0 +1,249 @@
+"""`gpusnap schedule`: a timer and a service of systemd that checkpoint a container again and again.
+
+The service is of Type=oneshot: systemd starts it once at a time, its second command runs only when the first
+has succeeded, and a failure is its state, which `systemctl status` shows.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+from gpusnap.doctor.base.sources import Answer, ask
+from gpusnap.engines.install.files import put_file, unlink
+from gpusnap.runtime_shim.errors import GpusnapError, UsageError, reason
+from gpusnap.schedule import unit_files
+from gpusnap.user_errors import NotFound
+
+FOLDER = "/etc/systemd/system"
+_PREFIX = "gpusnap-checkpoint-"
+_RUNNING = "/run/systemd/system"  # sd_booted(3)
+_LONGEST = 256 - len(".service")  # unit names, systemd.unit(5)
+_SHORTEST = timedelta(seconds=30)
+# Of a container (libpod, define.NameRegex).
+_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*", re.ASCII)
+# Of one run: longer than any checkpoint takes, so that one that hangs ends, and the next may begin.
+_RUN_LIMIT = "6h"
+# For what a checkpoint undoes when it is stopped.
+_STOP_LIMIT = "10min"
+
+# What `systemctl show` tells of a service.
+_STATE = ("Result", "ActiveState", "ExecMainStartTimestampMonotonic")
+
+Run = Callable[[Sequence[str]], Answer | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A container, how often it is checkpointed, and by which commands."""
+
+    container: str
+    every: timedelta
+    checkpoint: tuple[str, ...]
+    """The words after `gpusnap checkpoint --leave-running`, but for the container."""
+    prune: tuple[str, ...] = ()
+    """The words after `gpusnap prune`; none: nothing is removed."""
+    program: str = "/usr/bin/gpusnap"
+    network: bool = False
+    """Whether the checkpoints go to a registry."""
+
+    @property
+    def name(self) -> str:
+        """Of the units, without .timer and .service."""
+        return _PREFIX + unit_files.escape(self.container)
+
+    def files(self) -> dict[str, str]:
+        """The content of each unit file by its name. Raises UsageError."""
+        try:
+            return {f"{self.name}.service": self._service(), f"{self.name}.timer": self._timer()}
+        except ValueError as error:
+            raise UsageError(f"no unit of systemd can be made: {error}") from error
+
+    def check(self) -> None:
+        """Raise UsageError where systemd could not have it."""
+        if self.every < _SHORTEST:
+            raise UsageError(
+                f"every {self.every.total_seconds():g} s is too often", hint="the shortest interval is 30s"
+            )
+        if not _NAME.fullmatch(self.container):
+            raise UsageError(
+                f"{self.container[:80]!r} is no name of a container", hint="podman ps lists them"
+            )
+        if len(self.name) > _LONGEST:
+            raise UsageError(f"{self.container[:80]!r} is too long a name for a unit of systemd")
+        self.files()
+
+    def _service(self) -> str:
+        run = (self.program, "checkpoint", "--leave-running", *self.checkpoint, "--", self.container)
+        lines = [
+            "# Written by gpusnap schedule; gpusnap schedule --remove removes it.",
+            "[Unit]",
+            f"Description=Checkpoint of the container {unit_files.value(self.container)}",
+            "Documentation=man:gpusnap(1)",
+            *(("After=network-online.target", "Wants=network-online.target") if self.network else ()),
+            "",
+            "[Service]",
+            "Type=oneshot",
+            f"ExecStart={unit_files.command_line(run)}",
+        ]
+        if self.prune:
+            lines.append(f"ExecStart={unit_files.command_line((self.program, 'prune', *self.prune))}")
+        # A signal is for gpusnap alone: it undoes what it has begun, with the programs that it has started.
+        lines += ["KillMode=mixed", f"TimeoutStartSec={_RUN_LIMIT}", f"TimeoutStopSec={_STOP_LIMIT}"]
+        return "\n".join((*lines, ""))
+
+    def _timer(self) -> str:
+        seconds = int(self.every.total_seconds())
+        return "\n".join(
+            (
+                "# Written by gpusnap schedule; gpusnap schedule --remove removes it.",
+                "[Unit]",
+                f"Description=Checkpoints of the container {unit_files.value(self.container)}",
+                "Documentation=man:gpusnap(1)",
+                "",
+                "[Timer]",
+                f"OnActiveSec={seconds}s",
+                f"OnUnitActiveSec={seconds}s",
+                "AccuracySec=1s",
+                "",
+                "[Install]",
+                "WantedBy=timers.target",
+                "",
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A schedule of this host, as its unit files say it."""
+
+    container: str
+    every: int
+    """Seconds; 0 where the timer does not say so any more."""
+    commands: tuple[str, ...]
+    unit: str
+    """The timer."""
+    result: str
+    """Of the last run, as systemd names it: success, exit-code, timeout…; "running"; empty without one."""
+
+
+def write(schedule: Schedule, *, run: Run = ask) -> list[str]:
+    """Write the units and start the timer; the paths. One that is there is replaced. Raises GpusnapError."""
+    schedule.check()
+    _check_systemd()
+    paths = []
+    for name, text in schedule.files().items():
+        path = os.path.join(FOLDER, name)
+        try:
+            put_file(path, text.encode(), 0o644)
+        except OSError as error:
+            raise GpusnapError(
+                f"{path} cannot be written: {reason(error)}", hint="run it as root", code="GPS-103"
+            ) from error
+        paths.append(path)
+    try:
+        _systemctl(run, "daemon-reload")
+        _systemctl(run, "enable", "--", f"{schedule.name}.timer")
+        _systemctl(run, "restart", "--", f"{schedule.name}.timer")
+    except GpusnapError:
+        with suppress(GpusnapError):
+            remove(schedule.container, run=run)
+        raise
+    return paths
+
+
+def remove(container: str, *, run: Run = ask) -> list[str]:
+    """Stop the timer, and remove its units; the paths. A checkpoint that runs goes on to its end.
+
+    Raises NotFound, GpusnapError.
+    """
+    name = _PREFIX + unit_files.escape(container)
+    paths = [os.path.join(FOLDER, name + kind) for kind in (".timer", ".service")]
+    there = [path for path in paths if os.path.lexists(path)]
+    if not there:
+        raise NotFound(
+            f"there is no schedule for the container {container}", hint="gpusnap schedule --list lists them"
+        )
+    if os.path.isdir(_RUNNING):
+        if paths[0] in there:
+            _systemctl(run, "disable", "--now", "--", f"{name}.timer")
+        for path in there:
+            unlink(path)
+        _systemctl(run, "daemon-reload")
+    for path in there:
+        unlink(path)
+    return there
+
+
+def listed(*, run: Run = ask) -> Iterator[Found]:
+    """All schedules of this host. Raises GpusnapError."""
+    try:
+        names = sorted(os.listdir(FOLDER))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise GpusnapError(f"{FOLDER} cannot be read: {reason(error)}", code="GPS-005") from error
+    for name in names:
+        base, _, kind = name.rpartition(".")
+        if not name.startswith(_PREFIX) or kind != "timer":
+            continue
+        timer, service = _settings(name), _settings(f"{base}.service")
+        seconds = next((text for key, text in timer if key == "OnUnitActiveSec"), "").removesuffix("s")
+        yield Found(
+            unit_files.unescape(base.removeprefix(_PREFIX)),
+            int(seconds) if seconds.isascii() and seconds.isdigit() else 0,
+            tuple(text for key, text in service if key == "ExecStart"),
+            name,
+            _result(run, f"{base}.service"),
+        )
+
+
+def _settings(name: str) -> list[tuple[str, str]]:
+    """The lines KEY=VALUE of a unit file; none where it cannot be read."""
+    try:
+        with open(os.path.join(FOLDER, name), encoding="utf-8", errors="replace") as file:
+            pairs = [line.strip().partition("=") for line in file.read(1 << 16).splitlines()]
+    except OSError:
+        return []
+    return [(key, text) for key, equals, text in pairs if equals]
+
+
+def _result(run: Run, service: str) -> str:
+    """How the last run ended."""
+    if not os.path.isdir(_RUNNING):
+        return ""
+    done = run(["systemctl", "show", f"--property={','.join(_STATE)}", "--", service])
+    if done is None or done.code:
+        return ""
+    found = dict(line.split("=", 1) for line in done.out.splitlines() if "=" in line)
+    if found.get("ActiveState") == "activating":
+        return "running"
+    began = found.get("ExecMainStartTimestampMonotonic", "0")
+    return found.get("Result", "") if began not in ("", "0") else ""
+
+
+def _check_systemd() -> None:
+    if not os.path.isdir(_RUNNING):
+        raise GpusnapError(
+            "systemd does not run this host, so there is nothing to start a timer",
+            hint="--dry-run prints the units; another scheduler may run the commands in them",
+        )
+
+
+def _systemctl(run: Run, *words: str) -> None:
+    done = run(["systemctl", *words])
+    if done is not None and done.code == 0:
+        return
+    said = "it cannot be run, or does not answer" if done is None else _last_line(done)
+    raise GpusnapError(
+        f"{shlex.join(['systemctl', *words])} failed: {said}", hint="run it as root", code="GPS-005"
+    )
+
+
+def _last_line(done: Answer) -> str:
+    return (done.err.strip().splitlines() or [f"exit code {done.code}"])[-1]

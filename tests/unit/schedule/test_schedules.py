@@ -1,0 +1,250 @@
+"""gpusnap schedule: what is written, what systemd is told, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from fake_podman import ID, FakePodman
+
+from gpusnap.doctor.base.sources import Answer
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.errors import GpusnapError, UsageError
+from gpusnap.schedule import schedules
+from gpusnap.schedule.schedules import Schedule, listed, remove, write
+from gpusnap.user_errors import NotFound
+
+Run = Callable[..., tuple[int, str, str]]
+HALF_HOUR = timedelta(minutes=30)
+
+
+class Systemctl:
+    """Stands in for systemctl; `fails`: the words with which it fails."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.fails = ""
+        self.says = ""
+
+    def __call__(self, argv: Sequence[str]) -> Answer:
+        self.calls.append(shlex.join(argv[1:]))
+        if self.fails and self.fails in self.calls[-1]:
+            return Answer(1, "", "Failed to do it: Access denied\n")
+        return Answer(0, self.says, "")
+
+
+@pytest.fixture
+def units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of unit files, on a host that systemd runs."""
+    folder = tmp_path / "units"
+    folder.mkdir()
+    monkeypatch.setattr(schedules, "FOLDER", str(folder))
+    monkeypatch.setattr(schedules, "_RUNNING", str(tmp_path))
+    return folder
+
+
+@pytest.fixture
+def systemctl() -> Systemctl:
+    return Systemctl()
+
+
+def settings_of(text: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        key, equals, value = line.partition("=")
+        if equals and not line.startswith("#"):
+            found.setdefault(key, []).append(value)
+    return found
+
+
+def test_units() -> None:
+    """One run at a time, pruning only after success, a deadline for each."""
+    made = Schedule(
+        "tr-1", HALF_HOUR, ("--to", "oci:/srv/a b"), ("--keep-last", "5", "--", "tr-1"), "/bin/gpusnap"
+    )
+    service, timer = map(settings_of, made.files().values())
+    assert [*made.files()] == ["gpusnap-checkpoint-tr\\x2d1.service", "gpusnap-checkpoint-tr\\x2d1.timer"]
+    assert service["Type"] == ["oneshot"]
+    assert service["ExecStart"] == [
+        '/bin/gpusnap checkpoint --leave-running --to "oci:/srv/a b" -- tr-1',
+        "/bin/gpusnap prune --keep-last 5 -- tr-1",
+    ]
+    assert service["TimeoutStartSec"]
+    assert service["KillMode"] == ["mixed"]
+    assert "After" not in service
+    assert (timer["OnActiveSec"], timer["OnUnitActiveSec"]) == (["1800s"], ["1800s"])
+    assert timer["WantedBy"] == ["timers.target"]
+    assert (
+        len(settings_of(Schedule("w", HALF_HOUR, ()).files()["gpusnap-checkpoint-w.service"])["ExecStart"])
+        == 1
+    )
+    pushed = Schedule("w", HALF_HOUR, ("--to", "registry.example/w:v1"), network=True)
+    assert settings_of(pushed.files()["gpusnap-checkpoint-w.service"])["After"] == ["network-online.target"]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+@pytest.mark.parametrize("name", ["w", "a-b.c_d", "x" * 60])
+def test_systemd_takes_them(tmp_path: Path, name: str) -> None:
+    """`systemd-analyze verify` has nothing to say."""
+    made = Schedule(
+        name, HALF_HOUR, ("--label", 'a=100% $HOME "x" \\n'), ("--keep-last", "5"), "/bin/true", network=True
+    )
+    for file, text in made.files().items():
+        (tmp_path / file).write_text(text)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *(str(tmp_path / file) for file in made.files())],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    ours = [line for line in done.stderr.splitlines() if "gpusnap-checkpoint" in line]
+    assert (done.returncode, ours) == (0, [])
+
+
+def test_there_and_gone(units: Path, systemctl: Systemctl) -> None:
+    """Written, listed with how the last run ended, changed by another call, removed."""
+    paths = write(Schedule("tr-1", HALF_HOUR, ()), run=systemctl)
+    assert sorted(paths) == sorted(str(each) for each in units.iterdir())
+    timer = "'gpusnap-checkpoint-tr\\x2d1.timer'"
+    assert systemctl.calls == ["daemon-reload", f"enable -- {timer}", f"restart -- {timer}"]
+    assert all(Path(path).stat().st_mode & 0o777 == 0o644 for path in paths)
+    (units / "other.timer").write_text("")
+    for state, result in (
+        ("Result=success\nActiveState=inactive\nExecMainStartTimestampMonotonic=0\n", ""),
+        ("Result=exit-code\nActiveState=failed\nExecMainStartTimestampMonotonic=7\n", "exit-code"),
+        ("Result=success\nActiveState=activating\nExecMainStartTimestampMonotonic=7\n", "running"),
+    ):
+        systemctl.says = state
+        (found,) = listed(run=systemctl)
+        assert (found.container, found.every, found.result) == ("tr-1", 1800, result)
+        assert found.commands == ("/usr/bin/gpusnap checkpoint --leave-running -- tr-1",)
+    write(Schedule("tr-1", timedelta(hours=1), ()), run=systemctl)
+    assert [each.every for each in listed(run=systemctl)] == [3600]
+    systemctl.calls.clear()
+    assert sorted(remove("tr-1", run=systemctl)) == sorted(paths)
+    assert systemctl.calls == [f"disable --now -- {timer}", "daemon-reload"]
+    assert [each.name for each in units.iterdir()] == ["other.timer"]
+    with pytest.raises(NotFound, match="there is no schedule for the container tr-1"):
+        remove("tr-1", run=systemctl)
+
+
+@pytest.mark.parametrize("fails", ["daemon-reload", "enable", "restart"])
+def test_a_systemd_that_refuses(units: Path, systemctl: Systemctl, fails: str) -> None:
+    """Nothing is left of it, and the sentence is systemd's."""
+    systemctl.fails = fails
+    with pytest.raises(GpusnapError, match=rf"^systemctl {fails}.* failed: Failed to do it: Access denied"):
+        write(Schedule("w", HALF_HOUR, ()), run=systemctl)
+    systemctl.fails = ""
+    left = [each.name for each in units.iterdir()]
+    assert left == [] or fails == "daemon-reload"
+
+
+def test_without_systemd(units: Path, systemctl: Systemctl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedules, "_RUNNING", "/nowhere")
+    with pytest.raises(GpusnapError, match="systemd does not run this host"):
+        write(Schedule("w", HALF_HOUR, ()), run=systemctl)
+    assert [*units.iterdir()] == []
+    assert systemctl.calls == []
+
+
+@pytest.mark.parametrize(
+    ("container", "every", "said"),
+    [
+        ("w", timedelta(seconds=29), "is too often"),
+        ("a b", HALF_HOUR, "is no name of a container"),
+        ("../x", HALF_HOUR, "is no name of a container"),
+        ("-" + "x", HALF_HOUR, "is no name of a container"),
+        ("x" * 250, HALF_HOUR, "too long"),
+    ],
+)
+def test_what_is_refused(units: Path, container: str, every: timedelta, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        write(Schedule(container, every, ()))
+    assert [*units.iterdir()] == []
+
+
+# The command.
+
+
+@pytest.fixture
+def host(host_store: Store, units: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
+    """A container w; a systemctl that does all it is told."""
+    fake = FakePodman(tmp_path / "podman", monkeypatch)
+    fake.has()
+    (tmp_path / "bin").mkdir(exist_ok=True)
+    program = Path(tmp_path / "bin/systemctl")
+    program.write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/systemctl\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setattr("gpusnap.cli.commands.schedule.program", lambda name: f"/usr/bin/{name}")
+    return fake
+
+
+def test_dry_run(host: FakePodman, units: Path, gpusnap: Run, tmp_path: Path) -> None:
+    """The units as they would be; paths are absolute, and the container is named by its name."""
+    code, out, err = gpusnap(
+        *("schedule", ID[:12], "--every", "1d12h", "--to", f"oci:{tmp_path}/s", "--label", "by=timer"),
+        *("--keep-last", "5", "--keep-within", "2d", "--keep-label", "best", "--dry-run"),
+    )
+    assert (code, err) == (0, "")
+    assert settings_of(out)["ExecStart"] == [
+        f"/usr/bin/gpusnap checkpoint --leave-running --label by=timer --to oci:{tmp_path}/s -- w",
+        "/usr/bin/gpusnap prune --keep-last 5 --keep-within 172800s --keep-label best --gc -- "
+        f"oci:{tmp_path}/s w",
+    ]
+    assert settings_of(out)["OnUnitActiveSec"] == ["129600s"]
+    assert [*units.iterdir()] == []
+
+
+def test_the_commands(host: FakePodman, units: Path, gpusnap: Run) -> None:
+    """Made, listed, removed; each as JSON, too."""
+    code, out, err = gpusnap("schedule", "w", "--every", "30m", "--keep-last", "5")
+    assert (code, err) == (0, "")
+    assert out.startswith("w is checkpointed every 30 min, by gpusnap-checkpoint-w.timer\n")
+    assert gpusnap("schedule", "--list")[1].splitlines()[1].split() == [
+        *("w", "30", "min", "gpusnap-checkpoint-w.timer"),
+    ]
+    code, out, err = gpusnap("schedule", "--list", "--json")
+    assert [(each["container"], each["every"]) for each in json.loads(out)] == [("w", 1800)]
+    code, out, err = gpusnap("schedule", "w", "--remove", "--json")
+    assert (code, len(json.loads(out)["removed"])) == (0, 2)
+    assert gpusnap("schedule", "--list")[1] == "no container is scheduled\n"
+
+
+def test_a_container_that_is_not_there(
+    host: FakePodman, units: Path, gpusnap: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may come later."""
+
+    def container(word: str) -> object:
+        raise NotFound(f"there is no container {word}")
+
+    monkeypatch.setattr("gpusnap.engines.podman.container", container)
+    code, out, err = gpusnap("schedule", "later", "--every", "1h", "--json")
+    assert (code, json.loads(out)["written"], err) == (0, True, "note: there is no container later now\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "no container is named"),
+        (("w",), "nothing says how often"),
+        (("w", "--every", "soon"), "is no duration"),
+        (("w", "--every", "1h", "--to", "./w.tar"), "is one file"),
+        (("w", "--every", "1h", "--to", "oci:s:w"), "names one checkpoint"),
+        (("w", "--every", "1h", "--label", "=x"), "is no label"),
+        (("gone", "--remove"), "there is no schedule"),
+    ],
+)
+def test_wrong_lines(host: FakePodman, units: Path, gpusnap: Run, words: tuple[str, ...], said: str) -> None:
+    code, out, err = gpusnap("schedule", *words)
+    assert (code != 0, out) == (True, "")
+    assert said in err
+    assert [*units.iterdir()] == []
