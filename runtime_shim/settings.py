@@ -141,6 +141,16 @@ class Registry:
 
 
 @dataclass(frozen=True, slots=True)
+class Metrics:
+    """[metrics]: what the command gpusnap records of its checkpoints and restores."""
+
+    textfile: str = ""
+    """Folder for gpusnap.prom, which node_exporter's textfile collector reads; empty: none is written."""
+    journal: bool = False
+    """Write a line of JSON for each into the system's log."""
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """All settings, with their defaults."""
 
@@ -161,6 +171,7 @@ class Settings:
     criu: Criu = field(default_factory=Criu)
     registry: Registry = field(default_factory=Registry)
     store: Store = field(default_factory=Store)
+    metrics: Metrics = field(default_factory=Metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +350,8 @@ TABLE: dict[str, Key] = {
     "registry.minimum-speed": Key(_size),
     "store.path": Key(_folder),
     "store.pull-from": Key(_repositories),
+    "metrics.textfile": Key(_path),
+    "metrics.journal": Key(_boolean),
 }
 
 

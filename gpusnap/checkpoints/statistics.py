@@ -5,11 +5,17 @@ Bytes of memory are plain bytes, zeros included; bytes of blobs are what lies on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.runtime_shim.records.manifest import GpuProcess, GpuRecord, Manifest
+from gpusnap.runtime_shim.transaction import Step
+
+# Steps of a checkpoint's timeline, see gpusnap.runtime_shim.snapshot: the first of these stops the processes,
+# and they run again after the last, or have ended.
+_STOPS = ("lock", "dump")
+_RUNS = ("resume", "dump")
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,3 +272,10 @@ def _processes(record: Manifest | None) -> dict[int, GpuProcess]:
 
 def _gpus(record: Manifest | None) -> dict[str, GpuRecord]:
     return {each.uuid: each for each in record.gpus} if record else {}
+
+
+def stopped(timing: Sequence[Step]) -> float | None:
+    """Seconds from the first step that stops the processes until they run again, or have ended."""
+    starts = [step.start for step in timing if step.name in _STOPS]
+    ends = [step.start + step.seconds for step in timing if step.name in _RUNS]
+    return round(max(ends) - min(starts), 3) if starts and ends else None

@@ -22,6 +22,7 @@ from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats.entries import read_member
 from gpusnap.checkpoints.formats.names import ARCHIVE, CONFIG, FIRST
+from gpusnap.checkpoints.statistics import stopped
 from gpusnap.engines import podman
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import name_new
@@ -91,6 +92,8 @@ class Made:
     file: str = ""
     """The archive; then the three above are empty."""
     pushed: Pushed | None = None
+    pause: float | None = None
+    """Seconds for which the processes were stopped, or until they had ended; None where it is not known."""
 
 
 def checkpoint(wish: Wish, progress: Progress) -> Made:
@@ -132,6 +135,7 @@ def checkpoint(wish: Wish, progress: Progress) -> Made:
         made.digest,
         made.store,
         pushed=pushed,
+        pause=made.pause,
     )
 
 
@@ -188,6 +192,7 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
         name=name,
         digest=root.digest,
         store=store.path,
+        pause=stopped(whole.record.timing) if whole.record is not None else None,
     )
 
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints.list import Row, blobs_of, listing
+from gpusnap.checkpoints.statistics import stopped
 from gpusnap.oci.base.errors import NotThere, OciError
 from gpusnap.oci.store.store import Store
 from gpusnap.retention.prune import container_of
 from gpusnap.runtime_shim.errors import ManifestError
-from gpusnap.runtime_shim.transaction import Step
 from gpusnap.user_errors import Damaged
-
-# Steps of a checkpoint's timeline, see gpusnap.runtime_shim.snapshot: the first of these stops the processes,
-# and they run again after the last, or have ended.
-_STOPS = ("lock", "dump")
-_RUNS = ("resume", "dump")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +81,3 @@ def _moment(store: Store, row: Row, seen: set[str]) -> Moment:
         row.labels,
         fault,
     )
-
-
-def stopped(timing: Sequence[Step]) -> float | None:
-    """Seconds from the first step that stops the processes until they run again, or have ended."""
-    starts = [step.start for step in timing if step.name in _STOPS]
-    ends = [step.start + step.seconds for step in timing if step.name in _RUNS]
-    return round(max(ends) - min(starts), 3) if starts and ends else None

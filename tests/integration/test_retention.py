@@ -21,6 +21,7 @@ from gpusnap.oci.store.store import Store
 
 COMMAND = "/usr/local/bin/gpusnap"
 STORE = Path("/var/lib/gpusnap-test")
+SETTINGS = f'runtime = "crun"\n[store]\npath = "{STORE}"\n'
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Debian's, Fedora's.
 QUADLET = ("/usr/libexec/podman/quadlet", "/usr/lib/podman/quadlet")
@@ -30,7 +31,7 @@ QUADLET = ("/usr/libexec/podman/quadlet", "/usr/lib/podman/quadlet")
 def store(crun: None) -> Iterator[Store]:
     """This host's, empty, gone afterwards."""
     shutil.rmtree(STORE, ignore_errors=True)
-    shimhost.write_settings(f'runtime = "crun"\n[store]\npath = "{STORE}"\n')
+    shimhost.write_settings(SETTINGS)
     yield Store(STORE)
     shutil.rmtree(STORE, ignore_errors=True)
 
@@ -40,8 +41,9 @@ def done(*words: str) -> Any:
     return json.loads(good(run(COMMAND, *words, "--json")))
 
 
-def test_keep_the_last(store: Store) -> None:
+def test_keep_the_last(store: Store, tmp_path: Path) -> None:
     """Of three checkpoints the first goes, with its blobs, and the last one is restored byte by byte."""
+    shimhost.write_settings(f'{SETTINGS}[metrics]\ntextfile = "{tmp_path}"\n')
     container = Container.start("w", "--mib", "8")
     for step in ("1", "2", "3"):
         done("checkpoint", "w", "--leave-running", "--name", f"w:{step}", "--label", f"step={step}")
@@ -61,6 +63,10 @@ def test_keep_the_last(store: Store) -> None:
     restored = Container("w")
     restored.goes_on()
     restored.remove()
+    metrics = (tmp_path / "gpusnap.prom").read_text()
+    assert 'gpusnap_checkpoints_total{container="w"} 3\n' in metrics
+    assert 'gpusnap_restores_total{container="w"} 1\n' in metrics
+    assert f'gpusnap_checkpoint_pause_seconds{{container="w"}} {found[-1]["pause"]}\n' in metrics
 
 
 def test_what_a_timer_runs(store: Store) -> None:

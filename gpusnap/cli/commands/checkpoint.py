@@ -17,6 +17,7 @@ from gpusnap.cli.moved import document as moved_document
 from gpusnap.cli.moved import figures, notes_of_images
 from gpusnap.cli.quiet import quiet
 from gpusnap.listing.ages import ago
+from gpusnap.metrics.record import recorded
 from gpusnap.oci.store.tags import base, listed
 from gpusnap.privileges import require_root
 from gpusnap.progress import Progress
@@ -127,8 +128,12 @@ def checkpoint(
         raise UsageError("--name is for a store, and an archive has no name but its file's")
     if name and isinstance(wish.to, locator.InStore) and wish.to.wanted:
         raise UsageError("--name and the NAME in --to are the same thing; give one")
-    with Progress() as progress:
+    with recorded("checkpoint", container) as record, Progress() as progress:
         made = checkpointing.checkpoint(wish, progress)
+        record.container = made.container.name
+        record.figures |= {"size": made.size, "new": made.new, "gpuMemory": made.gpu_memory}
+        record.figures |= {"pause": made.pause} if made.pause is not None else {}
+        record.figures |= {"digest": made.digest, "name": made.name} if made.digest else {"file": made.file}
     if as_json:
         _print(_made(made))
         return
@@ -215,8 +220,10 @@ def restore(
         ignore_volumes=ignore_volumes,
         plain_http=plain_http,
     )
-    with Progress() as progress:
+    with recorded("restore", name) as record, Progress() as progress:
         done = restoring.restore(wish, progress)
+        record.container = done.container.name
+        record.figures |= {"digest": done.digest} if done.digest else {}
     if as_json:
         _print(
             {

@@ -13,8 +13,9 @@ from checkpoints import ANNOTATIONS, keep, noise
 from fakes import a_manifest
 
 from gpusnap.checkpoints.labels import as_annotations
+from gpusnap.checkpoints.statistics import stopped
 from gpusnap.oci.store.store import Store
-from gpusnap.retention.history import history, stopped
+from gpusnap.retention.history import history
 from gpusnap.runtime_shim.transaction import Step
 
 Run = Callable[..., tuple[int, str, str]]

@@ -86,6 +86,8 @@ GOOD: list[tuple[str, str, Any]] = [
     ("store.pull-from", "[]", ()),
     ("store.pull-from", '["http://localhost:5000/a/b"]', ("http://localhost:5000/a/b",)),
     ("store.pull-from", '["r.example/a", "r.example/b"]', ("r.example/a", "r.example/b")),
+    ("metrics.textfile", '"/srv/metrics"', "/srv/metrics"),
+    ("metrics.journal", "true", True),
 ]
 BAD = [
     ("runtime", "1"),
@@ -157,6 +159,8 @@ BAD = [
     ("store.pull-from", '["r.example/a:v1"]'),
     ("store.pull-from", '["app"]'),
     ("store.pull-from", '["https://r.example/a"]'),
+    ("metrics.textfile", '"here"'),
+    ("metrics.journal", '"later"'),
 ]
 
 

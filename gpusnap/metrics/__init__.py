@@ -1,0 +1,1 @@
+"""What checkpoints and restores took, for Prometheus and the journal."""

@@ -1,0 +1,110 @@
+"""Record each checkpoint and restore of the command where the settings say so; it fails none of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.runtime.find import SYSTEM_LOG
+from gpusnap.runtime_shim.settings import Metrics
+
+_INFO = b"<30>"  # syslog(3): LOG_DAEMON | LOG_INFO
+_OF_CHECKPOINTS = {
+    "seconds": "gpusnap_checkpoint_seconds",
+    "pause": "gpusnap_checkpoint_pause_seconds",
+    "size": "gpusnap_checkpoint_size_bytes",
+    "new": "gpusnap_checkpoint_new_bytes",
+    "gpuMemory": "gpusnap_checkpoint_gpu_memory_bytes",
+}
+
+
+class Record:
+    """What is known of a checkpoint or restore."""
+
+    def __init__(self, container: str) -> None:
+        self.container = container
+        """Its name, as far as it is known by now."""
+        self.figures: dict[str, float | str] = {}
+        """In bytes and seconds."""
+
+
+@contextmanager
+def recorded(operation: str, container: str = "") -> Iterator[Record]:
+    """Record what the block does, a "checkpoint" or a "restore", also where it fails."""
+    record, began = Record(container), time.monotonic()
+    try:
+        yield record
+    except GpusnapError as error:
+        _record(operation, record, began, error)
+        raise
+    _record(operation, record, began, None)
+
+
+def _record(operation: str, record: Record, began: float, error: GpusnapError | None) -> None:
+    """Into the textfile and the journal. Whatever goes wrong is a note."""
+    try:
+        chosen = settings_file.load().metrics
+    except GpusnapError:  # the command itself has said so
+        return
+    event = {
+        "operation": operation,
+        "container": record.container,
+        "result": "failure" if error is not None else "success",
+        "seconds": round(time.monotonic() - began, 3),
+        **record.figures,
+        **({"code": error.code, "error": str(error)} if error is not None else {}),
+    }
+    for tell in (_tell_textfile, _tell_journal):
+        try:
+            tell(chosen, event)
+        except Exception as failure:  # a full disk, no right, no such folder: the checkpoint is what counts
+            what = "textfile" if tell is _tell_textfile else "journal"
+            said = GpusnapError(
+                f"metrics.{what}: this {operation} is not recorded: {failure}",
+                hint="see that it can be written, or take the setting out",
+            )
+            note(said.sentence())
+
+
+def _tell_textfile(chosen: Metrics, event: Mapping[str, Any]) -> None:
+    if not chosen.textfile:
+        return
+    from gpusnap.metrics.textfile import updated
+
+    container, operation, now = event["container"], event["operation"], round(time.time(), 3)
+    with updated(chosen.textfile) as values:
+        if event["result"] == "failure":
+            values.add("gpusnap_failures_total", operation=operation, code=event["code"] or "none")
+            values.set(
+                "gpusnap_last_failure_timestamp_seconds", now, operation=operation, container=container
+            )
+        elif operation == "restore":
+            values.add("gpusnap_restores_total", container=container)
+            values.set("gpusnap_restore_seconds", event["seconds"], container=container)
+            values.set("gpusnap_last_restore_timestamp_seconds", now, container=container)
+        else:
+            values.add("gpusnap_checkpoints_total", container=container)
+            values.add("gpusnap_checkpoint_written_bytes_total", event.get("new", 0), container=container)
+            for key, name in _OF_CHECKPOINTS.items():
+                if key in event:
+                    values.set(name, event[key], container=container)
+            values.set("gpusnap_last_checkpoint_timestamp_seconds", now, container=container)
+
+
+def _tell_journal(chosen: Metrics, event: Mapping[str, Any]) -> None:
+    """One line of JSON, by the socket of the system's log, which journald has too; see syslog(3)."""
+    if not chosen.journal:
+        return
+    import socket
+
+    line = json.dumps({key: value for key, value in event.items() if value is not None})
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
+        log.setblocking(False)
+        log.sendto(_INFO + f"gpusnap[{os.getpid()}]: {line}".encode(), SYSTEM_LOG)

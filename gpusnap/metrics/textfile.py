@@ -1,0 +1,150 @@
+"""Metrics as node_exporter's textfile collector reads them: one file of Prometheus' text format.
+
+The file is also where the counts are kept: each writer reads it, adds to it, and puts a new one in its place,
+with the lock of a file beside it. What somebody else wrote into it is dropped. Format:
+prometheus.io/docs/instrumenting/exposition_formats, text format 0.0.4.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+from gpusnap.oci.base.files import read_below
+from gpusnap.oci.base.locks import exclusive
+
+NAME = "gpusnap.prom"
+_LOCK = ".gpusnap.prom.lock"
+_PATIENCE = 5.0
+_LARGEST = 4 << 20
+# A host that runs a container for each job makes new names for ever; those that were seen last stay.
+_MOST_CONTAINERS = 256
+
+METRICS: Mapping[str, tuple[str, str]] = {
+    "gpusnap_checkpoints_total": ("counter", "Checkpoints that gpusnap has made."),
+    "gpusnap_restores_total": ("counter", "Restores that gpusnap has done."),
+    "gpusnap_failures_total": ("counter", "Checkpoints and restores that failed, by error code."),
+    "gpusnap_checkpoint_written_bytes_total": (
+        "counter",
+        "Bytes that checkpoints added on disk.",
+    ),
+    "gpusnap_checkpoint_seconds": ("gauge", "Duration of the last checkpoint."),
+    "gpusnap_checkpoint_pause_seconds": ("gauge", "How long the last checkpoint stopped the processes."),
+    "gpusnap_checkpoint_size_bytes": ("gauge", "Size of the last checkpoint."),
+    "gpusnap_checkpoint_new_bytes": ("gauge", "Bytes that the last checkpoint added."),
+    "gpusnap_checkpoint_gpu_memory_bytes": ("gauge", "GPU memory in the last checkpoint."),
+    "gpusnap_last_checkpoint_timestamp_seconds": ("gauge", "When the last checkpoint was made."),
+    "gpusnap_last_restore_timestamp_seconds": ("gauge", "When the last restore was done."),
+    "gpusnap_last_failure_timestamp_seconds": ("gauge", "When a checkpoint or restore last failed."),
+    "gpusnap_restore_seconds": ("gauge", "Duration of the last restore."),
+}
+"""Type and help of each metric, by its name."""
+
+_LINE = re.compile(r'([a-z_]+)\{((?:[a-z_]+="(?:[^"\\]|\\.)*",?)*)\} (-?[0-9.e+]+)', re.ASCII)
+_LABEL = re.compile(r'([a-z_]+)="((?:[^"\\]|\\.)*)"', re.ASCII)
+
+Series = tuple[str, tuple[tuple[str, str], ...]]
+"""A metric's name and its labels."""
+
+
+class Values:
+    """The value of each series."""
+
+    def __init__(self, values: dict[Series, float]) -> None:
+        self._values = values
+
+    def add(self, name: str, amount: float = 1, **labels: str) -> None:
+        """Count more of something."""
+        key = _series(name, labels)
+        self._values[key] = self._values.get(key, 0) + amount
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Say what something is now."""
+        self._values[_series(name, labels)] = value
+
+    def text(self) -> str:
+        """The file."""
+        self._forget()
+        lines = []
+        for name, (kind, help_) in METRICS.items():
+            found = sorted(item for item in self._values.items() if item[0][0] == name)
+            if found:
+                lines += [f"# HELP {name} {help_}", f"# TYPE {name} {kind}"]
+            for (_, labels), value in found:
+                written = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels)
+                lines.append(f"{name}{{{written}}} {value:.15g}")
+        return "".join(f"{line}\n" for line in lines)
+
+    def _forget(self) -> None:
+        """Drop the containers that nothing was done with for longest."""
+        seen: dict[str, float] = {}
+        for (name, labels), value in self._values.items():
+            container = dict(labels).get("container")
+            if container is not None:
+                at = value if name.endswith("_timestamp_seconds") else 0.0
+                seen[container] = max(seen.get(container, 0.0), at)
+        stay = set(sorted(seen, key=lambda each: seen[each], reverse=True)[:_MOST_CONTAINERS])
+        for key in [*self._values]:
+            container = dict(key[1]).get("container")
+            if container is not None and container not in stay:
+                del self._values[key]
+
+
+@contextmanager
+def updated(folder: str) -> Iterator[Values]:
+    """The values in a folder's file, to be changed in the block, and written at its end.
+
+    Raises OSError, StoreBusy where another process has the lock for long.
+    """
+    with exclusive(os.path.join(folder, _LOCK), patience=_PATIENCE, what="the metrics"):
+        values = Values(_read(folder))
+        yield values
+        _replace(folder, values.text().encode())
+
+
+def _replace(folder: str, data: bytes) -> None:
+    """Atomically, and for node_exporter to read, which runs as another user."""
+    new = os.path.join(folder, f".{NAME}.new")
+    with suppress(FileNotFoundError):  # of a writer that was killed
+        os.unlink(new)
+    try:
+        with open(new, "xb") as file:
+            os.fchmod(file.fileno(), 0o644)
+            file.write(data)
+        os.rename(new, os.path.join(folder, NAME))
+    except BaseException:
+        if os.path.lexists(new):
+            os.unlink(new)
+        raise
+
+
+def _read(folder: str) -> dict[Series, float]:
+    """What the file has of our metrics; nothing where it is not there, or is no file."""
+    try:
+        text = read_below(folder, NAME, limit=_LARGEST).decode("utf-8", "replace")
+    except (FileNotFoundError, ValueError):
+        return {}
+    found: dict[Series, float] = {}
+    for line in text.splitlines():
+        match = _LINE.fullmatch(line)
+        if match is not None and match[1] in METRICS:
+            labels = {key: _unescaped(value) for key, value in _LABEL.findall(match[2])}
+            try:
+                found[_series(match[1], labels)] = float(match[3])
+            except ValueError:
+                continue
+    return found
+
+
+def _series(name: str, labels: Mapping[str, str]) -> Series:
+    return name, tuple(sorted(labels.items()))
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\(.)", lambda m: "\n" if m[1] == "n" else m[1], text)
