@@ -45,11 +45,6 @@ _KINDS: tuple[tuple[type[errors.OciError], type[GpusnapError], str], ...] = (
     (errors.StoreError, GpusnapError, ""),
     (errors.NotInRegistry, NotFound, "check the name, the tag, and who may see it"),
     (errors.Unauthorized, GpusnapError, "log in with podman login, or look into the auth file"),
-    (
-        errors.Unreachable,
-        GpusnapError,
-        "run the same command again later; a transfer continues where it stopped",
-    ),
     (errors.RegistryError, GpusnapError, ""),
     (errors.DiskFull, GpusnapError, "make room there, for example with gpusnap rm and gpusnap gc"),
     (errors.DiskError, GpusnapError, ""),
@@ -74,8 +69,17 @@ _OF_IMAGES = {
 # Another attempt does not help there.
 _TLS = (
     ("does not speak TLS", "--plain-http does, or http:// before the reference"),
+    ("speaks TLS", "leave out --plain-http, and http:// before the reference"),
     ("is not trusted", ""),
 )
+# By the cause, for a registry that cannot be reached.
+_CAUSES = (
+    ("the host name is not known", "check the name of the registry, and this host's DNS"),
+    ("the DNS server does not answer", "check this host's network and /etc/resolv.conf"),
+    ("nobody listens there", "see that the registry runs, and that host and port are right"),
+    ("it did not answer in", "see that the registry runs, and that no firewall is in between"),
+)
+_AGAIN = "run the same command again later; a transfer continues where it stopped"
 
 
 def is_tls(error: errors.OciError) -> bool:
@@ -90,6 +94,9 @@ def failure(error: errors.OciError) -> GpusnapError:
             return GpusnapError(str(error), hint=hint, code=error.code)
     if isinstance(error, errors.EngineImage) and error.engine:
         return GpusnapError(str(error), hint=_OF_IMAGES[error.engine], code=error.code)
+    if isinstance(error, errors.Unreachable):
+        causes = [hint for words, hint in _CAUSES if words in str(error)]
+        return GpusnapError(str(error), hint="; ".join((*causes[:1], _AGAIN)), code=error.code)
     for kind, ours, hint in _KINDS:
         if isinstance(error, kind):
             cause = error.__cause__

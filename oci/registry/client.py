@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -40,6 +41,8 @@ _STRANGE = 2
 _MET: set[str] = set()
 # A wait is cut into these, so that who wants an end does not have to sit it out.
 _STEP = 1.0
+# What servers in Go, nginx and Apache say on a port for TLS to who speaks plain HTTP.
+_TLS_WANTED = re.compile(rb"HTTP request (?:to an|was sent to) HTTPS|SSL-enabled server port", re.IGNORECASE)
 # Docker Hub's registry answers at another name than the one it has in references.
 _HOSTS = {"docker.io": "registry-1.docker.io", "index.docker.io": "registry-1.docker.io"}
 
@@ -108,7 +111,13 @@ class Client:
             if worth_another(answer.status):
                 wait = seconds_to_wait(answer.header("Retry-After"))
                 raise Broken(f"{host_of(answer.url)} answered {answer.status}", wait)
-            raise refusal(answer.status, answer.body(BODY_LIMIT), request.what)
+            body = answer.body(BODY_LIMIT)
+            if answer.status == 400 and answer.url.startswith("http:") and _TLS_WANTED.search(body):
+                raise Unreachable(
+                    f"{host_of(answer.url)} speaks TLS, and was asked in plain HTTP; {request.what}",
+                    code="GPS-804",
+                )
+            raise refusal(answer.status, body, request.what)
 
     def persist(
         self,
@@ -134,15 +143,14 @@ class Client:
                 broken += 1
                 if error.wait > _PATIENCE:
                     raise Unreachable(
-                        f"{what}: {error}, and asks to be left alone for {error.wait:.0f} s: try again then"
+                        f"{error}, and asks to be left alone for {error.wait:.0f} s: try again then; {what}"
                     ) from error
                 most = self._attempts * (1 if self._served == served else 2)
                 if error.nobody and self.base not in _MET:
                     most = min(most, _STRANGE)
                 if broken >= most:
-                    raise Unreachable(
-                        f"{what}: {broken} attempts failed, the last one because {error}"
-                    ) from error
+                    tries = "1 attempt" if broken == 1 else f"{broken} attempts"
+                    raise Unreachable(f"{error}; {what} ({tries})") from error
                 self._pause(max(error.wait, self._backoff(broken)), check)
             else:
                 self._served += 1

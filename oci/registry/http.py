@@ -343,7 +343,10 @@ def _why(error: BaseException) -> str:
     words = "the connection broke"
     for each in _chain(error):
         if isinstance(each, socket.gaierror):
-            return "the host name is not known"
+            again = each.errno == socket.EAI_AGAIN
+            return "the DNS server does not answer" if again else "the host name is not known"
+        if isinstance(each, ConnectionRefusedError):
+            return "nobody listens there (connection refused)"
         if isinstance(each, TimeoutError | urllib3.exceptions.TimeoutError):
             words = "it did not answer in time"
         elif isinstance(each, http.client.RemoteDisconnected):

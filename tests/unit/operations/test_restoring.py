@@ -256,7 +256,7 @@ def test_a_registry_that_is_away(
 ) -> None:
     """The store's copy of that name is taken, and a note says so; without one the error is the registry's."""
     place = locator.registry(f"http://{NOWHERE}")
-    with pytest.raises(GpusnapError, match="Connection refused"):
+    with pytest.raises(GpusnapError, match="connection refused"):
         restored(place)
     digest = keep(store, an_archive(tmp_path), [NOWHERE])
     assert restored(place).digest == digest

@@ -50,7 +50,13 @@ def test_kinds(kind: type[errors.OciError], expected: type[GpusnapError]) -> Non
     [
         ("r:1 does not speak TLS: plain HTTP has to be asked for", "--plain-http"),
         ("the certificate of r:1 is not trusted (x): have its CA among the system's", ""),
-        ("r:1: 6 attempts failed", "run the same command again"),
+        ("r:1 speaks TLS, and was asked in plain HTTP; r:1/x cannot be read", "leave out --plain-http"),
+        ("r: the host name is not known; r/x cannot be read (2 attempts)", "check the name of the registry"),
+        (
+            "r:1: nobody listens there (connection refused); r:1/x cannot be read",
+            "see that the registry runs",
+        ),
+        ("r:1 answered 503; r:1/x cannot be read (6 attempts)", "run the same command again"),
     ],
 )
 def test_unreachable(words: str, hint: str) -> None:
