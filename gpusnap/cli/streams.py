@@ -3,17 +3,52 @@
 What nobody reads is dropped, and the command goes on: a checkpoint is not cut off in its middle, and the exit
 code is that of the work. Another failure to write, as on a full disk, is raised once. Python would raise
 either again when it flushes at its end, with a traceback and the exit code 120.
+
+What is written is in the locale's encoding. That of C or POSIX is ASCII here, where Python would write UTF-8
+(PEP 540). A character that an encoding does not have is replaced by ASCII that looks like it, or is escaped.
 """
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
+import os
 import sys
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+
+
+_ALIKE = {
+    "→": "->",
+    "…": "...",
+    "█": "#",
+    "▏": "|",
+    "│": "|",
+    "─": "-",
+    "━": "-",
+    "╸": "-",
+    "╺": "-",
+    "—": "-",
+    "’": "'",
+}
+_C_LOCALES = ("", "C", "POSIX")
+# What Python itself puts into LC_CTYPE for one of these (PEP 538).
+_COERCED = ("C.UTF-8", "C.utf8")
+
+
+def _alike(error: UnicodeError) -> tuple[str, int]:
+    """An error handler of encoders: ASCII for what an encoding does not have."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    found = error.object[error.start : error.end]
+    text = "".join(_ALIKE.get(each) or each.encode("ascii", "backslashreplace").decode() for each in found)
+    return text, error.end
+
+
+codecs.register_error("gpusnap-alike", _alike)
 
 
 class _Pipe(io.FileIO):
@@ -46,4 +81,20 @@ def _forgiving(stream: TextIO) -> TextIO:
     stream.flush()
     file = io.BufferedWriter(_Pipe(stream.fileno(), "wb", closefd=False))
     lines = stream is sys.__stderr__ or stream.isatty()
-    return io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=lines)
+    encoding = "ascii" if _is_c_locale() else stream.encoding
+    # Bytes of a file's name that are no text (surrogates) go out as they came in.
+    errors = "gpusnap-alike" if stream.errors != "surrogateescape" or encoding == "ascii" else stream.errors
+    return io.TextIOWrapper(file, encoding, errors, line_buffering=lines)
+
+
+def _is_c_locale() -> bool:
+    """Whether the environment asks for no other encoding than ASCII."""
+    environ = os.environ
+    if environ.get("PYTHONIOENCODING") or environ.get("PYTHONUTF8"):
+        return False
+    if every := environ.get("LC_ALL"):
+        return every in _C_LOCALES
+    named = environ.get("LC_CTYPE", "")
+    if named in _C_LOCALES or named in _COERCED:
+        return environ.get("LANG", "") in _C_LOCALES
+    return False

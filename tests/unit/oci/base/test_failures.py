@@ -53,7 +53,7 @@ def test_kinds(kind: type[errors.OciError], expected: type[GpusnapError]) -> Non
         ("r:1 speaks TLS, and was asked in plain HTTP; r:1/x cannot be read", "leave out --plain-http"),
         ("r: the host name is not known; r/x cannot be read (2 attempts)", "check the name of the registry"),
         (
-            "r:1: nobody listens there (connection refused); r:1/x cannot be read",
+            "r:1: nobody listens there (connection refused); r:1/x cannot",
             "see that the registry runs",
         ),
         ("r:1 answered 503; r:1/x cannot be read (6 attempts)", "run the same command again"),
