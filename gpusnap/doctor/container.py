@@ -9,7 +9,16 @@ from typing import Any
 from gpusnap.doctor.base import free_space
 from gpusnap.doctor.base.check import Ask, Check, asked, ok, refused, warning
 from gpusnap.doctor.base.subject import Subject
-from gpusnap.doctor.container_checks import duration, files, gpu_use, kubernetes, mounts, sockets, volumes
+from gpusnap.doctor.container_checks import (
+    duration,
+    files,
+    gpu_use,
+    kubernetes,
+    mounts,
+    podman_options,
+    sockets,
+    volumes,
+)
 from gpusnap.doctor.container_checks.files import Opened
 from gpusnap.doctor.container_checks.gpu_use import Use
 from gpusnap.doctor.host_checks import cdi
@@ -99,6 +108,7 @@ def _of_criu(of: Subject, opened: tuple[Opened, ...], used: Use) -> Iterator[Ask
     sizes = volume_sizes(of.volumes)
     if of.engine == "Podman":
         yield "volumes", lambda: volumes.check(sizes)
+        yield "Podman's options", lambda: podman_options.check(of.unrestored)
     yield "duration", lambda: _duration(of, used, sum(sizes.values()))
 
 

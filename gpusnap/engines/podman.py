@@ -21,6 +21,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from gpusnap.engines import podman_options
+from gpusnap.engines.podman_options import Option
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Interrupted, reason, split_code
 from gpusnap.runtime_shim.log import NOTE, note
@@ -65,6 +67,12 @@ class Container:
     """A checkpoint ended it, and Podman can restore it from there."""
     volumes: Mapping[str, str] = field(default_factory=dict)
     """Its named volumes, and where on this host each has its files."""
+    pod: str = ""
+    """The ID of its pod."""
+    dependencies: tuple[str, ...] = ()
+    """The IDs of containers whose namespaces it uses, or that have to run before it."""
+    unrestored: tuple[Option, ...] = ()
+    """What it has that Podman does not bring back."""
 
 
 def container(wanted: str) -> Container:
@@ -104,6 +112,9 @@ def _container(found: Mapping[str, Any]) -> Container:
             for each in found.get("Mounts") or ()
             if each.get("Type") == "volume" and each.get("Name")
         },
+        pod=str(found.get("Pod") or ""),
+        dependencies=tuple(map(str, found.get("Dependencies") or ())),
+        unrestored=tuple(podman_options.unrestored(found)),
     )
 
 
@@ -147,25 +158,12 @@ def _inspected(wanted: str, what: str, *, command: Sequence[str], seconds: float
     raise GpusnapError(f"Podman does not tell of the container {wanted}: {_sentence(done)}")
 
 
-def volumes() -> set[str]:
-    """The names of all volumes. Raises GpusnapError."""
-    done = _ask("volume", "ls", "--quiet")
+def said(*words: str, wanted: str) -> str:
+    """What a command of Podman's prints that only asks, or is done at once. Raises GpusnapError."""
+    done = _ask(*words)
     if done.code:
-        raise GpusnapError(f"Podman does not list its volumes: {_sentence(done)}")
-    return set(done.out.split())
-
-
-def users_of(volume: str) -> tuple[str, ...]:
-    """The running containers that have a volume; none where Podman does not say."""
-    done = _ask("ps", "--filter", f"volume={volume}", "--format", "{{.Names}}")
-    return () if done.code else tuple(done.out.split())
-
-
-def remove_volume(name: str) -> None:
-    """Remove a volume that no container has. Raises GpusnapError."""
-    done = _ask("volume", "rm", name)
-    if done.code:
-        raise GpusnapError(f"the volume {name} cannot be removed: {_sentence(done)}")
+        raise GpusnapError(f"Podman does not tell {wanted}: {_sentence(done)}")
+    return done.out
 
 
 def remove(container_id: str) -> None:
@@ -178,7 +176,7 @@ def remove(container_id: str) -> None:
         raise GpusnapError(f"the container {container_id[:12]} cannot be removed: {_sentence(done)}")
 
 
-def check(found: Container) -> None:
+def check(found: Container, *, force: bool = False) -> None:
     """Raise ContainerError where gpusnap cannot checkpoint it as it is."""
     if found.status == "paused":
         raise ContainerError(
@@ -188,13 +186,40 @@ def check(found: Container) -> None:
         )
     if found.status != "running":
         raise not_running(found)
-    if not _is_ours(found.runtime):
+    if not is_ours(found.runtime):
         raise ContainerError(
             f"the container {found.name} runs under {found.runtime}, which knows no GPUs",
             hint=f"create it with podman --runtime {_RUNTIME} run …, or make that the runtime in "
             "containers.conf",
             code="GPS-202",
         )
+    check_options(found, force=force)
+
+
+def check_options(found: Container, *, force: bool = False) -> None:
+    """Raise ContainerError where Podman would end it, and then not export it, or not restore it.
+
+    From libpod (exportCheckpoint): it may depend on its pod's infra container, and on no other.
+    """
+    words = ("pod", "inspect", "--format", "{{.InfraContainerID}}", found.pod)
+    ask = found.pod and found.dependencies
+    infra = said(*words, wanted=f"the pod of {found.name}").strip() if ask else ""
+    others = [each for each in found.dependencies if each != infra]
+    if others:
+        raise ContainerError(
+            f"the container {found.name} depends on the container {others[0][:12]}, and Podman exports no "
+            "checkpoint of such a container",
+            hint="run both in a pod (podman pod create), in place of --network, --pid or --ipc "
+            "container:NAME and of --requires",
+            code="GPS-204",
+        )
+    for each in found.unrestored:
+        if each.fatal and not force:
+            raise ContainerError(
+                f"the container {found.name} has {each.what}, and Podman cannot restore such a container",
+                hint=f"{each.todo}; --force makes the checkpoint all the same",
+                code="GPS-205",
+            )
 
 
 def not_running(found: Container) -> ContainerError:
@@ -466,7 +491,7 @@ def _own(done: _Done) -> str:
     return ""
 
 
-def _is_ours(runtime: str) -> bool:
+def is_ours(runtime: str) -> bool:
     """Whether that runtime is gpusnap's, by its own name or another's in whose place it is."""
     if os.path.basename(runtime) == _RUNTIME:
         return True

@@ -32,6 +32,23 @@ CODES = (
         "itself: give the container a cgroup of its own.",
     ),
     ErrorCode(
+        "GPS-204",
+        "depends-on-container",
+        "The container uses a namespace of another one (`--network container:NAME`, `--pid container:NAME`) "
+        "or needs it to run (`--requires`). Podman would end it, and then refuse to export its checkpoint.",
+        "Run both in a pod: `podman pod create`, then `podman run --pod POD`. Podman exports the checkpoint "
+        "of a container in a pod, and restores it into a pod.",
+    ),
+    ErrorCode(
+        "GPS-205",
+        "podman-option",
+        "The container was created with an option that Podman does not restore: a secret that is a file, an "
+        "overlay or image mount. The checkpoint could be made, and its restore would fail, as CRIU does not "
+        "find the mount.",
+        "Create the container without it, as the message says. `--force` makes the checkpoint all the same, "
+        "for a Podman that can restore it.",
+    ),
+    ErrorCode(
         "GPS-207",
         "process-stopped",
         "A GPU process is stopped, and a stopped process cannot answer the GPU's driver. It was sent "

@@ -156,4 +156,12 @@ CODES = (
         "the checkpoint instead: end the containers that use it, remove it (`podman volume rm`), and restore "
         "again.",
     ),
+    ErrorCode(
+        "GPS-522",
+        "pod",
+        "Podman restores a container that was in a pod only into a pod, and one that was in none into none. "
+        "Without `--pod`, gpusnap takes the pod that the container was in, if Podman still has it.",
+        "Make a pod that shares the same namespaces as the first one did (`podman pod create --share …`), "
+        "and restore with `--pod POD`.",
+    ),
 )

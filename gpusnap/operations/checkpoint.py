@@ -105,7 +105,7 @@ def checkpoint(wish: Wish, progress: Progress) -> Made:
         )
     settings_file.usable()  # gpusnap-runtime would refuse, and Podman not always show why
     found = podman.container(wish.container)
-    podman.check(found)
+    podman.check(found, force=wish.force)
     if isinstance(wish.to, locator.InFile):
         return _to_file(wish, found, wish.to.path, progress, began)
     if isinstance(wish.to, locator.InRegistry):

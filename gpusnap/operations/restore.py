@@ -74,6 +74,9 @@ class Wish:
     tcp_close: bool = False
     ignore_static_ip: bool = False
     ignore_static_mac: bool = False
+    file_locks: bool = False
+    pod: str = ""
+    publish: tuple[str, ...] = ()
     ignore_rootfs: bool = False
     ignore_volumes: bool = False
     plain_http: bool = False
@@ -85,10 +88,14 @@ class Wish:
             "--tcp-close": self.tcp_close,
             "--ignore-static-ip": self.ignore_static_ip,
             "--ignore-static-mac": self.ignore_static_mac,
+            "--file-locks": self.file_locks,
             "--ignore-rootfs": self.ignore_rootfs,
             "--ignore-volumes": self.ignore_volumes,
         }
         words = [option for option, wanted in chosen.items() if wanted]
+        for ports in self.publish:
+            words += ["--publish", ports]
+        words += ["--pod", self.pod] if self.pod else []
         return [*words, "--name", self.name] if self.name else words
 
 
@@ -344,6 +351,8 @@ def _run(
     ended = in_place.find(archive, wish.options(), before)
     if ended is not None:
         choice = volumes.in_place(choice)
+    else:
+        wish = replace(wish, pod=volumes.pod_for(choice.of, wish.pod))
     with volumes.settled(choice), board() as shown:
         if shown is not None:
             chosen[VARIABLE] = shown.path

@@ -26,6 +26,8 @@ case "$1 $2" in
 --runtime*) cat $F/path; exit;;
 "ps --filter") cat $F/users; exit;;
 "ps "*) cat $F/ids; exit;;
+"pod exists") grep -qx "$3" $F/pods; exit;;
+"pod inspect") echo infra; exit;;
 "volume ls") cat $F/volumes; exit;;
 "volume rm") sed -i "/^$3$/d" $F/volumes; exit;;
 "rm "*) rm $F/inspect.json; exit;;
@@ -56,7 +58,7 @@ class FakePodman:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder.mkdir()
         self.folder = folder
-        for name in ("ids", "users", "volumes"):
+        for name in ("ids", "users", "volumes", "pods"):
             (folder / name).touch()
         program = folder / "podman"
         program.write_text(_SCRIPT.format(folder=folder, id=ID))
@@ -74,6 +76,7 @@ class FakePodman:
         upper: str = "",
         checkpointed: bool = False,
         volumes: Mapping[str, str] | None = None,
+        **more: object,
     ) -> None:
         """There is such a container."""
         found = {
@@ -89,7 +92,7 @@ class FakePodman:
                 *({"Type": "volume", "Name": n, "Source": at} for n, at in (volumes or {}).items()),
             ],
         }
-        (self.folder / "inspect.json").write_text(json.dumps([found]))
+        (self.folder / "inspect.json").write_text(json.dumps([{**found, **more}]))
 
     def ends(self, *images: str) -> str:
         """A script in which the container ends, with these files in its last checkpoint."""
@@ -114,8 +117,9 @@ class FakePodman:
 
     def calls(self) -> list[str]:
         """The command lines, but for those that only ask."""
-        lines = (self.folder / "calls").read_text().splitlines()
-        asked = ("container inspect ", "ps ", "--runtime ", "volume ls ")
+        path = self.folder / "calls"
+        lines = path.read_text().splitlines() if path.exists() else []
+        asked = ("container inspect ", "ps ", "--runtime ", "volume ls ", "pod exists ", "pod inspect ")
         return [line for line in lines if not line.startswith(asked)]
 
     def environment(self) -> dict[str, str]:
@@ -127,6 +131,9 @@ class FakePodman:
         """These volumes are there, and running containers that have one of them."""
         (self.folder / "volumes").write_text("".join(f"{name}\n" for name in names))
         (self.folder / "users").write_text(users)
+
+    def has_pods(self, *names: str) -> None:
+        (self.folder / "pods").write_text("".join(f"{name}\n" for name in names))
 
     def volumes(self) -> list[str]:
         return (self.folder / "volumes").read_text().split()

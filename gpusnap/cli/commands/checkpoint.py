@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -15,7 +16,9 @@ from gpusnap.checkpoints.labels import parse_labels
 from gpusnap.cli.completion import complete_checkpoint, complete_container, complete_store
 from gpusnap.cli.moved import document as moved_document
 from gpusnap.cli.moved import figures, notes_of_images
+from gpusnap.cli.podman_words import CHECKPOINT, RESTORE, refusing
 from gpusnap.cli.quiet import quiet
+from gpusnap.cli.several import each_of
 from gpusnap.listing.ages import ago
 from gpusnap.metrics.record import recorded
 from gpusnap.oci.store.tags import base, listed
@@ -23,6 +26,7 @@ from gpusnap.privileges import require_root
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
 from gpusnap.runtime_shim.units import human
+from gpusnap.user_errors import NotFound
 
 # What a command does is imported when it is run: of a restore that waits for it, each 0.1 s is felt.
 if TYPE_CHECKING:
@@ -37,13 +41,16 @@ _plain_http = click.option(
 
 
 @click.command()
-@click.argument("container", shell_complete=complete_container)
+@click.argument("containers", nargs=-1, metavar="CONTAINER...", shell_complete=complete_container)
+@click.option("-a", "--all", "every", is_flag=True, help="All running containers of gpusnap-runtime.")
+@click.option("-l", "--latest", is_flag=True, help="The container that was created last.")
 @click.option(
     "--to",
     metavar="PLACE",
     help="Destination: oci:DIR[:NAME], an archive such as ./w.tar.zst, or a REF in a registry. "
     "[default: this host's store]",
 )
+@click.option("-e", "--export", "file", metavar="FILE", help="The same as --to FILE, as Podman has it.")
 @click.option("--name", default="", help="Name of the checkpoint in the store. [default: CONTAINER:UTC time]")
 @click.option(
     "--label",
@@ -52,7 +59,7 @@ _plain_http = click.option(
     metavar="KEY=VALUE",
     help="Label the checkpoint in the store and in registries; may be repeated.",
 )
-@click.option("--leave-running", is_flag=True, help="Do not stop the container: it continues to run.")
+@click.option("-R", "--leave-running", is_flag=True, help="Do not stop the container: it continues to run.")
 @click.option("--tcp-established", is_flag=True, help="Include open TCP connections.")
 @click.option("--file-locks", is_flag=True, help="Include file locks.")
 @click.option("--ignore-rootfs", is_flag=True, help="Leave out the files of the container that changed.")
@@ -60,14 +67,19 @@ _plain_http = click.option(
 @click.option(
     "--force",
     is_flag=True,
-    help="Checkpoint even if processes share GPU memory in a way that cannot be restored (NCCL, CUDA IPC).",
+    help="Checkpoint even if it cannot be restored: processes share GPU memory (NCCL, CUDA IPC), or the "
+    "container has an option that Podman does not restore.",
 )
 @_plain_http
 @quiet
 @_as_json
+@refusing(CHECKPOINT)
 def checkpoint(
-    container: str,
+    containers: tuple[str, ...],
+    every: bool,
+    latest: bool,
     to: str | None,
+    file: str | None,
     name: str,
     labels: tuple[str, ...],
     leave_running: bool,
@@ -99,6 +111,10 @@ def checkpoint(
     If writing that archive fails, such a container is lost; gpusnap therefore checks for free space first,
     and Ctrl-C waits until the archive is written.
 
+    Several containers, or all with --all, are checkpointed one after another, each on its own: the failure of
+    one does not stop the others. As JSON they are a list, results; a failure has container, error, code and
+    exitCode there. Ctrl-C undoes the one at work, and begins no other.
+
     As JSON: container, containerId, name, digest, store, file, memory (bytes used of GPUs), size (bytes of
     all blobs), new (bytes of those that the store did not have), seconds, and pushed where it was, as
     `gpusnap push` has it.
@@ -106,9 +122,29 @@ def checkpoint(
     from gpusnap.operations import checkpoint as checkpointing
 
     require_root("checkpoint")
+    if file is not None and to is not None:
+        raise UsageError("--export and --to are the same thing; give one")
+    place = locator.InFile(file) if file is not None else locator.destination(to) if to is not None else None
+    if labels and isinstance(place, locator.InFile):
+        raise UsageError(
+            "--label is for a store or a registry, and an archive of Podman has no place for labels",
+            hint="write it to the store, and then gpusnap copy NAME oci-archive:FILE",
+        )
+    if name and isinstance(place, locator.InFile):
+        raise UsageError("--name is for a store, and an archive has no name but its file's")
+    if name and isinstance(place, locator.InStore) and place.wanted:
+        raise UsageError("--name and the NAME in --to are the same thing; give one")
+    wanted = _wanted(containers, every=every, latest=latest)
+    named = name or (isinstance(place, locator.InStore) and place.wanted)
+    if len(wanted) > 1 and (named or isinstance(place, locator.InFile | locator.InRegistry)):
+        raise UsageError(
+            "several containers would have one name, one file or one reference",
+            hint="leave --name out, and give --to oci:DIR or no --to; gpusnap push takes them to a registry",
+        )
+
     wish = checkpointing.Wish(
-        container=container,
-        to=locator.destination(to) if to is not None else None,
+        container="",
+        to=place,
         name=locator.named(name) if name else "",
         leave_running=leave_running,
         tcp_established=tcp_established,
@@ -119,36 +155,57 @@ def checkpoint(
         plain_http=plain_http,
         labels=parse_labels(labels),
     )
-    if labels and isinstance(wish.to, locator.InFile):
+
+    def work(container: str) -> checkpointing.Made:
+        with recorded("checkpoint", container) as record, Progress() as progress:
+            made = checkpointing.checkpoint(replace(wish, container=container), progress)
+            record.container = made.container.name
+            record.figures |= {"size": made.size, "new": made.new, "gpuMemory": made.gpu_memory}
+            record.figures |= {"pause": made.pause} if made.pause is not None else {}
+            record.figures |= (
+                {"digest": made.digest, "name": made.name} if made.digest else {"file": made.file}
+            )
+        return made
+
+    def show(made: checkpointing.Made) -> None:
+        what = f"{made.name}  {made.digest}" if made.name else made.file
+        new = f" ({human(made.new)} of it new in {made.store})" if made.name else ""
+        size = f"GPU memory {human(made.gpu_memory)}, checkpoint {human(made.size)}{new}"
+        click.echo(f"{what}  {size}, {made.seconds:.1f} s")
+        if made.pushed is not None:
+            click.echo(f"pushed to {made.pushed.reference}: {figures(made.pushed.moved)}")
+        click.echo(_way_back(wish, made), err=True)
+
+    each_of(wanted, work, show=show, document=_made, as_json=as_json, key="container")
+
+
+def _wanted(containers: tuple[str, ...], *, every: bool, latest: bool) -> tuple[str, ...]:
+    """The containers that are meant. Raises UsageError, NotFound, GpusnapError."""
+    from gpusnap.engines import podman_objects
+
+    if sum((bool(containers), every, latest)) != 1:
         raise UsageError(
-            "--label is for a store or a registry, and an archive of Podman has no place for labels",
-            hint="write it to the store, and then gpusnap copy NAME oci-archive:FILE",
+            "name one or more containers, or give --all or --latest, and only one of these",
+            hint="podman ps lists the containers",
         )
-    if name and isinstance(wish.to, locator.InFile):
-        raise UsageError("--name is for a store, and an archive has no name but its file's")
-    if name and isinstance(wish.to, locator.InStore) and wish.to.wanted:
-        raise UsageError("--name and the NAME in --to are the same thing; give one")
-    with recorded("checkpoint", container) as record, Progress() as progress:
-        made = checkpointing.checkpoint(wish, progress)
-        record.container = made.container.name
-        record.figures |= {"size": made.size, "new": made.new, "gpuMemory": made.gpu_memory}
-        record.figures |= {"pause": made.pause} if made.pause is not None else {}
-        record.figures |= {"digest": made.digest, "name": made.name} if made.digest else {"file": made.file}
-    if as_json:
-        _print(_made(made))
-        return
-    what = f"{made.name}  {made.digest}" if made.name else made.file
-    new = f" ({human(made.new)} of it new in {made.store})" if made.name else ""
-    size = f"GPU memory {human(made.gpu_memory)}, checkpoint {human(made.size)}{new}"
-    click.echo(f"{what}  {size}, {made.seconds:.1f} s")
-    if made.pushed is not None:
-        click.echo(f"pushed to {made.pushed.reference}: {figures(made.pushed.moved)}")
-    click.echo(_way_back(wish, made), err=True)
+    if latest:
+        return (podman_objects.latest(),)
+    if not every:
+        return tuple(dict.fromkeys(containers))
+    ours, others = podman_objects.running()
+    if others:
+        click.echo(f"gpusnap: note: not of gpusnap-runtime, and left out: {', '.join(others)}", err=True)
+    if not ours:
+        raise NotFound(
+            "no container of gpusnap-runtime is running", hint="podman ps lists the containers that run"
+        )
+    return ours
 
 
 @click.command()
-@click.argument("what", shell_complete=complete_checkpoint)
-@click.option("--name", default="", help="Name of the restored container. [default: its old name]")
+@click.argument("what", nargs=-1, metavar="WHAT...", shell_complete=complete_checkpoint)
+@click.option("-i", "--import", "file", metavar="FILE", help="The same as WHAT, a file, as Podman has it.")
+@click.option("-n", "--name", default="", help="Name of the restored container. [default: its old name]")
 @click.option(
     "--gpu-map", default="", metavar="MAP", help="Restore old GPUs onto new ones: 0=3,1=2, or UUIDs."
 )
@@ -156,6 +213,15 @@ def checkpoint(
 @click.option("--tcp-close", is_flag=True, help="Restore TCP connections as closed.")
 @click.option("--ignore-static-ip", is_flag=True, help="Allow another IP address.")
 @click.option("--ignore-static-mac", is_flag=True, help="Allow another MAC address.")
+@click.option("--file-locks", is_flag=True, help="Restore file locks.")
+@click.option("--pod", default="", help="Restore into this pod. [default: the pod that it was in]")
+@click.option(
+    "-p",
+    "--publish",
+    multiple=True,
+    metavar="PORTS",
+    help="Publish these ports instead: 8081:80, as podman run has it. May be given several times.",
+)
 @click.option("--ignore-rootfs", is_flag=True, help="Do not restore changed files; use those of the image.")
 @click.option(
     "--ignore-volumes",
@@ -165,20 +231,25 @@ def checkpoint(
 @_plain_http
 @quiet
 @_as_json
+@refusing(RESTORE)
 def restore(
-    what: str,
+    what: tuple[str, ...],
+    file: str | None,
     name: str,
     gpu_map: str,
     tcp_established: bool,
     tcp_close: bool,
     ignore_static_ip: bool,
     ignore_static_mac: bool,
+    file_locks: bool,
+    pod: str,
+    publish: tuple[str, ...],
     ignore_rootfs: bool,
     ignore_volumes: bool,
     plain_http: bool,
     as_json: bool,
 ) -> None:
-    """Restore the container of the checkpoint WHAT.
+    """Restore the container of the checkpoint WHAT, or of several.
 
     WHAT is a name or a digest in this host's store, oci:DIR[:NAME], an archive of Podman or an oci-archive of
     skopeo, or a REF in a registry.
@@ -197,9 +268,16 @@ def restore(
     not have are made, with their files from the checkpoint. If Podman has some of the volumes and lacks
     others, nothing is restored, unless --ignore-volumes is given.
 
+    A second copy beside the first one has another name (--name), gets another address, and needs other
+    published ports (--publish). A container that was in a pod is restored into the same pod, or into another
+    one that shares the same namespaces (--pod).
+
     If Podman still has the stopped container that this very checkpoint ended, that container continues, with
     its volumes and logs; if the restore fails, it is as before. Any other container of that name is in the
     way: remove it first (`podman rm`), or give another name with --name.
+
+    Several checkpoints are restored one after another, each on its own: the failure of one does not stop the
+    others. As JSON they are a list, results; a failure has what, error, code and exitCode there.
 
     As JSON: container, containerId, digest (empty for an archive), name (of the checkpoint, where it was in a
     store), kept (the name in the store of what came from a registry, empty where that did not keep it) and
@@ -208,41 +286,66 @@ def restore(
     from gpusnap.operations import restore as restoring
 
     require_root("restore")
-    wish = restoring.Wish(
-        what=locator.find(what),
-        name=name,
-        gpu_map=gpu_map,
-        tcp_established=tcp_established,
-        tcp_close=tcp_close,
-        ignore_static_ip=ignore_static_ip,
-        ignore_static_mac=ignore_static_mac,
-        ignore_rootfs=ignore_rootfs,
-        ignore_volumes=ignore_volumes,
-        plain_http=plain_http,
-    )
-    with recorded("restore", name) as record, Progress() as progress:
-        done = restoring.restore(wish, progress)
-        record.container = done.container.name
-        record.figures |= {"digest": done.digest} if done.digest else {}
-    if as_json:
-        _print(
-            {
-                "container": done.container.name,
-                "containerId": done.container.id,
-                "digest": done.digest,
-                "name": done.source.entry.name if done.source is not None else "",
-                "kept": done.kept,
-                "seconds": round(done.seconds, 3),
-            }
+    if name and tcp_established:  # as podman container restore has it
+        raise UsageError(
+            "--name gives the container another address, and --tcp-established needs the old one",
+            hint="give one of the two",
         )
-        return
-    click.echo(f"{done.container.name}  {done.container.id}  {done.seconds:.1f} s")
-    if done.source is not None:
+    if bool(what) == (file is not None):
+        raise UsageError("name what to restore: one or more checkpoints, or --import FILE")
+    if len(what) > 1 and (name or publish):
+        raise UsageError("--name and --publish are for one container", hint="restore them one by one")
+
+    def work(one: str) -> restoring.Restored:
+        wish = restoring.Wish(
+            what=locator.InFile(one) if file is not None else locator.find(one),
+            name=name,
+            gpu_map=gpu_map,
+            tcp_established=tcp_established,
+            tcp_close=tcp_close,
+            ignore_static_ip=ignore_static_ip,
+            ignore_static_mac=ignore_static_mac,
+            file_locks=file_locks,
+            pod=pod,
+            publish=publish,
+            ignore_rootfs=ignore_rootfs,
+            ignore_volumes=ignore_volumes,
+            plain_http=plain_http,
+        )
+        with recorded("restore", name) as record, Progress() as progress:
+            done = restoring.restore(wish, progress)
+            record.container = done.container.name
+            record.figures |= {"digest": done.digest} if done.digest else {}
+        return done
+
+    def show(done: restoring.Restored) -> None:
+        click.echo(f"{done.container.name}  {done.container.id}  {done.seconds:.1f} s")
+        if done.source is None:
+            return
         source = done.source.entry
         age = f", made {ago(source.created)}" if source.created else ""
         click.echo(f"restored from {source.name or done.digest}{age}", err=True)
         if done.source.later:
             click.echo(f"note: newer than {source.name}: {listed(done.source.later)}", err=True)
+
+    def document(done: restoring.Restored) -> dict[str, object]:
+        return {
+            "container": done.container.name,
+            "containerId": done.container.id,
+            "digest": done.digest,
+            "name": done.source.entry.name if done.source is not None else "",
+            "kept": done.kept,
+            "seconds": round(done.seconds, 3),
+        }
+
+    each_of(
+        (file,) if file is not None else tuple(dict.fromkeys(what)),
+        work,
+        show=show,
+        document=document,
+        as_json=as_json,
+        key="what",
+    )
 
 
 @click.command()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpusnap.engines import podman
+from gpusnap.engines.podman_options import Option
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
 from gpusnap.runtime_shim.process import proc
@@ -42,6 +43,8 @@ class Subject:
     """Why gpusnap checkpoint would not begin with it."""
     volumes: Mapping[str, str] = field(default_factory=dict)
     """Podman's named volumes in it, and where each has its files."""
+    unrestored: tuple[Option, ...] = ()
+    """What of its options Podman does not bring back."""
 
 
 def find(wanted: str, *, namespace: str = "", state: str = CONTAINERD) -> Subject:
@@ -77,12 +80,12 @@ def _podmans(wanted: str) -> Subject:
         raise podman.not_running(found)
     objection: GpusnapError | None = None
     try:
-        podman.check(found)
+        podman.check(found, force=True)
     except GpusnapError as error:
         objection = error
     bundle = os.path.dirname(found.checkpoint_path)
     subject = _subject(found.name, "Podman", found.id, found.init, bundle, found.status, objection)
-    return replace(subject, volumes=found.volumes)
+    return replace(subject, volumes=found.volumes, unrestored=found.unrestored)
 
 
 def _containerds(wanted: str, state: str, namespace: str) -> Subject:

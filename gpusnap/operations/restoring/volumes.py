@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
 from gpusnap.checkpoints.volumes import records
-from gpusnap.engines import podman
+from gpusnap.engines import podman_objects
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.chunks.artifact import Artifact
 from gpusnap.oci.layout.blobs import Blobs
@@ -28,10 +28,12 @@ CODE = "GPS-518"
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """The volumes of a checkpoint: those that its container has, and those whose files it has."""
+    """What of Podman's a container has: its volumes, those whose files are in the checkpoint, and its pod."""
 
     named: tuple[str, ...] = ()
     there: frozenset[str] = frozenset()
+    pod: str = ""
+    """The ID of the pod that the container was in."""
 
 
 def named(config: bytes) -> tuple[str, ...]:
@@ -46,13 +48,48 @@ def named(config: bytes) -> tuple[str, ...]:
 def inside(found: Iterable[Entry]) -> Inside:
     """The volumes of a checkpoint, by the entries of its archive or of its records."""
     names: tuple[str, ...] = ()
+    pod = ""
     there: set[str] = set()
     for entry in found:
         if entry.name == FIRST[0] and entry.content is not None:
-            names = named(entry.content.read(LARGEST_DUMP))
+            config = entry.content.read(LARGEST_DUMP)
+            names, pod = named(config), pod_of(config)
         elif name := records.name_of(entry.name) or records.name_in_chunks(entry.name):
             there.add(name)
-    return Inside(names, frozenset(there))
+    return Inside(names, frozenset(there), pod)
+
+
+def pod_of(config: bytes) -> str:
+    """The ID of a container's pod by its config.dump (libpod, ContainerConfig.Pod); "" without one."""
+    try:
+        found = parse_json(config)["pod"]
+        return found if isinstance(found, str) else ""
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+
+
+def pod_for(found: Inside, wanted: str) -> str:
+    """The pod to restore into: the wanted one, or the one that the container was in, if Podman still has it.
+
+    Raises Refused where there is none, or one for a container that was in none (libpod, CRImportCheckpoint).
+    """
+    if found.pod and not wanted:
+        if podman_objects.has_pod(found.pod):
+            return found.pod
+        raise Refused(
+            f"the container was in the pod {found.pod[:12]}, which Podman does not have",
+            hint="make a pod that shares the same namespaces (podman pod create), and name it with --pod POD",
+            code="GPS-522",
+        )
+    if wanted and not found.pod:
+        raise Refused(
+            f"the container was in no pod, and Podman does not restore it into the pod {wanted}",
+            hint="restore it without --pod",
+            code="GPS-522",
+        )
+    if wanted and not podman_objects.has_pod(wanted):
+        raise Refused(f"Podman has no pod {wanted}", hint="podman pod ps lists them", code="GPS-522")
+    return wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +118,7 @@ def choose(found: Inside, *, ignore: bool) -> Choice:
     """
     if ignore or not found.named:
         return Choice(found, ignore)
-    known = podman.volumes()
+    known = podman_objects.volumes()
     there = [name for name in found.named if name in known]
     gone = [name for name in found.named if name not in known]
     lost = [name for name in gone if name not in found.there]
@@ -99,7 +136,7 @@ def choose(found: Inside, *, ignore: bool) -> Choice:
             f"--ignore-volumes to use {_names(there)} as it is, and begin with an empty {_names(gone)}",
             code=CODE,
         )
-    return Choice(found, bool(there), {name: podman.users_of(name) for name in there})
+    return Choice(found, bool(there), {name: podman_objects.users_of(name) for name in there})
 
 
 def in_place(choice: Choice) -> Choice:
@@ -114,15 +151,15 @@ def settled(choice: Choice) -> Iterator[None]:
     Podman refuses to remove one that a container has, such as that of another restore at the same time.
     """
     named = choice.of.named
-    before = podman.volumes() if named else set()
+    before = podman_objects.volumes() if named else set()
     try:
         yield
     except Killed:
         raise  # what Podman had begun may go on
     except GpusnapError:
         with suppress(GpusnapError):
-            for name in set(named) & (podman.volumes() - before if named else set()):
-                podman.remove_volume(name)
+            for name in set(named) & (podman_objects.volumes() - before if named else set()):
+                podman_objects.remove_volume(name)
         raise
     for name, users in choice.kept.items():
         others = f" (in use by {_names(list(users))} as well)" if users else ""

@@ -14,6 +14,7 @@ from gpusnap.doctor.base import free_space
 from gpusnap.doctor.base.check import Check
 from gpusnap.doctor.base.subject import Subject
 from gpusnap.doctor.container_checks import gpu_use
+from gpusnap.engines import podman_options
 from gpusnap.runtime_shim.errors import ContainerError, Refused
 from gpusnap.runtime_shim.gpu.api.driver import ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import DriverTooOld, GpuBusy
@@ -87,6 +88,18 @@ def test_volumes(subject: Subject, driver: FakeDriver, tmp_path: Path) -> None:
     assert found["duration"].facts["volumes"] == told["size"]
     assert found["duration"].facts["high"] > before["duration"].facts["high"]
     assert "volumes" not in by_name(container.checks(replace(subject, engine="containerd"), driver))
+
+
+def test_options_that_podman_does_not_restore(subject: Subject, driver: FakeDriver) -> None:
+    """A failure where the restore fails, and a warning where something is only missing then."""
+    assert by_name(container.checks(subject, driver))["Podman's options"].verdict.value == "ok"
+    found = {"Config": {"Secrets": [{}], "Healthcheck": {"Test": ["CMD", "true"]}}}
+    options = tuple(podman_options.unrestored(found))
+    checks = container.checks(replace(subject, unrestored=options), driver)
+    told = [each for each in checks if each.name == "Podman's options"]
+    assert [each.verdict.value for each in told] == ["failure", "warning"]
+    assert "a secret that is a file" in told[0].says
+    assert "a health check, which Podman does not continue after a restore" in told[1].says
 
 
 def test_bytes_that_the_driver_does_not_tell(subject: Subject, driver: FakeDriver, family: Family) -> None:

@@ -570,3 +570,42 @@ def test_broken_settings(
     with pytest.raises(SettingsError, match=why):
         made()
     assert not (fake.folder / "calls").exists()
+
+
+@pytest.mark.parametrize("pod", ["", "p1"])
+def test_a_container_that_depends_on_another(fake: FakePodman, pod: str) -> None:
+    """Podman would end it, and not export it then; the infra container of its own pod is no such one."""
+    others = ["cd" * 32] if not pod else ["infra", "cd" * 32]
+    fake.has(Pod=pod, Dependencies=others)
+    with pytest.raises(GpusnapError) as raised:
+        made()
+    assert str(raised.value) == (
+        "the container w depends on the container cdcdcdcdcdcd, and Podman exports no checkpoint of such a "
+        "container"
+    )
+    assert raised.value.code == "GPS-204"
+    assert fake.calls() == []
+    fake.has(Pod="p1", Dependencies=["infra"])
+    made()
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ({"Config": {"Secrets": [{"Name": "s"}]}}, "a secret that is a file"),
+        (
+            {"Mounts": [{"Type": "bind", "Source": "/s/userdata/overlay/1/merge"}]},
+            "an overlay or image mount",
+        ),
+    ],
+)
+def test_what_podman_cannot_restore(fake: FakePodman, more: dict[str, object], what: str) -> None:
+    """Refused before anything is done to it, but on demand."""
+    fake.has(**more)  # type: ignore[arg-type]
+    with pytest.raises(GpusnapError, match=rf"the container w has {what} .*cannot restore") as raised:
+        made()
+    assert raised.value.code == "GPS-205"
+    assert fake.calls() == []
+    made(force=True)
+    fake.has(Config={"Healthcheck": {"Test": ["CMD", "true"]}})
+    made()

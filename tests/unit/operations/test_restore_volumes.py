@@ -180,3 +180,38 @@ def test_archives_that_others_take(store: Store, tmp_path: Path) -> None:
             assert content.read() == data
             assert tarfile.open(fileobj=io.BytesIO(data)).getnames() == ["data"]
         assert not [each for each in tar.getnames() if each.endswith(".chunks")]
+
+
+@pytest.mark.parametrize(
+    ("was_in", "wanted", "there", "into"),
+    [("", "", "", ""), ("p1", "", "p1", "p1"), ("p1", "p2", "p2", "p2")],
+)
+def test_pods(fake: FakePodman, tmp_path: Path, was_in: str, wanted: str, there: str, into: str) -> None:
+    """Into the pod that is named, or the one that it was in, if Podman still has it."""
+    source = Layout(tmp_path / "source").create()
+    more = {"config.dump": json.dumps({**CONFIG_DUMP, "pod": was_in}).encode()}
+    archive = written(tmp_path / "in.tar", source, record(regions(source)), more=more)
+    fake.has_pods(there)
+    restored(InFile(archive), pod=wanted)
+    (call,) = fake.calls()
+    assert call.endswith(f" --pod {into}" if into else "in.tar")
+
+
+@pytest.mark.parametrize(
+    ("was_in", "wanted", "said"),
+    [
+        ("p1", "", "the container was in the pod p1, which Podman does not have"),
+        ("", "p1", "the container was in no pod, and Podman does not restore it into the pod p1"),
+        ("p1", "p2", "Podman has no pod p2"),
+    ],
+)
+def test_no_such_pod(fake: FakePodman, tmp_path: Path, was_in: str, wanted: str, said: str) -> None:
+    """Nothing is begun."""
+    source = Layout(tmp_path / "source").create()
+    more = {"config.dump": json.dumps({**CONFIG_DUMP, "pod": was_in}).encode()}
+    archive = written(tmp_path / "in.tar", source, record(regions(source)), more=more)
+    with pytest.raises(GpusnapError) as raised:
+        restored(InFile(archive), pod=wanted)
+    assert str(raised.value) == said
+    assert raised.value.code == "GPS-522"
+    assert fake.calls() == []

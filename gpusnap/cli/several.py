@@ -1,0 +1,87 @@
+"""One command for several containers or checkpoints: each is done on its own, and none stops the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import click
+
+from gpusnap.cli import debugging, exit_codes
+from gpusnap.oci.base.errors import OciError
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted
+from gpusnap.user_errors import failure
+
+T = TypeVar("T")
+
+
+def each_of(
+    wanted: Sequence[str],
+    work: Callable[[str], T],
+    *,
+    show: Callable[[T], None],
+    document: Callable[[T], dict[str, object]],
+    as_json: bool,
+    key: str,
+) -> None:
+    """Do the work for each; one alone as it is, with its errors raised.
+
+    Of several, failures are told as they come, and what is raised in the end has their exit code, if that is
+    the same for all. As JSON it is one list, `results`, in which a failure has error, code and exitCode; the
+    member `key` says who it is of. A signal ends the rest: what is done and what was not begun is said. Raises
+    what `work` raises, GpusnapError, Interrupted.
+    """
+    if len(wanted) == 1:
+        done = work(wanted[0])
+        if as_json:
+            click.echo(json.dumps(document(done), indent=1))
+        else:
+            show(done)
+        return
+    results: list[dict[str, object]] = []
+    failures: dict[str, GpusnapError] = {}
+    ready: list[str] = []
+    for at, one in enumerate(wanted):
+        try:
+            done = work(one)
+        except (KeyboardInterrupt, Interrupted) as error:
+            stopped = error if isinstance(error, Interrupted) else Interrupted("it was interrupted")
+            if as_json:
+                results.append(_failed(key, one, stopped))
+                click.echo(json.dumps({"results": results}, indent=1))
+            before, left = ", ".join(ready) or "none", ", ".join(wanted[at + 1 :]) or "none"
+            raise Interrupted(
+                f"{one}: {stopped}; done before: {before}; not begun: {left}",
+                hint=stopped.hint,
+                code=stopped.code,
+            ) from error
+        except (GpusnapError, OciError) as error:
+            debugging.show(error)
+            said = error if isinstance(error, GpusnapError) else failure(error)
+            failures[one] = said
+            results.append(_failed(key, one, said))
+            click.echo(f"gpusnap: {one}: {said.sentence()}", err=True)
+        else:
+            ready.append(one)
+            results.append(document(done))
+            if not as_json:
+                show(done)
+    if as_json:
+        click.echo(json.dumps({"results": results}, indent=1))
+    if failures:
+        same = len({exit_codes.exit_code(error) for error in failures.values()}) == 1
+        kind = type(next(iter(failures.values()))) if same else GpusnapError
+        raise kind(
+            f"{len(failures)} of {len(wanted)} failed: {', '.join(failures)}",
+            hint="see above what each needs",
+        )
+
+
+def _failed(key: str, one: str, error: GpusnapError) -> dict[str, object]:
+    return {
+        key: one,
+        "error": str(error),
+        "code": error.code,
+        "exitCode": exit_codes.exit_code(error),
+    }

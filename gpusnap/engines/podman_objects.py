@@ -1,0 +1,56 @@
+"""What Podman has besides containers: volumes and pods."""
+
+from __future__ import annotations
+
+from gpusnap.engines import podman
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.user_errors import NotFound
+
+
+def volumes() -> set[str]:
+    """The names of all volumes. Raises GpusnapError."""
+    return set(podman.said("volume", "ls", "--quiet", wanted="its volumes").split())
+
+
+def users_of(volume: str) -> tuple[str, ...]:
+    """The running containers that have a volume. Raises GpusnapError."""
+    words = ("ps", "--filter", f"volume={volume}", "--format", "{{.Names}}")
+    return tuple(podman.said(*words, wanted=f"who has the volume {volume}").split())
+
+
+def remove_volume(name: str) -> None:
+    """Remove a volume that no container has. Raises GpusnapError."""
+    podman.said("volume", "rm", name, wanted=f"the removal of the volume {name}")
+
+
+def has_pod(pod: str) -> bool:
+    """Whether there is a pod of that ID or name; no where Podman cannot say."""
+    try:
+        podman.said("pod", "exists", pod, wanted=f"whether there is a pod {pod[:12]}")
+    except GpusnapError:
+        return False
+    return True
+
+
+def latest() -> str:
+    """The name of the container that was created last. Raises NotFound, GpusnapError."""
+    found = podman.said("ps", "--latest", "--format", "{{.Names}}", wanted="its latest container").split()
+    if not found:
+        raise NotFound("Podman has no container", hint="podman ps --all lists them")
+    return found[0]
+
+
+def running() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The running containers by name: those of gpusnap's runtime, and others; without the infra ones of pods.
+
+    Raises GpusnapError.
+    """
+    words = ("ps", "--filter", "status=running", "--sort", "created", "--format", "json")
+    try:
+        found = parse_json(podman.said(*words, wanted="its containers") or "[]")
+        names = [str(each["Names"][0]) for each in found if not each.get("IsInfra")]
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise GpusnapError(f"what Podman says of its containers is not understood: {error!r}") from error
+    mine = {name for name in names if podman.is_ours(podman.container(name).runtime)}
+    return tuple(each for each in names if each in mine), tuple(each for each in names if each not in mine)

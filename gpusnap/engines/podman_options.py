@@ -1,0 +1,47 @@
+"""Options of a container that `podman container restore` does not bring back from an archive.
+
+Seen with Podman 5.4 and crun: CRIU looks for mounts that Podman does not make for what it imports.
+The timer of a health check is made by init and start, and not by restore (libpod, Container.restore).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One of them: what the container has, and what to do about it."""
+
+    what: str
+    todo: str
+    fatal: bool = True
+    """The restore fails; otherwise the container runs without it."""
+
+
+_SECRET = Option(
+    "a secret that is a file (--secret)",
+    "give it as an environment variable (--secret NAME,type=env), or bind-mount a file",
+)
+_OVERLAY = Option(
+    "an overlay or image mount (-v DIR:DIR:O, --mount type=image)",
+    "bind-mount the directory read-only, or use a named volume",
+)
+_HEALTH = Option(
+    "a health check",
+    "run podman healthcheck run from a timer of your own after a restore",
+    fatal=False,
+)
+
+
+def unrestored(found: Mapping[str, Any]) -> Iterator[Option]:
+    """Those of a container, by what `podman container inspect` prints."""
+    config = found.get("Config") or {}
+    if config.get("Secrets"):
+        yield _SECRET
+    if any("/userdata/overlay/" in str(each.get("Source")) for each in found.get("Mounts") or ()):
+        yield _OVERLAY
+    if config.get("Healthcheck"):
+        yield _HEALTH

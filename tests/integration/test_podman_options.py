@@ -1,0 +1,125 @@
+"""gpusnap in the place of podman container checkpoint and restore: pods, ports, several containers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shimhost
+from support import Container, Done, good, podman, run, sentence
+
+from gpusnap.oci.store.store import Store
+
+COMMAND = "/usr/local/bin/gpusnap"
+STORE = Path("/var/lib/gpusnap-test")
+# The test host has no catatonit for Podman's own image.
+INFRA = ("--infra-image", "localhost/base", "--infra-command", "sleep 100000")
+
+# busybox' sleep ends when CRIU interrupts it.
+LOOP = "while :; do sleep 1; done"
+
+
+@pytest.fixture(autouse=True)
+def store(crun: None) -> Iterator[Store]:
+    """An empty one; no pod and no container is left."""
+    shutil.rmtree(STORE, ignore_errors=True)
+    shimhost.write_settings(f'runtime = "crun"\n[store]\npath = "{STORE}"\n')
+    yield Store(STORE)
+    shutil.rmtree(STORE, ignore_errors=True)
+    run("podman", "pod", "rm", "--all", "--force", "--time", "0")
+    run("podman", "rm", "--all", "--force", "--time", "0")
+
+
+def gpusnap(*words: str) -> Done:
+    return run(COMMAND, *words)
+
+
+def done(*words: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(good(gpusnap(*words, "--json")))
+    return found
+
+
+def start(name: str, *options: str) -> Container:
+    return Container.start(name, "--mib", "2", options=options)
+
+
+def pod_of(container: str) -> str:
+    pod = good(run("podman", "container", "inspect", "--format", "{{.Pod}}", container))
+    return good(run("podman", "pod", "inspect", "--format", "{{.Name}}", pod))
+
+
+def test_a_pod(store: Store) -> None:
+    """Back into its own pod without a word; into another one by --pod; never out of one."""
+    good(run("podman", "pod", "create", "--name", "p1", *INFRA))
+    container = start("w", "--pod", "p1")
+    good(gpusnap("checkpoint", "w", "--name", "one"))
+    container.remove()
+    good(gpusnap("restore", "one"))
+    container.goes_on()
+    assert pod_of("w") == "p1"
+    good(run("podman", "pod", "rm", "--force", "--time", "0", "p1"))
+    assert sentence(gpusnap("restore", "one")).endswith("and name it with --pod POD [GPS-522]")
+    good(run("podman", "pod", "create", "--name", "p2", *INFRA))
+    good(gpusnap("restore", "one", "--pod", "p2"))
+    container.goes_on()
+    assert pod_of("w") == "p2"
+
+
+def test_a_second_copy_has_other_ports(store: Store) -> None:
+    """Both run beside each other."""
+    start("w", "--network", "bridge", "--publish", "18080:80")
+    good(gpusnap("checkpoint", "-R", "w", "--name", "one"))
+    assert sentence(gpusnap("restore", "one", "-n", "second")).endswith("[GPS-519]")
+    good(gpusnap("restore", "one", "-n", "second", "-p", "18081:80"))
+    Container("w").goes_on()
+    Container("second").goes_on()
+    assert run("podman", "port", "second").out.endswith(":18081\n")
+
+
+def test_several(store: Store, tmp_path: Path) -> None:
+    """All that run, with and without a GPU; a failure of one stops no other; and all back at once."""
+    first, second = start("a"), start("b")
+    good(podman("run", "-d", "--name", "plain", "localhost/base", "sh", "-c", LOOP))
+    good(podman("run", "-d", "--name", "other", "localhost/base", "sleep", "1000", runtime="crun"))
+    found = gpusnap("checkpoint", "--all", "--json")
+    good(found)
+    assert "left out: other" in found.err
+    made = json.loads(found.out)["results"]
+    assert [each["container"] for each in made] == ["a", "b", "plain"]
+    assert [bool(each["memory"]) for each in made] == [True, True, False]
+    for name in ("a", "b", "plain"):
+        good(run("podman", "rm", name))
+    again = gpusnap("restore", *(each["name"] for each in made), "none:1", "--json")
+    assert again.code == 3
+    assert "gpusnap: none:1: " in again.err
+    assert [each.get("container", each.get("what")) for each in json.loads(again.out)["results"]] == [
+        *("a", "b", "plain"),
+        "none:1",
+    ]
+    first.goes_on()
+    second.goes_on()
+    assert done("checkpoint", "-l", "-e", str(tmp_path / "x"), "-R")["file"] == str(tmp_path / "x")
+
+
+def test_what_podman_would_end_and_not_export(store: Store) -> None:
+    """The container runs on."""
+    start("a")
+    container = start("b", "--pid", "container:a")
+    assert "[GPS-204]" in sentence(gpusnap("checkpoint", "b"))
+    container.goes_on()
+    assert gpusnap("doctor", "b").code == 1
+
+
+def test_what_podman_cannot_restore(store: Store, tmp_path: Path) -> None:
+    """Said before, by doctor as well; --force makes it all the same."""
+    (tmp_path / "f").touch()
+    container = start("w", "-v", f"{tmp_path}:/over:O", "--health-cmd", "true")
+    assert "has an overlay or image mount" in sentence(gpusnap("checkpoint", "w"))
+    container.goes_on()
+    told = json.loads(gpusnap("doctor", "w", "--json").out)["checks"]
+    assert [each["verdict"] for each in told if each["name"] == "Podman's options"] == ["failure", "warning"]
+    good(gpusnap("checkpoint", "w", "--force"))
