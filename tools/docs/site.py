@@ -1,4 +1,4 @@
-"""mkdocs' hooks for the site (mkdocs.yml): README.md is its first page; what is no document is named by its path.
+"""mkdocs' hooks for the site (mkdocs.yml): README.md is its first page, and what is no document a path.
 
 https://www.mkdocs.org/user-guide/plugins/#events has what mkdocs calls, by these names.
 """

@@ -16,9 +16,9 @@ from gpusnap.checkpoints.labels import parse_labels
 from gpusnap.cli.completion import complete_checkpoint, complete_container, complete_store
 from gpusnap.cli.moved import document as moved_document
 from gpusnap.cli.moved import figures, notes_of_images
-from gpusnap.cli.podman_words import CHECKPOINT, RESTORE, refusing
-from gpusnap.cli.quiet import quiet
-from gpusnap.cli.several import each_of
+from gpusnap.cli.options.podman_words import CHECKPOINT, RESTORE, refusing
+from gpusnap.cli.options.quiet import quiet
+from gpusnap.cli.options.several import each_of
 from gpusnap.listing.ages import ago
 from gpusnap.metrics.record import recorded
 from gpusnap.oci.store.tags import base, listed

@@ -16,7 +16,7 @@ from gpusnap.checkpoints.locator import InStore, default_store, in_store, named,
 from gpusnap.cli import process_tables, store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_checkpoint, complete_store, complete_stored
-from gpusnap.cli.quiet import quiet
+from gpusnap.cli.options.quiet import quiet
 from gpusnap.cli.store_tables import document
 from gpusnap.oci.base.errors import DigestError, LayoutError, NotThere
 from gpusnap.oci.base.json_text import parse_json

@@ -16,7 +16,7 @@ from kept_checkpoints import an_archive
 
 from gpusnap.cli import exit_codes
 from gpusnap.cli.main import command
-from gpusnap.cli.podman_words import CHECKPOINT, RESTORE
+from gpusnap.cli.options.podman_words import CHECKPOINT, RESTORE
 from gpusnap.operations import checkpoint as checkpointing
 from gpusnap.operations import restore as restoring
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, UsageError
