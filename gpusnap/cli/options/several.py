@@ -27,10 +27,9 @@ def each_of(
 ) -> None:
     """Do the work for each; one alone as it is, with its errors raised.
 
-    Of several, failures are told as they come, and what is raised in the end has their exit code, if that is
-    the same for all. As JSON it is one list, `results`, in which a failure has error, code and exitCode; the
-    member `key` says who it is of. A signal ends the rest: what is done and what was not begun is said.
-
+    Of several, failures are told as they come, and what is raised in the end has their exit code, if that
+    is the same for all. As JSON it is one list, `results`, in which a failure has error, code and exitCode;
+    the member `key` says who it is of. A signal ends the rest: what is done and what was not begun is said.
     Raises what `work` raises, GpusnapError, Interrupted.
     """
     if len(wanted) == 1:

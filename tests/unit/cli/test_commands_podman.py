@@ -12,11 +12,12 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 from fake_podman import ID, FakePodman
+from gpusnap.cli.podman_words import CHECKPOINT, RESTORE
 from kept_checkpoints import an_archive
 
 from gpusnap.cli import exit_codes
 from gpusnap.cli.main import command
-from gpusnap.cli.options.podman_words import CHECKPOINT, RESTORE
+from gpusnap.engines import podman
 from gpusnap.operations import checkpoint as checkpointing
 from gpusnap.operations import restore as restoring
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, UsageError
@@ -136,7 +137,7 @@ class TestSeveral:
                 raise Interrupted("the checkpoint was interrupted")
             if name == "key":
                 signal.raise_signal(signal.SIGINT)
-            found = checkpointing.podman.container("w")
+            found = podman.container("w")
             return checkpointing.Made(found, 1.0, 0, 10, 5, name=f"{name}:1", digest="sha256:x", store="/s")
 
         monkeypatch.setattr(checkpointing, "checkpoint", checkpoint)
@@ -192,7 +193,7 @@ def test_several_restores(monkeypatch: pytest.MonkeyPatch, fake: FakePodman, tmp
     """Each on its own, also one that is not found."""
 
     def restore(wish: restoring.Wish, _: object) -> restoring.Restored:
-        return restoring.Restored(restoring.podman.container("w"), 1.0)
+        return restoring.Restored(podman.container("w"), 1.0)
 
     monkeypatch.setattr(restoring, "restore", restore)
     done = run("restore", f"{tmp_path}/in.tar", f"{tmp_path}/none.tar", "--json")
