@@ -62,8 +62,8 @@ CODES = (
     ErrorCode(
         "GPS-803",
         "unreachable",
-        "The registry did not answer, or broke off, in several attempts. The reason of the last one is at "
-        "the end of the message.",
+        "The registry did not answer, or broke off, in several attempts. The message begins with the reason "
+        "of the last one.",
         "Run the same command again; a transfer continues where it stopped. If it stays so, check the name "
         "of the host, the network, and the proxy (HTTPS_PROXY, NO_PROXY). If the registry asks to be left "
         "alone for a time, wait for it.",
@@ -72,8 +72,9 @@ CODES = (
         "GPS-804",
         "plain-http",
         "The registry does not speak TLS. Plain HTTP shows everything to the network, passwords too, so it "
-        "has to be asked for.",
-        "Give `--plain-http`, or `http://` before the reference, also in `store.pull-from`.",
+        "has to be asked for. Or it speaks TLS, and plain HTTP was asked for.",
+        "Give `--plain-http`, or `http://` before the reference, also in `store.pull-from`; or leave that "
+        "out. A registry may be marked as `insecure` in registries.conf as well.",
     ),
     ErrorCode(
         "GPS-805",
@@ -121,5 +122,13 @@ CODES = (
         "The registry keeps no list of what refers to a checkpoint (signatures and the like), so the list "
         "is a document under the tag sha256-…, and that is full.",
         "Remove signatures and the like that nobody needs, with oras or the registry's own tools.",
+    ),
+    ErrorCode(
+        "GPS-813",
+        "registries-conf",
+        "The registries.conf of this host (containers-registries.conf(5)), or a file in registries.conf.d, "
+        "blocks the registry, or cannot be read or understood.",
+        "Correct the file that the message names, or ask who keeps it. Podman and skopeo read the same "
+        "files.",
     ),
 )

@@ -141,7 +141,7 @@ def checkpoint(wish: Wish, progress: Progress) -> Made:
 
 def _ask(to: locator.InRegistry, *, plain_http: bool) -> None:
     """See that the registry answers and lets us in, before a container ends for its sake."""
-    with told(), source.open_repository(to, plain_http=plain_http) as repository:
+    with told(), source.open_repository(to, plain_http=plain_http, mirrors=False) as repository:
         repository.has_blob(empty_descriptor().digest, pushing=True)
 
 

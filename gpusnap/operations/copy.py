@@ -108,7 +108,7 @@ def _from_registry(what: InRegistry, to: Destination, *, plain_http: bool, progr
 def _relayed(what: InRegistry, to: InRegistry, *, plain_http: bool, progress: Progress) -> Copied:
     """From one registry to another. What that has does not come here either."""
     referrers, store = Referrers(), locator.default_store()
-    with open_repository(to, plain_http=plain_http) as there:
+    with open_repository(to, plain_http=plain_http, mirrors=False) as there:
 
         def lacks(one: Descriptor) -> bool:
             return not there.has_blob(one.digest, pushing=True)

@@ -129,13 +129,16 @@ def load_manifest(path: str) -> manifest.Manifest:
 
 
 @contextmanager
-def open_repository(place: InRegistry, *, plain_http: bool = False) -> Iterator[Repository]:
-    """The repository of a reference, with its user's credentials. Raises RegistryError, SettingsError."""
-    from gpusnap.oci.registry.repository import Repository
+def open_repository(
+    place: InRegistry, *, plain_http: bool = False, mirrors: bool = True
+) -> Iterator[Repository]:
+    """The repository of a reference: see gpusnap.oci.registry.find. Raises RegistryError, SettingsError."""
+    from gpusnap.oci.registry import find as registries
 
     limits = settings_file.load().registry.limits
     plain_http = plain_http or place.plain_http
-    with Repository.of(place.reference, plain_http=plain_http, limits=limits) as repository:
+    found = registries.repository(place.reference, plain_http=plain_http, mirrors=mirrors, limits=limits)
+    with found as repository:
         yield repository
 
 

@@ -70,6 +70,8 @@ def fetched(
     store.create()
     with open_repository(what, plain_http=plain_http) as repository:
         progress.stage(f"pull of {what.reference}")
+        if repository.reference.name != what.reference.name:  # a mirror, which a restore does not ask
+            leave = 0
         root = repository.resolve(_wanted(what.reference))
         staging = staged(store, f"pull-{encoded(root.digest)[:32]}", f"pull of {what.reference}", progress)
         try:

@@ -295,7 +295,7 @@ def sent(
             hint="push it to a tag",
             code="GPS-102",
         )
-    with open_repository(to, plain_http=plain_http) as repository:
+    with open_repository(to, plain_http=plain_http, mirrors=False) as repository:
         progress.stage(f"push to {to.reference}")
         moved = transfer.push(
             root,

@@ -18,6 +18,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import urljoin
@@ -47,6 +48,24 @@ _TLS_WANTED = re.compile(rb"HTTP request (?:to an|was sent to) HTTPS|SSL-enabled
 _HOSTS = {"docker.io": "registry-1.docker.io", "index.docker.io": "registry-1.docker.io"}
 
 
+def lacks_tls(registry: str, limits: Limits | None = None) -> bool:
+    """Whether a registry that needs no TLS answers by plain HTTP alone: TLS is asked first.
+
+    No where nobody answers: what comes next says why.
+    """
+    pool = make_pool("", registry, limits, verify=False)
+    try:
+        for scheme in ("https", "http"):
+            with (
+                suppress(Broken, RegistryError),
+                exchange(pool, "GET", f"{scheme}://{_HOSTS.get(registry, registry)}/v2/", {}),
+            ):
+                return scheme == "http"
+    finally:
+        pool.clear()
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What to ask for; `what` says, for messages, what the registry does not do if it refuses."""
@@ -70,6 +89,7 @@ class Client:
         *,
         credentials: Credentials | None = None,
         plain_http: bool = False,
+        verify: bool = True,
         ca_file: str = "",
         limits: Limits | None = None,
         attempts: int = 6,
@@ -77,7 +97,7 @@ class Client:
     ) -> None:
         self._schemes = ("https", "http") if plain_http else ("https",)
         self.base = f"{self._schemes[-1]}://{_HOSTS.get(registry, registry)}/v2/"
-        self._pool = make_pool(ca_file, registry, limits)
+        self._pool = make_pool(ca_file, registry, limits, verify=verify)
         self._tokens = Tokens(registry, self._pool, credentials=credentials, plain_http=plain_http)
         self._attempts = attempts
         self._wait = wait

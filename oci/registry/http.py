@@ -86,8 +86,10 @@ class Pool:
             return self._made[proxy]
 
     def _new(self, proxy: str) -> urllib3.PoolManager:
+        # urllib3 1.26 would take its own default, to verify, for that of the context.
+        checks = "CERT_NONE" if self._context.verify_mode == ssl.CERT_NONE else None
         if not proxy:
-            return urllib3.PoolManager(maxsize=_CONNECTIONS, ssl_context=self._context)
+            return urllib3.PoolManager(maxsize=_CONNECTIONS, ssl_context=self._context, cert_reqs=checks)
         try:
             auth = unquote(parse_url(proxy).auth or "")
             return urllib3.ProxyManager(
@@ -95,6 +97,7 @@ class Pool:
                 maxsize=_CONNECTIONS,
                 ssl_context=self._context,
                 proxy_headers=make_headers(proxy_basic_auth=auth) if auth else None,
+                cert_reqs=checks,
             )
         except (HTTPError, ValueError) as error:
             raise RegistryError(
@@ -140,14 +143,20 @@ class _TlsPool(HTTPSConnectionPool):
 _current = threading.local()
 
 
-def make_pool(ca_file: str = "", registry: str = "", limits: Limits | None = None) -> Pool:
+def make_pool(
+    ca_file: str = "", registry: str = "", limits: Limits | None = None, *, verify: bool = True
+) -> Pool:
     """Connections whose TLS trusts the system's CAs, those in the PEM `ca_file`, and those for `registry`.
 
-    Raises RegistryError where these cannot be read.
+    Without `verify` it trusts anybody. Raises RegistryError where these cannot be read.
     """
     context, folder = _system_tls(), certificates.folder_of(registry)
-    if ca_file or folder:
+    if ca_file or folder or not verify:
         context = _new_tls()
+        if not verify:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+            urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
         if folder:
             certificates.load(context, folder)
         if ca_file:

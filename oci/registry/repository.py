@@ -28,7 +28,6 @@ from gpusnap.oci.layout.graph import INDEXES, MANIFESTS
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.partial_blob import Incoming
 from gpusnap.oci.layout.reference import Reference, check_tag, is_tag
-from gpusnap.oci.registry import credentials as users
 from gpusnap.oci.registry.client import Client, Request
 from gpusnap.oci.registry.credentials import Credentials
 from gpusnap.oci.registry.http import Answer, Broken
@@ -51,9 +50,9 @@ class Repository:
     """The repository that `reference` names; threads may share it.
 
     credentials: for the registry, or None. plain_http: speak HTTP without TLS; nothing else makes it do so.
-    ca_file: PEM of a CA that is trusted beside the system's. limits: how slow it may be. attempts: how many
-    may break before a call fails. wait: waits that many seconds. Whatever is called raises Unauthorized,
-    NotInRegistry, Rejected, Unreachable or RegistryError.
+    verify: its certificate has to be trusted. ca_file: PEM of a CA that is trusted beside the system's.
+    limits: how slow it may be. attempts: how many may break before a call fails. wait: waits that many
+    seconds. Whatever is called raises Unauthorized, NotInRegistry, Rejected, Unreachable or RegistryError.
     """
 
     def __init__(
@@ -62,6 +61,7 @@ class Repository:
         *,
         credentials: Credentials | None = None,
         plain_http: bool = False,
+        verify: bool = True,
         ca_file: str = "",
         limits: Limits | None = None,
         attempts: int = 6,
@@ -72,6 +72,7 @@ class Repository:
             reference.registry,
             credentials=credentials,
             plain_http=plain_http,
+            verify=verify,
             ca_file=ca_file,
             limits=limits,
             attempts=attempts,
@@ -82,14 +83,6 @@ class Repository:
         )
         self._scopes = (f"repository:{reference.repository}:pull",)
         self._ways = Ways()
-
-    @classmethod
-    def of(
-        cls, reference: Reference, *, plain_http: bool = False, limits: Limits | None = None
-    ) -> Repository:
-        """One with the credentials that its user has for it. Raises RegistryError."""
-        found = users.find(reference.registry, reference.repository)
-        return cls(reference, credentials=found, plain_http=plain_http, limits=limits)
 
     def __enter__(self) -> Repository:
         return self

@@ -257,3 +257,21 @@ def test_without_root(store: Store, mode: int) -> None:
             good(run(*USER, *line.split()))
     finally:
         archive.unlink(missing_ok=True)
+
+
+def test_a_registry_by_options(store: Store) -> None:
+    """With --creds and --tls-verify=false alone; what the runtime fetches during the restore as well."""
+    container = Container.start("server", *WORK)
+    with registryhost.running(passwords=True) as registry:
+        ref = f"{registry.host}/team/server:v1"
+        login = ("--creds", f"{registryhost.USER}:{registryhost.PASSWORD}", "--tls-verify=false")
+        assert "does not speak TLS" in sentence(gpusnap("checkpoint", "server", "--to", ref, *login[:2]))
+        assert "log in" in sentence(gpusnap("checkpoint", "server", "--to", ref, login[2]))
+        container.goes_on()
+        said = gpusnap("checkpoint", "server", "--to", ref, *login)
+        good(said)
+        assert command(said.err) == ["gpusnap", "restore", ref, "--tls-verify=false"]
+        container.remove()
+        shutil.rmtree(store.path)
+        assert done("restore", ref, *login)["kept"] == ref
+        container.goes_on()

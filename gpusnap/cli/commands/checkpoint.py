@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,8 +20,10 @@ from gpusnap.cli.moved import figures, notes_of_images
 from gpusnap.cli.options.podman_words import CHECKPOINT, RESTORE, refusing
 from gpusnap.cli.options.quiet import quiet
 from gpusnap.cli.options.several import each_of
+from gpusnap.cli.registry_options import registry_options
 from gpusnap.listing.ages import ago
 from gpusnap.metrics.record import recorded
+from gpusnap.oci.base.environment import TLS_VERIFY
 from gpusnap.oci.store.tags import base, listed
 from gpusnap.privileges import require_root
 from gpusnap.progress import Progress
@@ -35,9 +38,6 @@ if TYPE_CHECKING:
     from gpusnap.operations import push_pull
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
-_plain_http = click.option(
-    "--plain-http", is_flag=True, help="Use plain HTTP, without TLS. http:// before REF does the same."
-)
 
 
 @click.command()
@@ -70,7 +70,7 @@ _plain_http = click.option(
     help="Checkpoint even if it cannot be restored: processes share GPU memory (NCCL, CUDA IPC), or the "
     "container has an option that Podman does not restore.",
 )
-@_plain_http
+@registry_options
 @quiet
 @_as_json
 @refusing(CHECKPOINT)
@@ -228,7 +228,7 @@ def _wanted(containers: tuple[str, ...], *, every: bool, latest: bool) -> tuple[
     is_flag=True,
     help="Do not restore the files in volumes: use a volume as it is here, or a new, empty one.",
 )
-@_plain_http
+@registry_options
 @quiet
 @_as_json
 @refusing(RESTORE)
@@ -366,7 +366,7 @@ def restore(
     help="Of the image of --format podman or cri: zstd is faster, and older tools do not take it. "
     "[default: gzip]",
 )
-@_plain_http
+@registry_options
 @quiet
 @_as_json
 def push(
@@ -427,7 +427,7 @@ def push(
     help="Into the store oci:DIR[:NAME], or into containerd, as containerd:[NAMESPACE/]IMAGE. "
     "[default: this host's store, unless -o is given]",
 )
-@_plain_http
+@registry_options
 @quiet
 @_as_json
 def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -> None:
@@ -487,6 +487,7 @@ def _way_back(wish: checkpointing.Wish, made: checkpointing.Made) -> str:
     elif isinstance(wish.to, locator.InRegistry) and not wish.name:
         plain_http = wish.to.plain_http or wish.plain_http
         word = ("http://" if plain_http else "") + str(wish.to.reference)
+        word += " --tls-verify=false" * (os.environ.get(TLS_VERIFY) == "false")
     elif isinstance(wish.to, locator.InStore):
         word = shlex.quote(f"oci:{made.store}:{made.name}")
     else:

@@ -11,6 +11,7 @@ from gpusnap.checkpoints import locator
 from gpusnap.cli.completion import complete_checkpoint
 from gpusnap.cli.moved import document as moved_document
 from gpusnap.cli.moved import figures, notes_of_images
+from gpusnap.cli.registry_options import registry_options
 from gpusnap.progress import Progress
 
 if TYPE_CHECKING:
@@ -20,9 +21,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("a", metavar="A", shell_complete=complete_checkpoint)
 @click.argument("b", metavar="B", shell_complete=complete_checkpoint)
-@click.option(
-    "--plain-http", is_flag=True, help="Use plain HTTP, without TLS. http:// before REF does the same."
-)
+@registry_options
 @click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
 def copy(a: str, b: str, plain_http: bool, as_json: bool) -> None:
     """Copy the checkpoint A to B: between stores, files and registries, in any direction.

@@ -12,6 +12,7 @@ import click
 
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_checkpoint
+from gpusnap.cli.registry_options import registry_options
 from gpusnap.operations.open import needed, opened
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
@@ -28,9 +29,7 @@ from gpusnap.user_errors import NotFound
 @click.command()
 @click.argument("what", metavar="WHAT", shell_complete=complete_checkpoint)
 @click.option("--gpu-map", metavar="MAP", help="Restore old GPUs onto new ones: 0=3,1=2, or UUIDs.")
-@click.option(
-    "--plain-http", is_flag=True, help="Use plain HTTP, without TLS. http:// before REF does the same."
-)
+@registry_options
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(what: str, gpu_map: str | None, plain_http: bool, as_json: bool) -> None:
     """Show which of this host's GPUs a restore of the checkpoint WHAT would use now, and why not the others.

@@ -13,6 +13,7 @@ from gpusnap.checkpoints.locator import InRegistry, InStore
 from gpusnap.cli import ls_table, store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_store
+from gpusnap.cli.registry_options import registry_options
 from gpusnap.listing.filters import Line, chosen, rows_of
 from gpusnap.listing.registry import RemoteListing
 from gpusnap.listing.registry import listing as remote_listing
@@ -53,9 +54,7 @@ _LIMIT = 100
     metavar="N",
     help="Of a repository, look at the last N tags by name.",
 )
-@click.option(
-    "--plain-http", is_flag=True, help="Use plain HTTP, without TLS. http:// before HOST does the same."
-)
+@registry_options
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def ls(
     place: str | None,

@@ -17,6 +17,7 @@ from gpusnap.cli import process_tables, store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_checkpoint, complete_store, complete_stored
 from gpusnap.cli.options.quiet import quiet
+from gpusnap.cli.registry_options import registry_options
 from gpusnap.cli.store_tables import document
 from gpusnap.oci.base.errors import DigestError, LayoutError, NotThere
 from gpusnap.oci.base.json_text import parse_json
@@ -35,14 +36,11 @@ from gpusnap.runtime_shim.records.manifest import encode
 from gpusnap.user_errors import Damaged, told
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-_plain_http = click.option(
-    "--plain-http", is_flag=True, help="Use plain HTTP, without TLS. http:// before REF does the same."
-)
 
 
 @click.command()
 @click.argument("what", metavar="WHAT", shell_complete=complete_checkpoint)
-@_plain_http
+@registry_options
 @click.option(
     "--processes", is_flag=True, help="Show the processes in CRIU's images, with open files and sockets."
 )
@@ -110,7 +108,7 @@ def _inspect_processes(what: str, *, as_json: bool, plain_http: bool) -> None:
 @click.command()
 @click.argument("a", metavar="A", shell_complete=complete_checkpoint)
 @click.argument("b", metavar="B", shell_complete=complete_checkpoint)
-@_plain_http
+@registry_options
 @_as_json
 def diff(a: str, b: str, plain_http: bool, as_json: bool) -> None:
     """Show the differences between the checkpoints A and B.
@@ -148,7 +146,7 @@ def diff(a: str, b: str, plain_http: bool, as_json: bool) -> None:
     "--all", "everything", is_flag=True, help="Check every checkpoint in this host's store, or in oci:DIR."
 )
 @click.option("--deep", is_flag=True, help="Read all blobs of a checkpoint in a registry.")
-@_plain_http
+@registry_options
 @quiet
 @_as_json
 def verify(what: tuple[str, ...], everything: bool, deep: bool, plain_http: bool, as_json: bool) -> None:

@@ -227,11 +227,12 @@ class Fetching:
 def _repository(text: str) -> Repository:
     """That of a line of store.pull-from. Raises RegistryError."""
     from gpusnap.oci.layout.reference import parse_plain
-    from gpusnap.oci.registry.repository import Repository
+    from gpusnap.oci.registry import find as registries
 
     reference, plain_http = parse_plain(text)
     limits = settings_file.load().registry.limits
-    return Repository.of(reference, plain_http=plain_http, limits=limits)
+    # Without mirrors: which of them has a checkpoint is known by its tag.
+    return registries.repository(reference, plain_http=plain_http, mirrors=False, limits=limits)
 
 
 def rebuild(files: Sequence[FileRecord], blobs: Blobs, folder: str, *, threads: int, ceiling: int) -> None:

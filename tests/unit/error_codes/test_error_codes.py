@@ -124,6 +124,7 @@ PUBLISHED: Mapping[str, str] = {
     "GPS-808": "registry-at-fault",
     "GPS-809": "token-without-tls",
     "GPS-812": "referrers-full",
+    "GPS-813": "registries-conf",
     "GPS-901": "engine-not-run",
     "GPS-902": "podman-killed",
     "GPS-903": "containerd-failed",

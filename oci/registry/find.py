@@ -1,0 +1,60 @@
+"""A repository as this host and its user have it: where it is, who may come in, and what TLS is wanted.
+
+What a command line says of it is in the environment, which reaches a restore: TLS_VERIFY, and the file of
+logins as REGISTRY_AUTH_FILE (gpusnap.oci.registry.credentials).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from gpusnap.oci.base.environment import TLS_VERIFY
+from gpusnap.oci.base.errors import NotInRegistry, Unauthorized, Unreachable
+from gpusnap.oci.layout.reference import Reference
+from gpusnap.oci.registry import credentials as users
+from gpusnap.oci.registry.client import lacks_tls
+from gpusnap.oci.registry.pace import Limits
+from gpusnap.oci.registry.registries_conf import Endpoint, endpoints
+from gpusnap.oci.registry.repository import Repository
+
+LATEST = "latest"
+
+
+def repository(
+    reference: Reference,
+    *,
+    plain_http: bool = False,
+    mirrors: bool = True,
+    limits: Limits | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Repository:
+    """The one of a reference, with the credentials that its user has for it.
+
+    plain_http: without TLS; else as TLS_VERIFY and registries.conf say. With `mirrors`
+    it is the first of them that has what the reference names, if one has. Raises RegistryError.
+    """
+    *first, last = endpoints(reference, mirrors=mirrors, environ=environ)
+    for mirror in first:
+        made = _open(mirror, plain_http=False, limits=limits, environ=environ)
+        try:
+            made.resolve(reference.digest or reference.tag or LATEST)
+        except (NotInRegistry, Unauthorized, Unreachable):
+            made.close()
+        except BaseException:
+            made.close()
+            raise
+        else:
+            return made
+    return _open(last, plain_http=plain_http, limits=limits, environ=environ)
+
+
+def _open(at: Endpoint, *, plain_http: bool, limits: Limits | None, environ: Mapping[str, str]) -> Repository:
+    found = users.find(at.reference.registry, at.reference.repository, environ)
+    asked = environ.get(TLS_VERIFY, "")
+    insecure = not plain_http and (asked == "false" or (at.insecure and asked != "true"))
+    if insecure:
+        plain_http = lacks_tls(at.reference.registry, limits)
+    return Repository(
+        at.reference, credentials=found, plain_http=plain_http, verify=not insecure, limits=limits
+    )
