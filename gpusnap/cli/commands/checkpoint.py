@@ -19,8 +19,8 @@ from gpusnap.cli.moved import document as moved_document
 from gpusnap.cli.moved import figures, notes_of_images
 from gpusnap.cli.options.podman_words import CHECKPOINT, RESTORE, refusing
 from gpusnap.cli.options.quiet import quiet
+from gpusnap.cli.options.registry import registry_options
 from gpusnap.cli.options.several import each_of
-from gpusnap.cli.registry_options import registry_options
 from gpusnap.listing.ages import ago
 from gpusnap.metrics.record import recorded
 from gpusnap.oci.base.environment import TLS_VERIFY

@@ -11,7 +11,7 @@ from gpusnap.checkpoints import locator
 from gpusnap.cli.completion import complete_checkpoint
 from gpusnap.cli.moved import document as moved_document
 from gpusnap.cli.moved import figures, notes_of_images
-from gpusnap.cli.registry_options import registry_options
+from gpusnap.cli.options.registry import registry_options
 from gpusnap.progress import Progress
 
 if TYPE_CHECKING:

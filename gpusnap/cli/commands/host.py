@@ -12,7 +12,7 @@ import click
 
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_checkpoint
-from gpusnap.cli.registry_options import registry_options
+from gpusnap.cli.options.registry import registry_options
 from gpusnap.operations.open import needed, opened
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file

@@ -13,7 +13,7 @@ from gpusnap.checkpoints.locator import InRegistry, InStore
 from gpusnap.cli import ls_table, store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_store
-from gpusnap.cli.registry_options import registry_options
+from gpusnap.cli.options.registry import registry_options
 from gpusnap.listing.filters import Line, chosen, rows_of
 from gpusnap.listing.registry import RemoteListing
 from gpusnap.listing.registry import listing as remote_listing

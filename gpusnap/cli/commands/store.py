@@ -17,7 +17,7 @@ from gpusnap.cli import process_tables, store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_checkpoint, complete_store, complete_stored
 from gpusnap.cli.options.quiet import quiet
-from gpusnap.cli.registry_options import registry_options
+from gpusnap.cli.options.registry import registry_options
 from gpusnap.cli.store_tables import document
 from gpusnap.oci.base.errors import DigestError, LayoutError, NotThere
 from gpusnap.oci.base.json_text import parse_json
