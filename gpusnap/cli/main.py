@@ -36,6 +36,7 @@ MODULES = {
     "pull": "gpusnap.cli.commands.checkpoint",
     "push": "gpusnap.cli.commands.checkpoint",
     "recover": "gpusnap.cli.commands.recover",
+    "report": "gpusnap.cli.commands.report",
     "restore": "gpusnap.cli.commands.checkpoint",
     "resume": "gpusnap.cli.commands.recover",
     "rm": "gpusnap.cli.commands.store",

@@ -10,8 +10,8 @@ CODES = (
         "internal-error",
         "gpusnap met something that it does not foresee. The message ends with the file and the line of "
         'gpusnap\'s code, and "this should have been said better: tell us".',
-        "Report it with the whole message and the output of `gpusnap version`. If the message ends with "
-        "an error of the kernel, such as a full disk, that may be all that is wrong.",
+        "Report it with the whole message and the file that `gpusnap report` writes. If the message ends "
+        "with an error of the kernel, such as a full disk, that may be all that is wrong.",
     ),
     ErrorCode(
         "GPS-002",

@@ -153,3 +153,16 @@ def test_preemption(store: Store, systemctl: Path, tmp_path: Path, way: str) -> 
     restored = Container("w")
     restored.goes_on()
     restored.remove()
+
+
+def test_a_report(store: Store, tmp_path: Path) -> None:
+    """Of a real checkpoint: all parts are there, and no argument of the program is."""
+    container = Container.start("w", "--mib", "8")
+    done("checkpoint", "w", "--leave-running")
+    text = good(run(COMMAND, "report", "--last", "-o", "-"))
+    assert "cannot be had" not in text
+    assert "\nCRIU: 4" in text
+    assert "  driver checkpoint" in text
+    assert "\n-- dump.log\n" in text  # which Podman removes where the dump succeeded
+    assert "--mib" not in text
+    container.remove()

@@ -1,0 +1,72 @@
+"""`gpusnap report`: one file for a report of a bug."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+
+import click
+
+from gpusnap.checkpoints.list import listing
+from gpusnap.checkpoints.locator import InStore, default_store, in_store, open_store
+from gpusnap.cli.completion import complete_stored
+from gpusnap.operations.push_pull import check_free
+from gpusnap.progress import Progress
+from gpusnap.report.report import newest
+from gpusnap.report.report import report as written
+from gpusnap.runtime_shim.errors import GpusnapError, UsageError, reason
+from gpusnap.user_errors import NotFound, told
+
+
+@click.command()
+@click.argument("what", required=False, metavar="[WHAT]", shell_complete=complete_stored)
+@click.option("--last", is_flag=True, help="Report on the newest checkpoint in this host's store.")
+@click.option(
+    "-o",
+    "--output",
+    "file",
+    metavar="FILE",
+    help="The file, or - for stdout. [default: gpusnap-report-TIME.txt]",
+)
+def report(what: str | None, last: bool, file: str | None) -> None:
+    """Write what a report of a bug should say into one text file.
+
+    It has the versions, the settings, the checks of `gpusnap doctor` and the journal's lines of gpusnap; of
+    the checkpoint WHAT in a store, its host, GPUs, processes and timeline, and the ends of CRIU's logs as far
+    as Podman still has the container. It has no memory, no arguments of programs and none of their output.
+
+    Secrets are masked: passwords and tokens by their names and forms, credentials in URLs, and whatever is in
+    the auth files of registries and in variables such as HF_TOKEN. Look through the file before you show it
+    to others all the same.
+    """
+    if last and what is not None:
+        raise UsageError("--last and WHAT are both given", hint="give one of them")
+    place = _last() if last else in_store(what) if what is not None else None
+    if place is not None:
+        place.entry()
+    with told(), Progress() as progress:
+        progress.stage("asking the host")
+        text = written(place)
+    if file == "-":
+        click.echo(text, nl=False)
+        return
+    path = file or f"gpusnap-report-{datetime.now(UTC):%Y%m%d-%H%M%S}.txt"
+    check_free(path)
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as to:
+            to.write(text)
+    except OSError as error:
+        raise GpusnapError(
+            f"{path} cannot be written: {reason(error)}", hint="name another file with -o", code="GPS-103"
+        ) from error
+    click.echo(path)
+    click.echo("look through it before you show it to others", err=True)
+
+
+def _last() -> InStore:
+    store = open_store(default_store())
+    with told():
+        found = newest(listing(store).rows)
+    if found is None:
+        raise NotFound(f"{store.path} has no checkpoint", hint="gpusnap ls lists them", code="GPS-701")
+    return InStore(store, found.digest)

@@ -1,0 +1,150 @@
+"""`gpusnap report`: what a report of a bug should say, gathered into one text."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import fields
+from datetime import UTC, datetime
+
+from gpusnap.checkpoints import artifact as kept
+from gpusnap.checkpoints.list import Row
+from gpusnap.checkpoints.locator import InStore
+from gpusnap.checkpoints.statistics import statistics, stopped
+from gpusnap.doctor import host
+from gpusnap.doctor.base.sources import ask, text
+from gpusnap.doctor.host_checks.site import auth_files
+from gpusnap.doctor.versions import versions
+from gpusnap.engines import podman
+from gpusnap.report.mask import known_secrets, mask
+from gpusnap.runtime_shim.errors import printable
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
+from gpusnap.runtime_shim.units import human
+
+_LINES = 200
+_WIDEST = 2000
+_LARGEST = 1 << 20
+# CRIU's, in Podman's directory of the container. Not ctr.log: what the program prints is nobody else's.
+_LOGS = ("dump.log", "restore.log")
+_JOURNAL = ("-t", "gpusnap", "-t", "gpusnap-runtime", "-t", "podman")
+_DEADLINE = 20.0
+
+
+def report(what: InStore | None) -> str:
+    """The report, of the host and, where it is given, of a checkpoint; without secrets, without escapes."""
+    now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    parts: list[tuple[str, Callable[[], Iterator[str]]]] = [
+        ("versions", _versions),
+        ("settings", _settings),
+        ("doctor", _doctor),
+    ]
+    if what is not None:
+        parts += [("checkpoint", lambda: _checkpoint(what)), ("logs of CRIU", lambda: _logs(what))]
+    parts.append(("journal", _journal))
+    lines = [f"gpusnap report, {now}", "Look through it before you show it to others.", ""]
+    for title, lines_of in parts:
+        lines += [f"== {title} ==", *_safely(lines_of), ""]
+    secrets = known_secrets(auth_files=auth_files())
+    return "\n".join(printable(line) for line in mask("\n".join(lines), secrets).split("\n")) + "\n"
+
+
+def _safely(lines_of: Callable[[], Iterator[str]]) -> list[str]:
+    """The lines of a part; whatever goes wrong is the last one."""
+    found: list[str] = []
+    try:
+        found.extend(line[:_WIDEST] for line in lines_of())
+    except Exception as error:  # a host on which something does not work is what reports are of
+        found.append(f"cannot be had: {type(error).__name__}: {error}")
+    return found
+
+
+def _versions() -> Iterator[str]:
+    for part in versions().parts():
+        yield f"{part.name}: {part.version or part.fault} {part.path} {part.note}".rstrip()
+
+
+def _settings() -> Iterator[str]:
+    found = text("/", SETTINGS_FILE)
+    if found is None:
+        yield f"{SETTINGS_FILE} is not there, or not for us to read"
+        return
+    yield from (line for line in found.splitlines() if line.strip() and not line.lstrip().startswith("#"))
+
+
+def _doctor() -> Iterator[str]:
+    for check in host.checks():
+        yield f"{check.verdict:<8} {check.name}: {check.says} {check.code}".rstrip()
+
+
+def _checkpoint(what: InStore) -> Iterator[str]:
+    with kept.held(what) as (store, found):
+        yield f"{found.root.digest} in {store.path}, {human(found.size)}"
+        for key, value in sorted(found.artifact.annotations.items()):
+            if not key.startswith("io.gpusnap.label."):
+                yield f"{key} = {value}"
+        if found.record is None:
+            yield "without GPU state"
+            return
+        yield from _record(found.record)
+
+
+def _record(record: Manifest) -> Iterator[str]:
+    for item in fields(record.host):
+        yield f"host {item.name} = {getattr(record.host, item.name)}"
+    for gpu in record.gpus:
+        yield f"GPU {gpu.index}: {gpu.model}, {human(gpu.memory_used)} of {human(gpu.memory_total)} used"
+    for process in record.processes:
+        # Not its arguments: they are where programs are given passwords.
+        yield f"process {process.pid} {process.name}: {human(sum(used for _, used in process.gpus))}"
+    figures = statistics(record)
+    yield (
+        f"memory {human(figures.size)}, {human(figures.zero)} zero, {figures.blobs} blobs of "
+        f"{human(figures.stored)}, pages {record.pages}"
+    )
+    yield f"pause = {stopped(record.timing)} s"
+    for step in record.timing:
+        yield f"{step.start:9.3f} {step.seconds:9.3f}  {step.name} {step.note}".rstrip()
+
+
+def _logs(what: InStore) -> Iterator[str]:
+    """The ends of CRIU's logs, where Podman still has the container."""
+    with kept.held(what) as (_, found):
+        container = found.artifact.annotations.get("io.gpusnap.container.id", "")
+    folder = os.path.dirname(podman.container(container).checkpoint_path)
+    for name in _LOGS:
+        yield f"-- {name}"
+        yield from _tail(os.path.join(folder, name))
+
+
+def _tail(path: str) -> Iterator[str]:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LARGEST))
+            data = file.read(_LARGEST)
+    except OSError:
+        yield "not there"
+        return
+    yield from data.decode("utf-8", "replace").splitlines()[-_LINES:]
+
+
+def _journal() -> Iterator[str]:
+    done = ask(
+        ["journalctl", "--no-pager", "--quiet", "--boot", f"--lines={_LINES}", *_JOURNAL], seconds=_DEADLINE
+    )
+    if done is None or done.code:
+        yield "journalctl cannot be run, or has none"
+        return
+    # Podman says much that is not about checkpoints.
+    wanted = re.compile(r"gpusnap|checkpoint|restore|criu", re.I)
+    yield from (line for line in done.out.splitlines() if wanted.search(line))
+
+
+def newest(rows: tuple[Row, ...]) -> Row | None:
+    """The newest whole checkpoint of a store."""
+    found = [row for row in rows if row.kind == "checkpoint" and row.created]
+    with suppress(ValueError):
+        return max(found, key=lambda row: row.created)
+    return None

@@ -1,0 +1,143 @@
+"""gpusnap report: what is in it, that nothing fails it, and that planted secrets are not in it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from checkpoints import ANNOTATIONS, keep, noise
+from fakes import a_manifest
+
+from gpusnap.doctor import host
+from gpusnap.doctor.base.check import ok
+from gpusnap.doctor.base.sources import Answer
+from gpusnap.engines import podman
+from gpusnap.engines.podman import Container
+from gpusnap.oci.store.store import Store
+from gpusnap.report import report as module
+from gpusnap.runtime_shim.transaction import Step
+
+Run = Callable[..., tuple[int, str, str]]
+SECRETS = {
+    "settings": "pw-of-the-settings",
+    "url": "pw-in-a-url",
+    "log": "pw-in-the-log",
+    "journal": "pw-in-the-journal",
+    "auth": "pw-of-the-registry",
+    "environment": "pw-of-the-environment",
+    "argument": "pw-as-an-argument",
+    "note": "pw-in-a-note",
+}
+
+
+@pytest.fixture(autouse=True)
+def planted(host_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A host with a checkpoint, and a secret wherever one might be."""
+    settings = tmp_path / "gpusnap.toml"
+    settings.write_text(
+        f'# password = "{SECRETS["settings"]}"\nruntime = "crun"\n[store]\n'
+        f'pull-from = ["https://me:{SECRETS["url"]}@r.example/a"]\ntoken = "{SECRETS["settings"]}"\n'
+    )
+    monkeypatch.setattr(module, "SETTINGS_FILE", str(settings))
+    monkeypatch.setattr(host, "checks", lambda: (ok("kernel", "Linux, all there"),))
+    userdata = tmp_path / "userdata"
+    userdata.mkdir()
+    (userdata / "dump.log").write_text(f"(00.1) Error (criu/x.c:1): --api-key={SECRETS['log']}\n" * 300)
+    (userdata / "ctr.log").write_text("output of the program")
+    found = Container("c" * 64, "w", "crun", "exited", str(userdata / "checkpoint"))
+    monkeypatch.setattr(podman, "container", lambda word: found)
+    journal = (
+        f"gpusnap: checkpoint \x1b[31mfailed {SECRETS['auth']} {SECRETS['environment']}\nnothing of ours\n"
+    )
+    journal += f"podman: restore Authorization: Bearer {SECRETS['journal']}\n"
+
+    def ask(argv: Sequence[str], *, seconds: float) -> Answer:
+        return Answer(0, journal, "")
+
+    monkeypatch.setattr(module, "ask", ask)
+    login = base64.b64encode(f"me:{SECRETS['auth']}".encode()).decode()
+    (tmp_path / "auth.json").write_text(json.dumps({"auths": {"r.example": {"auth": login}}}))
+    monkeypatch.setenv("HF_TOKEN", SECRETS["environment"])
+    monkeypatch.chdir(tmp_path)
+    process = replace(a_manifest().processes[0], command=("serve", SECRETS["argument"]))
+    timing = (Step("lock", 0.5, 0.1, f"secret={SECRETS['note']}"), Step("dump", 0.7, 0.3))
+    keep(
+        host_store,
+        noise(2, 1),
+        names=("w:1",),
+        records={"config.dump": b"{}"},
+        record=replace(a_manifest(), processes=(process,), timing=timing),
+        annotations=ANNOTATIONS,
+    )
+    return host_store
+
+
+def test_what_is_in_it(gpusnap: Run, tmp_path: Path) -> None:
+    """A file for its owner alone, with all parts and no secret."""
+    code, out, err = gpusnap("report", "--last")
+    assert (code, err) == (0, "look through it before you show it to others\n")
+    path = tmp_path / out.strip()
+    assert path.stat().st_mode & 0o777 == 0o600
+    text = path.read_text()
+    titles = [line for line in text.splitlines() if line.startswith("== ")]
+    assert titles == [
+        f"== {each} =="
+        for each in ("versions", "settings", "doctor", "checkpoint", "logs of CRIU", "journal")
+    ]
+    assert [name for name, secret in SECRETS.items() if secret in text] == []
+    assert "cannot be had" not in text
+    for wanted in (
+        'runtime = "crun"',
+        "ok       kernel: Linux, all there",
+        "host driver_version = 580.159.04",
+        "pause = 0.5 s",
+        "    0.500     0.100  lock",
+        "Error (criu/x.c:1)",
+        "podman: restore",
+        "\\x1b[31mfailed",
+    ):
+        assert wanted in text
+    assert "output of the program" not in text
+    assert "nothing of ours" not in text
+    assert text.count("Error (criu/x.c:1)") == 200
+
+
+def test_by_name_and_of_the_host(gpusnap: Run) -> None:
+    """On stdout, too; without a checkpoint the parts about it are not there."""
+    assert gpusnap("report", "w:1", "-o", "-")[1].count("\n== ") == 6
+    assert gpusnap("report", "-o", "-")[1].count("\n== ") == 4
+
+
+def test_nothing_fails_it(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that cannot be had says so."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("broken")
+
+    for place in (host, "checks"), (module, "versions"), (podman, "container"), (module, "ask"):
+        monkeypatch.setattr(*place, fail)
+    code, out, _ = gpusnap("report", "w:1", "-o", "-")
+    assert code == 0
+    assert out.count("cannot be had: RuntimeError: broken") == 4
+    assert "host driver_version" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("w:1", "--last"), 2, "are both given"),
+        (("gone",), 3, "gone"),
+        (("-o", "there.txt"), 1, "exists already"),
+        (("-o", "no/folder.txt"), 1, "cannot be written"),
+    ],
+)
+def test_wrong_lines(gpusnap: Run, words: tuple[str, ...], code: int, said: str) -> None:
+    Path("there.txt").write_text("earlier")
+    found, out, err = gpusnap("report", *words)
+    assert (found, out) == (code, "")
+    assert said in err
+    assert Path("there.txt").read_text() == "earlier"
