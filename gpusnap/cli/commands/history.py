@@ -56,8 +56,10 @@ def history(name: str, as_json: bool) -> None:
 def _say(found: Sequence[Moment], now: datetime) -> None:
     console = show.output()
     titles = ("created", "age", "name", "size", "new", "pause", "GPUs", "driver", "labels")
-    rows = show.table("", *titles, fixed=("age", "size", "new", "pause"))
+    rows = show.table("", *titles, fixed=("age", "size", "new", "pause", "driver"))
     rows.title = None
+    for column, width in zip(rows.columns, (10, 0, 12), strict=False):
+        column.min_width = width or None
     for each in found:
         age = _age(each, now)
         rows.add_row(
@@ -67,8 +69,8 @@ def _say(found: Sequence[Moment], now: datetime) -> None:
             human(each.size),
             human(each.new),
             f"{each.pause:.2f} s" if each.pause is not None else "",
-            show.plain(each.gpus),
-            show.plain(each.driver),
+            show.plain(each.gpus.partition(" ")[0]),
+            show.plain(each.driver.rpartition(" ")[2]),
             show.plain(written_labels(each.labels)),
         )
     console.print(rows)
