@@ -153,6 +153,9 @@ def write(schedule: Schedule, *, run: Run = ask) -> list[str]:
     except GpusnapError:
         with suppress(GpusnapError):
             remove(schedule.container, run=run)
+        for path in paths:  # also where systemd answers nothing at all
+            with suppress(GpusnapError):
+                unlink(path)
         raise
     return paths
 
