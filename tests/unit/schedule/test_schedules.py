@@ -135,11 +135,11 @@ def test_there_and_gone(units: Path, systemctl: Systemctl) -> None:
         remove("tr-1", run=systemctl)
 
 
-@pytest.mark.parametrize("fails", ["daemon-reload", "enable", "restart"])
+@pytest.mark.parametrize("fails", ["daemon-reload", "enable", "restart", "e"])
 def test_a_systemd_that_refuses(units: Path, systemctl: Systemctl, fails: str) -> None:
-    """Nothing is left of it, and the sentence is systemd's."""
+    """Nothing is left of it, and the sentence is systemd's; also where it refuses all (e)."""
     systemctl.fails = fails
-    with pytest.raises(GpusnapError, match=rf"^systemctl {fails}.* failed: Failed to do it: Access denied"):
+    with pytest.raises(GpusnapError, match=rf"^systemctl .*{fails}.* failed: Failed to do it: Access denied"):
         write(Schedule("w", HALF_HOUR, ()), run=systemctl)
     assert [*units.iterdir()] == []
 
