@@ -176,7 +176,7 @@ def remove(container_id: str) -> None:
         raise GpusnapError(f"the container {container_id[:12]} cannot be removed: {_sentence(done)}")
 
 
-def check(found: Container, *, force: bool = False) -> None:
+def check(found: Container) -> None:
     """Raise ContainerError where gpusnap cannot checkpoint it as it is."""
     if found.status == "paused":
         raise ContainerError(
@@ -193,33 +193,6 @@ def check(found: Container, *, force: bool = False) -> None:
             "containers.conf",
             code="GPS-202",
         )
-    check_options(found, force=force)
-
-
-def check_options(found: Container, *, force: bool = False) -> None:
-    """Raise ContainerError where Podman would end it, and then not export it, or not restore it.
-
-    From libpod (exportCheckpoint): it may depend on its pod's infra container, and on no other.
-    """
-    words = ("pod", "inspect", "--format", "{{.InfraContainerID}}", found.pod)
-    ask = found.pod and found.dependencies
-    infra = said(*words, wanted=f"the pod of {found.name}").strip() if ask else ""
-    others = [each for each in found.dependencies if each != infra]
-    if others:
-        raise ContainerError(
-            f"the container {found.name} depends on the container {others[0][:12]}, and Podman exports no "
-            "checkpoint of such a container",
-            hint="run both in a pod (podman pod create), in place of --network, --pid or --ipc "
-            "container:NAME and of --requires",
-            code="GPS-204",
-        )
-    for each in found.unrestored:
-        if each.fatal and not force:
-            raise ContainerError(
-                f"the container {found.name} has {each.what}, and Podman cannot restore such a container",
-                hint=f"{each.todo}; --force makes the checkpoint all the same",
-                code="GPS-205",
-            )
 
 
 def not_running(found: Container) -> ContainerError:

@@ -1,10 +1,11 @@
-"""What Podman has besides containers: volumes and pods."""
+"""Podman's volumes and pods, which containers run, and what of a container it cannot export or restore."""
 
 from __future__ import annotations
 
 from gpusnap.engines import podman
+from gpusnap.engines.podman import Container
 from gpusnap.oci.base.json_text import parse_json
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
 from gpusnap.user_errors import NotFound
 
 
@@ -54,3 +55,29 @@ def running() -> tuple[tuple[str, ...], tuple[str, ...]]:
         raise GpusnapError(f"what Podman says of its containers is not understood: {error!r}") from error
     mine = {name for name in names if podman.is_ours(podman.container(name).runtime)}
     return tuple(each for each in names if each in mine), tuple(each for each in names if each not in mine)
+
+
+def check_options(found: Container, *, force: bool = False) -> None:
+    """Raise ContainerError where Podman would end it, and then not export it, or not restore it.
+
+    From libpod (exportCheckpoint): it may depend on its pod's infra container, and on no other.
+    """
+    words = ("pod", "inspect", "--format", "{{.InfraContainerID}}", found.pod)
+    ask = found.pod and found.dependencies
+    infra = podman.said(*words, wanted=f"the pod of {found.name}").strip() if ask else ""
+    others = [each for each in found.dependencies if each != infra]
+    if others:
+        raise ContainerError(
+            f"the container {found.name} depends on the container {others[0][:12]}, and Podman exports no "
+            "checkpoint of such a container",
+            hint="run both in a pod (podman pod create), in place of --network, --pid or --ipc "
+            "container:NAME and of --requires",
+            code="GPS-204",
+        )
+    for each in found.unrestored:
+        if each.fatal and not force:
+            raise ContainerError(
+                f"the container {found.name} has {each.what}, and Podman cannot restore such a container",
+                hint=f"{each.todo}; --force makes the checkpoint all the same",
+                code="GPS-205",
+            )

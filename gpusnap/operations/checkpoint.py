@@ -23,7 +23,7 @@ from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats.entries import read_member
 from gpusnap.checkpoints.formats.names import ARCHIVE, CONFIG, FIRST
 from gpusnap.checkpoints.statistics import stopped
-from gpusnap.engines import podman
+from gpusnap.engines import podman, podman_objects
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import name_new
 from gpusnap.oci.layout.documents import empty_descriptor
@@ -105,7 +105,8 @@ def checkpoint(wish: Wish, progress: Progress) -> Made:
         )
     settings_file.usable()  # gpusnap-runtime would refuse, and Podman not always show why
     found = podman.container(wish.container)
-    podman.check(found, force=wish.force)
+    podman.check(found)
+    podman_objects.check_options(found, force=wish.force)
     if isinstance(wish.to, locator.InFile):
         return _to_file(wish, found, wish.to.path, progress, began)
     if isinstance(wish.to, locator.InRegistry):

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpusnap.oci.base.errors import RegistryError, reason
+from gpusnap.oci.base.files import exists
 from gpusnap.oci.layout.reference import Reference, parse
 
 FOLDER = "/etc/containers"
@@ -110,7 +111,11 @@ def _files(environ: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
         yield given, True
     else:
         user = os.path.join(own, _NAME)
-        yield user if os.path.exists(user) else os.path.join(FOLDER, _NAME), False
+        try:
+            there = exists(user)
+        except OSError as error:  # a registry may be blocked there
+            raise RegistryError(f"{user} cannot be read: {reason(error)}", code="GPS-813") from error
+        yield user if there else os.path.join(FOLDER, _NAME), False
     for folder in (FOLDER, own):
         for path in sorted(glob.glob(os.path.join(glob.escape(folder), f"{_NAME}.d", "*.conf"))):
             yield path, False

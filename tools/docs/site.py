@@ -1,6 +1,7 @@
 """mkdocs' hooks for the site (mkdocs.yml): README.md is its first page, and what is no document a path.
 
-https://www.mkdocs.org/user-guide/plugins/#events has what mkdocs calls, by these names.
+https://www.mkdocs.org/user-guide/plugins/#events has what mkdocs calls, by these names. Its types are
+Any here: mkdocs is installed for the site alone.
 """
 
 from __future__ import annotations
@@ -8,28 +9,23 @@ from __future__ import annotations
 import posixpath
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from mkdocs.config.defaults import MkDocsConfig
-    from mkdocs.structure.files import Files
-    from mkdocs.structure.pages import Page
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 # A link or a picture: its text, and its address.
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 
 
-def on_files(files: Files, /, *, config: MkDocsConfig) -> Files:
+def on_files(files: Any, /, *, config: Any) -> Any:
     """Make README.md the page index.md."""
-    from mkdocs.structure.files import File
+    from mkdocs.structure.files import File  # type: ignore[import-not-found]
 
     text = rewritten((ROOT / "README.md").read_text("utf-8"), "")
     files.append(File.generated(config, "index.md", content=text))
     return files
 
 
-def on_page_markdown(markdown: str, /, *, page: Page, **_: Any) -> str:
+def on_page_markdown(markdown: str, /, *, page: Any, **_: Any) -> str:
     """The text of a page whose links stay in the site."""
     source = page.file.src_uri
     return markdown if source == "index.md" else rewritten(markdown, posixpath.join("docs", source))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gpusnap.engines import podman
+from gpusnap.engines import podman, podman_objects
 from gpusnap.engines.podman_options import Option
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
@@ -80,7 +80,8 @@ def _podmans(wanted: str) -> Subject:
         raise podman.not_running(found)
     objection: GpusnapError | None = None
     try:
-        podman.check(found, force=True)
+        podman.check(found)
+        podman_objects.check_options(found, force=True)  # the options have a line of their own
     except GpusnapError as error:
         objection = error
     bundle = os.path.dirname(found.checkpoint_path)

@@ -12,11 +12,11 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 from fake_podman import ID, FakePodman
-from gpusnap.cli.podman_words import CHECKPOINT, RESTORE
 from kept_checkpoints import an_archive
 
 from gpusnap.cli import exit_codes
 from gpusnap.cli.main import command
+from gpusnap.cli.options.podman_words import CHECKPOINT, RESTORE
 from gpusnap.engines import podman
 from gpusnap.operations import checkpoint as checkpointing
 from gpusnap.operations import restore as restoring

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -123,3 +124,14 @@ def test_broken(environ: dict[str, str], tmp_path: Path, text: str) -> None:
         found("a.example/b:1", environ)
     with pytest.raises(RegistryError, match="CONTAINERS_REGISTRIES_CONF names /none: it does not exist"):
         found("a.example/b:1", {**environ, "CONTAINERS_REGISTRIES_CONF": "/none"})
+
+
+def test_a_file_that_nobody_can_look_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The user's own may block a registry: the system's is not taken in its place."""
+
+    def fail(path: str) -> bool:
+        raise OSError(errno.EIO, "Input/output error", path)
+
+    monkeypatch.setattr(registries_conf, "exists", fail)
+    with pytest.raises(RegistryError, match=r"registries\.conf cannot be read: Input/output error"):
+        list(registries_conf._files({"HOME": str(tmp_path)}))
