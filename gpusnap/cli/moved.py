@@ -11,6 +11,7 @@ from gpusnap.runtime_shim.units import human
 if TYPE_CHECKING:
     from gpusnap.checkpoints.formats.containerd_images import Brought
     from gpusnap.oci.registry.copy import Moved
+    from gpusnap.operations.push_pull import Pushed
 
 
 def document(moved: Moved) -> dict[str, object]:
@@ -45,3 +46,8 @@ def notes_of_images(image: Brought | None, file: str) -> None:
         click.echo(
             f"note: to restore it, containerd needs the image {image.base}, which is not in it", err=True
         )
+
+
+def pushed(done: Pushed) -> dict[str, object]:
+    """What a push has done, as JSON has it."""
+    return {"reference": done.reference, "digest": done.digest} | document(done.moved)

@@ -1,4 +1,4 @@
-"""The commands that make checkpoints and containers, and that bring checkpoints from place to place."""
+"""gpusnap checkpoint and restore."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import click
 
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.labels import parse_labels
-from gpusnap.cli.completion import complete_checkpoint, complete_container, complete_store
-from gpusnap.cli.moved import document as moved_document
-from gpusnap.cli.moved import figures, notes_of_images
+from gpusnap.cli.completion import complete_checkpoint, complete_container
+from gpusnap.cli.moved import figures, pushed
 from gpusnap.cli.options.podman_words import CHECKPOINT, RESTORE, refusing
 from gpusnap.cli.options.quiet import quiet
 from gpusnap.cli.options.registry import registry_options
@@ -33,9 +32,7 @@ from gpusnap.user_errors import NotFound
 
 # What a command does is imported when it is run: of a restore that waits for it, each 0.1 s is felt.
 if TYPE_CHECKING:
-    from gpusnap.oci.layout.single_layer_image import Packing
     from gpusnap.operations import checkpoint as checkpointing
-    from gpusnap.operations import push_pull
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
 
@@ -348,137 +345,6 @@ def restore(
     )
 
 
-@click.command()
-@click.argument("what", shell_complete=complete_checkpoint)
-@click.argument("ref")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["oci", "cri", "podman"]),
-    default="oci",
-    show_default=True,
-    help="oci: an artifact in chunks. podman, cri: an image that `podman container restore` takes, or CRI-O.",
-)
-@click.option(
-    "--compression",
-    "packing",
-    type=click.Choice(["gzip", "zstd"]),
-    help="Of the image of --format podman or cri: zstd is faster, and older tools do not take it. "
-    "[default: gzip]",
-)
-@registry_options
-@quiet
-@_as_json
-def push(
-    what: str, ref: str, form: push_pull.Format, packing: Packing | None, plain_http: bool, as_json: bool
-) -> None:
-    """Push the checkpoint WHAT to a registry as REF.
-
-    WHAT is a name or a digest in this host's store, oci:DIR[:NAME], an archive of Podman's, of skopeo's
-    (oci-archive) or of ctr images export, or containerd:[NAMESPACE/]IMAGE, a checkpoint that ctr
-    container checkpoint --task has made; with the namespace, such as containerd:default/team/w:v1, it is
-    always clear what is meant, as the first part of a name without a dot or a colon is taken for one.
-    containerd's socket is taken from CONTAINERD_ADDRESS, as ctr does. Chunks that the registry has are
-    not sent again, and what refers to the checkpoint in its layout, such as a signature, goes along. REF
-    without a tag has the tag latest. CAs and client certificates of a registry are taken from
-    /etc/containers/certs.d or /etc/docker/certs.d, a proxy from HTTPS_PROXY and NO_PROXY.
-
-    As JSON: reference, digest, blobs and bytes that were sent, skippedBlobs and skippedBytes that were there,
-    and mounted, the blobs of those that the registry took from another of its repositories.
-    """
-    from gpusnap.operations import push_pull
-
-    if packing is not None and form == "oci":
-        raise UsageError(
-            "--compression is for an image, and chunks of an artifact have their own",
-            hint="give --format podman or cri as well, or see memory.level in the settings",
-        )
-    found = locator.in_containerd(what) or locator.find(what, remote=False)
-    assert not isinstance(found, locator.InRegistry)
-    with Progress() as progress:
-        done = push_pull.push(
-            found,
-            locator.registry(ref),
-            plain_http=plain_http,
-            format=form,
-            packing=packing or "gzip",
-            progress=progress,
-        )
-    if as_json:
-        _print(_pushed(done))
-        return
-    click.echo(f"{done.reference}  {done.digest}  {figures(done.moved)}")
-
-
-@click.command()
-@click.argument("ref")
-@click.option(
-    "-o",
-    "--output",
-    "file",
-    default="",
-    metavar="FILE",
-    help="Write an archive for Podman, .tar or .tar.zst; of a checkpoint of containerd's a .tar for ctr.",
-)
-@click.option(
-    "--to",
-    metavar="PLACE",
-    shell_complete=complete_store,
-    help="Into the store oci:DIR[:NAME], or into containerd, as containerd:[NAMESPACE/]IMAGE. "
-    "[default: this host's store, unless -o is given]",
-)
-@registry_options
-@quiet
-@_as_json
-def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -> None:
-    """Pull the checkpoint REF from a registry into a store, an archive, or containerd.
-
-    In the store its name is REF, and chunks that the store has are not fetched again. What refers to it in
-    the registry, such as a signature or an SBOM, is pulled as well. Run an interrupted pull again to continue
-    it. An existing FILE is not replaced. CAs and client certificates of a registry are taken from
-    /etc/containers/certs.d or /etc/docker/certs.d, a proxy from HTTPS_PROXY and NO_PROXY.
-
-    containerd gets what its ctr has checkpointed, to be restored by ctr container restore --live NAME IMAGE,
-    and the base image as well where the checkpoint has it (--image), unless it has another one of that name,
-    or an image called IMAGE that is no checkpoint: then nothing is changed. The archive of one is taken by
-    ctr images import --no-unpack, which replaces images that have the names in it: REF, and that of the base
-    image, which the maker of the checkpoint has chosen. A base image in it is made ready by ctr snapshots
-    unpack DIGEST. Do so only with checkpoints that you trust: ctr lets them say what a container may do.
-
-    As JSON: reference, digest, store, name, file, image (its name in containerd, or in the file for ctr),
-    baseImage (which a restore needs there), and blobs to mounted as `gpusnap push` has them.
-    """
-    from gpusnap.operations import push_pull
-
-    place: locator.Place | locator.InContainerd | None = None
-    if to is not None:
-        place = locator.in_containerd(to) or locator.destination(to)
-    if place is not None and not isinstance(place, locator.InStore | locator.InContainerd):
-        raise UsageError(
-            f"--to {to} is no store",
-            hint="write it as oci:DIR, oci:DIR:NAME or containerd:IMAGE, or use -o",
-            code="GPS-102",
-        )
-    with Progress() as progress:
-        done = push_pull.pull(
-            locator.registry(ref), file=file, to=place, plain_http=plain_http, progress=progress
-        )
-    if as_json:
-        document = {"reference": done.reference, "digest": done.digest}
-        document |= {"store": done.store, "name": done.name, "file": done.file}
-        image = done.image or done.packed
-        document |= {
-            "image": image.name if image is not None else "",
-            "baseImage": image.base if image is not None else "",
-        }
-        _print(document | moved_document(done.moved))
-        return
-    shown = done.image.name if done.image is not None else done.name or done.file
-    click.echo(f"{shown}  {done.digest}  {figures(done.moved)}")
-    notes_of_images(done.image, "")
-    notes_of_images(done.packed, done.file)
-
-
 def _way_back(wish: checkpointing.Wish, made: checkpointing.Made) -> str:
     """What has become of the container, and the command that restores it."""
     name, auto_remove = made.container.name, made.container.auto_remove
@@ -527,8 +393,4 @@ def _made(made: checkpointing.Made) -> dict[str, object]:
         "new": made.new,
         "seconds": round(made.seconds, 3),
     }
-    return document | ({"pushed": _pushed(made.pushed)} if made.pushed is not None else {})
-
-
-def _pushed(done: push_pull.Pushed) -> dict[str, object]:
-    return {"reference": done.reference, "digest": done.digest} | moved_document(done.moved)
+    return document | ({"pushed": pushed(made.pushed)} if made.pushed is not None else {})
