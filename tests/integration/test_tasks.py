@@ -91,6 +91,7 @@ def test_a_page(page: str, registry: str) -> None:
     """
     found = commands(page)
     assert found, f"{page} has no command"
+    started = ""
     for command, shown in found:
         if re.match(r"gpusnap restore (REGISTRY|moved)", command):
             good(podman("rm", "--force", "--time", "0", "server"))
@@ -98,7 +99,9 @@ def test_a_page(page: str, registry: str) -> None:
         for line in shown:
             assert line in said, f"{command} does not print {line!r} but\n" + "\n".join(said)
         if command.startswith(("gpusnap restore", "podman --runtime")):
-            assert good(podman("inspect", "--format", "{{.State.Running}}", "server")) == "true"
+            name = re.search(r"--name (\w+)", command)
+            started = name[1] if name is not None else started
+            assert good(podman("inspect", "--format", "{{.State.Running}}", started)) == "true"
 
 
 def test_what_a_page_has() -> None:
