@@ -109,8 +109,8 @@ def checkpoint(
     and Ctrl-C waits until the archive is written.
 
     Several containers, or all with --all, are checkpointed one after another, each on its own: the failure of
-    one does not stop the others. As JSON they are a list, results; a failure has container, error, code and
-    exitCode there. Ctrl-C undoes the one at work, and begins no other.
+    one does not stop the others. As JSON they are a list, results, with --all also of one; a failure has
+    container, error, code and exitCode there. Ctrl-C undoes the one at work, and begins no other.
 
     As JSON: container, containerId, name, digest, store, file, memory (bytes used of GPUs), size (bytes of
     all blobs), new (bytes of those that the store did not have), seconds, and pushed where it was, as
@@ -173,7 +173,7 @@ def checkpoint(
             click.echo(f"pushed to {made.pushed.reference}: {figures(made.pushed.moved)}")
         click.echo(_way_back(wish, made), err=True)
 
-    each_of(wanted, work, show=show, document=_made, as_json=as_json, key="container")
+    each_of(wanted, work, show=show, document=_made, as_json=as_json, key="container", listed=every)
 
 
 def _wanted(containers: tuple[str, ...], *, every: bool, latest: bool) -> tuple[str, ...]:

@@ -24,15 +24,16 @@ def each_of(
     document: Callable[[T], dict[str, object]],
     as_json: bool,
     key: str,
+    listed: bool = False,
 ) -> None:
-    """Do the work for each; one alone as it is, with its errors raised.
+    """Do the work for each; one alone as it is, with its errors raised, unless a list was asked for.
 
     Of several, failures are told as they come, and what is raised in the end has their exit code, if that
     is the same for all. As JSON it is one list, `results`, in which a failure has error, code and exitCode;
     the member `key` says who it is of. A signal ends the rest: what is done and what was not begun is said.
     Raises what `work` raises, GpusnapError, Interrupted.
     """
-    if len(wanted) == 1:
+    if len(wanted) == 1 and not listed:
         done = work(wanted[0])
         if as_json:
             click.echo(json.dumps(document(done), indent=1))

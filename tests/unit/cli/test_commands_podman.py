@@ -176,6 +176,10 @@ class TestSeveral:
         done = run("checkpoint", "--all")
         assert done.exception is None
         assert [line.split()[0] for line in done.stdout.splitlines()] == ["a:1", "c:1"]
+        (fake.folder / "users").write_text(json.dumps(listed[:1]))
+        (one,) = json.loads(run("checkpoint", "--all", "--json").stdout)["results"]  # a script gets one form
+        assert one["name"] == "a:1"
+        (fake.folder / "users").write_text(json.dumps(listed))
         fake.has(runtime="crun")
         (fake.folder / "path").write_text("/usr/bin/crun\n")
         done = run("checkpoint", "--all")
