@@ -14,6 +14,7 @@ from gpusnap.oci.layout.documents import EMPTY, Descriptor, parse_document
 from gpusnap.oci.layout.graph import is_document, walk
 from gpusnap.oci.store.referrers import subject_of
 from gpusnap.oci.store.store import Store
+from gpusnap.oci.store.tags import by_age
 
 Kind: TypeAlias = Literal["checkpoint", "pages", "referrer", "image", "other", "damaged"]
 
@@ -111,7 +112,7 @@ def listing(store: Store, step: Callable[[], object] = lambda: None) -> Listing:
         found.append((each, _looked(store, each.root)))
         step()
     uses = Counter(digest for _, looked in found for digest in looked.blobs)
-    rows = sorted((_row(each, looked, uses) for each, looked in found), key=lambda row: row.created)
+    rows = sorted((_row(each, looked, uses) for each, looked in found), key=lambda row: by_age(row.created))
     every = {digest: size for _, looked in found for digest, size in looked.blobs.items()}
     return Listing(store.path, tuple(rows), len(every), sum(every.values()))
 

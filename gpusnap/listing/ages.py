@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from gpusnap.oci.store.tags import moment
+from gpusnap.runtime_shim.errors import printable
 
 # A unit begins to be used where there are so many seconds.
 _UNITS = (
@@ -19,13 +20,13 @@ _UNITS = (
 
 
 def ago(created: str, now: datetime | None = None) -> str:
-    """A time (RFC 3339) as its distance from now, such as "3 hours ago"; the text itself where it is none."""
+    """A time (RFC 3339) as its distance from now, such as "3 hours ago"; where it is none, the text, printable."""
     made = moment(created)
     if made is None:
-        return created
+        return printable(created)
     seconds = ((now or datetime.now(UTC)) - made).total_seconds()
     if seconds < -60:
-        return f"{made.astimezone(UTC):%Y-%m-%d %H:%M} UTC"  # another host's clock is ahead
+        return f"{made:%Y-%m-%d %H:%M} UTC"  # another host's clock is ahead
     for least, unit, name in _UNITS:
         if seconds >= least:
             count = int(seconds // unit)

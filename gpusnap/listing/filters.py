@@ -101,7 +101,12 @@ def _one_of(key: str, value: str, known: Sequence[str]) -> str:
 def _time(key: str, value: str, found: Sequence[Line], now: datetime) -> datetime:
     """When a checkpoint was made, or the time that a value says."""
     if ago := _AGO.fullmatch(value):
-        return now - timedelta(**{_UNITS[ago[2]]: int(ago[1])})
+        try:
+            return now - timedelta(**{_UNITS[ago[2]]: int(ago[1])})
+        except OverflowError as error:
+            raise UsageError(
+                f"the filter {key}={value} is before the year 1", hint="write a shorter time, such as 520w"
+            ) from error
     digits = _DIGITS.fullmatch(value)
     same = [line for line in found if line.name and line.name == value]
     if not same and digits:

@@ -19,6 +19,7 @@ from gpusnap.oci.base.threads import for_each
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.layout.documents import Manifest, parse_document
 from gpusnap.oci.registry.repository import Repository
+from gpusnap.oci.store.tags import by_age
 from gpusnap.operations.open import manifests, open_repository
 
 _CONNECTIONS = 8
@@ -59,7 +60,7 @@ def listing(
 
         for_each(last, look, threads=max(1, min(_CONNECTIONS, len(last))))
     by_digest: dict[str, Row] = {}
-    for row in sorted(found.values(), key=lambda row: (row.created, row.names)):
+    for row in sorted(found.values(), key=lambda row: (by_age(row.created), row.names)):
         before = by_digest.get(row.digest)
         by_digest[row.digest] = row if before is None else replace(row, names=(*before.names, *row.names))
     return RemoteListing(place.reference.name, tuple(by_digest.values()), len(tags), len(last))

@@ -1,7 +1,8 @@
 """`gpusnap ls --format`: a line for each name, by a template as Podman's users write them.
 
 "{{.Name}} {{.Size}}" prints these fields; with "table " before it there is a heading, and tabs make columns.
-\\t and \\n are a tab and a line break. It is no program: there are fields and nothing else.
+\\t and \\n are a tab and a line break. It is no program: there are fields and nothing else. What a field has
+of control characters is escaped: it may come from anybody, and is one line here.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from itertools import zip_longest
 
 from gpusnap.listing.ages import ago
 from gpusnap.listing.filters import Line
-from gpusnap.runtime_shim.errors import UsageError
+from gpusnap.runtime_shim.errors import UsageError, printable
 from gpusnap.runtime_shim.units import human
 
 DIGITS = 12
@@ -47,7 +48,7 @@ def template(text: str) -> Callable[[Sequence[Line]], list[str]]:
         )
 
     def made(found: Sequence[Line]) -> list[str]:
-        some = [_filled(body, {name: get(line) for name, get in FIELDS.items()}) for line in found]
+        some = [_filled(body, {name: printable(get(line)) for name, get in FIELDS.items()}) for line in found]
         heading = _filled(body, {name: name.upper() for name in FIELDS})
         return _columns([heading, *some]) if text.startswith(TABLE) else some
 

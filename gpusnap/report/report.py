@@ -18,6 +18,7 @@ from gpusnap.doctor.base.sources import ask, text
 from gpusnap.doctor.host_checks.site import auth_files
 from gpusnap.doctor.versions import versions
 from gpusnap.engines import podman
+from gpusnap.oci.store.tags import by_age
 from gpusnap.report.mask import known_secrets, mask
 from gpusnap.runtime_shim.errors import printable
 from gpusnap.runtime_shim.records.manifest import Manifest
@@ -145,6 +146,4 @@ def _journal() -> Iterator[str]:
 def newest(rows: tuple[Row, ...]) -> Row | None:
     """The newest whole checkpoint of a store."""
     found = [row for row in rows if row.kind == "checkpoint" and row.created]
-    with suppress(ValueError):
-        return max(found, key=lambda row: row.created)
-    return None
+    return max(found, key=lambda row: by_age(row.created), default=None)

@@ -17,6 +17,7 @@ from gpusnap.checkpoints.list import Row, listing
 from gpusnap.oci.base.errors import NotThere
 from gpusnap.oci.store.referrers import below
 from gpusnap.oci.store.store import Store
+from gpusnap.oci.store.tags import moment
 from gpusnap.retention.rules import Candidate, Rules, decide
 
 
@@ -90,8 +91,8 @@ def container_of(row: Row) -> str:
 def time_of(row: Row) -> datetime | None:
     """When it was made; None where it does not say so, or without a time zone."""
     with suppress(ValueError):
-        found = datetime.fromisoformat(row.created)
-        return found if found.tzinfo is not None else None
+        if datetime.fromisoformat(row.created).tzinfo is not None:
+            return moment(row.created)
     return None
 
 

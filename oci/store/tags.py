@@ -73,9 +73,15 @@ def listed(names: Iterable[str]) -> str:
 
 
 def moment(text: str) -> datetime | None:
-    """A time (RFC 3339), UTC where it names no zone; None for a text that is none."""
+    """A time (RFC 3339) in UTC, also where it names no zone; None for a text that is none."""
     try:
         found = datetime.fromisoformat(text)
-    except ValueError:
+        return found.astimezone(UTC) if found.tzinfo is not None else found.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):  # one of the year 9999 may be of the year 10000 in UTC
         return None
-    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+
+
+def by_age(text: str) -> tuple[bool, datetime]:
+    """A key to sort times (RFC 3339) by, the oldest first; before them what is no time."""
+    found = moment(text)
+    return found is not None, found or datetime.min.replace(tzinfo=UTC)

@@ -63,7 +63,7 @@ def _say(found: Sequence[Moment], now: datetime) -> None:
     for each in found:
         age = _age(each, now)
         rows.add_row(
-            each.created[:16].replace("T", " "),
+            show.plain(each.created[:16].replace("T", " ")),
             _written_age(age) if age is not None else "",
             show.plain(", ".join(each.names) or store_tables.short(each.digest)),
             human(each.size),

@@ -96,7 +96,7 @@ def _say(found: Sequence[Verdict], path: str, *, dry_run: bool) -> None:
     for each in found:
         rows.add_row(
             show.plain(each.container),
-            each.created[:16].replace("T", " "),
+            show.plain(each.created[:16].replace("T", " ")),
             show.plain(", ".join(each.names) or "(no name)"),
             store_tables.short(each.digest),
             goes if each.goes else "kept",

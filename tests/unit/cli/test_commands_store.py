@@ -346,11 +346,18 @@ def test_ls_of_hostile_text(gpusnap: Run, tmp_path: Path) -> None:
         records=IMAGES,
         annotations=notes,
     )
-    for line in (("ls",), ("inspect", "w")):
+    fields = "{{.Container}}|{{.Created}}|{{.CreatedSince}}|{{.GPUs}}"
+    for line in (("ls",), ("inspect", "w"), ("ls", "--format", fields), ("ls", "--format", f"table {fields}")):
         code, out, _ = gpusnap(*line)
         assert code == 0
         assert not set(out) & {"\x1b", "\r", "\x07", "\u202e"}
         assert "[red]" in out
+    assert len(gpusnap("ls", "--format", fields)[1].splitlines()) == 1
+    for line in (("history", "w"), ("prune", "--keep-last", "1")):
+        code, out, _ = gpusnap(*line)
+        assert code == 0
+        assert not set(out) & {"\x1b", "\r", "\x07", "\u202e"}
+        assert "[link=x]" in out
 
 
 def test_an_image_of_another_tool(gpusnap: Run, kept: Kept) -> None:

@@ -41,3 +41,10 @@ def test_what_is_no_time() -> None:
     assert ago("yesterday", NOW) == "yesterday"
     assert ago("", NOW) == ""
     assert ago("2026-03-04T05:06:02", NOW) == "5 seconds ago"
+    assert ago("\x1b[2J", NOW) == "\\x1b[2J"
+
+
+@pytest.mark.parametrize("text", ["9999-12-31T23:59:59-23:59", "0001-01-01T00:00:00+23:59"])
+def test_a_year_that_is_none_in_utc(text: str) -> None:
+    """It is no time that can be reckoned with, and nothing fails for it."""
+    assert ago(text, NOW) == text

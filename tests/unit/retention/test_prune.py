@@ -119,7 +119,17 @@ def test_what_is_no_whole_checkpoint(store: Store) -> None:
     verdicts = prune(store, LAST)
     assert names(store) == {"", "a:1", "a:2", "a:4"}
     assert {entry.descriptor.digest for entry in store.entries()} >= {pages, ageless, damaged}
-    assert [each.reasons for each in verdicts] == [(), ("last",), ("age not known",)]
+    assert [each.reasons for each in verdicts] == [("age not known",), (), ("last",)]
+
+
+@pytest.mark.parametrize("created", ["9999-12-31T23:59:59-23:59", "0001-01-01T00:00:00+23:59"])
+def test_a_time_beyond_all_years(store: Store, created: str) -> None:
+    """It is of the year 10000 or 0 in UTC: the checkpoint stays, and the others are decided on."""
+    for day in (1, 2):
+        made(store, "a", day, f"a:{day}")
+    made(store, "a", 3, "a:3", created=created)
+    prune(store, Rules(daily=1))
+    assert names(store) == {"a:2", "a:3"}
 
 
 def test_what_is_in_use(store: Store) -> None:

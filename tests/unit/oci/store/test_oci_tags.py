@@ -14,6 +14,7 @@ from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.artifact import Artifact
 from gpusnap.oci.chunks.table import MEDIA_TYPES
 from gpusnap.oci.store.store import Store
+from gpusnap.oci.store.tags import by_age
 from gpusnap.oci.store.tags import base
 
 CREATED = "org.opencontainers.image.created"
@@ -119,3 +120,9 @@ def test_what_changes_takes_exact_names(store: Store) -> None:
             change()
     with pytest.raises(NotThere, match="did you mean server"):
         store.find("sever")
+
+
+def test_by_age() -> None:
+    """Times are compared, not their texts; what is no time comes first."""
+    times = ["2026-01-01T00:00:00.5Z", "2026-01-01T00:00:00Z", "2026-01-01T08:30:00+09:00", "never"]
+    assert sorted(times, key=by_age) == [times[3], times[2], times[1], times[0]]
