@@ -20,7 +20,7 @@ _UNITS = (
 
 
 def ago(created: str, now: datetime | None = None) -> str:
-    """A time (RFC 3339) as its distance from now, such as "3 hours ago"; where it is none, the text, printable."""
+    """A time (RFC 3339) as its distance from now, such as "3 hours ago"; what is none is made printable."""
     made = moment(created)
     if made is None:
         return printable(created)

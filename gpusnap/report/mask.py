@@ -21,27 +21,33 @@ MASK = "***"
 _NAMES = (
     r"pass(?:word|wd|phrase|code)?|pwd|secrets?|tokens?|api[-_.]?keys?|access[-_.]?keys?(?:[-_.]id)?|credentials?"
     r"|private[-_.]?keys?|auth(?:orization|[-_.]?keys?)?|cookies?|session[-_.]?(?:id|key)|bearer|signature|sas"
+    r"|secret[-_.]?(?:id|keys?(?:[-_.]base)?)|(?:account|encryption|shared|signing)[-_.]?keys?"
 )
-# A name that is one of these, or ends with one: HF_TOKEN, "registry-password", --api-key.
-_NAME = rf"(?:[\w.-]*[\w.-][-_.])?(?:{_NAMES})|[a-z0-9]*(?:password|passwd|token|secret)"
-_IS_NAME = re.compile(_NAME, re.I)
+# A name that is one of these, or ends with one or with a key: HF_TOKEN, "registry-password", --api-key.
+_IS_NAME = re.compile(
+    rf"{_NAMES}|[\w.-]*[\w.-][-_.](?:{_NAMES}|keys?)|[a-z0-9]*(?:password|passwd|token|secret)", re.I
+)
+_WORD = re.compile(r"[\w.-]+")
+# After a name: = or :, or a blank after an option, and the value, quoted or not. JSON in JSON has \" for ".
+_VALUE = re.compile(
+    r"(?P<between>\\*[\"']?\s*[=:]\s*|\s+(?=\S))"
+    r"(?P<value>\\*(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|[\"'][^\n]*)|[^\s,;&\"'}\])]+)"
+)
 _PATTERNS = (
     # scheme://user:password@host, also a user alone, which may be a token.
-    (re.compile(r"(?<=://)[^/\s@'\"<>]+(?=@)"), MASK),
+    (re.compile(r"(?<=://)[^/\s'\"<>]+(?=@)"), MASK),
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.S), MASK),
+    # Headers, all that they have: a scheme and its token, several cookies.
+    (re.compile(r"\b((?:authorization|cookie)\s*:\s*)(?![\s\"'])[^\n\"']+", re.I), rf"\1{MASK}"),
     (re.compile(r"\b(Bearer|Basic)\s+[\w.+/=~-]+", re.I), rf"\1 {MASK}"),
-    # A name, = or : or a blank after an option, and the value, quoted or not.
+    # AWS, GitHub, GitLab, Hugging Face, OpenAI and alike, Slack, Docker, npm, Google, JSON Web Tokens.
+    (re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), MASK),
     (
         re.compile(
-            rf"(?<![\w.])(?P<name>-{{0,2}}(?:{_NAME}))(?P<between>[\"']?\s*[=:]\s*|(?<=\w)\s+(?=\S))"
-            r"(?P<value>\"(?:[^\"\\]|\\.)*\"|'[^']*'|[^\s,;&\"'}\])]+)",
-            re.I,
+            r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox[abprs]-|nvapi-|dckr_pat_|npm_|AIza)[\w-]{8,}"
         ),
-        None,
+        MASK,
     ),
-    # AWS, GitHub, GitLab, Hugging Face, OpenAI and alike, Slack, JSON Web Tokens.
-    (re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), MASK),
-    (re.compile(r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox[abprs]-|nvapi-)[\w-]{8,}"), MASK),
     (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"), MASK),
 )
 # A shorter one is in every text.
@@ -53,16 +59,29 @@ def mask(text: str, known: Iterable[str] = ()) -> str:
     for secret in sorted({each for each in known if len(each) >= _SHORTEST}, key=len, reverse=True):
         text = text.replace(secret, MASK)
     for pattern, instead in _PATTERNS:
-        text = pattern.sub(_value_masked if instead is None else instead, text)
-    return text
+        text = pattern.sub(instead, text)
+    return "".join(_masked_values(text))
 
 
-def _value_masked(found: re.Match[str]) -> str:
-    blank = not found["between"].strip(" \t\"'")
-    if blank and not found["name"].startswith("-"):
-        return found[0]  # "token expired" is prose; --token VALUE is none
-    quote = found["value"][0] if found["value"][0] in "\"'" else ""
-    return f"{found['name']}{found['between']}{quote}{MASK}{quote}"
+def _masked_values(text: str) -> Iterator[str]:
+    """The pieces of a text, without the values of what has the name of a secret.
+
+    Word by word: the time is that of the text, whatever stands in it.
+    """
+    done = at = 0
+    while (word := _WORD.search(text, at)) is not None:
+        at = word.end()
+        name = word[0].lstrip("-")
+        found = _VALUE.match(text, at) if _IS_NAME.fullmatch(name) else None
+        if found is None:
+            continue
+        if not found["between"].strip() and not word[0].startswith("-"):
+            continue  # "token expired" is prose; --token VALUE is none
+        value = found["value"].lstrip("\\")
+        quote = value[0] if value[0] in "\"'" else ""
+        yield f"{text[done:at]}{found['between']}{quote}{MASK}{quote}"
+        done = at = found.end()
+    yield text[done:]
 
 
 def known_secrets(environ: Mapping[str, str] = os.environ, auth_files: Iterable[str] = ()) -> set[str]:

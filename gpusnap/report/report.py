@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import fields
 from datetime import UTC, datetime
 
@@ -49,14 +48,16 @@ def report(what: InStore | None) -> str:
     for title, lines_of in parts:
         lines += [f"== {title} ==", *_safely(lines_of), ""]
     secrets = known_secrets(auth_files=auth_files())
-    return "\n".join(printable(line) for line in mask("\n".join(lines), secrets).split("\n")) + "\n"
+    # Cut afterwards: half a secret is not known as one.
+    masked = mask("\n".join(lines), secrets).split("\n")
+    return "\n".join(printable(line[:_WIDEST]) for line in masked) + "\n"
 
 
 def _safely(lines_of: Callable[[], Iterator[str]]) -> list[str]:
     """The lines of a part; whatever goes wrong is the last one."""
     found: list[str] = []
     try:
-        found.extend(line[:_WIDEST] for line in lines_of())
+        found.extend(lines_of())
     except Exception as error:  # a host on which something does not work is what reports are of
         found.append(f"cannot be had: {type(error).__name__}: {error}")
     return found

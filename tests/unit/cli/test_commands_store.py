@@ -347,7 +347,12 @@ def test_ls_of_hostile_text(gpusnap: Run, tmp_path: Path) -> None:
         annotations=notes,
     )
     fields = "{{.Container}}|{{.Created}}|{{.CreatedSince}}|{{.GPUs}}"
-    for line in (("ls",), ("inspect", "w"), ("ls", "--format", fields), ("ls", "--format", f"table {fields}")):
+    for line in (
+        ("ls",),
+        ("inspect", "w"),
+        ("ls", "--format", fields),
+        ("ls", "--format", f"table {fields}"),
+    ):
         code, out, _ = gpusnap(*line)
         assert code == 0
         assert not set(out) & {"\x1b", "\r", "\x07", "\u202e"}

@@ -61,7 +61,18 @@ def test_chosen(filters: list[str], names: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "word", ["", "name", "size=1", "kind=x", "dangling=1", "since=nobody", "before=2026-99-99", "since=", "since=999999w"]
+    "word",
+    [
+        "",
+        "name",
+        "size=1",
+        "kind=x",
+        "dangling=1",
+        "since=nobody",
+        "before=2026-99-99",
+        "since=",
+        "since=999999w",
+    ],
 )
 def test_what_is_no_filter(word: str) -> None:
     """It is refused, with what would be one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,16 @@ SECRET = "s3cr3t-Val.ue"
         f"aws_access_key_id = {SECRET}",
         f"-----BEGIN OPENSSH PRIVATE KEY-----\n{SECRET}\n-----END OPENSSH PRIVATE KEY-----",
         f"-----BEGIN PRIVATE KEY-----\n{SECRET}",
+        f"SECRET_KEY={SECRET}",
+        f"SECRET_KEY_BASE={SECRET}",
+        f"ENCRYPTION_KEY={SECRET}",
+        f"AccountName=a;AccountKey={SECRET};x=1",
+        f"VAULT_SECRET_ID={SECRET}",
+        f"Authorization: token {SECRET}",
+        f"Cookie: lang=en; sid={SECRET}",
+        f"https://user:p@{SECRET}@registry.example/v2/",
+        f"password='{SECRET} cut off",
+        f'{{"said": "{{\\"password\\": \\"{SECRET}\\"}}"}}',
     ],
 )
 def test_by_names(text: str) -> None:
@@ -74,6 +85,15 @@ def test_by_form(token: str) -> None:
 )
 def test_what_stays(text: str) -> None:
     assert mask(text) == text
+
+
+@pytest.mark.parametrize("piece", ["-", "a-", "-a", "_", "a.", "password ", 'password="\\'])
+def test_the_time_that_it_takes(piece: str) -> None:
+    """A line of dashes is no work: what a log has must not keep a report from its end."""
+    text = f"{piece * 100_000}\n"
+    began = time.process_time()
+    mask(text)
+    assert time.process_time() - began < 5
 
 
 def test_known_ones(tmp_path: Path) -> None:

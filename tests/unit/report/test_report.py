@@ -141,3 +141,14 @@ def test_wrong_lines(gpusnap: Run, words: tuple[str, ...], code: int, said: str)
     assert (found, out) == (code, "")
     assert said in err
     assert Path("there.txt").read_text() == "earlier"
+
+
+def test_a_secret_at_the_end_of_what_is_shown(gpusnap: Run, tmp_path: Path) -> None:
+    """A long line is cut after the secrets have gone: the beginning of one is not known as one."""
+    line = f"x = {'y' * 1980} {SECRETS['auth']}"
+    (tmp_path / "gpusnap.toml").write_text(f"{line}\n{'z' * 1990} https://me:{SECRETS['url']}@r.example\n")
+    out = gpusnap("report", "-o", "-")[1]
+    assert "y" * 1980 in out
+    assert SECRETS["auth"][:8] not in out
+    assert SECRETS["url"][:8] not in out
+    assert max(map(len, out.splitlines())) <= 2000
