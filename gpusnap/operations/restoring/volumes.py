@@ -148,7 +148,9 @@ def in_place(choice: Choice) -> Choice:
 def settled(choice: Choice) -> Iterator[None]:
     """Say afterwards which volumes are used as they are; where it failed, remove those that Podman made.
 
-    Podman refuses to remove one that a container has, such as that of another restore at the same time.
+    It made none where it found one of them: it looks for all before it makes any (libpod,
+    CRImportCheckpoint), so somebody else has made that meanwhile. Podman refuses to remove one that a
+    container has, such as that of another restore at the same time.
     """
     named = choice.of.named
     before = podman_objects.volumes() if named else set()
@@ -156,7 +158,9 @@ def settled(choice: Choice) -> Iterator[None]:
         yield
     except Killed:
         raise  # what Podman had begun may go on
-    except GpusnapError:
+    except GpusnapError as error:
+        if error.code == CODE:
+            raise
         with suppress(GpusnapError):
             for name in set(named) & (podman_objects.volumes() - before if named else set()):
                 podman_objects.remove_volume(name)

@@ -138,6 +138,19 @@ class TestWhatBecomesOfThem:
             restored(place(kind, an_archive(tmp_path, "cache", "weights"), store))
         assert fake.volumes() == ["other"]
 
+    def test_somebody_else_makes_one_meanwhile(
+        self, fake: FakePodman, store: Store, tmp_path: Path, kind: str
+    ) -> None:
+        """It is not of this restore, and stays with all that is in it."""
+        fake.first('printf "cache\n" >>$F/volumes')
+        fake.fails(
+            "Error: volume with name cache already exists. Use --ignore-volumes to not restore content of "
+            "volumes\n"
+        )
+        with pytest.raises(GpusnapError, match="Podman has a volume cache already"):
+            restored(place(kind, an_archive(tmp_path, "cache", "weights"), store))
+        assert fake.volumes() == ["cache"]
+
 
 def test_from_a_registry(
     fake: FakePodman, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
