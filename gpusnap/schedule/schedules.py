@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,6 +31,9 @@ _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*", re.ASCII)
 _RUN_LIMIT = "6h"
 # For what a checkpoint undoes when it is stopped.
 _STOP_LIMIT = "10min"
+
+# Bytes of a unit file.
+_LARGEST = 1 << 16
 
 # What `systemctl show` tells of a service.
 _STATE = ("Result", "ActiveState", "ExecMainStartTimestampMonotonic")
@@ -133,31 +136,71 @@ class Found:
 
 
 def write(schedule: Schedule, *, run: Run = ask) -> list[str]:
-    """Write the units and start the timer; the paths. One that is there is replaced. Raises GpusnapError."""
+    """Write the units and start the timer; the paths. One that is there is replaced.
+
+    Where that fails or is interrupted, there is the schedule that was there before, or none. Raises
+    GpusnapError.
+    """
     schedule.check()
     _check_systemd()
-    paths = []
-    for name, text in schedule.files().items():
-        path = os.path.join(FOLDER, name)
-        try:
-            put_file(path, text.encode(), 0o644)
-        except OSError as error:
-            raise GpusnapError(
-                f"{path} cannot be written: {reason(error)}", hint="run it as root", code="GPS-103"
-            ) from error
-        paths.append(path)
+    files = {os.path.join(FOLDER, name): text.encode() for name, text in schedule.files().items()}
+    before = {path: data for path in files if (data := _content(path)) is not None}
     try:
+        for path, data in files.items():
+            _put(path, data)
         _systemctl(run, "daemon-reload")
         _systemctl(run, "enable", "--", f"{schedule.name}.timer")
         _systemctl(run, "restart", "--", f"{schedule.name}.timer")
-    except GpusnapError:
-        with suppress(GpusnapError):
-            remove(schedule.container, run=run)
-        for path in paths:  # also where systemd answers nothing at all
-            with suppress(GpusnapError):
-                unlink(path)
+    except BaseException as error:
+        if len(before) < len(files):
+            _take_back(schedule, files, run)
+        elif _restore(schedule, before, run) and isinstance(error, GpusnapError):
+            raise type(error)(
+                f"{error}; the schedule is as it was before", hint=error.hint, code=error.code
+            ) from error
         raise
-    return paths
+    return [*files]
+
+
+def _take_back(schedule: Schedule, paths: Iterable[str], run: Run) -> None:
+    """Remove all of a schedule."""
+    with suppress(GpusnapError):
+        remove(schedule.container, run=run)
+    for path in paths:  # also where systemd answers nothing at all
+        with suppress(GpusnapError):
+            unlink(path)
+
+
+def _restore(schedule: Schedule, before: Mapping[str, bytes], run: Run) -> bool:
+    """Have the unit files of before, and their timer; whether they are there."""
+    try:
+        for path, data in before.items():
+            _put(path, data)
+    except GpusnapError:
+        return False
+    # The timer that runs is still the old one, but where its restart was what failed.
+    for words in (("daemon-reload",), ("start", "--", f"{schedule.name}.timer")):
+        with suppress(GpusnapError):
+            _systemctl(run, *words)
+    return True
+
+
+def _put(path: str, data: bytes) -> None:
+    try:
+        put_file(path, data, 0o644)
+    except OSError as error:
+        raise GpusnapError(
+            f"{path} cannot be written: {reason(error)}", hint="run it as root", code="GPS-103"
+        ) from error
+
+
+def _content(path: str) -> bytes | None:
+    """Of a unit file; None where there is none."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(_LARGEST)
+    except OSError:
+        return None
 
 
 def remove(container: str, *, run: Run = ask) -> list[str]:
@@ -210,7 +253,7 @@ def _settings(name: str) -> list[tuple[str, str]]:
     """The lines KEY=VALUE of a unit file; none where it cannot be read."""
     try:
         with open(os.path.join(FOLDER, name), encoding="utf-8", errors="replace") as file:
-            pairs = [line.strip().partition("=") for line in file.read(1 << 16).splitlines()]
+            pairs = [line.strip().partition("=") for line in file.read(_LARGEST).splitlines()]
     except OSError:
         return []
     return [(key, text) for key, equals, text in pairs if equals]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -142,6 +143,56 @@ def test_a_systemd_that_refuses(units: Path, systemctl: Systemctl, fails: str) -
     with pytest.raises(GpusnapError, match=rf"^systemctl .*{fails}.* failed: Failed to do it: Access denied"):
         write(Schedule("w", HALF_HOUR, ()), run=systemctl)
     assert [*units.iterdir()] == []
+
+
+@pytest.mark.parametrize("fails", ["daemon-reload", "enable", "restart", "e"])
+def test_a_change_that_fails(units: Path, systemctl: Systemctl, fails: str) -> None:
+    """The schedule that was there goes on: a container must not be without checkpoints for a changed one."""
+    write(Schedule("w", HALF_HOUR, ()), run=systemctl)
+    before = {each: each.read_text() for each in units.iterdir()}
+    systemctl.calls.clear()
+    systemctl.fails = fails
+    with pytest.raises(GpusnapError, match=r"Access denied; the schedule is as it was before$"):
+        write(Schedule("w", timedelta(hours=1), ()), run=systemctl)
+    assert {each: each.read_text() for each in units.iterdir()} == before
+    assert systemctl.calls[-2:] == ["daemon-reload", "start -- gpusnap-checkpoint-w.timer"]
+    assert not [call for call in systemctl.calls if call.startswith("disable")]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_an_interrupt(units: Path, systemctl: Systemctl, there: bool) -> None:
+    """Ctrl-C in between leaves no units whose timer was never started."""
+    if there:
+        write(Schedule("w", HALF_HOUR, ()), run=systemctl)
+    before = {each: each.read_text() for each in units.iterdir()}
+
+    def run(argv: Sequence[str]) -> Answer:
+        if "enable" in argv:
+            raise KeyboardInterrupt
+        return systemctl(argv)
+
+    with pytest.raises(KeyboardInterrupt):
+        write(Schedule("w", timedelta(hours=1), ()), run=run)
+    assert {each: each.read_text() for each in units.iterdir()} == before
+
+
+def test_a_full_disk(units: Path, systemctl: Systemctl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second file cannot be written: the first one is as it was, too."""
+    write(Schedule("w", HALF_HOUR, ()), run=systemctl)
+    before = {each: each.read_text() for each in units.iterdir()}
+    real, count = schedules.put_file, 0
+
+    def put(path: str, data: bytes, mode: int) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(path, data, mode)
+
+    monkeypatch.setattr(schedules, "put_file", put)
+    with pytest.raises(GpusnapError, match="cannot be written"):
+        write(Schedule("w", timedelta(hours=1), ("--tcp-established",)), run=systemctl)
+    assert {each: each.read_text() for each in units.iterdir()} == before
 
 
 def test_without_systemd(units: Path, systemctl: Systemctl, monkeypatch: pytest.MonkeyPatch) -> None:
