@@ -19,8 +19,10 @@ refused. copy, push and pull know one more, before the others:
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -47,6 +49,8 @@ _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,254}", re.ASCII)
 _KUBERNETES = "k8s.io"
 _ENDINGS = (".tar", ".tar.zst", ".tar.gz", ".tgz")
 _BEGINNINGS = ("/", "./", "../")
+_CONTAINER = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
+_LONGEST = 200
 _DIGEST = re.compile(r"(?:sha256:)?[0-9a-f]{6,64}", re.ASCII)
 # What a folder of CRIU images has, or the folder that holds it.
 _IMAGES = ("inventory.img", "gpusnap", "checkpoint")
@@ -316,8 +320,22 @@ def _one(match: re.Match[str]) -> str:
 
 def dated_name(container: str, container_id: str, when: datetime) -> str:
     """What a checkpoint is called where nobody says so: CONTAINER:UTC time. Raises StoreError."""
-    plain = re.sub(r"[^A-Za-z0-9._-]|(?<=[._-])[._-]+", "", container).strip("._-")
-    return check_name(f"{plain or container_id[:12]}:{when.astimezone(UTC):%Y%m%d-%H%M%S}")
+    return check_name(f"{container_name(container, container_id)}:{when.astimezone(UTC):%Y%m%d-%H%M%S}")
+
+
+def container_name(container: str, container_id: str) -> str:
+    """What a store calls a container: its name, or its ID without one.
+
+    A name that no store takes, such as my__app, has one like it, with a digest: my_app is another container.
+    """
+    with suppress(StoreError):
+        if _CONTAINER.fullmatch(container):
+            check_name(f"{container}:0")
+            return container
+    plain = re.sub(r"[^A-Za-z0-9._-]|(?<=[._-])[._-]+", "", container)[:_LONGEST].strip("._-")
+    if not plain:
+        return container_id[:12]
+    return f"{plain}-{hashlib.sha256(container.encode(errors='replace')).hexdigest()[:6]}"
 
 
 _WHAT = "neither a file, nor a name in a store or a registry, nor a digest"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from gpusnap.checkpoints.list import Row, listing
+from gpusnap.checkpoints.locator import container_name
 from gpusnap.oci.base.errors import NotThere
 from gpusnap.oci.store.referrers import below
 from gpusnap.oci.store.store import Store
@@ -107,10 +108,10 @@ def is_of(row: Row, names: Sequence[str]) -> bool:
 
 def _protected(row: Row, patterns: Sequence[str]) -> tuple[str, ...]:
     """The names of a row that are neither of its container (NAME, NAME:TAG) nor fit a pattern."""
-    container = container_of(row)
+    called = {container_of(row), container_name(row.container, row.container_id)} - {""}
 
     def belongs(name: str) -> bool:
-        own = name == container or name.startswith(f"{container}:")
+        own = any(name == each or name.startswith(f"{each}:") for each in called)
         return own or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
     return tuple(f"has the name {name}" for name in row.names if not belongs(name))

@@ -115,7 +115,11 @@ def test_force_reaches_the_runtime(fake: FakePodman, tmp_path: Path, archive: bo
 
 @pytest.mark.parametrize(
     ("container", "given", "name"),
-    [("w", "mine", "mine"), ("a__b-", "", r"a_b:\d{8}-\d{6}"), ("-._", "", r"abababababab:\d{8}-\d{6}")],
+    [
+        ("w", "mine", "mine"),
+        ("a__b-", "", r"a_b-[0-9a-f]{6}:\d{8}-\d{6}"),
+        ("-._", "", r"abababababab:\d{8}-\d{6}"),
+    ],
 )
 def test_names(fake: FakePodman, container: str, given: str, name: str) -> None:
     """As given, or such as a store takes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from checkpoints import ANNOTATIONS, keep
 from oci_checkpoints import begin, end, stagings
 
 from gpusnap.checkpoints.labels import as_annotations
+from gpusnap.checkpoints.locator import dated_name
 from gpusnap.oci.layout.documents import Descriptor, Manifest, empty_descriptor
 from gpusnap.oci.store.index import Catalog
 from gpusnap.oci.store.store import Store
@@ -73,6 +75,19 @@ def test_a_dry_run(store: Store) -> None:
     assert names(store) == {"a:1", "a:2", "a:3"}
     assert prune(store, LAST) == said
     assert names(store) == {"a:3"}
+
+
+def test_containers_whose_name_no_store_takes(store: Store) -> None:
+    """What `gpusnap checkpoint` called them is theirs, and not another container's."""
+    containers = ("my_app", "my__app", "my-app", "my--app", "app_", "app", "a..b", "a.b")
+    for container in containers:
+        for day in (1, 2, 3):
+            made(store, container, day, dated_name(container, "c" * 64, datetime(2026, 1, day, tzinfo=UTC)))
+    assert len({name.partition(":")[0] for name in names(store)}) == len(containers)
+    for container in containers:
+        found = prune(store, LAST, [container])
+        assert [each.reasons for each in found] == [(), (), ("last",)]
+    assert len(names(store)) == len(containers)
 
 
 def test_names_that_somebody_gave(store: Store) -> None:
