@@ -42,7 +42,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
 }
 """Type and help of each metric, by its name."""
 
-_LINE = re.compile(r'([a-z_]+)\{((?:[a-z_]+="(?:[^"\\]|\\.)*",?)*)\} (-?[0-9.e+]+)', re.ASCII)
+_LINE = re.compile(r'([a-z_]+)\{((?:[a-z_]+="(?:[^"\\]|\\.)*",?)*)\} (-?[0-9.e+-]+)', re.ASCII)
 _LABEL = re.compile(r'([a-z_]+)="((?:[^"\\]|\\.)*)"', re.ASCII)
 
 Series = tuple[str, tuple[tuple[str, str], ...]]

@@ -79,6 +79,17 @@ def test_a_file_that_is_broken(tmp_path: Path) -> None:
     assert "other_total" not in text(tmp_path)
 
 
+@pytest.mark.parametrize("value", [0.00005, 1e-9, 1e17, 0.5])
+def test_values_with_an_exponent(tmp_path: Path, value: float) -> None:
+    """What this writes the next writer reads."""
+    for first in (True, False):
+        with updated(str(tmp_path)) as values:
+            values.add("gpusnap_checkpoints_total", container="w")
+            if first:
+                values.set("gpusnap_checkpoint_pause_seconds", value, container="w")
+    assert f'gpusnap_checkpoint_pause_seconds{{container="w"}} {value:.15g}\n' in text(tmp_path)
+
+
 def test_containers_that_are_gone(tmp_path: Path) -> None:
     """The last 256 stay."""
     with updated(str(tmp_path)) as values:
