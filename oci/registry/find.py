@@ -10,7 +10,8 @@ import os
 from collections.abc import Mapping
 
 from gpusnap.oci.base.environment import TLS_VERIFY
-from gpusnap.oci.base.errors import NotInRegistry, Unauthorized, Unreachable
+from gpusnap.oci.base.errors import LayoutError, RegistryError
+from gpusnap.oci.layout.graph import is_document
 from gpusnap.oci.layout.reference import Reference
 from gpusnap.oci.registry import credentials as users
 from gpusnap.oci.registry.client import lacks_tls
@@ -38,14 +39,15 @@ def repository(
     for mirror in first:
         made = _open(mirror, plain_http=False, limits=limits, environ=environ)
         try:
-            made.resolve(reference.digest or reference.tag or LATEST)
-        except (NotInRegistry, Unauthorized, Unreachable):
-            made.close()
+            if is_document(made.resolve(reference.digest or reference.tag or LATEST)):
+                return made
+        except (RegistryError, LayoutError):
+            pass
         except BaseException:
             made.close()
             raise
-        else:
-            return made
+        # Whatever is wrong with it, such as a proxy's page: the next one may be in order.
+        made.close()
     return _open(last, plain_http=plain_http, limits=limits, environ=environ)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from fake_registry import FakeRegistry
+from fake_registry import FakeRegistry, Rule, Say
 from kept_checkpoints import an_archive
 
 from gpusnap.cli import main as cli
@@ -135,3 +135,29 @@ def test_registries_conf(registry: FakeRegistry, archive: str, tmp_path: Path) -
     with pytest.raises(GpusnapError, match="blocked on this host") as raised:
         ran("inspect", "bad.example/x:1")
     assert raised.value.code == "GPS-813"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Say(200, {"Content-Type": "text/html"}, b"<html>log in</html>"),
+        Say(403),
+        Say(404, {}, b"<html>"),
+        Say(418),
+        Say(301, {"Location": "ftp://x/"}),
+    ],
+)
+def test_a_mirror_that_is_out_of_order(
+    registry: FakeRegistry, archive: str, tmp_path: Path, answer: Say
+) -> None:
+    """Whatever it answers, the registry itself is asked next."""
+    ref = f"{registry.host}/team/app:v1"
+    assert ran("push", archive, f"http://{ref}").exit_code == 0
+    with FakeRegistry(tmp_path / "mirror") as mirror:
+        mirror.rules = [Rule(method, "/team/app/", answer, times=99) for method in ("HEAD", "GET")]
+        (tmp_path / "registries.conf").write_text(
+            f'[[registry]]\nlocation = "{registry.host}"\ninsecure = true\n'
+            f'[[registry.mirror]]\nlocation = "{mirror.host}"\ninsecure = true\n'
+        )
+        assert ran("inspect", ref).exit_code == 0
+        assert mirror.seen

@@ -14,8 +14,7 @@ from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.artifact import Artifact
 from gpusnap.oci.chunks.table import MEDIA_TYPES
 from gpusnap.oci.store.store import Store
-from gpusnap.oci.store.tags import by_age
-from gpusnap.oci.store.tags import base
+from gpusnap.oci.store.tags import base, by_age
 
 CREATED = "org.opencontainers.image.created"
 
