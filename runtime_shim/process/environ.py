@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import struct
 
-from gpusnap.runtime_shim import deadlines
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory import copy as copies
 
 # glibc, whose file had its version in the name before 2.34; musl's libc is its loader.
 _LIBC = ("libc.so.6", "libc-2.", "ld-musl-")
@@ -29,43 +29,30 @@ def live_environment(pid: int) -> dict[str, str] | None:
     """The variables that getenv(3) finds in the process; None where that cannot be told.
 
     None for a program that is linked statically, is not of 64 bits, or has gone. The process is only read
-    (process_vm_readv(2) by way of /proc/PID/mem), and may change its variables meanwhile: what is torn then
-    is left out. Raises GpusnapError where its memory, or its libc, is in a file that is not answered for.
+    (process_vm_readv(2)), and may change its variables meanwhile: what is torn then is left out. Raises
+    Unanswered where its memory, or its libc, is in a file that is not answered for.
     """
-    try:
-        return deadlines.ask(lambda: _live(pid), f"{proc.PROC}/{pid}/mem")
-    except TimeoutError as error:
-        raise GpusnapError(
-            f"the variables of process {pid} ({proc.comm(pid)}) cannot be read: {error.strerror}",
-            hint="it has memory of a file system that does not answer: end it, or see to that",
-            code="GPS-225",
-        ) from error
+    return question_process.ask(pid, "its variables", _live, pid)
 
 
 def _live(pid: int) -> dict[str, str] | None:
     try:
-        memory = os.open(f"{proc.PROC}/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
         where = _pointer(pid)
-        return _strings(memory, where) if where else None
+        return _strings(pid, where) if where else None
     except (OSError, ValueError, IndexError, struct.error, OverflowError):
         return None
-    finally:
-        os.close(memory)
 
 
-def _strings(memory: int, where: int) -> dict[str, str]:
+def _strings(pid: int, where: int) -> dict[str, str]:
     """The strings of an array of pointers that ends with a null pointer."""
     found: dict[str, str] = {}
-    (array,) = struct.unpack("<Q", _read(memory, where, 8))
+    (array,) = struct.unpack("<Q", copies.peek(pid, where, 8))
     left = _ALL
     for number in range(_MOST if array else 0):
-        (address,) = struct.unpack("<Q", _read(memory, array + 8 * number, 8))
+        (address,) = struct.unpack("<Q", copies.peek(pid, array + 8 * number, 8))
         if not address:
             break
-        text = _string(memory, address)
+        text = _string(pid, address)
         left -= len(text)
         if left < 0:
             raise ValueError("no end of variables")
@@ -75,18 +62,18 @@ def _strings(memory: int, where: int) -> dict[str, str]:
     return found
 
 
-def _read(memory: int, address: int, size: int) -> bytes:
-    data = os.pread(memory, size, address)
+def _read(file: int, offset: int, size: int) -> bytes:
+    data = os.pread(file, size, offset)
     if len(data) != size:
-        raise ValueError("the memory or file ends")
+        raise ValueError("the file ends")
     return data
 
 
-def _string(memory: int, address: int) -> str:
+def _string(pid: int, address: int) -> str:
     """Up to its null byte, read to the end of each page: the next one may not be mapped."""
     text = bytearray()
     while len(text) < _LONGEST:
-        part = os.pread(memory, _PAGE - (address + len(text)) % _PAGE, address + len(text))
+        part = copies.peek(pid, address + len(text), _PAGE - (address + len(text)) % _PAGE)
         end = part.find(b"\0")
         if end >= 0 or not part:
             text += part[: max(end, 0)]

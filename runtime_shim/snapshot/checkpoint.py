@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, RuntimeFailed, unforeseen
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.log import note
@@ -71,6 +72,7 @@ def checkpoint(
 
     Raises a GpusnapError; the container then runs on as if nobody had asked, unless the error says otherwise.
     """
+    question_process.start()
     with interruptible(), Transaction() as transaction:
         pages = _pages(call, settings, driver, container)
         job = Job(call, real, settings, driver, container, transaction, pages)

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 from gpusnap.oci.base.files import replace_below
+from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import (
     ContainerError,
     GpusnapError,
@@ -135,6 +136,7 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
 
     Raises a GpusnapError; no container is left then.
     """
+    question_process.start()
     images = str(call.images(real.kind))
     found = find_driver()
     with _opened_meanwhile(found):

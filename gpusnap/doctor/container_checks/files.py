@@ -6,10 +6,12 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from gpusnap.doctor.base.check import Check, failure, ok, plural, warning
 from gpusnap.doctor.base.sources import below, text
+from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.process.proc import Process
 from gpusnap.runtime_shim.units import human
 
@@ -53,7 +55,10 @@ class Opened:
 
 
 def opened(processes: Iterable[Process], root: str = "/") -> tuple[Opened, ...]:
-    """Every open file of the processes, by process and number; what is closed meanwhile is left out."""
+    """Every open file of the processes, by process and number; what is closed meanwhile is left out.
+
+    Raises Unanswered where one is of a file system that does not answer.
+    """
     found: list[Opened] = []
     for process in processes:
         folder = below(root, f"/proc/{process.pid}/fd")
@@ -61,21 +66,14 @@ def opened(processes: Iterable[Process], root: str = "/") -> tuple[Opened, ...]:
             names = sorted((name for name in os.listdir(folder) if name.isdigit()), key=int)
         except OSError:
             continue
+        targets: dict[str, str] = {}
         for name in names:
-            link = f"{folder}/{name}"
-            try:
-                target = os.readlink(link)
-            except OSError:
-                continue
-            found.append(Opened(process, int(name), target, _stat(link)))
+            with suppress(OSError):
+                targets[f"{folder}/{name}"] = os.readlink(f"{folder}/{name}")
+        for link, info in question_process.stat_files(process.pid, targets).items():
+            known = None if isinstance(info, OSError) else info
+            found.append(Opened(process, int(link.rpartition("/")[2]), targets[link], known))
     return tuple(found)
-
-
-def _stat(path: str) -> os.stat_result | None:
-    try:
-        return os.stat(path)
-    except OSError:
-        return None
 
 
 def anonymous(files: Sequence[Opened]) -> Iterator[Check]:
@@ -135,9 +133,10 @@ def deleted(
             key = each.info.st_dev, each.info.st_ino
             sizes[key] = _plain(each.target), each.info.st_blocks * 512, each.process
     for process in processes:
-        for link, path in _deleted_mappings(process, root):
-            info = _stat(link)
-            if info is not None and _is_ghost(path, info):
+        paths = dict(_deleted_mappings(process, root))
+        for link, info in question_process.stat_files(process.pid, paths).items():
+            path = paths[link]
+            if not isinstance(info, OSError) and _is_ghost(path, info):
                 sizes.setdefault((info.st_dev, info.st_ino), (_plain(path), info.st_blocks * 512, process))
     large = sorted((each for each in sizes.values() if each[1] > limit), key=lambda each: -each[1])
     for path, size, process in large:

@@ -11,9 +11,8 @@ import errno
 import os
 import stat
 from collections.abc import Collection, Iterator
-from functools import partial
 
-from gpusnap.runtime_shim import deadlines
+from gpusnap.runtime_shim import deadlines, question_process
 from gpusnap.runtime_shim.gpu.api import device_files
 from gpusnap.runtime_shim.gpu.api.driver import Held
 
@@ -55,9 +54,7 @@ def numbers_in_dev(pid: int) -> frozenset[Number]:
     for folder in ("dev", "dev/dri"):
         place = f"/proc/{pid}/root/{folder}"
         try:
-            numbers = deadlines.ask(partial(_numbers_in, place), place)
-        except TimeoutError as error:
-            raise device_files.unanswered(error, pid) from error
+            numbers = question_process.ask(pid, place, _numbers_in, place)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR):
                 device_files.gone_or_raise(error, pid)
@@ -73,10 +70,6 @@ def _numbers_in(place: str) -> list[Number | None]:
         return [_number(entry.stat(follow_symlinks=False)) for entry in entries]
 
 
-def _stat(link: str) -> os.stat_result:
-    return deadlines.ask(lambda: os.stat(link), link)
-
-
 def _opened(pid: int) -> Iterator[tuple[int, str, Number]]:
     folder = f"/proc/{pid}/fd"
     try:
@@ -84,20 +77,31 @@ def _opened(pid: int) -> Iterator[tuple[int, str, Number]]:
     except OSError as error:
         device_files.gone_or_raise(error, pid)
         return
+    paths: dict[str, str] = {}
     for name in names:
         try:
             path = os.readlink(f"{folder}/{name}")
-            # socket:[1], pipe:[2], anon_inode:… are never device files.
-            device = _number(_stat(f"{folder}/{name}")) if path.startswith("/") else None
-        except TimeoutError as error:
-            raise device_files.unanswered(error, pid) from error
         except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EPERM):
-                continue  # closed since
-            device_files.gone_or_raise(error, pid)
-            return
-        if device is not None:
-            yield int(name), path.removesuffix(_DELETED), device
+            if _is_refused(error, pid):
+                return
+            continue  # closed since
+        # socket:[1], pipe:[2], anon_inode:… are never device files.
+        if path.startswith("/"):
+            paths[f"{folder}/{name}"] = path
+    for link, found in question_process.stat_files(pid, paths).items():
+        if isinstance(found, OSError):
+            if _is_refused(found, pid):
+                return
+        elif (device := _number(found)) is not None:
+            yield int(link.rpartition("/")[2]), paths[link].removesuffix(_DELETED), device
+
+
+def _is_refused(error: OSError, pid: int) -> bool:
+    """Whether we may not look, as the process is gone. Raises GpuError where it is not."""
+    if error.errno not in (errno.EACCES, errno.EPERM):
+        return False
+    device_files.gone_or_raise(error, pid)
+    return True
 
 
 def _mapped(pid: int) -> Iterator[tuple[tuple[int, int, str], Number]]:
@@ -109,21 +113,18 @@ def _mapped(pid: int) -> Iterator[tuple[tuple[int, int, str], Number]]:
     except OSError as error:
         device_files.gone_or_raise(error, pid)
         return
+    spans = {}
     for fields in table:
         if len(fields) < 6 or not fields[5].startswith("/dev/"):
             continue
-        start, _, end = fields[0].partition("-")
-        try:
-            # The path means nothing in our mount namespace, this link does.
-            device = _number(_stat(f"/proc/{pid}/map_files/{int(start, 16):x}-{int(end, 16):x}"))
-        except TimeoutError as error:
-            raise device_files.unanswered(error, pid) from error
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EPERM):
-                device_files.gone_or_raise(error, pid)
-            continue
-        if device is not None:
-            yield (int(start, 16), int(end, 16), fields[5].removesuffix(_DELETED)), device
+        start, end = (int(each, 16) for each in fields[0].split("-"))
+        # The path means nothing in our mount namespace, this link does.
+        spans[f"/proc/{pid}/map_files/{start:x}-{end:x}"] = start, end, fields[5].removesuffix(_DELETED)
+    for link, found in question_process.stat_files(pid, spans).items():
+        if isinstance(found, OSError):
+            _is_refused(found, pid)
+        elif (device := _number(found)) is not None:
+            yield spans[link], device
 
 
 def _number(found: os.stat_result) -> Number | None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from gpusnap.runtime_shim import deadlines
+from gpusnap.runtime_shim import deadlines, question_process
 from gpusnap.runtime_shim.errors import reason
 from gpusnap.runtime_shim.gpu.api.driver import Held
 from gpusnap.runtime_shim.gpu.api.errors import GpuError, PermissionRefused
@@ -149,6 +149,7 @@ def _open_nodes(pid: int, majors: frozenset[int]) -> dict[int, Node]:
     except OSError as error:
         gone_or_raise(error, pid)
         return found
+    paths: dict[str, str] = {}
     for name in names:
         link = f"{folder}/{name}"
         try:
@@ -158,27 +159,32 @@ def _open_nodes(pid: int, majors: frozenset[int]) -> dict[int, Node]:
             continue
         # socket:[1], pipe:[2], anon_inode:… are never device files.
         if path.startswith("/"):
-            node = _node(path, link, majors)
-            if node:
-                found[int(name)] = node
+            paths[link] = path
+    for link, info in question_process.stat_files(pid, paths).items():
+        node = _node(paths[link], info, majors)
+        if node:
+            found[int(link.rpartition("/")[2])] = node
     return found
 
 
 def _mapped_nodes(pid: int, majors: frozenset[int], *, every: bool = False) -> Iterator[tuple[str, Node]]:
     """With the address range; of several mappings of one path the first alone, unless `every` is asked."""
-    seen: dict[str, Node | None] = {}
-    for addresses, path in _mappings(pid):
-        if path not in seen:
-            # The path means nothing in our mount namespace, this link does. Following it needs
-            # CAP_CHECKPOINT_RESTORE; without it, the name has to do.
-            start, end = _span(addresses)
-            # maps pads the addresses with zeros, map_files does not.
-            seen[path] = _node(path, f"/proc/{pid}/map_files/{start:x}-{end:x}", majors)
-        elif not every:
-            continue
-        node = seen[path]
-        if node:
+    mapped = list(_mappings(pid))
+    links: dict[str, str] = {}
+    for addresses, path in mapped:
+        # The path means nothing in our mount namespace, this link does. Following it needs
+        # CAP_CHECKPOINT_RESTORE; without it, the name has to do. maps pads the addresses with zeros,
+        # map_files does not.
+        start, end = _span(addresses)
+        links.setdefault(path, f"/proc/{pid}/map_files/{start:x}-{end:x}")
+    infos = question_process.stat_files(pid, links.values())
+    nodes_by_path = {path: _node(path, infos[link], majors) for path, link in links.items()}
+    seen: set[str] = set()
+    for addresses, path in mapped:
+        node = nodes_by_path[path]
+        if node and (every or path not in seen):
             yield addresses, node
+        seen.add(path)
 
 
 def _span(addresses: str) -> tuple[int, int]:
@@ -187,31 +193,29 @@ def _span(addresses: str) -> tuple[int, int]:
 
 
 def _dev_nodes(pid: int, majors: frozenset[int]) -> Iterator[Node]:
-    place = f"{proc.PROC}/{pid}/root/dev"
-    try:
-        yield from deadlines.ask(lambda: list(_in_dev(pid, majors)), place)
-    except TimeoutError as error:
-        raise unanswered(error, pid) from error
+    yield from question_process.ask(pid, "its /dev", _in_dev, pid, majors)
 
 
-def _in_dev(pid: int, majors: frozenset[int]) -> Iterator[Node]:
+def _in_dev(pid: int, majors: frozenset[int]) -> list[Node]:
+    found: list[Node] = []
     try:
         folder = os.open(f"/proc/{pid}/root/dev", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         if error.errno not in (errno.ENOTDIR, errno.ELOOP):
             gone_or_raise(error, pid)
-        return
+        return found
     try:
         for name in os.listdir(folder):
             with suppress(FileNotFoundError):
-                found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                node = _as_node(f"/dev/{name}", found, majors)
+                info = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                node = _as_node(f"/dev/{name}", info, majors)
                 if node:
-                    yield node
+                    found.append(node)
     except OSError as error:
         gone_or_raise(error, pid)
     finally:
         os.close(folder)
+    return found
 
 
 def _mappings(pid: int) -> Iterator[tuple[str, str]]:
@@ -229,16 +233,12 @@ def _mappings(pid: int) -> Iterator[tuple[str, str]]:
             yield fields[0], fields[5]
 
 
-def _node(path: str, link: str, majors: frozenset[int]) -> Node | None:
-    """The node behind `link`, a magic link of /proc; None if it is no device of NVIDIA."""
+def _node(path: str, found: os.stat_result | OSError, majors: frozenset[int]) -> Node | None:
+    """The node that was found behind a magic link of /proc; None if it is no device of NVIDIA."""
     path = path.removesuffix(_DELETED)
-    try:
-        found = deadlines.ask(lambda: os.stat(link), link)
-    except TimeoutError as error:
-        raise unanswered(error, int(link.split("/")[2])) from error
-    except OSError as error:
+    if isinstance(found, OSError):
         # Either closed or unmapped since, or not ours to follow.
-        refused = error.errno in (errno.EACCES, errno.EPERM)
+        refused = found.errno in (errno.EACCES, errno.EPERM)
         return Node(path, -1, -1) if refused and path.startswith(_PREFIX) else None
     return _as_node(path, found, majors)
 
@@ -257,7 +257,7 @@ def _is_gpu(node: Node, frontends: frozenset[int]) -> bool:
 
 
 def unanswered(error: TimeoutError, pid: int) -> GpuError:
-    """What to say where a file of a process is of a file system that does not answer."""
+    """What to say where the kernel does not tell in time what a process has mapped."""
     return GpuError(
         f"the files that process {pid} ({comm(pid)}) has open could not be listed: {error.filename}: "
         f"{error.strerror}",

@@ -15,6 +15,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import Refused, reason
 from gpusnap.runtime_shim.gpu.api.device_files import LAST_GPU_MINOR, character_drivers
 from gpusnap.runtime_shim.gpu.api.driver import Gpu, Node
@@ -58,7 +59,7 @@ def in_container(pid: int, gpus: Sequence[Gpu]) -> tuple[Node, ...]:
     """
     majors = _majors("/dev")
     found = []
-    for path, device in _devices(f"/proc/{pid}/root/dev"):
+    for path, device in question_process.ask(pid, "its /dev", _list_devices, f"/proc/{pid}/root/dev"):
         node = _known(path, os.major(device), os.minor(device), majors, gpus)
         if node is not None:
             found.append(node)
@@ -194,6 +195,10 @@ def _listed(table: str = "/proc/devices") -> dict[str, int]:
 
 def _first(majors: Mapping[str, int], names: Sequence[str]) -> int | None:
     return next((majors[name] for name in names if name in majors), None)
+
+
+def _list_devices(dev: str) -> list[tuple[str, int]]:
+    return list(_devices(dev))
 
 
 def _devices(dev: str) -> Iterator[tuple[str, int]]:

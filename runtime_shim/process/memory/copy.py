@@ -116,6 +116,26 @@ def read(pid: int, address: int, into: Bytes, *, threads: int = 0, piece: int = 
         _copy(_libc.process_vm_readv, pid, address, ours, size, threads=threads, piece=piece)
 
 
+def peek(pid: int, address: int, size: int) -> bytes:
+    """Bytes of the process' memory; fewer where it cannot be read to the end.
+
+    To be asked by question_process.ask, and never by way of /proc/PID/mem: who waits there for a file's page
+    keeps the mm->mmap_lock, and with it the process, until the file's server answers.
+    """
+    if not 0 < address < 1 << 63 or size <= 0:
+        return b""
+    data = bytearray(size)
+    done = 0
+    with _memory(data, _WRITABLE) as (ours, _):
+        while done < size:
+            mine, its = _Iovec(ours + done, size - done), _Iovec(address + done, size - done)
+            moved = _libc.process_vm_readv(pid, ctypes.byref(mine), 1, ctypes.byref(its), 1, 0)
+            if moved <= 0:
+                break
+            done += moved
+    return bytes(data[:done])
+
+
 def write(pid: int, address: int, data: Bytes, *, threads: int = 0, piece: int = PIECE) -> None:
     """Copy a buffer to the process' memory at `address`, which it must be able to write; else as `read`."""
     with _memory(data, _SIMPLE) as (ours, size):

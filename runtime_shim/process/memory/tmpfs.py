@@ -63,6 +63,8 @@ class Area:
         except (OSError, ValueError) as error:  # ValueError: the file is shorter
             os.close(self.descriptor)
             raise error if isinstance(error, OSError) else OSError(errno.EIO, str(error), path) from error
+        # A child that has to be left behind (question_process.py) would keep the tmpfs, and all bytes in it.
+        self._mapping.madvise(mmap.MADV_DONTFORK)
         with suppress(OSError):  # a kernel without huge pages
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
 

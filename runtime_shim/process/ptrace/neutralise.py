@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import Refused, reason
 from gpusnap.runtime_shim.process.memory.maps import Mapping, mappings
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, Saved, inside
@@ -75,7 +76,8 @@ def _descriptors(remote: Remote, pid: int, closing: dict[int, bool]) -> None:
     except OSError as error:
         raise Refused(f"process {pid} cannot open the null device: {reason(error)}", hint=hint) from error
     try:
-        found = os.stat(f"/proc/{pid}/fd/{null}")
+        link = f"/proc/{pid}/fd/{null}"
+        found = question_process.ask(pid, link, os.stat, link)
         if not stat.S_ISCHR(found.st_mode) or found.st_rdev != _NULL:
             raise Refused(f"the /dev/null of process {pid} is not the null device", hint=hint)
         for number, close in closing.items():

@@ -23,8 +23,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from gpusnap.runtime_shim import deadlines
+from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import maps as regions
 from gpusnap.runtime_shim.process.ptrace.arch import Machine, this_machine
 
@@ -176,14 +177,8 @@ def read_text(pid: int) -> Text:
 @lru_cache(maxsize=64)
 def _locking(pid: int, device: str, inode: int, base: int) -> tuple[tuple[int, int], ...]:
     """The parts of the libc at `base` that take locks, as offsets from there."""
-    path = f"/proc/{pid}/mem"
-
-    def read() -> dict[str, tuple[int, int]]:
-        with open(path, "rb", buffering=0) as memory:
-            return _functions(memory.fileno(), base)
-
     try:
-        symbols = deadlines.ask(read, path)
+        symbols = question_process.ask(pid, "its C library", _functions, pid, base)
     except (OSError, struct.error, ValueError, LookupError, ArithmeticError):  # no library as glibc makes it
         return ()
     found = [
@@ -205,12 +200,12 @@ def _malloc(symbols: Mapping[str, tuple[int, int]]) -> Iterator[tuple[int, int]]
     yield (ends[at - 1] if at else first, max(start + size for start, size in own))
 
 
-def _functions(memory: int, base: int) -> dict[str, tuple[int, int]]:
+def _functions(pid: int, base: int) -> dict[str, tuple[int, int]]:
     """The functions that a library exports: offset from its base and size in bytes, by name (elf(5)).
 
-    `memory` is a descriptor of the process' memory. Raises OSError, struct.error, ValueError.
+    Raises struct.error, ValueError, LookupError, ArithmeticError for what is none that glibc has made.
     """
-    header = os.pread(memory, 64, base)
+    header = copies.peek(pid, base, 64)
     if header[:5] != b"\x7fELF\x02":
         raise ValueError("no ELF file of 64 bits")
     (offset,) = struct.unpack_from("=Q", header, 32)
@@ -219,17 +214,17 @@ def _functions(memory: int, base: int) -> dict[str, tuple[int, int]]:
     if count > _HEADERS:
         raise ValueError(f"an ELF file of {count} program headers")
     for at in range(count):
-        fields = _PROGRAM_HEADER.unpack(os.pread(memory, _PROGRAM_HEADER.size, base + offset + at * size))
+        fields = _PROGRAM_HEADER.unpack(copies.peek(pid, base + offset + at * size, _PROGRAM_HEADER.size))
         if fields[0] == _PT_DYNAMIC:
-            table = os.pread(memory, min(fields[6], 1 << 16), base + fields[3])
+            table = copies.peek(pid, base + fields[3], min(fields[6], 1 << 16))
             dynamic = dict(struct.iter_unpack("=QQ", table[: len(table) // 16 * 16]))
     # The loader has put addresses there. glibc's link order has the names right behind the symbols.
     symbols, names = dynamic[_DT_SYMTAB], dynamic[_DT_STRTAB]
     if symbols < base:
         symbols, names = symbols + base, names + base
     length = min(names - symbols, _SYMBOLS * _SYMBOL.size)
-    table = os.pread(memory, length // _SYMBOL.size * _SYMBOL.size, symbols)
-    text = os.pread(memory, min(dynamic[_DT_STRSZ], 16 << 20), names)
+    table = copies.peek(pid, symbols, length // _SYMBOL.size * _SYMBOL.size)
+    text = copies.peek(pid, names, min(dynamic[_DT_STRSZ], 16 << 20))
     found = {}
     for at, info, _, section, value, extent in _SYMBOL.iter_unpack(table):
         if info & 15 == _STT_FUNC and section and extent:

@@ -19,12 +19,12 @@ import mmap
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from signal import SIGSYS
 
-from gpusnap.runtime_shim import deadlines
+from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory.maps import mappings
@@ -277,10 +277,8 @@ def _in_critical_section(tracee: Tracee, machine: Machine) -> bool:
         raise
     except OSError:  # a kernel that does not tell
         return False
-    with open(f"/proc/{tracee.pid}/mem", "rb", buffering=0) as memory:
-        pointer = _peek(memory.fileno(), registered + _RSEQ_CS, 8) if registered else b""
-        at = int.from_bytes(pointer, "little")
-        section = _peek(memory.fileno(), at, _CRITICAL.size) if at else b""
+    pointer = _peek(tracee.pid, registered + _RSEQ_CS, 8) if registered else b""
+    section = _peek(tracee.pid, int.from_bytes(pointer, "little"), _CRITICAL.size)
     if len(section) < _CRITICAL.size:
         return False
     start, length = _CRITICAL.unpack(section)
@@ -293,21 +291,31 @@ def _instruction(pid: int, machine: Machine, counter: int) -> int:
     A thread that waits in one stands right behind it; else the vdso has some, and every C library. No more
     than _MOST_SEARCHED is searched: a process may have as much memory with execute permission as it likes.
     """
-    wanted, left = machine.instruction, _MOST_SEARCHED
-    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-        if _peek(memory.fileno(), counter - len(wanted), len(wanted)) == wanted:
-            return counter - len(wanted)
-        found = [each for each in mappings(pid) if "x" in each.permissions and each.name != "[vsyscall]"]
-        for mapping in sorted(found, key=lambda each: (each.name != "[vdso]", not each.inode)):
-            for start in range(mapping.start, min(mapping.end, mapping.start + left), _WINDOW):
-                text = _peek(memory.fileno(), start, min(_WINDOW, mapping.end - start))
-                if (at := text.find(wanted)) >= 0:
-                    return start + at
-            left -= min(left, mapping.size)
+    wanted = machine.instruction
+    if _peek(pid, counter - len(wanted), len(wanted)) == wanted:
+        return counter - len(wanted)
+    found = [each for each in mappings(pid) if "x" in each.permissions and each.name != "[vsyscall]"]
+    found.sort(key=lambda each: (each.name != "[vdso]", not each.inode))
+    spans = [(each.start, each.end) for each in found]
+    address = question_process.ask(pid, "its code", _search, pid, spans, wanted)
+    if address >= 0:
+        return address
     raise GpusnapError(
         f"process {pid} has no instruction for a system call in its memory",
         hint="see that it is an ordinary program of this architecture",
     )
+
+
+def _search(pid: int, spans: Sequence[tuple[int, int]], wanted: bytes) -> int:
+    """The first address of these bytes; -1 where they are not there."""
+    left = _MOST_SEARCHED
+    for begin, end in spans:
+        for start in range(begin, min(end, begin + left), _WINDOW):
+            at = copies.peek(pid, start, min(_WINDOW, end - start)).find(wanted)
+            if at >= 0:
+                return start + at
+        left -= min(left, end - begin)
+    return -1
 
 
 def _send(pid: int, getfd: int, number: int, descriptor: int) -> None:
@@ -332,9 +340,6 @@ def _send(pid: int, getfd: int, number: int, descriptor: int) -> None:
         end.sendmsg([b"\0"], [rights], socket.MSG_DONTWAIT)
 
 
-def _peek(memory: int, address: int, size: int) -> bytes:
-    """Bytes of the process' memory; fewer where they cannot be read, as where a file is not answered for."""
-    try:
-        return deadlines.ask(lambda: os.pread(memory, size, address), "memory") if address >= 0 else b""
-    except OSError:
-        return b""
+def _peek(pid: int, address: int, size: int) -> bytes:
+    """Bytes of the process' memory; fewer where they cannot be read. Raises Unanswered."""
+    return question_process.ask(pid, f"memory at {address:#x}", copies.peek, pid, address, size)

@@ -16,6 +16,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.gpu.nvidia.driver_files import is_driver_file
 from gpusnap.runtime_shim.process import proc
@@ -34,7 +35,9 @@ def undeclared(init: int, config: dict[str, Any]) -> tuple[tuple[DriverMount, ..
         if mount.destination in known or not _ours(mount.destination):
             continue
         source = proc.host_path(mount)
-        if source is None or not _same_file(source, f"/proc/{init}/root{mount.destination}"):
+        if source is None or not question_process.ask(
+            init, mount.destination, _same_file, source, f"/proc/{init}/root{mount.destination}"
+        ):
             continue
         known.add(mount.destination)  # mounted once more on itself, it is one mount to CRIU
         found.append(DriverMount(f"gpusnap-{len(found)}", mount.destination, source))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 
-from gpusnap.runtime_shim import deadlines
+from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import ContainerError, reason
 from gpusnap.runtime_shim.gpu.api.device_nodes import Change
 from gpusnap.runtime_shim.gpu.api.driver import Node
@@ -34,23 +34,9 @@ _LOOK = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 def mounted_nodes(init: int) -> tuple[tuple[str, int, int], ...]:
     """(path, major, minor) of the character devices below a container's /dev that are mounts of their own.
 
-    All of them, a GPU's or not; empty where the process is gone. Raises ContainerError where one is of a file
-    system that does not answer.
+    All of them, a GPU's or not; empty where the process is gone. Raises Unanswered.
     """
-    return _looked_in(init, lambda: _mounted_nodes(init))
-
-
-def _looked_in(init: int, look: Callable[[], _T]) -> _T:
-    """What a look at a container's /dev gives, which may be of a file system that somebody answers for."""
-    place = f"/proc/{init}/root/dev"
-    try:
-        return deadlines.ask(look, place)
-    except TimeoutError as error:
-        raise ContainerError(
-            f"{place} cannot be read: {error.strerror}",
-            hint="a file system that is mounted there does not answer: unmount it, or see to that",
-            code="GPS-225",
-        ) from error
+    return question_process.ask(init, "what is mounted in its /dev", _mounted_nodes, init)
 
 
 def _mounted_nodes(init: int) -> tuple[tuple[str, int, int], ...]:
@@ -74,19 +60,26 @@ def device_nodes(init: int) -> tuple[tuple[str, int, int, str], ...]:
     """("c" or "b", major, minor, path) of each device that lies in a container's /dev itself, by path.
 
     None where /dev is this host's own, or the process is gone; what is mounted in it is not in it. No link is
-    followed. Raises ContainerError where this host lacks memory or descriptors to look.
+    followed. Raises ContainerError where this host lacks memory or descriptors to look, Unanswered.
     """
+    found, error = question_process.ask(init, "its /dev", _device_nodes, init)
+    if error is not None and error.errno in proc.PASSING:
+        raise ContainerError(
+            f"/dev of the container of process {init} cannot be read: {reason(error)}",
+            hint="free memory or files, and try again",
+            code="GPS-004",
+        ) from error
+    return tuple(sorted(found, key=lambda each: each[3]))
+
+
+def _device_nodes(init: int) -> tuple[list[tuple[str, int, int, str]], OSError | None]:
+    """In any order, and what kept us from more."""
     found: list[tuple[str, int, int, str]] = []
     try:
-        _looked_in(init, lambda: _add_device_nodes(init, found))
+        _add_device_nodes(init, found)
     except OSError as error:
-        if error.errno in proc.PASSING:
-            raise ContainerError(
-                f"/dev of the container of process {init} cannot be read: {reason(error)}",
-                hint="free memory or files, and try again",
-                code="GPS-004",
-            ) from error
-    return tuple(sorted(found, key=lambda each: each[3]))
+        return found, error
+    return found, None
 
 
 def _add_device_nodes(init: int, found: list[tuple[str, int, int, str]]) -> None:
@@ -120,7 +113,8 @@ def replace_nodes(init: int, changes: Sequence[Change]) -> None:
 
     All at once, so two may trade places. `init` is a process of the container, and nothing in it may be using
     the GPU. A container whose /dev is this host's is left alone. Raises ContainerError; the container may
-    then lack nodes.
+    then lack nodes. There is no deadline: CRIU restores no file system in user space, so what is mounted here
+    has just been made by the runtime, from mounts that the caller chose.
     """
     if not changes:
         return

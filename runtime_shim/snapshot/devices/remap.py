@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpusnap.oci.base.files import open_below
+from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, reason
 from gpusnap.runtime_shim.gpu.api.device_nodes import Change, changes
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host, Node
@@ -266,7 +267,8 @@ def settle(init: int, found: Remap, driver: Driver) -> None:
 def _hosts_dev(init: int) -> bool:
     """Whether the container was given this host's /dev as it is, and so has all of its nodes."""
     with contextlib.suppress(OSError):
-        return os.stat(f"/proc/{init}/root/dev").st_dev == os.stat("/dev").st_dev
+        place = f"/proc/{init}/root/dev"
+        return question_process.ask(init, place, os.stat, place).st_dev == os.stat("/dev").st_dev
     return False
 
 

@@ -45,6 +45,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.gpu.api.driver import Gpu, Host
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.environ import live_environment
@@ -183,7 +184,7 @@ def _old_rank(pid: int) -> bool:
         return False
     for fields in proc.named_mappings(pid):
         if "/libnccl.so" in fields[5]:
-            return not _mentions_socket(pid, fields[0])
+            return not question_process.ask(pid, "its libnccl", _mentions_socket, pid, fields[0])
     return False
 
 

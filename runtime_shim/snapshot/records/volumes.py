@@ -20,13 +20,14 @@ from dataclasses import dataclass
 from io import FileIO
 from typing import Any
 
+from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import ImageError, Refused, reason
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.cri_layout import OF_CRI
 from gpusnap.runtime_shim.runtime.bundle import binds
 from gpusnap.runtime_shim.runtime.container_files import directory
 from gpusnap.runtime_shim.snapshot.records import volume_image
-from gpusnap.runtime_shim.snapshot.records.volume_image import BLOCK, FILE, IMAGE, KINDS, Entry, header
+from gpusnap.runtime_shim.snapshot.records.volume_image import FILE, IMAGE, KINDS, Entry, header
 from gpusnap.runtime_shim.units import human
 
 _OF_CRIO = "io.kubernetes.cri-o.ContainerType"
@@ -38,6 +39,7 @@ _SUBPATH = re.compile(r"(/.*)/volume-subpaths/([^/]+)/[^/]+/\d+")
 _SHM = re.compile(r"/.*/(?:sandboxes/[^/]+|userdata)/shm")
 
 _DELETED = " (deleted)"
+_PIECE = 1 << 20  # bytes that one question is for
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,26 +94,37 @@ def opened(processes: Iterable[proc.Process], volumes: Sequence[Volume]) -> tupl
     """What processes have open or mapped in volumes, each file once, after the directories above it.
 
     A deleted file is CRIU's to carry, but wants its directory. Raises Refused for one that has another name
-    left, by which CRIU would look for it in the new volume.
+    left, by which CRIU would look for it in the new volume; Unanswered where something else is mounted there
+    that does not answer.
     """
     found: dict[tuple[str, str], Opened] = {}
     for process in processes if volumes else ():
-        mounts = {mount.destination for mount in proc.mounts(process.pid)}
-        for link, target in _links(process.pid):
-            volume, path = _place(target, mounts, volumes)
-            if not volume:
-                continue
-            with suppress(OSError):  # it has been closed, or the process has ended
-                info = os.stat(link)
-                if not _is_deleted(process.pid, target, info):
-                    found.setdefault((volume, path), Opened(volume, path, link, process, info))
-                elif info.st_nlink and stat.S_ISREG(info.st_mode):
-                    raise _renamed(process, target)
-            _add_directories(found, process, volume, path)
-        for name in proc.unix_sockets(process.pid):  # CRIU binds them anew, in their directory
-            _add_directories(found, process, *_place(os.path.normpath(name), mounts, volumes))
+        for key, each in question_process.ask(
+            process.pid, "its files in volumes", _opened_by, process, tuple(volumes)
+        ).items():
+            found.setdefault(key, each)
     known = (each for each in found.values() if stat.S_IFMT(each.info.st_mode) in KINDS and each.path)
     return tuple(sorted(known, key=lambda each: (each.volume, each.path.split("/"))))
+
+
+def _opened_by(process: proc.Process, volumes: Sequence[Volume]) -> dict[tuple[str, str], Opened]:
+    """By volume and path below it."""
+    found: dict[tuple[str, str], Opened] = {}
+    mounts = {mount.destination for mount in proc.mounts(process.pid)}
+    for link, target in _links(process.pid):
+        volume, path = _place(target, mounts, volumes)
+        if not volume:
+            continue
+        with suppress(OSError):  # it has been closed, or the process has ended
+            info = os.stat(link)
+            if not _is_deleted(process.pid, target, info):
+                found.setdefault((volume, path), Opened(volume, path, link, process, info))
+            elif info.st_nlink and stat.S_ISREG(info.st_mode):
+                raise _renamed(process, target)
+        _add_directories(found, process, volume, path)
+    for name in proc.unix_sockets(process.pid):  # CRIU binds them anew, in their directory
+        _add_directories(found, process, *_place(os.path.normpath(name), mounts, volumes))
+    return found
 
 
 def _links(pid: int) -> Iterator[tuple[str, str]]:
@@ -221,12 +234,17 @@ def put_back(image_path: str, config: Mapping[str, Any]) -> None:
 def _entry(each: Opened) -> Entry:
     kind, size, extents = KINDS[stat.S_IFMT(each.info.st_mode)], 0, tuple[tuple[int, int], ...]()
     if kind == FILE:
-        with _reading(each) as file:
-            size = os.fstat(file.fileno()).st_size
-            extents = tuple(_extents(file.fileno(), size))
+        size, extents = question_process.ask(each.process.pid, each.link, _measure, each)
     info = each.info
     mode = stat.S_IMODE(info.st_mode)
     return Entry(each.volume, each.path, kind, mode, info.st_uid, info.st_gid, size, extents)
+
+
+def _measure(each: Opened) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Size and extents of a file."""
+    with _reading(each) as file:
+        size = os.fstat(file.fileno()).st_size
+        return size, tuple(_extents(file.fileno(), size))
 
 
 def _reading(each: Opened) -> FileIO:
@@ -254,14 +272,25 @@ def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
 def _copy_out(each: Opened, entry: Entry, image: int) -> None:
     if not entry.extents:
         return
+    for offset, length in entry.extents:
+        at, end = offset, offset + length
+        while at < end:
+            piece = question_process.ask(each.process.pid, each.link, _piece, each, at, min(_PIECE, end - at))
+            if not piece:
+                raise ImageError(
+                    f"{each.volume}/{each.path} became shorter while it was copied",
+                    hint="checkpoint the container again",
+                )
+            _write(image, piece)
+            at += len(piece)
+
+
+def _piece(each: Opened, offset: int, size: int) -> bytes:
     with _reading(each) as file:
-        for offset, length in entry.extents:
-            at, end = offset, offset + length
-            while at < end:
-                count = os.sendfile(image, file.fileno(), at, min(BLOCK, end - at))
-                if not count:
-                    raise ImageError(
-                        f"{each.volume}/{each.path} became shorter while it was copied",
-                        hint="checkpoint the container again",
-                    )
-                at += count
+        return os.pread(file.fileno(), size, offset)
+
+
+def _write(image: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(image, left) :]

@@ -28,8 +28,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import os
-import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,7 +36,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from gpusnap.runtime_shim import deadlines
+from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu.api.device_files import ends
 from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
@@ -51,6 +50,7 @@ from gpusnap.runtime_shim.gpu.api.errors import (
     ProcessGone,
 )
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.stopping.stop import go_on, only, several, stop
 
 if TYPE_CHECKING:
@@ -288,17 +288,8 @@ def _owner(pid: int, futex: int) -> int:
 
     A TID in the process' own namespace; any number where it is another kind of lock.
     """
-    path = f"/proc/{pid}/mem"
-
-    def read() -> bytes:
-        with open(path, "rb", buffering=0) as memory:
-            return os.pread(memory.fileno(), 4, futex + 8)
-
-    try:
-        (number,) = struct.unpack("=i", deadlines.ask(read, path))
-    except (OSError, struct.error, OverflowError):
-        return 0
-    return int(number)
+    data = question_process.ask(pid, f"its lock at {futex:#x}", copies.peek, pid, futex + 8, 4)
+    return int.from_bytes(data, sys.byteorder, signed=True) if len(data) == 4 else 0
 
 
 def call(

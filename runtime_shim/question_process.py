@@ -1,0 +1,374 @@
+"""Questions that a child process asks for us, because whoever asks may have to be left behind.
+
+A file or memory of a container may be of a file system in user space (FUSE). Who looks at it waits for that
+file system's server, and once the server has the request, not even SIGKILL ends the wait (linux,
+fs/fuse/dev.c, request_wait_answer). A process with a thread in there stays a zombie that nobody can reap, and
+Podman would wait for it with the container's lock held. So a worker asks, which is killed when it does not
+answer in time, and ends when the server does:
+
+    gpusnap ── asks for workers ──> forker, which never asks anything and ends with gpusnap
+        └───── one question at a time ──> worker, forked by the forker
+
+A worker has a session of its own, no terminal, no file, lock or memory mapped shared of ours: only its end of
+a pair of sockets. A question is a function of a module with arguments that pickle can carry. What only waits
+for the mm->mmap_lock of a process can be killed, and is asked in a thread: see deadlines.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import pickle
+import signal
+import socket
+import struct
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+from gpusnap.runtime_shim.deadlines import PATIENCE
+from gpusnap.runtime_shim.errors import GpusnapError, reason
+
+T = TypeVar("T")
+
+_LENGTH = struct.Struct("=Q")
+_NUMBER = struct.Struct("=i")
+_READY = b"r"
+_START = 30.0  # seconds for a child to run at last, as threads.py has it
+
+
+class Unanswered(GpusnapError):
+    """A process has a file or memory of a file system that does not answer."""
+
+    code = "GPS-225"
+
+
+class _Ended(Exception):
+    """The child at the other end is no more."""
+
+
+class _Channel:
+    """Messages of any length over a stream socket."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+
+    def send(self, data: bytes) -> None:
+        """Raises _Ended."""
+        try:
+            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise _Ended from error
+
+    def receive(self, within: float | None = None) -> bytes:
+        """Raises TimeoutError after so many seconds, _Ended."""
+        deadline = None if within is None else time.monotonic() + within
+        (size,) = _LENGTH.unpack(self._exactly(_LENGTH.size, deadline))
+        return self._exactly(size, deadline)
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._socket.close()
+
+    def _exactly(self, size: int, deadline: float | None) -> bytes:
+        found = bytearray(size)
+        view = memoryview(found)
+        while view:
+            if deadline is not None:
+                self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
+            try:
+                count = self._socket.recv_into(view)
+            except ConnectionResetError as error:
+                raise _Ended from error
+            if not count:
+                raise _Ended
+            view = view[count:]
+        self._socket.settimeout(None)
+        return bytes(found)
+
+
+class _Worker:
+    """A child that answers one question after another."""
+
+    def __init__(self, pid: int, channel: _Channel) -> None:
+        self.pid = pid
+        self._channel = channel
+
+    def ask(self, question: bytes, within: float) -> Any:
+        """Raises what the question raises; TimeoutError after `within` seconds, _Ended."""
+        self._channel.send(question)
+        value, error = pickle.loads(self._channel.receive(within))  # by our own child
+        if error is not None:
+            raise _Raised(error)
+        return value
+
+    def leave(self) -> None:
+        """Kill it, and wait for nothing."""
+        with suppress(ProcessLookupError):
+            # Its parent, the forker, never reaps one: no other process can have that PID.
+            os.kill(self.pid, signal.SIGKILL)
+        self._channel.close()
+
+
+class _Raised(Exception):
+    """What a question raised, apart from what goes wrong on the way."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class _Forker:
+    """The child of ours that forks workers. It has one thread, whatever we have."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self.pid = _fork()
+            if not self.pid:
+                _in_child(theirs, _fork_workers)
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._socket = ours
+        ours.settimeout(_START)
+
+    def worker(self) -> _Worker:
+        """A new one. Raises OSError where the kernel gives none, and where the forker is no more."""
+        ours, theirs = socket.socketpair()
+        try:
+            socket.send_fds(self._socket, [_READY], [theirs.fileno()])
+            data = self._socket.recv(_NUMBER.size)
+            if not data:
+                raise OSError(errno.EPIPE, os.strerror(errno.EPIPE))
+            (pid,) = _NUMBER.unpack(data)
+            if pid < 0:
+                raise OSError(-pid, os.strerror(-pid))
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return _Worker(pid, _Channel(ours))
+
+    def close(self) -> None:
+        """End it; it never waits for anybody but us."""
+        self._socket.close()
+        with suppress(ProcessLookupError, ChildProcessError):  # where SIGCHLD is ignored
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+    def forget(self) -> None:
+        """Close our end alone: it is another process' child."""
+        self._socket.close()
+
+
+class _State:
+    """What this process has of them."""
+
+    lock = threading.Lock()
+    forker: _Forker | None = None
+    idle: ClassVar[deque[_Worker]] = deque()
+    unanswered: ClassVar[set[bytes]] = set()
+
+
+def _forget() -> None:
+    """A child by fork asks by children of its own."""
+    _State.lock = threading.Lock()
+    while _State.idle:
+        _State.idle.pop()._channel.close()
+    if _State.forker is not None:
+        _State.forker.forget()
+        _State.forker = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def ask(
+    pid: int, what: str, function: Callable[..., T], *arguments: object, within: float | None = None
+) -> T:
+    """What `function` gives, asked in a child process; it is about process `pid`.
+
+    Raises what the function raises; Unanswered, which names the process and `what`, after `within` seconds
+    (PATIENCE), and at once where the very same was not answered before; GpusnapError where there is no child
+    to be had.
+    """
+    within = PATIENCE if within is None else within
+    question = pickle.dumps((function, arguments))
+    if question in _State.unanswered:
+        raise _unanswered(pid, what, within)
+    for first in (True, False):
+        worker = _take()
+        try:
+            answer = worker.ask(question, within)
+        except TimeoutError as error:
+            worker.leave()
+            _State.unanswered.add(question)
+            raise _unanswered(pid, what, within) from error
+        except _Raised as error:
+            _State.idle.append(worker)
+            raise error.error from None
+        except _Ended as error:  # killed for memory, or by somebody
+            worker.leave()
+            if not first:
+                raise GpusnapError(
+                    f"a child process of gpusnap that looked at {what} was ended",
+                    hint="look for who kills processes in the kernel log (dmesg), and try again",
+                    code="GPS-003",
+                ) from error
+        except BaseException:  # a signal's
+            worker.leave()
+            raise
+        else:
+            _State.idle.append(worker)
+            return answer  # type: ignore[no-any-return]
+    raise AssertionError("unreachable")
+
+
+def stat_files(pid: int, links: Iterable[str]) -> dict[str, os.stat_result | OSError]:
+    """What stat(2) says of files that process `pid` has open or mapped, by links in /proc; as `ask`."""
+    asked = tuple(links)
+    found = ask(pid, "its files", _stat_each, asked) if asked else []
+    return dict(zip(asked, found, strict=True))
+
+
+def _stat_each(links: Sequence[str]) -> list[os.stat_result | OSError]:
+    found: list[os.stat_result | OSError] = []
+    for link in links:
+        try:
+            found.append(os.stat(link))
+        except OSError as error:
+            found.append(error)
+    return found
+
+
+def start() -> None:
+    """Have the forker there, for questions to come: at best before this process has threads.
+
+    A thread that is importing a module just when it is forked would keep workers from that for good.
+    """
+    with _State.lock, suppress(OSError):  # else the first question says so
+        if _State.forker is None:
+            _State.forker = _Forker()
+
+
+def end() -> None:
+    """End the children that have answered; they would end with this process, too."""
+    with _State.lock:
+        while _State.idle:
+            _State.idle.pop().leave()
+        if _State.forker is not None:
+            _State.forker.close()
+            _State.forker = None
+        _State.unanswered.clear()
+
+
+def _unanswered(pid: int, what: str, within: float) -> Unanswered:
+    from gpusnap.runtime_shim.process import proc
+
+    return Unanswered(
+        f"process {pid} ({proc.comm(pid)}) cannot be looked at: {what}: the kernel did not answer within "
+        f"{within:g} s",
+        hint="it has a file, a mount or memory of a file system that does not answer: end it, or see to that",
+    )
+
+
+def _take() -> _Worker:
+    """A worker that has nothing to do. Raises GpusnapError where the kernel gives none."""
+    with suppress(IndexError):
+        return _State.idle.pop()
+    with _State.lock:
+        for first in (True, False):
+            try:
+                if _State.forker is None:
+                    _State.forker = _Forker()
+                return _State.forker.worker()
+            except OSError as error:
+                if _State.forker is not None and (
+                    isinstance(error, TimeoutError) or error.errno in (errno.EPIPE, errno.ECONNRESET)
+                ):
+                    _State.forker.close()
+                    _State.forker = None
+                    if first:
+                        continue
+                raise GpusnapError(
+                    f"no child process could be started: {reason(error)}",
+                    hint="raise the limit on processes and threads for gpusnap (ulimit -u, pids.max)",
+                    code="GPS-003",
+                ) from error
+    raise AssertionError("unreachable")
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # Python 3.12 warns where there are threads. The child only forks, and those call the kernel.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def _in_child(end: socket.socket, work: Callable[[socket.socket], None]) -> NoReturn:
+    """Do `work` with nothing of the parent's but its end of a pair of sockets, and exit."""
+    try:
+        gc.disable()  # what it would free closes descriptors by numbers that are others' by now
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) != end.fileno():
+                with suppress(OSError):  # that of the listing itself
+                    os.close(int(name))
+        while os.open("/dev/null", os.O_RDWR) < 2:  # else a file of the container would be our stderr
+            pass
+        with suppress(PermissionError):  # a worker leads a session already: its forker's
+            os.setsid()
+        os.chdir("/")
+        work(end)
+    finally:
+        os._exit(0)
+
+
+def _fork_workers(end: socket.socket) -> None:
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(end, 1, 1)
+        if not data or not descriptors:
+            return
+        try:
+            pid = os.fork()
+        except OSError as error:
+            pid = -(error.errno or errno.EAGAIN)
+        if not pid:
+            _in_child(socket.socket(fileno=descriptors[0]), _answer_questions)
+        os.close(descriptors[0])
+        end.send(_NUMBER.pack(pid))
+
+
+def _answer_questions(end: socket.socket) -> None:
+    channel = _Channel(end)
+    while True:
+        try:
+            question = channel.receive()
+            channel.send(_answer(question))
+        except _Ended:
+            return
+
+
+def _answer(question: bytes) -> bytes:
+    try:
+        function, arguments = pickle.loads(question)  # by our own parent
+        return pickle.dumps((function(*arguments), None))
+    except BaseException as error:
+        try:
+            data = pickle.dumps((None, error))
+            pickle.loads(data)  # not every exception can be made anew
+        except Exception:
+            data = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
+        return data
