@@ -299,8 +299,9 @@ def _take() -> _Worker:
                     _State.forker = None
                     if first:
                         continue
+                why = "it did not begin in time" if isinstance(error, TimeoutError) else reason(error)
                 raise GpusnapError(
-                    f"no child process could be started: {reason(error)}",
+                    f"no child process could be started: {why}",
                     hint="raise the limit on processes and threads for gpusnap (ulimit -u, pids.max)",
                     code="GPS-003",
                 ) from error

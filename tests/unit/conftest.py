@@ -16,6 +16,7 @@ from hypothesis import settings as hypothesis_settings
 from gpusnap import privileges
 from gpusnap.cli import main as cli
 from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.process import pidfd
 from gpusnap.runtime_shim.settings import Settings
@@ -82,3 +83,10 @@ def gpusnap(
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERM", "dumb")
     return run
+
+
+@pytest.fixture(autouse=True)
+def no_child_of_an_earlier_test() -> Iterator[None]:
+    """A child that asks for us was forked with what its test had replaced."""
+    yield
+    question_process.end()

@@ -268,7 +268,8 @@ def _hosts_dev(init: int) -> bool:
     """Whether the container was given this host's /dev as it is, and so has all of its nodes."""
     with contextlib.suppress(OSError):
         place = f"/proc/{init}/root/dev"
-        return question_process.ask(init, place, os.stat, place).st_dev == os.stat("/dev").st_dev
+        found = question_process.stat_files(init, [place])[place]
+        return not isinstance(found, OSError) and found.st_dev == os.stat("/dev").st_dev
     return False
 
 

@@ -10,12 +10,9 @@ from pathlib import Path
 import pytest
 
 from gpusnap.runtime_shim import deadlines
-from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
-from gpusnap.runtime_shim.gpu.api import device_files
-from gpusnap.runtime_shim.gpu.api.errors import GpuError
-from gpusnap.runtime_shim.process import environ, proc
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import maps
-from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes
 
 
 @pytest.fixture
@@ -77,37 +74,6 @@ def test_a_process_that_is_locked(
     with pytest.raises(GpusnapError, match=rf"{name} cannot be read: the kernel did not answer within 0.1 s"):
         ask(7)
     os.close(os.open(fifo, os.O_WRONLY))
-
-
-def test_variables(over: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    """libc's `environ` may lead into memory that a file system has to give."""
-    monkeypatch.setattr(environ, "_strings", lambda *_: over.wait())
-    with pytest.raises(GpusnapError, match=r"the variables of process \d+ .* did not answer within 0.1 s"):
-        environ.live_environment(os.getpid())
-
-
-def test_files(over: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has a file open which nobody answers for may have a GPU's, too."""
-    monkeypatch.setattr(device_files, "_as_node", lambda *_: None)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", lambda *_, **__: over.wait())
-        with pytest.raises(GpuError, match=r"files that process \d+ .* did not answer within 0.1 s"):
-            device_files.gpu_minors(os.getpid())
-    with monkeypatch.context() as patch:
-        patch.setattr(device_files, "_in_dev", lambda *_: iter(over.wait, True))
-        with pytest.raises(GpuError, match=r"root/dev: the kernel did not answer"):
-            device_files.dev_minors(os.getpid())
-
-
-@pytest.mark.parametrize("look", [bind_mounted_nodes.mounted_nodes, bind_mounted_nodes.device_nodes])
-def test_mounts_in_dev(
-    over: threading.Event, monkeypatch: pytest.MonkeyPatch, look: Callable[[int], object]
-) -> None:
-    """What a container has mounted below its /dev may be anything."""
-    for name in ("_mounted_nodes", "_add_device_nodes"):
-        monkeypatch.setattr(bind_mounted_nodes, name, lambda *_: over.wait())
-    with pytest.raises(ContainerError, match="root/dev cannot be read: the kernel did not answer"):
-        look(os.getpid())
 
 
 def test_mappings(over: threading.Event, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.ptrace import positions
 
 _NAMES = 4 << 20
@@ -30,6 +31,12 @@ def library(path: Path, names: bytes, starts: list[int], headers: int = 1) -> in
             file.seek(place)
             file.write(data)
     return os.open(path, os.O_RDONLY)
+
+
+@pytest.fixture(autouse=True)
+def memory_in_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A descriptor stands in for a PID."""
+    monkeypatch.setattr(copies, "peek", lambda file, address, size: os.pread(file, size, address))
 
 
 def test_names_as_long_as_their_table(tmp_path: Path) -> None:

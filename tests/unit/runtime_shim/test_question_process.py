@@ -1,0 +1,182 @@
+"""A child asks what may never be answered; a condition that nobody sets stands in for the kernel."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpusnap.runtime_shim import question_process
+from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.gpu.amd import device_files as amd_files
+from gpusnap.runtime_shim.gpu.api import device_files, device_nodes
+from gpusnap.runtime_shim.process import environ, proc
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.question_process import Unanswered, ask
+from gpusnap.runtime_shim.runtime.criu import external_mounts
+from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, remap
+from gpusnap.runtime_shim.snapshot.preflight import nccl
+from gpusnap.runtime_shim.snapshot.records import volumes
+from gpusnap.runtime_shim.snapshot.suspend import driver_calls
+
+ME = os.getpid()
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
+    """What the kernel does that never answers, and little patience for it."""
+    monkeypatch.setattr(question_process, "PATIENCE", 0.3)
+    over = threading.Event()  # that of the child is another one
+    return lambda *_, **__: over.wait()
+
+
+def refuse() -> None:
+    raise Refused("why", hint="what to do", code="GPS-201")
+
+
+def test_answers() -> None:
+    """What a question gives or raises, from one and the same child as long as it answers."""
+    first = ask(ME, "x", os.getpid)
+    assert ask(ME, "x", os.getpid) == first != os.getpid()
+    with pytest.raises(FileNotFoundError) as found:
+        ask(ME, "x", os.stat, "/none")
+    assert (found.value.errno, found.value.filename) == (errno.ENOENT, "/none")
+    with pytest.raises(Refused, match="why") as refused:
+        ask(ME, "x", refuse)
+    assert (refused.value.hint, refused.value.code) == ("what to do", "GPS-201")
+    assert len(ask(ME, "x", bytes, 5 << 20)) == 5 << 20
+    assert ask(ME, "x", os.getpid) == first
+
+
+def test_nothing_of_ours(tmp_path: Path) -> None:
+    """A child that is left behind keeps no file, lock, terminal or working directory of ours."""
+    with (tmp_path / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        child = ask(ME, "x", os.getpid)
+        links = [os.readlink(f"/proc/{child}/fd/{name}") for name in os.listdir(f"/proc/{child}/fd")]
+        assert sorted(link.partition(":")[0] for link in links) == ["/dev/null"] * 3 + ["socket"]
+        assert os.readlink(f"/proc/{child}/cwd") == "/"
+        assert os.getsid(child) not in (os.getsid(0), 0)
+    with (tmp_path / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_no_answer(silent: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is named; the next question is another child's, and the same one is not asked again."""
+    monkeypatch.setattr(environ, "_strings", silent)
+    monkeypatch.setattr(environ, "_pointer", lambda pid: 1)
+    first = ask(ME, "x", os.getpid)
+    with pytest.raises(
+        Unanswered, match=rf"process {ME} \(.*\) .*variables: .*not answer within 0.3 s"
+    ) as found:
+        environ.live_environment(ME)
+    assert found.value.code == "GPS-225"
+    assert ask(ME, "x", os.getpid) != first
+    monkeypatch.setattr(question_process, "PATIENCE", 60)
+    before = time.monotonic()
+    with pytest.raises(Unanswered):
+        environ.live_environment(ME)
+    assert time.monotonic() - before < 30
+
+
+def test_a_child_that_not_even_sigkill_ends(tmp_path: Path) -> None:
+    """Neither the answer nor the end of this process waits for it."""
+    program = f"""
+import os, signal, time
+from gpusnap.runtime_shim import question_process
+os.kill = lambda *_: None
+try:
+    question_process.ask(os.getpid(), "x", os.open, {str(tmp_path / "fifo")!r}, os.O_RDONLY, within=0.3)
+except question_process.Unanswered:
+    print("unanswered")
+"""
+    os.mkfifo(tmp_path / "fifo")
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    # Its ends of our pipes are closed, or run() would have waited.
+    assert (ended.stdout, ended.returncode) == ("unanswered\n", 0), ended.stderr
+    os.close(os.open(tmp_path / "fifo", os.O_WRONLY))  # it is still there, and ends with this
+
+
+def test_a_child_that_is_killed() -> None:
+    """Another one is asked, once."""
+    child = ask(ME, "x", os.getpid)
+    os.kill(child, signal.SIGKILL)
+    assert ask(ME, "x", os.getpid) != child
+    forker = question_process._State.forker
+    assert forker is not None
+    os.kill(forker.pid, signal.SIGKILL)
+    os.kill(ask(ME, "x", os.getpid), signal.SIGKILL)
+    assert ask(ME, "x", os.getpid)
+
+
+def test_after_a_fork() -> None:
+    """A child by fork asks by children of its own."""
+    ask(ME, "x", os.getpid)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(7 if ask(ME, "x", os.getppid) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert ask(ME, "x", os.getpid)
+
+
+def test_memory() -> None:
+    """Up to where it ends."""
+    data = bytes(range(256)) * 64
+    kept = bytearray(data)
+    with copies._memory(kept, 0) as (address, _):
+        assert copies.peek(ME, address, len(data)) == data
+    assert copies.peek(ME, 0, 8) == copies.peek(ME, -8, 8) == copies.peek(ME, 1 << 63, 8) == b""
+
+
+PLACES: dict[str, tuple[object, str, Callable[[], object]]] = {
+    "nodes": (os, "stat", lambda: device_files.gpu_minors(ME)),
+    "dev": (device_files, "_as_node", lambda: device_files.dev_minors(ME)),
+    "amd": (os, "stat", lambda: amd_files.numbers_held(ME)),
+    "amd-dev": (os.path, "islink", lambda: amd_files.numbers_in_dev(ME)),
+    "gpu-nodes": (device_nodes, "_devices", lambda: device_nodes.in_container(ME, ())),
+    "mounts": (bind_mounted_nodes, "_opened", lambda: bind_mounted_nodes.device_nodes(ME)),
+    "host-dev": (os, "stat", lambda: remap._hosts_dev(ME)),
+    "driver-mounts": (os.path, "samefile", lambda: external_mounts.undeclared(ME, {})),
+    "libnccl": (nccl, "_mentions", lambda: nccl._old_rank(ME)),
+    "volumes": (os, "stat", lambda: volumes.opened([this()], [volumes.Volume("/", "/")])),
+    "lock": (copies, "_memory", lambda: driver_calls._owner(ME, 4096)),
+}
+
+
+def this() -> proc.Process:
+    found = proc.process(ME)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_places(silent: Callable[..., object], monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Whatever looks at what a container has open, mapped or mounted."""
+    module, name, look = PLACES[place]
+    mount = proc.Mount("0:1", "/", "/", (), (), "fuse")
+    driver = proc.Mount("0:1", "/", "/dev/nvidia0", (), (), "fuse")
+    monkeypatch.setattr(external_mounts.proc, "mounts", lambda pid: (mount, driver))
+    monkeypatch.setattr(external_mounts.proc, "host_path", lambda mount: "/dev/nvidia0")
+    monkeypatch.setattr(nccl, "_size", lambda pid: 2)
+    fields = next(each for each in proc.named_mappings(ME) if each[5].startswith("/"))
+    monkeypatch.setattr(nccl.proc, "named_mappings", lambda pid: [(*fields[:5], "/libnccl.so.2")])
+    monkeypatch.setattr(amd_files.device_files, "nvidia_majors", lambda: (frozenset(), frozenset()))
+    real: Callable[..., object] = getattr(module, name)
+
+    def only_in_child(*arguments: object, **more: object) -> object:
+        return (silent if os.getpid() != ME else real)(*arguments, **more)
+
+    monkeypatch.setattr(module, name, only_in_child)
+    with pytest.raises(Unanswered, match=rf"process {ME} \(.*\) cannot be looked at: .* within 0.3 s"):
+        look()
