@@ -378,6 +378,8 @@ class Mount:
     """Optional fields: shared:N, master:N."""
     kind: str
     """The file system's type."""
+    upper: str = ""
+    """The upper directory of an overlay, as it was mounted."""
 
 
 def mounts(pid: int | str) -> tuple[Mount, ...]:
@@ -390,8 +392,10 @@ def mounts(pid: int | str) -> tuple[Mount, ...]:
         if len(words) < 6 or not rest[0]:
             continue
         root, destination = _unescaped(words[3]), _unescaped(words[4])
+        options = rest[2].split(",") if rest[0] == "overlay" and len(rest) > 2 else ()
+        upper = next((each.partition("=")[2] for each in options if each.startswith("upperdir=")), "")
         found.append(
-            Mount(words[2], root, destination, tuple(words[5].split(",")), tuple(words[6:]), rest[0])
+            Mount(words[2], root, destination, tuple(words[5].split(",")), tuple(words[6:]), rest[0], upper)
         )
     return tuple(found)
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, reason
 from gpusnap.runtime_shim.process import pidfd, proc
 from gpusnap.runtime_shim.runtime.criu import scratch_files
@@ -52,9 +53,19 @@ class Place:
     beside: tuple[str, ...]
     """The cgroup of the gpusnap that restores it: hierarchy:path, of version 2 if that is there, else all."""
     device: str
-    """major:minor of its root file system; empty where that is not known, and then no process is found."""
+    """major:minor of its root file system; empty where that is not known, and then no process is found.
+
+    The kernel gives a number without a device of its own (overlay, tmpfs) to the next file system at once.
+    """
     root: str
     """What of that file system is its root."""
+    upper: str = ""
+    """The upper directory, where that is an overlay; else, and of an earlier version's journal, empty."""
+    fsid: int = 0
+    """What statfs(2) calls the file system: a tmpfs has one at random. 0 where it is not known.
+
+    A mount's own number (statx(2), STATX_MNT_ID_UNIQUE) is of no use: a container has a copy of the mount.
+    """
 
     @classmethod
     def of(cls, config: Mapping[str, Any], bundle: str, container: str) -> Place:
@@ -62,19 +73,23 @@ class Place:
         linux, root = config.get("linux"), config.get("root")
         path = linux.get("cgroupsPath") if isinstance(linux, dict) else None
         rootfs = root.get("path") if isinstance(root, dict) else None
-        device, within = "", ""
+        device, within, upper, fsid = "", "", "", 0
         if isinstance(rootfs, str) and rootfs:
-            device, within = _file_system(os.path.realpath(os.path.join(bundle, rootfs)))
+            path_here = os.path.realpath(os.path.join(bundle, rootfs))
+            device, within, upper = _file_system(path_here)
+            fsid = _fsid(path_here) if device else 0
         ours = proc.cgroups("self")
         beside = tuple(f"{name}:{ours[name]}" for name in ([""] if "" in ours else sorted(ours)))
         group = _group(path if isinstance(path, str) else "", container)
-        return cls(group, beside, device, within)
+        return cls(group, beside, device, within, upper, fsid)
 
     @classmethod
     def from_json(cls, document: Any) -> Place:
-        """Raises KeyError, TypeError."""
+        """Raises KeyError, TypeError, ValueError."""
         beside = tuple(str(each) for each in document["beside"])
-        return cls(str(document["group"]), beside, str(document["device"]), str(document["root"]))
+        device, root = str(document["device"]), str(document["root"])
+        upper, fsid = str(document.get("upper", "")), int(document.get("fsid", 0))
+        return cls(str(document["group"]), beside, device, root, upper, fsid)
 
     def holds(self, pid: int) -> bool:
         """Whether a process is in one of these cgroups."""
@@ -88,7 +103,12 @@ class Place:
         if not self.device or proc.namespace(pid, "mnt") in ("", proc.namespace(os.getpid(), "mnt")):
             return False
         found = [mount for mount in proc.mounts(pid) if mount.destination == "/"]
-        return bool(found) and (found[-1].device, found[-1].root) == (self.device, self.root)
+        if not found or (found[-1].device, found[-1].root) != (self.device, self.root):
+            return False
+        if self.upper and found[-1].upper != self.upper:
+            return False
+        fsid = question_process.ask(pid, "its root", _fsid, f"/proc/{pid}/root") if self.fsid else 0
+        return not fsid or fsid == self.fsid
 
     def _is_own(self, path: str) -> bool:
         if self.group.startswith("/"):
@@ -210,15 +230,26 @@ def _group(path: str, container: str) -> str:
     return os.path.basename(os.path.normpath(path)) if path else container
 
 
-def _file_system(path: str) -> tuple[str, str]:
-    """(device, path within it) of a directory; both empty where nobody can tell, or it is the host's root."""
+def _fsid(path: str) -> int:
+    """What statfs(2) calls the file system of a path; 0 where nobody can tell."""
+    try:
+        return os.statvfs(path).f_fsid
+    except OSError:
+        return 0
+
+
+def _file_system(path: str) -> tuple[str, str, str]:
+    """(device, path within it, upper directory) of a directory.
+
+    All are empty where nobody can tell, or it is the host's root.
+    """
     found = None
     for mount in proc.mounts("self"):  # of those at one place the last one counts
         holds = (path + "/").startswith(mount.destination.rstrip("/") + "/")
         if holds and (found is None or len(mount.destination) >= len(found.destination)):
             found = mount
     if found is None or path == "/":
-        return "", ""
+        return "", "", ""
     below = os.path.relpath(path, found.destination)
     within = found.root if below == "." else f"{found.root.rstrip('/')}/{below}"
-    return found.device, within
+    return found.device, within, found.upper

@@ -16,7 +16,7 @@ import stat
 import struct
 import sys
 
-_LOOKUP, _FORGET, _GETATTR, _OPEN, _READ, _RELEASE, _FLUSH = 1, 2, 3, 14, 15, 18, 25
+_LOOKUP, _FORGET, _GETATTR, _OPEN, _READ, _STATFS, _RELEASE, _FLUSH = 1, 2, 3, 14, 15, 17, 18, 25
 _INIT, _OPENDIR, _INTERRUPT, _BATCH_FORGET = 26, 27, 36, 42
 _ENOSYS = 38
 _UNANSWERED = (_FORGET, _INTERRUPT, _BATCH_FORGET)
@@ -36,6 +36,8 @@ def _reply(code: int, node: int, body: bytes, content: bytes) -> bytes | None:
         return struct.pack("=4Q2I", 2, 0, 0, 0, 0, 0) + _attributes(2, len(content))
     if code == _GETATTR:  # valid for no time: each stat(2) asks again
         return struct.pack("=Q2I", 0, 0, 0) + _attributes(node, len(content))
+    if code == _STATFS:
+        return struct.pack("=5Q10I", 1, 0, 0, 1, 0, 4096, 255, 4096, *[0] * 7)
     if code in (_OPEN, _OPENDIR):
         return struct.pack("=Q2I", 1, 0, 0)
     if code == _READ:

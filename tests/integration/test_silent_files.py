@@ -50,7 +50,8 @@ def gpusnaps() -> dict[int, str]:
             stat, command = (folder / "stat").read_text(), (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        if b"gpusnap-runtime" in command or "(gpusnap-runtime)" in stat:
+        ours = b"gpusnap-runtime" in command or "(gpusnap-runtime)" in stat
+        if ours and "(conmon)" not in stat:  # which has it among its arguments
             found[int(folder.name)] = stat.rpartition(")")[2].split()[0]
     return found
 

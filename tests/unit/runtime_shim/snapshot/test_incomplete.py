@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fakes import unshare_works, wait_for
 
+from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import pidfd, proc
 from gpusnap.runtime_shim.runtime.criu import scratch_files
@@ -80,6 +81,35 @@ def test_its_root(tmp_path: Path) -> None:
     assert place.root.endswith("/rootfs")
     assert Place.of({"root": {"path": "/"}}, str(tmp_path), ID).device == ""
     assert Place.of({}, str(tmp_path), ID).device == ""
+
+
+@pytest.mark.parametrize(
+    ("upper", "fsid", "same"),
+    [("/u", 7, True), ("/v", 7, False), ("/u", 8, False), ("", 7, False), ("/u", 0, True)],
+)
+def test_a_device_number_that_is_used_again(
+    monkeypatch: pytest.MonkeyPatch, upper: str, fsid: int, same: bool
+) -> None:
+    """The next overlay gets the number of one that was just unmounted; an older journal says no more."""
+    root = proc.Mount("0:99", "/", "/", (), (), "overlay", upper)
+    monkeypatch.setattr(proc, "mounts", lambda pid: (root,))
+    monkeypatch.setattr(proc, "namespace", lambda pid, kind: str(pid == os.getpid()))
+    monkeypatch.setattr(incomplete_restore, "_fsid", lambda path: fsid)
+    monkeypatch.setattr(question_process, "ask", lambda pid, what, function, *words: function(*words))
+    assert replace(PLACE, upper="/u", fsid=7).is_root_of(1) is same
+    assert PLACE.is_root_of(1)
+    older = {"group": "g", "beside": [], "device": "0:99", "root": "/"}
+    assert Place.from_json(older) == Place("g", (), "0:99", "/")
+    assert Place.from_json({**older, "upper": "/u", "fsid": 7}) == Place("g", (), "0:99", "/", "/u", 7)
+
+
+def test_what_is_known_of_a_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The upper directory is that of the overlay, and the number is the file system's own."""
+    mounts = (proc.Mount("0:99", "/", str(tmp_path), (), (), "overlay", "/u"),)
+    monkeypatch.setattr(proc, "mounts", lambda pid: mounts)
+    place = Place.of({"root": {"path": "."}}, str(tmp_path), ID)
+    assert (place.device, place.root, place.upper) == ("0:99", "/", "/u")
+    assert place.fsid == os.statvfs(tmp_path).f_fsid
 
 
 class Processes:
