@@ -272,11 +272,13 @@ def end() -> None:
 
 
 def _unanswered(pid: int, what: str, within: float) -> Unanswered:
-    from gpusnap.runtime_shim.process import proc
-
+    try:
+        with open(f"/proc/{pid}/comm", "rb") as file:
+            name = file.read().rstrip(b"\n").decode("utf-8", "surrogateescape")
+    except OSError:
+        name = ""
     return Unanswered(
-        f"process {pid} ({proc.comm(pid)}) cannot be looked at: {what}: the kernel did not answer within "
-        f"{within:g} s",
+        f"process {pid} ({name}) cannot be looked at: {what}: the kernel did not answer within {within:g} s",
         hint="it has a file, a mount or memory of a file system that does not answer: end it, or see to that",
     )
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -25,7 +26,7 @@ import zstandard
 from gpusnap.oci.base.errors import BlobError, Cancelled, CeilingError, ChunkError, binary_size, reason
 from gpusnap.oci.base.threads import Crew, Shared
 from gpusnap.oci.chunks.buffers import Memory, Target
-from gpusnap.oci.chunks.table import CHUNK_SIZE, Chunk, Table, validated
+from gpusnap.oci.chunks.table import CHUNK_SIZE, LARGE_CHUNK, Chunk, Table, validated
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.digests import digest_of
 
@@ -84,6 +85,7 @@ class Reading:
         self._later, self._unsure = later, deque[_Part]()
         self._threads = threads
         self._crew = Crew()
+        self._alone = threading.Lock()
         self._changed = threading.Condition()
         self._unread = deque(
             _Part(at, chunk) for at, table in enumerate(self._tables) for chunk in table.chunks
@@ -188,15 +190,25 @@ class Reading:
 
     def _work(self) -> None:
         packed = Memory(self._packed_size)
-        # A window larger than a chunk is none of ours.
-        decompressor = zstandard.ZstdDecompressor(max_window_size=max(self._slot_size, 1 << 10))
+        # A window larger than a chunk is none of ours, and a large one is `_alone`'s.
+        window = max(min(self._slot_size, LARGE_CHUNK), 1 << 10)
+        decompressor = zstandard.ZstdDecompressor(max_window_size=window)
         try:
             while (step := self._next()) is not None:
                 part, place, ready = step
                 if not ready:
                     into = place.view if isinstance(place, Memory) else place
                     later = self._later and not isinstance(place, Memory)
-                    _fetch(self._layout, part.chunk, into, packed.view, decompressor, later=later)
+                    large = part.chunk.encoding == "zstd" and part.chunk.size > LARGE_CHUNK
+                    with self._alone if large else nullcontext():
+                        # One for it alone, as each keeps the memory of its largest window.
+                        unpack = (
+                            zstandard.ZstdDecompressor(max_window_size=part.chunk.size) if large else None
+                        )
+                        _fetch(
+                            self._layout, part.chunk, into, packed.view, unpack or decompressor, later=later
+                        )
+                        del unpack
                     if later:
                         self._unsure.append(part)
                     self._count(part.chunk.size)

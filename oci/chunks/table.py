@@ -27,6 +27,9 @@ MIB = 1 << 20
 CHUNK_SIZE = 8 * MIB
 # A chunk is whole in memory, in every worker.
 LARGEST_CHUNK = 1 << 30
+# zstd may take as much memory as a chunk has for a window, of a blob of some KiB, and a table may say so of
+# any number of blobs: of chunks that are larger than this one is decompressed at a time.
+LARGE_CHUNK = 64 << 20
 # Of one region: 8 TiB in chunks of 8 MiB.
 MOST_CHUNKS = 1 << 20
 # x86-64's and aarch64's user address space.

@@ -14,7 +14,7 @@ import zstandard
 
 from gpusnap.oci.base.errors import BlobError, DigestError, LayoutError, reason
 from gpusnap.oci.base.threads import for_each
-from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.chunks.table import LARGE_CHUNK, Table
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor
 from gpusnap.oci.layout.graph import INDEXES, MANIFESTS, children, is_document
 from gpusnap.oci.layout.layout import Layout
@@ -45,11 +45,6 @@ class Checked:
     total_size: int
 
 
-# Bytes of a chunk. zstd may take as much memory for a window, of a blob of some KiB, and a table may say so
-# of any number of blobs: more than that is had by one thread at a time.
-_LARGE = 64 << 20
-
-
 class Contents:
     """What compressed blobs hold, as tables of chunks say: a blob's own digest says nothing of that.
 
@@ -78,7 +73,7 @@ class Contents:
         hashed, at = hashlib.sha256(), 0
         try:
             with (
-                self._alone if largest > _LARGE else nullcontext(),
+                self._alone if largest > LARGE_CHUNK else nullcontext(),
                 layout.open_blob(blob.digest) as file,
                 decompressor.stream_reader(file, closefd=False) as plain,
             ):

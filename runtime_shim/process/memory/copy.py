@@ -3,6 +3,10 @@
 Whatever takes time here runs in the C library with the interpreter's lock dropped (ctypes does that), so
 threads of Python use every core. The threads are shared by all callers; a caller that has threads of its own
 asks for one, and the copy is made in its own.
+
+There is no deadline: what is copied is private anonymous memory that the driver has made while all processes
+of the container stand, so none of them can put a userfaultfd over it (ioctl_userfaultfd(2), UFFDIO_REGISTER,
+wants a process that runs). Somebody outside who was given one could; SIGKILL ends such a wait.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ GROUND = {
     "gpusnap.runtime_shim.deadlines",
     "gpusnap.runtime_shim.errors",
     "gpusnap.runtime_shim.process.proc",
+    "gpusnap.runtime_shim.question_process",
 }
 # By click.
 CALLED_BY_OTHERS = {

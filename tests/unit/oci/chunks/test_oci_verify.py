@@ -202,7 +202,7 @@ def test_large_windows_one_at_a_time(layout: Layout, monkeypatch: pytest.MonkeyP
     blob = layout.add_blob(zstandard.compress(content))
     chunk = Chunk(0, len(content), digest_of(content), blob.digest, blob.size, "zstd")
     contents = verification.Contents([Table(len(content), (chunk,))])
-    monkeypatch.setattr(verification, "_LARGE", len(content) - large)
+    monkeypatch.setattr(verification, "LARGE_CHUNK", len(content) - large)
     seen: list[bool] = []
     real = Layout.open_blob
 

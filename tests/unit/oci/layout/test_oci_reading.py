@@ -16,6 +16,7 @@ import zstandard
 from oci_regions import CEILING, PAGE, Far, fill, load, save
 
 from gpusnap.oci.base.errors import BlobError, Cancelled, CeilingError, ChunkError, OciError
+from gpusnap.oci.chunks import reader
 from gpusnap.oci.chunks.buffers import Buffer
 from gpusnap.oci.chunks.reader import Reading, read
 from gpusnap.oci.chunks.table import MEDIA_TYPES, Chunk, Table
@@ -327,3 +328,48 @@ def test_no_descriptor_is_left(layout: Layout) -> None:
         load(layout, (Table(PAGE, (wrong,)),))
     layout.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_large_windows_one_at_a_time(layout: Layout, monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
+    """A blob of 32 KiB has zstd take a GiB; so many at once as there are threads would be all memory."""
+    size = 4 * PAGE
+    content = bytearray(fill(size, "text"))
+    tables = save(layout, content, chunk_size=size)
+    monkeypatch.setattr(reader, "LARGE_CHUNK", size - large)
+    seen: list[bool] = []
+    locks: list[threading.Lock] = []
+    real = reader._fetch
+
+    class Locks:
+        Lock = staticmethod(lambda: locks.append(threading.Lock()) or locks[-1])  # type: ignore[func-returns-value]
+        Condition = threading.Condition
+
+    def fetch(*words: object, **more: object) -> None:
+        seen.append(locks[0].locked())
+        real(*words, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(reader, "threading", Locks)
+    monkeypatch.setattr(reader, "_fetch", fetch)
+    into = bytearray(size)
+    read(tables, layout, [Buffer(into)], threads=2, ceiling=CEILING)
+    assert into == content
+    assert seen == [large]
+
+
+def test_a_small_chunk_has_no_large_window(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large another chunk is, beside which it stands."""
+    monkeypatch.setattr(reader, "LARGE_CHUNK", 64 << 10)
+    content = fill(1 << 20, "text")
+    parameters = zstandard.ZstdCompressionParameters(window_log=20, compression_level=1)
+    packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    blob = layout.add_blob(packer.compress(content[:PAGE]) + packer.flush())
+    small = Chunk(0, PAGE, digest_of(content[:PAGE]), blob.digest, blob.size, "zstd")
+    (large,) = save(layout, bytearray(content), chunk_size=1 << 20)
+    tables = [Table(PAGE, (small,)), large]
+    targets = [Buffer(bytearray(PAGE)), Buffer(bytearray(1 << 20))]
+    with (
+        pytest.raises(ChunkError, match="no zstd"),
+        Reading(tables, layout, threads=2, ceiling=64 << 20) as reading,
+    ):
+        reading.deliver(targets)

@@ -141,6 +141,7 @@ MOUNTINFO = (
     "36 35 98:0 /mnt1 /mnt\\0402 rw,noatime master:1 shared:7 - ext3 /dev/root rw,errors=continue\n"
     "37 35 0:5 / /proc rw - proc proc rw\n"
     "38 35 0:6 /a\\134040 /x\\011y ro - tmpfs tmpfs rw\n"
+    "39 35 0:7 / / rw - overlay overlay rw,lowerdir=/l,upperdir=/u/diff,workdir=/w\n"
     "broken\n"
 )
 
@@ -152,6 +153,7 @@ def test_mounts(monkeypatch: pytest.MonkeyPatch) -> None:
         proc.Mount("98:0", "/mnt1", "/mnt 2", ("rw", "noatime"), ("master:1", "shared:7"), "ext3"),
         proc.Mount("0:5", "/", "/proc", ("rw",), (), "proc"),
         proc.Mount("0:6", "/a\\040", "/x\ty", ("ro",), (), "tmpfs"),
+        proc.Mount("0:7", "/", "/", ("rw",), (), "overlay", "/u/diff"),
     )
 
 
