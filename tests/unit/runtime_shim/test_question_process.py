@@ -166,12 +166,12 @@ def test_places(silent: Callable[..., object], monkeypatch: pytest.MonkeyPatch, 
     module, name, look = PLACES[place]
     mount = proc.Mount("0:1", "/", "/", (), (), "fuse")
     driver = proc.Mount("0:1", "/", "/dev/nvidia0", (), (), "fuse")
-    monkeypatch.setattr(external_mounts.proc, "mounts", lambda pid: (mount, driver))
-    monkeypatch.setattr(external_mounts.proc, "host_path", lambda mount: "/dev/nvidia0")
+    monkeypatch.setattr(proc, "mounts", lambda pid: (mount, driver))
+    monkeypatch.setattr(proc, "host_path", lambda mount: "/dev/nvidia0")
     monkeypatch.setattr(nccl, "_size", lambda pid: 2)
     fields = next(each for each in proc.named_mappings(ME) if each[5].startswith("/"))
-    monkeypatch.setattr(nccl.proc, "named_mappings", lambda pid: [(*fields[:5], "/libnccl.so.2")])
-    monkeypatch.setattr(amd_files.device_files, "nvidia_majors", lambda: (frozenset(), frozenset()))
+    monkeypatch.setattr(proc, "named_mappings", lambda pid: [(*fields[:5], "/libnccl.so.2")])
+    monkeypatch.setattr(device_files, "nvidia_majors", lambda: (frozenset(), frozenset()))
     real: Callable[..., object] = getattr(module, name)
 
     def only_in_child(*arguments: object, **more: object) -> object:

@@ -435,7 +435,7 @@ def test_no_end_of_memory_to_search(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(looked) < 1 << 12
         return b""
 
-    monkeypatch.setattr(remote.copies, "peek", peek)
+    monkeypatch.setattr(copies, "peek", peek)
     spans = [(1 << 20, 2 << 20), (1 << 40, 1 << 44), (1 << 45, 1 << 46)]
     assert remote._search(os.getpid(), spans, b"none") == -1
     assert looked[:2] == [1 << 20, 1 << 40]
