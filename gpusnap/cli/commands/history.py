@@ -11,7 +11,7 @@ import click
 
 from gpusnap.checkpoints.labels import written_labels
 from gpusnap.checkpoints.locator import default_store, in_store, open_store
-from gpusnap.cli import store_tables
+from gpusnap.cli import name_rows, store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_stored
 from gpusnap.progress import Progress
@@ -19,6 +19,14 @@ from gpusnap.retention.history import Moment
 from gpusnap.retention.history import history as moments
 from gpusnap.runtime_shim.units import human
 from gpusnap.user_errors import NotFound, told
+
+# What is left out where there is no room, and the spaces between columns.
+_LAYOUTS = (
+    ((), 2),
+    (("driver",), 2),
+    (("driver", "GPUs"), 2),
+    (("driver", "GPUs", "created"), 2),
+)
 
 
 @click.command()
@@ -55,31 +63,31 @@ def history(name: str, as_json: bool) -> None:
 
 def _say(found: Sequence[Moment], now: datetime) -> None:
     console = show.output()
-    titles = ("created", "age", "name", "size", "new", "pause", "GPUs", "driver", "labels")
-    rows = show.table("", *titles, fixed=("age", "size", "new", "pause", "driver"))
-    rows.title = None
-    for column, width in zip(rows.columns, (10, 0, 12), strict=False):
-        column.min_width = width or None
-    for each in found:
-        age = _age(each, now)
-        rows.add_row(
-            show.plain(each.created[:16].replace("T", " ")),
-            _written_age(age) if age is not None else "",
-            show.plain(", ".join(each.names) or store_tables.short(each.digest)),
-            human(each.size),
-            human(each.new),
-            f"{each.pause:.2f} s" if each.pause is not None else "",
-            show.plain(each.gpus.partition(" ")[0]),
-            show.plain(each.driver.rpartition(" ")[2]),
-            show.plain(written_labels(each.labels)),
-        )
-    console.print(rows)
+    cells = [_cells(each, now) for each in found]
+    titles = [title for title in cells[0] if title != "labels" or any(row["labels"] for row in cells)]
+    name_rows.rows(console, titles, cells, layouts=_LAYOUTS)
     for each in found:
         if each.fault:
             show.say(console, f"{store_tables.short(each.digest)} is damaged: {each.fault}")
     new = human(sum(each.new for each in found))
     one = "1 checkpoint" if len(found) == 1 else f"{len(found)} checkpoints"
     show.say(console, f"{one}, {new} in all")
+
+
+def _cells(each: Moment, now: datetime) -> dict[str, str]:
+    """A row, by column."""
+    age = _age(each, now)
+    return {
+        "created": each.created[:16].replace("T", " "),
+        "age": _written_age(age) if age is not None else "",
+        "name": ", ".join(each.names) or store_tables.short(each.digest),
+        "size": human(each.size),
+        "new": human(each.new),
+        "pause": f"{each.pause:.2f} s" if each.pause is not None else "",
+        "GPUs": each.gpus.partition(" ")[0],
+        "driver": each.driver.rpartition(" ")[2],
+        "labels": written_labels(each.labels),
+    }
 
 
 def _age(of: Moment, now: datetime) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from gpusnap.checkpoints.locator import open_store
-from gpusnap.cli import store_tables
+from gpusnap.cli import name_rows, store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.commands.store import collect_store, collected_document, find_store
 from gpusnap.cli.completion import complete_store
@@ -23,6 +23,9 @@ from gpusnap.retention.prune import prune as remove
 from gpusnap.runtime_shim.errors import UsageError
 from gpusnap.runtime_shim.units import human
 from gpusnap.user_errors import told
+
+# What is left out where there is no room, and the spaces between columns.
+_LAYOUTS = (((), 2), (("created",), 2), (("created", "container"), 2))
 
 
 @click.command()
@@ -91,18 +94,18 @@ def _say(found: Sequence[Verdict], path: str, *, dry_run: bool) -> None:
         show.say(console, f"no such checkpoints in {path}")
         return
     goes = "would go" if dry_run else "removed"
-    rows = show.table("", "container", "created", "name", "digest", "", "because", fixed=("digest", ""))
-    rows.title = None
-    for each in found:
-        rows.add_row(
-            show.plain(each.container),
-            show.plain(each.created[:16].replace("T", " ")),
-            show.plain(", ".join(each.names) or "(no name)"),
-            store_tables.short(each.digest),
-            goes if each.goes else "kept",
-            show.plain(", ".join(each.reasons)),
-        )
-    console.print(rows)
+    cells = [
+        {
+            "container": each.container,
+            "created": each.created[:16].replace("T", " "),
+            "name": ", ".join(each.names) or "(no name)",
+            "digest": store_tables.short(each.digest),
+            "": goes if each.goes else "kept",
+            "because": ", ".join(each.reasons),
+        }
+        for each in found
+    ]
+    name_rows.rows(console, list(cells[0]), cells, layouts=_LAYOUTS)
     gone = [each for each in found if each.goes]
     verb = "would be removed" if dry_run else "removed"
     own = human(sum(each.own for each in gone))
