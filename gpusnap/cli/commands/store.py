@@ -88,6 +88,9 @@ def inspect(what: str, plain_http: bool, processes: bool, as_json: bool) -> None
         show.say(console, "a container without GPU state")
     else:
         show.manifest(console, record)
+        pause = statistics.stopped(record.timing)
+        if pause is not None:
+            show.say(console, f"pause: the processes were stopped for {pause:.2f} s, or until they had ended")
         store_tables.memory(console, record, figures)
     store_tables.sharing(console, shared)
 
