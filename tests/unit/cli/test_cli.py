@@ -107,13 +107,27 @@ def test_inspect(tmp_path: Path, gpusnap: Run) -> None:
 
 
 def test_inspect_of_chunks(tmp_path: Path, gpusnap: Run) -> None:
-    """What was written, and what a step has to say."""
-    steps = (Step("driver checkpoint", 0.0, 1.0, "process 7: no file for it"),)
+    """What was written, what a step has to say, and how long the processes were stopped."""
+    steps = (Step("driver checkpoint", 0.0, 1.0, "process 7: no file for it"), Step("sync", 1.0, 0.5))
     record = replace(a_manifest(), pages="chunks", written=Written(3 << 20, 2 << 30, 1 << 20), timing=steps)
     code, out, _ = gpusnap("inspect", str(archive(tmp_path, record)))
     assert code == 0
     assert "3.0 MiB written in chunks, 2.0 GiB known from before, 1.0 MiB zero" in out
     assert "driver checkpoint: process 7: no file for it" in out
+    assert "pause: " not in out
+    steps = (Step("lock", 0.25, 0.5), Step("dump", 0.75, 0.5))
+    _, out, _ = gpusnap("inspect", str(archive(tmp_path, replace(record, timing=steps))))
+    assert "\npause: the processes were stopped for 1.00 s" in out
+
+
+def test_an_unknown_command(gpusnap: Run) -> None:
+    """The nearest one is named, once; none where none is near."""
+    for word, meant in (("chekpoint", "checkpoint"), ("restor", "restore")):
+        code, _, err = gpusnap(word, "server")
+        assert code == 2
+        assert err.count("Did you mean") == 1
+        assert f"'{meant}'?" in err
+    assert "Did you mean" not in gpusnap("zzzzz")[2]
 
 
 def test_inspect_of_neutralised_processes(tmp_path: Path, gpusnap: Run) -> None:
