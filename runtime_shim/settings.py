@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -450,10 +450,27 @@ def _unknown(name: str, where: str) -> SettingsError:
     table, _, rest = name.partition(".")
     if rest in TABLE and any(key.startswith(f"{table}.") for key in TABLE):
         hint = f"it stands below [{table}], and so belongs to that: write {rest} above the first [...]"
+    elif (meant := _misspelt_below(name)) is not None:
+        hint = (
+            f"did you mean {meant}? It stands below [{table}], and so belongs to that: "
+            f"write {meant} above the first [...]"
+        )
     else:
         near = _near(name.removeprefix(ANNOTATION_PREFIX))
         hint = f"did you mean {near[0]}? docs/settings.md lists all" if near else _ALL
     return SettingsError(f"unknown setting {name} in {where}", hint=hint)
+
+
+def _misspelt_below(name: str) -> str | None:
+    """The key that `name`, below a [table], is a misspelling of, and that belongs to no table."""
+    table, _, rest = name.partition(".")
+    if not any(key.startswith(f"{table}.") for key in TABLE) or _closest(name, TABLE):
+        return None
+    return next(iter(_closest(rest, [key for key in TABLE if "." not in key])), None)
+
+
+def _closest(name: str, keys: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(name.lower().replace("_", "-"), list(keys), cutoff=0.8)
 
 
 def _near(name: str) -> list[str]:
@@ -465,8 +482,7 @@ def _near(name: str) -> list[str]:
     # A key that stands below another table, or below none.
     last = plain.rpartition(".")[2]
     same = [key for key in TABLE if key.rpartition(".")[2] == last]
-    nearest = difflib.get_close_matches(plain, TABLE, cutoff=0.8)
-    return [*nearest, *same, *difflib.get_close_matches(plain, TABLE)]
+    return [*_closest(name, TABLE), *same, *difflib.get_close_matches(plain, TABLE)]
 
 
 def _apply(settings: Settings, values: Mapping[str, Any], where: str, prefix: str = "") -> Settings:

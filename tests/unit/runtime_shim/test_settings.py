@@ -230,6 +230,13 @@ def test_a_misspelt_key(tmp_path: Path) -> None:
     assert caught.value.hint == "did you mean runtime? docs/settings.md lists all"
 
 
+def test_a_misspelt_key_below_a_table(tmp_path: Path) -> None:
+    """A key that belongs above the tables, appended to a file that ends with one."""
+    with pytest.raises(SettingsError) as caught:
+        load(file_with(tmp_path, "[metrics]\njournal = true\nretires = 5\n"))
+    assert caught.value.hint.startswith("did you mean retries? It stands below [metrics]")
+
+
 def test_without_a_file(tmp_path: Path) -> None:
     """Without a settings file everything has its default."""
     assert load(str(tmp_path / "none.toml")) == Settings(nvidia=Nvidia(), criu=Criu())
