@@ -42,6 +42,8 @@ _LONGEST = 64 << 10
 _OF_THE_RUNTIME = re.compile(r"failed: (?:exit status|signal: )|OCI runtime|conmon|gpusnap: ")
 # How Podman says that the runtime was killed: its own child at a checkpoint, a child of conmon at a restore.
 _KILLED = re.compile(r"^Error: .*(?:failed: signal: killed|no logs from conmon)", re.MULTILINE)
+# libpod, CRImportCheckpoint, of a pod that a container cannot be restored into.
+_OTHER_POD = re.compile(r"^Podman failed: pod \S+ does not share the \w+ namespace")
 _LOG_LINE = re.compile(r'^time="[^"]*" level=\w+ msg="(.*)"$')
 
 
@@ -325,6 +327,12 @@ def _work(
                 code="GPS-902",
             )
         said, code = split_code(_sentence(done))
+        if not code and _OTHER_POD.search(said):
+            raise GpusnapError(
+                said,
+                hint="make a pod that shares it (podman pod create --share …), and name that with --pod POD",
+                code="GPS-522",
+            )
         raise GpusnapError(said, code=code)
     for line in done.err.splitlines():
         _, ours, text = line.partition(f"gpusnap: {NOTE}")

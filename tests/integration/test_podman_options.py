@@ -63,6 +63,8 @@ def test_a_pod(store: Store) -> None:
     assert pod_of("w") == "p1"
     good(run("podman", "pod", "rm", "--force", "--time", "0", "p1"))
     assert sentence(gpusnap("restore", "one")).endswith("and name it with --pod POD [GPS-522]")
+    good(run("podman", "pod", "create", "--name", "p3", "--share", "pid", *INFRA))
+    assert sentence(gpusnap("restore", "one", "--pod", "p3")).endswith("with --pod POD [GPS-522]")
     good(run("podman", "pod", "create", "--name", "p2", *INFRA))
     good(gpusnap("restore", "one", "--pod", "p2"))
     container.goes_on()

@@ -173,6 +173,15 @@ def test_a_failure(fake: FakePodman, stderr: str, said: str) -> None:
     assert str(raised.value).removeprefix("Podman failed: ") == said.removeprefix("Podman failed: ")
 
 
+def test_a_pod_that_does_not_fit(fake: FakePodman) -> None:
+    """What to do is said beside Podman's own words."""
+    fake.fails("Error: pod 794863b6981e does not share the IPC namespace\n")
+    with pytest.raises(GpusnapError, match="does not share the IPC namespace") as raised:
+        podman.restore("x", [], {})
+    assert raised.value.code == "GPS-522"
+    assert "podman pod create --share" in raised.value.hint
+
+
 def test_a_failure_with_a_code(fake: FakePodman) -> None:
     """It is the error's own again, and stays at the end of whatever is said after it."""
     fake.fails("Error: OCI runtime error: gpusnap-runtime: gpusnap: too old; update [GPS-302]\n")
