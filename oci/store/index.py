@@ -189,7 +189,8 @@ class Catalog:
     def _not_there(self, wanted: str, entries: Iterable[Entry]) -> NotThere:
         whole = [each.name for each in entries if each.name]
         names = [each for each in dict.fromkeys((*whole, *map(base, whole))) if each != wanted]
-        near = difflib.get_close_matches(wanted, names, _NEAR)
+        pushed = [each for each in whole if base(each).rpartition("/")[2] == wanted != base(each)]
+        near = pushed[-_NEAR:] or difflib.get_close_matches(wanted, names, _NEAR)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         return NotThere(f"nothing in {self.path} has the name or digest {wanted[:80]!r}{hint}")
 

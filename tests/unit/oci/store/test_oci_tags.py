@@ -119,6 +119,9 @@ def test_what_changes_takes_exact_names(store: Store) -> None:
             change()
     with pytest.raises(NotThere, match="did you mean server"):
         store.find("sever")
+    add(store, b"2", "registry.example:5000/team/web:v1", created="2026-01-01T00:00:00Z")
+    with pytest.raises(NotThere, match=r"did you mean registry\.example:5000/team/web:v1"):
+        store.find("web")
 
 
 def test_by_age() -> None:
