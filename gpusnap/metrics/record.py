@@ -107,4 +107,7 @@ def _tell_journal(chosen: Metrics, event: Mapping[str, Any]) -> None:
     line = json.dumps({key: value for key, value in event.items() if value is not None})
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
         log.setblocking(False)
-        log.sendto(_INFO + f"gpusnap[{os.getpid()}]: {line}".encode(), SYSTEM_LOG)
+        try:
+            log.sendto(_INFO + f"gpusnap[{os.getpid()}]: {line}".encode(), SYSTEM_LOG)
+        except OSError as error:  # which does not name the socket
+            raise OSError(error.errno, error.strerror, SYSTEM_LOG) from error
