@@ -46,7 +46,7 @@ _KINDS: tuple[tuple[type[errors.OciError], type[GpusnapError], str], ...] = (
     (errors.NotInRegistry, NotFound, "check the name, the tag, and who may see it"),
     (errors.Unauthorized, GpusnapError, "log in with podman login, or look into the auth file"),
     (errors.RegistryError, GpusnapError, ""),
-    (errors.DiskFull, GpusnapError, "make room there, for example with gpusnap rm and gpusnap gc"),
+    (errors.DiskFull, GpusnapError, "make room there; in a store, gpusnap rm and gpusnap gc do"),
     (errors.DiskError, GpusnapError, ""),
     (errors.BlobError, Damaged, "gpusnap verify finds all that is damaged"),
     (errors.NotACheckpoint, GpusnapError, ""),

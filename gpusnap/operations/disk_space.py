@@ -54,7 +54,7 @@ def check(
         raise Refused(
             f"the checkpoint of {found.name} needs up to {human(need)} in {folder}{less}, where "
             f"{human(free)} are free",
-            hint="make room there, for example with gpusnap rm and gpusnap gc",
+            hint="make room there; in a store, gpusnap rm and gpusnap gc do",
             code="GPS-007",
         )
 

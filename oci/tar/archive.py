@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 
 import zstandard
 
-from gpusnap.oci.base.errors import ArchiveError, DiskError, disk_error, reason
+from gpusnap.oci.base.errors import ArchiveError, DiskError, binary_size, disk_error, reason
 from gpusnap.oci.base.files import all_written, name_new, new_file, open_folder
 from gpusnap.oci.tar import headers as tar
 from gpusnap.oci.tar.compression import Plain, Readable, packer
@@ -194,8 +194,8 @@ class Writer:
         try:
             yield
         except OSError as error:
-            what = f"the archive {os.path.basename(self.path)}"
-            raise disk_error(error, os.path.dirname(self.path), what, self._size) from error
+            what = f"the archive {os.path.basename(self.path)}, {binary_size(self._size)} so far,"
+            raise disk_error(error, os.path.dirname(self.path), what, None) from error
 
 
 class _Source:
@@ -226,7 +226,7 @@ class _Source:
         while left:
             piece = self._read(left)
             if not piece:
-                raise self.broken("it ends before its end")
+                raise self.broken("it ends too early")
             found.append(piece)
             left -= len(piece)
         return found[0] if len(found) == 1 else b"".join(found)
