@@ -32,13 +32,15 @@ def shown_history(capsys: pytest.CaptureFixture[str], name: str, *labels: str) -
 
 
 def shown_prune(capsys: pytest.CaptureFixture[str], name: str) -> list[str]:
-    verdict = Verdict("sha256:" + "5" * 64, (name,), "2026-11-22T17:18:35Z", "server", 9 << 20, ("last", "daily"))
+    verdict = Verdict(
+        "sha256:" + "5" * 64, (name,), "2026-11-22T17:18:35Z", "server", 9 << 20, ("last", "daily")
+    )
     prune._say((verdict,), "/store", dry_run=False)
     return capsys.readouterr().out.splitlines()
 
 
 def test_history(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A usual name and the labels are whole in 80 columns; there is a column of labels only where one has some."""
+    """A usual name and the labels are whole in 80 columns; without labels, there is no column of them."""
     monkeypatch.setenv("COLUMNS", "80")
     title, row, _ = shown_history(capsys, "server:20261122-171834", "step")
     assert {"name", "pause", "labels"} < {*title.split()}
@@ -46,7 +48,7 @@ def test_history(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert row.endswith("step=1200")
     assert len(row) <= 80
     assert "labels" not in shown_history(capsys, "server:20261122-171834")[0]
-    title, below, name, row, _ = shown_history(capsys, LONG, "step")
+    title, _, name, row, _ = shown_history(capsys, LONG, "step")
     assert (title, name) == ("name", LONG)
     assert "0.25 s" in row
 
