@@ -111,6 +111,6 @@ def test_what_a_page_has() -> None:
         "podman --runtime gpusnap-runtime run -d --name server --device nvidia.com/gpu=0 " + IMAGE,
         [],
     )
-    assert last == ("gpusnap recover", [])
+    assert last == ("gpusnap report server --output /root/report.txt", [])
     shown = dict(commands("first-checkpoint.md"))["gpusnap checkpoint server"]
     assert shown == ["server has ended; to continue it: gpusnap restore server"]
