@@ -118,6 +118,7 @@ def restore(wish: Wish, progress: Progress) -> Restored:
     began = time.monotonic()
     digest = name = ""
     source: locator.Chosen | None = None
+    in_use.check_name(wish.name)
     settings_file.usable()  # gpusnap-runtime would refuse, and Podman not always show why
     with told():
         match wish.what:

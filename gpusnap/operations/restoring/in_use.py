@@ -10,7 +10,7 @@ import re
 from contextlib import suppress
 
 from gpusnap.engines import podman
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.errors import GpusnapError, UsageError
 from gpusnap.user_errors import NotFound
 
 # Of a container (libpod, define.NameRegex).
@@ -19,6 +19,19 @@ _CONTAINER = re.compile(r"(?:name|ID)\b.* is already in use")
 _VOLUME = re.compile(r"volume with name (\S+) already exists")
 _PORT = re.compile(r"listen (tcp|udp|sctp)\S* (\S*):(\d+): bind: address already in use")
 _ADDRESS = re.compile(r"requested ip address (\S+) is already allocated(?: to container ID ([0-9a-f]+))?")
+
+
+def check_name(wanted: str) -> None:
+    """Raise UsageError for a --name that no container can have.
+
+    Podman checks it when it makes a container, and not at a restore from an archive (libpod,
+    CRImportCheckpoint).
+    """
+    if wanted and not _NAME.fullmatch(wanted):
+        raise UsageError(
+            f"{wanted!r} is no name of a container",
+            hint="a name has letters, digits, _, . and -, and begins with a letter or a digit",
+        )
 
 
 def told(error: GpusnapError, wanted: str) -> GpusnapError | None:

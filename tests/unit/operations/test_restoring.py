@@ -334,6 +334,14 @@ def test_what_cannot_be_looked_through(fake: FakePodman, tmp_path: Path, data: b
     assert not (fake.folder / "calls").exists()
 
 
+@pytest.mark.parametrize("name", ["a/b", "-x", "bad name", "x\n"])
+def test_a_name_that_podman_would_not_give(fake: FakePodman, tmp_path: Path, name: str) -> None:
+    """Podman takes it at a restore, though it refuses it for a new container; gpusnap does not ask it."""
+    with pytest.raises(UsageError, match="is no name of a container"):
+        restored(InFile(an_archive(tmp_path)), name=name)
+    assert not (fake.folder / "calls").exists()
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
