@@ -123,7 +123,12 @@ class Progress:
 
     def __init__(self, *, shown: bool | None = None) -> None:
         """`shown`: whether there is a line that changes; by default on a terminal only."""
-        terminal = sys.stderr is not None and sys.stderr.isatty()
+        # One that cannot take a line back would keep an empty one (terminfo(5), dumb).
+        terminal = (
+            sys.stderr is not None
+            and sys.stderr.isatty()
+            and os.environ.get("TERM") not in ("dumb", "unknown")
+        )
         self.shown = (terminal if shown is None else shown) and not self.quiet
         self._line: Line = Nothing() if self.quiet or sys.stderr is None else Lines()
         if self.shown:

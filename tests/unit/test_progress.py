@@ -96,6 +96,16 @@ def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "gpusnap: SIGINT: [it] is being undone\n" in text
 
 
+def test_on_a_terminal_that_takes_no_line_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of what is short, not even an empty line."""
+    terminal = a_terminal(monkeypatch)
+    monkeypatch.setenv("TERM", "dumb")
+    with Progress() as bar:
+        assert not bar.shown
+        bar.stage("records")
+    assert terminal.getvalue() == ""
+
+
 def test_quiet(monkeypatch: pytest.MonkeyPatch, quiet: None) -> None:
     """Only what is said of a signal."""
     terminal = a_terminal(monkeypatch)
