@@ -35,6 +35,9 @@ _PODMAN = ("podman",)
 _MARK = "GPUSNAP_CALLER"
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EVERY = 0.25
+# Seconds for an answer. Podman waits for the lock of each container that it tells of, which a checkpoint or
+# restore by somebody else has for minutes.
+_PATIENCE = 900.0
 # Seconds that Podman may take to go when it was killed.
 _DYING = 5.0
 _LONGEST = 64 << 10
@@ -271,6 +274,7 @@ class _Done:
 
 
 def _ask(*words: str, command: Sequence[str] = _PODMAN, seconds: float | None = None) -> _Done:
+    seconds = _PATIENCE if seconds is None else seconds
     with _started(words, os.environ, command) as (child, out, err):
         try:
             child.wait(seconds)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from fake_podman import ID, FakePodman
 from fakes import wait_for
 
-from gpusnap.engines import podman
+from gpusnap.engines import podman, podman_objects
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Interrupted
 from gpusnap.user_errors import Killed, NotFound
 
@@ -32,6 +33,27 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
     (tmp_path / "archive").write_bytes(b"archive")
     found.exports(tmp_path / "archive")
     return found
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        podman.ids,
+        podman_objects.volumes,
+        lambda: podman_objects.users_of("v"),
+        lambda: podman_objects.remove_volume("v"),
+        lambda: podman.container("w"),
+    ],
+)
+def test_a_podman_that_does_not_answer(
+    fake: FakePodman, monkeypatch: pytest.MonkeyPatch, ask: Callable[[], object]
+) -> None:
+    """A lock that nobody gives back, a plugin of volumes that is dead: it is asked for so long, and ends."""
+    (fake.folder / "podman").write_text(f"#!/bin/sh\necho $$ >{fake.folder}/pid\nexec sleep 1000\n")
+    monkeypatch.setattr(podman, "_PATIENCE", 0.5)
+    with pytest.raises(GpusnapError, match=r"Podman has not answered within 0.5 s"):
+        ask()
+    assert not Path("/proc", (fake.folder / "pid").read_text().strip()).exists()
 
 
 def test_a_container(fake: FakePodman) -> None:
