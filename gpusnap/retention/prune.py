@@ -2,7 +2,8 @@
 
 Only whole checkpoints of gpusnap's are looked at: not the pages of one whose records Podman has, nothing that
 is damaged, and nothing of other tools. What has a name that does not belong to the container stays: somebody
-gave it that name. So does what another process reads, such as a restore.
+gave it that name. So does what another process reads, such as a restore, and what is dated in the future, by
+a clock that was wrong or by somebody else: as the newest one it would take the place of all others.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import fnmatch
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 
 from gpusnap.checkpoints.list import Row, listing
 from gpusnap.checkpoints.locator import container_name
@@ -20,6 +21,9 @@ from gpusnap.oci.store.referrers import below
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.store.tags import moment
 from gpusnap.retention.rules import Candidate, Rules, decide
+
+# By which the clocks of hosts may differ.
+_CLOCKS = timedelta(hours=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,7 @@ def prune(
 
 def plan(rows: Iterable[Row], rules: Rules, names: Sequence[str] = ()) -> tuple[Verdict, ...]:
     """What the rules say of the rows of a store; nothing is removed."""
+    latest = datetime.now(UTC) + _CLOCKS
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row.kind == "checkpoint" and is_of(row, names):
@@ -64,12 +69,17 @@ def plan(rows: Iterable[Row], rules: Rules, names: Sequence[str] = ()) -> tuple[
     found: list[Verdict] = []
     for container, members in sorted(groups.items()):
         protected = {row.digest: _protected(row, names) for row in members}
-        candidates = [
-            Candidate(row.digest, time, row.labels)
-            for row in members
-            if not protected[row.digest] and (time := time_of(row)) is not None
-        ]
-        kept = decide(candidates, rules)
+        candidates: list[Candidate] = []
+        uncounted: dict[str, tuple[str, ...]] = {}
+        for row in members:
+            time = time_of(row)
+            if time is None:
+                uncounted[row.digest] = ("age not known",)
+            elif time > latest:
+                uncounted[row.digest] = ("dated in the future",)
+            elif not protected[row.digest]:
+                candidates.append(Candidate(row.digest, time, row.labels))
+        kept = {**uncounted, **decide(candidates, rules)}
         found += [
             Verdict(
                 row.digest,
@@ -77,7 +87,7 @@ def plan(rows: Iterable[Row], rules: Rules, names: Sequence[str] = ()) -> tuple[
                 row.created,
                 container,
                 row.own,
-                protected[row.digest] or kept.get(row.digest, ("age not known",)),
+                protected[row.digest] or kept[row.digest],
             )
             for row in members
         ]

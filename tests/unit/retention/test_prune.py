@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -145,6 +145,21 @@ def test_a_time_beyond_all_years(store: Store, created: str) -> None:
     made(store, "a", 3, "a:3", created=created)
     prune(store, Rules(daily=1))
     assert names(store) == {"a:2", "a:3"}
+
+
+def test_a_clock_that_was_wrong(store: Store) -> None:
+    """What is dated in the future stays, and takes the place of none of the others, but for an hour."""
+    now = datetime.now(UTC)
+    for day in (1, 2):
+        made(store, "a", day, f"a:{day}")
+    made(store, "a", 3, "a:3", created="2999-01-01T00:00:00Z")
+    made(store, "a", 4, "a:4", created=(now + timedelta(hours=2)).isoformat())
+    found = prune(store, Rules(last=1, within=timedelta(hours=12)))
+    assert names(store) == {"a:2", "a:3", "a:4"}
+    assert [each.reasons for each in found[-2:]] == [("dated in the future",)] * 2
+    made(store, "a", 5, "a:5", created=(now + timedelta(minutes=50)).isoformat())
+    prune(store, LAST)
+    assert names(store) == {"a:3", "a:4", "a:5"}
 
 
 def test_what_is_in_use(store: Store) -> None:
