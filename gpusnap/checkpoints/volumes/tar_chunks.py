@@ -34,8 +34,9 @@ _LARGE = 1 << 20
 _LEAST, _ONE_OF, _MOST = 256 << 10, 16, 4 << 20
 # Entries that are no files, and have content.
 _WITH_CONTENT = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
-# A pax record of a file that is too large for the field of a header.
-_PAX_SIZE = re.compile(rb"(?:^|\n)\d+ size=(\d+)\n")
+# A pax record of a file that is too large for the field of a header; or such a text in an extended attribute,
+# which moves a cut.
+_PAX_SIZE = re.compile(rb"(?:^|\n)\d+ size=(\d{1,19})\n")
 
 
 def write(tar: Readable, layout: Layout, *, threads: int, known: Known | None = None) -> tuple[Table, str]:

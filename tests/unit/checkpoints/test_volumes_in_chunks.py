@@ -109,6 +109,15 @@ def test_a_size_in_a_pax_header(layout: Layout) -> None:
     assert b"".join(map(bytes, tar_chunks.cut(io.BytesIO(tar)))) == tar
 
 
+@pytest.mark.parametrize("digits", [5, 18, 5000])
+def test_a_size_in_an_extended_attribute(layout: Layout, digits: int) -> None:
+    """Whoever writes files in a volume chooses these: the checkpoint is made, and every byte comes back."""
+    info = tarfile.TarInfo("small")
+    info.pax_headers = {"SCHILY.xattr.user.x": f"\n9 size={'9' * digits}\n"}
+    tar = info.tobuf(tarfile.PAX_FORMAT) + tar_of(files(2, small=10))
+    assert again(taken(tar, layout), layout) == tar
+
+
 def test_known_chunks_are_linked(tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a store has compressed is not compressed again."""
     tar = tar_of(files())

@@ -16,6 +16,7 @@ import pytest
 from fake_podman import ID, FakePodman
 
 from gpusnap.doctor.base.sources import Answer
+from gpusnap.engines.install.files import put_file
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
 from gpusnap.schedule import schedules
@@ -180,14 +181,14 @@ def test_a_full_disk(units: Path, systemctl: Systemctl, monkeypatch: pytest.Monk
     """The second file cannot be written: the first one is as it was, too."""
     write(Schedule("w", HALF_HOUR, ()), run=systemctl)
     before = {each: each.read_text() for each in units.iterdir()}
-    real, count = schedules.put_file, 0
+    count = 0
 
     def put(path: str, data: bytes, mode: int) -> None:
         nonlocal count
         count += 1
         if count == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(path, data, mode)
+        put_file(path, data, mode)
 
     monkeypatch.setattr(schedules, "put_file", put)
     with pytest.raises(GpusnapError, match="cannot be written"):
