@@ -8,6 +8,7 @@ an archive counts as whole only where its two blocks of zeros are there, and the
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import sys
@@ -151,13 +152,24 @@ class Writer:
     def add(self, info: tarfile.TarInfo, content: Readable | None = None) -> None:
         """Write an entry with owner, mode, time, links and pax headers as they are, and `info.size` bytes.
 
-        Raises ArchiveError where the content ends before that, and what its `read` raises.
+        Raises ArchiveError where the content ends before that, and what its `read` raises; DiskFull, before
+        anything of it is written, where it is larger than the disk has room: a few bytes of a table of chunks
+        may stand for terabytes.
         """
+        if self._packing is None and content is not None:
+            self._check_room(info.size)
         try:
             for piece in tar.pieces(info, content):
                 self._write(piece)
         except tar.HeaderFault as fault:
             raise ArchiveError(f"{self.path} cannot be written: {fault}") from fault
+
+    def _check_room(self, size: int) -> None:
+        place = os.fstatvfs(self._file)
+        if size > place.f_bfree * place.f_frsize:
+            self._size += size
+            with self._writing():
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def append(self, data: bytes) -> None:
         """Write pieces of the tar as they are, for who makes whole entries of them."""

@@ -484,6 +484,21 @@ except DiskFull as error:
     assert resource.getrlimit(resource.RLIMIT_FSIZE) == before
 
 
+def test_an_entry_that_no_disk_has_room_for(tmp_path: Path) -> None:
+    """It is refused before its first byte: it may be terabytes of zeros that a table of chunks tells of."""
+
+    class Zeros(io.RawIOBase):
+        def read(self, size: int = -1) -> bytes:
+            pytest.fail("it was read")
+
+    info = tarfile.TarInfo("volumes/v.tar")
+    info.size = 1 << 50
+    said = r"the archive out.tar of 1024.0 TiB did not fit"
+    with pytest.raises(DiskFull, match=said), Writer(tmp_path / "out.tar") as writer:
+        writer.add(info, Zeros())
+    assert not os.listdir(tmp_path)
+
+
 def test_no_folder(tmp_path: Path) -> None:
     """A folder that is not there is named."""
     with pytest.raises(DiskError, match="it does not exist"), Writer(tmp_path / "none" / "out.tar"):
