@@ -17,7 +17,7 @@ from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats.containerd import REF_NAME
 from gpusnap.checkpoints.formats.containerd_images import Brought
 from gpusnap.checkpoints.locator import InContainerd, InFile, InRegistry, InStore
-from gpusnap.cli.commands.checkpoint import pull
+from gpusnap.cli.commands.push_pull import pull
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import INDEX
 from gpusnap.oci.store.store import Store
