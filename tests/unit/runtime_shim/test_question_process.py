@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fakes import wait_for
 
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import Refused
@@ -86,6 +87,16 @@ def test_no_answer(silent: Callable[..., object], monkeypatch: pytest.MonkeyPatc
     with pytest.raises(Unanswered):
         environ.live_environment(ME)
     assert time.monotonic() - before < 30
+
+
+def test_a_child_that_is_left_is_killed() -> None:
+    """At the deadline, and where it waits for something else than such a file system it ends."""
+    child = ask(ME, "x", os.getpid)
+    before = time.monotonic()
+    with pytest.raises(Unanswered):
+        ask(ME, "x", time.sleep, 600, within=0.5)
+    assert time.monotonic() - before < 4
+    wait_for(lambda: not proc.running(child), "its end")
 
 
 def test_a_child_that_not_even_sigkill_ends(tmp_path: Path) -> None:
