@@ -167,9 +167,9 @@ class Writer:
     def _check_room(self, size: int) -> None:
         place = os.fstatvfs(self._file)
         if size > place.f_bfree * place.f_frsize:
-            self._size += size
-            with self._writing():
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            what = f"the archive {os.path.basename(self.path)} with an entry of {binary_size(size)}"
+            raise disk_error(full, os.path.dirname(self.path), what, None)
 
     def append(self, data: bytes) -> None:
         """Write pieces of the tar as they are, for who makes whole entries of them."""

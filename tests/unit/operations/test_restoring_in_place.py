@@ -15,7 +15,7 @@ from gpusnap.checkpoints.locator import InFile, InStore, Place
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import restore as restoring
 from gpusnap.operations.restore import Wish
-from gpusnap.operations.restoring import volumes
+from gpusnap.operations.restoring import in_place, volumes
 from gpusnap.operations.restoring.volumes import Choice, Inside
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError
@@ -70,10 +70,10 @@ def test_from_a_store(fake: FakePodman, archive: str, store: Store) -> None:
     assert fake.environment()["GPUSNAP_STORE"] == store.path
 
 
-def test_its_own_name(fake: FakePodman, archive: str) -> None:
-    """Named as it is called, it is the same."""
-    restored(InFile(archive), name=NAME)
-    assert fake.calls() == [f"container restore {ID}"]
+def test_its_own_name() -> None:
+    """Named as it is called, it is the same; that of the archive here no --name can be."""
+    assert in_place._options(("--name", "w", "--tcp-close"), "w") == ("--tcp-close",)
+    assert in_place._options(("--name", "v", "--tcp-close"), "w") is None
 
 
 @pytest.mark.parametrize("users", ["", "other"])

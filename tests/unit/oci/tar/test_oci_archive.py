@@ -493,7 +493,7 @@ def test_an_entry_that_no_disk_has_room_for(tmp_path: Path) -> None:
 
     info = tarfile.TarInfo("volumes/v.tar")
     info.size = 1 << 50
-    said = r"the archive out.tar of 1024.0 TiB did not fit"
+    said = r"the archive out.tar with an entry of 1024.0 TiB did not fit"
     with pytest.raises(DiskFull, match=said), Writer(tmp_path / "out.tar") as writer:
         writer.add(info, Zeros())
     assert not os.listdir(tmp_path)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.manifest import DriverMount
@@ -78,6 +79,8 @@ def lay(monkeypatch: pytest.MonkeyPatch, *found: tuple[str, tuple[str, ...]], re
     monkeypatch.setattr(proc, "mounts", lambda _: theirs)
     monkeypatch.setattr(proc, "host_path", lambda mount: f"/host{mount.destination}" if reachable else None)
     monkeypatch.setattr(external_mounts, "_same_file", lambda one, other: True)
+    # Here and not by a child, which would look at the files themselves.
+    monkeypatch.setattr(question_process, "ask", lambda pid, what, function, *words: function(*words))
 
 
 def test_undeclared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import ContainerError
 from gpusnap.runtime_shim.gpu.api.device_nodes import Change
 from gpusnap.runtime_shim.gpu.api.driver import Node
@@ -170,6 +171,7 @@ def make() -> Iterator[Make]:
         finally:
             for container in made:
                 container.end()
+        question_process.end()
         assert own() == ours
 
 
@@ -409,6 +411,7 @@ def test_device_nodes_are_not_missed(make: Make, monkeypatch: pytest.MonkeyPatch
             raise OSError(number, os.strerror(number))
 
         with monkeypatch.context() as patch:
+            question_process.end()  # the next child has what is put in place now
             patch.setattr(os, "scandir", fail)
             with pytest.raises(ContainerError, match=r"/dev of the container .* cannot be read"):
                 device_nodes(container.pid)

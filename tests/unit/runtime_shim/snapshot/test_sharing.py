@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.gpu.api.driver import Gpu, Host
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.preflight import nccl
@@ -213,6 +214,7 @@ def test_nccl_without_the_socket(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) 
     path = python.split(None, 5)[5]
     monkeypatch.setattr(proc, "maps", lambda pid: maps(pid).replace(path, "/opt/libnccl.so.2"))
     assert ranks.judged() is not None
+    question_process.end()  # the next child has what is put in place now
     monkeypatch.setattr(nccl, "_NAME", b"\x7fELF")  # which this library does have
     assert ranks.judged() is None
 
