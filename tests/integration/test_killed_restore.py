@@ -144,8 +144,9 @@ def test_all_at_once(real: str, *, early: bool) -> None:
         said = good(run(COMMAND, "recover"))
         nothing_left()
         found = re.search(rf"{real} knows no such container, but .* were ended: ([\d ]+);", said)
-        # A runtime that was killed late had written the container down.
-        assert found is not None or (not early and "the incomplete container was removed" in said), said
+        # A runtime that was killed late had written the container down; a process may end when CRIU does.
+        otherwise = ("the incomplete container was removed", "no process of it was found")
+        assert found is not None or (not early and any(each in said for each in otherwise)), said
         # A helper of CRIU's may end by itself before `recover` looks; that nobody is left was seen above.
         assert found is None or set(stood) & {int(pid) for pid in found[1].split()}
         assert engine.wait(60) != 0
