@@ -133,6 +133,13 @@ def test_all_at_once(real: str, *, early: bool) -> None:
     """
     settings(real, "criu")
     container = checkpointed("criu")
+    # Some end with CRIU, by themselves, and then there is nothing to see.
+    assert any(_killed_all(real, early=early) for _ in range(5)), "nothing stood there, in five restores"
+    restored(container)
+
+
+def _killed_all(real: str, *, early: bool) -> bool:
+    """Kill all that restores, and have `recover` put it right; whether there was something to put right."""
     with restoring() as engine:
         until(inside if early else lambda: processes(WORK), "a process of the container")
         runtimes = outside(real)
@@ -140,19 +147,18 @@ def test_all_at_once(real: str, *, early: bool) -> None:
         assert runtimes, "it had ended already"
         until(lambda: not outside("criu"), "the end of CRIU")
         stood = inside()
-        assert stood
         said = good(run(COMMAND, "recover"))
         nothing_left()
         found = re.search(rf"{real} knows no such container, but .* were ended: ([\d ]+);", said)
         # A runtime that was killed late had written the container down; a process may end when CRIU does.
         otherwise = ("the incomplete container was removed", "no process of it was found")
-        assert found is not None or (not early and any(each in said for each in otherwise)), said
+        assert found is not None or any(each in said for each in otherwise), said
         # A helper of CRIU's may end by itself before `recover` looks; that nobody is left was seen above.
-        assert found is None or set(stood) & {int(pid) for pid in found[1].split()}
+        assert found is None or not stood or set(stood) & {int(pid) for pid in found[1].split()}
         assert engine.wait(60) != 0
         assert engine.stderr is not None
         engine.stderr.close()
-    restored(container)
+    return found is not None or (not early and "the incomplete container was removed" in said)
 
 
 def test_nothing_stood(crun: None) -> None:
