@@ -18,7 +18,7 @@ from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.artifact import Kept
 from gpusnap.checkpoints.formats import containerd_images as images
 from gpusnap.checkpoints.locator import InContainerd, InFile, InLayoutFile, InRegistry, InStore
-from gpusnap.oci.base.errors import NotACheckpoint, StoreError
+from gpusnap.oci.base.errors import StoreError
 from gpusnap.oci.layout.archive_writer import write_archive as write_layout
 from gpusnap.oci.layout.digests import encoded
 from gpusnap.oci.layout.documents import Descriptor
@@ -160,8 +160,8 @@ def _into_store(source: Local, found: Kept, to: InStore, name: str, progress: Pr
         progress.stage("to disk")
         source.staging.commit(found.root, names=names, foreign=found.tables)
         return done
-    staging = staged(store, f"copy-{encoded(found.root.digest)[:32]}", f"copy to {store.path}", progress)
-    try:
+    place = f"copy-{encoded(found.root.digest)[:32]}"
+    with staged(store, place, f"copy to {store.path}", progress) as staging:
         progress.stage(f"copy to {store.path}")
         layout = transfer.InLayout(source.layout, (found.root, *also))
         moved = transfer.Moved()
@@ -172,13 +172,6 @@ def _into_store(source: Local, found: Kept, to: InStore, name: str, progress: Pr
             moved = transfer.together(moved, came)
         progress.stage("to disk")
         staging.commit(found.root, names=names, also=also, foreign=found.tables)
-    except NotACheckpoint:
-        staging.close()
-        raise
-    except BaseException:
-        staging.close(leave=True)
-        raise
-    staging.close()
     return replace(done, moved=moved)
 
 

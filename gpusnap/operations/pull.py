@@ -73,8 +73,8 @@ def fetched(
         if repository.reference.name != what.reference.name:  # a mirror, which a restore does not ask
             leave = 0
         root = repository.resolve(_wanted(what.reference))
-        staging = staged(store, f"pull-{encoded(root.digest)[:32]}", f"pull of {what.reference}", progress)
-        try:
+        name = f"pull-{encoded(root.digest)[:32]}"
+        with staged(store, name, f"pull of {what.reference}", progress) as staging:
             transfer.pull(repository, root.digest, staging.layout, have=have(staging), wanted=_is_config)
             found = kept.load(root, staging.layout)
             check(found)
@@ -115,13 +115,6 @@ def fetched(
             if after is not None:
                 moved = transfer.together(moved, after(repository, staging, found))
             yield staging, found, moved
-        except NotACheckpoint:
-            staging.close()
-            raise
-        except BaseException:
-            staging.close(leave=True)
-            raise
-        staging.close()
 
 
 class Referrers:
@@ -186,7 +179,25 @@ def _may_wait(
     return missing * (time.monotonic() - began) <= moved.bytes * seconds
 
 
-def staged(store: Store, name: str, what: str, progress: Progress) -> Staging:
+@contextmanager
+def staged(store: Store, name: str, what: str, progress: Progress) -> Iterator[Staging]:
+    """A staging that stays for the next try where the block fails, unless what came is no checkpoint.
+
+    Raises as `_staging`.
+    """
+    staging = _staging(store, name, what, progress)
+    try:
+        yield staging
+    except NotACheckpoint:
+        staging.close()
+        raise
+    except BaseException:
+        staging.close(leave=True)
+        raise
+    staging.close()
+
+
+def _staging(store: Store, name: str, what: str, progress: Progress) -> Staging:
     """The staging of that name; where another process has it, for the same ("pull of X"), when that is done.
 
     What that brings, a second one need not. Raises OciError, such as StagingBusy where that takes too long.
