@@ -163,13 +163,14 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
             before, blobs = kept.roots(store), _blobs(store)
             shown = order.enter_context(board())
             path = shown.path if shown is not None else ""
+            measure = grown(os.path.dirname(staging.path))
+            tick = progress.following(shown, f"checkpoint of {found.name}", measure)
+            # Last: until Podman runs, nobody needs the order.
             order.enter_context(
                 overrides.ordered(
                     found.id, pages=StoreHome.kind, store=store.path, force=wish.force, progress=path
                 )
             )
-            measure = grown(os.path.dirname(staging.path))
-            tick = progress.following(shown, f"checkpoint of {found.name}", measure)
             since = datetime.now(UTC)
             with exported(export, lambda: kept.forget_pages_of(store, found.id, since, before)):
                 _run(wish, export, ["--compress", "none"], tick, progress)
@@ -261,11 +262,11 @@ def _to_file(wish: Wish, found: podman.Container, path: str, progress: Progress,
         with ExitStack() as order:
             shown = order.enter_context(board())
             board_path = shown.path if shown is not None else ""
+            tick = progress.following(shown, f"checkpoint of {found.name}", lambda: _size(beside))
             order.enter_context(
                 overrides.ordered(found.id, pages="chunks", force=wish.force, progress=board_path)
             )
             order.enter_context(exported(export))
-            tick = progress.following(shown, f"checkpoint of {found.name}", lambda: _size(beside))
             _run(wish, export, compression, tick, progress)
             memory = _memory_of(export)
             with _writing(path):
