@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -11,46 +10,24 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import registryhost
-import shimhost
 from faulty_proxy import FaultyProxy
-from support import DEADLINE, Container, Done, faults, good, podman, run, sentence, until
+from storehost import COMMAND, STORE, done, empty_store, gpusnap
+from support import DEADLINE, Container, faults, good, podman, run, sentence, until
 
 from gpusnap.oci.store.store import Store
 
-COMMAND = "/usr/local/bin/gpusnap"
 JOURNAL = Path("/run/gpusnap/journal")
 WORK = ("--mib", "24")
-STORE = Path("/var/lib/gpusnap-test")
-SETTINGS = f"""\
-runtime = "crun"
-[memory]
-chunk-size = "1M"
-[store]
-path = "{STORE}"
-"""
 
 
 @pytest.fixture(autouse=True)
 def store(crun: None) -> Iterator[Store]:
     """An empty one, which the settings name, gone afterwards."""
-    shutil.rmtree(STORE, ignore_errors=True)
-    shimhost.write_settings(SETTINGS)
-    yield Store(STORE)
-    shutil.rmtree(STORE, ignore_errors=True)
-
-
-def gpusnap(*words: str | os.PathLike[str]) -> Done:
-    return run(COMMAND, *words)
-
-
-def done(*words: str | os.PathLike[str]) -> dict[str, Any]:
-    """What the command says as JSON that it did."""
-    found: dict[str, Any] = json.loads(good(gpusnap(*words, "--json")))
-    return found
+    with empty_store() as made:
+        yield made
 
 
 def idle(store: Store) -> bool:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import registryhost
 import shimhost
-from support import Container, Done, good, podman, run, sentence
+from storehost import SETTINGS, STORE, done, empty_store, gpusnap
+from support import Container, good, podman, run, sentence
 
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks import artifact as artifact_module
@@ -25,26 +23,15 @@ from gpusnap.oci.layout.documents import INDEX
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import entries
 
-COMMAND = "/usr/local/bin/gpusnap"
 WORK = ("--mib", "8")
-STORE = Path("/var/lib/gpusnap-test")
-SETTINGS = f"""\
-runtime = "crun"
-[memory]
-chunk-size = "1M"
-[store]
-path = "{STORE}"
-"""
 BOTH = ("--src-tls-verify=false", "--dest-tls-verify=false")
 
 
 @pytest.fixture(autouse=True)
 def store(crun: None) -> Iterator[Store]:
     """This host's, empty, gone afterwards."""
-    shutil.rmtree(STORE, ignore_errors=True)
-    shimhost.write_settings(SETTINGS)
-    yield Store(STORE)
-    shutil.rmtree(STORE, ignore_errors=True)
+    with empty_store() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +51,6 @@ def host_of(made: Store) -> Iterator[str]:
     with registryhost.running() as found:
         good(gpusnap("push", f"oci:{made.path}:w", f"http://{found.host}/team/w:v1"))
         yield found.host
-
-
-def gpusnap(*words: str | os.PathLike[str]) -> Done:
-    return run(COMMAND, *words)
-
-
-def done(*words: str | os.PathLike[str]) -> Any:
-    """What the command says as JSON."""
-    return json.loads(good(gpusnap(*words, "--json")))
 
 
 def digest(store: Store) -> str:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import shimhost
-from support import Container, Done, good, podman, run, sentence
+from storehost import PLAIN, done, empty_store, gpusnap
+from support import Container, good, podman, run, sentence
 
 from gpusnap.oci.store.store import Store
 
-COMMAND = "/usr/local/bin/gpusnap"
-STORE = Path("/var/lib/gpusnap-test")
 # The test host has no catatonit for Podman's own image.
 INFRA = ("--infra-image", "localhost/base", "--infra-command", "sleep 100000")
 
@@ -26,21 +22,10 @@ LOOP = "while :; do sleep 1; done"
 @pytest.fixture(autouse=True)
 def store(crun: None) -> Iterator[Store]:
     """An empty one; no pod and no container is left."""
-    shutil.rmtree(STORE, ignore_errors=True)
-    shimhost.write_settings(f'runtime = "crun"\n[store]\npath = "{STORE}"\n')
-    yield Store(STORE)
-    shutil.rmtree(STORE, ignore_errors=True)
+    with empty_store(PLAIN) as made:
+        yield made
     run("podman", "pod", "rm", "--all", "--force", "--time", "0")
     run("podman", "rm", "--all", "--force", "--time", "0")
-
-
-def gpusnap(*words: str) -> Done:
-    return run(COMMAND, *words)
-
-
-def done(*words: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(good(gpusnap(*words, "--json")))
-    return found
 
 
 def start(name: str, *options: str) -> Container:

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 import shimhost
+from storehost import COMMAND, PLAIN, STORE, done, empty_store
 from support import Container, good, run, until
 
 from gpusnap.oci.store.store import Store
 
-COMMAND = "/usr/local/bin/gpusnap"
-STORE = Path("/var/lib/gpusnap-test")
-SETTINGS = f'runtime = "crun"\n[store]\npath = "{STORE}"\n'
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Debian's, Fedora's.
 QUADLET = ("/usr/libexec/podman/quadlet", "/usr/lib/podman/quadlet")
@@ -30,20 +25,13 @@ QUADLET = ("/usr/libexec/podman/quadlet", "/usr/lib/podman/quadlet")
 @pytest.fixture(autouse=True)
 def store(crun: None) -> Iterator[Store]:
     """This host's, empty, gone afterwards."""
-    shutil.rmtree(STORE, ignore_errors=True)
-    shimhost.write_settings(SETTINGS)
-    yield Store(STORE)
-    shutil.rmtree(STORE, ignore_errors=True)
-
-
-def done(*words: str) -> Any:
-    """What the command says as JSON."""
-    return json.loads(good(run(COMMAND, *words, "--json")))
+    with empty_store(PLAIN) as made:
+        yield made
 
 
 def test_keep_the_last(store: Store, tmp_path: Path) -> None:
     """Of three checkpoints the first goes, with its blobs, and the last one is restored byte by byte."""
-    shimhost.write_settings(f'{SETTINGS}[metrics]\ntextfile = "{tmp_path}"\n')
+    shimhost.write_settings(f'{PLAIN}[metrics]\ntextfile = "{tmp_path}"\n')
     container = Container.start("w", "--mib", "8")
     for step in ("1", "2", "3"):
         done("checkpoint", "w", "--leave-running", "--name", f"w:{step}", "--label", f"step={step}")

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import shimhost
-from support import Container, Done, good, podman, run, sentence
+from storehost import PLAIN, done, empty_store, gpusnap
+from support import Container, good, podman, run, sentence
 
 from gpusnap.oci.store.store import Store
 
-COMMAND = "/usr/local/bin/gpusnap"
-STORE = Path("/var/lib/gpusnap-test")
 MIB = 1 << 20
 # A large file, and enough small ones that none of them is in a chunk of its own.
 FILL = (
@@ -28,23 +23,12 @@ FILL = (
 @pytest.fixture(autouse=True)
 def store(crun: None) -> Iterator[Store]:
     """An empty one, and no volume is left."""
-    shutil.rmtree(STORE, ignore_errors=True)
-    shimhost.write_settings(f'runtime = "crun"\n[store]\npath = "{STORE}"\n')
-    yield Store(STORE)
-    shutil.rmtree(STORE, ignore_errors=True)
+    with empty_store(PLAIN) as made:
+        yield made
     for name in run("podman", "ps", "--all", "--quiet").out.split():
         run("podman", "rm", "--force", "--time", "0", name)
     for name in ("cache", "weights"):
         run("podman", "volume", "rm", "--force", name)
-
-
-def gpusnap(*words: str) -> Done:
-    return run(COMMAND, *words)
-
-
-def done(*words: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(good(gpusnap(*words, "--json")))
-    return found
 
 
 def filled(*volumes: str) -> None:
