@@ -17,6 +17,7 @@ from gpusnap.oci.base.errors import reason
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor
 from gpusnap.oci.tar.compression import Readable
 from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.runtime.child_process import Child
 from gpusnap.user_errors import NotFound
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
@@ -176,7 +177,7 @@ def _started(
     argv: Sequence[str] = ["ctr", "--namespace", namespace, *words]
     with tempfile.TemporaryFile() as err:
         try:
-            child = subprocess.Popen(argv, stdin=to, stdout=out, stderr=err)
+            child = Child(argv, stdin=to, stdout=out, stderr=err)
         except OSError as error:
             raise GpusnapError(
                 f"ctr cannot be run: {reason(error)}",

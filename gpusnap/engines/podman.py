@@ -27,6 +27,7 @@ from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Interrupted, reason, split_code
 from gpusnap.runtime_shim.log import NOTE, note
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime.child_process import Child
 from gpusnap.user_errors import Killed, NotFound
 
 _RUNTIME = "gpusnap-runtime"
@@ -352,7 +353,7 @@ def _started(
     # Files: nobody has to read along, and a child of Podman's may keep them open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
-            child = subprocess.Popen(
+            child = Child(
                 [*command, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=out,

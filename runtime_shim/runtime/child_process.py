@@ -1,10 +1,12 @@
-"""Child processes: one function that runs one and gives back what it said."""
+"""Child processes: one function that starts one, and one that runs it and gives back what it said."""
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from gpusnap.runtime_shim.errors import GpusnapError, NotStarted, RuntimeFailed, reason
 from gpusnap.runtime_shim.runtime import find as locate
@@ -18,6 +20,28 @@ class Finished:
     """Its exit code; 128 + the signal's number where a signal ended it."""
     out: str
     err: str
+
+
+# Seconds for a killed child to be gone; one that waits for a disk in the kernel may be there for longer.
+_PATIENCE = 10.0
+
+
+class Child(subprocess.Popen[bytes]):
+    """A child process, which does not run where this constructor raises.
+
+    subprocess.Popen raises after the fork as well: where it cannot close a descriptor or read what the child
+    reports. Nobody would know of that child. It is killed here. Raises OSError and ValueError as Popen does.
+    """
+
+    def __init__(self, argv: Sequence[str], **options: Any) -> None:
+        try:
+            super().__init__(list(argv), **options)
+        except BaseException:
+            if getattr(self, "pid", None) is not None and self.returncode is None:
+                with suppress(OSError, subprocess.TimeoutExpired):
+                    self.kill()
+                    self.wait(timeout=_PATIENCE)
+            raise
 
 
 def run(
@@ -40,8 +64,8 @@ def run(
     """
     stream = subprocess.PIPE if capture else None
     try:
-        process = subprocess.Popen(
-            list(argv),
+        process = Child(
+            argv,
             stdin=subprocess.DEVNULL if capture else None,
             stdout=stream,
             stderr=stream,

@@ -89,12 +89,17 @@ def _log_file() -> Iterator[tuple[IO[str], str]]:
         descriptor, path = tempfile.mkstemp(prefix=scratch_files.prefix("log"), dir=scratch())
     except OSError as error:
         raise RuntimeFailed(f"no log can be made for the runtime: {reason(error)}") from error
-    file = open(descriptor, encoding="utf-8", errors="replace")
     try:
-        yield file, path
+        try:
+            file = open(descriptor, encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise RuntimeFailed(f"no log can be made for the runtime: {reason(error)}") from error
+        try:
+            yield file, path
+        finally:
+            with suppress(OSError):
+                file.close()
     finally:
-        with suppress(OSError):
-            file.close()
         with suppress(OSError):
             os.unlink(path)
 

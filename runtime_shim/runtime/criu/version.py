@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from gpusnap.runtime_shim.errors import RuntimeFailed
 from gpusnap.runtime_shim.runtime import find as locate
-from gpusnap.runtime_shim.runtime.child_process import run
+from gpusnap.runtime_shim.runtime.child_process import Child, run
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
 
@@ -83,7 +83,7 @@ def refuses(family: int, kind: int, protocol: int) -> bool:
 @contextlib.contextmanager
 def _sleeper(descriptor: int) -> Iterator[subprocess.Popen[bytes]]:
     """A process that has the descriptor and does nothing; in a session of its own, as CRIU wants it."""
-    process = subprocess.Popen(
+    process = Child(
         ["sleep", str(2 * _PATIENCE)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

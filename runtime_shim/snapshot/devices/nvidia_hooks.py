@@ -29,6 +29,7 @@ from typing import Any
 from gpusnap.runtime_shim.errors import reason
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process.mount_view import show_mounts
+from gpusnap.runtime_shim.runtime.child_process import Child
 from gpusnap.runtime_shim.runtime.container import Container
 
 HOOKS = ("update-ldcache", "create-symlinks")
@@ -250,7 +251,7 @@ def _run(hook: _Hook, container: Container, found: tuple[str, tuple[str, ...]]) 
         "annotations": container.annotations,
     }
     try:
-        process = subprocess.Popen(
+        process = Child(
             [os.path.basename(path), *before, hook.name, *hook.words],
             executable=path,
             stdin=subprocess.PIPE,

@@ -6,10 +6,12 @@ import errno
 import os
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.errors import GpusnapError, NotStarted
 from gpusnap.runtime_shim.runtime import child_process
 
 
@@ -27,3 +29,37 @@ def test_output_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
         child_process.run([sys.executable, "-c", ""], started=pids.append)
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
+
+
+def children() -> set[int]:
+    """Who was started by this thread and has not been waited for."""
+    return {
+        int(pid) for pid in Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+    }
+
+
+@pytest.mark.parametrize("name", ["read", "close"])
+def test_a_failure_after_the_fork(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """subprocess.Popen raises although the child runs: that child is killed, and it is waited for."""
+    before = children()
+    real = getattr(os, name)
+
+    def fail(descriptor: int, *rest: int) -> object:
+        if children() <= before:
+            return real(descriptor, *rest)
+        monkeypatch.setattr(os, name, real)
+        real(descriptor, *rest)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, name, fail)
+    with pytest.raises(NotStarted, match=r"^sleep cannot be started: Input/output error$"):
+        child_process.run(["sleep", "60"])
+    assert getattr(os, name) is real  # it was met
+    assert children() == before
+
+
+def test_no_program() -> None:
+    before = children()
+    with pytest.raises(NotStarted, match=r"^/nonexistent cannot be started: it does not exist$"):
+        child_process.run(["/nonexistent"])
+    assert children() == before
