@@ -7,8 +7,9 @@ people mount it by hand) fails in CRIU's restore ("Can't remount"), so the link 
 
 Where the container comes back on other GPUs, or with another driver, its GPU nodes and the rules of its
 device cgroup become this host's, and the mounts of the driver's files are taken from where this host has
-them; destinations stay, because CRIU asks for each mount by its own. Nothing else is changed: the file comes
-from the caller, and what it grants stays as it is.
+them; destinations stay, because CRIU asks for each mount by its own. runc gets a hook that brings lo up
+(runtime/loopback.py). Nothing else is changed: the file comes from the caller, and what it grants stays as
+it is.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 from gpusnap.runtime_shim.errors import ContainerError, reason
 from gpusnap.runtime_shim.gpu.api.device_nodes import Change
 from gpusnap.runtime_shim.gpu.api.driver import Node
+from gpusnap.runtime_shim.runtime import loopback
 
 _Number = tuple[int, int]
 _OUR_HOOK = "gpusnap-hook"
@@ -39,6 +41,8 @@ class Edits:
     """This host's file or device, by the destination of a bind mount in config.json."""
     strange: tuple[Node, ...] = ()
     """This host's GPU nodes that the plan does not give the container: no entry or rule may name them."""
+    hook: Mapping[str, Any] | None = None
+    """loopback.hook()'s, to run after all others; see `drop_hook`."""
 
 
 def prepare(
@@ -60,6 +64,8 @@ def prepare(
             mount["source"] = source
         _mend(mount)
     _drop_our_hooks(config)
+    if edits.hook is not None:
+        _add_hook(config, dict(edits.hook))
     _change_devices(config, edits)
     _change_rules(config, edits)
     return write(bundle, config, noted=noted) if config != before else lambda: None
@@ -85,6 +91,17 @@ def write(
     except OSError as error:
         raise ContainerError(f"{path} cannot be prepared for the restore: {reason(error)}") from error
     return lambda: _replace(path, before)
+
+
+def drop_hook(bundle: str, config: dict[str, Any], *, noted: Callable[[bytes, bytes], object]) -> None:
+    """Take out the hook that was for the restore alone: a checkpoint would carry it to other hosts.
+
+    `config` and `noted` as in `prepare`. Raises ContainerError.
+    """
+    before = copy.deepcopy(config)
+    _drop_our_hooks(config)
+    if config != before:
+        write(bundle, config, noted=noted)
 
 
 def put_back(bundle: str, content: bytes) -> None:
@@ -119,15 +136,30 @@ def _mend(mount: dict[str, Any]) -> None:
 def _drop_our_hooks(config: dict[str, Any]) -> None:
     """runc runs createRuntime hooks at a restore; ours must not fail it on a host that does not have them."""
     stages = config.get("hooks")
-    for hooks in stages.values() if isinstance(stages, dict) else ():
+    if not isinstance(stages, dict):
+        return
+    for stage, hooks in [*stages.items()]:
         if not isinstance(hooks, list):
             continue
-        paths = [str(hook.get("path")) if isinstance(hook, dict) else "" for hook in hooks]
-        hooks[:] = [
-            hook
-            for hook, path in zip(hooks, paths, strict=True)
-            if os.path.basename(path) != _OUR_HOOK or os.path.exists(path)
-        ]
+        stages[stage] = [hook for hook in hooks if not _is_gone(hook) and not loopback.is_hook(hook)]
+        if any(map(loopback.is_hook, hooks)) and not stages[stage]:
+            del stages[stage]
+    if not stages:
+        del config["hooks"]
+
+
+def _is_gone(hook: object) -> bool:
+    """A hook of ours whose program this host does not have."""
+    path = str(hook.get("path")) if isinstance(hook, dict) else ""
+    return os.path.basename(path) == _OUR_HOOK and not os.path.exists(path)
+
+
+def _add_hook(config: dict[str, Any], hook: dict[str, Any]) -> None:
+    stages = config.get("hooks")
+    if not isinstance(stages, dict):
+        stages = config["hooks"] = {}
+    hooks = stages.get("createRuntime")
+    stages["createRuntime"] = [*(hooks if isinstance(hooks, list) else ()), hook]
 
 
 def _change_devices(config: dict[str, Any], edits: Edits) -> None:

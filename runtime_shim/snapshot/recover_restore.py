@@ -153,11 +153,16 @@ def commands(call: RestoreCall, real: RealRuntime) -> tuple[str, ...]:
     return tuple(quiet(replace(call, globals=replace(call.globals, root=root)), real))
 
 
+def digest(config: bytes) -> str:
+    """Of config.json, as an entry has it."""
+    return hashlib.sha256(config).hexdigest()
+
+
 def changed(before: bytes, after: bytes) -> dict[str, str]:
     """The fields of an entry that tell of config.json's change, which comes next."""
     return {
         "config": before.decode("utf-8", "surrogateescape"),
-        "digest": hashlib.sha256(after).hexdigest(),
+        "digest": digest(after),
     }
 
 
@@ -446,7 +451,7 @@ def _config_back(entry: Restore) -> None:
     path = os.path.join(entry.bundle, "config.json")
     try:
         with open(path, "rb") as file:
-            now = hashlib.sha256(file.read()).hexdigest()
+            now = digest(file.read())
         if now == entry.digest:
             bundle.put_back(entry.bundle, entry.config.encode("utf-8", "surrogateescape"))
     except FileNotFoundError:

@@ -41,7 +41,7 @@ from gpusnap.runtime_shim.gpu.nvidia.driver_files import Found, found
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest
-from gpusnap.runtime_shim.runtime import bundle, container_key
+from gpusnap.runtime_shim.runtime import bundle, container_key, loopback
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.command_line import RestoreCall
 from gpusnap.runtime_shim.runtime.criu import config as criu_config
@@ -186,6 +186,15 @@ def _config_changes(job: _Job, before: bytes, after: bytes) -> None:
     _note(job, **recover_restore.changed(before, after))
 
 
+def _drop_hook(job: _Job, container: containers.Container) -> None:
+    """Take the hook for runc out of config.json; what recover compares the file with is on file before."""
+    bundle.drop_hook(
+        container.bundle,
+        containers.bundle_config(container.bundle),
+        noted=lambda _, after: _note(job, digest=recover_restore.digest(after)),
+    )
+
+
 def _forget(job: _Job) -> None:
     """The last undo; what could not be removed is `gpusnap recover`'s."""
     if job.removed or (job.entry is not None and job.entry.stage is Stage.PREPARE):
@@ -312,7 +321,8 @@ def _plan(job: _Job, config: dict[str, Any]) -> None:
         job.filling = job.cleanup.enter_context(filling)
     job.images = job.cleanup.enter_context(view(job.images, replaced, elsewhere, always=True))
     criu_mounts.checked(job.record.mounts, job.remap.mounts if job.remap is not None else None)
-    edits = job.remap.edits if job.remap is not None else None
+    edits = job.remap.edits if job.remap is not None else bundle.Edits()
+    edits = replace(edits, hook=loopback.hook(job.real.kind, config))
     noted = partial(_config_changes, job)
     undo = bundle.prepare(str(job.call.bundle_dir()), config, edits, noted=noted)
     job.transaction.undo("putting config.json back", undo)
@@ -411,6 +421,7 @@ def _finish(job: _Job) -> None:
         )
     init = proc.process(container.pid)
     _note(job, stage=Stage.SETTLE, init=(container.pid, init.start if init is not None else 0))
+    _drop_hook(job, container)
     members = containers.processes(container.pid, container.id)
     containers.gather(container.pid, container.id, members)
     if job.compared is not None:

@@ -109,19 +109,38 @@ def test_newer_runtimes_and_criu(newer: str, archive: Path) -> None:
     Container.restore("w", archive).goes_on()
 
 
-def test_tcp_established(newer: str, archive: Path) -> None:
-    """A container with connected TCP sockets, in a network of its own.
+@pytest.mark.parametrize("network", ["bridge", "none"])
+def test_tcp_established(newer: str, archive: Path, network: str) -> None:
+    """A container with connected TCP sockets, in a network that Podman makes, or the runtime.
 
     With CRIU 4.2: 4.1 cannot dump any TCP socket on Linux 6.16 and later, where SO_PASSCRED is for Unix
     sockets only.
     """
     off = ["--annotation", "io.gpusnap.criu.tcp-close=false"]
-    container = Container.start("w", *WORK, "--tcp", options=["--network", "bridge", *off])
+    container = Container.start("w", *WORK, "--tcp", options=["--network", network, *off])
     assert "has a TCP connection with 127.0.0.1:" in sentence(container.checkpoint(archive))
     container.unharmed()
     good(container.checkpoint(archive, "--tcp-established"))
     container.remove()
     Container.restore("w", archive, "--tcp-established").goes_on()
+
+
+def test_loopback(real: str, archive: Path) -> None:
+    """In a network of its own the container reaches 127.0.0.1, as before; runc alone leaves lo down."""
+    container = Container.start("w", *WORK, options=["--network", "none"])
+    config = container.image_path.parent / "config.json"
+    before = json.loads(config.read_text())
+    connects = (
+        "import socket; a = socket.create_server(('127.0.0.1', 0)); socket.create_connection(a.getsockname())"
+    )
+    good(run("nsenter", "--net", "--target", str(container.pid), "python3", "-c", connects))
+    good(container.checkpoint(archive))
+    container.remove()
+    restored = Container.restore("w", archive)
+    restored.goes_on()
+    good(run("nsenter", "--net", "--target", str(restored.pid), "python3", "-c", connects))
+    after = json.loads((restored.image_path.parent / "config.json").read_text())
+    assert after.get("hooks") == before.get("hooks")  # ours was for the restore alone
 
 
 @pytest.mark.parametrize("pages", ["criu", "chunks"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import stat
@@ -13,7 +14,8 @@ import pytest
 from gpusnap.runtime_shim.errors import ContainerError
 from gpusnap.runtime_shim.gpu.api.device_nodes import Change
 from gpusnap.runtime_shim.gpu.api.driver import Node
-from gpusnap.runtime_shim.runtime.bundle import Edits, prepare
+from gpusnap.runtime_shim.runtime import loopback
+from gpusnap.runtime_shim.runtime.bundle import Edits, drop_hook, prepare
 
 
 @pytest.fixture
@@ -179,3 +181,28 @@ def test_our_own_hook_that_is_not_here(bundle: Path) -> None:
     prepare(str(bundle), config)
     hooks = json.loads((bundle / "config.json").read_text())["hooks"]
     assert hooks == {"createRuntime": [here, other], "poststop": [], "odd": None}
+
+
+@pytest.mark.parametrize("before", [None, {}, {"createRuntime": [{"path": "/bin/a"}], "poststop": []}])
+def test_a_hook_is_the_last_of_its_stage(bundle: Path, before: dict[str, Any] | None) -> None:
+    config = write(bundle) | ({"hooks": copy.deepcopy(before)} if before is not None else {})
+    undo = prepare(str(bundle), config, Edits(hook={"path": "/bin/b"}))
+    hooks = json.loads((bundle / "config.json").read_text())["hooks"]
+    assert hooks["createRuntime"] == [*(before or {}).get("createRuntime", []), {"path": "/bin/b"}]
+    assert {name for name in hooks if name != "createRuntime"} == {*(before or {})} - {"createRuntime"}
+    undo()
+    assert "hooks" not in json.loads((bundle / "config.json").read_text())
+
+
+def test_the_hook_of_a_restore_does_not_stay(bundle: Path) -> None:
+    """It is taken out afterwards, and one that a killed restore has left is not kept."""
+    mine, other = loopback.hook("runc", {"linux": {"namespaces": [{"type": "network"}]}}), {"path": "/bin/a"}
+    config = write(bundle) | {"hooks": {"createRuntime": [other, mine]}}
+    prepare(str(bundle), config, Edits(hook=mine))
+    assert config["hooks"]["createRuntime"] == [other, mine]
+    told: list[bytes] = []
+    drop_hook(str(bundle), config, noted=lambda _, after: told.append(after))
+    assert (bundle / "config.json").read_bytes() == told[0]
+    assert json.loads(told[0])["hooks"]["createRuntime"] == [other]
+    drop_hook(str(bundle), config, noted=lambda _, after: told.append(after))
+    assert len(told) == 1  # nothing to take out
