@@ -40,10 +40,7 @@ def hook(kind: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
 
     `config` is the container's config.json.
     """
-    linux = config.get("linux")
-    namespaces = (linux.get("namespaces") if isinstance(linux, dict) else None) or ()
-    made = any(each.get("type") == "network" and not each.get("path") for each in namespaces)
-    if kind != "runc" or not made:
+    if kind != "runc" or not is_made(config):
         return None
     return {
         "path": sys.executable,
@@ -52,6 +49,13 @@ def hook(kind: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
         "env": [f"PYTHONPATH={os.pathsep.join(path for path in sys.path if path)}"],
         "timeout": _DEADLINE,
     }
+
+
+def is_made(config: Mapping[str, Any]) -> bool:
+    """Whether the runtime makes the container a network namespace; else an engine does, or it has none."""
+    linux = config.get("linux")
+    namespaces = (linux.get("namespaces") if isinstance(linux, dict) else None) or ()
+    return any(each.get("type") == "network" and not each.get("path") for each in namespaces)
 
 
 def is_hook(entry: object) -> bool:

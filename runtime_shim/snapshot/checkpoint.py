@@ -119,6 +119,7 @@ def _inspect(job: Job) -> None:
     preflight.adopted(job.container)
     preflight.neighbours(job.call, job.container)
     config = containers.bundle_config(job.container.bundle)
+    preflight.network_tool(job.real, config)
     job.nodes = job.driver.nodes(job.container.pid)
     job.mounts, job.masters = criu_mounts.undeclared(job.container.pid, config)
     criu_mounts.checked(job.mounts)  # what a restore would refuse is refused now

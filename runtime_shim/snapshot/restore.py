@@ -314,6 +314,7 @@ def _plan(job: _Job, config: dict[str, Any]) -> None:
     call = criu_config.with_flags(job.call, job.real, job.settings.criu)
     if call.tcp_established and not call.tcp_close and not inventory.has_closed_connections(job.images):
         addresses.check(job.images, config)
+    preflight.network_tool(job.real, config)
     job.compared = job.cleanup.enter_context(contextlib.closing(Comparison(job.images, job.record.images)))
     _clear_links(job)
     if job.driver is not None and any(process.regions for process in job.record.processes):

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gpusnap.runtime_shim.errors import Refused, reason
 from gpusnap.runtime_shim.gpu.api.driver import Host, ProcessState
@@ -19,6 +20,8 @@ from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.runtime import loopback
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall
 from gpusnap.runtime_shim.runtime.container import Container
 from gpusnap.runtime_shim.runtime.criu.config import Connections
@@ -39,6 +42,7 @@ _HEAP_GROWTH = 150 << 20
 _STARTING = 1.0
 _RING = "anon_inode:[io_uring]"
 _OWN_NAMESPACE = "run the container with a PID namespace of its own"
+_IP = "CR_IP_TOOL"  # the environment variable of CRIU's that names another program than ip
 # As crun names it to dlopen(3) (src/libcrun/criu.c, load_wrapper), or one that is linked with it.
 _CRIU_LIBRARY = re.compile(rb"libcriu\.so\.\d+\0")
 
@@ -99,6 +103,24 @@ def criu_library(real: RealRuntime) -> None:
             f"{real.name} ({real.path}) needs {name} for a checkpoint, and this host does not have it",
             hint="install libcriu2 (Debian, Ubuntu) or criu-libs (Fedora)",
         ) from error
+
+
+def network_tool(real: RealRuntime, config: Mapping[str, Any]) -> None:
+    """Under crun CRIU saves and restores a network that the runtime makes, by ip (criu/net.c, run_ip_tool).
+
+    runc has it leave the network alone, and one that an engine made is not CRIU's matter. `config` is the
+    container's config.json.
+    """
+    if real.kind != "crun" or not loopback.is_made(config):
+        return
+    environment = locate.environment()
+    name = environment.get(_IP, "ip")
+    if shutil.which(name, path=environment.get("PATH")) is None:
+        raise Refused(
+            f"the container has a network of its own, which CRIU saves and restores with the program {name}, "
+            "and this host does not have it",
+            hint="install iproute2 (Debian, Ubuntu) or iproute (Fedora)",
+        )
 
 
 def pycriu(container: Container) -> None:

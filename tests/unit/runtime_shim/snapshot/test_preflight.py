@@ -124,6 +124,30 @@ def test_connections(program: RealRuntime, monkeypatch: pytest.MonkeyPatch) -> N
 # Options and states.
 
 
+@pytest.mark.parametrize(("kind", "refused"), [("crun", True), ("runc", False)])
+def test_the_program_that_saves_a_network(
+    program: RealRuntime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: Kind, refused: bool
+) -> None:
+    """CRIU runs ip for a network that crun makes; before anything is changed one must be there."""
+
+    def refusal(said: str) -> contextlib.AbstractContextManager[object]:
+        return pytest.raises(Refused, match=said) if refused else contextlib.nullcontext()
+
+    real = replace(program, kind=kind)
+    made = {"linux": {"namespaces": [{"type": "network"}]}}
+    environment = {"PATH": str(tmp_path)}
+    monkeypatch.setattr(preflight.locate, "environment", lambda: environment)
+    with refusal("CRIU saves and restores with the program ip,"):
+        preflight.network_tool(real, made)
+    preflight.network_tool(real, {"linux": {"namespaces": [{"type": "network", "path": "/run/netns/a"}]}})
+    preflight.network_tool(real, {})
+    (tmp_path / "ip").touch(0o755)
+    preflight.network_tool(real, made)
+    environment["CR_IP_TOOL"] = "other-ip"
+    with refusal("the program other-ip,"):
+        preflight.network_tool(real, made)
+
+
 def test_a_freezer_of_version_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """CRIU would hang there, so it is refused; one for all, or beside version 2, is in nobody's way."""
     here = {"": "/libpod-c0ffee", "freezer": "/", "cpu,cpuacct": "/libpod-c0ffee"}
