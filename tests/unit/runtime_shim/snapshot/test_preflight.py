@@ -19,6 +19,7 @@ from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.gpu.api.driver import Host, ProcessState
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.manifest import RegionRecord
+from gpusnap.runtime_shim.runtime import find
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall
 from gpusnap.runtime_shim.runtime.container import Container
 from gpusnap.runtime_shim.runtime.criu.config import Connections
@@ -136,7 +137,7 @@ def test_the_program_that_saves_a_network(
     real = replace(program, kind=kind)
     made = {"linux": {"namespaces": [{"type": "network"}]}}
     environment = {"PATH": str(tmp_path)}
-    monkeypatch.setattr(preflight.locate, "environment", lambda: environment)
+    monkeypatch.setattr(find, "environment", lambda: environment)
     with refusal("CRIU saves and restores with the program ip,"):
         preflight.network_tool(real, made)
     preflight.network_tool(real, {"linux": {"namespaces": [{"type": "network", "path": "/run/netns/a"}]}})
