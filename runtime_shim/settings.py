@@ -179,8 +179,10 @@ class Key:
     """One key of the settings: how its value is checked, and whether an annotation may set it."""
 
     check: Callable[[Any], Any]
-    """Takes the value from TOML or an annotation's string; raises ValueError with what is wanted."""
+    """Takes the value from TOML; raises ValueError with what is wanted."""
     annotation: bool = False
+    parse: Callable[[str], Any] = str
+    """Makes such a value of an annotation, which is text; what cannot be one is left for `check`."""
 
 
 def _text(value: Any) -> str:
@@ -190,36 +192,39 @@ def _text(value: Any) -> str:
 
 
 def _boolean(value: Any) -> bool:
-    if value in ("true", "false"):
-        return bool(value == "true")
     if not isinstance(value, bool):
         raise ValueError("true or false")
     return value
 
 
+def _parse_boolean(text: str) -> bool | str:
+    return text == "true" if text in ("true", "false") else text
+
+
 def _whole(low: int, high: int) -> Callable[[Any], int]:
     def check(value: Any) -> int:
-        wanted = f"a whole number from {low} to {high}"
-        if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 12:
-            value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise ValueError(wanted)
+            raise ValueError(f"a whole number from {low} to {high}")
         return value
 
     return check
 
 
+def _parse_whole(text: str) -> int | str:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 12 else text
+
+
 def _seconds(value: Any) -> float:
-    wanted = "seconds, from 0.001 to 86400"
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(wanted)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.001 <= value <= 86400:
+        raise ValueError("seconds, from 0.001 to 86400")
+    return float(value)
+
+
+def _parse_seconds(text: str) -> float | str:
     try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        raise ValueError(wanted) from None
-    if not 0.001 <= number <= 86400:
-        raise ValueError(wanted)
-    return number
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _size(value: Any) -> int:
@@ -316,12 +321,12 @@ def _chunk_size(value: Any) -> int:
 
 TABLE: dict[str, Key] = {
     "runtime": Key(_runtime),
-    "retries": Key(_whole(0, 100), annotation=True),
+    "retries": Key(_whole(0, 100), annotation=True, parse=_parse_whole),
     "gpu-map": Key(_map, annotation=True),
-    "keep-names": Key(_boolean, annotation=True),
+    "keep-names": Key(_boolean, annotation=True, parse=_parse_boolean),
     "hooks": Key(_lines),
-    "nvidia.lock-timeout": Key(_seconds, annotation=True),
-    "nvidia.allow-nccl": Key(_boolean, annotation=True),
+    "nvidia.lock-timeout": Key(_seconds, annotation=True, parse=_parse_seconds),
+    "nvidia.allow-nccl": Key(_boolean, annotation=True, parse=_parse_boolean),
     "nvidia.driver": Key(_one_of("native", "criu-plugin")),
     "nvidia.libdir": Key(_path),
     "nvidia.cuda-checkpoint": Key(_cuda_checkpoint),
@@ -330,17 +335,17 @@ TABLE: dict[str, Key] = {
     "amd.buffer": Key(_size),
     "memory.pages": Key(_one_of("chunks", "store", "criu"), annotation=True),
     "memory.chunk-size": Key(_chunk_size),
-    "memory.level": Key(_whole(0, 19), annotation=True),
+    "memory.level": Key(_whole(0, 19), annotation=True, parse=_parse_whole),
     "memory.ceiling": Key(_size),
     "memory.threads": Key(_whole(0, 1024)),
     "memory.sync": Key(_boolean),
     "memory.keep": Key(_boolean),
     "memory.keep-folder": Key(_folder),
-    "criu.link-remap": Key(_boolean, annotation=True),
+    "criu.link-remap": Key(_boolean, annotation=True, parse=_parse_boolean),
     "criu.ghost-limit": Key(_size, annotation=True),
-    "criu.timeout": Key(_whole(1, 86400), annotation=True),
-    "criu.skip-in-flight": Key(_boolean, annotation=True),
-    "criu.tcp-close": Key(_boolean, annotation=True),
+    "criu.timeout": Key(_whole(1, 86400), annotation=True, parse=_parse_whole),
+    "criu.skip-in-flight": Key(_boolean, annotation=True, parse=_parse_boolean),
+    "criu.tcp-close": Key(_boolean, annotation=True, parse=_parse_boolean),
     "criu.manage-cgroups": Key(_one_of(*_CGROUP_MODES), annotation=True),
     "criu.libdir": Key(_path),
     "criu.action-script": Key(_path),
@@ -491,9 +496,11 @@ def _apply(settings: Settings, values: Mapping[str, Any], where: str, prefix: st
         if name not in TABLE:
             raise _unknown(prefix + name, where)
         try:
-            checked = TABLE[name].check(value)
+            checked = TABLE[name].check(TABLE[name].parse(value) if prefix else value)
         except ValueError as error:
             said = f"{prefix}{name} in {where} is {value!r}; it must be {error}"
+            if not prefix and isinstance(value, str) and TABLE[name].parse(value) != value:
+                said += ", without quotes"
             raise SettingsError(said, hint="" if prefix else _HINT) from None
         section, _, key = name.rpartition(".")
         attribute = key.replace("-", "_")

@@ -51,7 +51,12 @@ class Kept:
     @property
     def size(self) -> int:
         """Bytes of all its blobs and manifests."""
-        return sum(each.size for each in (*self.artifact.blobs(), *self.artifact.documents))
+        return sum(each.size for each in self.parts)
+
+    @property
+    def parts(self) -> tuple[Descriptor, ...]:
+        """All its blobs and manifests."""
+        return (*self.artifact.blobs(), *self.artifact.documents)
 
     def check_podman(self) -> None:
         """Raise Refused where Podman cannot restore it: it is not whole, or containerd's."""

@@ -50,6 +50,10 @@ _KUBERNETES = "k8s.io"
 _ENDINGS = (".tar", ".tar.zst", ".tar.gz", ".tgz")
 _BEGINNINGS = ("/", "./", "../")
 _CONTAINER = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
+_TIME = re.compile(
+    r"20\d\d-?(?:0[1-9]|1[0-2])-?(?:0[1-9]|[12]\d|3[01])(?:[-_.T]?[0-2]\d[-.]?[0-5]\d(?:[-.]?[0-5]\d)?Z?)?",
+    re.ASCII,
+)
 _LONGEST = 200
 _DIGEST = re.compile(r"(?:sha256:)?[0-9a-f]{6,64}", re.ASCII)
 # What a folder of CRIU images has, or the folder that holds it.
@@ -321,6 +325,11 @@ def _one(match: re.Match[str]) -> str:
 def dated_name(container: str, container_id: str, when: datetime) -> str:
     """What a checkpoint is called where nobody says so: CONTAINER:UTC time. Raises StoreError."""
     return check_name(f"{container_name(container, container_id)}:{when.astimezone(UTC):%Y%m%d-%H%M%S}")
+
+
+def is_time(tag: str) -> bool:
+    """Whether a tag is a date or a time, as `dated_name` or date(1) with +%F or +%Y%m%d-%H%M writes it."""
+    return _TIME.fullmatch(tag) is not None
 
 
 def container_name(container: str, container_id: str) -> str:

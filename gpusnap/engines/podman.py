@@ -172,6 +172,17 @@ def said(*words: str, wanted: str) -> str:
     return done.out
 
 
+def exists(kind: str, wanted: str) -> bool:
+    """Whether Podman has a pod, an image or the like of that name or ID: podman-pod-exists(1) and others.
+
+    Raises GpusnapError where Podman cannot say.
+    """
+    done = _ask(kind, "exists", wanted)
+    if done.code not in (0, 1):
+        raise GpusnapError(f"Podman does not tell whether there is a {kind} {wanted[:80]}: {_sentence(done)}")
+    return done.code == 0
+
+
 def remove(container_id: str) -> None:
     """Remove a container that does not run. Raises GpusnapError.
 

@@ -26,12 +26,8 @@ def remove_volume(name: str) -> None:
 
 
 def has_pod(pod: str) -> bool:
-    """Whether there is a pod of that ID or name; no where Podman cannot say."""
-    try:
-        podman.said("pod", "exists", pod, wanted=f"whether there is a pod {pod[:12]}")
-    except GpusnapError:
-        return False
-    return True
+    """Whether there is a pod of that ID or name. Raises GpusnapError where Podman cannot say."""
+    return podman.exists("pod", pod)
 
 
 def latest() -> str:

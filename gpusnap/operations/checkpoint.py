@@ -149,7 +149,7 @@ def _ask(to: locator.InRegistry, *, plain_http: bool) -> None:
 def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: float) -> Made:
     store = wish.to.store if isinstance(wish.to, locator.InStore) else locator.default_store()
     with told():
-        name = _name(wish, found)
+        names = _store_names(wish, found)
         store.create()
         disk_space.check(
             found,
@@ -183,7 +183,7 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
                 whole = kept.load(root, staging.layout)
                 pages = kept.pages_of(whole, staging.layout, before)
                 tables = [each.table for each in volumes]
-                staging.commit(root, names=[name], tables=tables, completes=pages)
+                staging.commit(root, names=names, tables=tables, completes=pages)
     parts = {each.digest: each.size for each in (*whole.artifact.blobs(), *whole.artifact.documents)}
     return Made(
         container=found,
@@ -191,7 +191,7 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
         gpu_memory=whole.gpu_memory,
         size=sum(parts.values()),
         new=sum(size for digest, size in parts.items() if digest.partition(":")[2] not in blobs),
-        name=name,
+        name=names[0],
         digest=root.digest,
         store=store.path,
         pause=stopped(whole.record.timing) if whole.record is not None else None,
@@ -343,16 +343,20 @@ def _record_of(export: Export) -> manifest.Manifest | None:
     return manifest.decode(data, f"{CONFIG} in what Podman exported") if data is not None else None
 
 
-def _name(wish: Wish, found: podman.Container) -> str:
-    """What it is called in the store. Raises StoreError."""
+def _store_names(wish: Wish, found: podman.Container) -> list[str]:
+    """What it is called in the store; the first name is the one to show. Raises StoreError.
+
+    What goes to a registry has the usual name as well: NAME alone means the newest checkpoint of that name.
+    """
     given = wish.name
     if not given and isinstance(wish.to, locator.InStore):
         given = wish.to.wanted
     if given:
-        return check_name(given)
+        return [check_name(given)]
+    names = [locator.dated_name(found.name, found.id, datetime.now(UTC))]
     if isinstance(wish.to, locator.InRegistry):
-        return locator.store_name(wish.to.reference)
-    return locator.dated_name(found.name, found.id, datetime.now(UTC))
+        names.append(locator.store_name(wish.to.reference))
+    return names
 
 
 def _ending(path: str) -> str:

@@ -25,6 +25,7 @@ from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.index import REF_NAME, check_name
 from gpusnap.operations import push_pull
+from gpusnap.operations.disk_space import check_archive, check_copy
 from gpusnap.operations.open import open_repository
 from gpusnap.operations.pull import Referrers, fetched, have, staged
 from gpusnap.operations.sources import Local, local
@@ -95,6 +96,7 @@ def _from_registry(what: InRegistry, to: Destination, *, plain_http: bool, progr
         coming = fetched(store, what, after=referrers, plain_http=plain_http, progress=progress)
         with coming as (staging, found, moved):
             name = locator.store_name(what.reference)
+            check_archive(found.parts, to.path)
             _write_layout(found.root, referrers.found, staging.layout, to, name, progress)
         return Copied(found.root.digest, moved, file=to.path)
     file = to.path if isinstance(to, InFile) else ""
@@ -142,6 +144,7 @@ def _from_layout(source: Local, to: Destination, *, plain_http: bool, progress: 
         brought = images.bring(found, source.layout, to, progress)
         return replace(_copied(found), image=brought)
     if isinstance(to, InLayoutFile):
+        check_archive(found.parts, to.path)
         _write_layout(found.root, source.referrers(), source.layout, to, name, progress)
         return replace(_copied(found), file=to.path)
     found.check_whole()
@@ -153,6 +156,8 @@ def _from_layout(source: Local, to: Destination, *, plain_http: bool, progress: 
 def _into_store(source: Local, found: Kept, to: InStore, name: str, progress: Progress) -> Copied:
     from gpusnap.oci.registry import copy as transfer
 
+    if source.staging is None:
+        check_copy(found.parts, to.store.path, there=to.store.layout, what=f"the copy of {found.root.digest}")
     store, also = to.store.create(), source.referrers()
     done = Copied(found.root.digest, _copied(found).moved, store=store.path, name=name)
     names = [name] if name else []

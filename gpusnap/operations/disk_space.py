@@ -7,10 +7,12 @@ checkpoint. All of it is an upper bound: what compresses, or is there from an ea
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from gpusnap.engines import podman
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason
 from gpusnap.runtime_shim.gpu.nvidia import nvml
 from gpusnap.runtime_shim.process import proc
@@ -57,6 +59,33 @@ def check(
             hint="make room there; in a store, gpusnap rm and gpusnap gc do",
             code="GPS-007",
         )
+
+
+def check_copy(blobs: Iterable[Descriptor], folder: str, *, there: Layout | None = None, what: str) -> None:
+    """Raise Refused where a copy of blobs does not fit into a folder.
+
+    there: what has some of them already, which take no room again. what: the copy, for the message.
+    """
+    sizes = {
+        each.digest: each.size
+        for each in blobs
+        if there is None or not there.has_blob(each.digest, each.size)
+    }
+    need = sum(sizes.values())
+    place = folder
+    while not os.path.isdir(place) and place != os.path.dirname(place):  # a store that is yet to be made
+        place = os.path.dirname(place)
+    if need > (free := _free(place)):
+        raise Refused(
+            f"{what} needs {human(need)} in {folder}, where {human(free)} are free",
+            hint="make room there; in a store, gpusnap rm and gpusnap gc do",
+            code="GPS-007",
+        )
+
+
+def check_archive(blobs: Iterable[Descriptor], path: str) -> None:
+    """Raise Refused where an archive of blobs does not fit."""
+    check_copy(blobs, os.path.dirname(os.path.abspath(path)), what=f"the archive {path}")
 
 
 def volume_sizes(volumes: Mapping[str, str]) -> dict[str, int]:

@@ -22,6 +22,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.reference import Reference
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
+from gpusnap.operations.disk_space import check_copy
 from gpusnap.operations.open import open_repository
 from gpusnap.progress import Progress
 
@@ -92,6 +93,10 @@ def fetched(
                 look(found, staging.layout)
             of_memory = descriptors(found.tables)
             away = {each.digest: each.size for each in _away(of_memory, staging, store)}  # not of volumes
+
+            coming = [each for each in found.parts if wanted(each)]
+            lacking = [each for each in coming if not staging.layout.has_blob(each.digest, each.size)]
+            check_copy(lacking, store.path, there=store.layout, what=f"the pull of {what.reference}")
 
             def come(which: Callable[[Descriptor], bool]) -> Moved:
                 return transfer.pull(

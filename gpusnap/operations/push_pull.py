@@ -28,6 +28,7 @@ from gpusnap.oci.layout.reference import Reference
 from gpusnap.oci.store.index import check_name
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import Compression
+from gpusnap.operations.disk_space import check_archive
 from gpusnap.operations.open import load_manifest, open_repository
 from gpusnap.operations.pull import LATEST, Referrers, fetched
 from gpusnap.operations.sources import Local, layout_of, local
@@ -239,6 +240,7 @@ def write_file(
     name: of ctr's image. Raises OciError, ImageError, UsageError.
     """
     compress = _compression(path)
+    check_archive(found.parts, path)
     if found.artifact.is_image:
         return images.write(found, layout, path, name, progress)
     write_archive(found, layout, path, compress=compress, progress=progress)

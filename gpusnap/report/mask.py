@@ -28,11 +28,22 @@ _IS_NAME = re.compile(
     rf"{_NAMES}|[\w.-]*[\w.-][-_.](?:{_NAMES}|keys?)|[a-z0-9]*(?:password|passwd|token|secret)", re.I
 )
 _WORD = re.compile(r"[\w.-]+")
-# After a name: = or :, or a blank after an option, and the value, quoted or not. JSON in JSON has \" for ".
+# After a name: = or :, or a blank or the next word of a list after an option, and the value, quoted or not;
+# one that is not goes on after = or : to a delimiter, or to the next NAME=. JSON in JSON has \" for ".
+_QUOTED = r"\\*(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|[\"'][^\n]*)"
+_PLAIN = r"[^\s,;&\"'}\])]+"
 _VALUE = re.compile(
-    r"(?P<between>\\*[\"']?\s*[=:]\s*|\s+(?=\S))"
-    r"(?P<value>\\*(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|[\"'][^\n]*)|[^\s,;&\"'}\])]+)"
+    rf"(?P<between>\\*[\"']?\s*[=:]\s*)(?P<value>{_QUOTED}|{_PLAIN}(?:[ \t]+(?![\w.-]+[=:]){_PLAIN})*)"
 )
+_NEXT_WORD = re.compile(rf"(?P<between>\s+(?=\S)|\\*[\"']\s*,\s*)(?P<value>{_QUOTED}|{_PLAIN})")
+# Options that mean a secret to some programs (podman login -p, mysql -p, curl -u): not where the value is a
+# port, a path or another option.
+_SHORT = re.compile(
+    r"(?:(?<=\s)|(?<=[\"'])|^)(?P<option>-p|-u|--user|--proxy-user)(?P<between>\s+|=|\\*[\"']\s*,\s*\\*[\"'])"
+    r"(?P<value>[^\s\"'\\]+)",
+    re.M,
+)
+_NO_SECRET = re.compile(r"-.*|[./~].*|[\d.:\[\]-]+(?:/(?:tcp|udp|sctp))?")
 _PATTERNS = (
     # scheme://user:password@host, also a user alone, which may be a token.
     (re.compile(r"(?<=://)[^/\s'\"<>]+(?=@)"), MASK),
@@ -60,7 +71,18 @@ def mask(text: str, known: Iterable[str] = ()) -> str:
         text = text.replace(secret, MASK)
     for pattern, instead in _PATTERNS:
         text = pattern.sub(instead, text)
-    return "".join(_masked_values(text))
+    return _SHORT.sub(_masked_option, "".join(_masked_values(text)))
+
+
+def _masked_option(found: re.Match[str]) -> str:
+    """-p SECRET, -u NAME:SECRET; a user's or group's name alone is none."""
+    value = found["value"]
+    user, colon, password = value.partition(":")
+    if found["option"] != "-p":
+        masked = f"{user}:{MASK}" if colon and not password.isdigit() else value
+    else:
+        masked = value if _NO_SECRET.fullmatch(value) else MASK
+    return f"{found['option']}{found['between']}{masked}"
 
 
 def _masked_values(text: str) -> Iterator[str]:
@@ -72,11 +94,13 @@ def _masked_values(text: str) -> Iterator[str]:
     while (word := _WORD.search(text, at)) is not None:
         at = word.end()
         name = word[0].lstrip("-")
-        found = _VALUE.match(text, at) if _IS_NAME.fullmatch(name) else None
+        if not _IS_NAME.fullmatch(name):
+            continue
+        found = _VALUE.match(text, at)
+        if found is None and word[0].startswith("-"):  # "token expired" is prose; --token VALUE is none
+            found = _NEXT_WORD.match(text, at)
         if found is None:
             continue
-        if not found["between"].strip() and not word[0].startswith("-"):
-            continue  # "token expired" is prose; --token VALUE is none
         value = found["value"].lstrip("\\")
         quote = value[0] if value[0] in "\"'" else ""
         yield f"{text[done:at]}{found['between']}{quote}{MASK}{quote}"

@@ -1,9 +1,10 @@
 """`gpusnap prune`: take out of a store the checkpoints of each container that no rule keeps.
 
 Only whole checkpoints of gpusnap's are looked at: not the pages of one whose records Podman has, nothing that
-is damaged, and nothing of other tools. What has a name that does not belong to the container stays: somebody
-gave it that name. So does what another process reads, such as a restore, and what is dated in the future, by
-a clock that was wrong or by somebody else: as the newest one it would take the place of all others.
+is damaged, and nothing of other tools. What has a name that `gpusnap checkpoint` does not give by itself
+stays: somebody gave it that name. So does what another process reads, such as a restore, and what is dated in
+the future, by a clock that was wrong or by somebody else: as the newest one it would take the place of all
+others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
 from gpusnap.checkpoints.list import Row, listing
-from gpusnap.checkpoints.locator import container_name
+from gpusnap.checkpoints.locator import container_name, is_time
 from gpusnap.oci.base.errors import NotThere
 from gpusnap.oci.store.referrers import below
 from gpusnap.oci.store.store import Store
@@ -117,12 +118,18 @@ def is_of(row: Row, names: Sequence[str]) -> bool:
 
 
 def _protected(row: Row, patterns: Sequence[str]) -> tuple[str, ...]:
-    """The names of a row that are neither of its container (NAME, NAME:TAG) nor fit a pattern."""
+    """The names of a row that somebody gave it: neither NAME or NAME:TIME of its container, nor of a pattern.
+
+    A pattern without a colon means no tag of the container's: w* does not mean w:golden.
+    """
     called = {container_of(row), container_name(row.container, row.container_id)} - {""}
 
     def belongs(name: str) -> bool:
-        own = any(name == each or name.startswith(f"{each}:") for each in called)
-        return own or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        stem, _, tag = name.rpartition(":")
+        if name in called or (stem in called and is_time(tag)):
+            return True
+        fitting = [each for each in patterns if ":" in each or stem not in called]
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in fitting)
 
     return tuple(f"has the name {name}" for name in row.names if not belongs(name))
 

@@ -154,7 +154,9 @@ def test_through_a_registry(store: Store, registry: str) -> None:
     with FaultyProxy(registry, drop=10, fail=7) as proxy:
         ref = f"{proxy.host}/team/w:v1"
         made = done("checkpoint", "w", "--to", ref, "--plain-http")
-        assert made["pushed"]["reference"] == made["name"] == ref
+        assert made["pushed"]["reference"] == ref
+        assert sorted(each.name for each in store.entries()) == sorted((ref, made["name"]))
+        assert store.find("w").descriptor.digest == made["digest"]
         assert made["pushed"]["bytes"] >= 24 << 20
         container.remove()
         empty(store)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gpuhost
 import pytest
 import shimhost
 from containerdhost import containerd, gpu_options
@@ -54,15 +55,31 @@ def registered(crun: None) -> Iterator[None]:
     path.unlink()
 
 
-def test_host(registered: None) -> None:
+@pytest.fixture
+def current_driver() -> Iterator[None]:
+    """One that is new enough for everything."""
+    newer = GPUS_CONF.replace("560.35.03", "580.65.06").replace("cuda 12.6", "cuda 13.0")
+    gpuhost.install("/src/softgpu/build", newer)
+    yield
+    gpuhost.install("/src/softgpu/build", GPUS_CONF)
+
+
+def test_an_older_driver(registered: None) -> None:
+    """It has the calls, and NVIDIA does not say so of it."""
+    code, found = doctor()
+    assert "since driver 570" in wrong(found)["GPU driver"]
+    assert code == 0, wrong(found)
+
+
+def test_host(registered: None, current_driver: None) -> None:
     """This host has all it needs: no failure, and no warning but for what the machine is."""
     code, found = doctor()
     assert {name: says for name, says in wrong(found).items() if name not in OF_THE_MACHINE} == {}
     assert code == 0, wrong(found)
     assert found["GPU driver"][0]["facts"] == {
         "vendor": "nvidia",
-        "version": "560.35.03",
-        "cuda": "12.6",
+        "version": "580.65.06",
+        "cuda": "13.0",
         "gpus": 2,
     }
     assert found["registered"][0]["facts"]["runtimes"] == {"Podman": ["gpusnap-runtime"]}
@@ -100,8 +117,9 @@ def test_text(registered: None) -> None:
     """One line for each check; what to do is below it, and the last one counts."""
     done = run(GPUSNAP, "doctor")
     lines = done.out.splitlines()
-    assert all(line.startswith(("OK ", "warning ", "failure ", " ")) for line in lines[:-2])
-    assert lines[-1].startswith("0 failures, ")
+    assert all(line.startswith(("OK ", "warning ", "failure ", " ")) for line in lines[:-3])
+    assert lines[-2].startswith("0 failures, ")
+    assert lines[-1].startswith("GPU containers can be checkpointed and restored on this host")
 
 
 def test_a_host_with_nothing(crun: None, tmp_path: Path) -> None:

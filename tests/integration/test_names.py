@@ -53,6 +53,26 @@ def test_checkpoint_and_restore(store: Store) -> None:
     good(podman("volume", "inspect", "data"))
 
 
+def test_files_that_change_meanwhile(store: Store, tmp_path: Path) -> None:
+    """In the stopped container: what was changed or removed comes back, and what was added stays."""
+    script = "echo then >/etc/changed; echo then >/etc/removed; exec /gpuwork --tick 30"
+    container = Container.start("server", script=script)
+    good(gpusnap("checkpoint", "server"))
+    upper = Path(container.inspect()["GraphDriver"]["Data"]["UpperDir"])
+    now = tmp_path / "now"
+    now.write_text("now\n")
+    for name in ("changed", "added"):
+        good(podman("cp", now, f"server:/etc/{name}"))
+    assert (upper / "etc/changed").read_text() == "now\n"
+    (upper / "etc/removed").unlink()
+    assert good(gpusnap("restore", "server")).startswith(f"server  {container.id}")
+    container.goes_on()
+    found = [
+        good(podman("exec", "server", "cat", f"/etc/{name}")) for name in ("changed", "removed", "added")
+    ]
+    assert found == ["then", "then", "now"]
+
+
 def test_the_newest_of_several(store: Store) -> None:
     """Each command takes the newest; rm takes none of several, and nothing else is in the way."""
     container = Container.start("server", *WORK)

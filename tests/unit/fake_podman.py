@@ -26,7 +26,8 @@ case "$1 $2" in
 --runtime*) cat $F/path; exit;;
 "ps --filter") cat $F/users; exit;;
 "ps "*) cat $F/ids; exit;;
-"pod exists") grep -qx "$3" $F/pods; exit;;
+"pod exists") [ ! -e $F/broken ] || {{ cat $F/broken >&2; exit 125; }}
+    grep -qx "$3" $F/pods; exit;;
 "pod inspect") echo infra; exit;;
 "volume ls") cat $F/volumes; exit;;
 "volume rm") sed -i "/^$3$/d" $F/volumes; exit;;

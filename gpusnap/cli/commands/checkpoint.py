@@ -90,10 +90,10 @@ def checkpoint(
 ) -> None:
     """Checkpoint a running Podman container, including its GPU state.
 
-    Without --to, the checkpoint goes into this host's store. With --to REF it goes into the store and is then
-    pushed. With --to FILE or --to oci:DIR it goes only there. A store does not write again what it has from
-    earlier checkpoints. If another checkpoint in the store has the same name, it loses the name and stays
-    under its digest.
+    Without --to, the checkpoint goes into this host's store. With --to REF it goes into the store, as
+    CONTAINER:TIME and as REF, and is then pushed. With --to FILE or --to oci:DIR it goes only there. A store
+    does not write again what it has from earlier checkpoints. If another checkpoint in the store has the same
+    name, it loses the name and stays under its digest.
 
     Files in its named volumes are taken along, unless --ignore-volumes is given. A store does not write
     again what has not changed there. With --leave-running, Podman reads the files of volumes, and those of
@@ -270,8 +270,9 @@ def restore(
     one that shares the same namespaces (--pod).
 
     If Podman still has the stopped container that this very checkpoint ended, that container continues, with
-    its volumes and logs; if the restore fails, it is as before. Any other container of that name is in the
-    way: remove it first (`podman rm`), or give another name with --name.
+    its volumes and logs; if the restore fails, it is as before. Files that were changed or removed in it
+    since then (`podman cp`) come back as they were; files that were added stay. Any other container of that
+    name is in the way: remove it first (`podman rm`), or give another name with --name.
 
     Several checkpoints are restored one after another, each on its own: the failure of one does not stop the
     others. As JSON they are a list, results; a failure has what, error, code and exitCode there.

@@ -57,12 +57,26 @@ def doctor(container: str | None, namespace: str, runtime: str, as_json: bool) -
     if as_json:
         click.echo(json.dumps(document(checks), indent=1))
     else:
-        print_checks(show.output(), checks)
+        console = show.output()
+        print_checks(console, checks)
+        show.say(console, conclusion(checks, container))
     failures = sum(each.verdict is Verdict.FAILURE for each in checks)
     if failures:
         raise GpusnapError(
             f"{failures} of {plural(len(checks), 'check')} failed", hint="do what each of them says"
         )
+
+
+def conclusion(checks: Sequence[Check], container: str | None) -> str:
+    """One sentence: whether it can be done."""
+    what = "GPU containers can be checkpointed and restored on this host"
+    if container is not None:
+        what = f"{container} can be checkpointed"
+    if any(each.verdict is Verdict.FAILURE for each in checks):
+        return what.replace(" can ", " cannot ", 1) + " until the failures are put right"
+    if any(each.verdict is Verdict.WARNING for each in checks):
+        return f"{what}; read the warnings first"
+    return what
 
 
 def print_checks(to: Console, checks: Sequence[Check]) -> None:

@@ -14,6 +14,7 @@ from gpusnap.checkpoints.locator import default_store, in_store, open_store
 from gpusnap.cli import name_rows, store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_stored
+from gpusnap.listing.ages import ago
 from gpusnap.progress import Progress
 from gpusnap.retention.history import Moment
 from gpusnap.retention.history import history as moments
@@ -76,10 +77,9 @@ def _say(found: Sequence[Moment], now: datetime) -> None:
 
 def _cells(each: Moment, now: datetime) -> dict[str, str]:
     """A row, by column."""
-    age = _age(each, now)
     return {
         "created": each.created[:16].replace("T", " "),
-        "age": _written_age(age) if age is not None else "",
+        "age": ago(each.created, now) if each.created else "",
         "name": ", ".join(each.names) or store_tables.short(each.digest),
         "size": human(each.size),
         "new": human(each.new),
@@ -95,11 +95,3 @@ def _age(of: Moment, now: datetime) -> int | None:
     with suppress(ValueError, TypeError):
         return round((now - datetime.fromisoformat(of.created)).total_seconds())
     return None
-
-
-def _written_age(seconds: int) -> str:
-    """An age for people: its largest unit, such as 5 min, 3 h or 12 d."""
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if abs(seconds) >= size:
-            return f"{int(seconds / size)} {unit}"
-    return f"{seconds} s"

@@ -18,11 +18,12 @@ from gpusnap.listing.filters import Line, chosen, rows_of
 from gpusnap.listing.registry import RemoteListing
 from gpusnap.listing.registry import listing as remote_listing
 from gpusnap.listing.templates import template
-from gpusnap.oci.base.errors import Rejected
+from gpusnap.oci.base.errors import NotThere, OciError, Rejected
 from gpusnap.oci.store.store import Store
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, SettingsError, UsageError
+from gpusnap.runtime_shim.log import NOTE
 from gpusnap.runtime_shim.units import human
 from gpusnap.user_errors import NotFound, told
 
@@ -91,9 +92,10 @@ def ls(
     if form == "json":
         form, as_json = None, True
     made = template(form) if form is not None else None
-    where = _place(place)
+    where, name = _place(place), ""
     if isinstance(where, str):
-        filters, where = (*filters, f"name={where}"), InStore(_default_store(), "")
+        name = where
+        filters, where = (*filters, f"name={name}"), InStore(_default_store(), "")
     found: kept.Listing | RemoteListing
     with told(), Progress() as progress:
         if isinstance(where, InRegistry):
@@ -103,6 +105,8 @@ def ls(
             progress.stage("reading the store")
             found = _listing(where, named=place is not None)
     lines = chosen(found.rows, filters)
+    if isinstance(where, InStore) and name and not lines:
+        _say_near(where.store, name)
     if as_json:
         value = store_tables.document(found)
         rows = [store_tables.document(row) for row in rows_of(lines)]
@@ -167,6 +171,15 @@ def _listing(place: InStore, *, named: bool) -> kept.Listing:
         locator.open_store(place.store)
     # This host's store comes to be with the first checkpoint.
     return kept.Listing(place.store.path, (), 0, 0)
+
+
+def _say_near(store: Store, name: str) -> None:
+    """Say on stderr that a store has nothing of a name, and which names are like it."""
+    with suppress(OciError):  # what is wrong with the store was said
+        try:
+            store.find_exactly(name)
+        except NotThere as error:
+            click.echo(f"gpusnap: {NOTE}{error}", err=True)
 
 
 def _show(found: kept.Listing | RemoteListing, lines: tuple[Line, ...], *, filtered: bool) -> None:

@@ -49,10 +49,10 @@ def prune(
     without a checkpoint do not count. Days begin at midnight UTC, weeks on Monday.
 
     These always stay: the newest checkpoint of a container, what a restore or another command is reading, and
-    a checkpoint with a name that is neither CONTAINER nor CONTAINER:TAG and does not fit NAME, such as one
-    that `gpusnap tag` gave it. What refers to a checkpoint, such as a signature, is removed with it. The
-    blobs stay on disk until `gpusnap gc`. After that, Podman cannot restore the stopped container of a
-    removed checkpoint either.
+    a checkpoint with a name that is neither CONTAINER nor CONTAINER:TIME and does not fit NAME, such as one
+    that `gpusnap tag` gave it. A NAME with * fits such a tag only if it has a colon, as in 'server:old*'.
+    What refers to a checkpoint, such as a signature, is removed with it. The blobs stay on disk until
+    `gpusnap gc`. After that, Podman cannot restore the stopped container of a removed checkpoint either.
 
     As JSON: store, dryRun, checkpoints (each with digest, names, created, container, own, reasons; without a
     reason to stay, it is removed), collected (null, or what `gpusnap gc` says).

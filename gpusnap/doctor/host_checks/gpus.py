@@ -17,6 +17,10 @@ from gpusnap.runtime_shim.runtime.criu.plugins import find as find_plugin
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.units import human
 
+# cuda.h: the checkpoint functions came with CUDA 12.8 (driver 570), and the pairs of GPUs that a restore
+# takes (CUcheckpointRestoreArgs.gpuPairs) with CUDA 13.0 (driver 580).
+_API = 570
+_REMAP = 580
 # The kernel cuts a process' name to 15 bytes: nvidia-cuda-mps-control, nvidia-cuda-mps-server.
 _MPS = "nvidia-cuda-mps"
 
@@ -67,7 +71,24 @@ def _described(host: Host, plugin: Plugin | None) -> Check:
         kind = f"{gpu.model} with {human(gpu.memory_total)}"
         kinds[kind] = kinds.get(kind, 0) + 1
     each = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    return ok("GPU driver", f"{says}; {each}", **facts)
+    says = f"{says}; {each}"
+    if host.vendor == "nvidia" and plugin is None:
+        release = _release(host.driver_version)
+        if release < _API:
+            what = (
+                f"{says}. NVIDIA describes that API since driver {_API}, and it was not tried with this one"
+            )
+            return warning("GPU driver", what, f"install NVIDIA driver {_REMAP} or later", **facts)
+        if release < _REMAP:
+            what = f"{says}. Before {_REMAP} it restores only onto the same GPUs, and not on another host"
+            return warning("GPU driver", what, f"install NVIDIA driver {_REMAP} or later", **facts)
+    return ok("GPU driver", says, **facts)
+
+
+def _release(version: str) -> int:
+    """The first number of a driver's version; of what has none, one that is new enough."""
+    first = version.partition(".")[0]
+    return int(first) if first.isascii() and first.isdigit() else _REMAP
 
 
 def plugin(

@@ -5,6 +5,9 @@ need the container removed first. Nothing can be lost in place: what the contain
 (volumes, logs, its pod, what depends on it) stays, and where the restore fails, Podman leaves the container
 and its images as they were (libpod, Container.restore: both change only after a success).
 
+Podman puts the files of the checkpoint back over the container's own (rootfs-diff.tar, in its storage): what
+somebody changed or removed in the stopped container, as `podman cp` does, comes back. What was added stays.
+
 It is done only where Podman has that very checkpoint: the container has the ID and the name of the one in the
 archive, a checkpoint ended it and it was not started since, and the images in Podman's storage are those in
 the archive. Anything else that has the name is left alone.

@@ -49,6 +49,7 @@ def test_text(gpusnap: Run, checks: list[Check]) -> None:
         "                → do that",
         "",
         "1 failure, 1 warning",
+        "GPU containers cannot be checkpointed and restored on this host until the failures are put right",
     ]
     assert err == "gpusnap: 1 of 3 checks failed; do what each of them says\n"
 
@@ -66,7 +67,18 @@ def test_a_code(gpusnap: Run, checks: list[Check]) -> None:
 def test_warnings_are_no_failure(gpusnap: Run, checks: list[Check]) -> None:
     """0, and nothing on stderr."""
     checks += [FINE, WELL]
-    assert gpusnap("doctor")[::2] == (exit_codes.DONE, "")
+    code, out, err = gpusnap("doctor")
+    assert (code, err) == (exit_codes.DONE, "")
+    assert out.splitlines()[-2:] == [
+        "0 failures, 1 warning",
+        "GPU containers can be checkpointed and restored on this host; read the warnings first",
+    ]
+
+
+def test_the_last_line_without_warnings() -> None:
+    """It names the container that was asked for."""
+    assert commands_doctor.conclusion([FINE], "w") == "w can be checkpointed"
+    assert commands_doctor.conclusion([BAD], "w").startswith("w cannot be checkpointed until ")
 
 
 def test_json(gpusnap: Run, checks: list[Check]) -> None:

@@ -180,8 +180,9 @@ def test_a_push_that_fails(store: Store, registry: FakeRegistry) -> None:
     with pytest.raises(GpusnapError) as raised:
         ran("checkpoint", "w", "--to", ref, "--plain-http")
     text = raised.value.sentence()
-    assert f"the checkpoint is in {store.path} as {ref}, and was not pushed: " in text
-    assert text.endswith(f"; gpusnap push {ref} {ref} --plain-http goes on [GPS-801]")
+    (name,) = {each.name for each in store.entries()} - {ref}
+    assert f"the checkpoint is in {store.path} as {name}, and was not pushed: " in text
+    assert text.endswith(f"; gpusnap push {name} {ref} --plain-http goes on [GPS-801]")
     registry.rules.clear()
     assert ran(*text.rpartition("; gpusnap ")[2].removesuffix(" goes on [GPS-801]").split()).exit_code == 0
 

@@ -201,6 +201,12 @@ def test_ls_filters(gpusnap: Run, kept: Kept) -> None:
     (row,) = json_of(gpusnap, "ls", "-f", "name=w:2")["checkpoints"]
     assert (row["names"], row["digest"]) == (["w:2"], kept.second.digest)
     assert gpusnap("ls", "none")[1].splitlines() == [out.splitlines()[-1].replace("2 of 4", "0 of 4")]
+    for options in ((), ("--quiet",), ("--json",)):
+        code, _, err = gpusnap("ls", "v", *options)
+        assert (code, len(err.splitlines())) == (0, 1)
+        assert err.startswith("gpusnap: note: nothing in ")
+        assert "has the name or digest 'v'" in err
+    assert "did you mean w:2 or w:1?" in gpusnap("ls", "w:4")[2]
     code, _, err = gpusnap("ls", "--filter", "nam=w")
     assert code == exit_codes.USAGE
     assert "the keys are name, container, before, since, dangling, kind" in err

@@ -554,8 +554,13 @@ def test_a_registry_is_asked_first(fake: FakePodman, store: Store, tmp_path: Pat
         assert fake.calls() == []
         assert fake.status() == "running"
         registry.rules.clear()
-        assert made(to=to).pushed is not None
+        done = made(to=to)
+        assert done.pushed is not None
         assert ("team/app", "v1") in registry.manifests
+        # `gpusnap restore w` means it: it is the newest one of that name.
+        assert re.fullmatch(r"w:\d{8}-\d{6}", done.name)
+        assert {each.name for each in store.entries()} == {done.name, str(to.reference)}
+        assert store.find("w").descriptor.digest == done.digest
 
 
 @pytest.mark.parametrize(

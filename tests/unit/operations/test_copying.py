@@ -22,6 +22,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.partial_blob import Incoming
 from gpusnap.oci.store.referrers import below
 from gpusnap.oci.store.store import Store
+from gpusnap.operations import disk_space
 from gpusnap.operations.copy import Copied, Destination, Source, copy
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
@@ -160,6 +161,38 @@ def test_the_archive_is_a_layout(store: Store, digest: str, tmp_path: Path) -> N
             found.check_blob(each)
     copied(locator.find(f"oci-archive:{path}"), InStore(store, "again"))
     assert store.find("again").descriptor.digest == digest
+
+
+@pytest.mark.parametrize("to", ["store", "w.tar", "layout", "from a registry"])
+def test_no_room(
+    store: Store,
+    digest: str,
+    registry: FakeRegistry,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    to: str,
+) -> None:
+    """It is refused before anything is written; what the destination has needs none."""
+    copied(InStore(store, "w"), at(registry))
+    other = Store(tmp_path / "other")
+    places: dict[str, Destination] = {
+        "w.tar": InFile(f"{tmp_path}/w.tar"),
+        "layout": InLayoutFile(f"{tmp_path}/l"),
+    }
+    place = places.get(to, InStore(other, "a"))
+    what: Source = at(registry) if to == "from a registry" else InStore(store, "w")
+    monkeypatch.setattr(disk_space, "_free", lambda folder: 100)
+    with pytest.raises(GpusnapError, match=r" needs .* in .*, where 100 B are free") as raised:
+        copied(what, place)
+    assert raised.value.code == "GPS-007"
+    assert not os.path.exists(f"{tmp_path}/w.tar")
+    assert not os.path.exists(f"{tmp_path}/l")
+    if to in ("store", "from a registry"):
+        assert not os.path.exists(other.path) or not other.entries()
+        monkeypatch.setattr(disk_space, "_free", lambda folder: 1 << 40)
+        copied(what, place)
+        monkeypatch.setattr(disk_space, "_free", lambda folder: 0)
+        copied(what, InStore(other, "b"))
 
 
 def test_in_the_same_store(store: Store, digest: str) -> None:

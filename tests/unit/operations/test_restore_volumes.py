@@ -228,3 +228,17 @@ def test_no_such_pod(fake: FakePodman, tmp_path: Path, was_in: str, wanted: str,
     assert str(raised.value) == said
     assert raised.value.code == "GPS-522"
     assert fake.calls() == []
+
+
+@pytest.mark.parametrize("wanted", ["", "p2"])
+def test_podman_cannot_say_whether_there_is_a_pod(fake: FakePodman, tmp_path: Path, wanted: str) -> None:
+    """That is said, and not that there is none."""
+    source = Layout(tmp_path / "source").create()
+    more = {"config.dump": json.dumps({**CONFIG_DUMP, "pod": "p1"}).encode()}
+    archive = written(tmp_path / "in.tar", source, record(regions(source)), more=more)
+    (fake.folder / "broken").write_text("Error: database is locked\n")
+    with pytest.raises(GpusnapError) as raised:
+        restored(InFile(archive), pod=wanted)
+    what = f"Podman does not tell whether there is a pod {wanted or 'p1'}"
+    assert str(raised.value) == f"{what}: Podman failed: database is locked"
+    assert fake.calls() == []

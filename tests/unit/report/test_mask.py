@@ -44,6 +44,16 @@ SECRET = "s3cr3t-Val.ue"
         f"https://user:p@{SECRET}@registry.example/v2/",
         f"password='{SECRET} cut off",
         f'{{"said": "{{\\"password\\": \\"{SECRET}\\"}}"}}',
+        f"password = correct horse {SECRET}",
+        f"DB_PASSWORD: two {SECRET}",
+        f"it said password=two {SECRET}, and ended",
+        f"podman login -u me -p {SECRET} registry.example",
+        f"--password {SECRET}",
+        f'["podman", "login", "-p", "{SECRET}", "r.example"]',
+        f"['mysql', '--password', '{SECRET}']",
+        f"curl -u me:{SECRET} https://r.example",
+        f"curl --user me:{SECRET} https://r.example",
+        f"mysql -p={SECRET}",
     ],
 )
 def test_by_names(text: str) -> None:
@@ -80,6 +90,9 @@ def test_by_form(token: str) -> None:
         "[store] pull-from = ['r.example/a']",
         "passed 3 of 4",
         "author = somebody",
+        "podman run -p 8080:80 -p 127.0.0.1:53:53/udp --publish 1:1 -u 1000:1000 --user www-data x",
+        "mkdir -p /srv/x && mkdir -p ./y",
+        "ssh -p 22 host",
         "GPU-8a7b6c5d-1111-2222-3333-444455556666",
     ],
 )
@@ -87,13 +100,23 @@ def test_what_stays(text: str) -> None:
     assert mask(text) == text
 
 
-@pytest.mark.parametrize("piece", ["-", "a-", "-a", "_", "a.", "password ", 'password="\\'])
+@pytest.mark.parametrize(
+    "piece", ["-", "a-", "-a", "_", "a.", "password ", 'password="\\', "password=a ", "-p ", '-p",', " x"]
+)
 def test_the_time_that_it_takes(piece: str) -> None:
     """A line of dashes is no work: what a log has must not keep a report from its end."""
     text = f"{piece * 100_000}\n"
     began = time.process_time()
     mask(text)
     assert time.process_time() - began < 5
+
+
+def test_what_stands_behind() -> None:
+    """A value with blanks ends where the next name begins, at a delimiter or with its line."""
+    assert mask("token=a b container=w") == "token=*** container=w"
+    assert mask("password: a b; user: me") == "password: ***; user: me"
+    assert mask("password = a b\nuser = me") == "password = ***\nuser = me"
+    assert mask("podman login -p a r.example") == "podman login -p *** r.example"
 
 
 def test_known_ones(tmp_path: Path) -> None:

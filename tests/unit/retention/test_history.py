@@ -99,7 +99,11 @@ def test_the_command(store: Store, gpusnap: Run) -> None:
     assert (code, err) == (0, "")
     title, *rows, total = out.splitlines()
     assert title.split() == ["created", "age", "name", "size", "new", "pause", "GPUs", "driver", "labels"]
-    assert [row.split()[2:5] for row in rows] == [["3", "d", "w:3"], ["2", "d", "w:2"], ["1", "d", "w:1"]]
+    assert [row.split()[2:6] for row in rows] == [
+        ["3", "days", "ago", "w:3"],
+        ["2", "days", "ago", "w:2"],
+        ["24", "hours", "ago", "w:1"],
+    ]
     assert all("2.25 s" in row and row.rstrip().endswith(f"day={3 - at}") for at, row in enumerate(rows))
     assert total.startswith("3 checkpoints, ")
     code, out, err = gpusnap("history", f"oci:{store.path}:w", "--json")

@@ -21,6 +21,8 @@ from gpusnap.retention.rules import Rules
 
 Run = Callable[..., tuple[int, str, str]]
 LAST = Rules(last=1)
+TIME = "202601%02d"
+"""What is behind the colon of a name, as a date."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,13 +58,13 @@ def test_by_container(store: Store) -> None:
     """Each has its own last ones; the names that `gpusnap checkpoint` gives go with the checkpoints."""
     for container in ("a", "b"):
         for day in (1, 2, 3):
-            made(store, container, day, f"{container}:{day}")
+            made(store, container, day, f"{container}:{TIME % day}")
     verdicts = prune(store, Rules(last=2))
-    assert names(store) == {"a:2", "a:3", "b:2", "b:3"}
+    assert names(store) == {"a:20260102", "a:20260103", "b:20260102", "b:20260103"}
     assert [(each.names, each.reasons) for each in verdicts if each.container == "a"] == [
-        (("a:1",), ()),
-        (("a:2",), ("last",)),
-        (("a:3",), ("last",)),
+        (("a:20260101",), ()),
+        (("a:20260102",), ("last",)),
+        (("a:20260103",), ("last",)),
     ]
     assert all(each.reasons for each in prune(store, Rules(last=2)))
 
@@ -70,11 +72,11 @@ def test_by_container(store: Store) -> None:
 def test_a_dry_run(store: Store) -> None:
     """It says the same, and changes nothing."""
     for day in (1, 2, 3):
-        made(store, "a", day, f"a:{day}")
+        made(store, "a", day, f"a:{TIME % day}")
     said = prune(store, LAST, dry_run=True)
-    assert names(store) == {"a:1", "a:2", "a:3"}
+    assert names(store) == {"a:20260101", "a:20260102", "a:20260103"}
     assert prune(store, LAST) == said
-    assert names(store) == {"a:3"}
+    assert names(store) == {"a:20260103"}
 
 
 def test_containers_whose_name_no_store_takes(store: Store) -> None:
@@ -92,27 +94,55 @@ def test_containers_whose_name_no_store_takes(store: Store) -> None:
 
 def test_names_that_somebody_gave(store: Store) -> None:
     """They keep a checkpoint, and it does not count; where the pattern fits them, it does."""
-    made(store, "a", 1, "a:1", "best")
-    made(store, "a", 2, "a:2", "registry.example/a:v2")
-    made(store, "a", 3, "a:3")
+    made(store, "a", 1, "a:20260101", "best")
+    made(store, "a", 2, "a:20260102", "registry.example/a:v2")
+    made(store, "a", 3, "a:20260103")
     made(store, "a", 4, "a")
     verdicts = prune(store, LAST)
-    assert names(store) == {"a:1", "best", "a:2", "registry.example/a:v2", "a"}
+    assert names(store) == {"a:20260101", "best", "a:20260102", "registry.example/a:v2", "a"}
     assert verdicts[0].reasons == ("has the name best",)
     prune(store, LAST, ["a", "registry.example/*"])
-    assert names(store) == {"a:1", "best", "a"}
+    assert names(store) == {"a:20260101", "best", "a"}
     prune(store, LAST, ["a", "bes?"])
     assert names(store) == {"a"}
+
+
+@pytest.mark.parametrize("tag", ["golden", "v1", "1", "latest", "20261399", "2026"])
+def test_tags_that_are_no_time(store: Store, tag: str) -> None:
+    """Somebody gave them: they keep a checkpoint, also against a pattern of containers."""
+    made(store, "app", 1, f"app:{TIME % 1}", f"app:{tag}")
+    for day in (2, 3):
+        made(store, "app", day, f"app:{TIME % day}")
+    verdicts = prune(store, LAST, ["ap*"])
+    assert verdicts[0].reasons == (f"has the name app:{tag}",)
+    assert names(store) == {f"app:{TIME % 1}", f"app:{tag}", f"app:{TIME % 3}"}
+    prune(store, LAST, ["app:*"])
+    assert names(store) == {f"app:{TIME % 3}"}
+
+
+@pytest.mark.parametrize("tag", ["2026-01-01", "20260101-0930", "20260101-093000", "2026-01-01T09.30.00Z"])
+def test_tags_that_are_times(store: Store, tag: str) -> None:
+    """Those of `gpusnap checkpoint` and of a script with date(1) go with their checkpoints."""
+    made(store, "app", 1, f"app:{tag}")
+    made(store, "app", 2, f"app:{TIME % 2}")
+    prune(store, LAST)
+    assert names(store) == {f"app:{TIME % 2}"}
 
 
 def test_only_the_containers_that_were_named(store: Store) -> None:
     for container in ("web-1", "web-2", "other"):
         for day in (1, 2):
-            made(store, container, day, f"{container}:{day}")
+            made(store, container, day, f"{container}:{TIME % day}")
     prune(store, LAST, ["web-1"])
-    assert names(store) == {"web-1:2", "web-2:1", "web-2:2", "other:1", "other:2"}
+    assert names(store) == {
+        "web-1:20260102",
+        "web-2:20260101",
+        "web-2:20260102",
+        "other:20260101",
+        "other:20260102",
+    }
     prune(store, LAST, ["web-*"])
-    assert names(store) == {"web-1:2", "web-2:2", "other:1", "other:2"}
+    assert names(store) == {"web-1:20260102", "web-2:20260102", "other:20260101", "other:20260102"}
 
 
 def test_without_names(store: Store) -> None:
@@ -126,13 +156,13 @@ def test_without_names(store: Store) -> None:
 def test_what_is_no_whole_checkpoint(store: Store) -> None:
     """Pages whose records Podman has, what is damaged, and what has no age are left."""
     pages = keep(store, bytearray(b"x" * 5000), annotations=ANNOTATIONS).digest
-    ageless = made(store, "a", 1, "a:1", created="yesterday")
-    damaged = made(store, "a", 2, "a:2")
+    ageless = made(store, "a", 1, "a:20260101", created="yesterday")
+    damaged = made(store, "a", 2, "a:20260102")
     Path(store.path, "blobs/sha256", damaged.removeprefix("sha256:")).write_bytes(b"{}")
-    made(store, "a", 3, "a:3")
-    made(store, "a", 4, "a:4")
+    made(store, "a", 3, "a:20260103")
+    made(store, "a", 4, "a:20260104")
     verdicts = prune(store, LAST)
-    assert names(store) == {"", "a:1", "a:2", "a:4"}
+    assert names(store) == {"", "a:20260101", "a:20260102", "a:20260104"}
     assert {entry.descriptor.digest for entry in store.entries()} >= {pages, ageless, damaged}
     assert [each.reasons for each in verdicts] == [("age not known",), (), ("last",)]
 
@@ -141,46 +171,46 @@ def test_what_is_no_whole_checkpoint(store: Store) -> None:
 def test_a_time_beyond_all_years(store: Store, created: str) -> None:
     """It is of the year 10000 or 0 in UTC: the checkpoint stays, and the others are decided on."""
     for day in (1, 2):
-        made(store, "a", day, f"a:{day}")
-    made(store, "a", 3, "a:3", created=created)
+        made(store, "a", day, f"a:{TIME % day}")
+    made(store, "a", 3, "a:20260103", created=created)
     prune(store, Rules(daily=1))
-    assert names(store) == {"a:2", "a:3"}
+    assert names(store) == {"a:20260102", "a:20260103"}
 
 
 def test_a_clock_that_was_wrong(store: Store) -> None:
     """What is dated in the future stays, and takes the place of none of the others, but for an hour."""
     now = datetime.now(UTC)
     for day in (1, 2):
-        made(store, "a", day, f"a:{day}")
-    made(store, "a", 3, "a:3", created="2999-01-01T00:00:00Z")
-    made(store, "a", 4, "a:4", created=(now + timedelta(hours=2)).isoformat())
+        made(store, "a", day, f"a:{TIME % day}")
+    made(store, "a", 3, "a:20260103", created="2999-01-01T00:00:00Z")
+    made(store, "a", 4, "a:20260104", created=(now + timedelta(hours=2)).isoformat())
     found = prune(store, Rules(last=1, within=timedelta(hours=12)))
-    assert names(store) == {"a:2", "a:3", "a:4"}
+    assert names(store) == {"a:20260102", "a:20260103", "a:20260104"}
     assert [each.reasons for each in found[-2:]] == [("dated in the future",)] * 2
-    made(store, "a", 5, "a:5", created=(now + timedelta(minutes=50)).isoformat())
+    made(store, "a", 5, "a:20260105", created=(now + timedelta(minutes=50)).isoformat())
     prune(store, LAST)
-    assert names(store) == {"a:3", "a:4", "a:5"}
+    assert names(store) == {"a:20260103", "a:20260104", "a:20260105"}
 
 
 def test_what_is_in_use(store: Store) -> None:
     """A hold keeps it, also in what a dry run says; afterwards it goes."""
-    first = made(store, "a", 1, "a:1")
-    made(store, "a", 2, "a:2")
+    first = made(store, "a", 1, "a:20260101")
+    made(store, "a", 2, "a:20260102")
     for dry_run in (True, False):
         with store.hold(first):
             assert prune(store, LAST, dry_run=dry_run)[0].reasons == ("in use",)
-        assert names(store) == {"a:1", "a:2"}
+        assert names(store) == {"a:20260101", "a:20260102"}
     # A reader that was killed holds nothing.
     assert end(begin(lambda: store.hold(first).__enter__())) == 0
     assert prune(store, LAST)[0].reasons == ()
-    assert names(store) == {"a:2"}
+    assert names(store) == {"a:20260102"}
     assert [*Path(store.path, "holds").iterdir()] == []
 
 
 def test_a_name_that_comes_meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was given after the store was read, and keeps the checkpoint."""
-    first = made(store, "a", 1, "a:1")
-    made(store, "a", 2, "a:2")
+    first = made(store, "a", 1, "a:20260101")
+    made(store, "a", 2, "a:20260102")
     real = Store.remove_unused
 
     def late(self: Store, digest: str, known: tuple[str, ...]) -> bool:
@@ -194,8 +224,8 @@ def test_a_name_that_comes_meanwhile(store: Store, monkeypatch: pytest.MonkeyPat
 
 def test_a_hold_that_comes_meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """While something is taken out of the index nobody gets a hold of it, and then it is not there."""
-    first = made(store, "a", 1, "a:1")
-    made(store, "a", 2, "a:2")
+    first = made(store, "a", 1, "a:20260101")
+    made(store, "a", 2, "a:20260102")
     reader = -1
 
     def write(catalog: Catalog) -> None:
@@ -207,12 +237,12 @@ def test_a_hold_that_comes_meanwhile(store: Store, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Catalog, "write", write)
     assert prune(store, LAST)[0].reasons == ()
     assert end(reader) == 1
-    assert names(store) == {"a:2"}
+    assert names(store) == {"a:20260102"}
 
 
 def test_referrers_go_with_it(store: Store) -> None:
     """Signatures of what stays stay."""
-    digests = [made(store, "a", day, f"a:{day}") for day in (1, 2)]
+    digests = [made(store, "a", day, f"a:{TIME % day}") for day in (1, 2)]
     signatures = []
     for digest in digests:
         to = store.find(digest).descriptor
@@ -230,21 +260,21 @@ def test_referrers_go_with_it(store: Store) -> None:
 def test_the_command(store: Store, gpusnap: Run) -> None:
     """A line for each with its reasons, a total, and what frees the room; with --gc it is free."""
     for day in (1, 2, 3):
-        made(store, "a", day, f"a:{day}", labels={"step": f"{day}00"})
+        made(store, "a", day, f"a:{TIME % day}", labels={"step": f"{day}00"})
     code, out, err = gpusnap("prune", "--keep-last", "1", "--keep-label", "step=100", "--dry-run")
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0].split() == ["container", "created", "name", "digest", "because"]
     assert [line.split()[0:2] + line.split()[3:4] for line in lines[1:4]] == [
-        ["a", "2026-01-01", "a:1"],
-        ["a", "2026-01-02", "a:2"],
-        ["a", "2026-01-03", "a:3"],
+        ["a", "2026-01-01", "a:20260101"],
+        ["a", "2026-01-02", "a:20260102"],
+        ["a", "2026-01-03", "a:20260103"],
     ]
     assert lines[1].split("kept")[1].split() == ["label", "step=100"]
     assert "would go" in lines[2]
     assert lines[3].split()[-2:] == ["kept", "last"]
     assert lines[4].startswith("1 of 3 checkpoints would be removed, which have ")
-    assert names(store) == {"a:1", "a:2", "a:3"}
+    assert names(store) == {"a:20260101", "a:20260102", "a:20260103"}
     before = len([*Path(store.path, "blobs/sha256").iterdir()])
     code, out, err = gpusnap("prune", f"oci:{store.path}", "a", "--keep-last", "1", "--gc", "--json")
     assert (code, err) == (0, "")
@@ -268,12 +298,12 @@ def test_the_command(store: Store, gpusnap: Run) -> None:
 )
 def test_wrong_lines(store: Store, gpusnap: Run, words: tuple[str, ...], said: str) -> None:
     """Nothing is removed."""
-    made(store, "a", 1, "a:1")
-    made(store, "a", 2, "a:2")
+    made(store, "a", 1, "a:20260101")
+    made(store, "a", 2, "a:20260102")
     code, out, err = gpusnap("prune", *words)
     assert (code != 0, out) == (True, "")
     assert said in err
-    assert names(store) == {"a:1", "a:2"}
+    assert names(store) == {"a:20260101", "a:20260102"}
 
 
 def test_no_store_yet(tmp_path: Path, gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,33 @@ def test_unknown_key(tmp_path: Path, toml: str, named: str) -> None:
     assert str(caught.value) == f"unknown setting {named} in {path}"
     near = re.match("did you mean (.*)[?]", caught.value.hint)
     assert near[1] in TABLE if near else all(key in caught.value.hint for key in TABLE)
+
+
+@pytest.mark.parametrize("key", sorted(TABLE))
+def test_types(tmp_path: Path, key: str) -> None:
+    """A value of another type than TOML's for it is an error with the key, the file and what is wanted."""
+    good = [toml for name, toml, _ in GOOD if name == key]
+    others = ['"3"', "3", "3.5", "true", '"true"', "[]", "[3]", '["x", 3]', "1979-05-27"]
+    numbers = [toml for toml in good if not toml.startswith(('"', "["))]
+    if not any(toml.startswith('"') for toml in good):
+        others += [f'"{toml}"' for toml in numbers]
+    kinds = {type(tomllib.loads(f"x = {toml}")["x"]) for toml in good}
+    kinds |= {int, float} if isinstance(value_of(Settings(), key), float) else set()
+    kinds |= {int, str} if "size" in TABLE[key].check.__name__ else set()
+    for toml in others:
+        if type(tomllib.loads(f"x = {toml}")["x"]) in kinds and toml not in ("[3]", '["x", 3]'):
+            continue
+        with pytest.raises(SettingsError, match=f"{re.escape(key)}.* in .*; it must be ") as caught:
+            load(file_with(tmp_path, f"{key} = {toml}\n"))
+        assert "gpusnap settings" in caught.value.hint
+
+
+def test_a_number_in_quotes(tmp_path: Path) -> None:
+    """The sentence says what is wrong with it."""
+    for text, said in (("retries = '3'", ", without quotes"), ("retries = 'x'", "from 0 to 100")):
+        with pytest.raises(SettingsError) as caught:
+            load(file_with(tmp_path, f"{text}\n"))
+        assert str(caught.value).endswith(said)
 
 
 def test_a_misspelt_key(tmp_path: Path) -> None:

@@ -29,6 +29,26 @@ def test_driver() -> None:
 
 
 @pytest.mark.parametrize(
+    ("version", "verdict", "what"),
+    [
+        ("560.35.03", "warning", "since driver 570"),
+        ("570.86.10", "warning", "only onto the same GPUs"),
+        ("580.65.06", "ok", "has the checkpoint API"),
+        ("999", "ok", "has the checkpoint API"),
+        ("unknown", "ok", "has the checkpoint API"),
+    ],
+)
+def test_releases_of_the_driver(version: str, verdict: str, what: str) -> None:
+    """The API came with 570, and other GPUs with 580: an older one with the calls is no failure."""
+    driver = FakeDriver(gpus=(gpu(0),))
+    monkeyed = replace(driver.host(), driver_version=version)
+    driver.host = lambda: monkeyed  # type: ignore[method-assign]
+    found_verdict, found = only(gpus.driver(driver)[1])
+    assert found_verdict == verdict
+    assert what in found.says
+
+
+@pytest.mark.parametrize(
     ("operation", "error"),
     [
         ("open", DriverTooOld("no checkpoint API", hint="install driver 570")),
