@@ -123,6 +123,17 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
+class Suspend:
+    """[suspend]: containers whose GPU memory is kept in RAM."""
+
+    ram: int = 0
+    """Bytes of RAM for the GPU memory of all suspended containers together; 0: as much as is available."""
+    over: str = "refuse"
+    """What is done where that is not enough. refuse: the suspend is refused. spill: what was suspended first
+    is written to the store."""
+
+
+@dataclass(frozen=True, slots=True)
 class Registry:
     """[registry]: how slow a registry may be, before a connection to it is given up and made anew."""
 
@@ -170,6 +181,7 @@ class Settings:
     memory: Memory = field(default_factory=Memory)
     criu: Criu = field(default_factory=Criu)
     registry: Registry = field(default_factory=Registry)
+    suspend: Suspend = field(default_factory=Suspend)
     store: Store = field(default_factory=Store)
     metrics: Metrics = field(default_factory=Metrics)
 
@@ -353,6 +365,8 @@ TABLE: dict[str, Key] = {
     "criu.options": Key(_lines),
     "registry.timeout": Key(_seconds),
     "registry.minimum-speed": Key(_size),
+    "suspend.ram": Key(_size),
+    "suspend.over": Key(_one_of("refuse", "spill")),
     "store.path": Key(_folder),
     "store.pull-from": Key(_repositories),
     "metrics.textfile": Key(_path),

@@ -131,6 +131,15 @@ def complete_container(ctx: click.Context, param: click.Parameter, incomplete: s
     return _items(done.stdout.split(), incomplete)
 
 
+def complete_suspended(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The name of a suspended container."""
+    from gpusnap.runtime_shim.snapshot.records import suspensions
+
+    with suppress(GpusnapError):
+        return _items((each.name for each in suspensions.find()), incomplete)
+    return []
+
+
 def _named(store: Store) -> Iterator[str]:
     """Names; the first digits of what has none."""
     with suppress(OciError):

@@ -1,4 +1,4 @@
-"""`gpusnap --debug`: the programs that are run, and where an error comes from, on stderr."""
+"""`gpusnap --debug`: programs that are run, steps as they begin, and where an error is from, on stderr."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ _on = threading.Event()
 
 def begin() -> None:
     """Show the command line of every program that this process starts from now on (sys.addaudithook)."""
+    from gpusnap.runtime_shim.transaction import announce
+
     if not _on.is_set():
         sys.addaudithook(_hear)
+        announce(lambda step: print(f"gpusnap: step {step}", file=sys.stderr, flush=True))
     _on.set()
 
 

@@ -1,4 +1,4 @@
-"""Rows with a name each, which is never cut or broken: what `gpusnap ls`, `history` and `prune` print.
+"""Rows with a name each, which is never cut or broken: what `gpusnap ls`, `history`, `prune` and `ps` print.
 
 Columns that a terminal has no room for are left out. Where that is not enough, a name has a line of its own,
 and the rest is below it.
@@ -14,7 +14,7 @@ from gpusnap.cli.tables import plain, say
 
 _GAP = 2
 _INDENT = "  "
-_RIGHT = frozenset(("GPUs", "age", "memory", "new", "own", "pause", "size"))
+_RIGHT = frozenset(("GPUs", "age", "memory", "new", "own", "pause", "size", "RAM", "store"))
 
 
 def rows(

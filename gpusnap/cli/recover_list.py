@@ -10,6 +10,7 @@ from gpusnap.operations.unknown_containers import Unknown
 from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
 from gpusnap.runtime_shim.snapshot import recover_restore
 from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +19,13 @@ class Waiting:
 
     container: str
     kind: str
-    """checkpoint, restore, or unknown: it was restored and runs, and Podman says that it does not."""
+    """checkpoint, restore, suspend, resume, or unknown: it was restored, and Podman says it does not run."""
     at_work: bool
     """Its gpusnap is still there, and nobody else may touch the container."""
     processes: tuple[int, ...]
-    """The PIDs that a checkpoint had suspended and that are still there; of an unknown container its init."""
+    """The PIDs that were suspended and that are still there; of an unknown container its init."""
     image: str
-    """The image directory; empty for an unknown container."""
+    """The image directory; empty for an unknown container, and for a suspend or resume."""
     why: str = ""
     """What Podman says of an unknown container."""
 
@@ -33,6 +34,7 @@ def waiting(
     checkpoints: Sequence[journal.Entry],
     restores: Sequence[recover_restore.Restore],
     unknown: Sequence[Unknown] = (),
+    moving: Sequence[Suspension] = (),
 ) -> tuple[Waiting, ...]:
     """All of these, by container."""
     found = [
@@ -41,6 +43,16 @@ def waiting(
     ]
     found += [Waiting(e.container, "restore", e.at_work, (), e.image) for e in restores]
     found += [Waiting(e.container, "unknown", False, e.processes, "", e.why) for e in unknown]
+    found += [
+        Waiting(
+            each.container,
+            "suspend" if each.stage is Stage.SUSPENDING else "resume",
+            each.at_work,
+            tuple(process.pid for process in each.processes),
+            "",
+        )
+        for each in moving
+    ]
     return tuple(sorted(found, key=lambda each: (each.container, each.kind)))
 
 
@@ -50,6 +62,8 @@ def line(each: Waiting) -> str:
         return f"{each.container}  {each.why}"
     if each.at_work:
         state = "gpusnap is at work on it"
+    elif each.kind in ("suspend", "resume"):
+        return f"{each.container}  its {each.kind} was cut off"
     elif each.kind == "restore":
         state = "its restore was cut off"
     else:

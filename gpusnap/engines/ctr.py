@@ -147,6 +147,18 @@ def unpack(namespace: str, digest: str, snapshotter: str) -> None:
     _ask(namespace, "snapshots", *chosen, "unpack", digest)
 
 
+def pause(namespace: str, container_id: str) -> None:
+    """Pause a task. Raises GpusnapError."""
+    _ask(namespace, "tasks", "pause", container_id)
+
+
+def go_on(namespace: str, container_id: str) -> None:
+    """Let a task go on, if it is paused. Raises GpusnapError."""
+    lines = (line.split() for line in _ask(namespace, "tasks", "ls").splitlines())
+    if any(words[:1] == [container_id] and words[-1] == "PAUSED" for words in lines):
+        _ask(namespace, "tasks", "resume", container_id)
+
+
 def _found(namespace: str, name: str) -> tuple[str, str] | None:
     """Digest and media type of an image."""
     said = _ask(namespace, "images", "ls", f'name=="{name}"')

@@ -193,15 +193,34 @@ def remove(container_id: str) -> None:
         raise GpusnapError(f"the container {container_id[:12]} cannot be removed: {_sentence(done)}")
 
 
-def check(found: Container) -> None:
-    """Raise ContainerError where gpusnap cannot checkpoint it as it is."""
-    if found.status == "paused":
+def pause(container_id: str) -> None:
+    """Pause a container that runs. Raises GpusnapError."""
+    done = _ask("pause", container_id)
+    if done.code:
+        raise GpusnapError(f"the container {container_id[:12]} cannot be paused: {_sentence(done)}")
+
+
+def go_on(container_id: str) -> None:
+    """Let a container go on, if it is paused. Raises GpusnapError."""
+    if _inspected(container_id, "{{.State.Status}}", command=_PODMAN, seconds=_PATIENCE) != "paused":
+        return
+    done = _ask("unpause", container_id)
+    if done.code:
+        raise GpusnapError(
+            f"the container {container_id[:12]} cannot be unpaused: {_sentence(done)}",
+            hint=f"podman unpause {container_id[:12]}",
+        )
+
+
+def check(found: Container, *, asleep: bool = False) -> None:
+    """Raise ContainerError where gpusnap cannot checkpoint it as it is. `asleep`: it is suspended."""
+    if found.status == "paused" and not asleep:
         raise ContainerError(
             f"the container {found.name} is paused, and Podman checkpoints none that is",
             hint=f"podman unpause {found.name}",
             code="GPS-203",
         )
-    if found.status != "running":
+    if found.status not in ("running", "paused"):
         raise not_running(found)
     if not is_ours(found.runtime):
         raise ContainerError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from gpusnap.engines import podman
 from gpusnap.engines.podman import Container
 from gpusnap.oci.base.json_text import parse_json
@@ -51,6 +53,38 @@ def running() -> tuple[tuple[str, ...], tuple[str, ...]]:
         raise GpusnapError(f"what Podman says of its containers is not understood: {error!r}") from error
     mine = {name for name in names if podman.is_ours(podman.container(name).runtime)}
     return tuple(each for each in names if each in mine), tuple(each for each in names if each not in mine)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A container that has processes."""
+
+    id: str
+    name: str
+    pid: int
+    """Of its first process."""
+    paused: bool
+
+
+def with_processes() -> tuple[Listed, ...]:
+    """The containers that run or are paused, whatever runtime they have. Raises GpusnapError."""
+    words = (
+        "ps",
+        "--no-trunc",
+        "--filter",
+        "status=running",
+        "--filter",
+        "status=paused",
+        "--format",
+        "json",
+    )
+    try:
+        return tuple(
+            Listed(str(each["Id"]), str(each["Names"][0]), int(each["Pid"]), each["State"] == "paused")
+            for each in parse_json(podman.said(*words, wanted="its containers") or "[]")
+        )
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise GpusnapError(f"what Podman says of its containers is not understood: {error!r}") from error
 
 
 def check_options(found: Container, *, force: bool = False) -> None:

@@ -49,6 +49,16 @@ CODES = (
         "for a Podman that can restore it.",
     ),
     ErrorCode(
+        "GPS-206",
+        "suspended",
+        "The container is suspended (`gpusnap suspend`), so that its processes have no GPU memory, or it is "
+        "not, and only a suspended container can be resumed. Or it cannot be suspended: no process of it "
+        "uses a GPU, or its driver suspends only within a checkpoint.",
+        "`gpusnap ps` shows which containers are suspended. Resume one with `gpusnap resume NAME` instead of "
+        "`podman unpause` or `ctr task resume`. A checkpoint leaves a suspended container suspended: "
+        "`gpusnap checkpoint NAME`.",
+    ),
+    ErrorCode(
         "GPS-207",
         "process-stopped",
         "A GPU process is stopped, and a stopped process cannot answer the GPU's driver. It was sent "

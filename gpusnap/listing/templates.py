@@ -1,4 +1,4 @@
-"""`gpusnap ls --format`: a line for each name, by a template as Podman's users write them.
+"""`--format` of `gpusnap ls` and `gpusnap ps`: a line for each row, by a template as for Podman.
 
 "{{.Name}} {{.Size}}" prints these fields; with "table " before it there is a heading, and tabs make columns.
 \\t and \\n are a tab and a line break. It is no program: there are fields and nothing else. What a field has
@@ -11,11 +11,14 @@ import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
+from typing import TypeVar
 
 from gpusnap.listing.ages import ago
 from gpusnap.listing.filters import Line
 from gpusnap.runtime_shim.errors import UsageError, printable
 from gpusnap.runtime_shim.units import human
+
+_Row = TypeVar("_Row")
 
 DIGITS = 12
 TABLE = "table "
@@ -39,24 +42,32 @@ FIELDS: Mapping[str, Callable[[Line], str]] = {
 
 
 def template(text: str) -> Callable[[Sequence[Line]], list[str]]:
-    """What makes the lines of the output by a template. Raises UsageError."""
+    """What makes the lines of `gpusnap ls` by a template. Raises UsageError."""
+    return template_of(text, FIELDS)
+
+
+def template_of(
+    text: str, fields: Mapping[str, Callable[[_Row], str]]
+) -> Callable[[Sequence[_Row]], list[str]]:
+    """What makes lines of rows by a template that names some of the `fields`. Raises UsageError."""
     body = text.removeprefix(TABLE).replace("\\t", "\t").replace("\\n", "\n")
-    if not [_name(match[1]) for match in _FIELD.finditer(body)]:
+    example = " ".join(f"{{{{.{name}}}}}" for name in [*fields][:2])
+    if not [_name(match[1], fields) for match in _FIELD.finditer(body)]:
         raise UsageError(
             f"--format {text[:80]!r} has no field",
-            hint="write it as '{{.Name}} {{.Digest}}', with table before it for a heading, or json",
+            hint=f"write it as '{example}', with table before it for a heading, or json",
         )
 
-    def made(found: Sequence[Line]) -> list[str]:
-        some = [_filled(body, {name: printable(get(line)) for name, get in FIELDS.items()}) for line in found]
-        heading = _filled(body, {name: name.upper() for name in FIELDS})
+    def made(found: Sequence[_Row]) -> list[str]:
+        some = [_filled(body, {name: printable(get(line)) for name, get in fields.items()}) for line in found]
+        heading = _filled(body, {name: name.upper() for name in fields})
         return _columns([heading, *some]) if text.startswith(TABLE) else some
 
     return made
 
 
 def _filled(body: str, values: Mapping[str, str]) -> str:
-    return _FIELD.sub(lambda match: values[_name(match[1])], body)
+    return _FIELD.sub(lambda match: values[_name(match[1], values)], body)
 
 
 def _columns(found: Sequence[str]) -> list[str]:
@@ -69,13 +80,13 @@ def _columns(found: Sequence[str]) -> list[str]:
     ]
 
 
-def _name(word: str) -> str:
+def _name(word: str, fields: Mapping[str, object]) -> str:
     name = word.removeprefix(".")
-    if not word.startswith(".") or name not in FIELDS:
-        near = difflib.get_close_matches(name, FIELDS, n=1)
+    if not word.startswith(".") or name not in fields:
+        near = difflib.get_close_matches(name, fields, n=1)
         raise UsageError(
             f"--format knows no field {{{{{word[:40]}}}}}",
             hint=(f"did you mean {{{{.{near[0]}}}}}? " if near else "")
-            + f"the fields are {', '.join(FIELDS)}",
+            + f"the fields are {', '.join(fields)}",
         )
     return name

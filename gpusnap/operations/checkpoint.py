@@ -14,8 +14,8 @@ import secrets
 import shlex
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from gpusnap.checkpoints import artifact as kept
@@ -41,6 +41,7 @@ from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, U
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.runtime_shim.snapshot.records import suspensions
 from gpusnap.user_errors import told
 
 _BLOBS = ("blobs", "sha256")
@@ -62,6 +63,8 @@ class Wish:
     force: bool = False
     plain_http: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
+    asleep: bool = False
+    """The container is suspended, and stays so."""
 
     def options(self) -> list[str]:
         """For Podman."""
@@ -95,6 +98,11 @@ class Made:
     pause: float | None = None
     """Seconds for which the processes were stopped, or until they had ended; None where it is not known."""
 
+    @property
+    def asleep(self) -> bool:
+        """Whether the container is suspended: Podman checkpoints no other that is paused."""
+        return self.container.status == "paused"
+
 
 def checkpoint(wish: Wish, progress: Progress) -> Made:
     """Make it. Raises NotFound, ContainerError, Interrupted, GpusnapError."""
@@ -105,7 +113,10 @@ def checkpoint(wish: Wish, progress: Progress) -> Made:
         )
     settings_file.usable()  # gpusnap-runtime would refuse, and Podman not always show why
     found = podman.container(wish.container)
-    podman.check(found)
+    asleep = _asleep(found)
+    if asleep:
+        wish = replace(wish, leave_running=True, asleep=True)
+    podman.check(found, asleep=asleep)
     podman_objects.check_options(found, force=wish.force)
     if isinstance(wish.to, locator.InFile):
         return _to_file(wish, found, wish.to.path, progress, began)
@@ -168,7 +179,12 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
             # Last: until Podman runs, nobody needs the order.
             order.enter_context(
                 overrides.ordered(
-                    found.id, pages=StoreHome.kind, store=store.path, force=wish.force, progress=path
+                    found.id,
+                    pages=StoreHome.kind,
+                    store=store.path,
+                    force=wish.force,
+                    progress=path,
+                    asleep=wish.asleep,
                 )
             )
             since = datetime.now(UTC)
@@ -264,7 +280,9 @@ def _to_file(wish: Wish, found: podman.Container, path: str, progress: Progress,
             board_path = shown.path if shown is not None else ""
             tick = progress.following(shown, f"checkpoint of {found.name}", lambda: _size(beside))
             order.enter_context(
-                overrides.ordered(found.id, pages="chunks", force=wish.force, progress=board_path)
+                overrides.ordered(
+                    found.id, pages="chunks", force=wish.force, progress=board_path, asleep=wish.asleep
+                )
             )
             order.enter_context(exported(export))
             _run(wish, export, compression, tick, progress)
@@ -307,7 +325,8 @@ def _check_place(path: str, found: podman.Container) -> None:
 def _run(wish: Wish, export: Export, options: list[str], tick: Tick, progress: Progress) -> None:
     """Have Podman do it, and see that it is what it says."""
     words = [*options, *wish.options()]
-    came = podman.checkpoint(export.found, export.archive, words, tick=tick, say=progress.say)
+    with _awake(export.found) if wish.asleep else nullcontext():
+        came = podman.checkpoint(export.found, export.archive, words, tick=tick, say=progress.say)
     missing = set(FIRST)
     with told(), closing(entries(export.archive)) as found:
         while missing and (entry := next(found, None)) is not None:
@@ -317,6 +336,29 @@ def _run(wish: Wish, export: Export, options: list[str], tick: Tick, progress: P
     export.whole = True
     if came:
         raise Interrupted("the checkpoint was interrupted before it was kept")
+
+
+def _asleep(found: podman.Container) -> bool:
+    """Whether a container is suspended. Raises GpusnapError for one on its way there or back."""
+    suspension = suspensions.of_container(found.id)
+    if suspension is None or not suspension.lives:
+        return False
+    if suspension.stage is not suspensions.Stage.SUSPENDED:
+        raise suspensions.unfinished(suspension)
+    return True
+
+
+@contextmanager
+def _awake(found: podman.Container) -> Iterator[None]:
+    """Have Podman take a suspended container for one that runs: it checkpoints no other.
+
+    Its runtime has the order to do nothing of that, so that the container stays frozen all the time.
+    """
+    podman.go_on(found.id)
+    try:
+        yield
+    finally:
+        podman.pause(found.id)
 
 
 def _memory_of(export: Export) -> int:

@@ -4,13 +4,14 @@
 
 #include "text.h"
 
-/* The same lists as GLOBAL_VALUES, GLOBAL_FLAGS, VERSION_OPTIONS, OUR_COMMANDS and COMMANDS in shim/entry.py. */
+/* The same lists as GLOBAL_VALUES, GLOBAL_FLAGS, VERSION_OPTIONS, OUR_COMMANDS, WATCHED_COMMANDS and COMMANDS in shim/entry.py. */
 static const char *const global_values[] = {
     "root", "log", "log-format", "log-level", "cgroup-manager", "rootless", "criu", NULL,
 };
 static const char *const global_flags[] = {"debug", "systemd-cgroup", NULL};
 static const char *const version_options[] = {"version", "v", "V", NULL};
 static const char *const our_commands[] = {"checkpoint", "restore", NULL};
+static const char *const watched_commands[] = {"delete", "pause", "resume", NULL};
 static const char *const commands[] = {
     "checkpoint", "create", "delete",  "events", "exec",  "features", "h",    "help",  "init",  "kill",   "list",
     "mounts",     "pause",  "ps",      "restore", "resume", "run",    "spec", "start", "state", "update", NULL,
@@ -28,7 +29,7 @@ static const char *const restore_values[] = {
     "empty-ns", "gpu-map",     "parent-path", "lsm-profile", "lsm-mount-context", "preserve-fds", NULL,
 };
 
-enum whose { PASS, VERSION, OURS };
+enum whose { PASS, VERSION, OURS, WATCHED };
 
 struct line {
     enum whose whose;
@@ -101,6 +102,8 @@ static struct line classify(int argc, char **argv)
         line.whose = VERSION;
     else if (line.at < argc && whole(argv[line.at], our_commands))
         line.whose = OURS;
+    else if (line.at < argc && whole(argv[line.at], watched_commands))
+        line.whose = WATCHED;
     return line;
 }
 

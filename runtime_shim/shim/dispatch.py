@@ -112,14 +112,17 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
     from gpusnap.runtime_shim.shim import overrides
     from gpusnap.runtime_shim.snapshot import restored_containers
     from gpusnap.runtime_shim.snapshot.checkpoint import checkpoint
-    from gpusnap.runtime_shim.snapshot.records import journal
+    from gpusnap.runtime_shim.snapshot.records import journal, suspensions
     from gpusnap.runtime_shim.snapshot.suspend import criu_plugin
 
     _announce(call)
     settings = overrides.applied(annotated(_valid(settings), container.annotations), container.id)
     driver = criu_plugin.chosen(driver, container, settings)
     with journal.held(container.key):
-        checkpoint(call, real, settings, driver, container)
+        asleep = suspensions.read(container.key)
+        if asleep is not None and asleep.stage is not suspensions.Stage.SUSPENDED:
+            raise suspensions.unfinished(asleep)
+        checkpoint(call, real, settings, driver, container, asleep)
         if cri_layout.wanted(str(call.images()), container.annotations):
             cri_layout.fold(str(call.images()))
     restored_containers.sweep()
@@ -137,8 +140,13 @@ def _recover(driver: Driver, container: containers.Container, settings: Settings
     """Put right first what a killed gpusnap left of this container; whether there was anything."""
     if not _is_there(JOURNAL):
         return False
-    from gpusnap.runtime_shim.snapshot.records import journal
+    from gpusnap.runtime_shim.snapshot.records import journal, suspensions
+    from gpusnap.runtime_shim.snapshot.records.suspensions import Stage
 
+    if (asleep := suspensions.read(container.key)) is not None:
+        if asleep.stage is Stage.SUSPENDED:
+            return False  # nothing of it is to be put right
+        raise suspensions.unfinished(asleep)
     # An earlier version's entry has the bare ID; what it names is looked for by PID and start time.
     found = [entry for key in (container.key, container.id) if (entry := journal.read(key)) is not None]
     if not found:

@@ -13,7 +13,14 @@ import os
 import sys
 
 from gpusnap.runtime_shim._version import __version__
-from gpusnap.runtime_shim.errors import GpusnapError, NotStarted, RuntimeFailed, reason, unforeseen
+from gpusnap.runtime_shim.errors import (
+    ContainerError,
+    GpusnapError,
+    NotStarted,
+    RuntimeFailed,
+    reason,
+    unforeseen,
+)
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.command_line_words import FALSE, HELP
 
@@ -28,6 +35,10 @@ GLOBAL_FLAGS = ("debug", "systemd-cgroup")
 
 VERSION_OPTIONS = ("version", "v", "V")
 OUR_COMMANDS = ("checkpoint", "restore")
+WATCHED_COMMANDS = ("delete", "pause", "resume")
+"""Those that mean something else for a container that is suspended: see shim/suspended.py."""
+WATCH = "/run/gpusnap/suspended"
+"""There while some container is suspended."""
 # What may follow an option that we do not know, to tell its value from the command: all commands of crun and
 # runc.
 COMMANDS = (
@@ -57,15 +68,15 @@ COMMANDS = (
 CHECK = ("checkpoint", "--gpusnap-check")
 """What `gpusnap doctor` asks: whether all of gpusnap is there. No runtime has such an option."""
 
-PASS, VERSION, OURS = "pass", "version", "ours"
+PASS, VERSION, OURS, WATCHED = "pass", "version", "ours", "watched"
 
 
 def read(args: list[str]) -> tuple[str, int, dict[str, str]]:
-    """PASS, VERSION or OURS for a command line; where its command stands, or len(args); its global options.
+    """PASS, VERSION, OURS or WATCHED for a command line; where its command stands; its global options.
 
-    `args` is the line without the program's name. Global options come first, by name, the last of each
-    counts; one or two dashes; `--opt value` and `--opt=value`. A line that ends too early is the real
-    runtime's to complain of.
+    `args` is the line without the program's name; where no command stands, that is len(args). Global options
+    come first, by name, the last of each counts; one or two dashes; `--opt value` and `--opt=value`. A line
+    that ends too early is the real runtime's to complain of.
     """
     version, at = False, 0
     values: dict[str, str] = {}
@@ -89,7 +100,8 @@ def read(args: list[str]) -> tuple[str, int, dict[str, str]]:
         return VERSION, min(at, len(args)), values
     if at >= len(args):
         return PASS, len(args), values
-    return (OURS if args[at] in OUR_COMMANDS else PASS), at, values
+    whose = OURS if args[at] in OUR_COMMANDS else WATCHED if args[at] in WATCHED_COMMANDS else PASS
+    return whose, at, values
 
 
 def _takes_next(name: str, following: list[str]) -> bool:
@@ -115,6 +127,27 @@ def _version(args: list[str], at: int, root: str | None) -> int:
     except OSError as error:
         raise RuntimeFailed(f"the version of {real} cannot be followed by ours: {reason(error)}") from error
     return 0
+
+
+def _watched(args: list[str], at: int, root: str | None) -> int | None:
+    """The exit code of a command that means something else for this container; None where it does not."""
+    ended: list[int] = []
+
+    def run() -> int:
+        _, pid = locate.start(args, at, root, _spawn)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        ended.append(code if code >= 0 else 128 - code)
+        return ended[0]
+
+    try:
+        from gpusnap.runtime_shim.shim.suspended import answer
+
+        return answer(args[at], args[at + 1 :], root, run)
+    except ContainerError:
+        raise
+    except Exception:
+        # What is kept of a suspended container, whoever sweeps next will let go of.
+        return ended[0] if ended else None
 
 
 def _spawn(path: str, args: list[str]) -> tuple[str, int]:
@@ -146,6 +179,10 @@ def _answer(args: list[str]) -> int:
 
             _end(checkpoint_or_restore(args))
         args, at = line, len(line)
+    if whose == WATCHED and os.path.isdir(WATCH):
+        code = _watched(args, at, values.get("root"))
+        if code is not None:
+            return code
     return locate.start(args, at, values.get("root"), locate.become)
 
 

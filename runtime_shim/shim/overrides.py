@@ -37,12 +37,19 @@ _IN_CRIU = "criu"
 
 @contextmanager
 def ordered(
-    container: str, *, pages: str, store: str = "", force: bool = False, progress: str = ""
+    container: str,
+    *,
+    pages: str,
+    store: str = "",
+    force: bool = False,
+    progress: str = "",
+    asleep: bool = False,
 ) -> Iterator[None]:
     """While the block runs, checkpoints of that container by processes below this one go there.
 
     `container`: its full ID. `pages`: as memory.pages. `store`: as store.path; empty for the settings'.
     `force`: as nvidia.allow-nccl; False for the settings'. `progress`: the path of a progress.Board.
+    `asleep`: it is suspended and stays so, whatever Podman has its runtime pause or resume meanwhile.
     Raises ContainerError where another process has ordered something for it, GpusnapError.
     """
     path = _path(container)
@@ -52,6 +59,7 @@ def ordered(
         "store": store,
         "force": force,
         "progress": progress,
+        "asleep": asleep,
     }
     with _alone(path, container):
         try:
@@ -114,6 +122,16 @@ def applied(settings: Settings, container: str) -> Settings:
     if store:
         return replace(settings, memory=memory, store=replace(settings.store, path=store))
     return replace(settings, memory=memory)
+
+
+def asleep(container: str) -> bool:
+    """Whether somebody above this process ordered that a suspended container stays as it is."""
+    try:
+        document = state_files.read(_path(container), limit=_LARGEST)
+        pid, start = document["owner"]
+        return document.get("asleep") is True and proc.same(int(pid), int(start)) and _is_below(int(pid))
+    except (GpusnapError, OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def sweep() -> None:

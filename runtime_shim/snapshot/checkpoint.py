@@ -10,6 +10,9 @@ renamed.
 A container that is paused, as containerd has it, is held still and thawed for the driver's work, and paused
 for the dump and afterwards; see snapshot/suspend/paused_container.py. One that runs is paused for the dump,
 if need be; see snapshot/suspend/dump_pause.py.
+
+Of a container that is suspended (snapshot/suspended/) the driver has taken the GPU state already. It is
+dumped as it stands, its memory is written from where it is kept, no GPU is asked, and it stays suspended.
 """
 
 from __future__ import annotations
@@ -45,9 +48,12 @@ from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, remap
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
+from gpusnap.runtime_shim.snapshot.memory.ram import Asleep
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.records import journal, volumes
+from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.suspend import criu_plugin, inherited_handles
+from gpusnap.runtime_shim.snapshot.suspend.adopt import adopt
 from gpusnap.runtime_shim.snapshot.suspend.gpu_state import users
 from gpusnap.runtime_shim.snapshot.suspend.job import (
     Job,
@@ -67,21 +73,26 @@ def checkpoint(
     settings: Settings,
     driver: Driver,
     container: containers.Container,
+    asleep: Suspension | None = None,
 ) -> None:
     """Checkpoint a running container that was given GPUs; whether any process uses one now does not matter.
 
-    Raises a GpusnapError; the container then runs on as if nobody had asked, unless the error says otherwise.
+    Or one that is suspended: `asleep` is what is on file of it. Raises a GpusnapError; the container is then
+    as if nobody had asked, unless the error says otherwise.
     """
     question_process.start()
     with interruptible(), Transaction() as transaction:
-        pages = _pages(call, settings, driver, container)
-        job = Job(call, real, settings, driver, container, transaction, pages)
+        pages = _pages(call, settings, driver, container, asleep=asleep is not None)
+        job = Job(call, real, settings, driver, container, transaction, pages, asleep=asleep)
         with transaction.step("inspect"):
             _inspect(job)
         draft = Draft(str(call.images()), sync=settings.memory.sync)
         with transaction.step("prepare"):
             _prepare(job, draft)
-        suspend_all(job)
+        if asleep is None:
+            suspend_all(job)
+        else:
+            adopt(job, asleep)
         if not call.leave_running:
             _write(job)  # before the dump: a disk that fills up must not cost the container
         # Once the dump has succeeded there is no way back, and no moment at which a signal may stop us.
@@ -93,19 +104,31 @@ def checkpoint(
 
 
 def _pages(
-    call: CheckpointCall, settings: Settings, driver: Driver, container: containers.Container
+    call: CheckpointCall,
+    settings: Settings,
+    driver: Driver,
+    container: containers.Container,
+    *,
+    asleep: bool,
 ) -> Pages:
     """The way that the GPUs' memory takes."""
     image_path, memory = str(call.images()), settings.memory
+    if asleep:
+        home = _home(call, settings, container)
+        return Asleep(image_path, container.key, memory, container.bundle, home=home)
     if driver.plugin is not None:
         return criu_plugin.pages(image_path, container, settings)
     if memory.pages == Pages.name:
         return Pages(image_path, container.key, memory.threads)
-    home = None
-    if memory.pages == StoreHome.kind:
-        home = StoreHome(settings.store.path, image_path, container.id, memory)
-    ahead = not call.leave_running
+    home, ahead = _home(call, settings, container), not call.leave_running
     return Chunks(image_path, container.key, memory, container.bundle, home=home, ahead=ahead)
+
+
+def _home(call: CheckpointCall, settings: Settings, container: containers.Container) -> StoreHome | None:
+    """This host's store, where the chunks go there."""
+    if settings.memory.pages != StoreHome.kind:
+        return None
+    return StoreHome(settings.store.path, str(call.images()), container.id, settings.memory)
 
 
 def _inspect(job: Job) -> None:
@@ -132,6 +155,14 @@ def _inspect(job: Job) -> None:
     preflight.sockets(job.processes(), job.real, _connections(job))
     preflight.rings(job.processes())
     criu_plugin.possible(job.driver, job.container, job.processes(), job.settings)
+    if job.asleep is not None:
+        if not job.call.leave_running:
+            raise Refused(
+                f"container {job.container.id} is suspended, and a checkpoint leaves it so",
+                hint="give --leave-running, and remove the container afterwards",
+                code="GPS-206",
+            )
+        return  # all else was looked at when it was suspended, and a frozen process gives no answer
     thaw(job)
     preflight.leftover(lambda: inherited_handles.strangers(job.driver, job.processes(), job.held))
     criu_plugin.inherited(job.driver, job.processes())
@@ -260,8 +291,9 @@ def _complete(job: Job, draft: Draft) -> None:
     assert job.record is not None
     failure: GpusnapError | None = None
     if job.call.leave_running:
-        with job.transaction.step("resume"):
-            failure = resumed(job)
+        if job.asleep is None:
+            with job.transaction.step("resume"):
+                failure = resumed(job)
         if failure is None:
             reporter.resumed()
     try:
@@ -292,6 +324,8 @@ def _complete(job: Job, draft: Draft) -> None:
         )
         raise failure
     job.pages.close()
+    if job.asleep is not None:
+        return
     journal.remove(job.container.key)
     if job.paused is not None:
         job.paused.forget()
@@ -370,7 +404,9 @@ def _discard(job: Job) -> None:
     whole = _has(job, manifest.FOLDER, manifest.NAME)
     # An earlier one in the same place may consist of the same chunks.
     job.pages.discard(layout=not whole)
-    if not job.suspended:  # what is staged has gone by now: nobody would find it without the journal
+    if (
+        not job.suspended and job.asleep is None
+    ):  # what is staged has gone by now: nobody would find it without the journal
         journal.remove(job.container.key)
     _clean(job)
 

@@ -8,10 +8,11 @@ on. Where CRIU had dumped and ended them all, the checkpoint gets its name.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 
 from gpusnap.oci.base.errors import BlobError
 from gpusnap.oci.layout.layout import Layout
@@ -36,7 +37,7 @@ from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, Suspended
 from gpusnap.runtime_shim.snapshot.suspend import driver_calls, dump_pause, paused_container
-from gpusnap.runtime_shim.snapshot.suspend.gpu_state import let_finish, resume, suspended
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import Pairs, let_finish, resume, suspended
 from gpusnap.runtime_shim.stopping.stop import Guard, go_on, stop
 
 _SETTLING = 10.0  # seconds
@@ -97,25 +98,8 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
         what = "its pause" if entry.paused is not None else "a thread that was held"
         return f"nothing but {what} was to be put right"
     _let_idle_go_on(entry, let_go)
-    there = tuple(process for process in alive(entry) if not process.idle)
+    there = bring_back(entry, driver, settings, let_go)
     if there:
-        driver.open()
-        _settle(there)
-        stopped = [process for process in there if proc.still(process.pid)]
-        for process in stopped:
-            _give_thread_back(entry, process)
-        pids = [process.pid for process in stopped]
-        guard = Guard(pids)
-        try:
-            at_once(partial(let_finish, driver), pids).raise_first()
-            stopped += _astray(driver, [process for process in there if process not in stopped])
-            lacking = _give_back(entry, [p for p in stopped if suspended(driver, p.pid)], settings)
-            pids = [process.pid for process in there if process.pid not in lacking]
-            resume(driver, pids, Pages(), right=partial(_right, entry, guard), let_go=let_go)
-        finally:
-            guard.end()
-        for error in lacking.values():
-            raise error
         said = "running: " + " ".join(str(process.pid) for process in there)
         _discard(entry, settings)
     elif entry.processes:
@@ -136,6 +120,44 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
     scratch_files.sweep(entry.owner)
     journal.remove(entry.key)
     return said
+
+
+def bring_back(
+    entry: Entry,
+    driver: Driver,
+    settings: Memory,
+    let_go: Callable[[int], object] | None,
+    *,
+    pairs: Mapping[int, Pairs] = MappingProxyType({}),
+    cut_off: bool = True,
+) -> tuple[Suspended, ...]:
+    """Have the GPU processes of an entry that are there run with their GPU state; these.
+
+    `let_go` and `pairs` as in `gpu_state.resume`. `cut_off`: somebody was killed who may have been at work on
+    them, so that the driver may still be. Raises GpusnapError when all that could be done has been.
+    """
+    there = tuple(process for process in alive(entry) if not process.idle)
+    if not there:
+        return ()
+    driver.open()
+    _settle(there)
+    stopped = [process for process in there if proc.still(process.pid)]
+    for process in stopped:
+        _give_thread_back(entry, process)
+    pids = [process.pid for process in stopped]
+    guard = Guard(pids)
+    try:
+        if cut_off:
+            at_once(partial(let_finish, driver), pids).raise_first()
+        stopped += _astray(driver, [process for process in there if process not in stopped])
+        lacking = _give_back(entry, [p for p in stopped if suspended(driver, p.pid)], settings)
+        pids = [process.pid for process in there if process.pid not in lacking]
+        resume(driver, pids, Pages(), pairs=pairs, right=partial(_right, entry, guard), let_go=let_go)
+    finally:
+        guard.end()
+    for error in lacking.values():
+        raise error
+    return there
 
 
 def _right(entry: Entry, guard: Guard, pid: int) -> None:

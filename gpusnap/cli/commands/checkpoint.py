@@ -103,6 +103,8 @@ def checkpoint(
     line that is printed has the command that continues it, such as `gpusnap restore CONTAINER`: the newest
     checkpoint of that name.
 
+    A suspended container (`gpusnap suspend`) is checkpointed from RAM, without a GPU, and stays suspended.
+
     If something fails after the container has ended, `podman container restore CONTAINER` restores it. If
     Podman removes the container when it ends (--rm, Quadlet), the message names the archive to restore from.
     If writing that archive fails, such a container is lost; gpusnap therefore checks for free space first,
@@ -358,8 +360,10 @@ def _way_back(wish: checkpointing.Wish, made: checkpointing.Made) -> str:
     elif isinstance(wish.to, locator.InStore):
         word = shlex.quote(f"oci:{made.store}:{made.name}")
     else:
-        word = made.name if wish.name or wish.leave_running else _short_name(made)
+        word = made.name if wish.name or wish.leave_running or made.asleep else _short_name(made)
     restore = f"gpusnap restore {word}"
+    if made.asleep:
+        return f"{name} stays suspended; to go back to this checkpoint: podman rm --force {name} && {restore}"
     if wish.leave_running:
         back = f"podman rm --force {name} && {restore}"
         return f"{name} continues to run; to go back to this checkpoint: {back}"

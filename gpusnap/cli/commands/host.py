@@ -13,12 +13,11 @@ import click
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_checkpoint
 from gpusnap.cli.options.registry import registry_options
+from gpusnap.operations.driver import needed_driver
 from gpusnap.operations.open import needed, opened
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.runtime_shim.gpu import find_driver, find_drivers
-from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.runtime import identify as real
 from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
 from gpusnap.runtime_shim.snapshot.devices import choose as choosing
@@ -83,18 +82,3 @@ def settings(path: str) -> None:
     found = settings_file.load(path)
     show.settings(show.output(), found)
     real.identify(real.find(found.runtime or None))
-
-
-def needed_driver(vendor: str = "") -> Driver:
-    """This host's driver; where it has several, that of a vendor. Raises GpusnapError where it has none."""
-    driver = find_driver()
-    if driver is not None and driver.vendor != vendor and vendor:
-        driver = next((each for each in find_drivers() if each.vendor == vendor), driver)
-    if driver is None:
-        raise GpusnapError(
-            "this host has no GPU driver that gpusnap knows: no /dev/nvidia*, no /proc/driver/nvidia, no "
-            "/dev/kfd",
-            hint="load the driver, and see that nvidia-smi or rocminfo lists the GPUs",
-            code="GPS-301",
-        )
-    return driver

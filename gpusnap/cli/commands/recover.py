@@ -1,4 +1,4 @@
-"""The commands that put right what a killed gpusnap left: recover, resume."""
+"""gpusnap recover: what puts right what a killed gpusnap left."""
 
 from __future__ import annotations
 
@@ -8,53 +8,23 @@ from functools import partial
 import click
 
 from gpusnap.cli import recover_list
-from gpusnap.cli.commands.host import needed_driver
 from gpusnap.operations import unknown_containers
+from gpusnap.operations.driver import needed_driver
+from gpusnap.operations.suspending import suspend as suspending
 from gpusnap.privileges import require_root
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.runtime_shim.gpu import find_driver, holders
+from gpusnap.runtime_shim.gpu import find_driver
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
 from gpusnap.runtime_shim.snapshot import recover_restore, restored_containers
 from gpusnap.runtime_shim.snapshot.devices import reservations
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache
-from gpusnap.runtime_shim.snapshot.memory.pages import Pages
-from gpusnap.runtime_shim.snapshot.records import journal
-from gpusnap.runtime_shim.snapshot.suspend import gpu_state
+from gpusnap.runtime_shim.snapshot.records import journal, suspensions
+from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
+from gpusnap.runtime_shim.snapshot.suspended.sweep import sweep as sweep_suspended
 
 _NOTHING = "nothing to recover"
-
-
-@click.command()
-@click.argument("pids", type=click.IntRange(min=1), nargs=-1, required=True, metavar="PID...")
-def resume(pids: tuple[int, ...]) -> None:
-    """Resume GPU processes that a killed gpusnap left stopped, with their GPU memory in RAM.
-
-    Use `gpusnap recover` first; it resumes whole containers. Each PID is a PID on this host, as `ps` shows
-    it. A process that is already running is left alone.
-    """
-    require_root("resume")
-    driver = needed_driver()
-    missing = [pid for pid in pids if pid not in holders(driver, pids)]
-    if missing:
-        raise GpusnapError(
-            f"process {missing[0]} is no GPU process",
-            hint="gpusnap recover --list shows what a killed gpusnap left",
-        )
-    noted = {
-        p.pid: entry for entry in journal.entries() for p in recovery.alive(entry) if p.regions or p.staged
-    }
-    for pid in pids:
-        if pid in noted:
-            raise GpusnapError(
-                f"the GPU memory of process {pid} is in files",
-                hint=f"gpusnap recover {noted[pid].container}",
-                code="GPS-021",
-            )
-    driver.open()
-    gpu_state.resume(driver, pids, Pages())
-    click.echo("running: " + " ".join(map(str, pids)))
 
 
 @click.command()
@@ -66,7 +36,8 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
 
     CONTAINER is its ID, the beginning of it, or Podman's name. After a killed checkpoint, the processes are
     stopped and their GPU memory is in RAM or in files: they are resumed. After a killed restore, the
-    incomplete container is removed, so that it can be restored again. A running container is left alone. If
+    incomplete container is removed, so that it can be restored again. A running container is left alone. A
+    suspend that was killed is undone, and a resume is finished; a suspended container stays suspended. If
     only the command `gpusnap checkpoint` was killed, Podman and its runtime continue and complete the
     checkpoint: then there is nothing to recover, and `podman container restore NAME` restores the container.
 
@@ -77,21 +48,28 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     if as_json and not only_list:
         raise click.UsageError("--json goes with --list")
     require_root("recover")
-    found, cut_off, up = journal.entries(), recover_restore.entries(), restored_containers.living()
+    sweep_suspended()
+    suspended = tuple(suspensions.find())
+    apart = {each.key for each in suspended}
+    found = tuple(entry for entry in journal.entries() if entry.key not in apart)
+    cut_off, up = recover_restore.entries(), restored_containers.living()
+    moving = tuple(each for each in suspended if each.stage is not Stage.SUSPENDED)
     if container is not None:
         ids = [entry.container for entry in found] + [entry.container for entry in (*cut_off, *up)]
+        ids += [each.container for each in suspended]
         container = wanted = unknown_containers.chosen(container, ids)
         found = tuple(entry for entry in found if entry.container == wanted)
         cut_off = tuple(entry for entry in cut_off if entry.container == wanted)
         up = tuple(entry for entry in up if entry.container == wanted)
-        if not found and not cut_off and not up:
+        moving = tuple(each for each in moving if each.container == wanted)
+        if not found and not cut_off and not up and not moving:
             raise _nothing_for(container)
     if only_list:
-        _list(found, cut_off, up, as_json=as_json)
-    elif container is not None and not found and not cut_off:
+        _list(found, cut_off, up, moving, as_json=as_json)
+    elif container is not None and not found and not cut_off and not moving:
         _end_unknown(container, up)
     else:
-        _recover_and_say(container, found, cut_off)
+        _recover_and_say(container, found, cut_off, moving)
 
 
 def _nothing_for(container: str) -> GpusnapError:
@@ -105,11 +83,12 @@ def _list(
     found: Sequence[journal.Entry],
     cut_off: Sequence[recover_restore.Restore],
     up: Sequence[recover_restore.Restore],
+    moving: Sequence[Suspension],
     *,
     as_json: bool,
 ) -> None:
     unknown, open_ones = unknown_containers.unknown(up)
-    waits = recover_list.waiting(found, cut_off, unknown)
+    waits = recover_list.waiting(found, cut_off, unknown, moving)
     if as_json:
         click.echo(recover_list.as_json(waits))
     for each in waits if not as_json else ():
@@ -121,13 +100,17 @@ def _list(
 
 
 def _recover_and_say(
-    container: str | None, found: Sequence[journal.Entry], cut_off: Sequence[recover_restore.Restore]
+    container: str | None,
+    found: Sequence[journal.Entry],
+    cut_off: Sequence[recover_restore.Restore],
+    moving: Sequence[Suspension],
 ) -> None:
     """Recover all that was cut off, then say what runs without its Podman's knowledge."""
     try:
         _recover_all(
             [(each.container, partial(_recover_restore, each)) for each in cut_off]
             + [(each.container, partial(_recover_checkpoint, each)) for each in found]
+            + [(each.container, partial(suspending.recover, each)) for each in moving]
         )
     finally:
         restored_containers.sweep()
@@ -142,7 +125,7 @@ def _recover_and_say(
         recovery.sweep()
         chunk_cache.tidy(settings_file.load().memory)
         overrides.sweep()
-        if not found and not cut_off and not unknown and not open_ones:
+        if not found and not cut_off and not moving and not unknown and not open_ones:
             click.echo(_NOTHING, err=True)
 
 

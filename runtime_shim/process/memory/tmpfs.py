@@ -8,8 +8,8 @@
 A driver that copies GPU memory into such a file instead of private memory leaves nothing to be copied out of
 the process, and a file with the bytes can be mapped into a process instead of copying them in. The bytes
 outlive a gpusnap that is killed (but not a mount namespace that ends with it: see mountns.lasting), and are
-never there twice. Nothing is written to a disk: a tmpfs lies in RAM (and swap), gone with the next boot, as
-the processes are.
+never there twice. Nothing is written to a disk: a tmpfs lies in RAM, gone with the next boot, as the
+processes are. Its mount option noswap keeps it out of swap (Linux 6.4 and later; see `can_be_swapped`).
 """
 
 from __future__ import annotations
@@ -176,6 +176,26 @@ def containers() -> list[str]:
     return sorted(os.listdir(FOLDER)) if _is_mounted() else []
 
 
+def sizes(key: str) -> dict[str, int]:
+    """Bytes of RAM behind each file that is staged for a container, by path. Raises OSError."""
+    try:
+        with os.scandir(_folder(key)) as found:
+            return {each.path: each.stat(follow_symlinks=False).st_blocks * 512 for each in found}
+    except FileNotFoundError:
+        return {}
+
+
+def can_be_swapped() -> bool:
+    """Whether this host has swap, and its kernel cannot keep the tmpfs out of it. Raises OSError."""
+    with open("/proc/swaps", encoding="utf-8", errors="replace") as file:
+        if len(file.readlines()) < 2:  # a heading, and a line for each
+            return False
+    with _locked():
+        _mount()
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
+            return not any(line.split()[4] == FOLDER and "noswap" in line for line in file)
+
+
 def _folder(key: str) -> str:
     if not key or "/" in key or key.startswith("."):
         raise OSError(errno.EINVAL, "it cannot be a folder's name", key)
@@ -226,15 +246,15 @@ def _is_mounted() -> bool:
 
 
 def _mount() -> None:
-    """Mount the tmpfs unless it is. One without huge pages does too."""
+    """Mount the tmpfs unless it is. One without huge pages does too, and on older kernels one in swap."""
     with suppress(FileExistsError):
         os.mkdir(FOLDER, 0o700)
     if _is_mounted():
         return
     # Whether there is room is decided elsewhere: no limit, instead of half of the RAM.
-    for options in (b"size=100%,mode=0700,huge=always", b"size=100%,mode=0700"):
+    for options in (b",noswap,huge=always", b",noswap", b",huge=always", b""):
         flags = _NOSUID | _NODEV | _NOEXEC
-        if _libc.mount(b"gpusnap", FOLDER.encode(), b"tmpfs", flags, options) == 0:
+        if _libc.mount(b"gpusnap", FOLDER.encode(), b"tmpfs", flags, b"size=100%,mode=0700" + options) == 0:
             return
     number = ctypes.get_errno()
     raise OSError(number, os.strerror(number), FOLDER)

@@ -23,7 +23,7 @@ from functools import partial
 
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.chunks import writer as writing
-from gpusnap.oci.chunks.table import Progress, Table
+from gpusnap.oci.chunks.table import Progress, Table, descriptors
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, reason
 from gpusnap.runtime_shim.gpu.api.parallel import at_once
@@ -47,7 +47,6 @@ from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.stopping.stop import populated
 
 _DONTNEED = 4  # asm-generic/mman-common.h
-_EMPTY = transfer.OWN | 0x4000  # ibid., MAP_NORESERVE
 # Bytes that stay available beside what is staged.
 _RESERVE = 1 << 30
 
@@ -231,13 +230,35 @@ class Chunks(Pages):
     def close(self) -> None:
         """The checkpoint is whole: what was staged is not needed any more."""
         self._flushed()
+        self.leave()
+        transfer.free(self._stage)
+
+    def adopt(self, entry: journal.Entry) -> None:
+        """Take over what an earlier gpusnap staged, or wrote to a layout, of processes that stay suspended.
+
+        Raises ImageError.
+        """
+        with transfer.as_image_error(entry.layout):
+            earlier = Layout(entry.layout)
+            for process in entry.processes:
+                held = [
+                    _Held(Region(each.start, each.size), Area(each.path, each.start, each.size), mapped=True)
+                    for each in process.staged
+                ]
+                for region in process.regions:
+                    for each in descriptors([region.table]):
+                        self._layout.link_blob(each.digest, each.size, earlier)
+                    held.append(_Held(Region(region.start, region.table.size), None, table=region.table))
+                self._processes[process.pid] = _Process(held=tuple(held))
+
+    def leave(self) -> None:
+        """Let go of the files; what is in them stays staged, as the journal has it."""
         for _, each in self._all():
             if each.area is not None:
                 each.area.close()
         for process in self._processes.values():
             for area in process.populated.areas:
                 area.close()
-        transfer.free(self._stage)
 
     def discard(self, *, layout: bool) -> None:
         """Remove the stage, and the `layout` too, unless a process waits for its bytes. Raises ImageError."""
@@ -402,7 +423,7 @@ def _let_go(remote: Remote, held: _Held) -> None:
     """Leave nothing of a region in the process but its addresses."""
     start, size = held.region.start, held.region.size
     if held.mapped:
-        remote.mmap(start, size, mmap.PROT_READ | mmap.PROT_WRITE, _EMPTY)
+        remote.mmap(start, size, mmap.PROT_READ | mmap.PROT_WRITE, transfer.EMPTY)
     else:
         remote.madvise(start, size, _DONTNEED)
 

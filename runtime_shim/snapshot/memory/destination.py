@@ -140,14 +140,20 @@ class StoreHome:
 
     kind = "store"
 
-    def __init__(self, path: str, image_path: str, container: str, settings: Memory) -> None:
-        """`path` is the store's."""
+    def __init__(
+        self, path: str, image_path: str, container: str, settings: Memory, *, why: str = ""
+    ) -> None:
+        """`path` is the store's. `why`: for whom nobody may remove it, in place of a checkpoint."""
         # The layout follows no links, but an operator may have put the store elsewhere.
         self.place = os.path.realpath(path)
         self._store = Store(self.place)
         self._staging: Staging | None = None
         self._needed = False
         self._image, self._container, self._settings = image_path, container, settings
+        self._why = why or (
+            f"the checkpoint of container {container}; gpusnap recover puts it right, and where that knows "
+            "nothing of it and nobody wants that checkpoint, remove this folder"
+        )
 
     @property
     def layout(self) -> Layout:
@@ -185,10 +191,7 @@ class StoreHome:
         """No gc may take it, though we should be killed. Raises ImageError."""
         if not self._needed:
             with transfer.as_image_error(self.place):
-                self._staged().precious(
-                    f"the checkpoint of container {self._container}; gpusnap recover puts it right, and "
-                    "where that knows nothing of it and nobody wants that checkpoint, remove this folder"
-                )
+                self._staged().precious(self._why)
             self._needed = True
 
     @contextlib.contextmanager

@@ -36,6 +36,8 @@ from gpusnap.runtime_shim.snapshot.records import journal
 
 OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # asm-generic/mman-common.h, MAP_FIXED
 """Memory of a process' own, in the place of what is there."""
+EMPTY = OWN | 0x4000  # ibid., MAP_NORESERVE
+"""The same where nothing is to be, but the addresses are to stay taken."""
 _PIECE = 64 << 20  # bytes that are held at once of a process' own memory
 # How often the removal of what is staged is tried, and seconds between two tries: this host may lack memory
 # or descriptors for a moment.
@@ -149,6 +151,25 @@ def copy(pid: int, areas: Sequence[Area]) -> None:
         if area.size > proc.available_memory():
             raise OSError(errno.ENOMEM, "there is no memory for a copy of what is staged", area.path)
         copies.write(pid, area.address, area.view(0, area.size))
+
+
+def empty(key: str, pid: int, regions_of: Iterable[tuple[int, int]]) -> None:
+    """Leave nothing of regions (address, bytes) in a process that stands but their addresses.
+
+    Their bytes are elsewhere, and the journal says where. Raises GpusnapError.
+    """
+    try:
+        with inside(pid) as remote, journal.thread(key, pid, remote.saved):
+            for start, size in regions_of:
+                remote.mmap(start, size, mmap.PROT_READ | mmap.PROT_WRITE, EMPTY)
+    except OSError as error:
+        if proc.running(pid):
+            raise GpusnapError(
+                f"the memory of process {pid} ({proc.comm(pid)}) that its GPU state had cannot be freed: "
+                f"{reason(error)}",
+                hint="it takes RAM until the container is resumed",
+                code="GPS-027",
+            ) from error
 
 
 def own(key: str, pid: int) -> None:

@@ -16,6 +16,9 @@
     /run/gpusnap/restored/
         <key>.restored           whom to ask about a container that runs, see restored_containers.py: it stays
                                  when nothing is under way
+    /run/gpusnap/suspended/      there while a container is suspended; the launcher looks for it
+        <key>.suspended          a container that `gpusnap suspend` took off its GPUs, see suspensions.py: it
+                                 and <key>.json, which says where its bytes are, stay until it is resumed
 
 A container is named by its key (runtime/container_key.py), since several engines may each have one of the
 same ID. An entry names processes by PID (and the PID namespace) and start time, regions by address, and where
@@ -61,6 +64,10 @@ MASKS = "masks"
 """The kind of file that has the signal masks of threads."""
 RESTORED = "restored"
 """The kind of file that says by whom a container that runs was restored."""
+SUSPENDED = "suspended"
+"""The kind of file that says that a container is suspended."""
+_APART = (RESTORED, SUSPENDED)
+"""Kinds of files that have a folder of their own, named like them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,8 +334,12 @@ def load(key: str, kind: str) -> Any:
 
 def drop(key: str, kind: str) -> None:
     """Remove what `store` wrote."""
-    if container_key.is_key(key):
-        state_files.remove(_path(key, kind))
+    if not container_key.is_key(key):
+        return
+    state_files.remove(_path(key, kind))
+    if kind == SUSPENDED:
+        with contextlib.suppress(OSError):  # there is another
+            os.rmdir(_folder(kind))
 
 
 def noted(kind: str) -> tuple[str, ...]:
@@ -402,7 +413,7 @@ def _path(key: str, kind: str) -> str:
 
 
 def _folder(kind: str) -> str:
-    return os.path.join(os.path.dirname(FOLDER), RESTORED) if kind == RESTORED else FOLDER
+    return os.path.join(os.path.dirname(FOLDER), kind) if kind in _APART else FOLDER
 
 
 def _read(path: str) -> Any:

@@ -23,6 +23,7 @@ from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache, transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.records.volumes import Volume
 from gpusnap.runtime_shim.snapshot.suspend import driver_calls, inherited_handles, paused_container
 from gpusnap.runtime_shim.snapshot.suspend.dump_pause import Lull
@@ -70,6 +71,10 @@ class Job:
     """When CRIU began to write (st_mtime_ns); an earlier checkpoint in the same place is no more since."""
     earlier: image.Earlier = field(default_factory=dict)
     """That one's images."""
+    asleep: Suspension | None = None
+    """Where the container is suspended, and stays so: its GPU state is where the journal says."""
+    on_disk: bool = True
+    """Whether it is written to a disk; what is only suspended stays in RAM."""
 
     @property
     def image_path(self) -> str:
@@ -242,6 +247,8 @@ def all_suspended(job: Job) -> None:
 
     Whom somebody else has let go on is stopped again. Raises GpusnapError.
     """
+    if job.asleep is not None:
+        return  # in a frozen cgroup, and nobody of them runs
     if job.driver.plugin is not None:  # they run, and may end, until CRIU stops them
         job.records = {pid: item for pid, item in job.records.items() if proc.running(pid)}
         return
@@ -266,13 +273,14 @@ def _suspend_these(job: Job, fresh: Sequence[proc.Process]) -> None:
     if plugin is None or plugin.into_memory:
         staged = job.settings.memory if plugin is None else None
         preflight.room_in_memory(used, job.container.pid, staged)
-    preflight.room_on_disk(
-        job.image_path,
-        all_bytes,
-        job.processes(),
-        lambda need: _make_room(job, need),
-        place=job.pages.place,
-    )
+    if job.on_disk:
+        preflight.room_on_disk(
+            job.image_path,
+            all_bytes,
+            job.processes(),
+            lambda need: _make_room(job, need),
+            place=job.pages.place,
+        )
     job.records |= records
     if plugin is not None:
         return  # CRIU will have it done

@@ -24,6 +24,7 @@ from gpusnap.cli import main as cli
 from gpusnap.cli import tables as show
 from gpusnap.cli.commands import host as host_commands
 from gpusnap.oci.base.errors import ArchiveError, BlobError, DiskFull, NotInRegistry, NotThere, Unreachable
+from gpusnap.operations import driver as needed
 from gpusnap.operations.open import load_manifest
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, ManifestError, Refused, UsageError
@@ -295,7 +296,7 @@ def test_gpus(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """This host's GPUs with what is special about them, and as JSON."""
     odd = replace(gpu(1, used=1 << 30), mig=True, compute_mode="prohibited")
     driver = FakeDriver(gpus=(gpu(0), odd))
-    monkeypatch.setattr(host_commands, "find_driver", lambda: driver)
+    monkeypatch.setattr(needed, "find_driver", lambda: driver)
     code, out, err = gpusnap("gpus")
     assert (code, err) == (0, "")
     assert "driver 580.159.04 (CUDA 13.0)" in out
@@ -311,7 +312,7 @@ def test_gpus(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gpus_without_any(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host without a GPU: one sentence and exit code 1."""
-    monkeypatch.setattr(host_commands, "find_driver", lambda: None)
+    monkeypatch.setattr(needed, "find_driver", lambda: None)
     code, out, err = gpusnap("gpus")
     assert (code, out) == (1, "")
     assert err.startswith("gpusnap: this host has no GPU driver")
@@ -431,7 +432,7 @@ def test_a_timeline_of_nothing() -> None:
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """A host with GPU 1 and 2 of the checkpoint's kind, and no restore under way."""
     driver = FakeDriver(gpus=(replace(gpu(1), index=0), replace(gpu(2), index=1)))
-    monkeypatch.setattr(host_commands, "find_driver", lambda: driver)
+    monkeypatch.setattr(needed, "find_driver", lambda: driver)
     monkeypatch.setattr(host_commands, "reserved", dict)
     monkeypatch.setattr("gpusnap.runtime_shim.settings.load", Settings)
     return driver

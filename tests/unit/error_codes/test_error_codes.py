@@ -41,6 +41,7 @@ PUBLISHED: Mapping[str, str] = {
     "GPS-203": "paused",
     "GPS-204": "depends-on-container",
     "GPS-205": "podman-option",
+    "GPS-206": "suspended",
     "GPS-207": "process-stopped",
     "GPS-208": "io-uring",
     "GPS-209": "socket-protocol",

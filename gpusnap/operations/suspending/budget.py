@@ -1,0 +1,45 @@
+"""RAM for suspended containers: `suspend.ram`, and what is done where it is not enough."""
+
+from __future__ import annotations
+
+from gpusnap.operations.suspending.usage import kept
+from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.snapshot.records import suspensions
+from gpusnap.runtime_shim.snapshot.records.suspensions import Stage
+from gpusnap.runtime_shim.snapshot.suspended.spill import spill
+from gpusnap.runtime_shim.units import human
+
+_SPILL = "spill"
+
+
+def make_room(settings: Settings, need: int) -> None:
+    """See that so many bytes more fit into suspend.ram; where it says so, spill what was suspended first.
+
+    Raises Refused.
+    """
+    budget = settings.suspend.ram
+    if not budget:
+        return
+    held = {each: kept(each)[0] for each in suspensions.find()}
+    used = sum(held.values())
+    if need <= budget and settings.suspend.over == _SPILL:
+        for each in sorted(held, key=lambda each: (each.since, each.name)):
+            if used + need <= budget:
+                break
+            if each.stage is Stage.SUSPENDED and held[each]:
+                spill(each.key, settings)
+                used -= held[each]
+                note(
+                    f"the GPU memory of {each.name}, {human(held[each])}, was moved to the store",
+                    code="GPS-216",
+                )
+    if used + need > budget:
+        raise Refused(
+            f"{human(need)} of GPU memory have to move to RAM, and of suspend.ram, {human(budget)}, "
+            f"{human(max(0, budget - used))} are free",
+            hint="gpusnap suspend --spill NAME moves what is suspended to the store, and suspend.over = "
+            '"spill" does so by itself; or raise suspend.ram',
+            code="GPS-216",
+        )

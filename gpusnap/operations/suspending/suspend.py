@@ -1,0 +1,113 @@
+"""`gpusnap suspend`, `resume` and `swap`: containers off their GPUs and back, whatever engine runs them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+
+from gpusnap.operations.driver import needed_driver
+from gpusnap.operations.suspending import budget, targets
+from gpusnap.operations.suspending.moved import Moved
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Host
+from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
+from gpusnap.runtime_shim.snapshot.suspend import criu_plugin
+from gpusnap.runtime_shim.snapshot.suspended import resume as resuming
+from gpusnap.runtime_shim.snapshot.suspended import spill as spilling
+from gpusnap.runtime_shim.snapshot.suspended import suspend as suspending
+from gpusnap.runtime_shim.snapshot.suspended.sweep import sweep
+
+
+def suspend(name: str) -> Moved:
+    """Suspend a running container by its name. Raises NotFound, Refused, GpusnapError."""
+    began = time.monotonic()
+    engine, container, real = targets.running(name)
+    settings = settings_file.annotated(settings_file.usable(), container.annotations)
+    sweep(settings.store.path)
+    driver = criu_plugin.chosen(needed_driver(), container, settings)
+    done, steps = suspending.suspend(
+        container, real, settings, driver, engine, room=partial(budget.make_room, settings)
+    )
+    return Moved(done, time.monotonic() - began, steps)
+
+
+def resume(name: str, request: GpuMap = ()) -> Moved:
+    """Resume a suspended container by its name. Raises NotFound, Refused, GpusnapError."""
+    began = time.monotonic()
+    settings = settings_file.load()
+    sweep(settings.store.path)
+    found = targets.suspended(name)
+    go_on = targets.engine_of(found).go_on
+    done, steps = resuming.resume(found.key, settings, needed_driver(), go_on, request=request)
+    return Moved(done, time.monotonic() - began, steps)
+
+
+def swap(out: str, into: str, request: GpuMap = ()) -> tuple[Moved, Moved]:
+    """Suspend the one, and resume the other in its place; where that fails, the first comes back.
+
+    Where the second would not fit even then, nothing is done. Raises NotFound, Refused, GpusnapError.
+    """
+    settings, driver = settings_file.load(), needed_driver()
+    found = targets.suspended(into)
+    _, container, _ = targets.running(out)
+    members = [process.pid for process in containers.processes(container.pid, container.id)]
+    resuming.check(found, _without(driver, members), request)
+    suspended = suspend(out)
+    try:
+        return suspended, resume(into, request)
+    except GpusnapError as error:
+        try:
+            resuming.resume(
+                suspended.container.key, settings, driver, targets.engine_of(suspended.container).go_on
+            )
+        except GpusnapError as other:
+            error.hint = f"{out} is suspended, and could not be resumed: {other.sentence()}"
+        else:
+            error.hint = "; ".join(filter(None, [error.hint, f"{out} runs on"]))
+        raise
+
+
+def spill(name: str) -> int:
+    """Move the GPU memory of a suspended container to the store; bytes. Raises NotFound, GpusnapError."""
+    found = targets.suspended(name)
+    return spilling.spill(found.key, settings_file.load())
+
+
+def spill_behind(name: str) -> None:
+    """The same, by a process of its own that nobody waits for; what goes wrong stays in RAM."""
+    program = shutil.which(sys.argv[0]) or sys.argv[0]
+    subprocess.Popen(
+        [program, "suspend", "--spill", "--wait", name],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd="/",
+    )
+
+
+def _without(driver: Driver, pids: Collection[int]) -> Host:
+    """This host as it is when some processes use no GPU."""
+    host = driver.host()
+    used: dict[str, int] = {}
+    for of in driver.memory_used(pids).values():
+        for uuid, size in of.items():
+            used[uuid] = used.get(uuid, 0) + size
+    gpus = tuple(
+        replace(gpu, memory_used=max(0, gpu.memory_used - used.get(gpu.uuid, 0))) for gpu in host.gpus
+    )
+    return replace(host, gpus=gpus)
+
+
+def recover(found: Suspension) -> str:
+    """Finish or undo what a killed gpusnap had begun; what was done, in words. Raises GpusnapError."""
+    engine = targets.engine_of(found)
+    return resuming.recover(found.key, settings_file.load(), needed_driver(), engine.go_on)

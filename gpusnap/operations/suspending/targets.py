@@ -1,0 +1,160 @@
+"""The container that a NAME means, by its engine: Podman's, or else containerd's.
+
+A name without more is Podman's; where Podman knows none, it is a task of containerd by that ID, which may
+stand in any namespace: NAMESPACE/ID says in which.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from gpusnap.engines import ctr, podman
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.runtime.command_line import Globals, render_globals
+from gpusnap.runtime_shim.runtime.identify import RealRuntime, identify
+from gpusnap.runtime_shim.snapshot.records import suspensions
+from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
+from gpusnap.runtime_shim.snapshot.suspended.suspend import Engine
+from gpusnap.user_errors import NotFound
+
+_CONTAINERD = "containerd"
+_PODMAN = "podman"
+# Below it there is a folder for each namespace (containerd, RuncRoot of cmd/containerd-shim-runc-v2).
+_CONTAINERD_ROOT = "/run/containerd/runc"
+
+
+def running(name: str) -> tuple[Engine, containers.Container, RealRuntime]:
+    """A running container by its name. Raises NotFound, ContainerError, GpusnapError."""
+    try:
+        found = podman.container(name)
+    except GpusnapError as error:
+        there = _task(name)
+        if there is None:
+            raise error
+        namespace, container_id = there
+        root = os.path.join(_CONTAINERD_ROOT, namespace)
+        return engine(_CONTAINERD, container_id, container_id, namespace), *_known(container_id, root)
+    if found.status == "paused":
+        raise ContainerError(
+            f"the container {found.name} is paused",
+            hint=f"podman unpause {found.name}, then suspend it",
+            code="GPS-203",
+        )
+    podman.check(found)
+    roots = [root for root, kept in _roots() if _is_file(f"{root}/{found.id}/{kept}")]
+    if not roots:
+        raise GpusnapError(
+            f"neither crun nor runc knows the container {found.name}, which Podman has as running",
+            hint="see what podman ps says",
+        )
+    return engine(_PODMAN, found.id, found.name, ""), *_known(found.id, roots[0])
+
+
+def suspended(name: str) -> Suspension:
+    """A suspended container by its name, or the beginning of its ID. Raises NotFound, GpusnapError."""
+    found = list(suspensions.find())
+    namespace, slash, rest = name.partition("/")
+    exact = [
+        each
+        for each in found
+        if name in (each.name, each.container) or (slash and (namespace, rest) == (each.namespace, each.name))
+    ]
+    some = exact or [each for each in found if len(name) > 2 and each.container.startswith(name)]
+    if len(some) == 1:
+        return some[0]
+    if some:
+        raise GpusnapError(
+            f"several suspended containers are called {name}", hint="give the ID: gpusnap ps lists them"
+        )
+    raise NotFound(f"no container {name} is suspended", hint="gpusnap ps lists those that are")
+
+
+def is_suspended(name: str) -> bool:
+    """Whether a suspended container has exactly that name or ID. Raises GpusnapError."""
+    return any(name in (each.name, each.container) for each in suspensions.find())
+
+
+def engine_of(found: Suspension) -> Engine:
+    """The engine of a suspended container."""
+    return engine(found.engine, found.container, found.name, found.namespace)
+
+
+def engine(kind: str, container_id: str, name: str, namespace: str) -> Engine:
+    """How an engine pauses a container, and lets it go on if it is paused."""
+    if kind == _CONTAINERD:
+        return Engine(
+            kind,
+            name,
+            namespace,
+            partial(ctr.pause, namespace, container_id),
+            partial(ctr.go_on, namespace, container_id),
+        )
+    return Engine(kind, name, "", partial(podman.pause, container_id), partial(podman.go_on, container_id))
+
+
+def _known(container_id: str, root: str) -> tuple[containers.Container, RealRuntime]:
+    real = locate.start(["checkpoint", container_id], 0, root, lambda path, _: identify(Path(path)))
+    command = render_globals(Globals(root=root), real)
+    return containers.find(command, container_id, root=root), real
+
+
+def _roots() -> Iterator[tuple[str, str]]:
+    """Where crun and runc keep their containers for Podman, and the file that each of them has."""
+    private = os.environ.get("XDG_RUNTIME_DIR", "")
+    for name, file in zip(locate.NAMES, locate.STATE_FILES, strict=True):
+        for folder in dict.fromkeys((locate.RUN, private, f"{locate.RUN}/user/{os.geteuid()}")):
+            if folder.startswith("/"):
+                yield f"{folder}/{name}", file
+
+
+def _task(name: str) -> tuple[str, str] | None:
+    """Namespace and ID of containerd's task; None where there is none. Raises GpusnapError for several."""
+    wanted, slash, rest = name.partition("/")
+    try:
+        namespaces = [wanted] if slash else sorted(os.listdir(_CONTAINERD_ROOT))
+    except OSError:
+        return None
+    container_id = rest if slash else name
+    if not container_id or container_id.startswith(".") or "/" in container_id:
+        return None
+    found = [
+        each
+        for each in namespaces
+        if any(
+            _is_file(os.path.join(_CONTAINERD_ROOT, each, container_id, file)) for file in locate.STATE_FILES
+        )
+    ]
+    if len(found) > 1:
+        raise GpusnapError(
+            f"containerd has a task {container_id} in several namespaces: {', '.join(found)}",
+            hint=f"give the namespace: {found[0]}/{container_id}",
+        )
+    return (found[0], container_id) if found else None
+
+
+def tasks() -> Iterator[tuple[str, str, int]]:
+    """Namespace, ID and first process of containerd's tasks that run."""
+    for state in sorted(glob.glob(f"{_CONTAINERD_ROOT}/*/*/")):
+        namespace, container_id = state.rstrip("/").split("/")[-2:]
+        for file, field in (("status", "pid"), ("state.json", "init_process_pid")):
+            with suppress(OSError, ValueError, KeyError, TypeError), open(state + file, "rb") as opened:
+                init = int(parse_json(opened.read())[field])
+                if proc.running(init):
+                    yield namespace, container_id, init
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except OSError:
+        return False

@@ -1,0 +1,151 @@
+"""`gpusnap ps`: the containers that use GPUs, or used some until they were suspended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from gpusnap.engines import podman_objects
+from gpusnap.operations.driver import needed_driver
+from gpusnap.operations.suspending import targets
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu import holders
+from gpusnap.runtime_shim.gpu.api.driver import Driver
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory import tmpfs
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.snapshot.records import journal, suspensions
+from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
+from gpusnap.runtime_shim.snapshot.suspended.sweep import sweep
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a container has of GPUs, and what is kept for it. Sizes are bytes."""
+
+    name: str
+    container_id: str
+    engine: str
+    """podman, or containerd."""
+    state: str
+    """running, paused, suspended; suspending and resuming for as long as that takes."""
+    gpus: tuple[int, ...]
+    """Their numbers, as nvidia-smi has them; of a suspended one those that it was on."""
+    gpu_memory: int
+    """Used now; of a suspended one what it will need."""
+    ram: int
+    """Of its GPU memory, in RAM."""
+    stored: int
+    """Of its GPU memory, in the store."""
+    since: str
+    """When it was started, or suspended: UTC, as ISO 8601 has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A container as its engine has it."""
+
+    name: str
+    container_id: str
+    engine: str
+    paused: bool
+    init: int
+
+
+def usages() -> tuple[Usage, ...]:
+    """All of them, by name. Raises GpusnapError where there is no driver."""
+    sweep()
+    driver = needed_driver()
+    asleep = list(suspensions.find())
+    found = [_of_suspended(each) for each in asleep]
+    keys = {each.container for each in asleep}
+    running = [each for each in _running() if each.container_id not in keys]
+    return tuple(sorted([*found, *_of_running(driver, running)], key=lambda each: (each.name, each.engine)))
+
+
+def kept(found: Suspension) -> tuple[int, int]:
+    """Bytes of a suspended container's GPU memory in RAM, and in the store."""
+    ram = stored = 0
+    with suppress(OSError):
+        ram = sum(tmpfs.sizes(found.key).values())
+    with suppress(GpusnapError):
+        entry = journal.read(found.key)
+        for process in entry.processes if entry is not None else ():
+            stored += sum(region.table.size for region in process.regions)
+    return ram, stored
+
+
+def _of_suspended(found: Suspension) -> Usage:
+    ram, stored = kept(found)
+    gpus = tuple(gpu.index for gpu in found.gpus if gpu.memory_used) or tuple(g.index for g in found.gpus)
+    return Usage(
+        found.name,
+        found.container,
+        found.engine,
+        str(found.stage),
+        gpus,
+        found.gpu_memory,
+        ram,
+        stored,
+        found.since,
+    )
+
+
+def _of_running(driver: Driver, running: Sequence[_Running]) -> Iterator[Usage]:
+    members = {
+        each.container_id: [process.pid for process in containers.processes(each.init, each.container_id)]
+        for each in running
+    }
+    users = {name: holders(driver, pids) for name, pids in members.items()}
+    used = driver.memory_used([pid for pids in users.values() for pid in pids])
+    index = {gpu.uuid: gpu.index for gpu in driver.host().gpus}
+    for each in running:
+        pids = users[each.container_id]
+        if not pids:
+            continue
+        own = [used.get(pid, {}) for pid in pids]
+        gpus = {uuid for of in own for uuid, size in of.items() if size}
+        yield Usage(
+            each.name,
+            each.container_id,
+            each.engine,
+            "paused" if each.paused else "running",
+            tuple(sorted(index[uuid] for uuid in gpus if uuid in index)),
+            sum(size for of in own for size in of.values()),
+            0,
+            0,
+            _started(each.init),
+        )
+
+
+def _running() -> Iterator[_Running]:
+    """Podman's containers, where there is a Podman, and containerd's tasks."""
+    with suppress(GpusnapError):
+        for each in podman_objects.with_processes():
+            yield _Running(each.name, each.id, "podman", each.paused, each.pid)
+    for namespace, task, init in targets.tasks():
+        name = task if namespace == "default" else f"{namespace}/{task}"
+        yield _Running(name, task, "containerd", _is_frozen(init, task), init)
+
+
+def _is_frozen(init: int, container_id: str) -> bool:
+    try:
+        return containers.frozen_group(init, container_id) is not None
+    except GpusnapError:
+        return False
+
+
+def _started(init: int) -> str:
+    """When a process was started; empty where /proc does not say."""
+    found = proc.process(init)
+    with suppress(OSError, ValueError, StopIteration), open("/proc/stat", encoding="ascii") as file:
+        boot = int(next(line for line in file if line.startswith("btime ")).split()[1])
+        if found is not None:
+            began = datetime.fromtimestamp(boot + found.start / _TICKS, UTC)
+            return began.isoformat(timespec="seconds").replace("+00:00", "Z")
+    return ""

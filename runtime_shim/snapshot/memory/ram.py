@@ -1,0 +1,101 @@
+"""GPU memory that is suspended into RAM: staged files that stay, and nothing on a disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from gpusnap.oci.chunks.index import Known
+from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.runtime_shim.errors import Refused, reason
+from gpusnap.runtime_shim.process.memory import tmpfs
+from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
+
+
+class NoHome:
+    """`destination.Home` for what is not to be written at all."""
+
+    kind = "ram"
+    place = ""
+
+    def __init__(self, key: str) -> None:
+        # Never made; the journal wants a path.
+        self.layout = Layout(os.path.join(tmpfs.FOLDER, key, "layout"))
+
+    def begin(self) -> None:
+        """Nothing is needed."""
+
+    def needed(self) -> None:
+        """Nobody else removes what is staged."""
+
+    def known(self) -> AbstractContextManager[Known | None]:
+        """Whoever asks is about to write. Raises Refused."""
+        raise Refused(
+            "there is no RAM for files with the GPU memory",
+            hint="free some memory, or checkpoint the container: gpusnap checkpoint",
+            code="GPS-216",
+        )
+
+    def images(self) -> tuple[FileRecord, ...]:
+        """There are none."""
+        return ()
+
+    def commit(self, tables: Sequence[Table], *, kept: bool) -> None:
+        """Nothing was written."""
+
+    def name(self, record: Manifest) -> None:
+        """Likewise."""
+
+    def close(self, record: Manifest | None) -> None:
+        """Likewise."""
+
+    def discard(self, *, earlier: bool) -> None:
+        """Likewise."""
+
+
+def staged_only(key: str, settings: Memory) -> Chunks:
+    """The way of GPU memory into staged files, where it stays. memory.ceiling is not for these."""
+    return Chunks("", key, replace(settings, ceiling=0), home=NoHome(key))
+
+
+class Asleep(Chunks):
+    """The memory of a suspended container on its way into a checkpoint, or the store; it stays suspended.
+
+    What the journal says of it is true all the time.
+    """
+
+    def note(self, pids: Sequence[int]) -> None:
+        """Nothing changes."""
+
+    def close(self) -> None:
+        """What is staged stays."""
+        self._flushed()
+        self.leave()
+
+    def discard(self, *, layout: bool) -> None:
+        """Remove what was written."""
+        self.close()
+        self._home.discard(earlier=not layout)
+
+
+def check_swap() -> None:
+    """Refuse where this host could write to a swap device what is to be in RAM."""
+    try:
+        swapped = tmpfs.can_be_swapped()
+    except OSError as error:
+        raise Refused(
+            f"it cannot be told whether suspended GPU memory would be swapped: {reason(error)}",
+            hint="run gpusnap as root",
+            code="GPS-005",
+        ) from error
+    if swapped:
+        raise Refused(
+            "this host has swap, and its kernel (before Linux 6.4) cannot keep GPU memory in RAM out of it",
+            hint="turn swap off (swapoff -a), or use a newer kernel",
+            code="GPS-216",
+        )

@@ -1,0 +1,42 @@
+"""A checkpoint of a suspended container: what the driver gave when it was suspended is taken over."""
+
+from __future__ import annotations
+
+from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.snapshot.memory.ram import Asleep
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
+from gpusnap.runtime_shim.snapshot.suspend import paused_container
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import Record
+from gpusnap.runtime_shim.snapshot.suspend.job import Job
+
+
+def adopt(job: Job, asleep: Suspension) -> None:
+    """Have what a suspend took of the container, in place of taking it now.
+
+    Raises Refused, GpusnapError.
+    """
+    entry = journal.read(job.container.key)
+    assert entry is not None
+    assert isinstance(job.pages, Asleep)
+    pids = [each.pid for each in asleep.processes]
+    job.paused = paused_container.left(entry, pids)
+    if job.paused is None:
+        raise Refused(
+            f"somebody has let the suspended container {job.container.id} run without its GPUs",
+            hint=f"gpusnap resume {asleep.name}",
+            code="GPS-206",
+        )
+    job.paused.keep(pids)
+    for each in asleep.processes:
+        found = proc.process(each.pid)
+        if found is None or found.start != each.start:
+            raise GpusnapError(
+                f"process {each.pid} of the suspended container {job.container.id} has ended",
+                hint="what it had on the GPU is lost; restore the container from a checkpoint",
+                code="GPS-026",
+            )
+        job.records[each.pid] = Record(found, each.inner_pid, each.gpus)
+    with job.transaction.step("adopt"):
+        job.pages.adopt(entry)

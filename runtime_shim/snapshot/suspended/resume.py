@@ -1,0 +1,191 @@
+"""Bring a suspended container back onto its GPUs, or onto others that it can see.
+
+    plan → hold → fill (what is in a store) → driver restore → freeze → let it go on (the engine)
+
+Whatever can refuse does so before anything is changed. A resume that fails or is killed loses nothing: the
+bytes stay where they were until all processes have their GPU state, and the next resume begins where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from types import MappingProxyType
+
+from gpusnap.runtime_shim import question_process, state_files
+from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, ProcessState
+from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
+from gpusnap.runtime_shim.gpu.assignment import plan
+from gpusnap.runtime_shim.runtime import cgroup_freezer
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.snapshot import recover_checkpoint
+from gpusnap.runtime_shim.snapshot.devices.reservations import Room, claim
+from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.records import journal, suspensions
+from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
+from gpusnap.runtime_shim.snapshot.suspend import driver_calls, paused_container
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import Pairs
+from gpusnap.runtime_shim.snapshot.suspended import sweep
+from gpusnap.runtime_shim.transaction import Step, Transaction, held_signals, interruptible
+
+_SETTLING = 10.0  # seconds
+
+
+def resume(
+    key: str,
+    settings: Settings,
+    driver: Driver,
+    go_on: Callable[[], object],
+    *,
+    request: GpuMap = (),
+) -> tuple[Suspension, Sequence[Step]]:
+    """Resume a suspended container; what was on file of it, and how long each step took.
+
+    `request`: which GPUs it shall have. `go_on` has the engine let it run. Raises a GpusnapError: Refused
+    where no GPU fits, and nothing has been changed.
+    """
+    question_process.start()
+    with interruptible(), journal.held(key), Transaction() as transaction:
+        found = suspensions.read(key)
+        if found is None or not found.lives:
+            raise Refused(f"container {key.partition('@')[0]} is not suspended", code="GPS-206")
+        if found.stage is not Stage.SUSPENDED:
+            raise suspensions.unfinished(found)
+        with claim() as room:
+            with transaction.step("plan"):
+                driver.open()
+                pairs = _plan(found, driver.host(), request, room)
+                _check_memory(found, settings)
+                found = replace(found, stage=Stage.RESUMING, owner=state_files.owner(), pairs=pairs)
+                suspensions.write(found)
+            with held_signals():
+                _bring_back(found, settings, driver, transaction, cut_off=False)
+        with held_signals():
+            _finish(found, transaction, go_on)
+        transaction.commit()
+        return found, tuple(transaction.steps)
+
+
+def recover(key: str, settings: Settings, driver: Driver, go_on: Callable[[], object]) -> str:
+    """Finish a resume, or undo a suspend, whose gpusnap was killed; what was done, in words.
+
+    Raises GpusnapError, also where another gpusnap is at work on that container.
+    """
+    with journal.held(key), Transaction() as transaction:
+        found = suspensions.read(key)
+        if found is None:
+            return "somebody else has put it right"
+        if not found.lives:
+            sweep.remove(found)
+            return "it has ended, and nothing is left of it"
+        if found.stage is Stage.SUSPENDED:
+            return "it is suspended, and waits for gpusnap resume"
+        stage = found.stage
+        with held_signals():
+            if stage is not Stage.RESUMED:
+                _bring_back(found, settings, driver, transaction, cut_off=True)
+            _finish(found, transaction, go_on)
+        transaction.commit()
+        return "it was not suspended, and runs on" if stage is Stage.SUSPENDING else "it is resumed"
+
+
+def check(
+    found: Suspension, host: Host, request: GpuMap, reserved: Mapping[str, int] = MappingProxyType({})
+) -> tuple[tuple[str, str], ...]:
+    """The GPU of `host` for each of its own; (old UUID, new UUID). Raises Refused where there is none.
+
+    `reserved`: bytes by UUID that others are about to use.
+    """
+    given = {gpu.uuid for gpu in found.gpus}
+    chosen = plan(found.gpus, found.driver_version, host, request=request, reserved=reserved, given=given)
+    if chosen.refusal:
+        raise chosen.refused()
+    return chosen.pairs
+
+
+def _plan(found: Suspension, host: Host, request: GpuMap, room: Room) -> tuple[tuple[str, str], ...]:
+    """As `check`, with their room claimed. Raises Refused."""
+    pairs = check(found, host, request, room.reserved)
+    new = dict(pairs)
+    room.take({new[gpu.uuid]: gpu.memory_used for gpu in found.gpus})
+    return pairs
+
+
+def _check_memory(found: Suspension, settings: Settings) -> None:
+    """Refuse where what was spilled does not fit into RAM on its way."""
+    entry = journal.read(found.key)
+    spilled = {p.pid: sum(r.table.size for r in p.regions) for p in entry.processes} if entry else {}
+    if any(spilled.values()):
+        preflight.room_in_memory(spilled, found.init[0], settings.memory)
+
+
+def _of_processes(found: Suspension) -> Mapping[int, Pairs]:
+    """The pairs for each process; none where nothing has moved."""
+    new = dict(found.pairs)
+    if all(old == to for old, to in found.pairs):
+        return {}
+    return {each.pid: tuple((uuid, new[uuid]) for uuid, _ in each.gpus) for each in found.processes}
+
+
+def _bring_back(
+    found: Suspension, settings: Settings, driver: Driver, transaction: Transaction, *, cut_off: bool
+) -> None:
+    """Give its processes their GPU state; the container is frozen before and after."""
+    entry = journal.read(found.key)
+    if entry is None:
+        return  # it was killed before the first process was touched
+    pids = [each.pid for each in recover_checkpoint.alive(entry)]
+    paused = paused_container.left(entry, pids)
+    let_go = None
+    try:
+        if paused is not None:
+            with transaction.step("hold"):
+                paused.keep(pids)
+                paused.hold(pids, timeout=_SETTLING)
+            let_go = paused.let_go
+        with transaction.step("driver restore"):
+            try:
+                recover_checkpoint.bring_back(
+                    entry, driver, settings.memory, let_go, pairs=_of_processes(found), cut_off=cut_off
+                )
+            except GpusnapError:
+                if not cut_off:
+                    _stay(found, entry, driver)
+                raise
+            finally:
+                for text in driver_calls.take_notes():
+                    transaction.note(text)
+    finally:
+        if paused is not None:
+            with transaction.step("freeze"):
+                paused.freeze()
+
+
+def _stay(found: Suspension, entry: journal.Entry, driver: Driver) -> None:
+    """After a failure: where none of its processes has its GPU state, it is suspended as it was."""
+    there = recover_checkpoint.alive(entry)
+    with suppress(GpusnapError):
+        states = [driver_calls.state(driver, each.pid) for each in there]
+        if all(state is ProcessState.CHECKPOINTED for state in states):
+            for each in there:
+                regions = [(r.start, r.table.size) for r in each.regions]
+                regions += [(s.start, s.size) for s in each.staged]
+                transfer.empty(found.key, each.pid, regions)
+            suspensions.write(replace(found, stage=Stage.SUSPENDED, pairs=()))
+
+
+def _finish(found: Suspension, transaction: Transaction, go_on: Callable[[], object]) -> None:
+    """Its GPU state is back: let go of what it was kept in, and have the engine let it run."""
+    with transaction.step("let go"):
+        suspensions.write(replace(found, stage=Stage.RESUMED))
+        sweep.free(found.key)
+    with transaction.step("go on"):
+        go_on()
+        group = containers.frozen_group(found.init[0], found.container)
+        if group is not None:  # its engine took it for one that runs: see operations/checkpoint.py
+            cgroup_freezer.thaw(group)
+        suspensions.drop(found.key)

@@ -1,0 +1,105 @@
+"""A suspended container's bytes move from RAM into the store; a resume reads them back, checked.
+
+    files of the stage ─→ chunks in a staging of the store, durable ─→ journal ─→ the files are removed
+
+Until the journal names the chunks the bytes are in RAM as before, and whoever is killed has changed nothing.
+The container's lock is had only for the last two steps: a resume meanwhile does not wait, and what was
+written for nothing is removed. No gc takes the staging, which says whose it is; its owner is the journal's
+entry, so that it is removed with that, or after a reboot, when nobody has such an entry any more.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.store.paths import PRECIOUS
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.process.memory import tmpfs
+from gpusnap.runtime_shim.runtime import container_key
+from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.runtime_shim.snapshot.memory.ram import Asleep
+from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.records import journal, suspensions
+from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
+from gpusnap.runtime_shim.transaction import Transaction, held_signals
+
+_WHOSE = "GPU memory of the suspended container "
+
+
+def spill(key: str, settings: Settings) -> int:
+    """Move the GPU memory of a suspended container into the store; how many bytes of RAM that freed.
+
+    Raises GpusnapError; what is suspended stays so, in RAM or in the store as a whole.
+    """
+    found, entry = _suspended(key)
+    staged = sum(each.size for process in entry.processes for each in process.staged)
+    if not staged:
+        return 0
+    memory = settings.memory
+    home = StoreHome(settings.store.path, settings.store.path, found.container, memory, why=_WHOSE + key)
+    pages = Asleep("", key, memory, home=home)
+    transaction = Transaction()
+    pages.prepare()
+    try:
+        preflight.room_on_disk(home.place, staged, ())
+        home.needed()
+        with transaction.step("write"):
+            pages.adopt(entry)
+            pages.write()
+            records = pages.records()
+            assert records is not None
+            tables = [region.table for regions in records.values() for region in regions]
+            home.commit(tables, kept=False)
+        with journal.held(key), held_signals(), transaction.step("switch"):
+            if _suspended(key)[0] != found:
+                raise Refused(f"container {found.name} was resumed meanwhile", code="GPS-206")
+            journal.write(key, "", records, layout=home.layout.path)
+            pages.leave()
+            tmpfs.remove(key)
+    except BaseException:
+        with suppress(GpusnapError):
+            pages.discard(layout=True)
+        raise
+    home.layout.close()
+    return staged
+
+
+def _suspended(key: str) -> tuple[Suspension, journal.Entry]:
+    found, entry = suspensions.read(key), journal.read(key)
+    if found is None or entry is None or not found.lives:
+        raise Refused(f"container {container_key.id_of(key)} is not suspended", code="GPS-206")
+    if found.stage is not Stage.SUSPENDED:
+        raise suspensions.unfinished(found)
+    return found, entry
+
+
+def discard(layout: str) -> None:
+    """Remove the chunks that were written for a container, by the path of their layout. Raises ImageError."""
+    store = Store(os.path.dirname(os.path.dirname(layout)))
+    with transfer.as_image_error(layout), suppress(FileNotFoundError):
+        if not os.path.isdir(layout):
+            return
+        staging = store.adopt(layout)
+        staging.plain()
+        staging.close()
+
+
+def sweep(path: str) -> None:
+    """Remove from a store what is no suspended container's any more: the host was restarted, say."""
+    folder = os.path.join(os.path.realpath(path), "staging")
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            with suppress(OSError, GpusnapError, OciError):
+                with open(os.path.join(folder, name, PRECIOUS), encoding="utf-8") as file:
+                    whose = file.read(4096)
+                if not whose.startswith(_WHOSE):
+                    continue
+                entry = journal.read(whose.removeprefix(_WHOSE))
+                layout = os.path.join(folder, name)
+                if entry is None or entry.layout != layout:
+                    discard(layout)  # not one that is being written: it has an owner

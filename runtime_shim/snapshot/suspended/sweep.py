@@ -1,0 +1,56 @@
+"""What a suspended container holds, and how it is let go of: when it is resumed, and when it has ended.
+
+A container may end while it is suspended: it is removed, killed, or its host's engine is. Nobody of gpusnap's
+need see that. So every command that knows of suspended containers sweeps by what is on file: of one whose
+first process is gone nothing is kept.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.process.memory import tmpfs
+from gpusnap.runtime_shim.snapshot.records import journal, suspensions
+from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
+from gpusnap.runtime_shim.snapshot.suspended import spill
+
+
+def sweep(store: str = "") -> None:
+    """Let go of what is kept for containers that have ended, in that store too. What cannot be seen stays."""
+    with suppress(GpusnapError):
+        for key in journal.noted(journal.SUSPENDED):
+            with suppress(GpusnapError, OSError):
+                found = suspensions.read(key)
+                if found is not None and not found.lives:
+                    with journal.held(key, patience=0):
+                        remove(found)
+    if store:
+        spill.sweep(store)
+
+
+def remove(found: Suspension) -> None:
+    """Let go of all that is kept for a container that has ended, under its lock. Raises GpusnapError."""
+    now = suspensions.read(found.key)
+    if now is None or now.lives:
+        return
+    free(found.key)
+    suspensions.drop(found.key)
+
+
+def free(key: str) -> None:
+    """Remove the bytes of a container, and what the journal says of them. Raises GpusnapError."""
+    entry = journal.read(key)
+    journal.drop(key, journal.PAUSED)
+    journal.remove(key)
+    if entry is not None and any(process.regions for process in entry.processes):
+        spill.discard(entry.layout)
+    try:
+        tmpfs.remove(key)
+    except OSError as error:
+        raise GpusnapError(
+            f"the suspended GPU memory of container {key.partition('@')[0]} cannot be removed: "
+            f"{reason(error)}",
+            hint=f"it takes RAM; remove it from {tmpfs.FOLDER}",
+            code="GPS-027",
+        ) from error

@@ -1,0 +1,194 @@
+"""`gpusnap suspend` and `resume`: a container off its GPUs, kept in RAM, and back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import gpuhost
+import pytest
+from conftest import SRC
+from storehost import COMMAND, done, gpusnap
+from support import GPUS_CONF, Container, faults, good, kill_at, podman, sentence, until
+from suspendhost import ends_without_a_trace, gpu_memory, nothing_left, resumed, suspended, usage
+
+from gpusnap.runtime_shim.snapshot.records import journal, suspensions
+
+SUSPEND_STEPS = ("inspect", "pause", "look", "hold", "lock", "driver checkpoint", "pages", "freeze")
+RESUME_STEPS = ("plan", "hold", "driver restore", "freeze", "let go", "go on")
+
+
+@pytest.fixture
+def small_gpus(crun: None) -> Iterator[None]:
+    """GPUs with room for one container of 64 MiB, and no more."""
+    gpuhost.install(SRC / "softgpu" / "build", GPUS_CONF.replace("memory=2GiB", "memory=96MiB"))
+    yield
+    podman("rm", "--force", "--all", "--time", "0")
+    gpuhost.install(SRC / "softgpu" / "build", GPUS_CONF)
+
+
+def test_there_and_back(real: str) -> None:
+    """Twice in a row: the GPUs are free meanwhile, no tick is left out, and nothing is left in the end."""
+    container = Container.start("w", "--procs", "2", "--mib", "16", workers=2)
+    assert usage("w")["state"] == "running"
+    for _ in range(2):
+        before = usage("w")["gpuMemory"]
+        suspended(container)
+        log = container.log()
+        found = usage("w")
+        assert found["gpuMemory"] == before
+        assert found["ram"] >= 2 * 16 << 20
+        assert (found["stored"], found["engine"]) == (0, "podman")
+        assert gpu_memory() == 0
+        assert container.log() == log
+        resumed(container)
+        nothing_left()
+    assert usage("w")["state"] == "running"
+
+
+def test_unpause_is_refused(real: str) -> None:
+    """In one sentence that names the command; the container stays as it is, and can be resumed."""
+    container = Container.start("w")
+    suspended(container)
+    said = sentence(podman("unpause", "w"))
+    assert "container w is suspended" in said
+    assert "gpusnap resume w" in said
+    assert usage("w")["state"] == "suspended"
+    resumed(container)
+    good(podman("pause", "w"))
+    good(podman("unpause", "w"))
+    container.goes_on()
+
+
+@pytest.mark.parametrize("words", [("rm", "--force", "--time", "0", "w"), ("kill", "w")], ids=["rm", "kill"])
+def test_the_end_of_a_suspended_container(real: str, words: tuple[str, ...]) -> None:
+    """What was kept for it goes with it."""
+    container = Container.start("w")
+    suspended(container)
+    good(podman(*words))
+    ends_without_a_trace()
+    assert usage("w") == {}
+
+
+def test_an_end_that_nobody_saw(crun: None) -> None:
+    """Its processes are killed, and the runtime that would have cleaned up: the next command does."""
+    container = Container.start("w")
+    suspended(container)
+    init = container.pid
+    found = next(iter(suspensions.find()))
+    os.kill(init, signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{init}").exists(), "its end")
+    until(lambda: container.inspect()["State"]["Status"] == "exited", "Podman's clean-up")
+    suspensions.write(found)  # as if the runtime had never been asked to delete it
+    assert usage("w") == {}
+    nothing_left()
+
+
+def test_the_thawed_by_hand_stand_on(crun: None) -> None:
+    """Whoever thaws the cgroup lets no GPU process run, and the container can be resumed."""
+    container = Container.start("w", "--procs", "2", workers=2)
+    init = container.pid
+    groups = Path(f"/proc/{init}/cgroup").read_text().splitlines()
+    group = Path("/sys/fs/cgroup" + next(line.split(":", 2)[2] for line in groups if line.startswith("0::")))
+    suspended(container)
+    frozen = [each for each in (group, group.parent) if (each / "cgroup.freeze").read_text().strip() == "1"]
+    for each in frozen:
+        (each / "cgroup.freeze").write_text("0")
+    assert frozen
+    resumed(container)
+
+
+def test_no_room_on_the_gpu(small_gpus: None) -> None:
+    """A resume is refused with the reasons before anything changes, and succeeds when there is room."""
+    container = Container.start("w", "--mib", "64", gpus=("0",))
+    suspended(container)
+    other = Container.start("other", "--mib", "64", gpus=("0",))
+    said = sentence(gpusnap("resume", "w"))
+    assert "no GPU of this host fits GPU 0" in said
+    assert "free" in said
+    assert usage("w")["state"] == "suspended"
+    other.goes_on()
+    other.remove()
+    resumed(container)
+    nothing_left()
+
+
+def test_a_driver_that_fails(real: str) -> None:
+    """A checkpoint of the driver's that fails is undone; so is a restore, and the next one succeeds."""
+    container = Container.start("w")
+    faults("checkpoint result=CUDA_ERROR_UNKNOWN")
+    assert "could not" in sentence(gpusnap("suspend", "w"))
+    faults("")
+    assert container.inspect()["State"]["Status"] == "running"
+    container.goes_on()
+    nothing_left()
+    suspended(container)
+    faults("restore result=CUDA_ERROR_UNKNOWN")
+    assert "could not" in sentence(gpusnap("resume", "w"))
+    assert usage("w")["state"] == "suspended"
+    faults("")
+    resumed(container)
+    nothing_left()
+
+
+def test_a_container_without_a_gpu(crun: None) -> None:
+    """Is refused, and not paused."""
+    good(podman("run", "-d", "--name", "w", "localhost/base", "sleep", "1000"))
+    assert "uses a GPU" in sentence(gpusnap("suspend", "w"))
+    assert Container("w").inspect()["State"]["Status"] == "running"
+
+
+def test_two_at_once(crun: None) -> None:
+    """While one gpusnap is at work on a container, another is refused."""
+    container = Container.start("w")
+    suspended(container)
+    key = next(iter(suspensions.find())).key
+    with journal.held(key):
+        assert "another gpusnap is still at work" in sentence(gpusnap("resume", "w"))
+    resumed(container)
+
+
+def test_several(crun: None) -> None:
+    """Each on its own; one that is not there fails alone."""
+    first, second = Container.start("first"), Container.start("second")
+    said = gpusnap("suspend", "first", "none", "second", "--json")
+    assert said.code != 0
+    assert "there is no container none" in said.err
+    assert {each["name"]: each["state"] for each in done("ps")["containers"]} == {
+        "first": "suspended",
+        "second": "suspended",
+    }
+    assert good(gpusnap("ps", "--quiet")).splitlines() == ["first", "second"]
+    good(gpusnap("resume", "first", "second"))
+    first.goes_on()
+    second.goes_on()
+
+
+def test_killed_suspend(real: str) -> None:
+    """At each step: `recover` has the container run on; nothing is lost, and it can be suspended then."""
+    container = Container.start("w", "--procs", "2", workers=2)
+    for step in SUSPEND_STEPS:
+        kill_at(step, [COMMAND, "--debug", "suspend", "w"])
+        gpusnap("recover")
+        assert container.inspect()["State"]["Status"] == "running", step
+        container.goes_on()
+        nothing_left()
+    suspended(container)
+    resumed(container)
+
+
+def test_killed_resume(real: str) -> None:
+    """At each step: `recover` finishes it, or leaves it suspended where nothing had begun."""
+    container = Container.start("w", "--procs", "2", workers=2)
+    for step in RESUME_STEPS:
+        suspended(container)
+        kill_at(step, [COMMAND, "--debug", "resume", "w"])
+        gpusnap("recover")
+        if step == "plan":
+            assert usage("w")["state"] == "suspended"
+            good(gpusnap("resume", "w"))
+        assert container.inspect()["State"]["Status"] == "running", step
+        container.goes_on()
+        nothing_left()
