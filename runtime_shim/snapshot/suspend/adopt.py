@@ -38,5 +38,9 @@ def adopt(job: Job, asleep: Suspension) -> None:
                 code="GPS-026",
             )
         job.records[each.pid] = Record(found, each.inner_pid, each.gpus)
+    job.transaction.undo("pausing the container again", job.paused.freeze)
     with job.transaction.step("adopt"):
         job.pages.adopt(entry)
+        # An earlier checkpoint by CRIU leaves them a pending SIGSTOP, which is taken back before the dump;
+        # a frozen process cannot be traced for that.
+        job.paused.hold(pids, timeout=job.settings.nvidia.lock_timeout)

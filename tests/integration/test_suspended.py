@@ -1,0 +1,232 @@
+"""What can be done with a suspended container: checkpoint it, move its memory to the store, swap it in."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import gpuhost
+import pytest
+import shimhost
+from conftest import SRC
+from storehost import COMMAND, PLAIN, STORE, done, empty_store, gpusnap
+from support import GPUS_CONF, Container, faults, good, kill_at, podman, run, sentence, until
+from suspendhost import nothing_left, resumed, suspended, usage
+
+from gpusnap.oci.store.store import Store
+
+
+@pytest.fixture
+def store(crun: None) -> Iterator[Store]:
+    """An empty store of this host's."""
+    with empty_store(PLAIN) as store:
+        yield store
+
+
+@pytest.fixture
+def small_gpus(crun: None) -> Iterator[None]:
+    """GPUs with room for one container of 64 MiB, and no more."""
+    gpuhost.install(SRC / "softgpu" / "build", GPUS_CONF.replace("memory=2GiB", "memory=96MiB"))
+    yield
+    podman("rm", "--force", "--all", "--time", "0")
+    gpuhost.install(SRC / "softgpu" / "build", GPUS_CONF)
+
+
+def staged(store: Store) -> list[str]:
+    """The folders of those who write to it, or have something there for a while."""
+    folder = Path(store.path) / "staging"
+    return os.listdir(folder) if folder.exists() else []
+
+
+def test_checkpoint(real: str, tmp_path: Path) -> None:
+    """From RAM: no GPU is touched, the container stays suspended, and both it and the checkpoint go on."""
+    with empty_store(f'runtime = "{real}"\n[store]\npath = "{STORE}"\n'):
+        container = Container.start("w", "--procs", "2", "--mib", "16", workers=2)
+        suspended(container)
+        faults("checkpoint result=CUDA_ERROR_UNKNOWN\nrestore result=CUDA_ERROR_UNKNOWN")
+        made = done("checkpoint", "w")
+        archive = tmp_path / "w.tar.zst"
+        said = gpusnap("checkpoint", "w", "--to", archive)
+        assert "w stays suspended" in said.err, said.err
+        faults("")
+        assert made["memory"] == usage("w")["gpuMemory"]
+        assert container.inspect()["State"]["Status"] == "paused"
+        assert usage("w")["state"] == "suspended"
+        resumed(container)
+        nothing_left()
+        for what in (made["name"], archive):
+            container.remove()
+            good(gpusnap("restore", what))
+            container = Container("w")
+            container.goes_on()
+
+
+def test_plain_podman_does_not_checkpoint_it(crun: None, tmp_path: Path) -> None:
+    """Podman refuses a paused container, and our runtime one that would end."""
+    container = Container.start("w")
+    suspended(container)
+    assert podman("container", "checkpoint", "w").code != 0
+    assert "a checkpoint leaves it so" in sentence(run(*container.line(tmp_path)))
+    resumed(container)
+
+
+def test_a_killed_checkpoint(store: Store) -> None:
+    """Podman may take it for one that runs; it stays suspended, and a resume has all of it run."""
+    container = Container.start("w")
+    suspended(container)
+    kill_at_podman(container)
+    assert usage("w")["state"] == "suspended"
+    resumed(container)
+    nothing_left()
+
+
+def kill_at_podman(container: Container) -> None:
+    """Kill `gpusnap checkpoint` when Podman has been told that the container runs."""
+    with subprocess.Popen(
+        [COMMAND, "checkpoint", container.name],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as command:
+        until(lambda: container.inspect()["State"]["Status"] == "running", "the checkpoint")
+        command.kill()
+    good(podman("ps", "--all"))  # it answers when nobody is at work on the container
+
+
+def test_spill(real: str) -> None:
+    """RAM is free, the store has it, no gc takes it; it comes back from there, and nothing is left."""
+    with empty_store(f'runtime = "{real}"\n[store]\npath = "{STORE}"\n') as store:
+        container = Container.start("w", "--procs", "2", "--mib", "16", workers=2)
+        suspended(container, "--spill", "--wait")
+        found = usage("w")
+        assert found["ram"] == 0
+        assert found["stored"] >= 2 * 16 << 20
+        good(gpusnap("gc"))
+        assert len(staged(store)) == 1
+        resumed(container)
+        nothing_left()
+        assert staged(store) == []
+
+
+def test_spill_in_the_background(store: Store) -> None:
+    """Of one that is suspended already, too; the command does not wait for it."""
+    container = Container.start("w", "--mib", "16")
+    suspended(container)
+    assert usage("w")["ram"]
+    good(gpusnap("suspend", "--spill", "w"))
+    until(lambda: not usage("w")["ram"], "the end of the spill")
+    made = done("checkpoint", "w")
+    assert usage("w")["stored"]
+    resumed(container)
+    container.remove()
+    nothing_left()
+    good(gpusnap("restore", made["name"]))
+    Container("w").goes_on()
+
+
+def test_a_spilled_one_is_removed(store: Store) -> None:
+    """And with it what it had in the store."""
+    container = Container.start("w")
+    suspended(container, "--spill", "--wait")
+    container.remove()
+    until(lambda: staged(store) == [], "the end of what is in the store")
+    nothing_left()
+
+
+def test_damage_in_the_store(store: Store) -> None:
+    """A byte that is wrong is found before the driver sees it, and the container stays suspended."""
+    container = Container.start("w", "--mib", "16")
+    suspended(container, "--spill", "--wait")
+    blobs = sorted(Path(store.path).glob("staging/*/blobs/sha256/*"), key=lambda blob: blob.stat().st_size)
+    good_bytes = blobs[-1].read_bytes()
+    blobs[-1].chmod(0o600)
+    blobs[-1].write_bytes(good_bytes[:-1] + bytes([good_bytes[-1] ^ 1]))
+    said = sentence(gpusnap("resume", "w"))
+    assert blobs[-1].name in said or "GPS-" in said
+    assert usage("w")["state"] in ("suspended", "resuming")
+    blobs[-1].write_bytes(good_bytes)
+    gpusnap("recover")
+    if usage("w")["state"] == "suspended":
+        good(gpusnap("resume", "w"))
+    container.goes_on()
+
+
+def test_the_budget(store: Store) -> None:
+    """What does not fit is refused with figures, or what was suspended first is spilled."""
+    first, second = Container.start("first", "--mib", "32"), Container.start("second", "--mib", "32")
+    shimhost.write_settings(PLAIN + '[suspend]\nram = "96M"\n')
+    suspended(first)
+    said = sentence(gpusnap("suspend", "second"))
+    assert "of suspend.ram, 96.0 MiB" in said
+    assert "are free" in said
+    second.goes_on()
+    shimhost.write_settings(PLAIN + '[suspend]\nram = "96M"\nover = "spill"\n')
+    suspended(second)
+    assert usage("first")["ram"] == 0
+    assert usage("first")["stored"]
+    assert usage("second")["ram"]
+    resumed(first)
+    resumed(second)
+    nothing_left()
+
+
+def test_another_gpu(crun: None) -> None:
+    """One that sees both comes back on the other, with every byte right; what it does not see is refused."""
+    container = Container.start("w", "--gpus", "0")
+    suspended(container)
+    resumed(container, "--gpu-map", "0=1,1=0")
+    assert usage("w")["gpus"] == [1]
+    suspended(container)
+    container.remove()
+    narrow = Container.start("narrow", gpus=("0",))
+    suspended(narrow)
+    said = sentence(gpusnap("resume", "--gpu-map", "0=1", "narrow"))
+    assert "GPU" in said
+    assert usage("narrow")["state"] == "suspended"
+    resumed(narrow)
+
+
+def test_swap(small_gpus: None) -> None:
+    """There and back, on one GPU that has room for one of them; what fails is undone."""
+    first = Container.start("first", "--mib", "64", gpus=("0",))
+    suspended(first)
+    second = Container.start("second", "--mib", "64", gpus=("0",))
+    swapped = json.loads(good(gpusnap("swap", "second", "first", "--json")))
+    assert (swapped["out"]["container"], swapped["in"]["container"]) == ("second", "first")
+    first.goes_on()
+    assert usage("second")["state"] == "suspended"
+    good(gpusnap("swap", "first", "second"))
+    second.goes_on()
+    faults("restore result=CUDA_ERROR_UNKNOWN count=4")
+    said = sentence(gpusnap("swap", "second", "first"))
+    faults("")
+    gpusnap("resume", "second")
+    assert "second" in said
+    second.goes_on()
+    assert usage("first")["state"] == "suspended"
+
+
+def test_a_swap_that_cannot_fit(small_gpus: None) -> None:
+    """Is refused before anything is touched."""
+    first = Container.start("first", "--mib", "64", gpus=("0",))
+    suspended(first)
+    second = Container.start("second", "--mib", "16", gpus=("1",))
+    third = Container.start("third", "--mib", "64", gpus=("0",))
+    assert "no GPU of this host fits" in sentence(gpusnap("swap", "second", "first"))
+    second.goes_on()
+    third.goes_on()
+
+
+def test_killed_spill(store: Store) -> None:
+    """The bytes are in RAM or in the store as a whole, and what was written for nothing goes."""
+    container = Container.start("w", "--mib", "16")
+    suspended(container)
+    for at in ("write", "switch"):
+        kill_at(at, [COMMAND, "--debug", "suspend", "--spill", "--wait", "w"])
+        assert usage("w")["state"] == "suspended"
+    resumed(container)
+    nothing_left()
+    assert staged(store) == []
