@@ -202,10 +202,10 @@ def pause(container_id: str) -> None:
 
 def go_on(container_id: str) -> None:
     """Let a container go on, if it is paused. Raises GpusnapError."""
-    if _inspected(container_id, "{{.State.Status}}", command=_PODMAN, seconds=_PATIENCE) != "paused":
-        return
     done = _ask("unpause", container_id)
-    if done.code:
+    if not done.code:
+        return
+    if _inspected(container_id, "{{.State.Status}}", command=_PODMAN, seconds=_PATIENCE) == "paused":
         raise GpusnapError(
             f"the container {container_id[:12]} cannot be unpaused: {_sentence(done)}",
             hint=f"podman unpause {container_id[:12]}",

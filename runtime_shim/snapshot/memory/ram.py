@@ -11,6 +11,7 @@ from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.table import Table
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import Refused, reason
+from gpusnap.runtime_shim.process import mount_namespace
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest
 from gpusnap.runtime_shim.settings import Memory
@@ -83,8 +84,14 @@ class Asleep(Chunks):
         self._home.discard(earlier=not layout)
 
 
-def check_swap() -> None:
-    """Refuse where this host could write to a swap device what is to be in RAM."""
+def check_place() -> None:
+    """Refuse where files in RAM would not outlive us, or this host could write them to a swap device."""
+    if not mount_namespace.lasting():
+        raise Refused(
+            "gpusnap runs in a mount namespace of its own, and what it keeps in RAM would go with that",
+            hint="run it in the host's: in a systemd unit, without PrivateTmp=, ProtectSystem= and the like",
+            code="GPS-216",
+        )
     try:
         swapped = tmpfs.can_be_swapped()
     except OSError as error:

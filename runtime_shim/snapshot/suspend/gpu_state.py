@@ -98,7 +98,8 @@ def _state(driver: Driver, process: proc.Process, held: Collection[int]) -> Proc
     if asks and process.pid not in held and not _runs(process.pid):
         raise Refused(
             f"process {process.pid} ({process.comm}) is stopped, and cannot answer the GPU's driver",
-            hint="gpusnap recover if gpusnap was killed, else SIGCONT or unpause it first",
+            hint="gpusnap resume if its container is suspended, gpusnap recover if gpusnap was killed, else "
+            "SIGCONT or unpause it first",
             code="GPS-207",
         )
     if driver.plugin is not None:

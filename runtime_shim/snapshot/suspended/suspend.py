@@ -120,7 +120,7 @@ def _inspect(job: Job) -> None:
             hint="run it with cgroups, on a host with cgroup v2 (systemd.unified_cgroup_hierarchy=1)",
             code="GPS-203",
         )
-    ram.check_swap()
+    ram.check_place()
     job.driver.open()
     job.host = job.driver.host()
     job.init = proc.process(container.pid)

@@ -135,6 +135,7 @@ def test_the_same_lists() -> None:
     assert strings_of("global_flags") == entry.GLOBAL_FLAGS
     assert strings_of("version_options") == entry.VERSION_OPTIONS
     assert strings_of("our_commands") == entry.OUR_COMMANDS
+    assert strings_of("watched_commands") == entry.WATCHED_COMMANDS
     assert strings_of("commands") == entry.COMMANDS
     assert strings_of("help_options") == HELP
     assert strings_of("false_words") == FALSE
@@ -157,6 +158,23 @@ def test_passes_on(launcher: Launcher, args: list[str]) -> None:
 @pytest.mark.parametrize("args", lines.OURS.values(), ids=lines.OURS)
 def test_leaves_to_python(launcher: Launcher, args: list[str]) -> None:
     assert launcher.run(*args) == ["python", str(launcher.program), *args]
+
+
+def test_the_suspended(tmp_path: Path) -> None:
+    """While a container is suspended, Python is asked first for what may mean another thing then."""
+    watch = tmp_path / "suspended"
+    launcher = build(tmp_path, f'CFLAGS=-DWATCH_DIRECTORY=\\"{watch}\\"')
+    commands = (*entry.WATCHED_COMMANDS, "state", "kill")
+    assert {each: launcher.run(each, "ID")[0] for each in commands} == dict.fromkeys(commands, "real")
+    watch.mkdir()
+    python = dict.fromkeys(entry.WATCHED_COMMANDS, "python")
+    assert {each: launcher.run("--root", "/r", each, "ID")[0] for each in commands} == {
+        **python,
+        "state": "real",
+        "kill": "real",
+    }
+    (tmp_path / "entry").unlink()
+    assert launcher.run("delete", "--force", "ID") == [*launcher.real("crun"), "delete", "--force", "ID"]
 
 
 @pytest.mark.parametrize("args", lines.VERSION.values(), ids=lines.VERSION)

@@ -1,0 +1,74 @@
+"""A container off a real GPU and back, and two that change places on it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from realhost import Machine, Program, Workload
+from support import Done, good, podman, run, sentence
+from test_containers import TORCH, needs, same_as_uninterrupted
+
+from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia
+
+COMMAND = "/usr/local/bin/gpusnap"
+
+
+def gpusnap(*words: str) -> Done:
+    return run(COMMAND, *words)
+
+
+def state(name: str) -> dict[str, Any]:
+    listed = json.loads(good(gpusnap("ps", "--json")))["containers"]
+    return next((each for each in listed if each["name"] == name), {})
+
+
+def test_there_and_back(real: str, machine: Machine, driver: Nvidia) -> None:
+    """Its memory leaves the GPU and comes back three times; what is computed is as without that."""
+    needs(TORCH)
+    program = Program.begin("w", TORCH, machine.options())
+    init = program.inspect()["State"]["Pid"]
+    for _ in range(3):
+        good(gpusnap("suspend", "w"))
+        found = state("w")
+        assert found["state"] == "suspended"
+        assert found["ram"] >= TORCH.mib << 20
+        assert not any(driver.memory_used([init]).values())
+        assert "gpusnap resume w" in sentence(podman("unpause", "w"))
+        good(gpusnap("resume", "w"))
+        program.goes_on(more=5)
+    same_as_uninterrupted(program, TORCH)
+
+
+def test_a_checkpoint_from_ram(real: str, machine: Machine) -> None:
+    """Made while the container is suspended; both it and what is restored compute on."""
+    needs(TORCH)
+    program = Program.begin("w", TORCH, machine.options())
+    good(gpusnap("suspend", "w"))
+    made = json.loads(good(gpusnap("checkpoint", "w", "--json")))
+    assert state("w")["state"] == "suspended"
+    good(gpusnap("resume", "w"))
+    program.goes_on(more=5)
+    same_as_uninterrupted(program, TORCH)
+    program.remove()
+    good(gpusnap("restore", made["digest"]))
+    program.goes_on(more=5)
+    same_as_uninterrupted(program, TORCH)
+    good(gpusnap("rm", "--all", made["digest"]))
+
+
+def test_swaps(real: str, machine: Machine) -> None:
+    """Two containers change places, from RAM and from the store, and every word of theirs is checked."""
+    load = Workload.gpuwork(512)
+    first = Program.begin("first", load, machine.options())
+    good(gpusnap("suspend", "first"))
+    second = Program.begin("second", load, machine.options())
+    for out, into in ((second, first), (first, second)) * 3:
+        good(gpusnap("swap", out.name, into.name))
+        into.goes_on()
+    good(gpusnap("suspend", "--spill", "--wait", "first"))
+    assert state("first")["ram"] == 0
+    good(gpusnap("swap", "second", "first"))
+    first.goes_on()
+    good(gpusnap("resume", "second"))
+    second.goes_on()

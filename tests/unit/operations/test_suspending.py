@@ -1,0 +1,120 @@
+"""Which suspended container is meant, and how much RAM is left for another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from gpusnap.operations.suspending import budget, targets, usage
+from gpusnap.operations.suspending.usage import Usage
+from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.settings import Settings, Suspend
+from gpusnap.runtime_shim.snapshot.records import suspensions
+from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
+from gpusnap.user_errors import NotFound
+
+MIB = 1 << 20
+ONE = Suspension(
+    "aaaa0001@123456789abc",
+    "llama",
+    "podman",
+    "",
+    Stage.SUSPENDED,
+    (1, 1),
+    (1, 1),
+    "2026-11-22T19:00:01Z",
+    "crun",
+)
+TWO = replace(ONE, key="aaaa0002@123456789abc", name="qwen", since="2026-11-22T19:00:00Z")
+TASK = replace(ONE, key="llama@ba987654321c", engine="containerd", namespace="k8s.io")
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> list[Suspension]:
+    """The suspended containers."""
+    found = [ONE, TWO]
+    monkeypatch.setattr(suspensions, "find", lambda: iter(found))
+    return found
+
+
+def test_names(there: list[Suspension]) -> None:
+    """A name, an ID, or the beginning of one; of two of a name the namespace tells."""
+    assert targets.suspended("llama") == ONE
+    assert targets.suspended("aaaa0002") == TWO
+    with pytest.raises(GpusnapError, match="several suspended containers are called aaaa"):
+        targets.suspended("aaaa")
+    with pytest.raises(NotFound, match="no container mistral is suspended"):
+        targets.suspended("mistral")
+    there.append(TASK)
+    with pytest.raises(GpusnapError, match="several"):
+        targets.suspended("llama")
+    assert targets.suspended("k8s.io/llama") == TASK
+    assert targets.is_suspended("qwen")
+    assert not targets.is_suspended("qwe")
+
+
+@pytest.fixture
+def ram(there: list[Suspension], monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Bytes in RAM by name; what is spilled has none any more."""
+    found = {"llama": 40 * MIB, "qwen": 30 * MIB}
+
+    def spill(key: str, settings: Settings) -> int:
+        name = next(each.name for each in there if each.key == key)
+        found[name] = 0
+        return 0
+
+    monkeypatch.setattr(budget, "kept", lambda each: (found[each.name], 0))
+    monkeypatch.setattr(budget, "spill", spill)
+    return found
+
+
+def settings(mib: int, over: str = "refuse") -> Settings:
+    return Settings(suspend=Suspend(ram=mib * MIB, over=over))
+
+
+def test_a_budget(ram: dict[str, int]) -> None:
+    """What fits is not touched; what does not is refused with figures."""
+    budget.make_room(settings(0), 1 << 50)
+    budget.make_room(settings(100), 30 * MIB)
+    with pytest.raises(Refused, match=r"31.0 MiB of GPU memory .*100.0 MiB, 30.0 MiB are free") as caught:
+        budget.make_room(settings(100), 31 * MIB)
+    assert "suspend.over" in caught.value.hint
+    assert ram == {"llama": 40 * MIB, "qwen": 30 * MIB}
+
+
+def test_what_was_suspended_first_is_spilled(ram: dict[str, int]) -> None:
+    """As many as it takes, and none where that would not help."""
+    budget.make_room(settings(100, "spill"), 31 * MIB)
+    assert ram == {"llama": 40 * MIB, "qwen": 0}
+    with pytest.raises(Refused):
+        budget.make_room(settings(100, "spill"), 101 * MIB)
+    assert ram["llama"]
+    budget.make_room(settings(100, "spill"), 100 * MIB)
+    assert ram == {"llama": 0, "qwen": 0}
+
+
+def test_ps(gpusnap: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a table, as JSON, by a template, and names alone."""
+    found = (
+        Usage("llama", "a" * 64, "podman", "suspended", (0,), 3 * MIB, 2 * MIB, MIB, "2026-11-22T19:00:00Z"),
+        Usage("qwen", "b" * 64, "podman", "running", (0, 1), MIB, 0, 0, ""),
+    )
+    monkeypatch.setattr(usage, "usages", lambda: found)
+    monkeypatch.setattr("gpusnap.cli.commands.suspending.ps.require_root", lambda command: None)
+    code, out, err = gpusnap("ps")
+    assert (code, err) == (0, "")
+    heading, first, second = out.splitlines()
+    assert heading.split() == ["name", "state", "GPU", "memory", "RAM", "store", "since"]
+    assert first.split()[:9] == ["llama", "suspended", "0", "3.0", "MiB", "2.0", "MiB", "1.0", "MiB"]
+    assert second.split() == ["qwen", "running", "0,1", "1.0", "MiB"]
+    (document, _) = json.loads(gpusnap("ps", "--json")[1])["containers"]
+    assert document["containerId"] == "a" * 64
+    assert (document["gpus"], document["ram"], document["stored"]) == ([0], 2 * MIB, MIB)
+    assert gpusnap("ps", "--quiet")[1] == "llama\nqwen\n"
+    assert gpusnap("ps", "--format", "{{.Name}}: {{.State}}")[1] == "llama: suspended\nqwen: running\n"
+    assert "the fields are Name, State" in gpusnap("ps", "--format", "{{.Digest}}")[2]
+    monkeypatch.setattr(usage, "usages", tuple)
+    assert "none is suspended" in gpusnap("ps")[1]

@@ -1,0 +1,131 @@
+"""What is on file of a suspended container, and what becomes of it when the container has ended."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
+from gpusnap.runtime_shim.process.memory import tmpfs
+from gpusnap.runtime_shim.records.manifest import GpuRecord
+from gpusnap.runtime_shim.runtime import container_key
+from gpusnap.runtime_shim.shim import entry, overrides, suspended
+from gpusnap.runtime_shim.snapshot.records import journal, suspensions
+from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, SuspendedProcess, Suspension
+from gpusnap.runtime_shim.snapshot.suspended.sweep import sweep
+
+GONE = (1 << 22, 1)
+"""PID and start time of nobody."""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of all suspended containers, and everything else of gpusnap's below /run."""
+    monkeypatch.setattr(journal, "FOLDER", str(tmp_path / "gpusnap" / "journal"))
+    monkeypatch.setattr(tmpfs, "FOLDER", str(tmp_path / "gpusnap" / "stage"))
+    monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "gpusnap" / "orders"))
+    return tmp_path / "gpusnap" / "suspended"
+
+
+def suspension(container: str = "c0ffee", root: str = "/run/crun", **changed: object) -> Suspension:
+    gpu = GpuRecord("GPU-1", 0, 0, "Soft", "9.0", 1 << 30, 1 << 20, "0000:01:00.0")
+    found = Suspension(
+        key=container_key.key(root, container),
+        name="w",
+        engine="podman",
+        namespace="",
+        stage=Stage.SUSPENDED,
+        owner=state_files.owner(),
+        init=state_files.owner(),
+        since="2026-11-22T19:00:00Z",
+        runtime="crun",
+        driver_version="580.1",
+        gpus=(gpu,),
+        processes=(SuspendedProcess(7, 8, 1, (("GPU-1", 1 << 20),)),),
+        pairs=(("GPU-1", "GPU-2"),),
+    )
+    return replace(found, **changed)  # type: ignore[arg-type]
+
+
+def test_as_it_was_written(folder: Path) -> None:
+    """Every field comes back; the folder, for which the launcher looks, is there as long as there is one."""
+    first, second = suspension(), suspension("beef", stage=Stage.RESUMING)
+    for each in (first, second):
+        suspensions.write(each)
+        assert suspensions.read(each.key) == each
+    assert sorted(suspensions.find(), key=lambda each: each.key) == sorted(
+        [first, second], key=lambda each: each.key
+    )
+    assert suspensions.of_container("beef") == second
+    assert suspensions.of_container("bee") is None
+    assert (first.container, first.gpu_memory, first.lives, first.at_work) == ("c0ffee", 1 << 20, True, True)
+    suspensions.drop(first.key)
+    assert folder.is_dir()
+    suspensions.drop(second.key)
+    assert not folder.exists()
+    assert suspensions.read(first.key) is None
+
+
+def test_a_file_of_another_version(folder: Path) -> None:
+    """Is no suspended container, and said so."""
+    found = suspension()
+    journal.store(found.key, journal.SUSPENDED, {"stage": "floating"})
+    with pytest.raises(GpusnapError, match="c0ffee is not as gpusnap writes it"):
+        suspensions.read(found.key)
+
+
+def test_sweep(folder: Path) -> None:
+    """What is kept of a container that has ended goes; of one that lives it stays."""
+    lives, ended = suspension(), suspension("beef", init=GONE)
+    for each in (lives, ended):
+        suspensions.write(each)
+        journal.write(each.key, "", {os.getpid(): ()})
+    sweep()
+    assert list(suspensions.find()) == [lives]
+    assert journal.noted("json") == (lives.key,)
+
+
+def answer(command: str, *words: str, root: str | None = None, code: int = 0) -> int | None:
+    return suspended.answer(command, words, root, lambda: code)
+
+
+def test_commands_of_others() -> None:
+    """What is not suspended goes to the real runtime, whatever the command is; the root tells which it is."""
+    suspensions.write(suspension())
+    for command in entry.WATCHED_COMMANDS:
+        assert answer(command, "beef") is None
+        assert answer(command, "--force", "../c0ffee") is None
+        assert answer(command, "c0ffee", root="/run/other") is None
+
+
+def test_resume_is_refused() -> None:
+    """But while gpusnap itself has the engine do it, or an order says that nothing is to be done."""
+    found = suspension()
+    for stage in (Stage.SUSPENDED, Stage.RESUMING):
+        suspensions.write(replace(found, stage=stage))
+        for root in (None, "/run/crun"):
+            with pytest.raises(ContainerError, match="w is suspended") as caught:
+                answer("resume", "c0ffee", root=root)
+            assert caught.value.hint == "gpusnap resume w"
+        with overrides.ordered("c0ffee", pages="store", asleep=True):
+            assert answer("resume", "c0ffee") == 0
+            assert answer("pause", "c0ffee") == 0
+        with overrides.ordered("c0ffee", pages="store"), pytest.raises(ContainerError):
+            answer("resume", "c0ffee")
+    for stage in (Stage.SUSPENDING, Stage.RESUMED):
+        suspensions.write(replace(found, stage=stage))
+        assert answer("resume", "c0ffee") is None
+
+
+def test_delete(folder: Path) -> None:
+    """The real runtime's exit code; what was kept goes where the container has ended, and only then."""
+    suspensions.write(suspension())
+    assert answer("delete", "--force", "c0ffee", code=3) == 3
+    assert folder.exists()
+    suspensions.write(suspension(init=GONE))
+    assert answer("delete", "c0ffee") == 0
+    assert not folder.exists()
