@@ -15,7 +15,6 @@ The hook is for the restore alone: nobody else finds gpusnap where this restore 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 import struct
@@ -23,6 +22,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim.process import network_namespace, proc
 
 _GET_FLAGS, _SET_FLAGS = 0x8913, 0x8914  # linux/sockios.h, SIOCGIFFLAGS and SIOCSIFFLAGS
@@ -79,7 +79,7 @@ def _bring_up() -> None:
 def main() -> int:
     """The hook. It never fails the restore: what needs the device will say so."""
     try:
-        state = json.loads(sys.stdin.buffer.read(_STATE_LIMIT))
+        state = parse_json(sys.stdin.buffer.read(_STATE_LIMIT))
         bring_up(f"{proc.PROC}/{int(state['pid'])}/ns/net")
     except Exception as error:
         print(f"gpusnap: lo cannot be brought up in the container's network: {error}", file=sys.stderr)

@@ -179,11 +179,22 @@ def _answer(args: list[str]) -> int:
 
             _end(checkpoint_or_restore(args))
         args, at = line, len(line)
-    if whose == WATCHED and os.path.isdir(WATCH):
+    if whose == WATCHED and _is_watched():
         code = _watched(args, at, values.get("root"))
         if code is not None:
             return code
     return locate.start(args, at, values.get("root"), locate.become)
+
+
+def _is_watched() -> bool:
+    """Whether some container may be suspended."""
+    try:
+        os.stat(WATCH)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _end(code: int) -> NoReturn:

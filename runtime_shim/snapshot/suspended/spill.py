@@ -14,6 +14,7 @@ import os
 from contextlib import suppress
 
 from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.base.files import exists
 from gpusnap.oci.store.paths import PRECIOUS
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import GpusnapError, Refused
@@ -82,7 +83,7 @@ def discard(layout: str) -> None:
     """Remove the chunks that were written for a container, by the path of their layout. Raises ImageError."""
     store = Store(os.path.dirname(os.path.dirname(layout)))
     with transfer.as_image_error(layout), suppress(FileNotFoundError):
-        if not os.path.isdir(layout):
+        if not exists(layout):
             return
         staging = store.adopt(layout)
         staging.plain()

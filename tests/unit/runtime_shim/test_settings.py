@@ -88,6 +88,9 @@ GOOD: list[tuple[str, str, Any]] = [
     ("store.pull-from", '["http://localhost:5000/a/b"]', ("http://localhost:5000/a/b",)),
     ("store.pull-from", '["r.example/a", "r.example/b"]', ("r.example/a", "r.example/b")),
     ("metrics.textfile", '"/srv/metrics"', "/srv/metrics"),
+    ("suspend.ram", '"64G"', 64 << 30),
+    ("suspend.ram", "0", 0),
+    ("suspend.over", '"spill"', "spill"),
     ("metrics.journal", "true", True),
 ]
 BAD = [
@@ -161,6 +164,9 @@ BAD = [
     ("store.pull-from", '["app"]'),
     ("store.pull-from", '["https://r.example/a"]'),
     ("metrics.textfile", '"here"'),
+    ("suspend.ram", '"much"'),
+    ("suspend.ram", "-1"),
+    ("suspend.over", '"swap"'),
     ("metrics.journal", '"later"'),
 ]
 
