@@ -31,6 +31,7 @@ MODULES = {
     "install": "gpusnap.cli.commands.install",
     "install-hooks": "gpusnap.engines.install.hooks",
     "ls": "gpusnap.cli.commands.ls",
+    "migrate": "gpusnap.cli.moving.migrate",
     "plan": "gpusnap.cli.commands.host",
     "prune": "gpusnap.cli.commands.prune",
     "ps": "gpusnap.cli.commands.suspending.ps",

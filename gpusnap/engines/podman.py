@@ -79,6 +79,10 @@ class Container:
     """The IDs of containers whose namespaces it uses, or that have to run before it."""
     unrestored: tuple[Option, ...] = ()
     """What it has that Podman does not bring back."""
+    image: str = ""
+    """The name of its image, by which a restore looks for that."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Its labels and annotations; of two with one name, the annotation."""
 
 
 def container(wanted: str) -> Container:
@@ -121,7 +125,14 @@ def _container(found: Mapping[str, Any]) -> Container:
         pod=str(found.get("Pod") or ""),
         dependencies=tuple(map(str, found.get("Dependencies") or ())),
         unrestored=tuple(podman_options.unrestored(found)),
+        image=str(found.get("ImageName") or ""),
+        labels={**_texts(found, "Labels"), **_texts(found, "Annotations")},
     )
+
+
+def _texts(found: Mapping[str, Any], key: str) -> dict[str, str]:
+    values = (found.get("Config") or {}).get(key) or {}
+    return {str(name): str(value) for name, value in values.items()}
 
 
 def ids() -> set[str]:

@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gpusnap.error_codes import command_line, container, criu, engines, files, gpu, host, stores
+from gpusnap.error_codes import (
+    command_line,
+    container,
+    criu,
+    engines,
+    files,
+    gpu,
+    host,
+    other_hosts,
+    stores,
+)
 from gpusnap.error_codes.entry import ErrorCode
 
 GROUPS: Mapping[str, str] = {
@@ -20,14 +30,14 @@ GROUPS: Mapping[str, str] = {
     "5": "CRIU and the runtime",
     "6": "The files of a checkpoint",
     "7": "Stores",
-    "8": "Registries",
+    "8": "Registries and other hosts",
     "9": "Podman, containerd, CRI-O and the hooks",
 }
 """What the codes with that first digit are about."""
 
 CODES: Mapping[str, ErrorCode] = {
     each.code: each
-    for part in (host, command_line, container, gpu, criu, files, stores, engines)
+    for part in (host, command_line, container, gpu, criu, files, stores, other_hosts, engines)
     for each in sorted(part.CODES, key=lambda each: each.code)
 }
 """By code, in the order of the codes."""

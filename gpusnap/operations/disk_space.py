@@ -45,20 +45,26 @@ def check(
     if in_volumes and os.path.isdir(own):
         if os.stat(own).st_dev == os.stat(folder).st_dev:
             need += in_volumes
-        elif in_volumes > (free := _free(own)):
+        elif in_volumes > (free := free_bytes(own)):
             raise Refused(
                 f"Podman needs up to {human(in_volumes)} in {own} to copy the volumes of {found.name}, where "
                 f"{human(free)} are free",
                 hint="make room there, or give --ignore-volumes to leave the volumes out",
                 code="GPS-007",
             )
-    if need > (free := _free(folder)):
+    if need > (free := free_bytes(folder)):
         raise Refused(
             f"the checkpoint of {found.name} needs up to {human(need)} in {folder}{less}, where "
             f"{human(free)} are free",
             hint="make room there; in a store, gpusnap rm and gpusnap gc do",
             code="GPS-007",
         )
+
+
+def need(found: podman.Container, *, volumes: bool) -> int:
+    """Bytes that a checkpoint of a running container takes in a store at most."""
+    in_volumes = sum(volume_sizes(found.volumes).values()) if volumes else 0
+    return memory(found, gpus=True) + files(found, rootfs=True) + in_volumes + _RECORDS
 
 
 def check_copy(blobs: Iterable[Descriptor], folder: str, *, there: Layout | None = None, what: str) -> None:
@@ -72,10 +78,7 @@ def check_copy(blobs: Iterable[Descriptor], folder: str, *, there: Layout | None
         if there is None or not there.has_blob(each.digest, each.size)
     }
     need = sum(sizes.values())
-    place = folder
-    while not os.path.isdir(place) and place != os.path.dirname(place):  # a store that is yet to be made
-        place = os.path.dirname(place)
-    if need > (free := _free(place)):
+    if need > (free := free_bytes(folder)):
         raise Refused(
             f"{what} needs {human(need)} in {folder}, where {human(free)} are free",
             hint="make room there; in a store, gpusnap rm and gpusnap gc do",
@@ -93,7 +96,10 @@ def volume_sizes(volumes: Mapping[str, str]) -> dict[str, int]:
     return {name: _below(folder, holes=True) for name, folder in volumes.items() if folder}
 
 
-def _free(folder: str) -> int:
+def free_bytes(folder: str) -> int:
+    """Bytes that may be written below a folder, which may be yet to be made. Raises Refused."""
+    while not os.path.exists(folder) and folder != os.path.dirname(folder):
+        folder = os.path.dirname(folder)
     try:
         place = os.statvfs(folder)
     except OSError as error:

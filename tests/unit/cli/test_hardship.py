@@ -185,7 +185,7 @@ def test_a_push_without_room(gpusnap: Run, small_disk: Path, registry: FakeRegis
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks for room first, as where somebody else fills the disk meanwhile."""
-    monkeypatch.setattr(disk_space, "_free", lambda folder: 1 << 60)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 1 << 60)
 
 
 @pytest.mark.usefixtures("unchecked")

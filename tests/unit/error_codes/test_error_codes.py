@@ -126,6 +126,11 @@ PUBLISHED: Mapping[str, str] = {
     "GPS-809": "token-without-tls",
     "GPS-812": "referrers-full",
     "GPS-813": "registries-conf",
+    "GPS-820": "other-host-not-reached",
+    "GPS-821": "other-host-not-understood",
+    "GPS-822": "other-host-refuses",
+    "GPS-823": "migration-unsettled",
+    "GPS-824": "migration-failed",
     "GPS-901": "engine-not-run",
     "GPS-902": "podman-killed",
     "GPS-903": "containerd-failed",
@@ -148,9 +153,10 @@ def test_published() -> None:
 
 def test_each_once() -> None:
     """No code and no name stands for two things: the table by code would hide one."""
-    from gpusnap.error_codes import command_line, container, criu, engines, files, gpu, host, stores
+    from gpusnap.error_codes import command_line, container, criu, engines, files, gpu, host, other_hosts
+    from gpusnap.error_codes import stores as of_stores
 
-    parts = (host, command_line, container, gpu, criu, files, stores, engines)
+    parts = (host, command_line, container, gpu, criu, files, of_stores, other_hosts, engines)
     all_of_them = [each for part in parts for each in part.CODES]
     assert len(all_of_them) == len(CODES) == len({each.name for each in CODES.values()})
 

@@ -181,7 +181,7 @@ def test_no_room(
     }
     place = places.get(to, InStore(other, "a"))
     what: Source = at(registry) if to == "from a registry" else InStore(store, "w")
-    monkeypatch.setattr(disk_space, "_free", lambda folder: 100)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 100)
     with pytest.raises(GpusnapError, match=r" needs .* in .*, where 100 B are free") as raised:
         copied(what, place)
     assert raised.value.code == "GPS-007"
@@ -189,9 +189,9 @@ def test_no_room(
     assert not os.path.exists(f"{tmp_path}/l")
     if to in ("store", "from a registry"):
         assert not os.path.exists(other.path) or not other.entries()
-        monkeypatch.setattr(disk_space, "_free", lambda folder: 1 << 40)
+        monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 1 << 40)
         copied(what, place)
-        monkeypatch.setattr(disk_space, "_free", lambda folder: 0)
+        monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 0)
         copied(what, InStore(other, "b"))
 
 

@@ -1,0 +1,155 @@
+"""`gpusnap migrate`: a running container to another host."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from gpusnap.cli.completion import complete_container
+from gpusnap.cli.options.quiet import quiet
+from gpusnap.privileges import require_root
+from gpusnap.progress import Progress
+from gpusnap.runtime_shim.units import human
+
+if TYPE_CHECKING:
+    from gpusnap.migration.migrate import Migrated
+
+
+@click.command()
+@click.argument("container", required=False, metavar="CONTAINER", shell_complete=complete_container)
+@click.argument("host", required=False, metavar="ssh://[USER@]HOST[:PORT]")
+@click.option("-n", "--name", default="", help="Name of the container on the other host. [default: its own]")
+@click.option("--gpu-map", default="", metavar="MAP", help="Old GPUs onto new ones: 0=3,1=2, or UUIDs.")
+@click.option(
+    "--precopy",
+    type=click.IntRange(0, 10),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="How many times the memory is sent ahead while the container runs.",
+)
+@click.option("--keep", is_flag=True, help="Keep the ended container and its checkpoint on this host.")
+@click.option("--ignore-volumes", is_flag=True, help="Leave out the files in its named volumes.")
+@click.option("--force", is_flag=True, help="As for gpusnap checkpoint.")
+@click.option("--dry-run", is_flag=True, help="Only check the other host, and print what would be done.")
+@click.option(
+    "--ssh", default="ssh", show_default=True, metavar="COMMAND", help="The ssh to use, such as 'ssh -i KEY'."
+)
+@click.option(
+    "--remote-command",
+    default="gpusnap",
+    show_default=True,
+    metavar="COMMAND",
+    help="How gpusnap is run there, such as 'sudo -n gpusnap'.",
+)
+@click.option("--server", is_flag=True, hidden=True)
+@quiet
+@click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
+def migrate(
+    container: str | None,
+    host: str | None,
+    name: str,
+    gpu_map: str,
+    precopy: int,
+    keep: bool,
+    ignore_volumes: bool,
+    force: bool,
+    dry_run: bool,
+    ssh: str,
+    remote_command: str,
+    server: bool,
+    as_json: bool,
+) -> None:
+    """Move a running Podman container, with its GPU state, to another host by ssh.
+
+    Example: gpusnap migrate server ssh://root@gpu2
+
+    The other host needs gpusnap of the same or a newer release, Podman with gpusnap-runtime, and GPUs that
+    fit. This is checked first, and nothing is changed here if a check fails: its release, its disk, the name,
+    the image (which Podman pulls there), and the GPUs, which it chooses as `gpusnap plan` does.
+
+    Then the memory is sent while the container runs: a checkpoint that leaves it running goes to the other
+    host's store. After that the container is checkpointed and ends, what has changed since is sent, and it is
+    restored there. Chunks that the other store has are not sent again. Each --precopy stops the processes for
+    as long as `gpusnap checkpoint --leave-running` does; --precopy 0 sends everything while it is stopped.
+
+    If anything fails, and if you press Ctrl-C, the container runs on this host again, and nothing of it runs
+    on the other one. Only if the link breaks while the other host restores, and that cannot be asked any
+    more, the container stays stopped here: the message says how to continue it. The ended container and its
+    checkpoint are removed here once it runs there, unless --keep is given.
+
+    Bind mounts have to be there on the other host; connections of the container do not move. ssh may ask for
+    a password; a host key has to be known. Both sides work as root.
+
+    As JSON: container, host, name, containerId (both of the other host), digest, gpus (each with old and
+    new), image (whether the other host has it), needs and free (bytes there), ahead and after (bytes that
+    were sent while it ran, and while it did not), pause (seconds in which it did not run), seconds, dryRun.
+    """
+    require_root("migrate")
+    if server:
+        from gpusnap.migration.receiver import receive
+
+        receive(0, 1)
+        return
+    if container is None or host is None:
+        raise click.UsageError("name a container and a host: gpusnap migrate CONTAINER ssh://HOST")
+    from gpusnap.migration import link
+    from gpusnap.migration import migrate as migration
+
+    link.check_command_line(ssh, "--ssh")
+    link.check_command_line(remote_command, "--remote-command")
+    wish = migration.Wish(
+        container=container,
+        route=link.Route(to=link.destination(host), ssh=ssh, program=remote_command),
+        name=name,
+        gpu_map=gpu_map,
+        ahead=precopy,
+        keep=keep,
+        ignore_volumes=ignore_volumes,
+        force=force,
+        dry_run=dry_run,
+    )
+    with Progress() as progress:
+        done = migration.migrate(wish, progress)
+    if as_json:
+        click.echo(json.dumps(_document(done, dry_run=dry_run), indent=1))
+    else:
+        _say(done, dry_run=dry_run)
+
+
+def _document(done: Migrated, *, dry_run: bool) -> dict[str, object]:
+    return {
+        "container": done.container.name,
+        "host": done.host,
+        "name": done.name,
+        "containerId": done.id,
+        "digest": done.digest,
+        "gpus": [{"old": old, "new": new} for old, new in done.pairs],
+        "image": done.image,
+        "needs": done.needs,
+        "free": done.free,
+        "ahead": done.ahead,
+        "after": done.after,
+        "pause": round(done.pause, 3),
+        "seconds": round(done.seconds, 3),
+        "dryRun": dry_run,
+    }
+
+
+def _say(done: Migrated, *, dry_run: bool) -> None:
+    gpus = ", ".join(f"{old} to {new}" for old, new in done.pairs) or "none"
+    if dry_run:
+        click.echo(f"{done.container.name} can move to {done.host}; nothing was changed")
+        click.echo(f"GPUs: {gpus}")
+        click.echo(f"room: up to {human(done.needs)} of {human(done.free)} that are free there")
+        if not done.image:
+            click.echo(f"the image {done.container.image} is not there: Podman would pull it")
+        return
+    click.echo(f"{done.name} runs on {done.host}  {done.id}  {done.seconds:.1f} s")
+    click.echo(f"GPUs: {gpus}")
+    click.echo(
+        f"{human(done.ahead)} were sent while it ran, {human(done.after)} after that; it did not run for "
+        f"{done.pause:.1f} s"
+    )

@@ -1,0 +1,49 @@
+"""GPS-82…: other hosts, which `gpusnap migrate` moves containers to."""
+
+from __future__ import annotations
+
+from gpusnap.error_codes.entry import ErrorCode
+
+CODES = (
+    ErrorCode(
+        "GPS-820",
+        "other-host-not-reached",
+        "The other host is not reached by ssh, gpusnap does not run there, or the connection ended or was "
+        "silent for 30 seconds. If the container had been stopped, the message says where it is.",
+        "See that `ssh HOST gpusnap version` works as the same user. `--remote-command 'sudo -n gpusnap'` "
+        "runs it there as root, and `--ssh 'ssh -i KEY'` gives options to ssh. Then run the same command "
+        "again.",
+    ),
+    ErrorCode(
+        "GPS-821",
+        "other-host-not-understood",
+        "The other host did not answer in gpusnap's protocol: its gpusnap is of another version, or the shell "
+        "there prints something when it starts.",
+        "Install the same version of gpusnap on both hosts. See that `ssh HOST true` prints nothing.",
+    ),
+    ErrorCode(
+        "GPS-822",
+        "other-host-refuses",
+        "The other host cannot take the container: its gpusnap is older, its architecture is another one, it "
+        "has a container of that name, or Podman there cannot get the image. Nothing was changed.",
+        "Do what the message says; `--name` gives the container another name there. `gpusnap migrate "
+        "--dry-run` checks it again.",
+    ),
+    ErrorCode(
+        "GPS-823",
+        "migration-unsettled",
+        "The connection broke while the other host restored the container, and it could not be asked what "
+        "became of it. The container stays stopped on this host, because it may run on the other one. "
+        "Without a connection, that removes it by itself, unless it had been confirmed.",
+        "Look on the other host with `podman ps`. If the container does not run there, the command in the "
+        "message continues it on this host; its checkpoint is in the store.",
+    ),
+    ErrorCode(
+        "GPS-824",
+        "migration-failed",
+        "The container was not migrated. It runs on this host again, or, if the message says that it cannot "
+        "be restored here either, its checkpoint is in the store.",
+        "The message ends with the cause: correct that. What went to the other host stays in the store "
+        "there, so the next try sends less.",
+    ),
+)

@@ -1,0 +1,1 @@
+"""`gpusnap migrate`: a running container moves to another host, its memory ahead of it."""

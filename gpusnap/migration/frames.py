@@ -1,0 +1,176 @@
+"""The protocol between two gpusnaps, over two pipes such as those of ssh.
+
+    MAGIC          first, from the one that was started: a shell's greeting is told apart
+    4 bytes        the length of what follows, big endian
+    JSON object    a frame; with "payload": N, so many raw bytes follow it
+
+A frame {"alive": true} says nothing, and is sent every few seconds while somebody works. So silence means
+that the other side, or the way to it, is gone: nothing here waits for longer than `SILENCE`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.runtime_shim.errors import GpusnapError, printable, reason
+
+VERSION = 1
+MAGIC = b"gpusnap-migrate 1\n"
+SILENCE = 30.0
+"""Seconds without a byte, after which the other side counts as gone."""
+# Seconds between two signs of life.
+_EVERY = 5.0
+_LONGEST = 1 << 20
+_PIECE = 1 << 20
+_ALIVE: Mapping[str, Any] = {"alive": True}
+
+
+class LinkLost(GpusnapError):
+    """The other side ended, is silent, or says what is no frame."""
+
+    code = "GPS-820"
+
+
+class Channel:
+    """One end. Any thread may send; one at a time receives."""
+
+    def __init__(self, reading: int, writing: int, who: str, *, silence: float = SILENCE) -> None:
+        """Two descriptors that stay the caller's; `who`: the other side, for messages."""
+        self._reading, self._writing, self.who = reading, writing, who
+        self._silence = silence
+        self._sending = threading.Lock()
+        os.set_blocking(writing, False)
+
+    def send(self, frame: Mapping[str, Any], payload: Iterable[bytes] = (), size: int = 0) -> None:
+        """Send a frame, with `size` bytes after it. Raises LinkLost, and whatever `payload` raises."""
+        data = json.dumps({**frame, **({"payload": size} if size else {})}).encode()
+        with self._sending:
+            self._write(len(data).to_bytes(4, "big") + data)
+            for piece in payload:
+                self._write(piece)
+
+    def greet(self) -> None:
+        """Say what this is, as the one that was started. Raises LinkLost."""
+        with self._sending:
+            self._write(MAGIC)
+
+    def expect_greeting(self) -> None:
+        """Wait for `greet` of the other side. Raises LinkLost."""
+        found = b""
+        while len(found) < len(MAGIC) and MAGIC.startswith(found):
+            found += self._read(len(MAGIC) - len(found))
+        if found != MAGIC:
+            with suppress(LinkLost):
+                found += self._read(200)
+            text = printable(found.decode(errors="replace").strip())[:200]
+            raise LinkLost(
+                f"{self.who} did not answer as gpusnap does, but said: {text}",
+                hint="see that both hosts have the same version of gpusnap, and that the shell there prints "
+                "nothing when it starts",
+                code="GPS-821",
+            )
+
+    def receive(self) -> dict[str, Any]:
+        """The next frame that says something. Raises LinkLost."""
+        while True:
+            length = int.from_bytes(self._read_all(4), "big")
+            if not 0 < length <= _LONGEST:
+                raise self._broken(f"a frame of {length} bytes")
+            try:
+                frame = parse_json(self._read_all(length))
+            except (ValueError, RecursionError):
+                raise self._broken("a frame that is no JSON") from None
+            if not isinstance(frame, dict) or not _is_size(frame.get("payload", 0)):
+                raise self._broken("a frame that is no object, or with a payload of no size")
+            if frame != _ALIVE:
+                return frame
+
+    def payload(self, size: int) -> Iterator[bytes]:
+        """The bytes that follow a frame, piece by piece; all have to be taken. Raises LinkLost."""
+        while size:
+            piece = self._read(min(size, _PIECE))
+            size -= len(piece)
+            yield piece
+
+    @contextmanager
+    def alive(self, lost: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """Show signs of life while the block runs; `lost` is called, once, where they cannot be sent."""
+        done = threading.Event()
+
+        def work() -> None:
+            while not done.wait(_EVERY):
+                try:
+                    self.send(_ALIVE)
+                except LinkLost:
+                    if not done.is_set():
+                        lost()
+                    return
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join(self._silence)
+
+    def _broken(self, what: str) -> LinkLost:
+        return LinkLost(f"{self.who} sent {what}", hint=_AGAIN, code="GPS-821")
+
+    def _read_all(self, size: int) -> bytes:
+        found = b""
+        while len(found) < size:
+            found += self._read(size - len(found))
+        return found
+
+    def _read(self, most: int) -> bytes:
+        if not select.select([self._reading], [], [], self._silence)[0]:
+            raise LinkLost(f"{self.who} has said nothing for {self._silence:g} s", hint=_AGAIN)
+        try:
+            data = os.read(self._reading, most)
+        except OSError as error:
+            raise LinkLost(f"{self.who} cannot be read from: {reason(error)}", hint=_AGAIN) from error
+        if not data:
+            raise LinkLost(f"the connection to {self.who} ended", hint=_AGAIN)
+        return data
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        end = time.monotonic() + self._silence
+        while view:
+            if not select.select([], [self._writing], [], max(0.0, end - time.monotonic()))[1]:
+                raise LinkLost(f"{self.who} has taken nothing for {self._silence:g} s", hint=_AGAIN)
+            try:
+                sent = os.write(self._writing, view[:_PIECE])
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise LinkLost(f"the connection to {self.who} ended: {reason(error)}", hint=_AGAIN) from error
+            view = view[sent:]
+            end = time.monotonic() + self._silence
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+_AGAIN = "see that both hosts and the network are up, then run the same command again; what came stays there"
+
+
+def error_frame(error: GpusnapError) -> dict[str, Any]:
+    """An error for the other side."""
+    return {"error": " ".join(str(error).split()), "hint": error.hint, "code": error.code}
+
+
+def raised(frame: Mapping[str, Any], who: str) -> GpusnapError:
+    """The error that the other side sent, as ours."""
+    said, hint, code = (str(frame.get(key, ""))[:4000] for key in ("error", "hint", "code"))
+    return GpusnapError(f"{who}: {printable(said)}", hint=printable(hint), code=code)

@@ -1,0 +1,166 @@
+"""The program that leads to the other host, ssh(1) or one like it, and the gpusnap that it runs there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from gpusnap.migration.frames import Channel, LinkLost
+from gpusnap.runtime_shim.errors import GpusnapError, UsageError, printable, reason
+
+# Seconds that ssh may take to ask for a password, and to connect; its own deadline is ConnectTimeout.
+_CONNECTING = 120.0
+# Seconds that it may take to end.
+_ENDING = 5.0
+_DESTINATION = re.compile(
+    r"ssh://(?:(?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*)@)?"
+    r"(?P<host>\[[0-9A-Fa-f:.%a-z]+\]|[A-Za-z0-9][A-Za-z0-9._-]*)"
+    r"(?::(?P<port>[0-9]{1,5}))?/?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Another host, as ssh has it."""
+
+    host: str
+    user: str = ""
+    port: int = 0
+
+    def __str__(self) -> str:
+        return self.host
+
+    def words(self) -> list[str]:
+        """For the command line of ssh, without its name."""
+        port = ["-p", str(self.port)] if self.port else []
+        return ["-T", *port, "--", f"{self.user}@{self.host}" if self.user else self.host]
+
+
+def destination(text: str) -> Destination:
+    """What ssh://[USER@]HOST[:PORT] means. Raises UsageError."""
+    found = _DESTINATION.fullmatch(text)
+    if found is None or (found["port"] and not 0 < int(found["port"]) < 1 << 16):
+        raise UsageError(
+            f"{text[:120]!r} is no other host",
+            hint="write ssh://HOST, or ssh://USER@HOST:PORT",
+            code="GPS-102",
+        )
+    return Destination(found["host"].strip("[]"), found["user"] or "", int(found["port"] or 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """How the other host is reached."""
+
+    to: Destination
+    ssh: str = "ssh"
+    """A command line, such as ssh -i KEY."""
+    program: str = "gpusnap"
+    """The command line of gpusnap there, such as sudo -n gpusnap."""
+
+    def command(self) -> list[str]:
+        """The whole command line."""
+        return [*shlex.split(self.ssh), *self.to.words(), f"{self.program} migrate --server"]
+
+
+@contextmanager
+def connected(route: Route) -> Iterator[Channel]:
+    """A gpusnap on the other host that has greeted us, until the block ends. Raises GpusnapError."""
+    command = route.command()
+    with tempfile.TemporaryFile() as said:
+        try:
+            with _ignored():
+                child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=said,
+                    bufsize=0,
+                )
+        except (OSError, ValueError) as error:
+            why = reason(error) if isinstance(error, OSError) else str(error)
+            raise GpusnapError(
+                f"{command[0]} cannot be run: {why}", hint="install OpenSSH's client", code="GPS-820"
+            ) from error
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            channel = Channel(child.stdout.fileno(), child.stdin.fileno(), str(route.to))
+            try:
+                Channel(
+                    child.stdout.fileno(), child.stdin.fileno(), str(route.to), silence=_CONNECTING
+                ).expect_greeting()
+            except LinkLost as error:
+                raise _unreachable(route, error, _last_line(said, child)) from error
+            yield channel
+        finally:
+            child.stdin.close()
+            child.stdout.close()
+            _end(child)
+
+
+@contextmanager
+def _ignored() -> Iterator[None]:
+    """What is started in the block ignores Ctrl-C, which is for us: the other side is told, and undoes all.
+
+    It stays in our process group, so that it may ask for a password; ssh leaves a signal ignored.
+    """
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    for number in (0, signal.SIGTERM, signal.SIGKILL):  # 0 asks for nothing
+        child.send_signal(number)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(_ENDING)
+            return
+
+
+def _last_line(said: object, child: subprocess.Popen[bytes]) -> str:
+    """What ssh, or the shell over there, said last; it has ended, or is given a moment to."""
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(_ENDING)
+    descriptor = said.fileno()  # type: ignore[attr-defined]
+    size = os.fstat(descriptor).st_size
+    text = os.pread(descriptor, 4096, max(0, size - 4096)).decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return printable(lines[-1])[:300] if lines else ""
+
+
+def _unreachable(route: Route, error: LinkLost, last: str) -> GpusnapError:
+    if error.code == "GPS-821":
+        return error
+    if "not found" in last or "sudo:" in last:
+        return GpusnapError(
+            f"gpusnap does not run on {route.to}: {last}",
+            hint="install gpusnap there; --remote-command says how it is run, such as 'sudo -n gpusnap'",
+            code="GPS-820",
+        )
+    if last.startswith("gpusnap: "):
+        return GpusnapError(f"{route.to}: {last.removeprefix('gpusnap: ')}", hint=_TRY, code="GPS-820")
+    return GpusnapError(f"{route.to} cannot be reached: {last or error}", hint=_TRY, code="GPS-820")
+
+
+_TRY = "see that `ssh HOST gpusnap version` works as the same user"
+
+
+def check_command_line(text: str, option: str) -> None:
+    """Raise UsageError where an option has none."""
+    try:
+        found = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{option} {text[:80]!r} is no command line: {error}") from error
+    if not found:
+        raise UsageError(f"{option} is empty", hint="leave it out, or name a program")

@@ -1,0 +1,335 @@
+"""`gpusnap migrate`: a running container goes to another host.
+
+    check      the other host's release, room, image and GPUs: nothing has been changed
+    ahead      a checkpoint while the container runs, whose chunks the other store lacks go there; N times
+    plan       the other host chooses GPUs for that checkpoint
+    stop       the checkpoint that ends the container; what changed since goes there
+    restore    over there
+    confirm    from here on the container is that of the other host; what is left here is removed
+
+Until `confirm` the container is ours. Where something fails after `stop`, it is restored here, but only once
+it is known that it does not run over there. If the other host cannot be asked any more at that moment, it
+stays stopped: two hosts with one container are worse than none, and the message says how to go on.
+"""
+
+from __future__ import annotations
+
+import platform
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from types import FrameType
+from typing import Any
+
+from gpusnap.checkpoints import locator
+from gpusnap.engines import podman, podman_objects
+from gpusnap.migration.blobs import check_answer, serve
+from gpusnap.migration.frames import VERSION, Channel
+from gpusnap.migration.link import Route, connected
+from gpusnap.migration.receiver import new_id
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.store.store import Store
+from gpusnap.operations import checkpoint as checkpointing
+from gpusnap.operations import disk_space
+from gpusnap.operations import restore as restoring
+from gpusnap.operations.checkpoint import Made
+from gpusnap.progress import Progress
+from gpusnap.runtime_shim._version import __version__
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted
+from gpusnap.runtime_shim.gpu import find_driver
+from gpusnap.runtime_shim.gpu.api.driver import Driver
+from gpusnap.runtime_shim.records.manifest import GpuRecord
+from gpusnap.runtime_shim.runtime import container as containers
+
+# Checkpoints that went ahead have this tag until all is over.
+_AHEAD = "migrating"
+# Tries to ask the other host what has become of a container.
+_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What shall go where, and how."""
+
+    container: str
+    route: Route
+    name: str = ""
+    """Of the container over there; empty: the same."""
+    gpu_map: str = ""
+    ahead: int = 1
+    """Checkpoints that go ahead while the container runs."""
+    keep: bool = False
+    """The ended container and its checkpoint stay here."""
+    ignore_volumes: bool = False
+    force: bool = False
+    dry_run: bool = False
+
+
+@dataclass(slots=True)
+class Migrated:
+    """What was done. Sizes are bytes, times seconds."""
+
+    container: podman.Container
+    host: str
+    pairs: list[tuple[str, str]] = field(default_factory=list)
+    """Old and new UUID of each GPU."""
+    image: bool = True
+    """The other host has its image; otherwise Podman pulls it there."""
+    free: int = 0
+    needs: int = 0
+    name: str = ""
+    id: str = ""
+    """Of the container over there."""
+    digest: str = ""
+    ahead: int = 0
+    """Bytes that went while the container ran."""
+    after: int = 0
+    """Bytes that went while it did not."""
+    pause: float = 0.0
+    """From when the last checkpoint began until the container ran over there."""
+    seconds: float = 0.0
+
+
+def migrate(wish: Wish, progress: Progress) -> Migrated:
+    """Do it. Raises NotFound, ContainerError, Refused, LinkLost, Interrupted, GpusnapError."""
+    began = time.monotonic()
+    found = podman.container(wish.container)
+    podman.check(found)
+    podman_objects.check_options(found, force=wish.force)
+    with _interruptible(), ExitStack() as link:
+        progress.stage(f"asking {wish.route.to}")
+        channel = link.enter_context(connected(wish.route))
+        link.enter_context(channel.alive())
+        move = _Move(wish, found, progress, channel, link)
+        move.check()
+        if not wish.dry_run:
+            move.go()
+        move.done.seconds = time.monotonic() - began
+        return move.done
+
+
+class _Move:
+    """One migration under way."""
+
+    def __init__(
+        self, wish: Wish, found: podman.Container, progress: Progress, channel: Channel, link: ExitStack
+    ) -> None:
+        self._wish, self._found, self._progress = wish, found, progress
+        self._channel, self._link = channel, link
+        self._id, self._hung_up = new_id(), False
+        self._to = str(wish.route.to)
+        self._tag = f"{locator.container_name(found.name, found.id)}:{_AHEAD}"
+        self.done = Migrated(found, self._to)
+
+    def check(self) -> None:
+        """Ask whether it can go there."""
+        wish, found = self._wish, self._found
+        self._greet()
+        driver = find_driver()
+        gpus = _gpus(found, driver)
+        self.done.needs = disk_space.need(found, volumes=not wish.ignore_volumes)
+        answer = self._ask(
+            "check",
+            name=wish.name or found.name,
+            image=found.image,
+            needs=self.done.needs,
+            pull=not wish.dry_run,
+            gpus=[asdict(each) for each in gpus],
+            vendor=driver.vendor if driver is not None else "",
+            driver=driver.host().driver_version if driver is not None and gpus else "",
+            gpuMap=wish.gpu_map,
+        )
+        self.done.free, self.done.image = int(answer["free"]), bool(answer["image"])
+        self.done.pairs = _pairs(answer)
+
+    def _greet(self) -> None:
+        machine = platform.machine()
+        self._ask("hello", migration=self._id, version=__version__, protocol=VERSION, machine=machine)
+
+    def go(self) -> None:
+        """All the rest."""
+        ahead: list[Made] = []
+        try:
+            for _ in range(self._wish.ahead):
+                ahead.append(self._checkpoint(ahead=True))
+                self.done.ahead += self._send(ahead[-1], ahead=True)
+            if ahead:
+                self.done.pairs = _pairs(
+                    self._ask("plan", digest=ahead[-1].digest, gpuMap=self._wish.gpu_map)
+                )
+            # The last moment at which a lost link costs nothing.
+            self._greet()
+            self._hand_over()
+        finally:
+            for made in ahead:
+                _remove(made)
+
+    def _hand_over(self) -> None:
+        stopped = time.monotonic()
+        made = self._checkpoint(ahead=False)
+        asked = False
+        try:
+            self.done.after = self._send(made, ahead=False)
+            self._progress.stage(f"restore on {self._to}")
+            asked = True
+            answer = self._ask(
+                "restore",
+                name=self._found.name,
+                newName=self._wish.name,
+                digest=made.digest,
+                gpuMap=self._wish.gpu_map,
+                ignoreVolumes=self._wish.ignore_volumes,
+            )
+            self.done.pause = time.monotonic() - stopped
+            self._ask("confirm")
+        except (GpusnapError, OciError, OSError, KeyboardInterrupt) as error:
+            if not asked or self._settle(made, error) != "confirmed":
+                raise self._back(made, error) from error
+            answer = {"container": self._wish.name or self._found.name, "containerId": ""}
+        self.done.name, self.done.id = str(answer["container"]), str(answer["containerId"])
+        self.done.digest = made.digest
+        self._hang_up()
+        if not self._wish.keep:
+            if not self._found.auto_remove:
+                podman.remove(self._found.id)
+            _remove(made)
+
+    def _checkpoint(self, *, ahead: bool) -> Made:
+        found = self._found
+        if ahead:  # the one before, or what a killed one left
+            _remove_name(self._tag)
+        wish = checkpointing.Wish(
+            container=found.id,
+            name=self._tag if ahead else "",
+            leave_running=ahead,
+            ignore_volumes=self._wish.ignore_volumes,
+            force=self._wish.force,
+        )
+        return checkpointing.checkpoint(wish, self._progress)
+
+    def _send(self, made: Made, *, ahead: bool) -> int:
+        """Have the other side fetch a checkpoint; the bytes that went there."""
+        store = Store(made.store)
+        with store.hold(made.digest) as root:
+            self._progress.stage(f"memory to {self._to}")
+            container = self._found.id[:32]
+            self._request("fetch", root=root.to_json(), name=made.name, container=container, ahead=ahead)
+            answer = serve(self._channel, store.layout, lambda sent: self._progress.at(sent, None))
+        return int(check_answer(answer, self._to)["bytes"])
+
+    def _back(self, made: Made, error: BaseException) -> GpusnapError:
+        """Have the container run here again; the error to raise."""
+        found = self._restored_here(made, error)
+        if isinstance(error, KeyboardInterrupt | Interrupted):
+            return Interrupted(str(found), hint=found.hint, code=found.code)
+        return found
+
+    def _restored_here(self, made: Made, error: BaseException) -> GpusnapError:
+        why = "it was interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+        hint, code = (error.hint, error.code) if isinstance(error, GpusnapError) else ("", "")
+        name = self._found.name
+        self._progress.stage(f"restore of {name} on this host")
+        self._hang_up()
+        try:
+            place = locator.InStore(Store(made.store), made.digest)
+            restoring.restore(restoring.Wish(what=place), self._progress)
+        except (GpusnapError, KeyboardInterrupt) as failed:
+            return GpusnapError(
+                f"{name} was not migrated to {self._to} ({why}), and cannot be restored here: {failed}",
+                hint=f"gpusnap restore {made.name} continues it here; its checkpoint is whole",
+                code="GPS-824",
+            )
+        _remove(made)
+        return GpusnapError(
+            f"{name} was not migrated, and runs on this host again: {why}",
+            hint=hint or "run the same command again; what went to the other host stays there",
+            code=code or "GPS-824",
+        )
+
+    def _settle(self, made: Made, error: BaseException) -> str:
+        """What has become of the container over there, asked anew: confirmed or undone."""
+        self._progress.stage(f"asking {self._to} what has become of it")
+        self._hang_up()
+        last: BaseException = error
+        for _ in range(_TRIES):
+            try:
+                with connected(self._wish.route) as channel, channel.alive():
+                    channel.send({"ask": "settle", "migration": self._id})
+                    return str(check_answer(channel.receive(), self._to)["state"])
+            except (GpusnapError, KeyboardInterrupt) as failed:
+                last = failed
+        name = self._wish.name or self._found.name
+        raise GpusnapError(
+            f"the link to {self._to} broke while it restored {self._found.name}, and it cannot be asked "
+            f"whether the container runs there: {last}; here it stays stopped",
+            hint=f"look there with podman ps: if {name} does not run there, gpusnap restore {made.name} "
+            "continues it here",
+            code="GPS-823",
+        ) from last
+
+    def _hang_up(self) -> None:
+        """End the connection; the other side undoes what was not confirmed. May be called twice."""
+        if not self._hung_up:
+            self._hung_up = True
+            with suppress(GpusnapError):
+                self._request("end")
+            self._link.close()
+
+    def _ask(self, what: str, **more: Any) -> dict[str, Any]:
+        """Have the other side do something. Raises LinkLost, and what it says that went wrong."""
+        self._request(what, **more)
+        return check_answer(self._channel.receive(), self._to)
+
+    def _request(self, what: str, **more: Any) -> None:
+        self._channel.send({"ask": what, **more})
+
+
+def _gpus(found: podman.Container, driver: Driver | None) -> list[GpuRecord]:
+    """The GPUs that its processes use, with the bytes there."""
+    if driver is None or not found.init:
+        return []
+    used: dict[str, int] = {}
+    pids = [each.pid for each in containers.processes(found.init, found.id)]
+    for sizes in driver.memory_used(pids).values():
+        for uuid, size in sizes.items():
+            used[uuid] = used.get(uuid, 0) + size
+    return [
+        GpuRecord(
+            g.uuid, g.minor, g.index, g.model, g.compute_capability, g.memory_total, used[g.uuid], g.pci
+        )
+        for g in driver.host().gpus
+        if g.uuid in used
+    ]
+
+
+def _pairs(answer: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(str(old), str(new)) for old, new in answer["pairs"]]
+
+
+def _remove_name(name: str) -> None:
+    with suppress(OciError):
+        store = locator.default_store()
+        store.remove(store.find_exactly(name).descriptor.digest)
+
+
+def _remove(made: Made) -> None:
+    """Take a checkpoint out of the store; where that fails, it stays, and `gpusnap ls` shows it."""
+    with suppress(OciError):
+        Store(made.store).remove(made.digest)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP undo everything, as Ctrl-C does."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,293 @@
+"""The side that a container comes to: `gpusnap migrate --server`, which ssh runs for the other host.
+
+It answers one request after another: check, fetch, plan, restore, confirm; or settle, of an earlier
+migration. The container that it restored belongs to the other side until that confirms it: if the link breaks
+before, the container is removed here, since it is about to come back over there.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields
+from typing import Any
+
+from gpusnap.checkpoints import artifact as kept
+from gpusnap.checkpoints import locator
+from gpusnap.engines import podman
+from gpusnap.migration import records
+from gpusnap.migration.blobs import Remote
+from gpusnap.migration.frames import VERSION, Channel, LinkLost, error_frame
+from gpusnap.oci.base.errors import NotThere, OciError
+from gpusnap.oci.chunks import artifact
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.store.index import check_name
+from gpusnap.operations import restore as restoring
+from gpusnap.operations.disk_space import check_copy, free_bytes
+from gpusnap.operations.pull import have, staged
+from gpusnap.privileges import require_root
+from gpusnap.progress import Progress
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim._version import __version__
+from gpusnap.runtime_shim.errors import GpusnapError, Refused, unforeseen
+from gpusnap.runtime_shim.gpu import find_drivers
+from gpusnap.runtime_shim.gpu.assignment import Plan, plan
+from gpusnap.runtime_shim.records.manifest import GpuRecord
+from gpusnap.runtime_shim.snapshot.devices.choose import choose, gpu_request
+from gpusnap.runtime_shim.snapshot.devices.reservations import reserved
+from gpusnap.runtime_shim.units import human
+from gpusnap.user_errors import failure, told
+
+
+def receive(reading: int, writing: int) -> None:
+    """Serve one migration over two descriptors, to its end. Raises LinkLost where it was not confirmed."""
+    channel = Channel(reading, writing, "the other host")
+    channel.greet()
+    _Receiver(channel).serve()
+
+
+class _Receiver:
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._id = ""
+        self._ahead: list[str] = []
+        """Digests of what came ahead of the last one; nobody needs them afterwards."""
+        self._undo: records.Record | None = None
+        self._restoring = False
+
+    def serve(self) -> None:
+        """Answer until the container is confirmed, or the other side ends."""
+        try:
+            with self._channel.alive(self._lost):
+                while (frame := self._channel.receive()).get("ask") != "end":
+                    self._channel.send(self._answer(frame))
+        except BaseException:
+            self._take_back()
+            raise
+        self._take_back()
+
+    def _lost(self) -> None:
+        """The other side is gone while Podman restores: have that stop."""
+        if self._restoring:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def _answer(self, frame: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return {"ok": self._do(frame)}
+        except LinkLost:
+            raise
+        except GpusnapError as error:
+            return error_frame(error)
+        except OciError as error:
+            return error_frame(failure(error))
+        except (KeyError, TypeError, ValueError, OSError) as error:
+            return error_frame(unforeseen(error))
+
+    def _do(self, frame: Mapping[str, Any]) -> dict[str, Any]:
+        match frame.get("ask"):
+            case "hello":
+                return self._hello(frame)
+            case "check":
+                return _check(frame)
+            case "fetch":
+                return self._fetch(frame)
+            case "plan":
+                return _planned(_exact_plan(str(frame["digest"]), str(frame["gpuMap"])))
+            case "restore":
+                return self._restore(frame)
+            case "confirm":
+                return self._confirm()
+            case "settle":
+                require_root("migrate")
+                return {"state": records.settle(records.check_id(frame["migration"]))}
+        raise GpusnapError(
+            f"{str(frame.get('ask'))[:40]!r} is no request that gpusnap {__version__} knows",
+            hint="update both hosts",
+            code="GPS-821",
+        )
+
+    def _hello(self, frame: Mapping[str, Any]) -> dict[str, Any]:
+        require_root("migrate")
+        self._id = records.check_id(frame["migration"])
+        theirs, ours = _release(str(frame["version"])), _release(__version__)
+        if frame["protocol"] != VERSION or theirs > ours:
+            raise Refused(
+                f"gpusnap {__version__} runs there, and gpusnap {str(frame['version'])[:40]} here",
+                hint="update gpusnap on the other host",
+                code="GPS-822",
+            )
+        if frame["machine"] != platform.machine():
+            raise Refused(
+                f"that host is {platform.machine()}, and this one {str(frame['machine'])[:40]}",
+                hint="migrate to a host of the same architecture",
+                code="GPS-822",
+            )
+        settings_file.usable()
+        return {"version": __version__, "store": locator.default_store().path}
+
+    def _fetch(self, frame: Mapping[str, Any]) -> dict[str, Any]:
+        from gpusnap.oci.registry import copy as transfer
+
+        root = Descriptor.from_json(frame["root"])
+        name, container = str(frame["name"]), records.check_id(frame["container"])
+        check_name(name)
+        store = locator.default_store().create()
+        remote = Remote(self._channel, root)
+        with (
+            Progress(shown=False) as progress,
+            staged(store, f"migrate-{container}", "migration", progress) as staging,
+        ):
+            # What is in the store was checked as it came; a restore compares all of it again.
+            there = have(staging, read=False)
+            transfer.pull(
+                remote,
+                root.digest,
+                staging.layout,
+                have=there,
+                wanted=lambda one: one.media_type == artifact.CONFIG,
+            )
+            found = kept.load(root, staging.layout)
+            found.check_podman()
+            lacking = [each for each in found.parts if not staging.layout.has_blob(each.digest, each.size)]
+            check_copy(lacking, store.path, there=store.layout, what="the container's checkpoint")
+            moved = transfer.pull(remote, root.digest, staging.layout, have=there)[1]
+            if frame["ahead"]:
+                # What a killed one left under that name, too.
+                with suppress(NotThere):
+                    self._ahead.append(store.find_exactly(name).descriptor.digest)
+                self._ahead.append(root.digest)
+            staging.commit(found.root, names=[name], foreign=found.tables)
+        return {"blobs": moved.blobs, "bytes": moved.bytes, "skipped": moved.skipped_bytes}
+
+    def _restore(self, frame: Mapping[str, Any]) -> dict[str, Any]:
+        name, digest = str(frame["name"]), str(frame["digest"])
+        place = locator.InStore(locator.default_store(), digest)
+        wish = restoring.Wish(
+            what=place,
+            name=str(frame["newName"]),
+            gpu_map=str(frame["gpuMap"]),
+            ignore_volumes=bool(frame["ignoreVolumes"]),
+        )
+        before = tuple(sorted(podman.ids()))
+        self._undo = records.Record(self._id, "restoring", wish.name or name, before)
+        self._undo.write()
+        os.environ[records.MARK] = self._id
+        self._restoring = True
+        try:
+            with Progress(shown=False) as progress:
+                done = restoring.restore(wish, progress)
+        finally:
+            self._restoring = False
+            del os.environ[records.MARK]
+        records.Record(self._id, "running", wish.name or name, before).write()
+        return {"container": done.container.name, "containerId": done.container.id, "seconds": done.seconds}
+
+    def _confirm(self) -> dict[str, Any]:
+        if self._undo is None:
+            raise GpusnapError("there is no container to confirm", hint="update both hosts", code="GPS-821")
+        records.Record(self._id, "confirmed", self._undo.name).write()
+        self._undo = None
+        return {}
+
+    def _take_back(self) -> None:
+        """What came ahead goes; so does a container that was not confirmed."""
+        store = locator.default_store()
+        for digest in dict.fromkeys(self._ahead):
+            with suppress(OciError):
+                store.remove(digest)
+        if (record := self._undo) is None:
+            return
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._undo = None
+        records.remove_new(record.name, record.before)
+        records.Record(self._id, "undone", record.name).write()
+
+
+def _check(frame: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether a container can come: its name, the room, its image, the GPUs. Nothing is changed."""
+    name, image, needs = str(frame["name"]), str(frame["image"]), int(frame["needs"])
+    if podman.full_id(name, seconds=60):
+        raise Refused(
+            f"Podman has a container {name} there",
+            hint="remove it there, or give the new one another name with --name",
+            code="GPS-822",
+        )
+    store = locator.default_store()
+    free = free_bytes(store.path)
+    if needs > free:
+        raise Refused(
+            f"the checkpoint needs up to {human(needs)} in {store.path} there, where {human(free)} are free",
+            hint="make room there; gpusnap rm and gpusnap gc do",
+            code="GPS-007",
+        )
+    there = podman.exists("image", image)
+    if not there and frame["pull"]:
+        try:
+            podman.said("pull", "--quiet", image, wanted=f"the image {image}")
+        except GpusnapError as error:
+            raise Refused(
+                f"Podman does not have the image {image} there, and cannot pull it: {error}",
+                hint=f"podman save {image} | ssh HOST podman load brings it there",
+                code="GPS-822",
+            ) from error
+        there = True
+    gpus = [GpuRecord(**{key.name: each[key.name] for key in fields(GpuRecord)}) for each in frame["gpus"]]
+    found: dict[str, Any] = {"free": free, "image": there, "pairs": []}
+    if gpus:
+        found |= _planned(_rough_plan(gpus, frame))
+    return found
+
+
+def _rough_plan(gpus: list[GpuRecord], frame: Mapping[str, Any]) -> Plan:
+    """By what the container uses now."""
+    vendor = str(frame["vendor"])
+    driver = next((each for each in find_drivers() if each.vendor == vendor), None)
+    if driver is None:
+        raise Refused(
+            f"that host has no driver for GPUs of {vendor}",
+            hint="migrate to a host with such GPUs",
+            code="GPS-401",
+        )
+    request = gpu_request(str(frame["gpuMap"]) or None)
+    others: Mapping[str, int] = {}
+    with suppress(GpusnapError):
+        others = reserved()
+    return plan(gpus, str(frame["driver"]), driver.host(), request=request, reserved=others)
+
+
+def _exact_plan(digest: str, gpu_map: str) -> Plan | None:
+    """By the manifest of a checkpoint that has come; None without GPU state."""
+    with told(), kept.held(locator.InStore(locator.default_store(), digest)) as (_, found):
+        record = found.record
+    if record is None:
+        return None
+    driver = next((each for each in find_drivers() if each.vendor == record.host.vendor), None)
+    if driver is None:
+        raise Refused(
+            f"that host has no driver for GPUs of {record.host.vendor}",
+            hint="migrate to a host with such GPUs",
+            code="GPS-401",
+        )
+    settings = settings_file.load()
+    return choose(record, driver.host(), gpu_request(gpu_map or None), settings.gpu_map, reserved())
+
+
+def _planned(chosen: Plan | None) -> dict[str, Any]:
+    if chosen is not None and chosen.refusal:
+        raise chosen.refused()
+    return {"pairs": [list(pair) for pair in chosen.pairs] if chosen is not None else []}
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major and minor number; nothing for what is none."""
+    parts = version.split(".")[:2]
+    return tuple(int(each) for each in parts) if all(each.isdecimal() for each in parts) else ()
+
+
+def new_id() -> str:
+    """An ID for a migration."""
+    return secrets.token_hex(16)

@@ -1,0 +1,234 @@
+"""gpusnap migrate, to a second host within the test host; what breaks is broken by cutting_ssh.py."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+from otherhost import SSH, OtherHost, other_host
+from storehost import COMMAND, SETTINGS, STORE, empty_store, gpusnap
+from support import Container, Done, good, podman, run, sentence, until
+
+from gpusnap.oci.store.store import Store
+
+WORK = ("--mib", "24", "--slices", "24", "--touch", "1")
+TO = "ssh://gpu2"
+
+
+@pytest.fixture
+def store(real: str) -> Iterator[Store]:
+    with empty_store(SETTINGS.replace('"crun"', f'"{real}"')) as found:
+        yield found
+
+
+@pytest.fixture
+def one_runtime(crun: None) -> Iterator[Store]:
+    with empty_store() as found:
+        yield found
+
+
+@pytest.fixture
+def other(request: pytest.FixtureRequest) -> Iterator[OtherHost]:
+    with other_host() as found:
+        yield found
+
+
+def migrate(*words: str) -> Done:
+    return gpusnap("migrate", "w", TO, "--quiet", "--ssh", str(SSH), *words)
+
+
+def ticks(other: OtherHost, name: str = "w") -> list[int]:
+    """The ticks of a container over there, each of which found every byte right."""
+    lines = good(other.podman("logs", name)).splitlines()
+    found = [each for line in lines if (each := re.search(r"tick=(\d+) (ok|BAD)", line))]
+    assert all(each[2] == "ok" for each in found), lines
+    return [int(each[1]) for each in found]
+
+
+def goes_on_there(other: OtherHost, name: str = "w") -> None:
+    first = until(lambda: ticks(other, name), f"a tick of {name} there")[-1]
+    until(lambda: ticks(other, name)[-1] > first + 2, f"more ticks of {name} there")
+
+
+def nothing_there(other: OtherHost) -> bool:
+    """Neither a container, nor a checkpoint that was sent ahead, nor a gpusnap that works on it.
+
+    What came last may be in the store. A gpusnap that was killed leaves what came ahead; see `rid`.
+    """
+    ahead = "migrating" in other.run(COMMAND, "ls").out
+    return other.containers() == [] and not ahead
+
+
+def rid(other: OtherHost) -> None:
+    """Take away what a killed one left there, as the next migration of the container does."""
+    other.run(COMMAND, "rm", "w:migrating")
+
+
+def names(store: Store) -> list[str]:
+    """What this host's store has; it comes to be with the first checkpoint."""
+    return [each.name for each in store.entries()] if (STORE / "index.json").exists() else []
+
+
+def runs_here(container: Container) -> None:
+    assert container.inspect()["State"]["Status"] == "running"
+    container.goes_on()
+
+
+def test_there(store: Store, other: OtherHost) -> None:
+    """It runs there, most of its memory came ahead, and nothing of it is left here."""
+    container = Container.start("w", *WORK, gpus=["0"])
+    last = max(max(each) for each in container.ticks().values())
+    done = json.loads(good(migrate("--gpu-map", "0=1", "--json")))
+    assert done["ahead"] > 24 << 20 > 2 * done["after"] > 0
+    assert 0 < done["pause"] < done["seconds"]
+    assert [each["new"][-1] for each in done["gpus"]] == ["1"]
+    goes_on_there(other)
+    assert ticks(other)[-1] > last
+    assert run("podman", "ps", "--all", "--quiet").out == ""
+    assert names(store) == []
+    there = json.loads(good(other.run(COMMAND, "ls", "--json")))["checkpoints"]
+    assert [(len(each["names"]), each["digest"]) for each in there] == [(1, done["digest"])]
+    assert re.fullmatch(r"w:\d{8}-\d{6}", there[0]["names"][0])
+
+
+def test_there_without_sending_ahead(one_runtime: Store, other: OtherHost) -> None:
+    """All goes while it stands still; --keep leaves the container, --name gives another one; and back."""
+    Container.start("w", *WORK, gpus=["0"])
+    done = json.loads(good(migrate("--precopy", "0", "--keep", "--name", "x", "--json")))
+    assert (done["ahead"], done["name"]) == (0, "x")
+    assert done["after"] > 24 << 20
+    goes_on_there(other, "x")
+    assert good(podman("ps", "--all", "--format", "{{.Names}} {{.State}}")) == "w exited"
+    assert len(one_runtime.entries()) == 1
+
+
+def test_a_dry_run(one_runtime: Store, other: OtherHost) -> None:
+    """It says what would be done; nothing is changed on either host."""
+    container = Container.start("w", *WORK, gpus=["0"])
+    done = json.loads(good(migrate("--dry-run", "--json")))
+    assert done["dryRun"]
+    assert done["free"] > done["needs"] > 24 << 20
+    assert done["gpus"]
+    assert "w can move to gpu2; nothing was changed" in good(migrate("--dry-run"))
+    runs_here(container)
+    assert nothing_there(other)
+
+
+def test_what_is_refused_first(one_runtime: Store, other: OtherHost) -> None:
+    """The container was not touched, and the sentence says what is wrong over there."""
+    container = Container.start("w", *WORK, gpus=["0"])
+    assert "GPU 7" in sentence(migrate("--gpu-map", "0=7"))
+    good(other.podman("create", "--name", "w", "localhost/base"))
+    assert "gpu2: Podman has a container w there" in sentence(migrate())
+    good(other.podman("rm", "w"))
+    good(other.podman("rmi", "localhost/base"))
+    said = sentence(migrate())
+    assert "gpu2: Podman does not have the image localhost/base" in said
+    assert "podman save" in said
+    other.first("echo welcome; exit 0\n")
+    assert "did not answer as gpusnap does, but said: welcome" in sentence(migrate())
+    other.first("echo 'ssh: connect to host gpu2 port 22: Connection refused' >&2; exit 255\n")
+    assert "gpu2 cannot be reached: ssh: connect to host gpu2 port 22: Connection refused" in sentence(
+        migrate()
+    )
+    other.first("echo 'sh: 1: gpusnap: not found' >&2; exit 127\n")
+    assert "gpusnap does not run on gpu2" in sentence(migrate())
+    runs_here(container)
+    assert names(one_runtime) == []
+
+
+@pytest.mark.parametrize(
+    "plan", ["to fetch 1 kill", "to blob 3 cut", "to blob 3 garble", "from fetch 1 cut", "to plan 1 kill"]
+)
+def test_broken_while_it_runs(one_runtime: Store, other: OtherHost, plan: str) -> None:
+    """Nothing has happened to the container; the next try goes on."""
+    container = Container.start("w", *WORK, gpus=["0"])
+    other.breaks(plan)
+    said = sentence(migrate())
+    assert "gpu2" in said
+    assert ("digest" in said) == ("garble" in plan)
+    runs_here(container)
+    if plan.endswith("kill"):
+        rid(other)
+    until(lambda: nothing_there(other), "the other host has undone it")
+    assert names(one_runtime) == []
+    good(migrate())
+    goes_on_there(other)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "to fetch 2 kill",
+        "from fetch 2 cut",
+        "to restore 1 kill",
+        "to restore 1 working",
+        "from restore 1 cut",
+        "from restore 1 kill",
+        "to confirm 1 cut",
+    ],
+)
+def test_broken_once_it_was_stopped(store: Store, other: OtherHost, plan: str) -> None:
+    """It runs here again, and not there."""
+    container = Container.start("w", *WORK, gpus=["0"])
+    other.breaks(plan)
+    said = sentence(migrate())
+    assert said.startswith("w was not migrated, and runs on this host again: ")
+    runs_here(container)
+    if plan.endswith(("kill", "working")):
+        rid(other)
+    until(lambda: nothing_there(other), "the other host has undone it")
+    assert names(store) == []
+
+
+def test_the_last_word_is_lost(one_runtime: Store, other: OtherHost) -> None:
+    """The other host has taken it over, and says so when it is asked again."""
+    Container.start("w", *WORK, gpus=["0"])
+    other.breaks("from confirm 1 cut")
+    good(migrate())
+    assert other.calls() == 2
+    goes_on_there(other)
+    assert run("podman", "ps", "--all", "--quiet").out == ""
+
+
+def test_nobody_can_be_asked(one_runtime: Store, other: OtherHost) -> None:
+    """Rather none than two: it stays stopped, and the sentence says how to continue it."""
+    container = Container.start("w", *WORK, gpus=["0"])
+    other.breaks("from restore 1 cut")
+    other.first(f'[ "$(wc -l <{SSH.parent}/calls)" -le 1 ] || exit 255\n')
+    said = sentence(migrate())
+    assert "cannot be asked whether the container runs there" in said
+    (command,) = re.findall(r"gpusnap (restore w:\S+) continues it here", said)
+    assert container.inspect()["State"]["Status"] == "exited"
+    until(lambda: nothing_there(other), "the other host has undone it by itself")
+    good(gpusnap(*command.split()))
+    runs_here(container)
+
+
+@pytest.mark.parametrize("plan", ["to fetch 1 sender", "to fetch 2 sender", "from restore 1 sender"])
+def test_killed_here(one_runtime: Store, other: OtherHost, plan: str) -> None:
+    """The other host undoes what it did; here the container runs, or its checkpoint continues it."""
+    container = Container.start("w", *WORK, gpus=["0"])
+    other.breaks(plan)
+    assert migrate().code < 0
+    until(lambda: nothing_there(other), "the other host has undone it")
+    if plan != "to fetch 1 sender":
+        assert container.inspect()["State"]["Status"] == "exited"
+        good(gpusnap("restore", "w"))
+    runs_here(container)
+    good(migrate())
+    goes_on_there(other)
+
+
+@pytest.mark.parametrize("plan", ["to fetch 1 sigint", "to fetch 2 sigint", "to restore 1 sigint"])
+def test_interrupted(one_runtime: Store, other: OtherHost, plan: str) -> None:
+    """Ctrl-C undoes all of it, on both sides."""
+    container = Container.start("w", *WORK, gpus=["0"])
+    other.breaks(plan)
+    done = migrate()
+    assert done.code == 130, done.err
+    runs_here(container)
+    until(lambda: nothing_there(other), "the other host has undone it")
+    assert names(one_runtime) == []
