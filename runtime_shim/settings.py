@@ -103,6 +103,8 @@ class Memory:
     put into the process, and holds at most a quarter of what is available for chunks under way."""
     threads: int = 0
     """Threads that copy, compress and check; 0: one for each core."""
+    demand_paging: bool = True
+    """Let the driver begin to restore while memory still comes, where the kernel can have it wait."""
     sync: bool = True
     """Have the checkpoint on disk before it is called whole; a crash of the host may cost it otherwise."""
     keep: bool = True
@@ -350,6 +352,7 @@ TABLE: dict[str, Key] = {
     "memory.level": Key(_whole(0, 19), annotation=True, parse=_parse_whole),
     "memory.ceiling": Key(_size),
     "memory.threads": Key(_whole(0, 1024)),
+    "memory.demand-paging": Key(_boolean),
     "memory.sync": Key(_boolean),
     "memory.keep": Key(_boolean),
     "memory.keep-folder": Key(_folder),

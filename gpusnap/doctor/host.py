@@ -38,7 +38,7 @@ def checks(*, runtime: str = "", root: str = "/", settings: str = SETTINGS_FILE)
             ("kernel", lambda: kernel.kernel(root)),
             ("privileges", lambda: kernel.capabilities(root)),
             ("ptrace", lambda: kernel.ptrace_scope(root)),
-            ("userfaultfd", lambda: kernel.userfaultfd(root)),
+            ("userfaultfd", kernel.userfaultfd),
             ("cgroups", lambda: kernel.cgroups(root)),
             ("criu", lambda: criu.criu(version)),
             ("criu check", lambda: () if elsewhere else criu.own_check()),

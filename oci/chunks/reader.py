@@ -9,12 +9,16 @@ The tables and the blobs may come from anybody. A blob is read only where its si
 its digest is checked before zstd sees it, what zstd makes of it never exceeds the chunk, and the digest of
 that is checked before a region sees it. A region that is memory of ours sees it before, and holds nothing
 that may be used until all of it is there and right; `later` leaves the digests of its content to `verify`,
-which may run while something else is done with it.
+which may run while something else is done with it. Without `later`, `placed` says of each chunk when it is.
+
+Regions of one group are read one after the other, and groups side by side, so that those who use them get on
+at the same rate. Whoever waits for a chunk moves it to the head by `hurry`.
 """
 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -49,10 +53,55 @@ def read(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A chunk of the table `at`."""
+    """A chunk of the table `at`, and its place among all chunks."""
 
     at: int
     chunk: Chunk
+    number: int
+
+
+class _Order:
+    """The chunks that nobody has begun to read. Not for several threads at once."""
+
+    def __init__(self, tables: Sequence[Table], groups: Sequence[int]) -> None:
+        self._parts: list[_Part] = []
+        self._first: list[int] = []
+        """By table, the number of its first chunk."""
+        before: dict[int, int] = {}
+        behind: list[tuple[int, int]] = []
+        for at, (table, group) in enumerate(zip(tables, groups, strict=True)):
+            self._first.append(len(self._parts))
+            for chunk in table.chunks:
+                behind.append((before.get(group, 0) + chunk.offset, len(self._parts)))
+                self._parts.append(_Part(at, chunk, len(self._parts)))
+            before[group] = before.get(group, 0) + table.size
+        self._first.append(len(self._parts))
+        self._line = deque(number for _, number in sorted(behind))
+        self._urgent: deque[int] = deque()
+        self._taken = bytearray(len(self._parts))
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def next(self) -> _Part | None:
+        """The one that is to be read next; None at the end."""
+        for line in (self._urgent, self._line):
+            while line and self._taken[line[0]]:
+                line.popleft()
+            if line:
+                return self._parts[line[0]]
+        return None
+
+    def take(self, part: _Part) -> None:
+        """Somebody reads it."""
+        self._taken[part.number] = True
+
+    def hurry(self, at: int, offset: int, count: int) -> None:
+        """Move the chunk of a table that holds an offset, and some behind it, to the head."""
+        begin, end = self._first[at], self._first[at + 1]
+        number = bisect_right(self._parts, offset, begin, end, key=lambda part: part.chunk.offset)
+        begin = max(begin, number - 1)
+        self._urgent.extendleft(reversed(range(begin, min(begin + count, end))))
 
 
 class Reading:
@@ -61,8 +110,9 @@ class Reading:
     threads: how many at most. ceiling: bytes that slots and workers may hold together; fewer workers run
     where that is not enough for all. targets: the regions, one for each table, in order, if they are there.
     later: leave it to `verify` whether targets that are memory of ours have the right content. What is in no
-    chunk is not written: the targets hold zeros there. progress: told after each chunk, by a worker, how many
-    bytes of plain content were read, and of how many.
+    chunk is not written: the targets hold zeros there. groups: that of each table, in order; see above.
+    placed: called with the place of the table and the chunk, by a worker, once that is in its target.
+    progress: told after each chunk, by a worker, how many bytes of plain content were read, and of how many.
 
     Raises ChunkError for tables that cannot be right, and CeilingError. `deliver` and `wait` raise what ended
     it: BlobError, ChunkError, LayoutError, Cancelled, and whatever a target raises.
@@ -77,6 +127,8 @@ class Reading:
         ceiling: int,
         targets: Sequence[Target] | None = None,
         later: bool = False,
+        groups: Sequence[int] = (),
+        placed: Callable[[int, Chunk], None] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._tables = [validated(table.size, table.chunks) for table in tables]
@@ -87,22 +139,20 @@ class Reading:
         self._crew = Crew()
         self._alone = threading.Lock()
         self._changed = threading.Condition()
-        self._unread = deque(
-            _Part(at, chunk) for at, table in enumerate(self._tables) for chunk in table.chunks
-        )
+        self._unread = _Order(self._tables, groups or [0] * len(self._tables))
         self._left = len(self._unread)
         """Chunks that are not in their targets."""
-        self._report = progress
-        self._whole = sum(part.chunk.size for part in self._unread)
+        self._placed, self._report = placed, progress
         self._bytes = 0
         """Of plain content that were read."""
         self._staged: deque[tuple[_Part, Memory]] = deque()
         self._free: list[Memory] = []
         chunks = [chunk for table in self._tables for chunk in table.chunks]
+        self._whole = sum(chunk.size for chunk in chunks)
         self._slot_size = max((chunk.size for chunk in chunks), default=min(CHUNK_SIZE, max(ceiling, 1)))
         self._packed_size = max((chunk.stored for chunk in chunks if chunk.encoding == "zstd"), default=0)
-        workers, self._slots_left = self._shares(threads, ceiling, len(chunks))
-        self._crew.start(workers, self._work)
+        self._workers, self._slots_left = self._shares(threads, ceiling, len(chunks))
+        self._crew.start(self._workers, self._work)
 
     def __enter__(self) -> Reading:
         return self
@@ -123,6 +173,16 @@ class Reading:
         error = self._crew.failed()
         if error is not None:
             raise error
+
+    @property
+    def complete(self) -> bool:
+        """Whether all chunks are in their targets."""
+        return not self._left
+
+    def hurry(self, at: int, offset: int) -> None:
+        """Somebody waits for that place of a table: it, and what lies behind it, is read next."""
+        with self._changed:
+            self._unread.hurry(at, offset, self._workers)
 
     def deliver(self, targets: Sequence[Target]) -> None:
         """Fill the targets, one for each table, in order; return when all is there. To be called once."""
@@ -215,7 +275,7 @@ class Reading:
                 if isinstance(place, Memory):
                     self._hand_over(part, place)
                 else:
-                    self._done()
+                    self._done(part)
         finally:
             packed.free()
 
@@ -226,11 +286,11 @@ class Reading:
                 self._crew.check()
                 if self._targets is not None and self._staged:
                     return *self._staged.popleft(), True
-                if self._unread and (view := self._place(self._unread[0])) is not None:
-                    return self._unread.popleft(), view, False
-                if self._unread and (memory := self._slot()) is not None:
-                    return self._unread.popleft(), memory, False
-                if self._targets is not None and not self._unread:
+                part = self._unread.next()
+                if part is not None and (place := self._place(part) or self._slot()) is not None:
+                    self._unread.take(part)
+                    return part, place, False
+                if self._targets is not None and part is None:
                     self._changed.notify_all()
                     return None
                 self._changed.wait(_LOOK)
@@ -259,7 +319,7 @@ class Reading:
         targets[part.at].write(part.chunk.offset, memory.view[: part.chunk.size])
         with self._changed:
             self._free.append(memory)
-        self._done()
+        self._done(part)
 
     def _count(self, size: int) -> None:
         with self._changed:
@@ -268,7 +328,9 @@ class Reading:
         if self._report is not None:
             self._report(done, self._whole)
 
-    def _done(self) -> None:
+    def _done(self, part: _Part) -> None:
+        if self._placed is not None:
+            self._placed(part.at, part.chunk)
         with self._changed:
             self._left -= 1
             self._changed.notify_all()

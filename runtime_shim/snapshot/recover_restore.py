@@ -13,6 +13,10 @@ incomplete_restore.py finds them. `recover` lets that runtime end, and removes t
 left, but never one that runs: one that had come up just then, or a later one of the same ID. The entry may be
 days old, and then says nothing of what runs; the driver does. Incomplete is only a container with a process
 whose GPU state the driver has not given back: none runs like that, and no other sign counts.
+
+But where memory was still on its way into the processes (memory/demand_paging.py), the kernel has ended those
+that waited for it, and what the driver says of another one may be true of memory that never came. No process
+went on by then, which the entry says (`arriving`): the container is incomplete, whatever runs in it.
 """
 
 from __future__ import annotations
@@ -111,6 +115,8 @@ class Restore:
     """By what its processes are known; None where an earlier version wrote the entry."""
     podman: tuple[str, ...] = ()
     """The Podman that has it restored, with its global options; empty where that is another's container."""
+    arriving: bool = False
+    """Whether processes had memory mapped that still came, and may have read what never did."""
     told: bool = False
     """Whether the engine has been told that it runs: by the exit code of this process, which comes next."""
 
@@ -231,6 +237,7 @@ def _decoded(document: Any, key: str) -> Restore:
         work=str(document.get("work", "")),
         place=None if place is None else Place.from_json(place),
         podman=tuple(str(word) for word in document.get("podman", ())),
+        arriving=bool(document.get("arriving", False)),
         told=bool(document.get("told", False)),
     )
 
@@ -297,6 +304,8 @@ def _kept(entry: Restore, driver: Driver | None) -> str | None:
             hint=f"unpause it, then gpusnap recover {entry.container}",
             code="GPS-203",
         )
+    if entry.arriving:
+        return None  # none of them has gone on
     members = containers.processes(init.pid, entry.container)
     inner = containers.inner_pids(init.pid, members)
     states = _states(entry, driver, [m.pid for m in members if inner[m.pid] in entry.processes])

@@ -18,7 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -66,8 +66,7 @@ from gpusnap.runtime_shim.snapshot.devices.reservations import Room, claim
 from gpusnap.runtime_shim.snapshot.foreground import Beside, pid_file
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
-from gpusnap.runtime_shim.snapshot.memory.pages import Pages
-from gpusnap.runtime_shim.snapshot.memory.prefetch import Filling
+from gpusnap.runtime_shim.snapshot.memory.prefetch import Arriving, Filling
 from gpusnap.runtime_shim.snapshot.memory.source import Fetching, rebuild
 from gpusnap.runtime_shim.snapshot.preflight import addresses
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
@@ -115,6 +114,8 @@ class _Job:
     """What the journal says of this restore."""
     removed: bool = False
     """What was restored has been taken away again."""
+    noting: threading.Lock = field(default_factory=threading.Lock)
+    """For `_note` by several threads."""
 
     @property
     def key(self) -> str:
@@ -176,10 +177,13 @@ def _begin(job: _Job, config: dict[str, Any]) -> None:
 
 
 def _note(job: _Job, **changed: Any) -> None:
-    """Write down how far it has come."""
-    assert job.entry is not None
-    job.entry = replace(job.entry, **changed)
-    recover_restore.write(job.entry)
+    """Write down how far it has come. For any thread."""
+    with job.noting:
+        assert job.entry is not None
+        entry = replace(job.entry, **changed)
+        if entry != job.entry:
+            recover_restore.write(entry)
+            job.entry = entry
 
 
 def _config_changes(job: _Job, before: bytes, after: bytes) -> None:
@@ -430,7 +434,7 @@ def _finish(job: _Job) -> None:
             job.compared.result()
     if job.driver is not None and job.remap is not None:
         _settle(job, container, job.remap, job.driver)
-        _note(job, stage=Stage.GPUS)
+        _note(job, stage=Stage.GPUS, arriving=job.filling is not None and job.filling.arriving)
         _restore_gpus(job, job.driver, container, members)
     else:
         restored_processes.none_suspended(job.present, members)
@@ -439,12 +443,14 @@ def _finish(job: _Job) -> None:
 
 def _say_timing(job: _Job) -> None:
     """Leave the steps' times beside the runtime's restore.log, for whoever wonders where they went."""
-    document = {
+    document: dict[str, Any] = {
         "timing": [
             {"step": step.name, "start": round(step.start, 6), "seconds": round(step.seconds, 6)}
             for step in job.transaction.steps
         ]
     }
+    if job.filling is not None:
+        document["memory"] = asdict(job.filling.told)
     with contextlib.suppress(OSError):
         replace_below(_work_path(job), TIMING, json.dumps(document).encode("ascii"), sync=False)
 
@@ -498,24 +504,27 @@ def _fill(
         if job.filling is not None:
             job.filling.deliver({inner: process.pid for inner, process in by_inner.items()})
     with job.transaction.step("driver restore"):
-        right = partial(_right, job.key, job.filling, gone_on)
+        right = partial(_right, job, gone_on)
         try:
-            resume(driver, pids, Pages(), pairs=pairs, right=right)
+            resume(driver, pids, Arriving(job.filling), pairs=pairs, right=right)
         except GpuError:
             # The driver's words for memory that is not what it was tell of the GPU, which is not to blame.
             if job.filling is not None:
                 job.filling.right()
             raise
+        if job.filling is not None:
+            job.filling.right()  # where it failed, the processes were ended, and none of them is missed
         for text in driver_calls.take_notes():
             job.transaction.note(text)
     return gone_on
 
 
-def _right(key: str, filling: Filling | None, gone_on: set[int], pid: int) -> None:
+def _right(job: _Job, gone_on: set[int], pid: int) -> None:
     """Before a process goes on: its memory is what it was, and its own."""
-    if filling is not None:
-        filling.right()
-        transfer.own(key, pid)
+    if job.filling is not None:
+        job.filling.right()
+        _note(job, arriving=False)
+        transfer.own(job.key, pid)
     gone_on.add(pid)
 
 

@@ -177,24 +177,27 @@ class Guard:
 
 
 @contextmanager
-def only(pid: int, tid: int) -> Iterator[Tracer]:
+def only(pid: int, tid: int, *, exit_kill: bool = False) -> Iterator[Tracer]:
     """Let one thread of a stopped process run while the block does, and stop it again.
 
-    The tracer is a thread of our own. The thread gets no signal meanwhile but for what itself does. Raises
-    PermissionRefused where it cannot be traced.
+    The tracer is a thread of our own. The thread gets no signal meanwhile but for what itself does.
+    `exit_kill`: the process ends with gpusnap, whatever ends that. Raises PermissionRefused where the thread
+    cannot be traced.
     """
-    with several(pid, [tid]) as tracer:
+    with several(pid, [tid], exit_kill=exit_kill) as tracer:
         yield tracer
 
 
 @contextmanager
-def several(pid: int, tids: Iterable[int], *, guard: bool = True) -> Iterator[Tracer]:
+def several(
+    pid: int, tids: Iterable[int], *, guard: bool = True, exit_kill: bool = False
+) -> Iterator[Tracer]:
     """As `only`, for any number of threads; `guard` as for Tracer."""
     # Imported here: a container without a GPU must not pay for it.
     from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 
     tids = tuple(tids)
-    tracer = Tracer(pid, tids, guard=guard)
+    tracer = Tracer(pid, tids, guard=guard, exit_kill=exit_kill)
     try:
         tracer.start()
     except OSError as error:

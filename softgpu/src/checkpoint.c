@@ -37,9 +37,17 @@ static int out_of_gpu(const struct client *client, uint64_t offset, char *bytes,
     return store_read(client, offset, bytes, size);
 }
 
+/* By plain loads, as NVIDIA's driver does before the GPU copies: who touches a page that is not there waits in
+ * the page fault of an instruction, and in no system call. */
 static int into_gpu(const struct client *client, uint64_t offset, char *bytes, uint64_t size)
 {
-    return store_write(client, offset, bytes, size);
+    static char loaded[64 << 10]; /* only the restore thread comes here, and its stack is small */
+    int error = 0;
+    for (uint64_t done = 0; done < size && !error; done += sizeof(loaded)) {
+        memcpy(loaded, bytes + done, sizeof(loaded)); /* a span is a multiple of it */
+        error = store_write(client, offset + done, loaded, sizeof(loaded));
+    }
+    return error;
 }
 
 /* Moves every allocation of GPU i, `*at` being where its granules begin in the region. */

@@ -15,6 +15,7 @@ import struct
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Self
 
 __all__ = ["FaultyProxy"]
 
@@ -51,7 +52,7 @@ class FaultyProxy:
         """Its host and port."""
         return f"127.0.0.1:{self._server.getsockname()[1]}"
 
-    def __enter__(self) -> FaultyProxy:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -62,6 +63,10 @@ class FaultyProxy:
         self._server.close()
         for worker in self._workers:
             worker.join(_DEADLINE)
+
+    def lets_through(self, head: bytes) -> bool:
+        """Whether a request is passed on, when this returns; else its connection is closed."""
+        return True
 
     def _accept(self) -> None:
         while True:
@@ -82,6 +87,8 @@ class FaultyProxy:
                 return
             head, rest = _head(client)
             if not head:
+                return
+            if not self.lets_through(head):
                 return
             if self._next_fails():
                 _answer_500(client, head, rest)

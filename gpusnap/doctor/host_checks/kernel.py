@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from gpusnap.doctor.base.check import Check, failure, ok, warning
 from gpusnap.doctor.base.sources import below, text
+from gpusnap.runtime_shim.process.memory import userfault
 
 # criu.org, "Linux kernel configuration": without these CRIU dumps nothing.
 _NEEDED = ("CHECKPOINT_RESTORE", "NAMESPACES", "UTS_NS", "IPC_NS", "PID_NS", "NET_NS", "FHANDLE")
@@ -161,13 +162,20 @@ def ptrace_scope(root: str = "/") -> Iterator[Check]:
         yield ok("ptrace", f"root may attach to processes (ptrace_scope {scope or 'not there'})", scope=scope)
 
 
-def userfaultfd(root: str = "/", release: str = "") -> Iterator[Check]:
-    """Needed by CRIU's --lazy-pages alone, which a container with GPU state cannot have: no failure."""
-    options = configuration(root, release or os.uname().release)
-    there = os.path.exists(below(root, "/proc/sys/vm/unprivileged_userfaultfd"))
-    there = there or bool(options and "USERFAULTFD" in options)
-    says = "there" if there else "not there, which only --lazy-pages of a container without a GPU would need"
-    yield ok("userfaultfd", says, there=there)
+def userfaultfd(user: int | None = None) -> Iterator[Check]:
+    """Whether a driver can wait for memory that still comes; without it a restore takes longer."""
+    why = userfault.why_not()
+    if not why:
+        yield ok("userfaultfd", "a restore fills GPU memory while the driver reads it", there=True)
+    elif os.geteuid() if user is None else user:
+        yield ok("userfaultfd", f"only root can tell: {why}", there=False)
+    else:
+        yield warning(
+            "userfaultfd",
+            f"{why}: a restore fills all GPU memory before the driver begins, which takes longer",
+            "use Linux 6.1 or later with CONFIG_USERFAULTFD, and have /dev/userfaultfd in /dev",
+            there=False,
+        )
 
 
 def cgroups(root: str = "/") -> Iterator[Check]:

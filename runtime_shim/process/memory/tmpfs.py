@@ -82,14 +82,19 @@ class Area:
         """Copy to the region."""
         self.view(offset, data.nbytes)[:] = data
 
-    def populate(self, *, threads: int = 0) -> None:
-        """Have the kernel put pages behind all of it, in so many threads, all cores' for 0.
+    def populate(self, offset: int = 0, size: int | None = None, *, threads: int = 0) -> None:
+        """Have the kernel put pages behind a part, by default all of it.
 
-        Raises OSError where there is no memory for that; a kernel before 5.14 does nothing.
+        In so many threads, all cores' for 0. A part begins and ends with a page. Raises OSError where there
+        is no memory for that; a kernel before 5.14 does nothing.
         """
         held = (ctypes.c_char * len(self._mapping)).from_buffer(self._mapping)
         try:
-            begin, end = ctypes.addressof(held), ctypes.addressof(held) + len(self._mapping)
+            begin = end = ctypes.addressof(held)
+            end += len(self._mapping)
+            if size is not None:
+                begin += self.lead + offset
+                end = begin + size
             slices = range(begin, end, _SLICE)
             copies.work([partial(_populate, at, min(_SLICE, end - at), self.path) for at in slices], threads)
         finally:

@@ -102,6 +102,7 @@ X86_64 = Machine(
             "mprotect": 10,
             "munmap": 11,
             "brk": 12,
+            "ioctl": 16,
             "mremap": 25,
             "madvise": 28,
             "recvmsg": 47,

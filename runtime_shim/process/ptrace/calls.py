@@ -42,6 +42,8 @@ TRACESYSGOOD = 1
 """Stops at system calls are told from SIGTRAP."""
 TRACEEXEC = 1 << 4
 """A thread stops when it has begun another program, before that program's first instruction."""
+EXITKILL = 1 << 20
+"""The thread's process is killed (SIGKILL) when the tracer ends while it traces the thread."""
 SUSPEND_SECCOMP = 1 << 21
 """The thread's seccomp filters do not hold while this is set; needs CAP_SYS_ADMIN."""
 _NT_PRSTATUS = 1  # linux/elf.h
@@ -125,7 +127,7 @@ def let_go(tid: int, which: int = 0) -> None:
 
 
 def set_options(tid: int, options: int) -> None:
-    """Set TRACESYSGOOD, TRACEEXEC, SUSPEND_SECCOMP; those left out are taken back."""
+    """Set TRACESYSGOOD, TRACEEXEC, EXITKILL, SUSPEND_SECCOMP; those left out are taken back."""
     _ptrace(_SETOPTIONS, tid, 0, options)
 
 

@@ -27,6 +27,7 @@ from signal import SIGSYS
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.process.memory import userfault
 from gpusnap.runtime_shim.process.memory.maps import mappings
 from gpusnap.runtime_shim.process.ptrace import calls as ptrace
 from gpusnap.runtime_shim.process.ptrace.arch import Machine, this_machine
@@ -178,6 +179,24 @@ class Remote:
             )
         return int(number)
 
+    def userfaultfd(self) -> int:
+        """A userfaultfd of the process, see process/memory/userfault.py; the descriptor is ours alone."""
+        device = os.open(userfault.DEVICE, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            theirs = self.receive(device)
+        finally:
+            os.close(device)
+        try:
+            number = self.call("ioctl", theirs, userfault.NEW, userfault.FLAGS)
+        finally:
+            with suppress(ProcessLookupError):
+                self.close(theirs)
+        try:
+            return _take(self._tracee.pid, self.machine.calls["pidfd_getfd"], number)
+        finally:
+            with suppress(ProcessLookupError):
+                self.close(number)
+
     def map_file(self, descriptor: int, address: int, size: int, offset: int, *, shared: bool) -> None:
         """Map a file of ours in the place of what the process has there, for reading and writing.
 
@@ -318,8 +337,8 @@ def _search(pid: int, spans: Sequence[tuple[int, int]], wanted: bytes) -> int:
     return -1
 
 
-def _send(pid: int, getfd: int, number: int, descriptor: int) -> None:
-    """Send a descriptor of ours into a socket that the process has by that number."""
+def _take(pid: int, getfd: int, number: int) -> int:
+    """A descriptor of ours for what a process has by that number."""
     process = os.pidfd_open(pid)
     try:
         ours = _libc.syscall(getfd, process, number, 0)
@@ -329,6 +348,12 @@ def _send(pid: int, getfd: int, number: int, descriptor: int) -> None:
             )
     finally:
         os.close(process)
+    return int(ours)
+
+
+def _send(pid: int, getfd: int, number: int, descriptor: int) -> None:
+    """Send a descriptor of ours into a socket that the process has by that number."""
+    ours = _take(pid, getfd, number)
     try:
         end = socket.socket(fileno=ours)
     except OSError:  # which of its descriptors this is stands in its memory, and may be any

@@ -68,11 +68,18 @@ class Tracer:
     """Lets some threads of a process run, and no other, from `start` to `end`.
 
     A context manager does both. `guard`: the process stands, and is stopped again where somebody sends it a
-    SIGCONT; else whoever stops it is let have his way, and only these threads run on.
+    SIGCONT; else whoever stops it is let have his way, and only these threads run on. `exit_kill`, without a
+    `watch`: the process is killed if gpusnap ends meanwhile.
     """
 
     def __init__(
-        self, pid: int, tids: Iterable[int], *, watch: CallWatch | None = None, guard: bool = True
+        self,
+        pid: int,
+        tids: Iterable[int],
+        *,
+        watch: CallWatch | None = None,
+        guard: bool = True,
+        exit_kill: bool = False,
     ) -> None:
         self.pid, self.tids = pid, tuple(tids)
         self.traced = {*self.tids}
@@ -81,7 +88,7 @@ class Tracer:
         """How often one of them has stopped: a sign that they get on."""
         self.stopped_again = 0
         """How often somebody else had let the process go on."""
-        self._watch, self._guard = watch, guard
+        self._watch, self._guard, self._exit_kill = watch, guard, exit_kill
         self._tracees: dict[int, Tracee] = {}
         self._errands: queue.SimpleQueue[_Errand] = queue.SimpleQueue()
         self._wake, self._started = threading.Event(), threading.Event()
@@ -177,6 +184,8 @@ class Tracer:
     def _take(self) -> None:
         for tid in self.tids:
             self._tracees[tid] = Tracee(self.pid, tid)
+            if self._exit_kill:
+                ptrace.set_options(tid, ptrace.EXITKILL)
         if self._watch is not None:
             try:
                 self._watch.begin(self._tracees[self.tids[0]])

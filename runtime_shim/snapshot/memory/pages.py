@@ -58,6 +58,18 @@ class Pages:
         if pids:
             journal.write(self._container, self.place, dict.fromkeys(pids, ()))
 
+    @property
+    def arriving(self) -> bool:
+        """Whether memory still comes while the driver restores: a process ends with gpusnap then."""
+        return False
+
+    def waits(self, pid: int) -> bool:
+        """Whether a thread of the process waits for memory that still comes, and will."""
+        return False
+
+    def look(self) -> None:
+        """Called again and again while the driver restores: end that if somebody has asked us to stop."""
+
     def records(self) -> Mapping[int, tuple[RegionRecord, ...]] | None:
         """By PID, the memory that is not in CRIU's images, for the manifest; None before it is known."""
         return {}

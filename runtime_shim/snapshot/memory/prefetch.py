@@ -1,10 +1,13 @@
 """The GPUs' memory of a checkpoint on its way back, beside CRIU: begun before the container is there.
 
-    chunks, read, checked, decompressed ─→ files of memory.stage ─┐
-    the real runtime, CRIU ───────────────→ the processes, stopped ┴→ mapped into them ─→ driver restore
+    chunks, read, decompressed, checked ─→ files of a stage ───────────┐
+    the real runtime, CRIU ──────────────→ the processes, stopped ─────┴→ mapped into them ─→ driver restore
 
-What is decompressed has been checked before. Of what is in the files the digests are checked while the driver
-works, and no process goes on before they are found right.
+The chunks go on coming while the driver reads the files; it waits for those that are not there yet
+(demand_paging.py). Where the kernel cannot have it wait, all have to be there before: then the content of
+what was compressed, and plain chunks, are checked while the driver works.
+
+Whatever comes first, no process goes on before all digests are found right.
 
 Where the regions are not to be had in memory twice over (memory.ceiling), the chunks stop in a few slots and
 are copied into the processes one after the other.
@@ -16,24 +19,32 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpusnap.oci.chunks import reader as reading
 from gpusnap.oci.chunks.buffers import Target
+from gpusnap.oci.chunks.table import Chunk
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim import threads
-from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError
 from gpusnap.runtime_shim.process import mount_namespace
 from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.process.memory import userfault
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
+from gpusnap.runtime_shim.process.memory.userfault import Userfault
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote
 from gpusnap.runtime_shim.progress import reporter
 from gpusnap.runtime_shim.records.manifest import FOLDER, Manifest
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory.demand_paging import DemandPaging, Waits, in_pages
+from gpusnap.runtime_shim.snapshot.memory.pages import Pages
+from gpusnap.runtime_shim.transaction import asked_to_stop
 
 _SWITCH = 0.0005  # seconds
+_DONTFORK = 10  # asm-generic/mman-common.h, MADV_DONTFORK
 # What is staged goes when the restore fails, so that nobody is sent to look for it.
 _CHANGED = "see with gpusnap verify whether the checkpoint is as it was made, and restore another one if not"
 
@@ -76,6 +87,7 @@ class Filling:
         self._stage = Stage(key)
         self._regions = [(p.pid, region) for p in record.processes for region in p.regions]
         self._areas = self._staged(settings)
+        self._paging = self._demand_paging() if settings.demand_paging else None
         self._checking: threading.Thread | None = None
         self._wrong: ImageError | None = None
         # The workers hold the interpreter for moments only, but by default who waits for it waits 5 ms.
@@ -88,9 +100,13 @@ class Filling:
                     threads=settings.threads or _most_of(copies.cores()),
                     ceiling=transfer.ceiling(settings),
                     targets=self._areas or None,
-                    later=True,
+                    later=self._paging is None,
+                    groups=[pid for pid, _ in self._regions],
+                    placed=self._placed if self._paging is not None else None,
                     progress=reporter.move,
                 )
+            if self._paging is not None:
+                self._paging.populate_zeros()
         except BaseException:
             self._drop()
             raise
@@ -100,6 +116,16 @@ class Filling:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def arriving(self) -> bool:
+        """Whether memory may still be missing in a process, which waits where it touches it."""
+        return self._paging is not None and not self._paging.complete
+
+    @property
+    def told(self) -> Waits:
+        """What the processes waited for."""
+        return self._paging.told if self._paging is not None else Waits(0, 0.0)
 
     def close(self) -> None:
         """End the reading, and let go of what is staged. May be called twice."""
@@ -111,12 +137,13 @@ class Filling:
     def deliver(self, by_inner: Mapping[int, int]) -> None:
         """Have every region in its process; `by_inner` has this host's PID by the container's.
 
-        They may not go on before `right`. Those that are not in `by_inner` have ended.
+        They may not go on before `right`. Those that are not in `by_inner` have ended. What they touch may
+        still be on its way: see `arriving`.
 
         Raises ImageError, and GpusnapError where a process cannot have it.
         """
-        with transfer.as_image_error(self._path):
-            if not self._areas:
+        if not self._areas:
+            with transfer.as_image_error(self._path):
                 targets: list[Target] = [
                     transfer.Part(by_inner[pid], region.start, region.table.size)
                     if pid in by_inner
@@ -124,29 +151,76 @@ class Filling:
                     for pid, region in self._regions
                 ]
                 self._reading.deliver(targets)
-                return
+            return
+        found: dict[int, list[int]] = {}
+        for at, (pid, _) in enumerate(self._regions):
+            if pid in by_inner:
+                found.setdefault(by_inner[pid], []).append(at)
+        if self._paging is not None and not self._paging.complete:
+            self._deliver_early(self._paging, found)
+            return
+        self._all_there()
+        areas = {pid: [self._areas[at] for at in regions] for pid, regions in found.items()}
+        for error in transfer.give(self._key, areas, hint=_CHANGED).values():
+            raise error
+        if self._paging is None:
+            checking = threading.Thread(target=self._check, name="gpusnap-check")
+            threads.start(checking)
+            self._checking = checking
+
+    def _deliver_early(self, paging: DemandPaging, found: Mapping[int, Sequence[int]]) -> None:
+        """Map what is there and what is not; where a process cannot wait for it, wait here."""
+        userfaults: dict[int, Userfault] = {}
+
+        def mapped(pid: int, remote: Remote) -> None:
+            for at in found[pid]:
+                # A child would have the memory without the waiting.
+                remote.madvise(self._areas[at].address, self._areas[at].size, _DONTFORK)
+            with contextlib.suppress(OSError, GpusnapError):
+                userfaults[pid] = Userfault(remote.userfaultfd())
+
+        areas = {pid: [self._areas[at] for at in regions] for pid, regions in found.items()}
+        errors = transfer.give(
+            self._key, areas, hint=_CHANGED, mapped=mapped, before_copy=self._all_there
+        ).values()
+        try:
+            paging.attach({pid: (each, found[pid]) for pid, each in userfaults.items()})
+        except OSError:
+            paging.detach()
+        for error in errors:
+            raise error
+        if not paging.attached(found):
+            self._all_there()
+        paging.serve(self._reading.hurry, self._reading.check)
+
+    def _all_there(self) -> None:
+        """Return when all of it is in the stage, zeros included. Raises ImageError."""
+        with transfer.as_image_error(self._path):
             self._reading.wait()
         for (_, region), area in zip(self._regions, self._areas, strict=True):
             if any(size >= copies.HUGE for _, size in region.table.gaps()):
                 # The driver would find these zeros page by page; without memory for them it does.
                 with contextlib.suppress(OSError):
                     area.populate()
-        found: dict[int, list[Area]] = {}
-        for (pid, _), area in zip(self._regions, self._areas, strict=True):
-            if pid in by_inner:
-                found.setdefault(by_inner[pid], []).append(area)
-        for error in transfer.give(self._key, found, hint=_CHANGED).values():
-            raise error
-        checking = threading.Thread(target=self._check, name="gpusnap-check")
-        threads.start(checking)
-        self._checking = checking
 
     def right(self) -> None:
-        """Return when all of it is known to be right. From any thread. Raises ImageError."""
+        """Return when all of it is there and known to be right. From any thread. Raises ImageError."""
+        if self._paging is not None:
+            with transfer.as_image_error(self._path):
+                self._paging.wait()
         if self._checking is not None:
             self._checking.join()
         if self._wrong is not None:
             raise self._wrong
+
+    def waits(self, pid: int) -> bool:
+        """Whether a thread of that process waits for memory that is on its way."""
+        return self._paging is not None and self._paging.waits(pid)
+
+    def stop(self) -> None:
+        """End what waits for memory, and the processes with it, that the restore can be undone."""
+        if self._paging is not None:
+            self._paging.stop()
 
     def _check(self) -> None:
         try:
@@ -155,6 +229,17 @@ class Filling:
                 self._reading.verify(threads=max(1, copies.cores() * 3 // 8))
         except ImageError as error:
             self._wrong = error
+
+    def _placed(self, at: int, chunk: Chunk) -> None:
+        assert self._paging is not None
+        self._paging.ready(at, chunk.offset)
+
+    def _demand_paging(self) -> DemandPaging | None:
+        """None where the driver cannot wait for what is missing."""
+        tables = [region.table for _, region in self._regions]
+        if not self._areas or not in_pages(tables) or userfault.why_not():
+            return None
+        return DemandPaging(self._areas, tables)
 
     def _staged(self, settings: Memory) -> list[Area]:
         """A file for each region; none where the ceiling or this host does not allow it."""
@@ -175,6 +260,38 @@ class Filling:
         return areas
 
     def _drop(self) -> None:
+        if self._paging is not None:
+            self._paging.close()
         for area in self._areas:
             area.close()
         transfer.free(self._stage)
+
+
+class Arriving(Pages):
+    """The memory of a restore as the driver's restore needs it: in the processes, or on its way there."""
+
+    def __init__(self, filling: Filling | None) -> None:
+        super().__init__()
+        self._filling = filling
+        self._asked = False
+
+    @property
+    def arriving(self) -> bool:
+        """As Filling.arriving."""
+        return self._filling is not None and self._filling.arriving
+
+    def give_back(self, pids: Sequence[int]) -> Mapping[int, GpusnapError]:
+        """Where the driver has failed while memory was on its way, it tries again with all of it there."""
+        if self._asked and self._filling is not None:
+            self._filling.right()
+        self._asked = True
+        return {}
+
+    def waits(self, pid: int) -> bool:
+        """As Filling.waits."""
+        return self._filling is not None and self._filling.waits(pid)
+
+    def look(self) -> None:
+        """The driver cannot be called off, but its process can be ended while that misses memory."""
+        if self._filling is not None and self._filling.arriving and asked_to_stop():
+            self._filling.stop()

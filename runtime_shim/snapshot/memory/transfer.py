@@ -8,7 +8,7 @@ import mmap
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpusnap.oci.base.errors import OciError
@@ -29,7 +29,7 @@ from gpusnap.runtime_shim.process.memory import maps as regions
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.process.memory.maps import Region
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
-from gpusnap.runtime_shim.process.ptrace.remote_syscall import inside
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, inside
 from gpusnap.runtime_shim.records.manifest import FOLDER
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.records import journal
@@ -114,23 +114,40 @@ def fill(layout: Layout, wanted: Mapping[int, Iterable[tuple[Region, Table]]], s
         )
 
 
-def give(key: str, wanted: Mapping[int, Sequence[Area]], *, hint: str = "") -> dict[int, GpusnapError]:
+def give(
+    key: str,
+    wanted: Mapping[int, Sequence[Area]],
+    *,
+    hint: str = "",
+    mapped: Callable[[int, Remote], None] | None = None,
+    before_copy: Callable[[], None] | None = None,
+) -> dict[int, GpusnapError]:
     """Map staged regions into their processes; those that ended are left out. What kept some from it, by PID.
 
     What a process writes there does not get into the file. Where it cannot have the file (SELinux; a limit on
-    its descriptors), the bytes are copied. `key`: the container's; `hint`: what to do where that fails, if
-    the bytes do not stay in the stage.
+    its descriptors), the bytes are copied, once `before_copy` has returned. `mapped`: called for each process
+    that has the files, which it cannot touch yet, with what makes system calls inside it. `key`: the
+    container's; `hint`: what to do where that fails, if the bytes do not stay in the stage.
     """
+
+    def map_files(pid: int) -> bool:
+        try:
+            with inside(pid) as remote, journal.thread(key, pid, remote.saved):
+                for area in wanted[pid]:
+                    remote.map_file(area.descriptor, area.address, area.size, area.lead, shared=False)
+                if mapped is not None:
+                    mapped(pid, remote)
+        except ProcessLookupError:
+            raise
+        except (OSError, GpusnapError):
+            return False
+        return True
 
     def one(pid: int) -> None:
         try:
-            try:
-                with inside(pid) as remote, journal.thread(key, pid, remote.saved):
-                    for area in wanted[pid]:
-                        remote.map_file(area.descriptor, area.address, area.size, area.lead, shared=False)
-            except ProcessLookupError:
-                raise
-            except (OSError, GpusnapError):
+            if not map_files(pid):
+                if before_copy is not None:
+                    before_copy()
                 copy(pid, wanted[pid])
         except OSError as error:
             if proc.running(pid):

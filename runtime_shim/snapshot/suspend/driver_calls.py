@@ -34,6 +34,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from gpusnap.runtime_shim import question_process
@@ -175,6 +176,10 @@ class _Watch:
         self._glanced = 0.0
         self._at_glance: Position | None = None
 
+    def begin_again(self) -> None:
+        """Something has happened that cannot be seen in the threads."""
+        self._seen = None
+
     def look(self) -> str:
         """Look once, and help if need be; what it waits for where all has been in vain, else empty."""
         now = time.monotonic()
@@ -300,12 +305,15 @@ def call(
     thread: Callable[[int, int], AbstractContextManager[Tracer]] | None = None,
     within: float = _LONGEST,
     may_run: bool = False,
+    waits: Callable[[], bool] = bool,
 ) -> T:
     """Make the `operation` of the driver's on a process, whether that runs or stands; what it gives.
 
     A process that stands does so afterwards. One that is stopped meanwhile, by whomever, gets its answer all
     the same. With `thread` it has to stand: it is stopped, and kept so, and that lets the driver's thread
     (PID, TID) run. `may_run`: where no answer comes, all of it may run for a while, so that the call ends.
+    `waits`: whether the thread waits for memory that is sure to come; that time does not count.
+
     Raises what the operation raises, ProcessGone where the process ends, DriverNotReady where no answer comes
     (`within` seconds, or some without any progress), PermissionRefused where the thread cannot be traced.
     """
@@ -318,7 +326,7 @@ def call(
             return answer.value()
         # Without `thread` it may be somebody else's stop: whoever made it may end it.
         lets_run = thread(pid, tid) if thread is not None else several(pid, [tid], guard=False)
-        why = _run_threads(answer, pid, [tid], lets_run, within)
+        why = _run_threads(answer, pid, [tid], lets_run, within, waits)
         if answer.came:
             return answer.value()
         if may_run:
@@ -375,9 +383,20 @@ def checkpoint(
     call(driver, pid, lambda: driver.checkpoint(pid), thread=thread, may_run=True)
 
 
-def restore(driver: Driver, pid: int, pairs: Sequence[tuple[str, str]] = ()) -> None:
-    """Have the driver put it back; `pairs` as for `Driver.restore`."""
-    call(driver, pid, lambda: driver.restore(pid, pairs), thread=only)
+def restore(
+    driver: Driver,
+    pid: int,
+    pairs: Sequence[tuple[str, str]] = (),
+    *,
+    waits: Callable[[], bool] | None = None,
+) -> None:
+    """Have the driver put it back; `pairs` as for `Driver.restore`.
+
+    With `waits`, as for `call`, its memory still comes: the process ends with gpusnap, as it would go on with
+    memory that is not there.
+    """
+    thread = partial(only, exit_kill=waits is not None)
+    call(driver, pid, lambda: driver.restore(pid, pairs), thread=thread, waits=waits or bool)
 
 
 def unlock(driver: Driver, pid: int) -> None:
@@ -426,6 +445,7 @@ def _run_threads(
     tids: Sequence[int],
     lets_run: AbstractContextManager[Tracer],
     within: float,
+    waits: Callable[[], bool] = bool,
 ) -> str:
     """Let the driver's threads run until the answer comes; where it does not, what they wait for."""
     with lets_run as tracer:
@@ -433,6 +453,10 @@ def _run_threads(
         watch, deadline = _Watch(pid, tids, tracer), time.monotonic() + within
         why = ""
         while not why and not answer.wait(_LOOK):
+            if waits():
+                watch.begin_again()
+                deadline = time.monotonic() + within
+                continue
             with contextlib.suppress(GpusnapError):  # the kernel is short of memory: no news
                 why = watch.look()
             if not why and tracer.lost:

@@ -219,7 +219,8 @@ def resume(
             time.sleep(_PAUSE * attempt)
         lacking = pages.give_back(waiting)
         ready = [pid for pid in waiting if pid not in lacking]
-        outcome = at_once(partial(_bring_back, driver, pairs, right, let_go), ready)
+        bring_back = partial(_bring_back, driver, pages, pairs, right, let_go)
+        outcome = at_once(bring_back, ready, look=pages.look)
         # One that ended meanwhile has nothing to get back.
         errors = {
             pid: error for pid, error in (*lacking.items(), *outcome.errors.items()) if proc.running(pid)
@@ -237,6 +238,7 @@ def resume(
 
 def _bring_back(
     driver: Driver,
+    pages: Pages,
     pairs: Mapping[int, Pairs],
     right: Callable[[int], object],
     let_go: Callable[[int], object] | None,
@@ -266,7 +268,8 @@ def _bring_back(
             code="GPS-026",
         )
     if state is ProcessState.CHECKPOINTED:
-        driver_calls.restore(driver, pid, pairs.get(pid, ()))
+        waits = partial(pages.waits, pid) if pages.arriving else None
+        driver_calls.restore(driver, pid, pairs.get(pid, ()), waits=waits)
     right(pid)
     if let_go is not None:
         if _asked_again(driver, pid) is ProcessState.LOCKED:

@@ -11,6 +11,7 @@ import os
 import socket
 import stat
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,6 +108,8 @@ def _devices(dev: str) -> None:
     for name, (mode, major, minor) in NODES.items():
         os.mknod(f"{dev}/{name}", stat.S_IFCHR | mode, os.makedev(major, minor))
         os.chmod(f"{dev}/{name}", mode)  # the umask has had its say
+    with suppress(FileNotFoundError):  # its minor number is any; there from Linux 6.1 on
+        os.mknod(f"{dev}/userfaultfd", stat.S_IFCHR | 0o600, os.stat("/dev/userfaultfd").st_rdev)
     for name, target in LINKS.items():
         os.symlink(target, f"{dev}/{name}")
 

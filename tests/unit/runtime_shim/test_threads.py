@@ -70,7 +70,7 @@ def test_a_restore_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     filling = Filling.__new__(Filling)
     done: list[str] = []
     filling._checking, filling._areas, filling._regions = None, [object()], []  # type: ignore[list-item]
-    filling._path, filling._key = "", ""
+    filling._path, filling._key, filling._paging = "", "", None
 
     class Reading:
         def wait(self) -> None:
@@ -97,7 +97,7 @@ def test_what_is_staged_is_removed_at_last(
 ) -> None:
     """A failure that passes does not leave it in RAM; one that stays is said."""
     filling = Filling.__new__(Filling)
-    filling._areas = []
+    filling._areas, filling._paging = [], None
     failures = [1]
 
     class Stage:

@@ -10,6 +10,7 @@ import pytest
 from doctor_trees import only, tree
 
 from gpusnap.doctor.host_checks import kernel
+from gpusnap.runtime_shim.process.memory import userfault
 
 OPTIONS = (*kernel._NEEDED, *kernel._USEFUL)
 RELEASE = "6.18.1"
@@ -74,11 +75,21 @@ def test_ptrace_scope(tmp_path: Path, scope: str, verdict: str) -> None:
     assert only(kernel.ptrace_scope(root))[0] == verdict
 
 
-def test_userfaultfd(tmp_path: Path) -> None:
-    """It is no failure to lack it."""
-    assert only(kernel.userfaultfd(str(tmp_path), RELEASE))[1].facts["there"] is False
-    root = tree(tmp_path, {f"/boot/config-{RELEASE}": "CONFIG_USERFAULTFD=y\n"})
-    assert only(kernel.userfaultfd(root, RELEASE))[1].facts["there"] is True
+@pytest.mark.parametrize(
+    ("why", "user", "verdict", "said"),
+    [
+        ("", 0, "ok", "while the driver reads it"),
+        ("there is no /dev/userfaultfd", 0, "warning", "there is no /dev/userfaultfd: a restore fills all"),
+        ("/dev/userfaultfd gives none", 1000, "ok", "only root can tell: /dev/userfaultfd gives none"),
+    ],
+)
+def test_userfaultfd(monkeypatch: pytest.MonkeyPatch, why: str, user: int, verdict: str, said: str) -> None:
+    """It is no failure to lack it: a restore takes longer."""
+    monkeypatch.setattr(userfault, "why_not", lambda: why)
+    found = only(kernel.userfaultfd(user))
+    assert found[0] == verdict
+    assert said in found[1].says
+    assert found[1].facts["there"] is not bool(why)
 
 
 V2 = "25 20 0:22 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"

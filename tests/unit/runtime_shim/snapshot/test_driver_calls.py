@@ -120,6 +120,51 @@ def test_no_answer(family: Family, driver: FakeDriver, monkeypatch: pytest.Monke
         end.set()
 
 
+def test_a_wait_for_memory_is_no_deadlock(
+    family: Family, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While memory comes that the driver's thread waits for nobody is let run, and no deadline passes."""
+    looks: list[float] = []
+
+    def look(_: object) -> str:
+        looks.append(time.monotonic())
+        return ""
+
+    monkeypatch.setattr(driver_calls._Watch, "look", look)
+    asked, end = [0], threading.Event()
+    with a_process(family, driver) as pid:
+
+        def waits() -> bool:
+            asked[0] += 1
+            if asked[0] == 40:  # of 5 ms and more: twice the deadline
+                came.append(time.monotonic())
+            return asked[0] < 40
+
+        came: list[float] = []
+        begun = time.monotonic()
+        with pytest.raises(DriverNotReady, match=r"none came within 0\.1 s"):
+            driver_calls.call(driver, pid, end.wait, thread=only, within=0.1, waits=waits)
+        assert time.monotonic() - begun > 0.3
+        assert looks
+        assert min(looks) >= came[0]
+        end.set()
+
+
+def test_memory_that_came(family: Family, driver: FakeDriver) -> None:
+    """The answer that comes then is the driver's."""
+    with a_process(family, driver) as pid:
+        asked = [0]
+        came = threading.Event()
+
+        def waits() -> bool:
+            asked[0] += 1
+            if asked[0] == 10:
+                came.set()
+            return not came.is_set()
+
+        assert driver_calls.call(driver, pid, lambda: came.wait(20), thread=only, within=0.01, waits=waits)
+
+
 def test_a_tracer_that_fails(family: Family, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's thread runs no more, so no answer is waited for."""
     end = threading.Event()

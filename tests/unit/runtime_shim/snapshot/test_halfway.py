@@ -132,6 +132,20 @@ def test_it_stands(scene: Scene, reached: Stage) -> None:
     assert {*scene.driver.of("restore"), *scene.driver.of("unlock")} == set()
 
 
+@pytest.mark.parametrize("states", [(LOCKED,), (LOCKED, CHECKPOINTED), ()], ids=["one", "two", "none"])
+def test_memory_was_on_its_way(scene: Scene, states: tuple[ProcessState, ...]) -> None:
+    """The driver may have read what never came, or the kernel has ended the process: it is taken away."""
+    cut_off(scene, *states, standing=True, arriving=True)
+    removed(scene)
+    assert {*scene.driver.of("restore"), *scene.driver.of("unlock")} == set()
+
+
+def test_memory_was_on_its_way_to_another_one(scene: Scene) -> None:
+    """A later container of that ID has nothing to do with it."""
+    cut_off(scene, RUNNING, arriving=True, init=(scene.family.init, 1))
+    kept(scene, ALONE)
+
+
 def test_one_has_its_state(scene: Scene) -> None:
     """Cut off in the middle of the driver's restores: half is nothing."""
     entry = cut_off(scene, RUNNING, CHECKPOINTED)

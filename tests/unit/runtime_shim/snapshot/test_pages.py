@@ -22,6 +22,7 @@ from gpusnap.runtime_shim.process import mount_namespace
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import maps as regions
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
+from gpusnap.runtime_shim.process.memory import userfault
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
 from gpusnap.runtime_shim.process.ptrace.populate import Populated
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import inside
@@ -255,6 +256,7 @@ def test_a_blob_that_is_damaged(
     name = region.table.chunks[0].blob.partition(":")[2]
     blob = path / "gpusnap/blobs/sha256" / name
     blob.write_bytes(bytes(blob.stat().st_size))
+    monkeypatch.setattr(userfault, "why_not", lambda: "it is not there")  # else test_demand_paging.py
     with Filling(str(path), made(chunks, holders[0]), SMALL, "other") as filling:
         if way == "staged":
             filling.deliver({7: holders[0].pid})

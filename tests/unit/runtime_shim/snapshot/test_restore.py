@@ -22,9 +22,10 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.manifest import DriverMount, Manifest, RegionRecord
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container_key
-from gpusnap.runtime_shim.snapshot import restore
+from gpusnap.runtime_shim.snapshot import recover_restore, restore
 from gpusnap.runtime_shim.snapshot.devices import choose as choosing
 from gpusnap.runtime_shim.snapshot.devices import reservations
+from gpusnap.runtime_shim.snapshot.memory.demand_paging import Waits
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.suspend import gpu_state
 
@@ -41,14 +42,13 @@ def scene(
 
 @pytest.fixture(autouse=True)
 def _no_thread_stays() -> Iterator[None]:
-    before = threads()  # the pool of memory.copies stays, once a test has used it
+    def ours() -> int:  # without those that stay, once a test has used them
+        staying = ("copies", "gpusnap-question")
+        return sum(not thread.name.startswith(staying) for thread in threading.enumerate())
+
+    before = ours()
     yield
-    wait_for(lambda: threads() <= before, "the end of every thread")
-
-
-def threads() -> int:
-    """How many there are; those of deadlines stay for the next question."""
-    return sum(each.name != "gpusnap-question" for each in threading.enumerate())
+    wait_for(lambda: ours() <= before, "the end of every thread")
 
 
 def image(scene: Scene, record: Manifest) -> None:
@@ -554,6 +554,8 @@ def test_it_ends_at_once(scene: Scene) -> None:
 class WrongContent:
     """A Filling whose digests are found wrong in the end."""
 
+    arriving = False
+
     def __init__(self, *_: object) -> None:
         self.deliver = self.right = self.close = lambda *_: None
 
@@ -580,6 +582,83 @@ def test_wrong_content_makes_the_driver_fail(scene: Scene, monkeypatch: pytest.M
     sentence = scene.restore("--detach").sentence()
     assert "is not what its digest says" in sentence
     assert "NVRM" not in sentence
+
+
+class Coming:
+    """A Filling that is still filled while the driver restores."""
+
+    arriving = True
+    told = Waits(3, 1.5)
+
+    def __init__(self, *_: object) -> None:
+        self.deliver = self.close = lambda *_: None
+        self.wrong = ""
+        made.append(self)
+
+    def __enter__(self) -> Coming:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def waits(self, pid: int) -> bool:
+        return False
+
+    def right(self) -> None:
+        self.arriving = False
+        if self.wrong:
+            raise ImageError(self.wrong)
+
+
+made: list[Coming] = []
+
+
+@pytest.fixture
+def coming(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """A checkpoint of two processes, whose memory comes while the driver restores them; their PIDs."""
+    monkeypatch.setattr(restore, "Filling", Coming)
+    checks = "gpusnap.runtime_shim.snapshot.preflight.checks"
+    monkeypatch.setattr(f"{checks}.room_to_restore", lambda *_: None)
+    pids = [scene.driver.use(scene.family.spawn(), state=CHECKPOINTED) for _ in range(2)]
+    record = a_manifest(pids=pids)
+    region = RegionRecord(4096, Table(4096, ()))
+    processes = tuple(replace(each, regions=(region,)) for each in record.processes)
+    image(scene, replace(record, processes=processes, pages="chunks"))
+    yield pids
+    made.clear()
+
+
+def test_the_journal_says_that_memory_is_on_its_way(scene: Scene, coming: list[int]) -> None:
+    """From before a process may touch it until all of it was right, and before one goes on."""
+    told: list[tuple[str, bool]] = []
+
+    def look(what: str) -> None:
+        entry = recover_restore.read(KEY)
+        assert entry is not None
+        told.append((what, entry.arriving))
+
+    for pid in coming:
+        scene.driver.when("restore", lambda _: look("restore"), pid)
+        scene.driver.when("unlock", lambda _: look("unlock"), pid)
+    assert scene.restore("--detach").code == 0
+    timing = json.loads((scene.image / restore.TIMING).read_text())
+    assert timing["memory"] == {"faults": 3, "complete": 1.5}
+    assert set(told) == {("restore", True), ("unlock", False)}
+    assert len(told) == 4
+
+
+def test_memory_that_does_not_come_is_the_reason(scene: Scene, coming: list[int]) -> None:
+    """The processes were ended for it, so that the driver has nothing to say and none of them is missed."""
+
+    def fail(_: int) -> None:
+        made[0].wrong = "the GPU memory in /image: the blob sha256:00 cannot be read"
+        for pid in coming:
+            scene.family.end(pid)
+
+    scene.driver.when("restore", fail, coming[0])
+    sentence = scene.restore("--detach").sentence()
+    assert sentence.startswith("the GPU memory in /image: the blob sha256:00 cannot be read")
+    assert len(scene.runtime.calls("delete")) == 1
 
 
 def test_the_runtime_fails(scene: Scene) -> None:

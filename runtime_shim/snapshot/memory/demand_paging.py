@@ -1,0 +1,363 @@
+"""Regions that a process may touch before they are filled: whoever comes too early waits for the page.
+
+The files of a stage are mapped into the process and registered with its userfaultfd, and workers fill the
+files in address order (prefetch.py). Once a piece is whole and its digest is right, it is released: from
+then on the process reads it as any memory. A thread that touches one before waits in the kernel, we are told
+the address, and that piece is read next. So the driver's restore and the filling take as long as the slower
+of the two.
+
+Nobody may read what is not released, so a process ends before its userfaultfd does: where a piece turns out
+wrong, or no longer comes, the processes are killed; and where gpusnap is killed, the kernel does so, by the
+driver's thread that we trace (process/ptrace/tracer.py, exit_kill). The journal says until the end that
+memory was coming, and then `gpusnap recover` takes the container away, whatever the driver says of it.
+
+    worker ── ready ──> piece ── release ──> the process goes on
+    driver's thread ── page fault ──> our thread ── hurry ──> worker
+
+A wait has no deadline of its own. The filling has one: `patience` seconds without a piece.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import select
+import signal
+import threading
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gpusnap.oci.chunks.table import Table
+from gpusnap.runtime_shim import threads
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError
+from gpusnap.runtime_shim.process import pidfd, proc
+from gpusnap.runtime_shim.process.memory import maps
+from gpusnap.runtime_shim.process.memory.tmpfs import Area
+from gpusnap.runtime_shim.process.memory.userfault import Userfault
+
+PAGE = 4096
+# Bytes of zeros that are populated at a time.
+_ZEROS = 64 << 20
+# Seconds between two looks whether the filling gets on.
+_LOOK = 0.02
+# Seconds without a piece, and bytes per second that a piece of any size may take.
+_PATIENCE, _SLOWEST = 300.0, 64 << 10
+
+
+def in_pages(tables: Sequence[Table]) -> bool:
+    """Whether every chunk consists of whole pages: no other one can be released alone."""
+    return all(
+        table.size % PAGE == 0 and all((c.offset | c.size) % PAGE == 0 for c in table.chunks)
+        for table in tables
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """What a restore had to wait for, for its timing."""
+
+    faults: int
+    """How often a thread touched what was not there."""
+    complete: float
+    """Seconds from the first process that had its memory mapped until all of it was there; 0 before."""
+
+
+@dataclass(slots=True)
+class _Region:
+    """A region in pieces, and how far it is."""
+
+    area: Area
+    starts: list[int]
+    """Offset of each piece."""
+    sizes: list[int]
+    ready: bytearray
+    """By piece, whether it is whole and right."""
+    pid: int = 0
+    userfault: Userfault | None = None
+    """Of the process that has it mapped."""
+
+    def piece(self, offset: int) -> int:
+        """The piece that holds an offset."""
+        return bisect_right(self.starts, offset) - 1
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Offset and size of each run of ready pieces."""
+        begin = -1
+        for piece, ready in enumerate(self.ready):
+            if ready and begin < 0:
+                begin = self.starts[piece]
+            if not ready and begin >= 0:
+                yield begin, self.starts[piece] - begin
+                begin = -1
+        if begin >= 0:
+            yield begin, self.area.size - begin
+
+
+@dataclass(slots=True)
+class _Mapped:
+    """A process that has its regions mapped."""
+
+    userfault: Userfault
+    regions: list[int]
+    """By place in the list of all."""
+    waits: set[tuple[int, int]] = field(default_factory=set)
+    """Region and piece that a thread of it has touched too early."""
+
+
+class DemandPaging:
+    """Regions on their way into processes. To be closed; then no thread waits for a page of them.
+
+    `ready` and `waits` are for any thread.
+    """
+
+    def __init__(self, areas: Sequence[Area], tables: Sequence[Table]) -> None:
+        self._regions = [_region(area, table) for area, table in zip(areas, tables, strict=True)]
+        self._zeros = deque(
+            (at, offset)
+            for at, table in enumerate(tables)
+            for offset, _ in _in_slices(table.gaps())
+        )  # fmt: skip
+        self._lock = threading.Lock()
+        self._mapped: dict[int, _Mapped] = {}
+        self._left = sum(len(region.starts) for region in self._regions)
+        """Pieces that are not ready, or not released yet."""
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        self._moved = time.monotonic()
+        largest = max((chunk.stored for table in tables for chunk in table.chunks), default=0)
+        self._patience = _PATIENCE + largest / _SLOWEST
+        self._begun = self._complete = 0.0
+        self._faults = 0
+        self._threads: list[threading.Thread] = []
+        if not self._left:
+            self._over.set()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it is there and may be read."""
+        return self._over.is_set() and self._error is None
+
+    @property
+    def told(self) -> Waits:
+        """What was waited for so far."""
+        return Waits(self._faults, self._complete - self._begun if self._complete and self._begun else 0.0)
+
+    def populate_zeros(self) -> None:
+        """Have pages of zeros where no chunk is, in a thread of ours: the driver would find them one by one.
+
+        Raises GpusnapError where there is no thread.
+        """
+        if self._zeros:
+            self._start(self._fill_zeros, "gpusnap-zeros")
+
+    def ready(self, at: int, offset: int) -> None:
+        """The piece of a region that begins at an offset is whole and right."""
+        region = self._regions[at]
+        piece = region.piece(offset)
+        with self._lock:
+            region.ready[piece] = 1
+            userfault = region.userfault
+        if userfault is not None:
+            self._release(region, offset, region.sizes[piece])
+        with self._lock:
+            self._moved = time.monotonic()
+            if region.pid:
+                self._mapped[region.pid].waits.discard((at, piece))
+            self._left -= 1
+            if self._left == 0 and self._error is None:
+                self._complete = time.monotonic()
+                self._over.set()
+
+    def attach(self, found: Mapping[int, tuple[Userfault, Sequence[int]]]) -> None:
+        """Processes have the files of these regions mapped, and have not touched them yet: let them.
+
+        By PID; the userfaultfds are closed with this from now on. Raises OSError where the kernel does not
+        take one: no thread waits then, and all has to be there before one may run.
+        """
+        for pid, (userfault, regions) in found.items():
+            self._mapped[pid] = _Mapped(userfault, list(regions))
+        for userfault, regions in found.values():
+            for at in regions:
+                area = self._regions[at].area
+                userfault.register(area.address, area.size)
+        pidfd.remember((each.pid, each.start) for each in map(proc.process, found) if each is not None)
+        with self._lock:
+            if self._error is not None:
+                return  # `wait` says so, and `close` ends them
+            self._moved = self._begun = time.monotonic()
+            for pid, (userfault, regions) in found.items():
+                for at in regions:
+                    region = self._regions[at]
+                    region.pid, region.userfault = pid, userfault
+                    for offset, size in region.runs():
+                        self._release(region, offset, size)
+
+    def attached(self, pids: Iterable[int]) -> bool:
+        """Whether each of these processes waits for what is not there, unless it has ended."""
+        return all(pid in self._mapped or not proc.running(pid) for pid in pids)
+
+    def detach(self) -> None:
+        """After `attach` has failed: let go of what it had taken. Nobody has touched anything."""
+        with self._lock:
+            for region in self._regions:
+                region.pid, region.userfault = 0, None
+            for mapped in self._mapped.values():
+                mapped.userfault.close()
+            self._mapped.clear()
+
+    def serve(self, hurry: Callable[[int, int], None], check: Callable[[], None]) -> None:
+        """Answer those that wait, in a thread of ours, until all is there.
+
+        `hurry` is called with the place of a region and an offset that somebody waits for; what `check`
+        raises ends the filling, and the processes. Raises GpusnapError where there is no thread.
+        """
+        self._start(lambda: self._serve(hurry, check), "gpusnap-faults")
+
+    def waits(self, pid: int) -> bool:
+        """Whether a thread of that process waits for a page that still comes."""
+        mapped = self._mapped.get(pid)
+        return mapped is not None and bool(mapped.waits) and not self._over.is_set()
+
+    def wait(self) -> None:
+        """Return when all of it is there. Raises what ended the filling."""
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+
+    def fail(self, error: BaseException) -> None:
+        """It does not come: the processes that might wait for it, or read it, are ended."""
+        with self._lock:
+            if self._over.is_set():
+                return
+            self._error = error
+            self._kill()
+            self._over.set()
+
+    def stop(self) -> None:
+        """Nobody waits for it any more."""
+        self.fail(
+            ImageError("the restore was ended before all GPU memory was there", hint="restore it again")
+        )
+
+    def close(self) -> None:
+        """End the processes that miss some of it, and let go of the others. After the last `ready`."""
+        self.stop()
+        for thread in self._threads:
+            thread.join()
+        if self._error is not None:
+            self._kill()  # whoever was attached after the failure
+        for mapped in self._mapped.values():
+            mapped.userfault.close()
+
+    # Within
+
+    def _start(self, work: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=work, name=name)
+        threads.start(thread)
+        self._threads.append(thread)
+
+    def _kill(self) -> None:
+        """From here on no thread of them runs an instruction of its own (signal(7)): none reads a page."""
+        for pid in self._mapped:
+            with contextlib.suppress(OSError):
+                pidfd.send(pid, signal.SIGKILL)
+
+    def _release(self, region: _Region, offset: int, size: int) -> None:
+        userfault, address = region.userfault, region.area.address + offset
+        assert userfault is not None
+        try:
+            userfault.release(address, size)
+        except ProcessLookupError:
+            return
+        except OSError as error:
+            # The driver unmaps a region when it has read it.
+            if error.errno not in (errno.EINVAL, errno.ENOMEM) or _is_mapped(region, address):
+                raise
+
+    def _fill_zeros(self) -> None:
+        while not self._over.is_set():
+            with self._lock:
+                if not self._zeros:
+                    return
+                at, offset = self._zeros.popleft()
+            region = self._regions[at]
+            # Without memory for them the driver finds them page by page.
+            with contextlib.suppress(OSError):
+                region.area.populate(offset, region.sizes[region.piece(offset)])
+            try:
+                self.ready(at, offset)
+            except OSError as error:
+                self.fail(error)
+
+    def _serve(self, hurry: Callable[[int, int], None], check: Callable[[], None]) -> None:
+        poll = select.poll()
+        by_number = {mapped.userfault.fileno(): mapped for mapped in self._mapped.values()}
+        for number in by_number:
+            poll.register(number, select.POLLIN)
+        while not self._over.is_set():
+            try:
+                for number, events in poll.poll(_LOOK * 1000):
+                    if events & select.POLLIN:
+                        self._answer(by_number[number], hurry)
+                    else:
+                        poll.unregister(number)  # it can tell nothing any more
+                check()
+                if time.monotonic() - self._moved > self._patience:
+                    raise _too_slow(self._patience)
+            except BaseException as error:
+                self.fail(error)
+
+    def _answer(self, mapped: _Mapped, hurry: Callable[[int, int], None]) -> None:
+        for address in mapped.userfault.faults():
+            for at in mapped.regions:
+                region = self._regions[at]
+                offset = address - region.area.address
+                if 0 <= offset < region.area.size:
+                    self._early(mapped, at, region.piece(offset), hurry)
+
+    def _early(self, mapped: _Mapped, at: int, piece: int, hurry: Callable[[int, int], None]) -> None:
+        region = self._regions[at]
+        zeros = at, region.starts[piece]
+        with self._lock:
+            self._faults += 1
+            if region.ready[piece]:
+                return  # it is released by now, or about to be
+            mapped.waits.add((at, piece))
+            if zeros in self._zeros:
+                self._zeros.remove(zeros)
+                self._zeros.appendleft(zeros)
+                return
+        hurry(at, region.starts[piece])
+
+
+def _region(area: Area, table: Table) -> _Region:
+    chunks = [(chunk.offset, chunk.size) for chunk in table.chunks]
+    pieces = sorted([*chunks, *_in_slices(table.gaps())])
+    starts, sizes = [start for start, _ in pieces], [size for _, size in pieces]
+    return _Region(area, starts, sizes, bytearray(len(pieces)))
+
+
+def _in_slices(gaps: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    for offset, size in gaps:
+        for at in range(offset, offset + size, _ZEROS):
+            yield at, min(_ZEROS, offset + size - at)
+
+
+def _is_mapped(region: _Region, address: int) -> bool:
+    """Whether the process still has the file there."""
+    try:
+        found = maps.mappings(region.pid)
+    except OSError:
+        return False
+    return any(each.start <= address < each.end and each.name == region.area.path for each in found)
+
+
+def _too_slow(seconds: float) -> GpusnapError:
+    return ImageError(
+        f"the GPU memory of the checkpoint does not come: not a chunk of it in {seconds:.0f} s",
+        hint="see that the disk or the registry that has it answers, and restore again",
+        code="GPS-512",
+    )

@@ -1,0 +1,549 @@
+"""Memory that a process touches before it is there: it waits, and never reads what is not right."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes import a_manifest, wait_for
+from holders import be_killed
+from memory_target import MIB, Target
+
+from gpusnap.oci.base.errors import BlobError, Unreachable
+from gpusnap.oci.chunks.buffers import Buffer
+from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.chunks.writer import write
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory import tmpfs as stage
+from gpusnap.runtime_shim.process.memory import userfault
+from gpusnap.runtime_shim.process.memory.maps import mappings
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote
+from gpusnap.runtime_shim.process.ptrace.tracee import held
+from gpusnap.runtime_shim.records.manifest import Manifest, RegionRecord
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.memory import demand_paging, prefetch
+from gpusnap.runtime_shim.snapshot.memory.demand_paging import DemandPaging
+from gpusnap.runtime_shim.snapshot.memory.prefetch import Arriving, Filling
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.stopping.stop import only
+
+KEY = "other"
+ONE_WORKER = Memory(pages="chunks", chunk_size=MIB, threads=1, ceiling=64 * MIB)
+
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0 or bool(userfault.why_not()), reason="no userfaultfd as it is needed, or not root"
+)
+
+
+class Gate:
+    """The blobs of a layout, each of which comes when it may; what is asked for is kept in order."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.closed: set[str] = set()
+        self.broken: dict[str, Exception] = {}
+        self.asked: list[str] = []
+        self._changed = threading.Condition()
+
+    def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
+        with self._changed:
+            self.asked.append(digest)
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: digest not in self.closed, 30)
+            if digest in self.broken:
+                raise self.broken[digest]
+        return self.layout.open_blob(digest, size)
+
+    def check_blob(self, wanted: Descriptor) -> None:
+        raise AssertionError
+
+    def open(self, *digests: str) -> None:
+        """Let these come, or all."""
+        with self._changed:
+            self.closed -= set(digests or self.closed)
+            self._changed.notify_all()
+
+
+class Region:
+    """A region of a process, what it is to hold, and the chunks of that."""
+
+    def __init__(self, target: Target, layout: Layout, content: bytes) -> None:
+        self.target, self.content = target, content
+        self.start = target.number(f"new({len(content)})")
+        (self.table,) = write(
+            [Buffer(bytearray(content))], layout, threads=1, ceiling=64 * MIB, chunk_size=MIB, level=0
+        )
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+    def reads(self, offset: int = 0, size: int = 0) -> str:
+        """The expression that reads a part of it."""
+        size = size or len(self.content)
+        return f"__import__('hashlib').sha256(ctypes.string_at({self.start + offset}, {size})).hexdigest()"
+
+    def record(self) -> RegionRecord:
+        return RegionRecord(self.start, self.table)
+
+
+@pytest.fixture
+def target() -> Iterator[Target]:
+    with Target() as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(journal, "FOLDER", str(tmp_path / "gpusnap" / "journal"))
+    monkeypatch.setattr(stage, "FOLDER", str(tmp_path / "gpusnap" / "stage"))
+    before = {thread.name for thread in threading.enumerate()}
+    yield
+    assert not os.path.ismount(stage.FOLDER)
+    left = {thread.name for thread in threading.enumerate()} - before
+    assert not [name for name in left if not name.startswith(("copies", "gpusnap-question"))]
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(Layout(tmp_path / "layout").create())
+
+
+def random_bytes(size: int, seed: int = 1) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def record_of(*processes: tuple[int, list[Region]]) -> Manifest:
+    """A manifest of processes, by their PIDs in the container."""
+    (first,) = a_manifest().processes
+    found = tuple(
+        replace(first, pid=pid, regions=tuple(each.record() for each in regions))
+        for pid, regions in processes
+    )
+    return replace(a_manifest(), processes=found, pages="chunks")
+
+
+def filling_of(gate: Gate, *processes: tuple[int, list[Region]], threads: int = 1) -> Filling:
+    settings = replace(ONE_WORKER, threads=threads)
+    return Filling("/nonexistent", record_of(*processes), settings, KEY, gate)
+
+
+def in_fault(target: Target) -> bool:
+    """Whether the thread that reads waits in a page fault."""
+    with open(f"/proc/{target.pid}/task/{target.tid}/wchan") as file:
+        return file.read() == "handle_userfault"
+
+
+def waits(target: Target) -> None:
+    wait_for(lambda: in_fault(target), "a thread waits for a page")
+
+
+def arriving(filling: Filling) -> bool:
+    """Whether some of it is missing; it changes while nobody looks."""
+    return filling.arriving
+
+
+def ended(target: Target) -> None:
+    wait_for(lambda: not proc.running(target.pid), "the end of the process")
+    assert target.process.wait(5) == -signal.SIGKILL
+
+
+def test_it_waits_for_what_is_not_there(target: Target, gate: Gate) -> None:
+    """A process reads its region from the first byte while the last chunk is missing, and all is right."""
+    region = Region(target, gate.layout, random_bytes(6 * MIB))
+    gate.closed = {region.table.chunks[-1].blob}
+    with filling_of(gate, (7, [region])) as filling:
+        filling.deliver({7: target.pid})
+        assert arriving(filling)
+        target.tell(region.reads())
+        waits(target)
+        wait_for(lambda: filling.waits(target.pid), "the word that it waits")
+        gate.open()
+        assert target._line() == region.digest
+        filling.right()
+        assert not arriving(filling)
+        assert not filling.waits(target.pid)
+    target.stop()
+    assert target.well()
+
+
+def test_what_is_waited_for_comes_first(target: Target, gate: Gate) -> None:
+    """A fault moves its chunk to the head, with those behind it; the others follow in order."""
+    region = Region(target, gate.layout, random_bytes(8 * MIB))
+    blobs = [chunk.blob for chunk in region.table.chunks]
+    gate.closed = {blobs[0]}
+    with filling_of(gate, (7, [region])) as filling:
+        filling.deliver({7: target.pid})
+        wait_for(lambda: gate.asked == blobs[:1], "the worker begins")
+        target.tell(region.reads(5 * MIB, MIB))
+        waits(target)
+        wait_for(lambda: filling.waits(target.pid), "the word that it waits")
+        gate.open()
+        assert target._line() == hashlib.sha256(region.content[5 * MIB : 6 * MIB]).hexdigest()
+        filling.right()
+    assert gate.asked == [blobs[0], blobs[5], *blobs[1:5], *blobs[6:]]
+
+
+def test_before_it_is_waited_for(target: Target, gate: Gate) -> None:
+    """What has come before the process did, and while it has it, is read without a wait."""
+    region = Region(target, gate.layout, random_bytes(4 * MIB))
+    gate.closed = {chunk.blob for chunk in region.table.chunks[2:]}
+    with filling_of(gate, (7, [region])) as filling:
+        wait_for(lambda: len(gate.asked) == 3, "two chunks are there")
+        filling.deliver({7: target.pid})
+        assert target.ask(region.reads(0, 2 * MIB)) == hashlib.sha256(region.content[: 2 * MIB]).hexdigest()
+        gate.open()
+        filling.right()
+        assert target.ask(region.reads()) == region.digest
+        assert filling.told.faults == 0
+        assert filling.told.complete > 0
+
+
+def test_nothing_was_missing(target: Target, gate: Gate) -> None:
+    """Where all is there when the process comes, it has ordinary memory, and nobody watches it."""
+    region = Region(target, gate.layout, random_bytes(2 * MIB))
+    with filling_of(gate, (7, [region])) as filling:
+        filling.right()
+        filling.deliver({7: target.pid})
+        assert not filling.arriving
+        assert target.ask(region.reads()) == region.digest
+        assert filling.told.complete == 0
+
+
+def test_zeros(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in no chunk reads as zeros, also where it is touched before anybody has come to it."""
+    monkeypatch.setattr(demand_paging, "_ZEROS", MIB)
+    content = random_bytes(MIB) + bytes(5 * MIB) + random_bytes(MIB, 2)
+    region = Region(target, gate.layout, content)
+    assert len(region.table.chunks) == 2
+    begin, taken = threading.Event(), []
+    populate = stage.Area.populate
+
+    def late(area: stage.Area, offset: int = 0, size: int | None = None, *, threads: int = 0) -> None:
+        assert begin.wait(20)
+        taken.append(offset // MIB)
+        populate(area, offset, size, threads=threads)
+
+    monkeypatch.setattr(stage.Area, "populate", late)
+    with filling_of(gate, (7, [region])) as filling:
+        filling.deliver({7: target.pid})
+        target.tell(region.reads(4 * MIB, MIB))
+        wait_for(lambda: filling.waits(target.pid), "the word that it waits")
+        begin.set()
+        assert target._line() == hashlib.sha256(bytes(MIB)).hexdigest()
+        filling.right()
+        assert target.ask(region.reads()) == region.digest
+    assert taken == [1, 4, 2, 3, 5]
+
+
+def test_several_processes_and_regions(gate: Gate) -> None:
+    """Each has its own bytes, and they come side by side: no process waits for all of another one's."""
+    with Target() as one, Target() as other:
+        first = [Region(one, gate.layout, random_bytes(3 * MIB, seed)) for seed in (1, 2)]
+        second = [Region(other, gate.layout, random_bytes(6 * MIB, 3))]
+        wanted = [each.table.chunks for each in (*first, *second)]
+        gate.closed = {wanted[0][0].blob}
+        with filling_of(gate, (7, first), (8, second)) as filling:
+            filling.deliver({7: one.pid, 8: other.pid})
+            one.tell(first[1].reads())
+            waits(one)
+            other.tell(second[0].reads())
+            waits(other)
+            gate.open()
+            assert one._line() == first[1].digest
+            assert other._line() == second[0].digest
+            assert one.ask(first[0].reads()) == first[0].digest
+            filling.right()
+    assert sorted(gate.asked) == sorted(chunk.blob for chunks in wanted for chunk in chunks)
+
+
+def test_side_by_side(gate: Gate) -> None:
+    """Nobody waits: chunk after chunk of each process in turn, the regions of one in their order."""
+    with Target() as one, Target() as other:
+        first = [Region(one, gate.layout, random_bytes(2 * MIB, seed)) for seed in (1, 2)]
+        second = [Region(other, gate.layout, random_bytes(4 * MIB, 3))]
+        with filling_of(gate, (7, first), (8, second)) as filling:
+            filling.right()
+    a, b = ([chunk.blob for each in regions for chunk in each.table.chunks] for regions in (first, second))
+    assert gate.asked == [blob for pair in zip(a, b, strict=True) for blob in pair]
+
+
+@pytest.mark.parametrize("how", ["wrong", "gone"])
+def test_what_is_wrong_is_never_read(target: Target, gate: Gate, how: str) -> None:
+    """The process ends in its wait: not one instruction of it sees a page of that chunk."""
+    region = Region(target, gate.layout, random_bytes(4 * MIB))
+    chunk = region.table.chunks[2]
+    gate.closed = {chunk.blob}
+    blob = Path(gate.layout.path, "blobs/sha256", chunk.blob.removeprefix("sha256:"))
+    if how == "wrong":
+        blob.write_bytes(bytes(MIB))
+    else:
+        gate.broken[chunk.blob] = Unreachable("the registry cannot be reached")
+    with filling_of(gate, (7, [region])) as filling:
+        filling.deliver({7: target.pid})
+        read = blob.with_suffix(".read")
+        target.tell(f"[{region.reads()}] and open({str(read)!r}, 'w')")
+        waits(target)
+        gate.open()
+        ended(target)
+        with pytest.raises(ImageError, match=chunk.blob if how == "wrong" else "cannot be reached"):
+            filling.right()
+        assert not filling.waits(target.pid)
+    assert not read.exists()
+
+
+def test_one_that_is_wrong_before_the_process_is_there(target: Target, gate: Gate) -> None:
+    """It is ended as well, and cannot be let go."""
+    region = Region(target, gate.layout, random_bytes(2 * MIB))
+    gate.broken[region.table.chunks[0].blob] = BlobError("the blob is not there")
+    with filling_of(gate, (7, [region])) as filling:
+        wait_for(lambda: gate.asked, "the worker begins")
+        filling.deliver({7: target.pid})
+        with pytest.raises(ImageError, match="not there"):
+            filling.right()
+        ended(target)
+
+
+def test_what_does_not_come(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for ever: after a while without a chunk the restore fails with a sentence."""
+    monkeypatch.setattr(demand_paging, "_PATIENCE", 0.2)
+    monkeypatch.setattr(demand_paging, "_SLOWEST", 64 * MIB)
+    region = Region(target, gate.layout, random_bytes(2 * MIB))
+    gate.closed = {region.table.chunks[1].blob}
+    with filling_of(gate, (7, [region])) as filling:
+        filling.deliver({7: target.pid})
+        target.tell(region.reads())
+        with pytest.raises(ImageError, match="does not come: not a chunk of it in 0 s") as caught:
+            filling.right()
+        assert "disk or the registry" in caught.value.hint
+        ended(target)
+        gate.open()
+
+
+def test_closed_in_the_middle(target: Target, gate: Gate) -> None:
+    """Whatever made the restore give up: no process outlives the descriptor that keeps it waiting."""
+    region = Region(target, gate.layout, random_bytes(2 * MIB))
+    gate.closed = {region.table.chunks[1].blob}
+    filling = filling_of(gate, (7, [region]))
+    filling.deliver({7: target.pid})
+    target.tell(region.reads())
+    waits(target)
+    threading.Timer(0.1, gate.open).start()  # a worker cannot be called off
+    filling._paging.fail(ImageError("given up"))  # type: ignore[union-attr]
+    ended(target)
+    filling.close()
+    filling.close()
+
+
+def test_close_alone_ends_it(target: Target, gate: Gate) -> None:
+    """As an error on the way to the driver leads to it."""
+    region = Region(target, gate.layout, random_bytes(2 * MIB))
+    gate.closed = {region.table.chunks[1].blob}
+    filling = filling_of(gate, (7, [region]))
+    filling.deliver({7: target.pid})
+    target.tell(region.reads())
+    waits(target)
+    paging = filling._paging
+    assert paging is not None
+    paging.close()
+    ended(target)
+    gate.open()
+    filling.close()
+
+
+def test_a_process_that_ends(gate: Gate) -> None:
+    """Its chunks still come, and the other one gets all of its own."""
+    with Target() as one, Target() as other:
+        first = Region(one, gate.layout, random_bytes(2 * MIB, 1))
+        second = Region(other, gate.layout, random_bytes(2 * MIB, 2))
+        gate.closed = {chunk.blob for each in (first, second) for chunk in each.table.chunks}
+        with filling_of(gate, (7, [first]), (8, [second])) as filling:
+            filling.deliver({7: one.pid, 8: other.pid})
+            one.tell(first.reads())
+            waits(one)
+            one.process.kill()
+            one.process.wait()
+            gate.open()
+            filling.right()
+            assert other.ask(second.reads()) == second.digest
+
+
+def test_one_that_unmaps_it(target: Target, gate: Gate) -> None:
+    """The driver needs the rest no more: that is no failure."""
+    region = Region(target, gate.layout, random_bytes(4 * MIB))
+    gate.closed = {chunk.blob for chunk in region.table.chunks}
+    with filling_of(gate, (7, [region])) as filling:
+        filling.deliver({7: target.pid})
+        assert target.ask(f"raw(11, {region.start}, {len(region.content)})") == "(0, '')"
+        gate.open()
+        filling.right()
+    assert proc.running(target.pid)
+
+
+def test_a_child_does_not_have_it(target: Target, gate: Gate) -> None:
+    """A child by fork would read what is not there yet as zeros."""
+    region = Region(target, gate.layout, random_bytes(2 * MIB))
+    gate.closed = {chunk.blob for chunk in region.table.chunks}
+    with filling_of(gate, (7, [region])) as filling:
+        filling.deliver({7: target.pid})
+        child = target.number("os.fork() or signal.pause()")
+        try:
+            assert not [m for m in mappings(child) if m.start <= region.start < m.end]
+        finally:
+            os.kill(child, signal.SIGKILL)
+        assert [m for m in mappings(target.pid) if m.start <= region.start < m.end]
+        gate.open()
+        filling.right()
+        assert target.ask(region.reads()) == region.digest
+
+
+def test_a_thread_that_is_traced_in_its_wait(target: Target, gate: Gate) -> None:
+    """It stops for its tracer, and waits on afterwards: the same page, with the same bytes."""
+    region = Region(target, gate.layout, random_bytes(2 * MIB))
+    gate.closed = {region.table.chunks[0].blob}
+    with filling_of(gate, (7, [region])) as filling:
+        filling.deliver({7: target.pid})
+        target.tell(region.reads())
+        waits(target)
+        for _ in range(3):
+            with held(target.pid, target.tid) as tracee:
+                tracee.to_rest()
+            waits(target)
+        gate.open()
+        assert target._line() == region.digest
+        filling.right()
+
+
+def test_a_stopped_process_in_its_wait(target: Target, gate: Gate) -> None:
+    """As driver_calls does it: one thread alone runs, and waits; the process stands before and after."""
+    region = Region(target, gate.layout, random_bytes(2 * MIB))
+    gate.closed = {region.table.chunks[0].blob}
+    with filling_of(gate, (7, [region])) as filling:
+        filling.deliver({7: target.pid})
+        target.tell(region.reads())
+        waits(target)
+        os.kill(target.pid, signal.SIGSTOP)
+        wait_for(lambda: proc.still(target.pid), "it stands")
+        with only(target.pid, target.tid, exit_kill=True):
+            waits(target)
+            gate.open()
+            filling.right()
+            wait_for(lambda: target.waits(target.tid), "it has read all")
+        assert proc.still(target.pid)
+        os.kill(target.pid, signal.SIGCONT)
+        assert target._line() == region.digest
+
+
+def test_gpusnap_is_killed(target: Target) -> None:
+    """The process ends with it: the kernel would let it read on, whatever is there."""
+    os.kill(target.pid, signal.SIGSTOP)
+    wait_for(lambda: proc.still(target.pid), "it stands")
+    be_killed(only(target.pid, target.tid, exit_kill=True))
+    ended(target)
+
+
+def test_gpusnap_is_killed_later(target: Target) -> None:
+    """Once the thread is let go the process outlives whoever traced it."""
+    os.kill(target.pid, signal.SIGSTOP)
+    wait_for(lambda: proc.still(target.pid), "it stands")
+    with only(target.pid, target.tid, exit_kill=True):
+        pass
+    be_killed(only(target.pid, target.tid))
+    assert proc.running(target.pid)
+
+
+@pytest.mark.parametrize("what", ["host", "process", "register", "not pages"])
+def test_without_it(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """A kernel, or a process, that has no userfaultfd: everything is there before the process may run."""
+    region = Region(target, gate.layout, random_bytes(3 * MIB))
+    gate.closed = {region.table.chunks[1].blob}
+
+    def refused(*_: object) -> int:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if what == "host":
+        monkeypatch.setattr(userfault, "_own", refused)
+    elif what == "process":
+        monkeypatch.setattr(Remote, "userfaultfd", refused)
+    elif what == "register":
+        monkeypatch.setattr(userfault.Userfault, "register", refused)
+    else:
+        monkeypatch.setattr(prefetch, "in_pages", lambda tables: False)
+    with filling_of(gate, (7, [region])) as filling:
+        delivered = threading.Event()
+
+        def deliver() -> None:
+            filling.deliver({7: target.pid})
+            delivered.set()
+
+        thread = threading.Thread(target=deliver)
+        thread.start()
+        wait_for(lambda: len(gate.asked) == 2, "the worker waits")
+        assert not delivered.wait(0.1)
+        gate.open()
+        thread.join(20)
+        assert delivered.is_set()
+        filling.right()
+        assert target.ask(region.reads()) == region.digest
+
+
+def test_the_driver_fails_with_it(target: Target, gate: Gate) -> None:
+    """It is asked again when all is there: a driver may not bear to wait where it reads."""
+    region = Region(target, gate.layout, random_bytes(2 * MIB))
+    gate.closed = {region.table.chunks[1].blob}
+    with filling_of(gate, (7, [region])) as filling:
+        filling.deliver({7: target.pid})
+        pages = Arriving(filling)
+        assert pages.arriving
+        assert pages.give_back([target.pid]) == {}
+        again = threading.Thread(target=pages.give_back, args=([target.pid],))
+        again.start()
+        again.join(0.1)
+        assert again.is_alive()
+        gate.open()
+        again.join(20)
+        assert not again.is_alive()
+        assert not pages.arriving
+
+
+def test_asked_to_stop(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C does not wait for a registry: what waits for memory is ended, and the driver answers."""
+    region = Region(target, gate.layout, random_bytes(2 * MIB))
+    gate.closed = {region.table.chunks[1].blob}
+    with filling_of(gate, (7, [region])) as filling:
+        filling.deliver({7: target.pid})
+        target.tell(region.reads())
+        waits(target)
+        pages = Arriving(filling)
+        pages.look()
+        assert proc.running(target.pid)
+        monkeypatch.setattr(prefetch, "asked_to_stop", lambda: True)
+        pages.look()
+        ended(target)
+        gate.open()
+        with pytest.raises(GpusnapError, match="was ended before all GPU memory was there"):
+            filling.right()
+        pages.look()
+
+
+def test_whole_pages() -> None:
+    """A table of somebody else's may cut a page in two, and then none of it can be released alone."""
+    assert demand_paging.in_pages([Table(8192, ())])
+    assert not demand_paging.in_pages([Table(8193, ())])
+
+
+def test_nothing_at_all() -> None:
+    """A region without a byte is complete."""
+    assert DemandPaging([], []).complete
