@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +21,7 @@ from suspendhost import ends_without_a_trace, gpu_memory, nothing_left, resumed,
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 
 SUSPEND_STEPS = ("inspect", "pause", "look", "hold", "lock", "driver checkpoint", "pages", "freeze")
+MOMENTS = 8
 RESUME_STEPS = ("plan", "hold", "driver restore", "freeze", "let go", "go on")
 
 
@@ -192,3 +197,33 @@ def test_killed_resume(real: str) -> None:
         assert container.inspect()["State"]["Status"] == "running", step
         container.goes_on()
         nothing_left()
+
+
+def test_killed_at_any_moment(crun: None) -> None:
+    """Of a suspend or a resume, within the time that one takes: `recover` and a resume have it run on."""
+    container = Container.start("w", "--procs", "2", workers=2)
+    began = time.monotonic()
+    suspended(container)
+    seconds = time.monotonic() - began
+    for number in range(MOMENTS):
+        command = "resume" if usage("w")["state"] == "suspended" else "suspend"
+        moment = random.uniform(0.2, 1.0) * seconds
+        with subprocess.Popen(
+            [COMMAND, command, "w"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as process:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(moment)
+            process.kill()
+        gpusnap("recover")
+        if usage("w")["state"] == "suspended" and number % 2:
+            good(gpusnap("resume", "w"))
+        if usage("w")["state"] == "running":
+            container.goes_on()
+            nothing_left()
+    if usage("w")["state"] == "suspended":
+        good(gpusnap("resume", "w"))
+    container.goes_on()
+    nothing_left()

@@ -184,7 +184,7 @@ def test_another_gpu(crun: None) -> None:
     narrow = Container.start("narrow", gpus=("0",))
     suspended(narrow)
     said = sentence(gpusnap("resume", "--gpu-map", "0=1", "narrow"))
-    assert "GPU" in said
+    assert "a GPU that container narrow does not see would do: gpusnap checkpoint narrow" in said
     assert usage("narrow")["state"] == "suspended"
     resumed(narrow)
 
@@ -207,6 +207,24 @@ def test_swap(small_gpus: None) -> None:
     assert "second" in said
     second.goes_on()
     assert usage("first")["state"] == "suspended"
+
+
+def test_killed_swap(small_gpus: None) -> None:
+    """Nothing is lost: `recover` has each of the two run, or be suspended as a whole."""
+    first = Container.start("first", "--mib", "64", gpus=("0",))
+    suspended(first)
+    second = Container.start("second", "--mib", "64", gpus=("0",))
+    out, into = second, first
+    for step in ("driver checkpoint", "plan", "driver restore"):
+        kill_at(step, [COMMAND, "--debug", "swap", out.name, into.name])
+        gpusnap("recover")
+        if usage(out.name)["state"] == usage(into.name)["state"] == "suspended":
+            good(gpusnap("resume", into.name))
+        states = {each.name: usage(each.name)["state"] for each in (first, second)}
+        assert sorted(states.values()) == ["running", "suspended"], f"{step}: {states}"
+        running = first if states["first"] == "running" else second
+        running.goes_on()
+        out, into = running, second if running is first else first
 
 
 def test_a_swap_that_cannot_fit(small_gpus: None) -> None:

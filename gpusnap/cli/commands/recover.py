@@ -123,7 +123,9 @@ def _recover_and_say(
     reservations.sweep()
     if container is None:
         recovery.sweep()
-        chunk_cache.tidy(settings_file.load().memory)
+        settings = settings_file.load()
+        sweep_suspended(settings.store.path)
+        chunk_cache.tidy(settings.memory)
         overrides.sweep()
         if not found and not cut_off and not moving and not unknown and not open_ones:
             click.echo(_NOTHING, err=True)

@@ -103,7 +103,14 @@ def check(
     given = {gpu.uuid for gpu in found.gpus}
     chosen = plan(found.gpus, found.driver_version, host, request=request, reserved=reserved, given=given)
     if chosen.refusal:
-        raise chosen.refused()
+        refused = chosen.refused()
+        elsewhere = plan(found.gpus, found.driver_version, host, request=request, reserved=reserved)
+        if not elsewhere.refusal:
+            refused.hint = (
+                f"a GPU that container {found.name} does not see would do: gpusnap checkpoint {found.name}, "
+                "then remove the container, and gpusnap restore --gpu-map moves it there"
+            )
+        raise refused
     return chosen.pairs
 
 
