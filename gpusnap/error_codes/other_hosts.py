@@ -17,8 +17,8 @@ CODES = (
     ErrorCode(
         "GPS-821",
         "other-host-not-understood",
-        "The other host did not answer in gpusnap's protocol: its gpusnap is of another version, or the shell "
-        "there prints something when it starts.",
+        "The other host did not answer in gpusnap's protocol: its gpusnap is of another version, or the "
+        "shell there prints something when it starts.",
         "Install the same version of gpusnap on both hosts. See that `ssh HOST true` prints nothing.",
     ),
     ErrorCode(
