@@ -14,15 +14,15 @@ from gpusnap.runtime_shim.units import human
 _SPILL = "spill"
 
 
-def make_room(settings: Settings, need: int) -> None:
+def make_room(settings: Settings, need: int, *, leaving: str = "") -> None:
     """See that so many bytes more fit into suspend.ram; where it says so, spill what was suspended first.
 
-    Raises Refused.
+    `leaving`: the key of one that is resumed next, and does not count. Raises Refused.
     """
     budget = settings.suspend.ram
     if not budget:
         return
-    held = {each: kept(each)[0] for each in suspensions.find()}
+    held = {each: kept(each)[0] for each in suspensions.find() if each.key != leaving}
     used = sum(held.values())
     if need <= budget and settings.suspend.over == _SPILL:
         for each in sorted(held, key=lambda each: (each.since, each.name)):

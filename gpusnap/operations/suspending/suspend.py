@@ -26,15 +26,18 @@ from gpusnap.runtime_shim.snapshot.suspended import suspend as suspending
 from gpusnap.runtime_shim.snapshot.suspended.sweep import sweep
 
 
-def suspend(name: str) -> Moved:
-    """Suspend a running container by its name. Raises NotFound, Refused, GpusnapError."""
+def suspend(name: str, *, leaving: str = "") -> Moved:
+    """Suspend a running container by its name. `leaving`: the key of one that is resumed next.
+
+    Raises NotFound, Refused, GpusnapError.
+    """
     began = time.monotonic()
     engine, container, real = targets.running(name)
     settings = settings_file.annotated(settings_file.usable(), container.annotations)
     sweep(settings.store.path)
     driver = criu_plugin.chosen(needed_driver(), container, settings)
     done, steps = suspending.suspend(
-        container, real, settings, driver, engine, room=partial(budget.make_room, settings)
+        container, real, settings, driver, engine, room=partial(budget.make_room, settings, leaving=leaving)
     )
     return Moved(done, time.monotonic() - began, steps)
 
@@ -60,7 +63,7 @@ def swap(out: str, into: str, request: GpuMap = ()) -> tuple[Moved, Moved]:
     _, container, _ = targets.running(out)
     members = [process.pid for process in containers.processes(container.pid, container.id)]
     resuming.check(found, _without(driver, members), request)
-    suspended = suspend(out)
+    suspended = suspend(out, leaving=found.key)
     try:
         return suspended, resume(into, request)
     except GpusnapError as error:
@@ -84,8 +87,10 @@ def spill(name: str) -> int:
 def spill_behind(name: str) -> None:
     """The same, by a process of its own that nobody waits for; what goes wrong stays in RAM."""
     program = shutil.which(sys.argv[0]) or sys.argv[0]
+    found = targets.suspended(name)
+    whole = f"{found.namespace}/{found.name}" if found.namespace else found.container
     subprocess.Popen(
-        [program, "suspend", "--spill", "--wait", name],
+        [program, "suspend", "--spill", "--wait", whole],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

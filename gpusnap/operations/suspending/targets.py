@@ -45,6 +45,9 @@ def running(name: str) -> tuple[Engine, containers.Container, RealRuntime]:
         root = os.path.join(_CONTAINERD_ROOT, namespace)
         return engine(_CONTAINERD, container_id, container_id, namespace), *_known(container_id, root)
     if found.status == "paused":
+        asleep = suspensions.of_container(found.id)
+        if asleep is not None and asleep.stage is suspensions.Stage.SUSPENDED:
+            raise ContainerError(f"the container {found.name} is suspended already", code="GPS-206")
         raise ContainerError(
             f"the container {found.name} is paused",
             hint=f"podman unpause {found.name}, then suspend it",
@@ -63,12 +66,7 @@ def running(name: str) -> tuple[Engine, containers.Container, RealRuntime]:
 def suspended(name: str) -> Suspension:
     """A suspended container by its name, or the beginning of its ID. Raises NotFound, GpusnapError."""
     found = list(suspensions.find())
-    namespace, slash, rest = name.partition("/")
-    exact = [
-        each
-        for each in found
-        if name in (each.name, each.container) or (slash and (namespace, rest) == (each.namespace, each.name))
-    ]
+    exact = [each for each in found if name in _words(each)]
     some = exact or [each for each in found if len(name) > 2 and each.container.startswith(name)]
     if len(some) == 1:
         return some[0]
@@ -81,7 +79,12 @@ def suspended(name: str) -> Suspension:
 
 def is_suspended(name: str) -> bool:
     """Whether a suspended container has exactly that name or ID. Raises GpusnapError."""
-    return any(name in (each.name, each.container) for each in suspensions.find())
+    return any(name in _words(each) for each in suspensions.find())
+
+
+def _words(found: Suspension) -> tuple[str, ...]:
+    """What a suspended container may be called."""
+    return found.name, found.container, f"{found.namespace}/{found.name}"
 
 
 def engine_of(found: Suspension) -> Engine:

@@ -128,7 +128,7 @@ def _inspect(job: Job) -> None:
     if not holders(job.driver, [process.pid for process in job.processes()]):
         raise Refused(
             f"no process of container {container.id} uses a GPU",
-            hint=f"podman pause stops one that uses none: it is {container.id[:12]}",
+            hint="podman pause or ctr task pause pauses it as it is",
             code="GPS-206",
         )
 

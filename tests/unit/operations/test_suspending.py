@@ -82,6 +82,7 @@ def test_a_budget(ram: dict[str, int]) -> None:
     with pytest.raises(Refused, match=r"31.0 MiB of GPU memory .*100.0 MiB, 30.0 MiB are free") as caught:
         budget.make_room(settings(100), 31 * MIB)
     assert "suspend.over" in caught.value.hint
+    budget.make_room(settings(100), 31 * MIB, leaving=TWO.key)
     assert ram == {"llama": 40 * MIB, "qwen": 30 * MIB}
 
 
