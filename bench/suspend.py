@@ -55,11 +55,14 @@ class Row:
     """That were moved, both ways together."""
     seconds: list[float] = field(default_factory=list)
     driver: list[float] = field(default_factory=list)
+    timing: list[Any] = field(default_factory=list)
+    """The steps of each, as the command says them."""
 
     def add(self, seconds: float, *moved: dict[str, Any]) -> None:
         """One time; `moved` as the command says it."""
         self.seconds.append(seconds)
         self.driver.append(sum(each["driverSeconds"] for each in moved))
+        self.timing.append([each["timing"] for each in moved])
         self.gpu_bytes = sum(each["memory"] for each in moved)
 
     def line(self) -> str:

@@ -31,7 +31,9 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.proc import Process
 from gpusnap.runtime_shim.runtime.criu import external_mounts as criu_mounts
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.records import suspensions
 from gpusnap.runtime_shim.snapshot.suspend import criu_plugin
+from gpusnap.runtime_shim.units import human
 
 
 def checks(of: Subject, driver: Driver | None) -> tuple[Check, ...]:
@@ -40,6 +42,9 @@ def checks(of: Subject, driver: Driver | None) -> tuple[Check, ...]:
     found: list[Check] = [*_container(of)]
     if driver is None:
         found.append(ok("GPU processes", "this host has no GPU driver, so no process has GPU state"))
+    elif (asleep := suspensions.of_container(of.container.id)) is not None:
+        says = f"the container is suspended, and {human(asleep.gpu_memory)} of GPU memory in RAM or the store"
+        found.append(ok("GPU processes", f"{says}; a checkpoint takes it from there, and asks no GPU"))
     elif of.container.status == "paused":
         says = (
             "the container is paused, and its processes do not answer the GPU's driver; a checkpoint thaws "

@@ -39,6 +39,7 @@ WATCHED_COMMANDS = ("delete", "pause", "resume")
 """Those that mean something else for a container that is suspended: see shim/suspended.py."""
 WATCH = "/run/gpusnap/suspended"
 """There while some container is suspended."""
+_ON_THE_WAY = (b'"stage": "suspending"', b'"stage": "resumed"')
 # What may follow an option that we do not know, to tell its value from the command: all commands of crun and
 # runc.
 COMMANDS = (
@@ -179,22 +180,33 @@ def _answer(args: list[str]) -> int:
 
             _end(checkpoint_or_restore(args))
         args, at = line, len(line)
-    if whose == WATCHED and _is_watched():
+    if whose == WATCHED and _is_watched(args[at], args[at + 1 :]):
         code = _watched(args, at, values.get("root"))
         if code is not None:
             return code
     return locate.start(args, at, values.get("root"), locate.become)
 
 
-def _is_watched() -> bool:
-    """Whether some container may be suspended."""
+def _is_watched(command: str, words: list[str]) -> bool:
+    """Whether gpusnap may have a say in a command that pauses, resumes or deletes a container.
+
+    It has none where that is not suspended, and where gpusnap itself has the engine pause it or let it go on.
+    There is a file for each that is suspended (snapshot/records/suspensions.py); to read it as JSON would
+    take longer than the command.
+    """
+    container = next((word for word in words if not word.startswith("-")), "")
     try:
-        os.stat(WATCH)
+        names = [name for name in os.listdir(WATCH) if name.partition("@")[0] == container]
+        for name in names:
+            with open(os.path.join(WATCH, name), "rb") as file:
+                content = file.read()
+            if command == "delete" or not any(stage in content for stage in _ON_THE_WAY):
+                return True
     except FileNotFoundError:
         return False
     except OSError:
         return True
-    return True
+    return False
 
 
 def _end(code: int) -> NoReturn:

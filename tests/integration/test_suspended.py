@@ -47,6 +47,7 @@ def test_checkpoint(real: str, tmp_path: Path) -> None:
         container = Container.start("w", "--procs", "2", "--mib", "16", workers=2)
         suspended(container)
         faults("checkpoint result=CUDA_ERROR_UNKNOWN\nrestore result=CUDA_ERROR_UNKNOWN")
+        assert "a checkpoint takes it from there" in good(gpusnap("doctor", "w"))
         made = done("checkpoint", "w")
         archive = tmp_path / "w.tar.zst"
         said = gpusnap("checkpoint", "w", "--to", archive)

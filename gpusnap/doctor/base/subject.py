@@ -17,6 +17,7 @@ from gpusnap.runtime_shim.process.proc import Process
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.container import Container
 from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.snapshot.records import suspensions
 from gpusnap.user_errors import NotFound
 
 CONTAINERD = "/run/containerd"
@@ -80,7 +81,7 @@ def _podmans(wanted: str) -> Subject:
         raise podman.not_running(found)
     objection: GpusnapError | None = None
     try:
-        podman.check(found)
+        podman.check(found, asleep=suspensions.of_container(found.id) is not None)
         podman_objects.check_options(found, force=True)  # the options have a line of their own
     except GpusnapError as error:
         objection = error

@@ -46,8 +46,9 @@ def suspend(containers: tuple[str, ...], spill: bool, wait: bool, as_json: bool)
     lasts, also of a suspended container. GPU memory in RAM is not swapped.
 
     Several containers are suspended one after another, each on its own. As JSON: container, containerId,
-    engine, memory (bytes that it used of GPUs), seconds, and driverSeconds, the driver's part of these; for
-    several a list, results. Of one that was suspended already: container, and with --wait spilled (bytes).
+    engine, memory (bytes that it used of GPUs), seconds, driverSeconds, the driver's part of these, and
+    timing, a list of steps; for several a list, results. Of one that was suspended already: container, and
+    with --wait spilled (bytes).
     """
     from gpusnap.operations.suspending import suspend as suspending
     from gpusnap.operations.suspending import targets
@@ -112,8 +113,8 @@ def resume(containers: tuple[str, ...], gpu_map: str, as_json: bool) -> None:
     program than gpusnap left suspended: their GPU memory is in themselves. `gpusnap recover` puts right what
     a killed gpusnap left.
 
-    As JSON: container, containerId, engine, memory (bytes that it uses of GPUs), seconds, and driverSeconds,
-    the driver's part of these; for several a list, results.
+    As JSON: container, containerId, engine, memory (bytes that it uses of GPUs), seconds, driverSeconds, the
+    driver's part of these, and timing, a list of steps; for several a list, results.
     """
     from gpusnap.operations.suspending import suspend as suspending
     from gpusnap.operations.suspending import targets
@@ -187,6 +188,10 @@ def _document(done: Moved) -> dict[str, object]:
         "memory": done.container.gpu_memory,
         "seconds": round(done.seconds, 3),
         "driverSeconds": round(done.driver_seconds, 3),
+        "timing": [
+            {"step": step.name, "start": round(step.start, 3), "seconds": round(step.seconds, 3)}
+            for step in done.steps
+        ],
     }
 
 

@@ -129,3 +129,23 @@ def test_delete(folder: Path) -> None:
     suspensions.write(suspension(init=GONE))
     assert answer("delete", "c0ffee") == 0
     assert not folder.exists()
+
+
+def test_a_pass_through_stays_cheap(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a command that may mean something else is looked at closely; so is one that cannot be read."""
+    monkeypatch.setattr(entry, "WATCH", str(folder))
+    watched = entry._is_watched
+    assert not watched("resume", ["c0ffee"])
+    found = suspension()
+    suspensions.write(found)
+    assert watched("resume", ["c0ffee"])
+    assert watched("delete", ["--force", "c0ffee"])
+    assert not watched("resume", ["c0ff"])
+    assert not watched("delete", ["beef"])
+    for stage in (Stage.SUSPENDING, Stage.RESUMED):
+        suspensions.write(replace(found, stage=stage))
+        assert not watched("pause", ["c0ffee"])
+        assert watched("delete", ["c0ffee"])
+    (folder / f"{found.key}.suspended").unlink()
+    (folder / f"{found.key}.suspended").mkdir()
+    assert watched("resume", ["c0ffee"])
