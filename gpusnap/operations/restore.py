@@ -44,6 +44,7 @@ from gpusnap.oci.tar.archive import Entry
 from gpusnap.operations import pull, push_pull, sources
 from gpusnap.operations.open import open_repository
 from gpusnap.operations.restoring import in_place, in_use, volumes
+from gpusnap.operations.restoring.read_ahead import reading_ahead
 from gpusnap.operations.restoring.volumes import Choice, Inside, inside
 from gpusnap.operations.verify_files import in_archive
 from gpusnap.progress import Progress, board, grown
@@ -242,7 +243,7 @@ def _from_store(wish: Wish, place: locator.InStore, progress: Progress) -> tuple
 def _from_artifact(wish: Wish, place: locator.InStore, progress: Progress) -> tuple[str, str]:
     with kept.held(place) as (store, found):
         found.check_podman()
-        with _room(store) as folder:
+        with _room(store) as folder, reading_ahead(store.layout, found.record):
             archive = os.path.join(folder, ARCHIVE)
             progress.stage("records")
             choice = _volumes(wish, volumes.of_artifact(found.artifact, store.layout))

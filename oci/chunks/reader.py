@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -58,6 +58,14 @@ class _Part:
     at: int
     chunk: Chunk
     number: int
+
+
+def in_order(tables: Sequence[Table], groups: Sequence[int]) -> Iterator[Chunk]:
+    """The chunks of some tables as a `Reading` takes them; `groups` as there."""
+    order = _Order(tables, groups or [0] * len(tables))
+    while (part := order.next()) is not None:
+        order.take(part)
+        yield part.chunk
 
 
 class _Order:

@@ -67,7 +67,7 @@ from gpusnap.runtime_shim.snapshot.foreground import Beside, pid_file
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.runtime_shim.snapshot.memory.prefetch import Arriving, Filling
-from gpusnap.runtime_shim.snapshot.memory.source import Fetching, rebuild
+from gpusnap.runtime_shim.snapshot.memory.source import Fetching, Rebuilding
 from gpusnap.runtime_shim.snapshot.preflight import addresses
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.records import journal, volumes
@@ -276,24 +276,39 @@ def _opened_meanwhile(driver: Driver | None) -> Iterator[None]:
         opening.join()
 
 
-def _fetch(job: _Job) -> dict[str, str]:
-    """Find the chunks in the store, or in a registry; the images that were among them, by name."""
-    fetching = job.fetching = job.cleanup.enter_context(
-        Fetching.of(job.record, job.images, job.settings.store)
-    )
-    _note(job, layouts=fetching.folders)
-    if not job.record.files:
-        return {}
-    folder = tempfile.mkdtemp(prefix=scratch_files.prefix("images"), dir=fetching.scratch or scratch())
-    job.cleanup.callback(scratch_files.remove_folder, folder)
-    memory = job.settings.memory
-    rebuild(job.record.files, fetching, folder, threads=memory.threads, ceiling=transfer.ceiling(memory))
-    return {each.name: os.path.join(folder, each.name) for each in job.record.files}
+def _start_reading(job: _Job) -> tuple[Rebuilding, dict[str, str]] | None:
+    """Have the bytes come from now on; CRIU's images that are in chunks, with their paths by name.
+
+    Only CRIU waits for its images, and only the driver for the GPUs' memory.
+    """
+    memory, images = job.settings.memory, None
+    if job.driver is not None and any(process.regions for process in job.record.processes):
+        preflight.room_to_restore(job.record, memory)
+    if job.record.pages == StoreHome.kind:
+        fetching = job.fetching = job.cleanup.enter_context(
+            Fetching.of(job.record, job.images, job.settings.store)
+        )
+        _note(job, layouts=fetching.folders)
+        if job.record.files:
+            where = fetching.scratch or scratch()
+            folder = tempfile.mkdtemp(prefix=scratch_files.prefix("images"), dir=where)
+            job.cleanup.callback(scratch_files.remove_folder, folder)
+            ceiling = transfer.ceiling(memory)
+            rebuilding = Rebuilding(
+                job.record.files, fetching, folder, threads=memory.threads, ceiling=ceiling
+            )
+            job.cleanup.callback(rebuilding.close)
+            images = rebuilding, {each.name: os.path.join(folder, each.name) for each in job.record.files}
+    if job.driver is not None and any(process.regions for process in job.record.processes):
+        filling = Filling(job.images, job.record, memory, job.key, job.fetching)
+        job.filling = job.cleanup.enter_context(filling)
+    return images
 
 
 def _plan(job: _Job, config: dict[str, Any]) -> None:
     """Choose the GPUs and prepare what the runtime will read. Nothing of the container is there yet."""
     replaced: dict[str, bytes] = {}
+    coming = _start_reading(job)
     if job.driver is not None:
         job.driver.open()
         if job.plugin is not None:
@@ -310,10 +325,7 @@ def _plan(job: _Job, config: dict[str, Any]) -> None:
             known=lambda: _driver_files(host),
             keep_names=job.settings.keep_names,
         )
-        if any(process.regions for process in job.record.processes):
-            preflight.room_to_restore(job.record, job.settings.memory)
         replaced = remap.image(job.record, job.images, job.remap, config)
-    elsewhere = _fetch(job) if job.record.pages == StoreHome.kind else {}
     criu_images.check(job.images, job.record.host.architecture, job.record.sizes)
     call = criu_config.with_flags(job.call, job.real, job.settings.criu)
     if call.tcp_established and not call.tcp_close and not inventory.has_closed_connections(job.images):
@@ -321,9 +333,10 @@ def _plan(job: _Job, config: dict[str, Any]) -> None:
     preflight.network_tool(job.real, config)
     job.compared = job.cleanup.enter_context(contextlib.closing(Comparison(job.images, job.record.images)))
     _clear_links(job)
-    if job.driver is not None and any(process.regions for process in job.record.processes):
-        filling = Filling(job.images, job.record, job.settings.memory, job.key, job.fetching)
-        job.filling = job.cleanup.enter_context(filling)
+    elsewhere: dict[str, str] = {}
+    if coming is not None:
+        rebuilding, elsewhere = coming
+        rebuilding.result()
     job.images = job.cleanup.enter_context(view(job.images, replaced, elsewhere, always=True))
     criu_mounts.checked(job.record.mounts, job.remap.mounts if job.remap is not None else None)
     edits = job.remap.edits if job.remap is not None else bundle.Edits()

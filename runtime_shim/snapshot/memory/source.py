@@ -15,7 +15,7 @@ import io
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gpusnap.oci.base.errors import BlobError, DiskError, LayoutError, OciError
@@ -235,22 +235,56 @@ def _repository(text: str) -> Repository:
     return registries.repository(reference, plain_http=plain_http, mirrors=False, limits=limits)
 
 
+class Rebuilding:
+    """CRIU's images that are in chunks, on their way into a folder: begun when this is made. To be closed."""
+
+    def __init__(
+        self, files: Sequence[FileRecord], blobs: Blobs, folder: str, *, threads: int, ceiling: int
+    ) -> None:
+        """Raises ImageError."""
+        self._folder = folder
+        self._opened = contextlib.ExitStack()
+        try:
+            with self._explained():
+                targets = []
+                for each in files:
+                    path = os.path.join(folder, each.name)
+                    file = self._opened.enter_context(open(path, "xb", buffering=0))
+                    os.ftruncate(file.fileno(), each.table.size)
+                    targets.append(File(file.fileno(), each.table.size))
+                tables = [each.table for each in files]
+                self._reading = reading.Reading(
+                    tables, blobs, threads=threads or copies.cores(), ceiling=ceiling, targets=targets
+                )
+        except BaseException:
+            self._opened.close()
+            raise
+
+    def result(self) -> None:
+        """Return when they are there, and checked. Raises ImageError."""
+        with self._explained():
+            self._reading.wait()
+
+    def close(self) -> None:
+        """End it, wherever it is. May be called twice."""
+        self._reading.close()
+        self._opened.close()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OciError as error:
+            raise ImageError(f"CRIU's images cannot be put together: {error}", code=error.code) from error
+        except OSError as error:
+            raise ImageError(
+                f"CRIU's images cannot be put together in {self._folder}: {reason(error)}",
+                hint="make room there",
+                code="GPS-007",
+            ) from error
+
+
 def rebuild(files: Sequence[FileRecord], blobs: Blobs, folder: str, *, threads: int, ceiling: int) -> None:
     """Write CRIU's images that are in chunks into a folder, checked. Raises ImageError."""
-    try:
-        with contextlib.ExitStack() as opened:
-            targets = []
-            for each in files:
-                file = opened.enter_context(open(os.path.join(folder, each.name), "xb", buffering=0))
-                os.ftruncate(file.fileno(), each.table.size)
-                targets.append(File(file.fileno(), each.table.size))
-            tables = [each.table for each in files]
-            reading.read(tables, blobs, targets, threads=threads or copies.cores(), ceiling=ceiling)
-    except OciError as error:
-        raise ImageError(f"CRIU's images cannot be put together: {error}", code=error.code) from error
-    except OSError as error:
-        raise ImageError(
-            f"CRIU's images cannot be put together in {folder}: {reason(error)}",
-            hint="make room there",
-            code="GPS-007",
-        ) from error
+    with contextlib.closing(Rebuilding(files, blobs, folder, threads=threads, ceiling=ceiling)) as rebuilding:
+        rebuilding.result()

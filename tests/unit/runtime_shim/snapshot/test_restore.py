@@ -648,6 +648,14 @@ def test_the_journal_says_that_memory_is_on_its_way(scene: Scene, coming: list[i
     assert len(told) == 4
 
 
+def test_the_bytes_come_from_the_first_moment(scene: Scene, coming: list[int]) -> None:
+    """Before the driver is asked for its GPUs, and also where the restore is refused then."""
+    begun: list[int] = []
+    scene.driver.when("host", lambda _: begun.append(len(made)))
+    assert scene.restore("--detach").code == 0
+    assert begun == [1]
+
+
 def test_memory_that_does_not_come_is_the_reason(scene: Scene, coming: list[int]) -> None:
     """The processes were ended for it, so that the driver has nothing to say and none of them is missed."""
 

@@ -1,0 +1,64 @@
+"""The chunks of a checkpoint in this host's store, asked of the disk before anybody waits for them.
+
+`gpusnap restore` knows the manifest a second before gpusnap-runtime does, which Podman starts when it has
+made a container. The kernel reads the blobs into its page cache meanwhile, in the order in which the runtime will:
+CRIU's images, then the GPUs' memory by address (oci/chunks/reader.py). Nobody depends on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.chunks.reader import in_order
+from gpusnap.oci.chunks.table import Chunk
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records.manifest import Manifest
+
+# Of the memory that is available beside what the restore itself takes.
+_SHARE = 2
+
+
+@contextlib.contextmanager
+def reading_ahead(layout: Layout, record: Manifest | None) -> Iterator[None]:
+    """Have the blobs of a checkpoint read while the block runs."""
+    over = threading.Event()
+    thread = threading.Thread(target=_read, args=(layout, record, over), name="gpusnap-read-ahead")
+    try:
+        thread.start()
+    except RuntimeError:  # no thread is to be had, and it only saves time
+        yield
+        return
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _read(layout: Layout, record: Manifest | None, over: threading.Event) -> None:
+    if record is None:
+        return
+    regions = [(each.pid, region.table) for each in record.processes for region in each.regions]
+    room = (proc.available_memory() - sum(table.size for _, table in regions)) // _SHARE
+    for chunk in (
+        *in_order([each.table for each in record.files], []),
+        *in_order([table for _, table in regions], [pid for pid, _ in regions]),
+    ):
+        room -= chunk.stored
+        if room < 0 or over.is_set():
+            return
+        _ask(layout, chunk)
+
+
+def _ask(layout: Layout, chunk: Chunk) -> None:
+    """Have the kernel begin to read a blob: it does not wait for the disk (posix_fadvise(2))."""
+    with (
+        contextlib.suppress(OSError, OciError),
+        layout.open_blob(chunk.blob, chunk.stored) as file,
+    ):
+        os.posix_fadvise(file.fileno(), 0, chunk.stored, os.POSIX_FADV_WILLNEED)
