@@ -1,8 +1,8 @@
 """The chunks of a checkpoint in this host's store, asked of the disk before anybody waits for them.
 
 `gpusnap restore` knows the manifest a second before gpusnap-runtime does, which Podman starts when it has
-made a container. The kernel reads the blobs into its page cache meanwhile, in the order in which the runtime will:
-CRIU's images, then the GPUs' memory by address (oci/chunks/reader.py). Nobody depends on it.
+made a container. The kernel reads the blobs into its page cache meanwhile, in the order in which the runtime
+will: CRIU's images, then the GPUs' memory by address (oci/chunks/reader.py). Nobody depends on it.
 """
 
 from __future__ import annotations

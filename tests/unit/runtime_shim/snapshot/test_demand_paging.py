@@ -316,6 +316,20 @@ def test_one_that_is_wrong_before_the_process_is_there(target: Target, gate: Gat
         ended(target)
 
 
+def test_given_up_before_the_process_is_there(target: Target, gate: Gate) -> None:
+    """Whoever gets it all the same ends with the descriptor that keeps it waiting."""
+    region = Region(target, gate.layout, random_bytes(2 * MIB))
+    gate.closed = {chunk.blob for chunk in region.table.chunks}
+    filling = filling_of(gate, (7, [region]))
+    filling.stop()
+    filling.deliver({7: target.pid})
+    target.tell(region.reads())
+    waits(target)
+    gate.open()
+    filling.close()
+    ended(target)
+
+
 def test_what_does_not_come(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for ever: after a while without a chunk the restore fails with a sentence."""
     monkeypatch.setattr(demand_paging, "_PATIENCE", 0.2)

@@ -1,0 +1,214 @@
+"""What a restore could take at least, and what it takes: its blobs, the driver, and gpusnap, in one run.
+
+    python3 bench/restore_floor.py [--gib 12] [--data random,bf16] [--rounds 3] [--procs 1]
+        [--settings 'memory.level = 0'] [--folder /var/tmp] [--json restore_floor.json]
+
+For each kind of data one checkpoint into a store in --folder. Then in each round, with a warm and with a
+dropped page cache:
+
+    blobs       reading the blobs of the checkpoint alone, with one thread for each core
+    driver      the driver's restore alone: its step in a restore that fills all memory before
+    in turn     `gpusnap restore` with memory.demand-paging = false
+    at once     `gpusnap restore` as it is
+
+`floor` is the slower of blobs and driver, `ratio` is at once / floor, `beyond` is at once - floor. Medians,
+in seconds; `faults` says how often the driver touched what was not there.
+
+Needs root, Podman, CRIU and a GPU; or the test host, where it runs on softgpu. Installs gpusnap for as long
+as it runs, and removes what it made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "bench"), str(CHECKOUT / "tests" / "host")]
+sys.path[:0] = [str(CHECKOUT / "tests" / "gpu"), str(CHECKOUT / "tests" / "integration")]
+
+import shimhost  # noqa: E402
+from checkpoint import KINDS, obstacle  # noqa: E402
+from figures import Case  # noqa: E402
+from hosts import NAME, BenchError, Place, Work, command, place  # noqa: E402
+from podman_gpu import circumstances  # noqa: E402
+from rows import checked  # noqa: E402
+from support import podman  # noqa: E402
+
+from gpusnap.oci.base.threads import for_each  # noqa: E402
+from gpusnap.runtime_shim.errors import GpusnapError  # noqa: E402
+from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
+from gpusnap.runtime_shim.snapshot.restore import TIMING  # noqa: E402
+
+GIB = 1 << 30
+COMMAND = "/usr/local/bin/gpusnap"
+COLUMNS = ("blobs", "driver", "in turn", "at once", "floor", "ratio", "beyond")
+_PIECE = 8 << 20
+
+
+@dataclass(slots=True)
+class Found:
+    """One kind of data with one state of the page cache; seconds, one for each round."""
+
+    data: str
+    cache: str
+    stored: int
+    """Bytes of the blobs."""
+    blobs: list[float] = field(default_factory=list)
+    driver: list[float] = field(default_factory=list)
+    in_turn: list[float] = field(default_factory=list)
+    at_once: list[float] = field(default_factory=list)
+    faults: list[int] = field(default_factory=list)
+    steps: list[dict[str, float]] = field(default_factory=list)
+    """Of the restores at once."""
+
+    def row(self) -> dict[str, float]:
+        """Medians, and what follows from them."""
+        blobs, driver, turn, once = (
+            statistics.median(each) for each in (self.blobs, self.driver, self.in_turn, self.at_once)
+        )
+        least = max(blobs, driver)
+        return dict(zip(COLUMNS, (blobs, driver, turn, once, least, once / least, once - least), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One run."""
+
+    here: Place
+    store: Path
+    settings: tuple[str, ...]
+
+    def set(self, *lines: str) -> None:
+        """Put settings in place. Raises SettingsError."""
+        text = ['runtime = "crun"', f'store.path = "{self.store}"', *lines, *self.settings]
+        checked(text)
+        shimhost.write_settings("\n".join(text) + "\n")
+
+    def blobs(self) -> list[Path]:
+        """Those of the store, in the order of their names."""
+        return sorted((self.store / "blobs/sha256").iterdir())
+
+    def read_alone(self) -> float:
+        """Seconds for all of them, with as many threads as a restore has."""
+
+        def one(path: Path) -> None:
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(room := bytearray(_PIECE)):
+                    del room
+
+        begun = time.monotonic()
+        for_each(self.blobs(), one, threads=len(os.sched_getaffinity(0)))
+        return time.monotonic() - begun
+
+    def restore(self, work: Work) -> tuple[float, dict[str, Any]]:
+        """Seconds of `gpusnap restore`, and what the runtime says of its steps; every byte is looked at."""
+        begun = time.time()
+        took, _ = command(COMMAND, "restore", NAME)
+        told: dict[str, Any] = json.loads((work.static / TIMING).read_text())
+        again = Work(NAME, type(work.log_file)(_log(work)), work.workers)
+        again.log_file.wait(again.workers, since=begun)
+        return took, told
+
+
+def _log(work: Work) -> Path:
+    return Path(work.inspect()["HostConfig"]["LogConfig"]["Path"])
+
+
+def drop_caches() -> None:
+    """Have the disk be read again."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3\n")
+
+
+def measure(bench: Bench, case: Case, rounds: int) -> list[Found]:
+    """A checkpoint of the case, restored again and again."""
+    bench.set()
+    work = bench.here.start(bench.here.block(case), runtime="gpusnap-runtime", workers=case.procs)
+    command(COMMAND, "checkpoint", NAME)
+    work.remove()
+    stored = sum(path.stat().st_size for path in bench.blobs())
+    every = [Found(case.data, cache, stored) for cache in ("warm", "cold")]
+    for _ in range(rounds):
+        for found in every:
+
+            def prepared(found: Found = found) -> None:
+                if found.cache == "cold":
+                    drop_caches()
+
+            prepared()
+            found.blobs.append(bench.read_alone())
+            for demand in (False, True):
+                bench.set(f"memory.demand-paging = {'true' if demand else 'false'}")
+                prepared()
+                took, told = bench.restore(work)
+                steps = {each["step"]: each["seconds"] for each in told["timing"]}
+                if demand:
+                    found.at_once.append(took)
+                    found.steps.append(steps)
+                    found.faults.append(told["memory"]["faults"])
+                else:
+                    found.in_turn.append(took)
+                    found.driver.append(steps["driver restore"])
+                work.remove()
+            print(f"{case}, {found.cache}: {found.row()}", file=sys.stderr, flush=True)
+    return every
+
+
+def table(every: list[Found]) -> str:
+    """For docs/benchmarks.md."""
+    lines = [f"| | GiB stored | {' | '.join(COLUMNS)} | faults |", "|---" * (len(COLUMNS) + 3) + "|"]
+    for found in every:
+        figures = " | ".join(f"{value:.2f}" for value in found.row().values())
+        faults = statistics.median(found.faults)
+        lines.append(f"| {found.data}, {found.cache} | {found.stored / GIB:.2f} | {figures} | {faults:.0f} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="A restore beside its blobs alone and the driver alone.")
+    parser.add_argument("--gib", type=float, default=12.0, help="on the GPU (12)")
+    parser.add_argument("--data", default="random,bf16", help=f"of {','.join(KINDS)} (random,bf16)")
+    parser.add_argument("--procs", type=int, default=1, help="processes (1)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--settings", action="append", default=[], help="a line of gpusnap.toml")
+    parser.add_argument("--folder", default="/var/tmp", help="where the store goes: on the disk in question")
+    parser.add_argument("--json", help="write the figures there too")
+    options = parser.parse_args()
+    software = os.environ.get("GPUSNAP_TESTHOST") == "1"
+    if reason := obstacle(software=software):
+        print(f"restore_floor: {reason}", file=sys.stderr)
+        return 1
+    every: list[Found] = []
+    with ExitStack() as stack:
+        here = stack.enter_context(place(None if software else Nvidia().host().gpus[0].minor))
+        about = {**circumstances(Nvidia().host(), "crun"), "software": software, "settings": options.settings}
+        podman("rm", "--force", "--ignore", "--time", "0", NAME)
+        stack.callback(podman, "rm", "--force", "--ignore", "--time", "0", NAME)
+        for data in options.data.split(","):
+            with tempfile.TemporaryDirectory(dir=options.folder, prefix="gpusnap-floor-") as folder:
+                bench = Bench(here, Path(folder, "store"), tuple(options.settings))
+                try:
+                    every += measure(bench, Case(options.gib, data, options.procs), options.rounds)
+                except (BenchError, GpusnapError) as error:
+                    print(f"restore_floor: {data}: {error}", file=sys.stderr)
+                    return 1
+    if options.json:
+        runs = [{**asdict(found), "row": found.row()} for found in every]
+        Path(options.json).write_text(json.dumps({**about, "runs": runs}, indent=1) + "\n")
+    print(json.dumps(about, indent=1))
+    print(table(every))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
