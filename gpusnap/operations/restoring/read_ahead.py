@@ -3,6 +3,11 @@
 `gpusnap restore` knows the manifest a second before gpusnap-runtime does, which Podman starts when it has
 made a container. The kernel reads the blobs into its page cache meanwhile, in the order in which the runtime
 will: CRIU's images, then the GPUs' memory by address (oci/chunks/reader.py). Nobody depends on it.
+
+A piece is asked for when the one before it has come. Podman, the runtime and CRIU read their programs and the
+images from the same disk meanwhile, and would wait behind all that the kernel was asked for: with 4 GiB asked
+for at once a Python program from a cold disk began after 3.4 s, with pieces of 4 MiB after 1.6 s, and alone
+after 1.2 s; the reading took 2.0 and 2.7 s (a virtual disk of 2 GiB/s, mq-deadline).
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ from gpusnap.runtime_shim.records.manifest import Manifest
 
 # Of the memory that is available beside what the restore itself takes.
 _SHARE = 2
+# Bytes that the kernel is asked for at a time.
+_PIECE = 4 << 20
 
 
 @contextlib.contextmanager
@@ -52,13 +59,16 @@ def _read(layout: Layout, record: Manifest | None, over: threading.Event) -> Non
         room -= chunk.stored
         if room < 0 or over.is_set():
             return
-        _ask(layout, chunk)
+        _read_blob(layout, chunk)
 
 
-def _ask(layout: Layout, chunk: Chunk) -> None:
-    """Have the kernel begin to read a blob: it does not wait for the disk (posix_fadvise(2))."""
+def _read_blob(layout: Layout, chunk: Chunk) -> None:
+    """Have the kernel read a blob, and wait until it has, piece by piece (posix_fadvise(2))."""
     with (
         contextlib.suppress(OSError, OciError),
         layout.open_blob(chunk.blob, chunk.stored) as file,
     ):
-        os.posix_fadvise(file.fileno(), 0, chunk.stored, os.POSIX_FADV_WILLNEED)
+        for start in range(0, chunk.stored, _PIECE):
+            size = min(_PIECE, chunk.stored - start)
+            os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_WILLNEED)
+            os.pread(file.fileno(), 1, start + size - 1)

@@ -15,6 +15,7 @@ from gpusnap.oci.chunks.buffers import Buffer
 from gpusnap.oci.chunks.table import Table
 from gpusnap.oci.chunks.writer import write
 from gpusnap.oci.layout.layout import Layout
+from gpusnap.operations.restoring import read_ahead
 from gpusnap.operations.restoring.read_ahead import reading_ahead
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
@@ -69,6 +70,28 @@ def test_in_the_order_of_the_runtime(layout: Layout, record: Manifest, asked: li
     with reading_ahead(layout, record):
         wait_for(lambda: len(asked) == 6, "all six")
     assert asked == expected(record)
+
+
+def test_piece_by_piece(layout: Layout, record: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others want of the disk does not wait behind all of the memory."""
+    seen: list[tuple[str, int, int]] = []
+    pread = os.pread
+
+    def advise(_: int, start: int, size: int, __: int) -> None:
+        seen.append(("ask", start, size))
+
+    def read(descriptor: int, size: int, start: int) -> bytes:
+        if size == 1:
+            seen.append(("wait", start, size))
+        return pread(descriptor, size, start)
+
+    monkeypatch.setattr(read_ahead, "_PIECE", 3 * KIB)
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    monkeypatch.setattr(os, "pread", read)
+    with reading_ahead(layout, record):
+        wait_for(lambda: len(seen) == 6 * 4, "all six")
+    once = [("ask", 0, 3 * KIB), ("wait", 3 * KIB - 1, 1), ("ask", 3 * KIB, KIB), ("wait", 4 * KIB - 1, 1)]
+    assert seen == once * 6
 
 
 def test_a_blob_that_is_not_there(layout: Layout, record: Manifest, asked: list[str]) -> None:
