@@ -93,11 +93,10 @@ def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
 
 def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[[int], object] | None) -> str:
     """Bring back what is there; `let_go` as in `resume`."""
-    held_threads.unblock_signals(entry.key)
     if not entry.image:
+        held_threads.unblock_signals(entry.key)
         what = "its pause" if entry.paused is not None else "a thread that was held"
         return f"nothing but {what} was to be put right"
-    _let_idle_go_on(entry, let_go)
     there = bring_back(entry, driver, settings, let_go)
     if there:
         said = "running: " + " ".join(str(process.pid) for process in there)
@@ -134,8 +133,12 @@ def bring_back(
     """Have the GPU processes of an entry that are there run with their GPU state; these.
 
     `let_go` and `pairs` as in `gpu_state.resume`. `cut_off`: somebody was killed who may have been at work on
-    them, so that the driver may still be. Raises GpusnapError when all that could be done has been.
+    them, so that the driver may still be, and other processes stand for him. Raises GpusnapError when all
+    that could be done has been.
     """
+    if cut_off:
+        held_threads.unblock_signals(entry.key)
+        _let_idle_go_on(entry, let_go)
     there = tuple(process for process in alive(entry) if not process.idle)
     if not there:
         return ()

@@ -41,7 +41,8 @@ def remove(found: Suspension) -> None:
 def free(key: str) -> None:
     """Remove the bytes of a container, and what the journal says of them. Raises GpusnapError."""
     entry = journal.read(key)
-    journal.drop(key, journal.PAUSED)
+    for kind in (journal.PAUSED, journal.MASKS):
+        journal.drop(key, kind)
     journal.remove(key)
     if entry is not None and any(process.regions for process in entry.processes):
         spill.discard(entry.layout)
