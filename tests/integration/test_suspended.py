@@ -78,10 +78,15 @@ def test_a_killed_checkpoint(store: Store) -> None:
     """Podman may take it for one that runs; it stays suspended, and a resume has all of it run."""
     container = Container.start("w")
     suspended(container)
-    kill_at_podman(container)
-    assert usage("w")["state"] == "suspended"
-    resumed(container)
-    nothing_left()
+    for recovered in (True, False):
+        kill_at_podman(container)
+        assert usage("w")["state"] == "suspended"
+        if recovered:
+            assert "Podman has it as paused again" in good(gpusnap("recover"))
+            assert container.inspect()["State"]["Status"] == "paused"
+        resumed(container)
+        nothing_left()
+        suspended(container)
 
 
 def kill_at_podman(container: Container) -> None:

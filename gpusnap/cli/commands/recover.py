@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import click
@@ -54,6 +55,8 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     found = tuple(entry for entry in journal.entries() if entry.key not in apart)
     cut_off, up = recover_restore.entries(), restored_containers.living()
     moving = tuple(each for each in suspended if each.stage is not Stage.SUSPENDED)
+    if container is None and not only_list:
+        _pause_again([each for each in suspended if each.stage is Stage.SUSPENDED])
     if container is not None:
         ids = [entry.container for entry in found] + [entry.container for entry in (*cut_off, *up)]
         ids += [each.container for each in suspended]
@@ -70,6 +73,14 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
         _end_unknown(container, up)
     else:
         _recover_and_say(container, found, cut_off, moving)
+
+
+def _pause_again(suspended: Sequence[Suspension]) -> None:
+    """Have Podman show these as paused, and say of which it did not."""
+    for each in suspended:
+        with suppress(GpusnapError):
+            if suspending.pause_again(each):
+                click.echo(f"{each.container}  it is suspended, and Podman has it as paused again")
 
 
 def _nothing_for(container: str) -> GpusnapError:

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
+from gpusnap.engines import podman
 from gpusnap.operations.driver import needed_driver
 from gpusnap.operations.suspending import budget, targets
 from gpusnap.operations.suspending.moved import Moved
@@ -18,6 +19,8 @@ from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
 from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.shim import overrides
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.suspend import criu_plugin
 from gpusnap.runtime_shim.snapshot.suspended import resume as resuming
@@ -110,6 +113,21 @@ def _without(driver: Driver, pids: Collection[int]) -> Host:
         replace(gpu, memory_used=max(0, gpu.memory_used - used.get(gpu.uuid, 0))) for gpu in host.gpus
     )
     return replace(host, gpus=gpus)
+
+
+def pause_again(found: Suspension) -> bool:
+    """Have Podman show a suspended container as paused, where a killed checkpoint of it left another word.
+
+    Whether it did. Its runtime does nothing for it: the container is frozen. Raises GpusnapError, also where
+    such a checkpoint is under way.
+    """
+    if found.engine != "podman":
+        return False
+    with overrides.ordered(found.container, pages=StoreHome.kind, asleep=True):
+        if podman.container(found.container).status != "running":
+            return False
+        podman.pause(found.container)
+    return True
 
 
 def recover(found: Suspension) -> str:

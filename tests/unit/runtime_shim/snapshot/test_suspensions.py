@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Refused
+from gpusnap.runtime_shim.gpu.api.driver import Gpu, Host
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.shim import entry, overrides, suspended
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, SuspendedProcess, Suspension
+from gpusnap.runtime_shim.snapshot.suspended import resume
 from gpusnap.runtime_shim.snapshot.suspended.sweep import sweep
 
 GONE = (1 << 22, 1)
@@ -149,3 +151,29 @@ def test_a_pass_through_stays_cheap(folder: Path, monkeypatch: pytest.MonkeyPatc
     (folder / f"{found.key}.suspended").unlink()
     (folder / f"{found.key}.suspended").mkdir()
     assert watched("resume", ["c0ffee"])
+
+
+def host(*free: int) -> Host:
+    """A host with GPUs of 1 GiB, GPU-1 and so on, of which so many bytes are free."""
+    gpus = tuple(
+        Gpu(f"GPU-{number}", number, number, "Soft", "9.0", 1 << 30, (1 << 30) - left, False, "default")
+        for number, left in enumerate(free, 1)
+    )
+    return Host("nvidia", "580.1", "13.0", gpus)
+
+
+def test_the_gpu_of_a_resume() -> None:
+    """The one that it was on; another one that it sees, where that has room; none that it does not see."""
+    one = suspension()
+    two = replace(one, gpus=(*one.gpus, replace(one.gpus[0], uuid="GPU-2", minor=1, index=1, memory_used=0)))
+    room, full = 1 << 29, 1 << 10
+    assert resume.check(one, host(room, room), ()) == (("GPU-1", "GPU-1"),)
+    assert dict(resume.check(two, host(full, room), ())) == {"GPU-1": "GPU-2", "GPU-2": "GPU-1"}
+    with pytest.raises(Refused, match="no GPU of this host fits GPU 0") as caught:
+        resume.check(one, host(full, room), ())
+    assert caught.value.hint.startswith("a GPU that container w does not see would do: gpusnap checkpoint w")
+    with pytest.raises(Refused) as caught:
+        resume.check(one, host(full, full), ())
+    assert "does not see" not in caught.value.hint
+    with pytest.raises(Refused):
+        resume.check(one, host(room, room), (), {"GPU-1": room, "GPU-2": room})
