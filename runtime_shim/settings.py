@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 ANNOTATION_PREFIX = "io.gpusnap."
 
+OF_THE_COMMAND = ("pre-checkpoint", "post-restore", "pre-suspend", "post-resume", "hook-timeout")
+"""Annotations that are no settings: the command gpusnap reads them, before it asks an engine."""
+
 _LARGEST = 1 << 20
 _HINT = "correct it, then check it with gpusnap settings"
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -454,7 +457,7 @@ def annotated(settings: Settings, annotations: Mapping[str, str]) -> Settings:
     own = {
         name.removeprefix(ANNOTATION_PREFIX): value
         for name, value in annotations.items()
-        if name.startswith(ANNOTATION_PREFIX)
+        if name.startswith(ANNOTATION_PREFIX) and name.removeprefix(ANNOTATION_PREFIX) not in OF_THE_COMMAND
     }
     for name in own:
         if name in TABLE and not TABLE[name].annotation:

@@ -183,6 +183,30 @@ def said(*words: str, wanted: str) -> str:
     return done.out
 
 
+def execute(
+    container_id: str, words: Sequence[str], environment: Mapping[str, str], *, seconds: float
+) -> tuple[int | None, str]:
+    """Run a command in a running container: podman-exec(1). Its exit code, and what it and Podman said.
+
+    None for the code where it has not ended by then: Podman is killed, and what it began in the container
+    goes on. Raises GpusnapError where Podman cannot be run.
+    """
+    options = [word for name, value in environment.items() for word in ("--env", f"{name}={value}")]
+    with _started(("exec", *options, container_id, *words), os.environ) as (child, out, err):
+        code: int | None = None
+        try:
+            code = child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if child.poll() is None:
+                child.kill()
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(_DYING)
+        done = _ended(child, out, err) if child.poll() is not None else _Done(0, "", "")
+    return code, f"{done.out}\n{done.err}"
+
+
 def exists(kind: str, wanted: str) -> bool:
     """Whether Podman has a pod, an image or the like of that name or ID: podman-pod-exists(1) and others.
 

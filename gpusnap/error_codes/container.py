@@ -183,6 +183,15 @@ CODES = (
         "Do not trust the program. An ordinary program does not do that.",
     ),
     ErrorCode(
+        "GPS-240",
+        "command-in-container",
+        "A command that the container names with `io.gpusnap.pre-checkpoint`, `post-restore`, `pre-suspend` "
+        "or `post-resume` failed, or did not end in time. Before a checkpoint, nothing was checkpointed, and "
+        "the command after it was run to undo it. After a restore, the container runs.",
+        "The end of the message is what the command said. Run it by hand with `podman exec`. The annotation "
+        "`io.gpusnap.hook-timeout` sets how long it may take; see docs/engines.md.",
+    ),
+    ErrorCode(
         "GPS-231",
         "container-unreadable",
         "The runtime's answer on the container, or its bundle's config.json, is not what the OCI "

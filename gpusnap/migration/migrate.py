@@ -236,6 +236,14 @@ class _Move:
             place = locator.InStore(Store(made.store), made.digest)
             restoring.restore(restoring.Wish(what=place), self._progress)
         except (GpusnapError, KeyboardInterrupt) as failed:
+            if (
+                isinstance(failed, GpusnapError) and failed.code == "GPS-240"
+            ):  # it runs; its own command failed
+                return GpusnapError(
+                    f"{name} was not migrated, and runs on this host again: {why}; {failed}",
+                    hint=failed.hint,
+                    code=failed.code,
+                )
             return GpusnapError(
                 f"{name} was not migrated to {self._to} ({why}), and cannot be restored here: {failed}",
                 hint=f"gpusnap restore {made.name} continues it here; its checkpoint is whole",

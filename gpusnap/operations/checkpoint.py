@@ -23,6 +23,7 @@ from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats.entries import read_member
 from gpusnap.checkpoints.formats.names import ARCHIVE, CONFIG, FIRST
 from gpusnap.checkpoints.statistics import stopped
+from gpusnap.container_hooks.commands import around_checkpoint
 from gpusnap.engines import podman, podman_objects
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import name_new
@@ -119,11 +120,13 @@ def checkpoint(wish: Wish, progress: Progress) -> Made:
     podman.check(found, asleep=asleep)
     podman_objects.check_options(found, force=wish.force)
     if isinstance(wish.to, locator.InFile):
-        return _to_file(wish, found, wish.to.path, progress, began)
+        with around_checkpoint(found, progress, leave_running=wish.leave_running):
+            return _to_file(wish, found, wish.to.path, progress, began)
     if isinstance(wish.to, locator.InRegistry):
         progress.stage(f"asking {wish.to.reference.registry}")
         _ask(wish.to, plain_http=wish.plain_http)
-    made = _to_store(wish, found, progress, began)
+    with around_checkpoint(found, progress, leave_running=wish.leave_running):
+        made = _to_store(wish, found, progress, began)
     if not isinstance(wish.to, locator.InRegistry):
         return made
     try:

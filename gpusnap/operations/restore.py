@@ -24,6 +24,7 @@ from gpusnap.checkpoints.formats.entries import entries, read_member
 from gpusnap.checkpoints.formats.layout_archive import InLayout, opened_layout
 from gpusnap.checkpoints.formats.names import ARCHIVE, FIRST, LARGEST_DUMP, PIECE
 from gpusnap.checkpoints.offline import stand_in
+from gpusnap.container_hooks.commands import CHECKPOINT, run_after
 from gpusnap.engines import podman
 from gpusnap.oci.base.errors import (
     BlobError,
@@ -137,7 +138,9 @@ def restore(wish: Wish, progress: Progress) -> Restored:
                         raise
                     source = copy.chosen()
                     found, digest = _from_store(wish, source.place, progress)
-    return Restored(podman.container(found), time.monotonic() - began, digest, name, source)
+    restored = podman.container(found)
+    run_after(restored, CHECKPOINT, progress)
+    return Restored(restored, time.monotonic() - began, digest, name, source)
 
 
 def _from_file(wish: Wish, path: str, progress: Progress) -> tuple[str, str]:

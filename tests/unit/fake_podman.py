@@ -29,6 +29,9 @@ case "$1 $2" in
 "pod exists") [ ! -e $F/broken ] || {{ cat $F/broken >&2; exit 125; }}
     grep -qx "$3" $F/pods; exit;;
 "pod inspect") echo infra; exit;;
+"exec "*)
+    [ ! -e $F/exec.sh ] || . $F/exec.sh
+    exit;;
 "volume ls") cat $F/volumes; exit;;
 "volume rm") sed -i "/^$3$/d" $F/volumes; exit;;
 "rm "*) rm $F/inspect.json; exit;;

@@ -105,6 +105,9 @@ def checkpoint(
 
     A suspended container (`gpusnap suspend`) is checkpointed from RAM, without a GPU, and stays suspended.
 
+    A container can name a command that is run in it first, and one that undoes it: io.gpusnap.pre-checkpoint
+    and io.gpusnap.post-restore, see docs/engines.md.
+
     If something fails after the container has ended, `podman container restore CONTAINER` restores it. If
     Podman removes the container when it ends (--rm, Quadlet), the message names the archive to restore from.
     If writing that archive fails, such a container is lost; gpusnap therefore checks for free space first,

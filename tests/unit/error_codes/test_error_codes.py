@@ -57,6 +57,7 @@ PUBLISHED: Mapping[str, str] = {
     "GPS-227": "vfork",
     "GPS-229": "code-changes",
     "GPS-231": "container-unreadable",
+    "GPS-240": "command-in-container",
     "GPS-301": "driver-missing",
     "GPS-302": "driver-too-old",
     "GPS-303": "driver-mismatch",

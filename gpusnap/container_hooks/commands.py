@@ -1,0 +1,177 @@
+"""Commands within a container, before a checkpoint and after a restore, that its annotations or labels name.
+
+    io.gpusnap.pre-checkpoint   before a checkpoint: an engine drops its cache, or finishes its requests
+    io.gpusnap.post-restore     after a restore; also where the checkpoint failed, or left it running
+    io.gpusnap.pre-suspend      the same two for `gpusnap suspend` and `gpusnap resume`
+    io.gpusnap.post-resume
+    io.gpusnap.hook-timeout     seconds for each, 30 by default
+
+The value is a line for the container's shell (sh -c), or a JSON list of words where it has none. `podman
+exec` runs it, before Podman is asked for the checkpoint: nothing of it is in the image. What it left running
+is killed. As the value comes with the container, it gets nothing that this does not have: its user, its
+files, its network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from gpusnap.engines import podman
+from gpusnap.progress import Progress
+from gpusnap.runtime_shim import settings
+from gpusnap.runtime_shim.errors import (
+    ContainerError,
+    GpusnapError,
+    Interrupted,
+    SettingsError,
+    printable,
+)
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime import container as containers
+
+_TIMEOUT = 30.0
+# In the environment of the command and of all that it starts.
+_MARK = "GPUSNAP_HOOK"
+_LONGEST = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A command before, and the one that undoes it or comes after, by the names of their annotations."""
+
+    before: str
+    after: str
+
+
+CHECKPOINT = Pair("pre-checkpoint", "post-restore")
+SUSPEND = Pair("pre-suspend", "post-resume")
+
+
+def run_before(found: podman.Container, pair: Pair, progress: Progress) -> bool:
+    """Run the command before, if there is one; whether there is. Where it fails, the one after undoes it.
+
+    Raises SettingsError, before anything is run; ContainerError, Interrupted.
+    """
+    words = _words(found, pair.before)
+    _words(found, pair.after)
+    _timeout(found)
+    if not words:
+        return False
+    try:
+        _run(found, pair.before, progress)
+    except (GpusnapError, KeyboardInterrupt) as error:
+        undo(found, pair, progress)
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted(f"{pair.before} of {found.name} was interrupted") from error
+        raise
+    return True
+
+
+def run_after(found: podman.Container, pair: Pair, progress: Progress) -> None:
+    """Run the command after, if there is one, in a container that runs. Raises as `run_before`."""
+    if _words(found, pair.after):
+        _run(found, pair.after, progress)
+
+
+def undo(found: podman.Container, pair: Pair, progress: Progress) -> None:
+    """Run the command after, in a container that still runs; where that fails, it is a note."""
+    with suppress(KeyboardInterrupt):
+        try:
+            if podman.container(found.id).status == "running":
+                run_after(found, pair, progress)
+        except GpusnapError as error:
+            note(str(error), code=error.code)
+
+
+@contextmanager
+def around_checkpoint(found: podman.Container, progress: Progress, *, leave_running: bool) -> Iterator[None]:
+    """Run both around a checkpoint: the one after only where the container still runs then.
+
+    Raises as `run_before`, and ContainerError where the one after fails in one that was left running.
+    """
+    ran = run_before(found, CHECKPOINT, progress)
+    try:
+        yield
+    except BaseException:
+        if ran:
+            undo(found, CHECKPOINT, progress)
+        raise
+    if ran and leave_running:
+        try:
+            run_after(found, CHECKPOINT, progress)
+        except ContainerError as error:
+            raise ContainerError(
+                f"the checkpoint is made, but {error}", hint=error.hint, code=error.code
+            ) from error
+
+
+def _run(found: podman.Container, event: str, progress: Progress) -> None:
+    """Run one to its end, or to its deadline. Raises ContainerError."""
+    words, seconds, mark = _words(found, event), _timeout(found), secrets.token_hex(16)
+    progress.stage(f"{event} of {found.name}")
+    environment = {_MARK: mark, "GPUSNAP_EVENT": event}
+    try:
+        code, said = podman.execute(found.id, words, environment, seconds=seconds)
+    finally:
+        _kill_rest(found, mark)
+    if code == 0:
+        return
+    last = printable(said.strip().rpartition("\n")[2])[-_LONGEST:]
+    how = f"did not end within {seconds:g} s" if code is None else f"ended with exit code {code}"
+    raise ContainerError(
+        f"the command {event} of the container {found.name} {how}{f': {last}' if last else ''}",
+        hint=f"try it: podman exec {found.name} {shlex.join(words)}; the annotation "
+        f"{settings.ANNOTATION_PREFIX}hook-timeout gives it more time",
+        code="GPS-240",
+    )
+
+
+def _kill_rest(found: podman.Container, mark: str) -> None:
+    """Kill what the command has left, or what is left of it at its deadline."""
+    with suppress(GpusnapError):
+        for each in containers.processes(found.init, found.id):
+            if proc.environment(each.pid).get(_MARK) == mark and proc.same(each.pid, each.start):
+                with suppress(ProcessLookupError):
+                    os.kill(each.pid, signal.SIGKILL)
+
+
+def _words(found: podman.Container, event: str) -> list[str]:
+    """The command for an event; none without one. Raises SettingsError."""
+    name = f"{settings.ANNOTATION_PREFIX}{event}"
+    text = found.labels.get(name, "").strip()
+    if not text.startswith("["):
+        return ["sh", "-c", text] if text else []
+    try:
+        words = json.loads(text)
+    except ValueError:
+        words = None
+    if not isinstance(words, list) or not words or not all(isinstance(each, str) for each in words):
+        raise SettingsError(
+            f"{name} of the container {found.name} is {text[:80]!r}; it must be a line for sh, or a JSON "
+            "list of words",
+            hint='write it as curl -X POST localhost:8000/sleep, or as ["/app/sleep", "now"]',
+        )
+    return words
+
+
+def _timeout(found: podman.Container) -> float:
+    """Seconds for each command. Raises SettingsError."""
+    name = f"{settings.ANNOTATION_PREFIX}hook-timeout"
+    text = found.labels.get(name, "")
+    if not text:
+        return _TIMEOUT
+    with suppress(ValueError):
+        if 0.1 <= (seconds := float(text)) <= 3600:
+            return seconds
+    raise SettingsError(
+        f"{name} of the container {found.name} is {text[:40]!r}; it must be seconds, from 0.1 to 3600",
+        hint="create the container anew with another value",
+    )
