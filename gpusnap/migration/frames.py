@@ -69,7 +69,7 @@ class Channel:
             found += self._read(len(MAGIC) - len(found))
         if found != MAGIC:
             with suppress(LinkLost):
-                found += self._read(200)
+                found += self._read(200, patience=1.0)  # the rest of the line
             text = printable(found.decode(errors="replace").strip())[:200]
             raise LinkLost(
                 f"{self.who} did not answer as gpusnap does, but said: {text}",
@@ -131,8 +131,8 @@ class Channel:
             found += self._read(size - len(found))
         return found
 
-    def _read(self, most: int) -> bytes:
-        if not select.select([self._reading], [], [], self._silence)[0]:
+    def _read(self, most: int, *, patience: float | None = None) -> bytes:
+        if not select.select([self._reading], [], [], patience or self._silence)[0]:
             raise LinkLost(f"{self.who} has said nothing for {self._silence:g} s", hint=_AGAIN)
         try:
             data = os.read(self._reading, most)

@@ -98,6 +98,8 @@ def connected(route: Route) -> Iterator[Channel]:
                     child.stdout.fileno(), child.stdin.fileno(), str(route.to), silence=_CONNECTING
                 ).expect_greeting()
             except LinkLost as error:
+                if error.code == "GPS-821":
+                    raise
                 raise _unreachable(route, error, _last_line(said, child)) from error
             yield channel
         finally:
@@ -140,8 +142,6 @@ def _last_line(said: object, child: subprocess.Popen[bytes]) -> str:
 
 
 def _unreachable(route: Route, error: LinkLost, last: str) -> GpusnapError:
-    if error.code == "GPS-821":
-        return error
     if "not found" in last or "sudo:" in last:
         return GpusnapError(
             f"gpusnap does not run on {route.to}: {last}",
