@@ -119,13 +119,17 @@ def checkpoint(wish: Wish, progress: Progress) -> Made:
         wish = replace(wish, leave_running=True, asleep=True)
     podman.check(found, asleep=asleep)
     podman_objects.check_options(found, force=wish.force)
+    # A suspended container can run no command.
+    commands = (
+        nullcontext() if asleep else around_checkpoint(found, progress, leave_running=wish.leave_running)
+    )
     if isinstance(wish.to, locator.InFile):
-        with around_checkpoint(found, progress, leave_running=wish.leave_running):
+        with commands:
             return _to_file(wish, found, wish.to.path, progress, began)
     if isinstance(wish.to, locator.InRegistry):
         progress.stage(f"asking {wish.to.reference.registry}")
         _ask(wish.to, plain_http=wish.plain_http)
-    with around_checkpoint(found, progress, leave_running=wish.leave_running):
+    with commands:
         made = _to_store(wish, found, progress, began)
     if not isinstance(wish.to, locator.InRegistry):
         return made

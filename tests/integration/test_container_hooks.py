@@ -75,6 +75,28 @@ def test_what_fails(store: Store) -> None:
     assert log() == ["before", "after post-restore"]
 
 
+def test_suspend_and_resume(store: Store) -> None:
+    """The other two; a failed one suspends nothing. A checkpoint of what is suspended runs none."""
+    options = (
+        "--annotation",
+        "io.gpusnap.pre-suspend=" + BEFORE,
+        "--label",
+        "io.gpusnap.post-resume=" + AFTER,
+    )
+    container = started(BEFORE, AFTER, *options)
+    good(gpusnap("suspend", "w"))
+    good(gpusnap("checkpoint", "w"))
+    good(gpusnap("resume", "w"))
+    container.goes_on()
+    assert log() == ["before pre-suspend", "after post-resume"]
+    assert {proc.comm(pid) for pid in members(container)} == {"gpuwork"}
+    container.remove()
+    container = started(BEFORE, AFTER, "--annotation", "io.gpusnap.pre-suspend=echo no; exit 4")
+    said = sentence(gpusnap("suspend", "w"))
+    assert "the command pre-suspend of the container w ended with exit code 4: no" in said
+    container.goes_on()
+
+
 def test_a_deadline(store: Store, tmp_path: Path) -> None:
     """What does not end is killed in the container, with all that it started."""
     container = started("sleep 1000", AFTER, "--annotation", "io.gpusnap.hook-timeout=1")

@@ -13,6 +13,7 @@ from functools import partial
 from gpusnap.engines import podman
 from gpusnap.operations.driver import needed_driver
 from gpusnap.operations.suspending import budget, targets
+from gpusnap.operations.suspending.commands import after_resume, around_suspend
 from gpusnap.operations.suspending.moved import Moved
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError
@@ -39,9 +40,9 @@ def suspend(name: str, *, leaving: str = "") -> Moved:
     settings = settings_file.annotated(settings_file.usable(), container.annotations)
     sweep(settings.store.path)
     driver = criu_plugin.chosen(needed_driver(), container, settings)
-    done, steps = suspending.suspend(
-        container, real, settings, driver, engine, room=partial(budget.make_room, settings, leaving=leaving)
-    )
+    room = partial(budget.make_room, settings, leaving=leaving)
+    with around_suspend(engine.kind, container.id):
+        done, steps = suspending.suspend(container, real, settings, driver, engine, room=room)
     return Moved(done, time.monotonic() - began, steps)
 
 
@@ -53,6 +54,7 @@ def resume(name: str, request: GpuMap = ()) -> Moved:
     found = targets.suspended(name)
     go_on = targets.engine_of(found).go_on
     done, steps = resuming.resume(found.key, settings, needed_driver(), go_on, request=request)
+    after_resume(found.engine, found.container)
     return Moved(done, time.monotonic() - began, steps)
 
 
@@ -71,9 +73,9 @@ def swap(out: str, into: str, request: GpuMap = ()) -> tuple[Moved, Moved]:
         return suspended, resume(into, request)
     except GpusnapError as error:
         try:
-            resuming.resume(
-                suspended.container.key, settings, driver, targets.engine_of(suspended.container).go_on
-            )
+            of = suspended.container
+            resuming.resume(of.key, settings, driver, targets.engine_of(of).go_on)
+            after_resume(of.engine, of.container)
         except GpusnapError as other:
             error.hint = f"{out} is suspended, and could not be resumed: {other.sentence()}"
         else:
