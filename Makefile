@@ -40,10 +40,11 @@ test-sid: native
 	@tests/host/host --suite sid build >/dev/null
 	@$(PYTHON) -B tests/host/shards.py --suite sid
 
-# The GPU in software, the launcher in C, and stand-ins for plugins of CRIU's.
+# The GPU in software, the launcher and inner loops in C, and stand-ins for plugins of CRIU's.
 native:
 	@$(MAKE) -s -C softgpu
 	@$(MAKE) -s -C runtime_shim/launcher
+	@$(MAKE) -s -C oci/chunks/native
 	@$(MAKE) -s -C tests/plugin
 
 # From the sdist, so that it has what it takes; with the launcher where there is a C compiler (setup.py).
@@ -88,5 +89,6 @@ clean:
 	@$(MAKE) -s -C softgpu clean
 	@$(MAKE) -s -C tests/plugin clean
 	@$(MAKE) -s -C runtime_shim/launcher clean
+	@$(MAKE) -s -C oci/chunks/native clean
 	rm -rf .venv .tox build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find bench demo gpusnap hooks oci packaging runtime_shim tests tools -name __pycache__ -prune -exec rm -rf {} +

@@ -1,8 +1,9 @@
-"""What pyproject.toml cannot say: the launcher in C is built, and comes with the wheel as a file of its own.
+"""What pyproject.toml cannot say: what is in C is built, and comes with the wheel as files of their own.
 
-It is static, without a C library (gpusnap/runtime_shim/launcher), so a wheel with it runs on every Linux of
-its architecture, and says so by its tags. Without a C compiler, or on another architecture, the wheel is one
-of Python alone: all works, and each command of a container engine takes 30 ms more.
+The launcher (gpusnap/runtime_shim/launcher) is static, without a C library, and the inner loops of one
+encoding (gpusnap/oci/chunks/native) need none, so a wheel with them runs on every Linux of its architecture,
+and says so by its tags. Without a C compiler, or on another architecture, the wheel is one of Python alone:
+all works, each command of a container engine takes 30 ms more, and chunks in planes are slow.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ except ImportError:  # setuptools before 70.1
     from wheel.bdist_wheel import bdist_wheel
 
 LAUNCHER = Path("gpusnap/runtime_shim/launcher")
+LOOPS = Path("gpusnap/oci/chunks/native")
 # As gpusnap/engines/install/launcher.py has it, which makes this a link to the environment's console script.
 ENTRY = "/usr/local/libexec/gpusnap/gpusnap-runtime"
 # PEP 600 and PEP 656: what needs no C library runs with the oldest of both.
@@ -52,6 +54,9 @@ class BuildWithLauncher(build_py):
         if not self.editable_mode:
             folder = Path(self.build_lib).resolve() / LAUNCHER
             self.distribution.has_launcher = build_launcher(folder)
+            if self.distribution.has_launcher:
+                loops = Path(self.build_lib).resolve() / LOOPS
+                subprocess.run(["make", "-s", "-C", str(LOOPS), f"BUILD={loops}"], check=True)
             if not self.distribution.has_launcher:
                 print("gpusnap: the launcher in C is not built, and left out", file=sys.stderr)
 

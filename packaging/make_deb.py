@@ -129,6 +129,9 @@ def _commands(tree: Path, scripts: dict[str, str], build: Path) -> None:
         ["make", "-s", "-C", str(launcher), f"BUILD={build}", f"PYTHON_ENTRY=/{ENTRY}"], check=True
     )
     _write(tree / "usr/bin/gpusnap-runtime", (build / "gpusnap-runtime").read_bytes(), 0o755)
+    loops = Path("gpusnap/oci/chunks/native")
+    subprocess.run(["make", "-s", "-C", str(CHECKOUT / loops), f"BUILD={build}"], check=True)
+    _write(tree / MODULES / loops / "planes.so", (build / "planes.so").read_bytes())
 
 
 def _documents(tree: Path, version: str) -> None:

@@ -45,6 +45,7 @@ class Statistics:
     plain: int
     """Of the blobs, those stored as they are."""
     zstd: int
+    planes: int
     stored: int
     """Bytes of the blobs."""
     ratio: float
@@ -164,7 +165,8 @@ def statistics(record: Manifest | None) -> Statistics:
         chunks=uses,
         blobs=len(blobs),
         plain=plain,
-        zstd=len(blobs) - plain,
+        zstd=sum(chunk.encoding == "zstd" for chunk in blobs.values()),
+        planes=sum(chunk.encoding == "planes" for chunk in blobs.values()),
         stored=stored,
         ratio=round(size / stored, 3) if stored else 0.0,
     )

@@ -97,8 +97,9 @@ def memory(console: Console, record: Manifest, figures: Statistics) -> None:
     say(
         console,
         f"{human(figures.size)} in {figures.chunks} chunks: {human(figures.zero)} zero, "
-        f"{human(figures.repeated)} repeated; {figures.blobs} blobs ({figures.zstd} zstd, {figures.plain} "
-        f"plain) of {human(figures.stored)}, {figures.ratio:.1f} to 1",
+        f"{human(figures.repeated)} repeated; {figures.blobs} blobs ({figures.zstd} zstd, "
+        f"{figures.planes} in planes, {figures.plain} plain) of {human(figures.stored)}, "
+        f"{figures.ratio:.1f} to 1",
     )
     say(console, "")
 

@@ -21,6 +21,7 @@ from gpusnap.checkpoints.statistics import parts
 from gpusnap.oci.base.errors import ArchiveError, LayoutError
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.chunks import planes
 from gpusnap.oci.chunks.table import LARGEST_CHUNK, descriptors
 from gpusnap.oci.chunks.verify import Contents, Fault, not_held
 from gpusnap.oci.layout.digests import PREFIX
@@ -206,7 +207,7 @@ def _lies(record: Manifest, plain: Mapping[str, tuple[int, str]]) -> dict[str, s
         chunk.blob: not_held(chunk.plain, chunk.size)
         for part in parts(record)
         for chunk in part.table.chunks
-        if chunk.encoding == "zstd" and plain.get(chunk.blob) != (chunk.size, chunk.plain)
+        if chunk.encoding != "plain" and plain.get(chunk.blob) != (chunk.size, chunk.plain)
     }
 
 
@@ -216,11 +217,25 @@ class _Hashed:
     def __init__(self, content: Content) -> None:
         self._content = content
         self.hash = hashlib.sha256()
+        self._again = b""
+        self.head = self._again = self.read(planes.HEAD)
+        """Its first bytes, which are read again."""
 
     def read(self, size: int) -> bytes:
+        if self._again:
+            again, self._again = self._again[:size], self._again[size:]
+            return again
         piece = self._content.read(size)
         self.hash.update(piece)
         return piece
+
+
+def _all_of(source: _Hashed, most: int) -> bytes:
+    found, size = [], 0
+    while size < most and (piece := source.read(_PIECE)):
+        found.append(piece)
+        size += len(piece)
+    return b"".join(found)
 
 
 def _digests(content: Content) -> tuple[str, tuple[int, str]]:
@@ -229,6 +244,11 @@ def _digests(content: Content) -> tuple[str, tuple[int, str]]:
     The manifest, which says how each one is stored, comes after them. No more than a chunk is decompressed.
     """
     source, hashed, size = _Hashed(content), hashlib.sha256(), 0
+    if 0 < (held := planes.size_of(source.head)) <= LARGEST_CHUNK:
+        found = planes.digest(_all_of(source, LARGEST_CHUNK), held)
+        while source.read(_PIECE):
+            pass
+        return PREFIX + source.hash.hexdigest(), (held, found) if found else (0, "")
     decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_CHUNK)
     with suppress(zstandard.ZstdError):
         reader = decompressor.stream_reader(cast("IO[bytes]", source))

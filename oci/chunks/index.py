@@ -180,9 +180,14 @@ def _parsed(value: object) -> dict[str, Place]:
 
 def _place(row: object, layouts: list[object]) -> Place:
     match row:
-        case [int(at), int(stored), ("plain" | "zstd") as encoding, str(blob), int(inode), int(modified)] if (
-            0 <= at < len(layouts)
-        ):
+        case [
+            int(at),
+            int(stored),
+            ("plain" | "zstd" | "planes") as encoding,
+            str(blob),
+            int(inode),
+            int(modified),
+        ] if 0 <= at < len(layouts):
             layout = layouts[at]
             if isinstance(layout, str) and layout.startswith("/") and "\0" not in layout:
                 encoded(PREFIX + blob)

@@ -29,6 +29,7 @@ import zstandard
 
 from gpusnap.oci.base.errors import BlobError, Cancelled, CeilingError, ChunkError, binary_size, reason
 from gpusnap.oci.base.threads import Crew, Shared
+from gpusnap.oci.chunks import planes
 from gpusnap.oci.chunks.buffers import Memory, Target
 from gpusnap.oci.chunks.table import CHUNK_SIZE, LARGE_CHUNK, Chunk, Table, validated
 from gpusnap.oci.layout.blobs import Blobs
@@ -158,7 +159,9 @@ class Reading:
         chunks = [chunk for table in self._tables for chunk in table.chunks]
         self._whole = sum(chunk.size for chunk in chunks)
         self._slot_size = max((chunk.size for chunk in chunks), default=min(CHUNK_SIZE, max(ceiling, 1)))
-        self._packed_size = max((chunk.stored for chunk in chunks if chunk.encoding == "zstd"), default=0)
+        self._packed_size = max((chunk.stored for chunk in chunks if chunk.encoding != "plain"), default=0)
+        halves = (chunk.size // 2 for chunk in chunks if chunk.encoding == "planes")
+        self._plane_size = max(halves, default=0)
         self._workers, self._slots_left = self._shares(threads, ceiling, len(chunks))
         self._crew.start(self._workers, self._work)
 
@@ -247,17 +250,19 @@ class Reading:
         """How many workers, and how many slots, the ceiling allows."""
         direct = all(target.view(0, 0) is not None for target in self._targets or ())
         slot = 0 if self._targets is not None and direct else self._slot_size
-        need = slot + self._packed_size
+        beside = self._packed_size + self._plane_size
+        need = slot + beside
         if ceiling < need:
             allowed, needed = binary_size(ceiling), binary_size(need)
             raise CeilingError(f"{allowed} of memory do not hold the largest chunk, which needs {needed}")
         if parts == 0:
             return 0, 0
         workers = max(1, min(threads, parts, ceiling // need if need else parts))
-        return workers, min(parts, (ceiling - workers * self._packed_size) // slot) if slot else 0
+        return workers, min(parts, (ceiling - workers * beside) // slot) if slot else 0
 
     def _work(self) -> None:
         packed = Memory(self._packed_size)
+        plane = Memory(self._plane_size) if self._plane_size else None
         # A window larger than a chunk is none of ours, and a large one is `_alone`'s.
         window = max(min(self._slot_size, LARGE_CHUNK), 1 << 10)
         decompressor = zstandard.ZstdDecompressor(max_window_size=window)
@@ -267,14 +272,20 @@ class Reading:
                 if not ready:
                     into = place.view if isinstance(place, Memory) else place
                     later = self._later and not isinstance(place, Memory)
-                    large = part.chunk.encoding == "zstd" and part.chunk.size > LARGE_CHUNK
+                    large = part.chunk.encoding != "plain" and part.chunk.size > LARGE_CHUNK
                     with self._alone if large else nullcontext():
                         # One for it alone, as each keeps the memory of its largest window.
                         unpack = (
                             zstandard.ZstdDecompressor(max_window_size=part.chunk.size) if large else None
                         )
                         _fetch(
-                            self._layout, part.chunk, into, packed.view, unpack or decompressor, later=later
+                            self._layout,
+                            part.chunk,
+                            into,
+                            packed.view,
+                            plane.view if plane is not None else packed.view,
+                            unpack or decompressor,
+                            later=later,
                         )
                         del unpack
                     if later:
@@ -286,6 +297,8 @@ class Reading:
                     self._done(part)
         finally:
             packed.free()
+            if plane is not None:
+                plane.free()
 
     def _next(self) -> tuple[_Part, Memory | memoryview, bool] | None:
         """The next part, its slot or its place in a target, and whether it was read; None at the end."""
@@ -349,6 +362,7 @@ def _fetch(
     chunk: Chunk,
     plain: memoryview,
     packed: memoryview,
+    plane: memoryview,
     decompressor: zstandard.ZstdDecompressor,
     *,
     later: bool = False,
@@ -373,12 +387,16 @@ def _fetch(
     if chunk.encoding == "plain":
         return
     try:
-        # The memory bounds what comes out, whatever the frame says of its size.
-        with decompressor.stream_reader(blob, closefd=False) as reader:
-            count = reader.readinto(into)
-    except zstandard.ZstdError as error:
+        if chunk.encoding == "planes":
+            planes.decode(blob, into, plane, decompressor)
+            count = chunk.size
+        else:
+            # The memory bounds what comes out, whatever the frame says of its size.
+            with decompressor.stream_reader(blob, closefd=False) as reader:
+                count = reader.readinto(into)
+    except (zstandard.ZstdError, ChunkError) as error:
         raise ChunkError(
-            f"the blob {chunk.blob} of the chunk at {chunk.offset} is no zstd: {error}"
+            f"the blob {chunk.blob} of the chunk at {chunk.offset} is no {chunk.encoding}: {error}"
         ) from error
     if count != chunk.size or (not later and digest_of(into) != chunk.plain):
         raise _wrong(chunk)

@@ -1,11 +1,12 @@
 """Tables of chunks: what a region of memory consists of, and in which blobs its bytes lie.
 
-A region is cut at multiples of the chunk size. Each chunk is one blob, zstd-compressed or plain, and has two
-digests: that of its plain bytes, by which an unchanged chunk is known again, and that of its blob. A chunk of
-zeros has no entry: what lies between the entries of a table is zero.
+A region is cut at multiples of the chunk size. Each chunk is one blob, plain, zstd-compressed, or in planes
+(planes.py), and has two digests: that of its plain bytes, by which an unchanged chunk is known again, and
+that of its blob. A chunk of zeros has no entry: what lies between the entries of a table is zero.
 
 In JSON a table is {"size": bytes, "digest": "sha256", "chunks": [row, …]}, a row either
-[offset, size, plain hex] for a plain blob, or [offset, size, plain hex, stored, blob hex] for a zstd one.
+[offset, size, plain hex] for a plain blob, [offset, size, plain hex, stored, blob hex] for a zstd one, or the
+same with "planes" at its end.
 A table may come from anybody: every number in it is checked here before it is used.
 """
 
@@ -19,7 +20,7 @@ from gpusnap.oci.base.errors import ChunkError, DigestError
 from gpusnap.oci.layout.digests import PREFIX, encoded
 from gpusnap.oci.layout.documents import Descriptor
 
-Encoding: TypeAlias = Literal["plain", "zstd"]
+Encoding: TypeAlias = Literal["plain", "zstd", "planes"]
 
 MIB = 1 << 20
 # Measured with bench/chunks.py and bench/store.py: larger ones gain no time, and of a change in many places
@@ -38,6 +39,7 @@ LARGEST_REGION = 1 << 47
 MEDIA_TYPES: Mapping[Encoding, str] = {
     "plain": "application/vnd.gpusnap.chunk.v1",
     "zstd": "application/vnd.gpusnap.chunk.v1+zstd",
+    "planes": "application/vnd.gpusnap.chunk.v1+planes",
 }
 
 
@@ -134,7 +136,7 @@ def _fault(chunk: Chunk, begin: int, end: int) -> str:
         return f"has a size of {chunk.size} bytes"
     if chunk.offset + chunk.size > end:
         return f"reaches over the end of its region of {end} bytes"
-    # A chunk that zstd would make larger is stored plain.
+    # A chunk that would get larger is stored plain.
     if not 0 < chunk.stored <= chunk.size:
         return f"of {chunk.size} bytes has a blob of {chunk.stored} bytes"
     try:
@@ -145,12 +147,15 @@ def _fault(chunk: Chunk, begin: int, end: int) -> str:
     if chunk.encoding == "plain":
         same = chunk.plain == chunk.blob and chunk.stored == chunk.size
         return "" if same else "is stored plain, but its blob has another size or digest"
-    return "" if chunk.encoding == "zstd" else f"has the unknown encoding {str(chunk.encoding)[:40]!r}"
+    return "" if chunk.encoding in MEDIA_TYPES else f"has the unknown encoding {str(chunk.encoding)[:40]!r}"
 
 
 def _row(chunk: Chunk) -> list[object]:
     row: list[object] = [chunk.offset, chunk.size, encoded(chunk.plain)]
-    return row if chunk.encoding == "plain" else [*row, chunk.stored, encoded(chunk.blob)]
+    if chunk.encoding == "plain":
+        return row
+    named = ["planes"] if chunk.encoding == "planes" else []
+    return [*row, chunk.stored, encoded(chunk.blob), *named]
 
 
 def _chunk(at: int, row: object) -> Chunk:
@@ -162,5 +167,7 @@ def _chunk(at: int, row: object) -> Chunk:
             return Chunk(offset, size, PREFIX + plain, PREFIX + plain, size, "plain")
         case [int(offset), int(size), str(plain), int(stored), str(blob)]:
             return Chunk(offset, size, PREFIX + plain, PREFIX + blob, stored, "zstd")
+        case [int(offset), int(size), str(plain), int(stored), str(blob), "planes"]:
+            return Chunk(offset, size, PREFIX + plain, PREFIX + blob, stored, "planes")
         case _:
             raise ChunkError(f"chunk {at} is not written as a chunk is")

@@ -14,6 +14,7 @@ import zstandard
 
 from gpusnap.oci.base.errors import BlobError, DigestError, LayoutError, reason
 from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.chunks import planes
 from gpusnap.oci.chunks.table import LARGE_CHUNK, Table
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor
 from gpusnap.oci.layout.graph import INDEXES, MANIFESTS, children, is_document
@@ -53,17 +54,22 @@ class Contents:
 
     def __init__(self, tables: Iterable[Table] = ()) -> None:
         self._told: dict[str, set[tuple[int, str]]] = defaultdict(set)
+        self._planes: dict[str, set[tuple[int, str]]] = defaultdict(set)
         self._alone = threading.Lock()
         for table in tables:
             for chunk in table.chunks:
-                if chunk.encoding == "zstd":
-                    self._told[chunk.blob].add((chunk.size, chunk.plain))
+                if chunk.encoding != "plain":
+                    told = self._told if chunk.encoding == "zstd" else self._planes
+                    told[chunk.blob].add((chunk.size, chunk.plain))
 
     def fault(self, layout: Layout, blob: Descriptor) -> str:
         """What a blob, itself right, does not hold, or holds wrongly; "" where all tables are right.
 
         It is decompressed piece by piece, as far as the largest chunk that a table sees in it.
         """
+        for size, digest in sorted(self._planes.get(blob.digest, ())):
+            if what := self._fault_in_planes(layout, blob, size, digest):
+                return what
         told = sorted(self._told.get(blob.digest, ()))
         if not told:
             return ""
@@ -90,6 +96,17 @@ class Contents:
         except OSError as error:
             return f"cannot be read: {reason(error)}"
         return ""
+
+    def _fault_in_planes(self, layout: Layout, blob: Descriptor, size: int, digest: str) -> str:
+        try:
+            with (
+                self._alone if size > LARGE_CHUNK else nullcontext(),
+                layout.open_blob(blob.digest, blob.size) as file,
+            ):
+                found = planes.digest(file.read(), size)
+        except (BlobError, OSError) as error:
+            return f"cannot be read: {error if isinstance(error, BlobError) else reason(error)}"
+        return "" if found == digest else not_held(digest, size)
 
 
 def not_held(plain: str, size: int) -> str:

@@ -49,10 +49,11 @@ def with_memory(
     *regions: bytearray,
     images: Mapping[str, bytearray] | None = None,
     record: Manifest | None = None,
+    chunk_size: int = CHUNK,
 ) -> Manifest:
     """A manifest of one process that has these regions, whose chunks are written to a layout."""
     record = record or a_manifest()
-    tables = save(layout, *regions, *(images or {}).values(), chunk_size=CHUNK)
+    tables = save(layout, *regions, *(images or {}).values(), chunk_size=chunk_size)
     placed = tuple(RegionRecord(START + (at << 24), table) for at, table in enumerate(tables[: len(regions)]))
     files = tuple(
         FileRecord(name, table) for name, table in zip(images or {}, tables[len(regions) :], strict=True)

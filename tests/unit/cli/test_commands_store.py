@@ -401,8 +401,8 @@ def test_inspect(gpusnap: Run, kept: Kept) -> None:
     assert f"1 sleep  {ADDRESS}     64.0 KiB   0 B      16  64.0 KiB" in lines
     assert "CRIU     pages-1.img       4.0 KiB   0 B       1   4.0 KiB" in lines
     assert (
-        "76.0 KiB in 19 chunks: 0 B zero, 0 B repeated; 19 blobs (0 zstd, 19 plain) of 76.0 KiB, 1.0 to 1"
-        in lines
+        "76.0 KiB in 19 chunks: 0 B zero, 0 B repeated; 19 blobs (0 zstd, 0 in planes, 19 plain) of 76.0 "
+        "KiB, 1.0 to 1" in lines
     )
     (shared,) = [line for line in lines if line.endswith(kept.second.digest[7:19])]
     assert shared.startswith("registry.example:5000/team/w:v2, w:2  64.0 KiB")

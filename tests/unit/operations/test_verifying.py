@@ -158,12 +158,18 @@ def test_chunks_in_the_store(images: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_a_manifest_that_lies(images: Path, pack: bool) -> None:
+@pytest.mark.parametrize("encoding", ["zstd", "planes"])
+def test_a_manifest_that_lies(images: Path, pack: bool, encoding: str) -> None:
     """A compressed chunk that does not hold what the manifest says is damage, though its blob is right."""
     inner = images / "checkpoint/gpusnap"
-    record = replace(with_memory(Layout(inner), bytearray(b"text" * CHUNK), noise(1, 2)), pages="chunks")
+    content, size = bytearray(b"text" * CHUNK), CHUNK
+    if encoding == "planes":  # numbers of two bytes, of which the second says little
+        content, size = bytearray(os.urandom(1 << 20)), 1 << 20
+        content[1::2] = bytes(byte & 1 for byte in content[1::2])
+    memory = with_memory(Layout(inner), content, noise(1, 2), chunk_size=size)
+    record = replace(memory, pages="chunks")
     chunk = record.processes[0].regions[0].table.chunks[0]
-    assert chunk.encoding == "zstd"
+    assert chunk.encoding == encoding
     (inner / "manifest.json").write_bytes(manifest.encode(record))
     assert verify_one(str(packed(images) if pack else images)).damaged == ()
     fake = "ab" * 32

@@ -1,0 +1,152 @@
+"""Floating-point numbers in planes: the bytes with the exponents compressed, the others as they are.
+
+The weights of a model are numbers of 16 or 32 bits whose sign and exponent take few values, and whose
+mantissa is noise. zstd over all bytes has to code the noise as well; here it gets the highest byte of each
+number alone. Of bf16 weights (normal distribution, sigma 0.02) 68 % are left, zstd by itself leaves 78 %, and
+decoding is twice as fast.
+
+    20 bytes     a skippable frame of zstd (RFC 8878, 3.1.2): its magic number, 12, then the width of a
+                 number, 2 or 4, in 4 bytes, and the size of all numbers in 8
+    the planes   of the lower bytes, the lowest first, each with one byte for every number
+    the rest     the highest bytes, as zstd
+
+The loops are in C (native/planes.c), loaded when first needed, and run beside other threads. Without them the
+same is done by slices, which takes ten times as long and keeps the interpreter.
+
+Why no library: blosc2 and numcodecs do the same, and more, but take numpy, which alone takes longer to import
+than a command may; zipnn takes torch or numpy; python-blosc does not keep planes apart for zstd.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import zstandard
+
+from gpusnap.oci.base.errors import ChunkError
+from gpusnap.oci.layout.digests import digest_of
+
+WIDTHS = (2, 4)
+"""Bytes of a number; little-endian, so that the last one has sign and exponent."""
+_HEADER = struct.Struct("<IIIQ")
+_MAGIC = 0x184D2A57
+HEAD = _HEADER.size
+"""Bytes before the planes."""
+_NATIVE = ("native/planes.so", "native/build/planes.so")  # of a wheel, of a checkout
+
+
+def size_of(head: bytes) -> int:
+    """How many bytes of numbers a blob says that it holds, by its first HEAD bytes; 0 for any other blob."""
+    if len(head) < HEAD:
+        return 0
+    magic, length, width, size = _HEADER.unpack(head[:HEAD])
+    return int(size) if (magic, length) == (_MAGIC, HEAD - 8) and width in WIDTHS else 0
+
+
+def encode(
+    plain: memoryview,
+    width: int,
+    packed: memoryview,
+    top: memoryview,
+    compressor: zstandard.ZstdCompressor,
+) -> int:
+    """Write `plain`, whose size is a multiple of `width`, into `packed`; bytes used, 0 where it does not fit.
+
+    `top` has room for the highest bytes. All memory is writable.
+    """
+    count = plain.nbytes // width
+    begin = HEAD + (width - 1) * count
+    if begin >= packed.nbytes:
+        return 0
+    packed[:HEAD] = _HEADER.pack(_MAGIC, HEAD - 8, width, plain.nbytes)
+    split(plain, packed[HEAD:begin], top[:count], width)
+    room = packed[begin:]
+    with compressor.stream_reader(top[:count], size=count, closefd=False) as reader:
+        used = reader.readinto(room)
+    # Full to the brim, it may have been cut off.
+    return begin + used if used < room.nbytes else 0
+
+
+def decode(
+    packed: memoryview, plain: memoryview, top: memoryview, decompressor: zstandard.ZstdDecompressor
+) -> None:
+    """Fill `plain` from a whole blob. `top` has room for half of it. Raises ChunkError, zstandard.ZstdError.
+
+    The blob may come from anybody: nothing beyond the three is touched, whatever it says.
+    """
+    head = bytes(packed[:HEAD])
+    if size_of(head) != plain.nbytes:
+        raise ChunkError(f"it does not say that it holds {plain.nbytes} bytes in planes")
+    width = _HEADER.unpack(head)[2]
+    if plain.nbytes % width:
+        raise ChunkError(f"{plain.nbytes} bytes are no numbers of {width}")
+    count = plain.nbytes // width
+    begin = HEAD + (width - 1) * count
+    if packed.nbytes < begin:
+        raise ChunkError(f"its planes end at {packed.nbytes} of {begin} bytes")
+    with decompressor.stream_reader(packed[begin:], closefd=False) as reader:
+        if reader.readinto(top[:count]) != count:
+            raise ChunkError("its plane of exponents is too short")
+    join(plain, packed[HEAD:begin], top[:count], width)
+
+
+def digest(packed: bytes, size: int) -> str:
+    """The digest of the numbers in a whole blob, if these are `size` bytes; empty where it holds none."""
+    plain, top = bytearray(size), bytearray(size // 2)
+    window = max(size, 1 << 10)
+    try:
+        decompressor = zstandard.ZstdDecompressor(max_window_size=window)
+        decode(memoryview(bytearray(packed)), memoryview(plain), memoryview(top), decompressor)
+    except (ChunkError, zstandard.ZstdError):
+        return ""
+    return digest_of(memoryview(plain))
+
+
+def split(plain: memoryview, low: memoryview, top: memoryview, width: int) -> None:
+    """The planes of some numbers."""
+    native, count = _native(), top.nbytes
+    if native is not None:
+        with _address(plain) as a, _address(low) as b, _address(top) as c:
+            native.split(a, b, c, count, width)
+        return
+    for at in range(width - 1):
+        low[at * count : (at + 1) * count] = plain[at::width]
+    top[:] = plain[width - 1 :: width]
+
+
+def join(plain: memoryview, low: memoryview, top: memoryview, width: int) -> None:
+    """The numbers of some planes."""
+    native, count = _native(), top.nbytes
+    if native is not None:
+        with _address(plain) as a, _address(low) as b, _address(top) as c:
+            native.join(a, b, c, count, width)
+        return
+    for at in range(width - 1):
+        plain[at::width] = low[at * count : (at + 1) * count]
+    plain[width - 1 :: width] = top
+
+
+@cache
+def _native() -> ctypes.CDLL | None:
+    folder = os.path.dirname(os.path.realpath(__file__))
+    for name in _NATIVE:
+        try:
+            found = ctypes.CDLL(os.path.join(folder, name))
+        except OSError:
+            continue
+        for function in (found.split, found.join):
+            function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_size_t] * 2
+            function.restype = None
+        return found
+    return None
+
+
+@contextmanager
+def _address(view: memoryview) -> Iterator[int]:
+    held = ctypes.c_char.from_buffer(view)
+    yield ctypes.addressof(held)
