@@ -156,7 +156,7 @@ def missing() -> str:
 @contextmanager
 def machine(minor: int) -> Iterator[Machine]:
     """gpusnap installed and the image made, until the block ends; `minor` is the GPU's."""
-    for words in (["softgpu", "build/bin/gpuwork"], ["runtime_shim/launcher"]):
+    for words in (["softgpu", "build/bin/gpuwork"], ["runtime_shim/launcher"], ["oci/chunks/native"]):
         subprocess.run(["make", "-s", "-C", *words], cwd=CHECKOUT, check=True)
     targets = [shimhost.LAUNCHER, shimhost.ENTRY, shimhost.COMMAND, shimhost.HOOK, shimhost.SETTINGS]
     before = {path: (path.read_bytes(), path.stat().st_mode) for path in targets if path.exists()}

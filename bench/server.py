@@ -1,0 +1,236 @@
+"""A model server: how long until its first answer, started fresh and restored.
+
+    python3 bench/server.py [--layers 32] [--rounds 3] [--tokens 32] [--settings 'memory.level = 0']
+        [--folder /var/tmp] [--json server.json] [--svg server.svg]
+
+On a machine with a GPU it is a language model with random weights (tests/gpu/programs/transformers_server.py,
+needs torch and transformers); in the test host, gpuwork with --mib of device memory, which shows that all
+works and no more. In each round, with a warm and with a dropped page cache:
+
+    fresh       from `podman run` to the first answer
+    restore     from `gpusnap restore` to the first answer, of a checkpoint in a store in --folder
+    command     of that, until `gpusnap restore` returns
+
+Every answer is compared with the first one of all. Medians, in seconds. Needs root; installs gpusnap for as
+long as it runs, and removes what it made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import socket
+import statistics
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "bench"), str(CHECKOUT / "tests" / "host")]
+sys.path[:0] = [str(CHECKOUT / "tests" / "gpu"), str(CHECKOUT / "tests" / "integration")]
+
+import shimhost  # noqa: E402
+from checkpoint import obstacle  # noqa: E402
+from hosts import NAME, BenchError, Place, command, place  # noqa: E402
+from podman_gpu import circumstances  # noqa: E402
+from restore_floor import COMMAND, drop_caches  # noqa: E402
+from rows import checked  # noqa: E402
+from servers import PORT, runtimes  # noqa: E402
+from support import podman  # noqa: E402
+
+from gpusnap.runtime_shim.errors import GpusnapError  # noqa: E402
+from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
+
+_PATIENCE = 600.0  # seconds for a first answer
+_PAUSE = 0.01
+_NUMBER = struct.Struct("<Q")
+COLOURS = {"fresh": "#b0b7c3", "restore": "#2a7ae2"}
+
+
+@dataclass(slots=True)
+class Found:
+    """One state of the page cache; seconds, one for each round."""
+
+    cache: str
+    fresh: list[float] = field(default_factory=list)
+    restore: list[float] = field(default_factory=list)
+    command: list[float] = field(default_factory=list)
+
+    def row(self) -> dict[str, float]:
+        """Medians, and how much faster a restore is."""
+        fresh, restore, done = (statistics.median(each) for each in (self.fresh, self.restore, self.command))
+        return {"fresh": fresh, "restore": restore, "command": done, "times": fresh / restore}
+
+
+def ask_number() -> object:
+    """What gpuwork answers. Raises OSError while it does not."""
+    with socket.create_connection(("127.0.0.1", PORT), 5) as connection:
+        connection.sendall(_NUMBER.pack(41))
+        return connection.recv(_NUMBER.size)
+
+
+def ask_model(tokens: int) -> object:
+    """The tokens of the model. Raises OSError while it does not answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=_PATIENCE)
+    try:
+        connection.request("GET", f"/{tokens}")
+        return json.loads(connection.getresponse().read())
+    except http.client.HTTPException as error:
+        raise ConnectionError(str(error)) from error
+    finally:
+        connection.close()
+
+
+@dataclass(slots=True)
+class Server:
+    """The server, and what it answered first."""
+
+    here: Place
+    words: list[str]
+    ask: Callable[[], object]
+    answer: object = None
+
+    def start(self) -> float:
+        """Start it fresh; seconds until it has answered."""
+        begun = time.monotonic()
+        network = () if "host" in self.here.options else ("--network", "host")
+        run = ("run", "-d", "--name", NAME, *self.here.options, *network, self.here.image)
+        command("podman", "--runtime", "gpusnap-runtime", *run, *self.words)
+        return self.first_answer(begun)
+
+    def first_answer(self, begun: float) -> float:
+        """Seconds since then until it answers, as it always did. Raises BenchError."""
+        while time.monotonic() - begun < _PATIENCE:
+            try:
+                answer = self.ask()
+            except OSError:
+                time.sleep(_PAUSE)
+                continue
+            took = time.monotonic() - begun
+            self.answer = self.answer or answer
+            if not answer or answer != self.answer:
+                raise BenchError(f"it answered {answer!r} instead of {self.answer!r}")
+            return took
+        said = podman("logs", NAME)
+        raise BenchError(f"no answer in {_PATIENCE:g} s: {(said.out + said.err).strip()[-300:]}")
+
+
+def measure(server: Server, rounds: int) -> list[Found]:
+    """Started and restored again and again."""
+    every = [Found("warm"), Found("cold")]
+    server.start()
+    command(COMMAND, "checkpoint", NAME)
+    remove()
+    for _ in range(rounds):
+        for found in every:
+            for what in ("fresh", "restore"):
+                if found.cache == "cold":
+                    drop_caches()
+                if what == "fresh":
+                    found.fresh.append(server.start())
+                else:
+                    begun = time.monotonic()
+                    found.command.append(command(COMMAND, "restore", NAME)[0])
+                    found.restore.append(server.first_answer(begun))
+                remove()
+            print(f"{found.cache}: {found.row()}", file=sys.stderr, flush=True)
+    return every
+
+
+def remove() -> None:
+    """The container, whether it runs or not."""
+    podman("rm", "--force", "--ignore", "--time", "0", NAME)
+
+
+def table(every: list[Found]) -> str:
+    """For docs/benchmarks.md."""
+    lines = [
+        "| page cache | fresh | restore | of that, the command | times faster |",
+        "|---|---|---|---|---|",
+    ]
+    for found in every:
+        row = found.row()
+        figures = " | ".join(f"{row[name]:.1f} s" for name in ("fresh", "restore", "command"))
+        lines.append(f"| {found.cache} | {figures} | {row['times']:.1f} |")
+    return "\n".join(lines)
+
+
+def picture(every: list[Found], title: str) -> str:
+    """The same as bars, an SVG."""
+    rows = [(found.cache, what, found.row()[what]) for found in every for what in COLOURS]
+    scale = 420 / max(seconds for *_, seconds in rows)
+    parts = [f'<text x="8" y="20" font-weight="bold">{title}</text>']
+    for at, (cache, what, seconds) in enumerate(rows):
+        y = 34 + 26 * at
+        parts += [
+            f'<text x="8" y="{y + 14}">{what}, {cache}</text>',
+            f'<rect x="110" y="{y}" width="{seconds * scale:.1f}" height="20" fill="{COLOURS[what]}"/>',
+            f'<text x="{116 + seconds * scale:.1f}" y="{y + 14}">{seconds:.1f} s</text>',
+        ]
+    height = 44 + 26 * len(rows)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="600" height="{height}" font-family="sans-serif"'
+    return "\n".join([f'{head} font-size="13">', *parts, "</svg>", ""])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="A model server's first answer, fresh and restored.")
+    parser.add_argument("--layers", type=int, default=32, help="of the model (32: 12.6 GiB)")
+    parser.add_argument("--mib", type=int, default=200, help="of device memory, in the test host")
+    parser.add_argument("--tokens", type=int, default=32, help="of an answer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--settings", action="append", default=[], help="a line of gpusnap.toml")
+    parser.add_argument("--folder", default="/var/tmp", help="where the store goes: on the disk in question")
+    parser.add_argument("--json", help="write the figures there too")
+    parser.add_argument("--svg", help="write the picture there")
+    options = parser.parse_args()
+    software = os.environ.get("GPUSNAP_TESTHOST") == "1"
+    if reason := obstacle(software=software):
+        print(f"server: {reason}", file=sys.stderr)
+        return 1
+    if not (runtime := next(iter(runtimes()), "")):
+        print("server: no CRIU here dumps TCP sockets on this kernel", file=sys.stderr)
+        return 1
+    with ExitStack() as stack:
+        here = stack.enter_context(place(None if software else Nvidia().host().gpus[0].minor))
+        about = {**circumstances(Nvidia().host(), "crun"), "software": software}
+        folder = stack.enter_context(
+            tempfile.TemporaryDirectory(dir=options.folder, prefix="gpusnap-server-")
+        )
+        text = [f'runtime = "{runtime}"', f'store.path = "{folder}/store"', *options.settings]
+        checked(text)
+        shimhost.write_settings("\n".join(text) + "\n")
+        remove()
+        stack.callback(remove)
+        if software:
+            words = ["/gpuwork", "--mib", str(options.mib), "--tick", "100", "--serve", str(PORT)]
+            server = Server(here, words, ask_number)
+        else:
+            program = ["/programs/transformers_server.py", "--port", str(PORT)]
+            words = [sys.executable, *program, "--layers", str(options.layers)]
+            server = Server(here, words, partial(ask_model, options.tokens))
+        try:
+            every = measure(server, options.rounds)
+        except (BenchError, GpusnapError) as error:
+            print(f"server: {error}", file=sys.stderr)
+            return 1
+    title = f"First answer of a model server on {about['gpu']}"
+    if options.json:
+        runs = [{"cache": found.cache, **found.row()} for found in every]
+        Path(options.json).write_text(json.dumps({**about, "runs": runs}, indent=1) + "\n")
+    if options.svg:
+        Path(options.svg).write_text(picture(every, title))
+    print(json.dumps(about, indent=1))
+    print(table(every))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""A language model with random weights behind HTTP: GET /N answers with the next N tokens, as JSON.
+
+Llama-shaped, in bf16, from one seed; the prompt is always the same, and so are the tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import torch  # type: ignore[import-not-found]
+import transformers  # type: ignore[import-not-found]
+
+PROMPT = list(range(1, 17))
+
+
+class Server(ThreadingHTTPServer):
+    """The model, and what it says."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int, layers: int) -> None:
+        torch.manual_seed(7)
+        torch.set_default_dtype(torch.bfloat16)
+        config = transformers.LlamaConfig(num_hidden_layers=layers)
+        with torch.device("cuda"):
+            self.model = transformers.LlamaForCausalLM(config).eval()
+        super().__init__(("", port), Answers)
+
+    def tokens(self, count: int) -> list[int]:
+        """The next ones."""
+        given = torch.tensor([PROMPT], device="cuda")
+        mask = torch.ones_like(given)
+        with torch.inference_mode():
+            found = self.model.generate(
+                given, attention_mask=mask, min_new_tokens=count, max_new_tokens=count, do_sample=False
+            )
+        return [int(each) for each in found[0, len(PROMPT) :]]
+
+
+class Answers(BaseHTTPRequestHandler):
+    """GET /N."""
+
+    server: Server
+
+    def do_GET(self) -> None:
+        """By the name that http.server calls."""
+        body = json.dumps(self.server.tokens(int(self.path.lstrip("/")))).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def main() -> None:
+    """Serve until killed."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--port", type=int, required=True)
+    options.add_argument("--layers", type=int, default=32, help="32: 6.7e9 parameters, 12.6 GiB")
+    given = options.parse_args()
+    Server(given.port, given.layers).serve_forever()
+
+
+if __name__ == "__main__":
+    main()
