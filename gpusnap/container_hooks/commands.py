@@ -14,7 +14,6 @@ files, its network.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shlex
@@ -24,6 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from gpusnap.engines import podman
+from gpusnap.oci.base.json_text import parse_json
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings
 from gpusnap.runtime_shim.errors import (
@@ -150,7 +150,7 @@ def _words(found: podman.Container, event: str) -> list[str]:
     if not text.startswith("["):
         return ["sh", "-c", text] if text else []
     try:
-        words = json.loads(text)
+        words = parse_json(text)
     except ValueError:
         words = None
     if not isinstance(words, list) or not words or not all(isinstance(each, str) for each in words):
