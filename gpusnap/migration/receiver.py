@@ -13,7 +13,7 @@ import secrets
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from gpusnap.checkpoints import artifact as kept
@@ -173,8 +173,9 @@ class _Receiver:
             ignore_volumes=bool(frame["ignoreVolumes"]),
         )
         before = tuple(sorted(podman.ids()))
-        self._undo = records.Record(self._id, "restoring", wish.name or name, before)
-        self._undo.write()
+        record = records.Record(self._id, "restoring", wish.name or name, before)
+        records.begin(record)
+        self._undo = record
         os.environ[records.MARK] = self._id
         self._restoring = True
         try:
@@ -183,7 +184,8 @@ class _Receiver:
         finally:
             self._restoring = False
             del os.environ[records.MARK]
-        records.Record(self._id, "running", wish.name or name, before).write()
+        self._undo = replace(record, state="running", container=done.container.id)
+        self._undo.write()
         return {"container": done.container.name, "containerId": done.container.id, "seconds": done.seconds}
 
     def _confirm(self) -> dict[str, Any]:
@@ -203,7 +205,7 @@ class _Receiver:
             return
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._undo = None
-        records.remove_new(record.name, record.before)
+        records.remove_restored(record)
         records.Record(self._id, "undone", record.name).write()
 
 
