@@ -16,6 +16,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ _PATIENCE = 900.0
 # Seconds that Podman may take to go when it was killed.
 _DYING = 5.0
 _LONGEST = 64 << 10
+# Bytes on disk of what a command in a container prints, from which on only what comes next is kept.
+_MOST = 4 << 20
 # How Podman names what its runtime did: by its command line, or by what it wrote into its log.
 _OF_THE_RUNTIME = re.compile(r"failed: (?:exit status|signal: )|OCI runtime|conmon|gpusnap: ")
 # How Podman says that the runtime was killed: its own child at a checkpoint, a child of conmon at a restore.
@@ -194,17 +197,26 @@ def execute(
     options = [word for name, value in environment.items() for word in ("--env", f"{name}={value}")]
     with _started(("exec", *options, container_id, *words), os.environ) as (child, out, err):
         code: int | None = None
+        end = time.monotonic() + seconds
         try:
-            code = child.wait(seconds)
-        except subprocess.TimeoutExpired:
-            pass
+            while code is None and (left := end - time.monotonic()) > 0:
+                with suppress(subprocess.TimeoutExpired):
+                    code = child.wait(min(left, _EVERY))
+                for file in (out, err):
+                    _shorten(file)
         finally:
             if child.poll() is None:
                 child.kill()
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(_DYING)
         done = _ended(child, out, err) if child.poll() is not None else _Done(0, "", "")
-    return code, f"{done.out}\n{done.err}"
+    return code, f"{done.out}\n{done.err}".replace("\0", "")
+
+
+def _shorten(file: IO[bytes]) -> None:
+    """Free the disk of what is printed without end; its writer goes on behind a hole."""
+    if os.fstat(file.fileno()).st_blocks * 512 > _MOST:
+        os.ftruncate(file.fileno(), 0)
 
 
 def exists(kind: str, wanted: str) -> bool:

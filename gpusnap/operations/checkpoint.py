@@ -38,7 +38,14 @@ from gpusnap.operations.failed_export import Export, exported
 from gpusnap.operations.push_pull import Pushed
 from gpusnap.progress import Progress, Tick, board, grown
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, UsageError, reason
+from gpusnap.runtime_shim.errors import (
+    ContainerError,
+    GpusnapError,
+    ImageError,
+    Interrupted,
+    UsageError,
+    reason,
+)
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
@@ -359,8 +366,15 @@ def _asleep(found: podman.Container) -> bool:
 def _awake(found: podman.Container) -> Iterator[None]:
     """Have Podman take a suspended container for one that runs: it checkpoints no other.
 
-    Its runtime has the order to do nothing of that, so that the container stays frozen all the time.
+    Its runtime has the order to do nothing of that, so that the container stays frozen all the time. A resume
+    keeps away while the order stands. Raises ContainerError where one came before it.
     """
+    if not _asleep(found):
+        raise ContainerError(
+            f"the container {found.name} was resumed before its checkpoint began",
+            hint="run the same command again",
+            code="GPS-206",
+        )
     podman.go_on(found.id)
     try:
         yield

@@ -28,6 +28,8 @@ from gpusnap.runtime_shim.progress import reporter
 from gpusnap.runtime_shim.settings import TABLE, Settings
 
 FOLDER = "/run/gpusnap/orders"
+# Seconds in which `sweep` lets go of a lock.
+_SWEEPING = 1.0
 _ID = re.compile(r"[A-Za-z0-9][\w.+-]{0,250}", re.ASCII)
 _LARGEST = 16 << 10
 # Far more generations than there are between a command and the runtime that its Podman runs.
@@ -73,16 +75,25 @@ def ordered(
                 state_files.remove(path)
 
 
-def _alone(path: str, container: str) -> AbstractContextManager[None]:
-    """Have the lock of a container's orders, or fail at once."""
+def alone(container: str) -> AbstractContextManager[None]:
+    """Keep checkpoints of a container from beginning while the block runs, as a resume of it does.
+
+    Such a checkpoint would have its engine pause it afterwards, as it found it. `container`: its full ID.
+    Raises ContainerError where one is under way, GpusnapError.
+    """
+    return _alone(_path(container), container, patience=_SWEEPING)
+
+
+def _alone(path: str, container: str, *, patience: float = 0) -> AbstractContextManager[None]:
+    """Have the lock of a container's orders, or fail once `patience` (seconds) is over."""
     busy = ContainerError(
-        f"another gpusnap checkpoint of the container {container[:12]} is under way",
+        f"another gpusnap checkpoint or resume of the container {container[:12]} is under way",
         hint="wait until it is done",
         code="GPS-020",
     )
     return state_files.locked(
         path.removesuffix(".json") + ".lock",
-        patience=0,
+        patience=patience,
         busy=lambda: busy,
         failed=lambda error: _unwritable(path, error),
     )

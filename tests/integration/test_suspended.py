@@ -17,6 +17,7 @@ from support import GPUS_CONF, Container, faults, good, kill_at, podman, run, se
 from suspendhost import nothing_left, resumed, suspended, usage
 
 from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.process.memory import tmpfs
 
 
 @pytest.fixture
@@ -254,3 +255,63 @@ def test_killed_spill(store: Store) -> None:
     resumed(container)
     nothing_left()
     assert staged(store) == []
+
+
+def test_what_a_killed_spill_leaves_in_ram(store: Store) -> None:
+    """Killed when the journal names the store, and the RAM is not free yet: the next one frees it."""
+    container = Container.start("w", "--mib", "16")
+    suspended(container)
+    left = {path: path.read_bytes() for path in Path(tmpfs.FOLDER).glob("*/*")}
+    assert left
+    good(gpusnap("suspend", "--spill", "--wait", "w"))
+    for path, content in left.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    assert usage("w")["ram"]
+    good(gpusnap("suspend", "--spill", "--wait", "w"))
+    assert usage("w")["ram"] == 0
+    resumed(container)
+    nothing_left()
+
+
+def test_renamed(crun: None) -> None:
+    """Podman's name of the day counts, also where another container has the old one."""
+    container = Container.start("w")
+    suspended(container)
+    good(podman("rename", "w", "v"))
+    good(podman("run", "-d", "--name", "w", "localhost/base", "sleep", "1000"))
+    assert usage("v")["state"] == "suspended"
+    assert usage("w") == {}
+    assert "no container w is suspended" in sentence(gpusnap("resume", "w"))
+    resumed(Container("v"))
+    nothing_left()
+
+
+def test_a_swap_whose_command_fails(crun: None) -> None:
+    """The one that came in runs; the other one stays suspended, and both are not on the GPU at once."""
+    first = Container.start("first", options=("--annotation", "io.gpusnap.post-resume=exit 3"))
+    suspended(first)
+    second = Container.start("second")
+    assert "first runs, and second is suspended" in sentence(gpusnap("swap", "second", "first"))
+    first.goes_on()
+    assert usage("second")["state"] == "suspended"
+    first.remove()
+    resumed(second)
+
+
+def test_a_resume_during_a_checkpoint(store: Store) -> None:
+    """Is refused: the checkpoint would have Podman pause it afterwards, as if it were still suspended."""
+    container = Container.start("w")
+    suspended(container)
+    with subprocess.Popen(
+        [COMMAND, "checkpoint", "w"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as command:
+        until(lambda: container.inspect()["State"]["Status"] == "running", "the checkpoint")
+        assert "another gpusnap checkpoint or resume" in sentence(gpusnap("resume", "w"))
+        assert command.wait(60) == 0
+    assert usage("w")["state"] == "suspended"
+    resumed(container)
+    nothing_left()

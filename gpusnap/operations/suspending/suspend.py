@@ -22,6 +22,7 @@ from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.runtime_shim.snapshot.records import suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.suspend import criu_plugin
 from gpusnap.runtime_shim.snapshot.suspended import resume as resuming
@@ -53,7 +54,8 @@ def resume(name: str, request: GpuMap = ()) -> Moved:
     sweep(settings.store.path)
     found = targets.suspended(name)
     go_on = targets.engine_of(found).go_on
-    done, steps = resuming.resume(found.key, settings, needed_driver(), go_on, request=request)
+    with overrides.alone(found.container):
+        done, steps = resuming.resume(found.key, settings, needed_driver(), go_on, request=request)
     after_resume(found.engine, found.container)
     return Moved(done, time.monotonic() - began, steps)
 
@@ -72,9 +74,13 @@ def swap(out: str, into: str, request: GpuMap = ()) -> tuple[Moved, Moved]:
     try:
         return suspended, resume(into, request)
     except GpusnapError as error:
+        if found.lives and suspensions.read(found.key) is None:  # it runs: its own command failed
+            error.hint = "; ".join(filter(None, [error.hint, f"{into} runs, and {out} is suspended"]))
+            raise
         try:
             of = suspended.container
-            resuming.resume(of.key, settings, driver, targets.engine_of(of).go_on)
+            with overrides.alone(of.container):
+                resuming.resume(of.key, settings, driver, targets.engine_of(of).go_on)
             after_resume(of.engine, of.container)
         except GpusnapError as other:
             error.hint = f"{out} is suspended, and could not be resumed: {other.sentence()}"
@@ -135,4 +141,5 @@ def pause_again(found: Suspension) -> bool:
 def recover(found: Suspension) -> str:
     """Finish or undo what a killed gpusnap had begun; what was done, in words. Raises GpusnapError."""
     engine = targets.engine_of(found)
-    return resuming.recover(found.key, settings_file.load(), needed_driver(), engine.go_on)
+    with overrides.alone(found.container):
+        return resuming.recover(found.key, settings_file.load(), needed_driver(), engine.go_on)

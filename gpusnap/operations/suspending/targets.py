@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,8 @@ from gpusnap.user_errors import NotFound
 
 _CONTAINERD = "containerd"
 _PODMAN = "podman"
+# Seconds for Podman to say which container has a name.
+_NAMING = 60.0
 # Below it there is a folder for each namespace (containerd, RuncRoot of cmd/containerd-shim-runc-v2).
 _CONTAINERD_ROOT = "/run/containerd/runc"
 
@@ -66,7 +68,7 @@ def running(name: str) -> tuple[Engine, containers.Container, RealRuntime]:
 def suspended(name: str) -> Suspension:
     """A suspended container by its name, or the beginning of its ID. Raises NotFound, GpusnapError."""
     found = list(suspensions.find())
-    exact = [each for each in found if name in _words(each)]
+    exact = _called(found, name)
     some = exact or [each for each in found if len(name) > 2 and each.container.startswith(name)]
     if len(some) == 1:
         return some[0]
@@ -79,7 +81,20 @@ def suspended(name: str) -> Suspension:
 
 def is_suspended(name: str) -> bool:
     """Whether a suspended container has exactly that name or ID. Raises GpusnapError."""
-    return any(name in _words(each) for each in suspensions.find())
+    return bool(_called(list(suspensions.find()), name))
+
+
+def _called(found: Sequence[Suspension], name: str) -> Sequence[Suspension]:
+    """Those with exactly that name or ID; how Podman calls them now counts before what is on file."""
+    if of_id := [each for each in found if each.container == name]:
+        return of_id
+    now = ""
+    if any(each.engine == _PODMAN for each in found):
+        with suppress(GpusnapError):
+            now = podman.full_id(name, seconds=_NAMING)
+    if now:
+        return [each for each in found if each.container == now]
+    return [each for each in found if name in _words(each)]
 
 
 def _words(found: Suspension) -> tuple[str, ...]:

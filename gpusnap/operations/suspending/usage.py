@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from gpusnap.engines import podman_objects
@@ -62,9 +62,12 @@ def usages() -> tuple[Usage, ...]:
     sweep()
     driver = needed_driver()
     asleep = list(suspensions.find())
-    found = [_of_suspended(each) for each in asleep]
     keys = {each.container for each in asleep}
-    running = [each for each in _running() if each.container_id not in keys]
+    there = list(_running())
+    # A suspended container may have been renamed since.
+    names = {each.container_id: each.name for each in there if each.engine == "podman"}
+    found = [_of_suspended(replace(each, name=names.get(each.container, each.name))) for each in asleep]
+    running = [each for each in there if each.container_id not in keys]
     return tuple(sorted([*found, *_of_running(driver, running)], key=lambda each: (each.name, each.engine)))
 
 

@@ -40,6 +40,9 @@ def spill(key: str, settings: Settings) -> int:
     found, entry = _suspended(key)
     staged = sum(each.size for process in entry.processes for each in process.staged)
     if not staged:
+        with journal.held(key), held_signals():
+            if _suspended(key) == (found, entry):
+                tmpfs.remove(key)  # one that was killed between its last two steps has left it
         return 0
     memory = settings.memory
     home = StoreHome(settings.store.path, settings.store.path, found.container, memory, why=_WHOSE + key)

@@ -285,3 +285,15 @@ def test_a_signal_while_podman_exports(fake: FakePodman, tmp_path: Path, failing
             ]
             assert (tmp_path / "out").read_bytes() == b"archive"
         thread.join()
+
+
+def test_a_command_that_prints_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it prints does not fill the disk of the host: only the end of it is kept, while it runs."""
+    program = tmp_path / "podman"
+    program.write_text(
+        "#!/bin/sh\nhead -c 20000000 /dev/zero\n"
+        'until [ "$(stat -L -c %b /proc/$$/fd/1)" -lt 100 ]; do :; done\necho last; exit 3\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert podman.execute("w", ["noise"], {}, seconds=20) == (3, "last\n\n")

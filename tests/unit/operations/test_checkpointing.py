@@ -461,7 +461,7 @@ def test_two_at_once(fake: FakePodman, tmp_path: Path) -> None:
     with overrides.ordered(ID, pages="chunks"):
         for to in (None, locator.InFile(f"{tmp_path}/w.tar")):
             with pytest.raises(
-                GpusnapError, match=r"another gpusnap checkpoint of the container abababababab is"
+                GpusnapError, match=r"another gpusnap checkpoint or resume of the container abababababab is"
             ):
                 made(to=to)
     assert fake.status() == "running"

@@ -123,7 +123,7 @@ def test_one_at_a_time(folder: Path) -> None:
     with overrides.ordered(ID, pages="chunks"):
         with (
             pytest.raises(
-                ContainerError, match="another gpusnap checkpoint of the container c0ffeec0ffee is"
+                ContainerError, match="another gpusnap checkpoint or resume of the container c0ffeec0ffee is"
             ),
             overrides.ordered(ID, pages="store"),
         ):
