@@ -120,6 +120,7 @@ class Reading:
     where that is not enough for all. targets: the regions, one for each table, in order, if they are there.
     later: leave it to `verify` whether targets that are memory of ours have the right content. What is in no
     chunk is not written: the targets hold zeros there. groups: that of each table, in order; see above.
+    prepare: called likewise before a chunk is written into memory of ours; what it raises ends the reading.
     placed: called with the place of the table and the chunk, by a worker, once that is in its target.
     progress: told after each chunk, by a worker, how many bytes of plain content were read, and of how many.
 
@@ -137,6 +138,7 @@ class Reading:
         targets: Sequence[Target] | None = None,
         later: bool = False,
         groups: Sequence[int] = (),
+        prepare: Callable[[int, Chunk], None] | None = None,
         placed: Callable[[int, Chunk], None] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -151,7 +153,7 @@ class Reading:
         self._unread = _Order(self._tables, groups or [0] * len(self._tables))
         self._left = len(self._unread)
         """Chunks that are not in their targets."""
-        self._placed, self._report = placed, progress
+        self._prepare, self._placed, self._report = prepare, placed, progress
         self._bytes = 0
         """Of plain content that were read."""
         self._staged: deque[tuple[_Part, Memory]] = deque()
@@ -271,6 +273,8 @@ class Reading:
                 part, place, ready = step
                 if not ready:
                     into = place.view if isinstance(place, Memory) else place
+                    if self._prepare is not None and not isinstance(place, Memory):
+                        self._prepare(part.at, part.chunk)
                     later = self._later and not isinstance(place, Memory)
                     large = part.chunk.encoding != "plain" and part.chunk.size > LARGE_CHUNK
                     with self._alone if large else nullcontext():

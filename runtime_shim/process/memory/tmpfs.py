@@ -85,8 +85,8 @@ class Area:
     def populate(self, offset: int = 0, size: int | None = None, *, threads: int = 0) -> None:
         """Have the kernel put pages behind a part, by default all of it.
 
-        In so many threads, all cores' for 0. A part begins and ends with a page. Raises OSError where there
-        is no memory for that; a kernel before 5.14 does nothing.
+        In so many threads, all cores' for 0. Raises OSError where there is no memory for that, ENOSPC where
+        the tmpfs is full; a kernel before 5.14 does nothing.
         """
         held = (ctypes.c_char * len(self._mapping)).from_buffer(self._mapping)
         try:
@@ -95,6 +95,7 @@ class Area:
             if size is not None:
                 begin += self.lead + offset
                 end = begin + size
+                begin -= begin % mmap.PAGESIZE
             slices = range(begin, end, _SLICE)
             copies.work([partial(_populate, at, min(_SLICE, end - at), self.path) for at in slices], threads)
         finally:
@@ -268,5 +269,7 @@ def _mount() -> None:
 def _populate(address: int, size: int, path: str) -> None:
     if _libc.madvise(address, size, _POPULATE_WRITE) < 0:
         number = ctypes.get_errno()
+        if number == errno.EFAULT:  # whoever writes there gets SIGBUS
+            number = errno.ENOSPC
         if number != errno.EINVAL:
             raise OSError(number, os.strerror(number), path)

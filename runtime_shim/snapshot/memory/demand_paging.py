@@ -41,6 +41,8 @@ from gpusnap.runtime_shim.process.memory.userfault import Userfault
 PAGE = 4096
 # Bytes of zeros that are populated at a time.
 _ZEROS = 64 << 20
+# How often a range is released whose process unmaps parts of it at the same time.
+_TRIES = 5
 # Seconds between two looks whether the filling gets on.
 _LOOK = 0.02
 # Seconds without a piece, and bytes per second that a piece of any size may take.
@@ -75,6 +77,10 @@ class _Region:
     sizes: list[int]
     ready: bytearray
     """By piece, whether it is whole and right."""
+    missing: int
+    """Pieces that are not ready."""
+    due: set[int] = field(default_factory=set)
+    """Pieces that are ready, and that the kernel could not release."""
     pid: int = 0
     userfault: Userfault | None = None
     """Of the process that has it mapped."""
@@ -82,6 +88,15 @@ class _Region:
     def piece(self, offset: int) -> int:
         """The piece that holds an offset."""
         return bisect_right(self.starts, offset) - 1
+
+    def with_due(self, piece: int) -> tuple[int, int]:
+        """The piece, and the due ones right before and behind it: the first and the last."""
+        first = last = piece
+        while first - 1 in self.due:
+            first -= 1
+        while last + 1 in self.due:
+            last += 1
+        return first, last
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """Offset and size of each run of ready pieces."""
@@ -143,7 +158,8 @@ class DemandPaging:
     @property
     def told(self) -> Waits:
         """What was waited for so far."""
-        return Waits(self._faults, self._complete - self._begun if self._complete and self._begun else 0.0)
+        whole = self._complete and self._begun  # it may have been whole before a process had it
+        return Waits(self._faults, max(0.0, self._complete - self._begun) if whole else 0.0)
 
     def populate_zeros(self) -> None:
         """Have pages of zeros where no chunk is, in a thread of ours: the driver would find them one by one.
@@ -159,13 +175,12 @@ class DemandPaging:
         piece = region.piece(offset)
         with self._lock:
             region.ready[piece] = 1
-            userfault = region.userfault
-        if userfault is not None:
-            self._release(region, offset, region.sizes[piece])
+            region.missing -= 1
+            attached = region.userfault is not None
+        if attached:
+            self._release_piece(at, piece)
         with self._lock:
             self._moved = time.monotonic()
-            if region.pid:
-                self._mapped[region.pid].waits.discard((at, piece))
             self._left -= 1
             if self._left == 0 and self._error is None:
                 self._complete = time.monotonic()
@@ -265,17 +280,61 @@ class DemandPaging:
             with contextlib.suppress(OSError):
                 pidfd.send(pid, signal.SIGKILL)
 
+    def _release_piece(self, at: int, piece: int) -> None:
+        """Release a piece that is ready, and those beside it that the kernel could not release.
+
+        One that is released within a range that is not takes two mappings more, and a process may have so
+        many (vm.max_map_count): where zeros and chunks alternate, the zeros are there first. Then it is due
+        with its neighbours, or with all of the region, which takes no mapping more.
+        """
+        region = self._regions[at]
+        with self._lock:
+            first, last = region.with_due(piece)
+        while True:
+            offset, failed = region.starts[first], None
+            try:
+                self._release(region, offset, region.starts[last] + region.sizes[last] - offset)
+            except OSError as error:
+                failed = error
+            with self._lock:
+                if region.userfault is None:
+                    return  # nobody waits any more, see `detach`
+                if failed is None:
+                    self._released(at, first, last)
+                elif failed.errno != errno.ENOMEM or last - first == len(region.starts) - 1:
+                    raise failed
+                else:
+                    region.due.add(piece)
+                if region.missing or not region.due:
+                    return
+            first, last = 0, len(region.starts) - 1
+
+    def _released(self, at: int, first: int, last: int) -> None:
+        self._regions[at].due.difference_update(range(first, last + 1))
+        waits = self._mapped[self._regions[at].pid].waits
+        waits -= {each for each in waits if each[0] == at and first <= each[1] <= last}
+
     def _release(self, region: _Region, offset: int, size: int) -> None:
-        userfault, address = region.userfault, region.area.address + offset
-        assert userfault is not None
-        try:
-            userfault.release(address, size)
-        except ProcessLookupError:
+        """Raises OSError; ENOMEM where it takes more mappings than the process may have."""
+        userfault, begin = region.userfault, region.area.address + offset
+        if userfault is None:  # see `detach`
             return
-        except OSError as error:
-            # The driver unmaps a region when it has read it.
-            if error.errno not in (errno.EINVAL, errno.ENOMEM) or _is_mapped(region, address):
-                raise
+        parts = [(begin, begin + size)]
+        for attempt in range(_TRIES):
+            try:
+                for start, end in parts:
+                    userfault.release(start, end - start)
+                return
+            except ProcessLookupError:
+                return
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOMEM) or attempt == _TRIES - 1:
+                    raise
+                if error.errno == errno.ENOMEM and size < region.area.size and proc.running(region.pid):
+                    raise
+            # The driver unmaps what it has read, and something else may have these addresses by now, of which
+            # the kernel takes none. The rest is to be released all the same.
+            parts = _still_mapped(region, begin, begin + size)
 
     def _fill_zeros(self) -> None:
         while not self._over.is_set():
@@ -323,12 +382,14 @@ class DemandPaging:
         zeros = at, region.starts[piece]
         with self._lock:
             self._faults += 1
-            if region.ready[piece]:
+            if region.ready[piece] and piece not in region.due:
                 return  # it is released by now, or about to be
             mapped.waits.add((at, piece))
             if zeros in self._zeros:
                 self._zeros.remove(zeros)
                 self._zeros.appendleft(zeros)
+                return
+            if region.ready[piece]:
                 return
         hurry(at, region.starts[piece])
 
@@ -337,7 +398,7 @@ def _region(area: Area, table: Table) -> _Region:
     chunks = [(chunk.offset, chunk.size) for chunk in table.chunks]
     pieces = sorted([*chunks, *_in_slices(table.gaps())])
     starts, sizes = [start for start, _ in pieces], [size for _, size in pieces]
-    return _Region(area, starts, sizes, bytearray(len(pieces)))
+    return _Region(area, starts, sizes, bytearray(len(pieces)), len(pieces))
 
 
 def _in_slices(gaps: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -346,13 +407,20 @@ def _in_slices(gaps: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
             yield at, min(_ZEROS, offset + size - at)
 
 
-def _is_mapped(region: _Region, address: int) -> bool:
-    """Whether the process still has the file there."""
+def _still_mapped(region: _Region, start: int, end: int) -> list[tuple[int, int]]:
+    """Where from `start` to `end` the process still has the file, neighbours together."""
     try:
         found = maps.mappings(region.pid)
     except OSError:
-        return False
-    return any(each.start <= address < each.end and each.name == region.area.path for each in found)
+        return []
+    ranges: list[tuple[int, int]] = []
+    for each in found:
+        first, last = max(each.start, start), min(each.end, end)
+        if each.name == region.area.path and first < last:
+            if ranges and ranges[-1][1] == first:
+                first = ranges.pop()[0]
+            ranges.append((first, last))
+    return ranges
 
 
 def _too_slow(seconds: float) -> GpusnapError:

@@ -16,6 +16,7 @@ are copied into the processes one after the other.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import sys
 import threading
@@ -44,7 +45,6 @@ from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.transaction import asked_to_stop
 
 _SWITCH = 0.0005  # seconds
-_DONTFORK = 10  # asm-generic/mman-common.h, MADV_DONTFORK
 # What is staged goes when the restore fails, so that nobody is sent to look for it.
 _CHANGED = "see with gpusnap verify whether the checkpoint is as it was made, and restore another one if not"
 
@@ -102,6 +102,7 @@ class Filling:
                     targets=self._areas or None,
                     later=self._paging is None,
                     groups=[pid for pid, _ in self._regions],
+                    prepare=self._populate if self._areas else None,
                     placed=self._placed if self._paging is not None else None,
                     progress=reporter.move,
                 )
@@ -174,8 +175,12 @@ class Filling:
 
         def mapped(pid: int, remote: Remote) -> None:
             for at in found[pid]:
+                area = self._areas[at]
+                # Locked memory (mlockall(2), MCL_FUTURE) has pages of its own from the mapping on, with what
+                # is in the file so far, and nobody waits for those: EINVAL, and it is copied later.
+                remote.madvise(area.address, area.size, mmap.MADV_DONTNEED)
                 # A child would have the memory without the waiting.
-                remote.madvise(self._areas[at].address, self._areas[at].size, _DONTFORK)
+                remote.madvise(area.address, area.size, mmap.MADV_DONTFORK)
             with contextlib.suppress(OSError, GpusnapError):
                 userfaults[pid] = Userfault(remote.userfaultfd())
 
@@ -229,6 +234,10 @@ class Filling:
                 self._reading.verify(threads=max(1, copies.cores() * 3 // 8))
         except ImageError as error:
             self._wrong = error
+
+    def _populate(self, at: int, chunk: Chunk) -> None:
+        """The kernel would end us by SIGBUS where we write to a page that it has no memory for."""
+        self._areas[at].populate(chunk.offset, chunk.size, threads=1)
 
     def _placed(self, at: int, chunk: Chunk) -> None:
         assert self._paging is not None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import mmap
 import os
 import random
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -79,11 +81,11 @@ class Gate:
 class Region:
     """A region of a process, what it is to hold, and the chunks of that."""
 
-    def __init__(self, target: Target, layout: Layout, content: bytes) -> None:
+    def __init__(self, target: Target, layout: Layout, content: bytes, *, level: int = 0) -> None:
         self.target, self.content = target, content
         self.start = target.number(f"new({len(content)})")
         (self.table,) = write(
-            [Buffer(bytearray(content))], layout, threads=1, ceiling=64 * MIB, chunk_size=MIB, level=0
+            [Buffer(bytearray(content))], layout, threads=1, ceiling=64 * MIB, chunk_size=MIB, level=level
         )
 
     @property
@@ -232,8 +234,9 @@ def test_zeros(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> N
     populate = stage.Area.populate
 
     def late(area: stage.Area, offset: int = 0, size: int | None = None, *, threads: int = 0) -> None:
-        assert begin.wait(20)
-        taken.append(offset // MIB)
+        if not threads:  # not for a chunk
+            assert begin.wait(20)
+            taken.append(offset // MIB)
         populate(area, offset, size, threads=threads)
 
     monkeypatch.setattr(stage.Area, "populate", late)
@@ -404,6 +407,107 @@ def test_one_that_unmaps_it(target: Target, gate: Gate) -> None:
         gate.open()
         filling.right()
     assert proc.running(target.pid)
+
+
+def test_other_memory_in_the_place_of_a_part(target: Target, gate: Gate) -> None:
+    """The driver unmaps what it has read, and a library may come there: the rest is released all the same."""
+    region = Region(target, gate.layout, random_bytes(2 * MIB))
+    gate.closed = {chunk.blob for chunk in region.table.chunks}
+    place = f"libc.mmap({region.start}, 4096, 1, {mmap.MAP_PRIVATE | 0x10}, os.open(sys.executable, 0), 0)"
+    with filling_of(gate, (7, [region])) as filling:
+        filling.deliver({7: target.pid})
+        assert target.number(place) == region.start
+        target.tell(region.reads(4096, MIB - 4096))
+        waits(target)
+        gate.open(region.table.chunks[0].blob)
+        assert target._line() == hashlib.sha256(region.content[4096:MIB]).hexdigest()
+        gate.open()
+        filling.right()
+
+
+def test_more_mappings_than_a_process_may_have(
+    target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeros that are released between chunks that are missing split the mapping: then they are due later."""
+    content = b"".join(random_bytes(MIB, seed) + bytes(MIB) for seed in range(4))
+    region = Region(target, gate.layout, content)
+    gate.closed = {chunk.blob for chunk in region.table.chunks}
+    refused, release = [], userfault.Userfault.release
+
+    def limited(self: userfault.Userfault, address: int, size: int) -> None:
+        if size == MIB and (address - region.start) // MIB % 2 != 0:
+            refused.append(address)
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        release(self, address, size)
+
+    monkeypatch.setattr(userfault.Userfault, "release", limited)
+    monkeypatch.setattr(DemandPaging, "populate_zeros", lambda paging: None)
+    with filling_of(gate, (7, [region])) as filling:
+        filling.deliver({7: target.pid})
+        assert filling._paging is not None
+        DemandPaging._fill_zeros(filling._paging)
+        assert len(refused) == 4
+        target.tell(region.reads(MIB, 2 * MIB))
+        wait_for(lambda: filling.waits(target.pid), "the word that it waits for zeros that are due")
+        gate.open(*(chunk.blob for chunk in region.table.chunks[:2]))
+        assert target._line() == hashlib.sha256(content[MIB : 3 * MIB]).hexdigest()
+        wait_for(lambda: not filling.waits(target.pid), "the word that nobody waits")
+        assert arriving(filling)
+        gate.open()
+        filling.right()
+        assert target.ask(region.reads()) == region.digest
+
+
+def test_a_process_that_has_as_many_mappings_as_it_may(
+    target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel itself refuses to release a piece alone, and all comes all the same."""
+    with open("/proc/sys/vm/max_map_count") as file:
+        most = int(file.read())
+    content = b"".join(random_bytes(MIB, seed) + bytes(MIB) for seed in range(6))
+    region = Region(target, gate.layout, content)
+    gate.closed = {chunk.blob for chunk in region.table.chunks}
+    size = 2 * most * mmap.PAGESIZE
+    address = target.number(f"new({size}, PRIVATE | 0x4000)")  # MAP_NORESERVE
+    monkeypatch.setattr(DemandPaging, "populate_zeros", lambda paging: None)
+    with filling_of(gate, (7, [region])) as filling:
+        filling.deliver({7: target.pid})
+        # Every second page gets another protection, until the kernel has no more mappings for it.
+        call = f"libc.mprotect(ctypes.c_void_p({address} + 8192 * n), 4096, 1)"
+        assert target.number(f"next(n for n in range({most}) if {call})") > 0
+        assert filling._paging is not None
+        DemandPaging._fill_zeros(filling._paging)
+        assert filling._paging._regions[0].due
+        assert target.ask(f"raw(11, {address}, {size})") == "(0, '')"
+        gate.open()
+        filling.right()
+        assert target.ask(region.reads()) == region.digest
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_stage_that_is_full(target: Target, gate: Gate, level: int) -> None:
+    """The restore fails with a sentence; a write to memory that there is none for would end gpusnap."""
+    region = Region(target, gate.layout, b"".join(bytes([n]) * MIB for n in range(1, 17)), level=level)
+    gate.closed = {chunk.blob for chunk in region.table.chunks}
+    with filling_of(gate, (7, [region])) as filling:
+        filling.deliver({7: target.pid})
+        subprocess.run(["mount", "-o", "remount,size=6m", stage.FOLDER], check=True, timeout=20)
+        gate.open()
+        with pytest.raises(ImageError, match="No space left on device"):
+            filling.right()
+        ended(target)
+
+
+def test_locked_memory(target: Target, gate: Gate) -> None:
+    """A process that locks all it maps has pages at once, before there is anything in them."""
+    region = Region(target, gate.layout, random_bytes(2 * MIB))
+    gate.closed = {region.table.chunks[1].blob}
+    assert target.number("libc.mlockall(2)") == 0
+    threading.Timer(0.1, gate.open).start()
+    with filling_of(gate, (7, [region])) as filling:
+        filling.deliver({7: target.pid})
+        assert target.ask(region.reads()) == region.digest
+        filling.right()
 
 
 def test_a_child_does_not_have_it(target: Target, gate: Gate) -> None:
