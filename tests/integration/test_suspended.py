@@ -18,6 +18,7 @@ from suspendhost import nothing_left, resumed, suspended, usage
 
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.process.memory import tmpfs
+from gpusnap.runtime_shim.shim import overrides
 
 
 @pytest.fixture
@@ -303,15 +304,11 @@ def test_a_resume_during_a_checkpoint(store: Store) -> None:
     """Is refused: the checkpoint would have Podman pause it afterwards, as if it were still suspended."""
     container = Container.start("w")
     suspended(container)
-    with subprocess.Popen(
-        [COMMAND, "checkpoint", "w"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as command:
-        until(lambda: container.inspect()["State"]["Status"] == "running", "the checkpoint")
+    container_id = container.inspect()["Id"]
+    with overrides.ordered(container_id, pages="chunks", asleep=True):  # as a checkpoint does
         assert "another gpusnap checkpoint or resume" in sentence(gpusnap("resume", "w"))
-        assert command.wait(60) == 0
+    with overrides.alone(container_id):  # as a resume does
+        assert "another gpusnap checkpoint or resume" in sentence(gpusnap("checkpoint", "w"))
     assert usage("w")["state"] == "suspended"
     resumed(container)
     nothing_left()
