@@ -31,7 +31,7 @@ _REQUEST = struct.Struct("=16sH22x")  # struct ifreq, netdevice(7)
 _STATE_LIMIT = 1 << 20
 # Seconds, as the runtime specification has them: it takes a tenth of one.
 _DEADLINE = 30
-_OPTIONS = ("-B", "-m")
+_OPTIONS = ("-B", "-P", "-m")
 _MODULE = "gpusnap.runtime_shim.runtime.loopback"  # __name__ is another one in the hook itself
 
 
