@@ -34,8 +34,9 @@ def test_keep_the_last(store: Store, tmp_path: Path) -> None:
     shimhost.write_settings(f'{PLAIN}[metrics]\ntextfile = "{tmp_path}"\n')
     container = Container.start("w", "--mib", "8")
     for step in ("1", "2", "3"):
-        done("checkpoint", "w", "--leave-running", "--name", f"w:{step}", "--label", f"step={step}")
+        done("checkpoint", "w", "--leave-running", "--label", f"step={step}")
         container.goes_on()
+        until(lambda: datetime.now(UTC).strftime("%S") != stamp(store), "another second, another name")
     found = done("history", "w")["checkpoints"]
     assert [each["labels"] for each in found] == [{"step": "1"}, {"step": "2"}, {"step": "3"}]
     assert all(0 < each["pause"] < 60 and each["driver"].startswith("nvidia ") for each in found)
@@ -47,7 +48,7 @@ def test_keep_the_last(store: Store, tmp_path: Path) -> None:
     assert done("prune", "w", "--keep-last", "2", "--dry-run")["collected"] is None
     assert [each["damaged"] for each in done("verify", "--all")] == [[]]
     container.remove()
-    good(run(COMMAND, "restore", "w:3"))
+    good(run(COMMAND, "restore", "w"))
     restored = Container("w")
     restored.goes_on()
     restored.remove()
