@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from storehost import COMMAND, STORE, done, empty_store, gpusnap
 from support import DEADLINE, Container, faults, good, podman, run, sentence, until
 
 from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.process import proc
 
 JOURNAL = Path("/run/gpusnap/journal")
 WORK = ("--mib", "24")
@@ -111,6 +113,15 @@ def test_what_cannot_be_checkpointed(store: Store) -> None:
     assert gpusnap("restore", "nothing").code == 3
 
 
+def started(pid: int) -> list[int]:
+    """The children of a process, by PID."""
+    found: list[int] = []
+    for names in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # that thread has ended
+            found += map(int, names.read_text().split())
+    return found
+
+
 @pytest.mark.parametrize("after", ["ordered", "staged"])
 def test_killed(store: Store, after: str) -> None:
     """gpusnap dies (SIGKILL); Podman and the runtime end what they do, and the container can come back."""
@@ -118,8 +129,8 @@ def test_killed(store: Store, after: str) -> None:
     orders = Path("/run/gpusnap/orders") / f"{container.id}.json"
 
     def reached() -> bool:
-        if after == "ordered":
-            return orders.exists()
+        if after == "ordered":  # and Podman is there to obey
+            return orders.exists() and any(proc.comm(pid) == "podman" for pid in started(child.pid))
         return len(list((STORE / "staging").iterdir())) > 1 if (STORE / "staging").exists() else False
 
     child = subprocess.Popen(

@@ -86,14 +86,15 @@ def is_suspended(name: str) -> bool:
 
 def _called(found: Sequence[Suspension], name: str) -> Sequence[Suspension]:
     """Those with exactly that name or ID; how Podman calls them now counts before what is on file."""
-    if of_id := [each for each in found if each.container == name]:
-        return of_id
+    of_id = [each for each in found if each.container == name]
+    if any(each.engine == _PODMAN for each in of_id):
+        return of_id  # nobody gives a container such a name; a task may have the ID that is one
     now = ""
     if any(each.engine == _PODMAN for each in found):
         with suppress(GpusnapError):
             now = podman.full_id(name, seconds=_NAMING)
     if now:
-        return [each for each in found if each.container == now]
+        return [*of_id, *(each for each in found if each.container == now)]
     return [each for each in found if name in _words(each)]
 
 

@@ -253,7 +253,9 @@ def _bring_back(
             return
         stop([pid], timeout=_STOPPING)
     state = _asked_again(driver, pid)
-    if state is None and proc.running(pid):
+    if state is None:
+        if not proc.running(pid):
+            return  # it has ended, and has not gone on
         raise NotInitialized(
             f"the GPU driver does not know process {pid} ({proc.comm(pid)}), whose GPU state it had taken",
             hint="see with nvidia-smi that the driver works",

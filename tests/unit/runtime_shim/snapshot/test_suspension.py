@@ -111,6 +111,28 @@ def test_resume_leaves_out_the_dead(family: Family, driver: FakeDriver) -> None:
     assert dead not in driver.of("restore")
 
 
+def test_the_dead_have_not_gone_on(
+    family: Family, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that ends after it was seen to stand, and before the driver is asked, is not said to be right."""
+    dying = driver.use(family.spawn(), state=CHECKPOINTED)
+    ended: list[int] = []
+    still = proc.still
+
+    def seen(pid: int) -> bool:
+        found = still(pid)
+        if found and not ended:
+            ended.append(pid)
+            family.end(pid)
+        return found
+
+    monkeypatch.setattr(proc, "still", seen)
+    told: list[int] = []
+    resume(driver, [dying], Pages(), right=told.append)
+    assert ended == [dying]
+    assert told == []
+
+
 def test_resume_tries_again(family: Family, driver: FakeDriver) -> None:
     """A restore that fails for a while is repeated, only for those that still need it."""
     first = driver.use(family.spawn(), state=CHECKPOINTED)
