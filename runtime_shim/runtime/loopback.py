@@ -51,11 +51,19 @@ def hook(kind: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def is_made(config: Mapping[str, Any]) -> bool:
-    """Whether the runtime makes the container a network namespace; else an engine does, or it has none."""
+def network(config: Mapping[str, Any]) -> str | None:
+    """The path of the container's network namespace, by its config.json.
+
+    Empty where the runtime makes one; None where the container has the runtime's own.
+    """
     linux = config.get("linux")
     namespaces = (linux.get("namespaces") if isinstance(linux, dict) else None) or ()
-    return any(each.get("type") == "network" and not each.get("path") for each in namespaces)
+    return next((each.get("path") or "" for each in namespaces if each.get("type") == "network"), None)
+
+
+def is_made(config: Mapping[str, Any]) -> bool:
+    """Whether the runtime makes the container a network namespace; else an engine does, or it has none."""
+    return network(config) == ""
 
 
 def is_hook(entry: object) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import network_namespace
+from gpusnap.runtime_shim.runtime import loopback
 from gpusnap.runtime_shim.runtime.criu.images.inet_sockets import InetSocket, established
 
 _HINT = (
@@ -33,11 +34,9 @@ def check(images: str, config: Mapping[str, Any]) -> None:
     that cannot be bound may be one that the kernel still checks (RFC 4862, 5.4), and is only said. Raises
     Refused and ImageError.
     """
-    namespaces = (config.get("linux") or {}).get("namespaces") or ()
-    networks = [each.get("path") or "" for each in namespaces if each.get("type") == "network"]
-    if networks and not networks[0]:
+    if loopback.is_made(config):
         return
-    found = missing(established(images), networks[0] if networks else "")
+    found = missing(established(images), loopback.network(config) or "")
     for each in found:
         said = (
             f"the checkpoint has a TCP connection of {each.local} with {each.remote}, and the network that "
