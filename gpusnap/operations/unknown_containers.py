@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from gpusnap.engines import podman
+from gpusnap.oci.base.files import exists
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.snapshot import restored_containers
 from gpusnap.runtime_shim.snapshot.records import journal
@@ -55,7 +56,7 @@ def unknown(entries: Iterable[Restore]) -> tuple[tuple[Unknown, ...], tuple[str,
             )
             continue
         if why is not None and restored_containers.lives(entry):
-            ends = f"{_runs(entry)}, but {why}; to end it: gpusnap recover {entry.container}"
+            ends = f"{_runs(entry)}, but {why}{_gone(entry)}; to end it: gpusnap recover {entry.container}"
             found.append(Unknown(entry.container, entry.init[:1] if entry.init else (), ends))
     return tuple(found), tuple(lines)
 
@@ -109,6 +110,19 @@ def _why(entry: Restore) -> str | None:
     if not status:
         return "Podman knows no such container"
     return f"Podman has it as {status}" if status in _AT_REST else None
+
+
+def _gone(entry: Restore) -> str:
+    """A clause of an image that is gone: Podman removes it before it writes down that the container runs.
+
+    Source: libpod/container_internal_common.go, restore.
+    """
+    try:
+        if exists(os.path.join(entry.image, "inventory.img")):
+            return ""
+    except OSError:
+        return ""
+    return "; Podman has removed its checkpoint, so ending it loses its work unless that is kept elsewhere"
 
 
 def _runs(entry: Restore) -> str:

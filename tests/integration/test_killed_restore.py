@@ -101,6 +101,19 @@ def restoring() -> Iterator[subprocess.Popen[str]]:
             kill(*inside())  # a failed test's: Podman's pipe ends with them
 
 
+def kill_podman(engine: subprocess.Popen[str]) -> None:
+    """Kill it when the container runs, before it has removed the checkpoint: it is stopped until then."""
+    # conmon waits for Podman before it starts the runtime.
+    until(
+        lambda: {proc.parent(pid) for pid in processes("gpusnap-runtime")} & {*processes("conmon")},
+        "conmon's runtime",
+    )
+    engine.send_signal(signal.SIGSTOP)
+    until(lambda: processes(WORK), "a restored process")
+    until(lambda: not processes("gpusnap-runtime"), "the end of gpusnap-runtime")
+    engine.kill()
+
+
 def settings(real: str, pages: str) -> None:
     shimhost.write_settings(f'runtime = "{real}"\n[memory]\npages = "{pages}"\nchunk-size = "1M"\n')
 
@@ -199,9 +212,7 @@ def test_podman(real: str) -> None:
     settings(real, "chunks")
     container = checkpointed("chunks", "8")
     with restoring() as engine:
-        until(lambda: processes(WORK), "a restored process")
-        engine.kill()
-        until(lambda: not processes("gpusnap-runtime"), "the end of gpusnap")
+        kill_podman(engine)
         (before,) = processes(WORK)
         said = good(run(COMMAND, "recover"))
         assert unknown(said) == [container.id]
@@ -222,9 +233,7 @@ def test_podman_and_again(real: str) -> None:
     settings(real, "chunks")
     container = checkpointed("chunks", "8")
     with restoring() as engine:
-        until(lambda: processes(WORK), "a restored process")
-        engine.kill()
-        until(lambda: not processes("gpusnap-runtime"), "the end of gpusnap")
+        kill_podman(engine)
         done = podman("container", "restore", "w")
         assert "already, and it is running" in done.err
         assert f"gpusnap recover {container.id}" in done.err
@@ -242,9 +251,7 @@ def test_podman_and_its_record(real: str) -> None:
     container = checkpointed("chunks", "8")
     ident = container.id
     with restoring() as engine:
-        until(lambda: processes(WORK), "a restored process")
-        engine.kill()
-        until(lambda: not processes("gpusnap-runtime"), "the end of gpusnap")
+        kill_podman(engine)
         good(podman("rm", "--force", "--time", "0", "w"))
         assert processes(WORK), "Podman ended it by itself"
         said = good(run(COMMAND, "recover"))

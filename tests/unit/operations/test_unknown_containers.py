@@ -88,6 +88,8 @@ def came_up(scene: Scene, podman: Podman, *, told: bool = True, **changed: objec
     init = proc.process(scene.family.init)
     assert init is not None
     scene.runtime.knows(scene.state(), [*scene.family.pids, scene.family.init])
+    scene.image.mkdir(exist_ok=True)
+    (scene.image / "inventory.img").touch()
     entry = Restore(
         key=KEY,
         image=str(scene.image),
@@ -224,6 +226,17 @@ def test_what_podman_says(scene: Scene, podman: Podman, status: str, said: str) 
     assert unknown_containers.end(entry) == f"it was ended: {said}"
     assert scene.runtime.calls("delete") == [f"--root /r delete --force {ID}"]
     assert journal.noted(journal.RESTORED) == ()
+
+
+def test_its_checkpoint_is_gone(scene: Scene, podman: Podman) -> None:
+    """Podman was killed after it had removed the checkpoint: `recover` says so beforehand."""
+    came_up(scene, podman.has("exited"))
+    (scene.image / "inventory.img").unlink()
+    ((one,), _) = unknown(restored_containers.living())
+    assert one.why.endswith(
+        "but Podman has it as exited; Podman has removed its checkpoint, so ending it loses its work unless "
+        f"that is kept elsewhere; to end it: gpusnap recover {ID}"
+    )
 
 
 @pytest.mark.parametrize("told", [True, False])
