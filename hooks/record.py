@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 
 from gpusnap.hooks import place, schema
 from gpusnap.hooks.document import parse, text
 from gpusnap.hooks.errors import HookError
 from gpusnap.hooks.file import read_file
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import reason
 
 NAME = "gpus.json"

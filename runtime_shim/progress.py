@@ -13,8 +13,8 @@ import os
 import stat
 import threading
 import time
-from dataclasses import dataclass
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.json_text import parse_json
 
 VARIABLE = "GPUSNAP_PROGRESS"

@@ -12,9 +12,10 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from typing import TYPE_CHECKING, Any
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import SettingsError
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, parse_map
 from gpusnap.runtime_shim.runtime import find as locate

@@ -20,9 +20,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType, TracebackType
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, reason
 
 # Characters that are kept of a step's notes: a manifest takes no more than its schema allows.

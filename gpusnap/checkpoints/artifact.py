@@ -6,10 +6,10 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from datetime import datetime
 
 from gpusnap.checkpoints import locator
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DiskError, NotThere, OciError, StoreError
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.chunks.artifact import Artifact

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from gpusnap.checkpoints.statistics import parts
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DigestError, LayoutError
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.chunks.artifact import Artifact

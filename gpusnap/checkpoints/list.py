@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from gpusnap.checkpoints.labels import labels_in
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DigestError, LayoutError
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.layout.documents import EMPTY, Descriptor, parse_document

@@ -23,9 +23,10 @@ import hashlib
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import LayoutError, RegistryError, StoreError
 from gpusnap.oci.layout import reference
 from gpusnap.oci.layout.graph import is_document

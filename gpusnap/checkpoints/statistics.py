@@ -6,8 +6,8 @@ Bytes of memory are plain bytes, zeros included; bytes of blobs are what lies on
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.runtime_shim.records.manifest import GpuProcess, GpuRecord, Manifest
 from gpusnap.runtime_shim.transaction import Step

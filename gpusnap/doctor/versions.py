@@ -7,11 +7,11 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from gpusnap.doctor.base.sources import Answer, ask, program
 from gpusnap.doctor.base.sources import version as numbers_in
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu import find_drivers

@@ -19,11 +19,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import IO, Any
 
 from gpusnap.engines import podman_options
 from gpusnap.engines.podman_options import Option
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Interrupted, reason, split_code
 from gpusnap.runtime_shim.log import NOTE, note

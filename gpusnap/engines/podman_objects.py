@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from gpusnap.engines import podman
 from gpusnap.engines.podman import Container
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
 from gpusnap.user_errors import NotFound

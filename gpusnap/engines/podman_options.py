@@ -7,8 +7,9 @@ The timer of a health check is made by init and start, and not by restore (libpo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from gpusnap.oci.base.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from gpusnap.checkpoints.list import Row, described
 from gpusnap.checkpoints.locator import InRegistry
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import (
     BlobError,
     DigestError,

@@ -10,9 +10,9 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
 from gpusnap.migration.frames import Channel, LinkLost
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError, printable, reason
 
 # Seconds that ssh may take to ask for a password, and to connect; its own deadline is ConnectTimeout.

@@ -19,7 +19,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from types import FrameType
 from typing import Any
 
@@ -29,6 +29,7 @@ from gpusnap.migration.blobs import check_answer, serve
 from gpusnap.migration.frames import VERSION, Channel
 from gpusnap.migration.link import Route, connected
 from gpusnap.migration.receiver import new_id
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import checkpoint as checkpointing

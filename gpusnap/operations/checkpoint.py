@@ -15,7 +15,7 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from datetime import UTC, datetime
 
 from gpusnap.checkpoints import artifact as kept
@@ -25,6 +25,7 @@ from gpusnap.checkpoints.formats.names import ARCHIVE, CONFIG, FIRST
 from gpusnap.checkpoints.statistics import stopped
 from gpusnap.container_hooks.commands import around_checkpoint
 from gpusnap.engines import podman, podman_objects
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import name_new
 from gpusnap.oci.layout.documents import empty_descriptor

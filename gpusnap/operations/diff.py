@@ -9,11 +9,11 @@ import hashlib
 import os
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.volumes import records as volumes
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.tar.archive import Content, Entry
 from gpusnap.oci.tar.compression import Readable

@@ -11,10 +11,11 @@ import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from gpusnap.engines import podman
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.tar.archive import entries
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, reason

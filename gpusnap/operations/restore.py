@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
@@ -26,6 +26,7 @@ from gpusnap.checkpoints.formats.names import ARCHIVE, FIRST, LARGEST_DUMP, PIEC
 from gpusnap.checkpoints.offline import stand_in
 from gpusnap.container_hooks.commands import CHECKPOINT, run_after
 from gpusnap.engines import podman
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import (
     BlobError,
     DiskError,

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from gpusnap.engines import podman
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.files import exists
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.snapshot import restored_containers

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints.list import Row, blobs_of, listing
 from gpusnap.checkpoints.statistics import stopped
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import NotThere, OciError
 from gpusnap.oci.store.store import Store
 from gpusnap.retention.prune import container_of

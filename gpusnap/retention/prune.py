@@ -12,11 +12,12 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from gpusnap.checkpoints.list import Row, listing
 from gpusnap.checkpoints.locator import container_name, is_time
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import NotThere
 from gpusnap.oci.store.referrers import below
 from gpusnap.oci.store.store import Store

@@ -11,11 +11,11 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 
 from gpusnap.doctor.base.sources import Answer, ask
 from gpusnap.engines.install.files import put_file, unlink
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError, reason
 from gpusnap.schedule import unit_files
 from gpusnap.user_errors import NotFound

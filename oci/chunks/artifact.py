@@ -32,8 +32,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import EngineImage, LayoutError, NotACheckpoint
 from gpusnap.oci.chunks.table import MEDIA_TYPES, Table
 from gpusnap.oci.layout.documents import (

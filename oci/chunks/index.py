@@ -21,8 +21,8 @@ import os
 import stat
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DigestError, disk_error
 from gpusnap.oci.base.files import open_folder, read_regular, replace
 from gpusnap.oci.base.json_text import parse_json

@@ -22,11 +22,11 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from types import TracebackType
 
 import zstandard
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import BlobError, Cancelled, CeilingError, ChunkError, binary_size, reason
 from gpusnap.oci.base.threads import Crew, Shared
 from gpusnap.oci.chunks import planes

@@ -13,9 +13,9 @@ A table may come from anybody: every number in it is checked here before it is u
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import ChunkError, DigestError
 from gpusnap.oci.layout.digests import PREFIX, encoded
 from gpusnap.oci.layout.documents import Descriptor

@@ -8,10 +8,10 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import zstandard
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import BlobError, DigestError, LayoutError, reason
 from gpusnap.oci.base.threads import for_each
 from gpusnap.oci.chunks import planes

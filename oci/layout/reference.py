@@ -10,8 +10,8 @@ the host must be there, and must look like one.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DigestError, RegistryError
 from gpusnap.oci.layout.digests import check_digest
 

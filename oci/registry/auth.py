@@ -12,9 +12,10 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from urllib.parse import urlencode, urlsplit
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import RegistryError, Unauthorized
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.registry.credentials import Credentials

@@ -19,10 +19,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TypeVar
 from urllib.parse import urljoin
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import RegistryError, Unreachable
 from gpusnap.oci.registry.auth import Tokens
 from gpusnap.oci.registry.credentials import Credentials

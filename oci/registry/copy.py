@@ -11,9 +11,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Protocol
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import BlobError, NotInRegistry
 from gpusnap.oci.base.threads import Crew, Shared
 from gpusnap.oci.layout.documents import Descriptor

@@ -25,8 +25,8 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import Unauthorized, reason
 from gpusnap.oci.base.json_text import parse_json
 

@@ -16,8 +16,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import binary_size
 
 # struct tcp_info (linux/tcp.h): tcpi_bytes_acked and tcpi_bytes_received, since Linux 4.1.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.layout.documents import Descriptor
 
 

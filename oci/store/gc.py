@@ -8,8 +8,8 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DigestError, DiskError, LayoutError, OciError, StoreError
 from gpusnap.oci.base.files import exists, open_folder
 from gpusnap.oci.base.locks import stands, try_exclusive, unlock

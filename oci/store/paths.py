@@ -7,8 +7,8 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DiskError, StoreError, disk_error, reason
 from gpusnap.oci.base.files import UNFINISHED, open_folder
 from gpusnap.oci.base.locks import exclusive

@@ -16,12 +16,12 @@ import tarfile
 import zlib
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, TypeAlias
 
 import zstandard
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import ArchiveError, DiskError, binary_size, disk_error, reason
 from gpusnap.oci.base.files import all_written, name_new, new_file, open_folder
 from gpusnap.oci.tar import headers as tar

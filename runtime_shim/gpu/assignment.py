@@ -23,10 +23,10 @@ its words are cut short before they are shown.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.gpu.api.driver import Gpu, Host
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, means

@@ -10,10 +10,10 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from signal import SIGKILL, SIGSTOP
 from typing import TypeVar
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError, reason
 
 _T = TypeVar("_T")

@@ -18,9 +18,9 @@ import errno
 import functools
 import json
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.files import exists, is_folder, read_below
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.layout.digests import digest_of

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import UsageError
 from gpusnap.runtime_shim.runtime import options
 from gpusnap.runtime_shim.runtime.command_line_words import FALSE, HELP

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import RuntimeFailed
 from gpusnap.runtime_shim.runtime import child_process
 from gpusnap.runtime_shim.runtime import find as locate

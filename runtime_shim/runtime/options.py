@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from gpusnap.oci.base.dataclass import dataclass
 
 Version = tuple[int, ...]
 

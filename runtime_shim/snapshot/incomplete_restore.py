@@ -21,9 +21,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, reason
 from gpusnap.runtime_shim.process import pidfd, proc

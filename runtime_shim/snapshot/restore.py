@@ -18,10 +18,11 @@ import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from functools import partial
 from typing import Any
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.files import replace_below
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import (

@@ -24,9 +24,10 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import BlobError, LayoutError
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.layout.digests import PREFIX, digest_of, encoded

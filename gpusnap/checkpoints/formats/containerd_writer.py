@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 from gpusnap.checkpoints.artifact import Kept
 from gpusnap.checkpoints.formats.containerd import LAYOUT, Checked, Image, digested, load, remade, top
 from gpusnap.checkpoints.formats.names import CONFIG, IMAGE_BLOBS, IMAGE_FOLDER, OURS, PIECE
 from gpusnap.checkpoints.formats.podman_writer import Giving
 from gpusnap.checkpoints.formats.whole_archive import whole
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import ArchiveError, BlobError, LayoutError
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.table import Progress

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from gpusnap.checkpoints.formats.containerd import is_checkpoint
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DigestError, EngineImage, LayoutError, NotACheckpoint
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.layout.archive import LayoutArchive

@@ -8,7 +8,6 @@ import tarfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import IO
 
 from gpusnap.checkpoints.formats.annotations import VOLUMES, annotations_of, bounded
@@ -28,6 +27,7 @@ from gpusnap.checkpoints.formats.names import (
 )
 from gpusnap.checkpoints.volumes import records as volumes
 from gpusnap.checkpoints.volumes import tar_chunks
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import BlobError, DigestError, DiskError, reason
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.index import Known

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 from gpusnap.checkpoints.volumes.tar_chunks import LARGEST
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import ChunkError
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.chunks.table import Table, from_json, to_json

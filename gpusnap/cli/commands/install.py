@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -22,6 +21,7 @@ from gpusnap.engines.install import references as install_mentions
 from gpusnap.engines.install.files import state, under
 from gpusnap.engines.install.installer import Change, Item
 from gpusnap.hooks import hooksd
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.runtime.criu.images import pycriu_package
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 
 import click
 
@@ -19,6 +18,7 @@ from gpusnap.cli.completion import complete_checkpoint, complete_store, complete
 from gpusnap.cli.options.quiet import quiet
 from gpusnap.cli.options.registry import registry_options
 from gpusnap.cli.store_tables import document
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DigestError, LayoutError, NotThere
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.store.entry import Entry

@@ -6,10 +6,10 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from gpusnap.doctor.base.check import Check, ok, warning
 from gpusnap.doctor.base.sources import below, free, text, toml
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.gpu.api.driver import Gpu
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.units import human

@@ -8,8 +8,9 @@ import shutil
 import subprocess
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from gpusnap.oci.base.dataclass import dataclass
 
 # A service's or a user's PATH may lack the sbin folders, where Debian keeps criu and iptables.
 _FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

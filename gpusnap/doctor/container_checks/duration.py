@@ -6,11 +6,11 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.doctor.base.check import Check, ok
 from gpusnap.doctor.base.free_space import Speed
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import GpusnapError

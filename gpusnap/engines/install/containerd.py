@@ -25,12 +25,12 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from gpusnap.engines.install.config_files import HEAD, read
 from gpusnap.engines.install.files import under
 from gpusnap.engines.install.installer import Item
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError
 
 CONFIG = "/etc/containerd/config.toml"

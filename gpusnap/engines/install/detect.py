@@ -7,10 +7,10 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 
 from gpusnap.engines.install.files import under
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.runtime import child_process
 from gpusnap.runtime_shim.runtime import find as locate

@@ -16,11 +16,11 @@ import os
 import stat
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
 from gpusnap.engines.install import files
 from gpusnap.engines.install.files import check_inside, file_state, state, under
 from gpusnap.engines.install.record import RECORD, Entry, Record, load, save
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.locks import try_exclusive
 from gpusnap.runtime_shim.errors import GpusnapError, reason
 

@@ -14,13 +14,14 @@ import stat
 import sys
 import sysconfig
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from gpusnap import runtime_shim
 from gpusnap.engines.install.files import under
 from gpusnap.engines.install.installer import Item
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim import settings
 from gpusnap.runtime_shim.errors import GpusnapError, reason
 from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE

@@ -21,8 +21,8 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.gpu.api.driver import Gpu
 
 SYS = "/sys"

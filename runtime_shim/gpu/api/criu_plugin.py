@@ -7,7 +7,7 @@ there is nothing to lock, to carry or to fill from outside, and the GPU's memory
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from gpusnap.oci.base.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

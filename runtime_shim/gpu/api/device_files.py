@@ -14,8 +14,8 @@ import select
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim import deadlines, question_process
 from gpusnap.runtime_shim.errors import reason
 from gpusnap.runtime_shim.gpu.api.driver import Held

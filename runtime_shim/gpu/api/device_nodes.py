@@ -13,8 +13,8 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import Refused, reason
 from gpusnap.runtime_shim.gpu.api.device_files import LAST_GPU_MINOR, character_drivers

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
 
 

@@ -13,9 +13,10 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim.errors import GpusnapError, reason
 from gpusnap.runtime_shim.gpu.cdi.strict_yaml import Unquoted, from_yaml, shown

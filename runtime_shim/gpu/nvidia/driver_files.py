@@ -13,9 +13,9 @@ import re
 import stat
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import reason
 
 if TYPE_CHECKING:

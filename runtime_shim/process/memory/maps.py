@@ -8,8 +8,8 @@ heap or a stack that grew is no region, nor are the small things that every prog
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim import deadlines
 
 SMALLEST = 2 << 20

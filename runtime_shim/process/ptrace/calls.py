@@ -12,8 +12,8 @@ import errno
 import os
 import signal
 import time
-from dataclasses import dataclass
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.process.ptrace.arch import this_machine
 
 # linux/ptrace.h

@@ -21,9 +21,9 @@ import socket
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from signal import SIGSYS
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process.memory import copy as copies

@@ -18,8 +18,9 @@ import struct
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError, of_another_namespace
 
 # Process and thread (0: the slot is free), start time of the thread, its mask. In the first slot: 0, 0, the

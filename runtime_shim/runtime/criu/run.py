@@ -6,10 +6,11 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import IO
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import RuntimeFailed, reason
 from gpusnap.runtime_shim.log import note, runtime_message, runtime_warnings
 from gpusnap.runtime_shim.runtime import find as locate

@@ -23,9 +23,9 @@ import stat
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import reason
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process.mount_view import show_mounts

@@ -25,9 +25,9 @@ import secrets
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import GpusnapError, reason
 from gpusnap.runtime_shim.process import proc

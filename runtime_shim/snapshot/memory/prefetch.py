@@ -21,8 +21,8 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.chunks import reader as reading
 from gpusnap.oci.chunks.buffers import Target
 from gpusnap.oci.chunks.table import Chunk

@@ -10,8 +10,8 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime.criu.version import criu_version, refuses
 

@@ -22,9 +22,9 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from functools import partial
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError, reason
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Held
 from gpusnap.runtime_shim.gpu.api.parallel import at_once

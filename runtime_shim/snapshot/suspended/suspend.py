@@ -10,9 +10,10 @@ GPU, and nothing that misses its memory. Until the last step each is undone when
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim import question_process, state_files
 from gpusnap.runtime_shim.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.gpu import holders

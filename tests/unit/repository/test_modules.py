@@ -34,6 +34,7 @@ ROOMS = (
     "gpusnap.runtime_shim.process.ptrace",
 )
 GROUND = {
+    "gpusnap.oci.base.dataclass",
     "gpusnap.oci.base.files",
     "gpusnap.oci.base.json_text",
     "gpusnap.runtime_shim.deadlines",
@@ -170,6 +171,17 @@ def test_rooms(room: str, name: str) -> None:
     for other in imported(tree(name)):
         if floor(other) >= 0 and not other.startswith(home):
             assert other in GROUND, f"{name} imports {other}"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "gpusnap.oci.base.dataclass"])
+def test_dataclasses(name: str) -> None:
+    """They are made by our decorator: the standard library's compiles the methods of all at each start."""
+    assert "dataclasses.dataclass" not in {
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
 
 
 def package(name: str) -> str:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import IO, NoReturn
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import ImageError, reason
 
 LIMIT = 256 << 20

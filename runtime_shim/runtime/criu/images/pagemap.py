@@ -14,8 +14,7 @@ protobuf.dev/programming-guides/encoding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, Source
 
 # criu/include/pagemap.h

@@ -15,9 +15,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import Refused, printable
 
 _NAMES = ("pycriu", "google.protobuf")

@@ -1,0 +1,258 @@
+"""Dataclasses whose methods are compiled when they are needed: the same as the standard library's."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar, Generic, TypeVar
+
+import pytest
+
+from gpusnap.oci.base import dataclass as module
+
+T = TypeVar("T")
+
+
+def make(decorator: Callable[..., Any]) -> dict[str, Any]:
+    """The same classes by either decorator."""
+
+    @decorator(frozen=True, slots=True)
+    class Point:
+        """Two numbers."""
+
+        x: int
+        """A field's docstring."""
+        y: int = 2
+        more: tuple[int, ...] = ()
+
+        @property
+        def sum(self) -> int:
+            return self.x + self.y
+
+    @decorator(slots=True)
+    class Bag:
+        items: list[int] = dataclasses.field(default_factory=list)
+        by_name: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    @decorator(frozen=True, slots=True, kw_only=True)
+    class Named:
+        name: str
+        size: int = 0
+
+    @decorator(frozen=True, slots=True)
+    class Own:  # noqa: PLW1641 - the hash that a dataclass makes is what is tested
+        value: int
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Own) and other.value % 10 == self.value % 10
+
+        def __repr__(self) -> str:
+            return f"<{self.value}>"
+
+    @decorator(frozen=True, slots=True)
+    class Box(Generic[T]):
+        content: T
+
+    @decorator(frozen=True, slots=True)
+    class Child(Point):
+        z: int = 3
+
+    @decorator(frozen=True, slots=True, order=True)
+    class Ordered:
+        x: int
+
+    @decorator(frozen=True, slots=True)
+    class Hidden:
+        x: int
+        secret: str = dataclasses.field(default="", compare=False, repr=False)
+
+    @decorator(frozen=True, slots=True)
+    class Constant:
+        LIMIT: ClassVar[int] = 5
+        x: int = 1
+
+    return {each.__name__: each for each in (Point, Bag, Named, Own, Box, Child, Ordered, Hidden, Constant)}
+
+
+@pytest.fixture(params=[dataclasses.dataclass, module.dataclass], ids=["the standard library's", "ours"])
+def classes(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return make(request.param)
+
+
+def test_instances(classes: dict[str, Any]) -> None:
+    Point: Any = classes["Point"]
+    one = Point(1)
+    assert (one.x, one.y, one.more, one.sum) == (1, 2, (), 3)
+    assert one == Point(1, y=2)
+    assert one != Point(1, 3)
+    assert one != (1, 2, ())
+    assert len({one, Point(1), Point(2)}) == 2
+    assert repr(one).endswith("Point(x=1, y=2, more=())")
+    assert Point.__doc__ == "Two numbers."
+    assert Point.__name__ == "Point"
+    assert Point.__slots__ == Point.__match_args__ == ("x", "y", "more")
+    assert not hasattr(one, "__dict__")
+    match one:
+        case Point(x=x):
+            assert x == 1
+
+
+@pytest.mark.parametrize("first", ["repr", "==", "hash", "fields"])
+def test_what_is_asked_first(classes: dict[str, Any], first: str) -> None:
+    """Whatever needs the methods first gets them."""
+    Point = classes["Point"]
+    if first == "fields":
+        assert [each.name for each in dataclasses.fields(Point)] == ["x", "y", "more"]
+        return
+    one, other = object.__new__(Point), object.__new__(Point)
+    for each in (one, other):
+        for name, value in (("x", 1), ("y", 2), ("more", ())):
+            object.__setattr__(each, name, value)
+    if first == "repr":
+        assert repr(one).endswith("Point(x=1, y=2, more=())")
+    elif first == "==":
+        assert one == other
+    else:
+        assert hash(one) == hash(other)
+    assert Point(1) == one
+
+
+def test_frozen(classes: dict[str, Any]) -> None:
+    one = classes["Point"](1)
+    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field 'x'"):
+        one.x = 2
+    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot delete field 'x'"):
+        del one.x
+    with pytest.raises((dataclasses.FrozenInstanceError, TypeError)):
+        one.other = 2
+
+
+def test_changeable(classes: dict[str, Any]) -> None:
+    Bag = classes["Bag"]
+    one, other = Bag(), Bag()
+    one.items.append(1)
+    assert (one.items, other.items, other.by_name) == ([1], [], {})
+    one.items = []
+    assert one == other
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(one)
+    with pytest.raises(AttributeError):
+        one.other = 2
+
+
+def test_arguments(classes: dict[str, Any]) -> None:
+    """What is wrong about them is said in the same words."""
+    with pytest.raises(TypeError, match=r"Point\.__init__\(\) missing 1 required positional argument: 'x'"):
+        classes["Point"]()
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'z'"):
+        classes["Point"](1, z=2)
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
+        classes["Named"]("n")
+    named = classes["Named"](name="n")
+    assert (named.name, named.size, classes["Named"].__match_args__) == ("n", 0, ())
+
+
+def test_own_methods(classes: dict[str, Any]) -> None:
+    Own = classes["Own"]
+    assert Own(1) == Own(11) != Own(2)
+    assert repr(Own(3)) == "<3>"
+    assert hash(Own(1)) != hash(Own(11)), "the hash is made of the fields"
+
+
+def test_kinds(classes: dict[str, Any]) -> None:
+    """A generic class, one that inherits fields, an order, a hidden field, a constant."""
+    assert classes["Box"](1) == classes["Box"](1) != classes["Box"](2)
+    child = classes["Child"](1, z=4)
+    assert (child.x, child.y, child.z) == (1, 2, 4)
+    assert [each.name for each in dataclasses.fields(child)] == ["x", "y", "more", "z"]
+    assert child != classes["Point"](1)
+    assert classes["Ordered"](1) < classes["Ordered"](2)
+    assert classes["Hidden"](1, "a") == classes["Hidden"](1, "b")
+    assert "secret" not in repr(classes["Hidden"](1, "a"))
+    assert (classes["Constant"].LIMIT, classes["Constant"](2).x) == (5, 2)
+
+
+def test_functions_of_dataclasses(classes: dict[str, Any]) -> None:
+    Point = classes["Point"]
+    one = Point(1)
+    assert [dataclasses.is_dataclass(each) for each in (Point, one, classes)] == [True, True, False]
+    assert dataclasses.replace(one, y=5) == Point(1, 5)
+    assert dataclasses.asdict(classes["Box"](one)) == {"content": {"x": 1, "y": 2, "more": ()}}
+    assert dataclasses.astuple(one) == (1, 2, ())
+    (x, *_) = dataclasses.fields(Point)
+    assert (x.name, x.type, x.default) == ("x", "int", dataclasses.MISSING)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'q'"):
+        dataclasses.replace(one, q=1)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copies(classes: dict[str, Any], copied: Callable[[Any], Any]) -> None:
+    one = classes["Point"](1, more=(3,))
+    assert copied(one) == one
+    bag = classes["Bag"]([1])
+    assert copied(bag) == bag
+
+
+@module.dataclass(frozen=True, slots=True)
+class Pickled:
+    """At the top of its module, where pickle finds it."""
+
+    x: int
+
+
+def test_pickle() -> None:
+    assert pickle.loads(pickle.dumps(Pickled(4))) == Pickled(4)
+
+
+def test_a_subclass_by_the_standard_library() -> None:
+    Point = make(module.dataclass)["Point"]
+
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class Sub(Point):  # type: ignore[valid-type,misc]
+        z: int = 9
+
+    assert dataclasses.astuple(Sub(1)) == (1, 2, (), 9)
+    assert [each.name for each in dataclasses.fields(Point)] == ["x", "y", "more"]
+
+
+def test_several_threads() -> None:
+    """They make the first instances at the same moment."""
+    for _ in range(50):
+        Bag = make(module.dataclass)["Bag"]
+        barrier = threading.Barrier(4)
+        found: list[Any] = []
+
+        def first(Bag: Any = Bag, barrier: threading.Barrier = barrier, found: list[Any] = found) -> None:
+            barrier.wait(30)
+            found.append(Bag([1]))
+
+        threads = [threading.Thread(target=first) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert found == [Bag([1])] * 4
+
+
+def test_nothing_is_compiled_before() -> None:
+    """That is what the module is for."""
+    program = """
+from __future__ import annotations
+import dataclasses
+made = []
+process = dataclasses._process_class
+dataclasses._process_class = lambda cls, *given: made.append(cls.__name__) or process(cls, *given)
+from gpusnap.oci.base.dataclass import dataclass
+@dataclass(frozen=True, slots=True)
+class A:
+    x: int
+assert made == []
+assert A(1) == A(1) and hash(A(1)) == hash(A(1)) and A(1).x == 1
+assert made == ["A"], made
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
