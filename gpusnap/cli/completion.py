@@ -10,6 +10,7 @@ import os
 import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import click
 from click.shell_completion import (
@@ -21,10 +22,11 @@ from click.shell_completion import (
     split_arg_string,
 )
 
-from gpusnap.checkpoints.locator import default_store
 from gpusnap.oci.base.errors import OciError
-from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import GpusnapError
+
+if TYPE_CHECKING:
+    from gpusnap.oci.store.store import Store
 
 SHELLS = ("bash", "zsh", "fish")
 _VARIABLE = "_GPUSNAP_COMPLETE"
@@ -98,6 +100,9 @@ def complete_checkpoint(ctx: click.Context, param: click.Parameter, incomplete: 
 
 def complete_stored(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """A name or the digits of a digest in this host's store, or oci:DIR:NAME."""
+    from gpusnap.checkpoints.locator import default_store
+    from gpusnap.oci.store.store import Store
+
     if not incomplete.startswith(_STORE):
         with suppress(GpusnapError):
             return _items(_named(default_store()), incomplete)

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import field
 from typing import IO, Any
 
@@ -89,9 +89,53 @@ class Container:
     """Its labels and annotations; of two with one name, the annotation."""
 
 
+class Inspection:
+    """What Podman tells of a container: asked when this is made, and waited for when it is needed.
+
+    with Inspection(wanted) as asked:
+        …                               what takes time, and does not need it
+        found = asked.container()
+    """
+
+    def __init__(self, wanted: str, *, seconds: float | None = None) -> None:
+        """By name or by ID, or the beginning of one. `seconds`: how long its answer is waited for."""
+        self._wanted = wanted
+        self._seconds = _PATIENCE if seconds is None else seconds
+        self._found: Container | None = None
+        self._failed: GpusnapError | None = None
+        self._question: _Question | None = None
+        try:
+            self._question = _Question("container", "inspect", "--", wanted)
+        except GpusnapError as error:
+            self._failed = error
+
+    def __enter__(self) -> Inspection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._question is not None:
+            self._question.close()
+
+    def container(self) -> Container:
+        """The answer, the same each time. Raises NotFound, GpusnapError."""
+        if self._found is None and self._failed is None:
+            assert self._question is not None
+            try:
+                self._found = _told(self._wanted, self._question.answer(self._seconds))
+            except GpusnapError as error:
+                self._failed = error
+        if self._failed is not None:
+            raise self._failed
+        assert self._found is not None
+        return self._found
+
+
 def container(wanted: str) -> Container:
     """By name or by ID, or the beginning of one. Raises NotFound, GpusnapError."""
-    done = _ask("container", "inspect", "--", wanted)
+    return _told(wanted, _ask("container", "inspect", "--", wanted))
+
+
+def _told(wanted: str, done: _Done) -> Container:
     if done.code:
         if "no such container" in done.err.lower():
             hint = "podman ps --all lists them" if os.geteuid() == 0 else "root's are only seen by root"
@@ -352,20 +396,41 @@ class _Done:
     err: str
 
 
+class _Question:
+    """A Podman that only tells something, or does it at once."""
+
+    def __init__(self, *words: str, command: Sequence[str] = _PODMAN) -> None:
+        """Raises GpusnapError where Podman cannot be run."""
+        self._stack = ExitStack()
+        self._child, self._out, self._err = self._stack.enter_context(_started(words, os.environ, command))
+
+    def answer(self, seconds: float) -> _Done:
+        """Wait for it, once. Raises GpusnapError where it has not ended by then."""
+        with self._stack:
+            try:
+                self._child.wait(seconds)
+            except subprocess.TimeoutExpired:
+                self._kill()
+                raise GpusnapError(
+                    f"Podman has not answered within {seconds:g} s",
+                    hint="another podman command may be at work on the container: wait for it",
+                ) from None
+            return _ended(self._child, self._out, self._err)
+
+    def close(self) -> None:
+        """Nobody waits for the answer any more."""
+        with self._stack:
+            if self._child.returncode is None:
+                self._kill()
+
+    def _kill(self) -> None:
+        self._child.kill()
+        with suppress(subprocess.TimeoutExpired):  # one that waits for a disk does not go
+            self._child.wait(_DYING)
+
+
 def _ask(*words: str, command: Sequence[str] = _PODMAN, seconds: float | None = None) -> _Done:
-    seconds = _PATIENCE if seconds is None else seconds
-    with _started(words, os.environ, command) as (child, out, err):
-        try:
-            child.wait(seconds)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            with suppress(subprocess.TimeoutExpired):  # one that waits for a disk does not go
-                child.wait(_DYING)
-            raise GpusnapError(
-                f"Podman has not answered within {seconds:g} s",
-                hint="another podman command may be at work on the container: wait for it",
-            ) from None
-        return _ended(child, out, err)
+    return _Question(*words, command=command).answer(_PATIENCE if seconds is None else seconds)
 
 
 def _work(

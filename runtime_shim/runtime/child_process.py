@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import select
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -22,6 +25,8 @@ class Finished:
     err: str
 
 
+# Seconds that poll(2) takes, whose argument is an int of milliseconds.
+_LONGEST = 86400.0
 # Seconds for a killed child to be gone; one that waits for a disk in the kernel may be there for longer.
 _PATIENCE = 10.0
 
@@ -31,6 +36,9 @@ class Child(subprocess.Popen[bytes]):
 
     subprocess.Popen raises after the fork as well: where it cannot close a descriptor or read what the child
     reports. Nobody would know of that child. It is killed here. Raises OSError and ValueError as Popen does.
+
+    Popen.wait with a timeout looks again and again, in the end every 50 ms (cpython, Lib/subprocess.py). This
+    one returns when the child ends: a command that runs three programs is 50 to 100 ms shorter.
     """
 
     def __init__(self, argv: Sequence[str], **options: Any) -> None:
@@ -42,6 +50,31 @@ class Child(subprocess.Popen[bytes]):
                     self.kill()
                     self.wait(timeout=_PATIENCE)
             raise
+
+    def wait(self, timeout: float | None = None) -> int:
+        """As Popen.wait: its exit code. Raises TimeoutExpired after so many seconds."""
+        if timeout is None or self.returncode is not None:
+            return super().wait(timeout)
+        deadline = time.monotonic() + timeout
+        _ends(self.pid, timeout)
+        return super().wait(max(0.0, deadline - time.monotonic()))
+
+
+def _ends(pid: int, seconds: float) -> None:
+    """Wait until a child of ours ends, or for so many seconds; not at all where no descriptor is to be had.
+
+    The descriptor of a process is readable when it has ended (pidfd_open(2)).
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        poll.poll(min(max(seconds, 0.0), _LONGEST) * 1000)
+    finally:
+        os.close(descriptor)
 
 
 def run(

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from gpusnap.container_hooks.commands import SUSPEND, run_after, run_before, undo
 from gpusnap.engines import podman
 from gpusnap.progress import Progress
+from gpusnap.runtime_shim.errors import GpusnapError
 
 _PODMAN = "podman"
 
 
 @contextmanager
-def around_suspend(engine: str, container_id: str) -> Iterator[None]:
+def around_suspend(engine: str, asked: podman.Inspection) -> Iterator[None]:
     """Run the one before; the one after only where the block fails and the container runs.
 
-    Raises SettingsError, ContainerError, Interrupted.
+    `asked`: what Podman tells of a container of its own. Raises SettingsError, ContainerError, Interrupted.
     """
     if engine != _PODMAN:
         yield
         return
-    found, progress = podman.container(container_id), Progress(shown=False)
+    found, progress = asked.container(), Progress(shown=False)
     ran = run_before(found, SUSPEND, progress)
     try:
         yield
@@ -31,7 +32,20 @@ def around_suspend(engine: str, container_id: str) -> Iterator[None]:
         raise
 
 
-def after_resume(engine: str, container_id: str) -> None:
-    """Run the one after, in a container that runs again. Raises SettingsError, ContainerError."""
+def after_resume(engine: str, container_id: str, asked: podman.Inspection | None = None) -> None:
+    """Run the one after, in a container that runs again. Raises SettingsError, ContainerError.
+
+    `asked`: what Podman tells of it, if it was asked by a name or an ID that means this one. A container
+    keeps its labels.
+    """
     if engine == _PODMAN:
-        run_after(podman.container(container_id), SUSPEND, Progress(shown=False))
+        run_after(_asked(container_id, asked), SUSPEND, Progress(shown=False))
+
+
+def _asked(container_id: str, asked: podman.Inspection | None) -> podman.Container:
+    if asked is not None:
+        with suppress(GpusnapError):
+            found = asked.container()
+            if found.id == container_id and found.init:
+                return found
+    return podman.container(container_id)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
-from gpusnap.runtime_shim.transaction import Step
+
+if TYPE_CHECKING:
+    from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
+    from gpusnap.runtime_shim.transaction import Step
 
 _OF_THE_DRIVER = ("driver checkpoint", "driver restore")
 

@@ -13,6 +13,7 @@ from functools import partial
 from gpusnap.engines import podman
 from gpusnap.operations.driver import needed_driver
 from gpusnap.operations.suspending import budget, targets
+from gpusnap.operations.suspending.ahead import Ahead
 from gpusnap.operations.suspending.commands import after_resume, around_suspend
 from gpusnap.operations.suspending.moved import Moved
 from gpusnap.runtime_shim import settings as settings_file
@@ -20,6 +21,7 @@ from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
 from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.runtime_shim.snapshot.records import suspensions
@@ -31,57 +33,75 @@ from gpusnap.runtime_shim.snapshot.suspended import suspend as suspending
 from gpusnap.runtime_shim.snapshot.suspended.sweep import sweep
 
 
-def suspend(name: str, *, leaving: str = "") -> Moved:
-    """Suspend a running container by its name. `leaving`: the key of one that is resumed next.
+def suspend(name: str, early: Ahead) -> Moved:
+    """Suspend a running container by its name.
 
-    Raises NotFound, Refused, GpusnapError.
+    `early`: what was asked ahead, of this container first. Raises NotFound, Refused, GpusnapError.
     """
+    return _suspend(targets.running(name, early.container), early)
+
+
+def _suspend(target: targets.Running, early: Ahead, *, leaving: str = "") -> Moved:
+    """`leaving`: the key of one that is resumed next."""
     began = time.monotonic()
-    engine, container, real = targets.running(name)
+    engine, container, real = target
     settings = settings_file.annotated(settings_file.usable(), container.annotations)
     sweep(settings.store.path)
-    driver = criu_plugin.chosen(needed_driver(), container, settings)
+    driver = criu_plugin.chosen(early.driver(), container, settings)
     room = partial(budget.make_room, settings, leaving=leaving)
-    with around_suspend(engine.kind, container.id):
+    with around_suspend(engine.kind, early.container):
         done, steps = suspending.suspend(container, real, settings, driver, engine, room=room)
     return Moved(done, time.monotonic() - began, steps)
 
 
-def resume(name: str, request: GpuMap = ()) -> Moved:
-    """Resume a suspended container by its name. Raises NotFound, Refused, GpusnapError."""
-    began = time.monotonic()
+def resume(name: str, early: Ahead, request: GpuMap = ()) -> Moved:
+    """Resume a suspended container by its name.
+
+    `early`: what was asked ahead, of this container first. Raises NotFound, Refused, GpusnapError.
+    """
     settings = settings_file.load()
     sweep(settings.store.path)
-    found = targets.suspended(name)
+    found = targets.suspended(name, early.container)
+    return _resume(found, settings, early.driver(), early.container, request)
+
+
+def _resume(
+    found: Suspension,
+    settings: Settings,
+    driver: Driver,
+    asked: podman.Inspection | None = None,
+    request: GpuMap = (),
+) -> Moved:
+    began = time.monotonic()
     go_on = targets.engine_of(found).go_on
     with overrides.alone(found.container):
-        done, steps = resuming.resume(found.key, settings, needed_driver(), go_on, request=request)
-    after_resume(found.engine, found.container)
+        done, steps = resuming.resume(found.key, settings, driver, go_on, request=request)
+    after_resume(found.engine, found.container, asked)
     return Moved(done, time.monotonic() - began, steps)
 
 
-def swap(out: str, into: str, request: GpuMap = ()) -> tuple[Moved, Moved]:
+def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[Moved, Moved]:
     """Suspend the one, and resume the other in its place; where that fails, the first comes back.
 
-    Where the second would not fit even then, nothing is done. Raises NotFound, Refused, GpusnapError.
+    `early`: what was asked ahead, of both in this order. Where the second would not fit even then, nothing is
+    done. Raises NotFound, Refused, GpusnapError.
     """
-    settings, driver = settings_file.load(), needed_driver()
-    found = targets.suspended(into)
-    _, container, _ = targets.running(out)
+    settings, driver = settings_file.load(), early.driver()
+    first, second = early.containers
+    found = targets.suspended(into, second)
+    target = targets.running(out, first)
+    container = target[1]
     members = [process.pid for process in containers.processes(container.pid, container.id)]
     resuming.check(found, _without(driver, members), request)
-    suspended = suspend(out, leaving=found.key)
+    suspended = _suspend(target, early, leaving=found.key)
     try:
-        return suspended, resume(into, request)
+        return suspended, _resume(found, settings, driver, second, request)
     except GpusnapError as error:
         if found.lives and suspensions.read(found.key) is None:  # it runs: its own command failed
             error.hint = "; ".join(filter(None, [error.hint, f"{into} runs, and {out} is suspended"]))
             raise
         try:
-            of = suspended.container
-            with overrides.alone(of.container):
-                resuming.resume(of.key, settings, driver, targets.engine_of(of).go_on)
-            after_resume(of.engine, of.container)
+            _resume(suspended.container, settings, driver, first)
         except GpusnapError as other:
             error.hint = f"{out} is suspended, and could not be resumed: {other.sentence()}"
         else:
@@ -89,16 +109,19 @@ def swap(out: str, into: str, request: GpuMap = ()) -> tuple[Moved, Moved]:
         raise
 
 
-def spill(name: str) -> int:
-    """Move the GPU memory of a suspended container to the store; bytes. Raises NotFound, GpusnapError."""
-    found = targets.suspended(name)
+def spill(name: str, asked: podman.Inspection) -> int:
+    """Move the GPU memory of a suspended container to the store; bytes. Raises NotFound, GpusnapError.
+
+    Podman was asked for the name.
+    """
+    found = targets.suspended(name, asked)
     return spilling.spill(found.key, settings_file.load())
 
 
-def spill_behind(name: str) -> None:
+def spill_behind(name: str, asked: podman.Inspection) -> None:
     """The same, by a process of its own that nobody waits for; what goes wrong stays in RAM."""
     program = shutil.which(sys.argv[0]) or sys.argv[0]
-    found = targets.suspended(name)
+    found = targets.suspended(name, asked)
     whole = f"{found.namespace}/{found.name}" if found.namespace else found.container
     subprocess.Popen(
         [program, "suspend", "--spill", "--wait", whole],

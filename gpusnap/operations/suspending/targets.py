@@ -29,16 +29,21 @@ from gpusnap.user_errors import NotFound
 
 _CONTAINERD = "containerd"
 _PODMAN = "podman"
-# Seconds for Podman to say which container has a name.
-_NAMING = 60.0
 # Below it there is a folder for each namespace (containerd, RuncRoot of cmd/containerd-shim-runc-v2).
 _CONTAINERD_ROOT = "/run/containerd/runc"
 
 
-def running(name: str) -> tuple[Engine, containers.Container, RealRuntime]:
-    """A running container by its name. Raises NotFound, ContainerError, GpusnapError."""
+Running = tuple[Engine, containers.Container, RealRuntime]
+"""A running container: its engine, what its runtime knows of it, and that runtime."""
+
+
+def running(name: str, asked: podman.Inspection) -> Running:
+    """A running container by its name, of which Podman was asked.
+
+    Raises NotFound, ContainerError, GpusnapError.
+    """
     try:
-        found = podman.container(name)
+        found = asked.container()
     except GpusnapError as error:
         there = _task(name)
         if there is None:
@@ -65,10 +70,13 @@ def running(name: str) -> tuple[Engine, containers.Container, RealRuntime]:
     return engine(_PODMAN, found.id, found.name, ""), *_known(found.id, roots[0])
 
 
-def suspended(name: str) -> Suspension:
-    """A suspended container by its name, or the beginning of its ID. Raises NotFound, GpusnapError."""
+def suspended(name: str, asked: podman.Inspection) -> Suspension:
+    """A suspended container by its name, or the beginning of its ID; Podman was asked for that.
+
+    Raises NotFound, GpusnapError.
+    """
     found = list(suspensions.find())
-    exact = _called(found, name)
+    exact = _called(found, name, asked)
     some = exact or [each for each in found if len(name) > 2 and each.container.startswith(name)]
     if len(some) == 1:
         return some[0]
@@ -79,12 +87,12 @@ def suspended(name: str) -> Suspension:
     raise NotFound(f"no container {name} is suspended", hint="gpusnap ps lists those that are")
 
 
-def is_suspended(name: str) -> bool:
+def is_suspended(name: str, asked: podman.Inspection) -> bool:
     """Whether a suspended container has exactly that name or ID. Raises GpusnapError."""
-    return bool(_called(list(suspensions.find()), name))
+    return bool(_called(list(suspensions.find()), name, asked))
 
 
-def _called(found: Sequence[Suspension], name: str) -> Sequence[Suspension]:
+def _called(found: Sequence[Suspension], name: str, asked: podman.Inspection) -> Sequence[Suspension]:
     """Those with exactly that name or ID; how Podman calls them now counts before what is on file."""
     of_id = [each for each in found if each.container == name]
     if any(each.engine == _PODMAN for each in of_id):
@@ -92,7 +100,8 @@ def _called(found: Sequence[Suspension], name: str) -> Sequence[Suspension]:
     now = ""
     if any(each.engine == _PODMAN for each in found):
         with suppress(GpusnapError):
-            now = podman.full_id(name, seconds=_NAMING)
+            told = asked.container()
+            now = told.id if told.name == name else ""
     if now:
         return [*of_id, *(each for each in found if each.container == now)]
     return [each for each in found if name in _words(each)]

@@ -71,6 +71,29 @@ def test_no_container(fake: FakePodman) -> None:
         podman.container("w")
 
 
+def test_asked_ahead(fake: FakePodman) -> None:
+    """Podman runs before the answer is needed; the answer is the same each time; one in vain is killed."""
+    fake.has()
+    with podman.Inspection("w") as asked:
+        assert asked.container().id == ID
+        assert asked.container() is asked.container()
+    assert (fake.folder / "calls").read_text() == "container inspect -- w\n"
+    program = fake.folder / "podman"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    with podman.Inspection("w") as asked:
+        assert asked._question is not None
+        child = asked._question._child
+    assert child.returncode == -signal.SIGKILL
+    with (
+        podman.Inspection("w", seconds=0.05) as asked,
+        pytest.raises(GpusnapError, match=r"Podman has not answered within 0\.05 s"),
+    ):
+        asked.container()
+    program.write_text("no program")
+    with podman.Inspection("w") as asked, pytest.raises(GpusnapError, match="podman cannot be run"):
+        asked.container()
+
+
 def test_no_podman(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One sentence."""
     monkeypatch.setenv("PATH", str(tmp_path))

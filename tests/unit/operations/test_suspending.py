@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from gpusnap.operations.suspending import budget, targets, usage
+from gpusnap.engines import podman
+from gpusnap.operations.suspending import budget, commands, targets, usage
 from gpusnap.operations.suspending.usage import Usage
 from gpusnap.runtime_shim.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.settings import Settings, Suspend
@@ -32,6 +33,24 @@ TWO = replace(ONE, key="aaaa0002@123456789abc", name="qwen", since="2026-11-22T1
 TASK = replace(ONE, key="llama@ba987654321c", engine="containerd", namespace="k8s.io")
 
 
+class Asked(podman.Inspection):
+    """Podman, which knows containers by these names."""
+
+    def __init__(self, **ids: str) -> None:
+        self._ids = ids
+        self._wanted = ""
+
+    def by(self, name: str) -> Asked:
+        """Of a name."""
+        self._wanted = name
+        return self
+
+    def container(self) -> podman.Container:
+        if self._wanted not in self._ids:
+            raise NotFound(f"there is no container {self._wanted}")
+        return podman.Container(self._ids[self._wanted], self._wanted, "crun", "paused", init=1)
+
+
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> list[Suspension]:
     """The suspended containers."""
@@ -42,18 +61,42 @@ def there(monkeypatch: pytest.MonkeyPatch) -> list[Suspension]:
 
 def test_names(there: list[Suspension]) -> None:
     """A name, an ID, or the beginning of one; of two of a name the namespace tells."""
-    assert targets.suspended("llama") == ONE
-    assert targets.suspended("aaaa0002") == TWO
+
+    def suspended(name: str, **ids: str) -> Suspension:
+        return targets.suspended(name, Asked(**ids).by(name))
+
+    assert suspended("llama") == ONE
+    assert suspended("aaaa0002") == TWO
     with pytest.raises(GpusnapError, match="several suspended containers are called aaaa"):
-        targets.suspended("aaaa")
+        suspended("aaaa")
     with pytest.raises(NotFound, match="no container mistral is suspended"):
-        targets.suspended("mistral")
+        suspended("mistral")
+    assert suspended("mistral", mistral="aaaa0002") == TWO  # it was renamed
     there.append(TASK)
     with pytest.raises(GpusnapError, match="several"):
-        targets.suspended("llama")
-    assert targets.suspended("k8s.io/llama") == TASK
-    assert targets.is_suspended("qwen")
-    assert not targets.is_suspended("qwe")
+        suspended("llama")
+    assert suspended("k8s.io/llama") == TASK
+    assert targets.is_suspended("qwen", Asked().by("qwen"))
+    assert not targets.is_suspended("qwe", Asked().by("qwe"))
+
+
+def test_the_command_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Podman is not asked again about the container that it was asked about, and is about another."""
+    ran: list[str] = []
+    asked: list[str] = []
+
+    def container(wanted: str) -> podman.Container:
+        asked.append(wanted)
+        return podman.Container(wanted, "another", "crun", "running", init=1)
+
+    monkeypatch.setattr(podman, "container", container)
+    monkeypatch.setattr(commands, "run_after", lambda found, pair, progress: ran.append(found.name))
+    commands.after_resume("podman", "aaaa0001", Asked(llama="aaaa0001").by("llama"))
+    assert (ran, asked) == (["llama"], [])
+    commands.after_resume("podman", "aaaa0002", Asked(llama="aaaa0001").by("llama"))
+    commands.after_resume("podman", "aaaa0003", Asked().by("qwen"))
+    commands.after_resume("containerd", "llama", Asked().by("llama"))
+    assert (ran, asked) == (["llama", "another", "another"], ["aaaa0002", "aaaa0003"])
 
 
 @pytest.fixture

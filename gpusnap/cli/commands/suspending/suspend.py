@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +15,12 @@ from gpusnap.operations.suspending.moved import Moved, Spilled
 from gpusnap.privileges import require_root
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
 from gpusnap.runtime_shim.units import human
+
+if TYPE_CHECKING:
+    from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
+
+# Seconds for Podman to say which suspended container has a name. Who checkpoints that one has its lock.
+_NAMING = 60.0
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
 
@@ -50,23 +57,26 @@ def suspend(containers: tuple[str, ...], spill: bool, wait: bool, as_json: bool)
     timing, a list of steps; for several a list, results. Of one that was suspended already: container, and
     with --wait spilled (bytes).
     """
-    from gpusnap.operations.suspending import suspend as suspending
-    from gpusnap.operations.suspending import targets
-
     require_root("suspend")
     if wait and not spill:
         raise UsageError("--wait goes with --spill")
+    from gpusnap.operations.suspending.ahead import ahead
 
     def work(name: str) -> Moved | Spilled:
-        moved = None if spill and targets.is_suspended(name) else suspending.suspend(name)
-        if not spill:
-            assert moved is not None
-            return moved
-        if not wait:
-            suspending.spill_behind(name)
-            return moved if moved is not None else Spilled(name, None)
-        size = suspending.spill(name)
-        return moved if moved is not None else Spilled(name, size)
+        with ahead(name) as early:
+            from gpusnap.operations.suspending import suspend as suspending
+            from gpusnap.operations.suspending import targets
+
+            asleep = spill and targets.is_suspended(name, early.container)
+            moved = None if asleep else suspending.suspend(name, early)
+            if not spill:
+                assert moved is not None
+                return moved
+            if not wait:
+                suspending.spill_behind(name, early.container)
+                return moved if moved is not None else Spilled(name, None)
+            size = suspending.spill(name, early.container)
+            return moved if moved is not None else Spilled(name, size)
 
     def show(done: Moved | Spilled) -> None:
         if isinstance(done, Spilled):
@@ -116,12 +126,10 @@ def resume(containers: tuple[str, ...], gpu_map: str, as_json: bool) -> None:
     As JSON: container, containerId, engine, memory (bytes that it uses of GPUs), seconds, driverSeconds, the
     driver's part of these, and timing, a list of steps; for several a list, results.
     """
-    from gpusnap.operations.suspending import suspend as suspending
-    from gpusnap.operations.suspending import targets
-    from gpusnap.runtime_shim.snapshot.devices.choose import gpu_request
-
     require_root("resume")
-    pids = [int(each) for each in containers if each.isdecimal() and not targets.is_suspended(each)]
+    from gpusnap.operations.suspending.ahead import ahead
+
+    pids = [int(each) for each in containers if each.isdecimal() and not _is_suspended(each)]
     if pids:
         if len(pids) != len(containers) or gpu_map or as_json:
             raise UsageError(
@@ -130,7 +138,12 @@ def resume(containers: tuple[str, ...], gpu_map: str, as_json: bool) -> None:
             )
         _resume_processes(pids)
         return
-    request = gpu_request(gpu_map or None)
+
+    def work(name: str) -> Moved:
+        with ahead(name, seconds=_NAMING) as early:
+            from gpusnap.operations.suspending import suspend as suspending
+
+            return suspending.resume(name, early, _request(gpu_map))
 
     def show(done: Moved) -> None:
         moved = [(old, new) for old, new in done.container.pairs if old != new]
@@ -139,7 +152,7 @@ def resume(containers: tuple[str, ...], gpu_map: str, as_json: bool) -> None:
 
     each_of(
         tuple(dict.fromkeys(containers)),
-        lambda name: suspending.resume(name, request),
+        work,
         show=show,
         document=_document,
         as_json=as_json,
@@ -163,12 +176,14 @@ def swap(out: str, into: str, gpu_map: str, as_json: bool) -> None:
 
     As JSON: out and in, each as `gpusnap suspend` and `gpusnap resume` have it, and seconds.
     """
-    from gpusnap.operations.suspending import suspend as suspending
-    from gpusnap.runtime_shim.snapshot.devices.choose import gpu_request
-
     require_root("swap")
+    from gpusnap.operations.suspending.ahead import ahead
+
     began = time.monotonic()
-    off, on = suspending.swap(out, into, gpu_request(gpu_map or None))
+    with ahead(out, into) as early:
+        from gpusnap.operations.suspending import suspend as suspending
+
+        off, on = suspending.swap(out, into, early, _request(gpu_map))
     seconds = time.monotonic() - began
     if as_json:
         document = {"out": _document(off), "in": _document(on), "seconds": round(seconds, 3)}
@@ -178,6 +193,20 @@ def swap(out: str, into: str, gpu_map: str, as_json: bool) -> None:
     click.echo(f"{off.container.name}  suspended, {off.seconds:.1f} s")
     click.echo(f"{on.container.name}  resumed, {on.seconds:.1f} s")
     click.echo(f"GPU memory moved: {moved}, {seconds:.1f} s", err=True)
+
+
+def _request(text: str) -> GpuMap:
+    from gpusnap.runtime_shim.snapshot.devices.choose import gpu_request
+
+    return gpu_request(text or None)
+
+
+def _is_suspended(name: str) -> bool:
+    from gpusnap.engines.podman import Inspection
+    from gpusnap.operations.suspending import targets
+
+    with Inspection(name, seconds=_NAMING) as asked:
+        return targets.is_suspended(name, asked)
 
 
 def _document(done: Moved) -> dict[str, object]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,35 @@ def test_no_program() -> None:
     with pytest.raises(NotStarted, match=r"^/nonexistent cannot be started: it does not exist$"):
         child_process.run(["/nonexistent"])
     assert children() == before
+
+
+def test_a_wait_ends_with_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No look again and again: subprocess.Popen would be asleep for up to 50 ms when the child ends."""
+
+    def sleep(seconds: float) -> None:
+        raise AssertionError(f"it slept for {seconds} s")
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    child = child_process.Child([sys.executable, "-c", "import sys; sys.exit(3)"])
+    assert child.wait(60) == 3
+    assert child.wait(60) == 3
+
+
+def test_a_wait_with_a_deadline() -> None:
+    with child_process.Child(["sleep", "60"]) as child:
+        began = time.monotonic()
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(0.05)
+        assert time.monotonic() - began >= 0.05
+        child.kill()
+        assert child.wait(60) == -signal.SIGKILL
+
+
+def test_a_wait_without_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks again and again then, as subprocess.Popen does."""
+
+    def fail(pid: int, flags: int = 0) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", fail)
+    assert child_process.Child([sys.executable, "-c", "import sys; sys.exit(3)"]).wait(60) == 3

@@ -1,0 +1,77 @@
+"""What suspend, resume and swap need of others, asked for before their own modules are imported.
+
+Podman takes 40 ms to tell of a container, NVIDIA's driver 0.2 to 0.5 s until it can be called (cuInit,
+nvmlInit), and the modules 0.1 s. At the same time they take as long as the longest. Nothing is decided here:
+each of them is asked again, or waited for, where its answer counts, and fails there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+
+from gpusnap.engines import podman
+from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.operations.driver import needed_driver
+from gpusnap.runtime_shim import question_process
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu.api.driver import Driver
+
+# Seconds until a process may end while the driver starts in it: exit(3) runs what libcuda has registered.
+_STARTING = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What was asked for."""
+
+    containers: Sequence[podman.Inspection]
+    """One for each name."""
+    found: Driver | None = None
+
+    @property
+    def container(self) -> podman.Inspection:
+        """The first."""
+        return self.containers[0]
+
+    def driver(self) -> Driver:
+        """This host's driver; it may be starting. Raises GpusnapError where there is none."""
+        return self.found if self.found is not None else needed_driver()
+
+
+@contextmanager
+def ahead(*names: str, seconds: float | None = None) -> Iterator[Ahead]:
+    """Have Podman asked for containers, and the driver start, while the block runs.
+
+    `seconds`: how long Podman's answer is waited for where it is needed.
+    """
+    with ExitStack() as stack:
+        asked = [stack.enter_context(podman.Inspection(name, seconds=seconds)) for name in names]
+        question_process.start()  # before there are threads
+        driver = None
+        with suppress(GpusnapError):
+            driver = needed_driver()
+        if driver is not None and driver.plugin is None:
+            stack.callback(_wait, [*_begin(driver)])
+        yield Ahead(asked, driver)
+
+
+def _begin(driver: Driver) -> Iterator[threading.Thread]:
+    for call in (driver.open, driver.host):
+        thread = threading.Thread(target=_try, args=(call,), name="gpusnap-driver", daemon=True)
+        with suppress(RuntimeError):  # no thread is to be had, and it only saves time
+            thread.start()
+            yield thread
+
+
+def _try(call: Callable[[], object]) -> None:
+    with suppress(Exception):  # whoever needs the driver asks it, too
+        call()
+
+
+def _wait(begun: Sequence[threading.Thread]) -> None:
+    end = time.monotonic() + _STARTING
+    for thread in begun:
+        thread.join(max(0.0, end - time.monotonic()))
