@@ -128,11 +128,13 @@ def bring_back(
     let_go: Callable[[int], object] | None,
     *,
     pairs: Mapping[int, Pairs] = MappingProxyType({}),
+    loaded: Mapping[int, Sequence[Area]] = MappingProxyType({}),
     cut_off: bool = True,
 ) -> tuple[Suspended, ...]:
     """Have the GPU processes of an entry that are there run with their GPU state; these.
 
-    `let_go` and `pairs` as in `gpu_state.resume`. `cut_off`: somebody was killed who may have been at work on
+    `let_go` and `pairs` as in `gpu_state.resume`. `loaded`: files with all that the layout has of a process,
+    by PID. `cut_off`: somebody was killed who may have been at work on
     them, so that the driver may still be, and other processes stand for him. Raises GpusnapError when all
     that could be done has been.
     """
@@ -153,7 +155,7 @@ def bring_back(
         if cut_off:
             at_once(partial(let_finish, driver), pids).raise_first()
         stopped += _astray(driver, [process for process in there if process not in stopped])
-        lacking = _give_back(entry, [p for p in stopped if suspended(driver, p.pid)], settings)
+        lacking = _give_back(entry, [p for p in stopped if suspended(driver, p.pid)], settings, loaded)
         pids = [process.pid for process in there if process.pid not in lacking]
         resume(driver, pids, Pages(), pairs=pairs, right=partial(_right, entry, guard), let_go=let_go)
     finally:
@@ -169,14 +171,20 @@ def _right(entry: Entry, guard: Guard, pid: int) -> None:
     guard.release(pid)
 
 
-def _give_back(entry: Entry, processes: Sequence[Suspended], settings: Memory) -> dict[int, GpusnapError]:
+def _give_back(
+    entry: Entry, processes: Sequence[Suspended], settings: Memory, loaded: Mapping[int, Sequence[Area]]
+) -> dict[int, GpusnapError]:
     """Have the regions of suspended processes in place: from the layout, or from files of the stage.
 
     What kept some from it, by PID.
     """
     lost = {p.pid: _not_there(p) for p in processes if not _mapped(p)}
     there = [process for process in processes if process.pid not in lost]
-    layout = {p.pid: [(Region(r.start, r.table.size), r.table) for r in p.regions] for p in there}
+    layout = {
+        p.pid: [(Region(r.start, r.table.size), r.table) for r in p.regions]
+        for p in there
+        if p.pid not in loaded
+    }
     if any(layout.values()):
         transfer.fill(Layout(entry.layout), layout, settings)
     staged: dict[int, list[Area]] = {}
@@ -189,7 +197,8 @@ def _give_back(entry: Entry, processes: Sequence[Suspended], settings: Memory) -
                 hint="if somebody removed that file it is lost: restore the container from a checkpoint",
                 code="GPS-026",
             )
-    lost |= transfer.give(entry.key, {pid: areas for pid, areas in staged.items() if areas})
+    given = {pid: [*loaded.get(pid, ()), *areas] for pid, areas in staged.items()}
+    lost |= transfer.give(entry.key, {pid: areas for pid, areas in given.items() if areas})
     for area in (area for areas in staged.values() for area in areas):
         area.close()
     return lost

@@ -1,4 +1,4 @@
-"""`gpusnap suspend`, `resume` and `swap`: containers off their GPUs and back, whatever engine runs them."""
+"""`gpusnap suspend` and `resume`: containers off their GPUs and back, whatever engine runs them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Collection
-from dataclasses import replace
 from functools import partial
 
 from gpusnap.engines import podman
@@ -17,19 +15,17 @@ from gpusnap.operations.suspending.ahead import Ahead
 from gpusnap.operations.suspending.commands import after_resume, around_suspend
 from gpusnap.operations.suspending.moved import Moved
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.runtime_shim.gpu.api.driver import Driver, Host
+from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
-from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
-from gpusnap.runtime_shim.snapshot.records import suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.suspend import criu_plugin
 from gpusnap.runtime_shim.snapshot.suspended import resume as resuming
 from gpusnap.runtime_shim.snapshot.suspended import spill as spilling
 from gpusnap.runtime_shim.snapshot.suspended import suspend as suspending
+from gpusnap.runtime_shim.snapshot.suspended.load import Loading
 from gpusnap.runtime_shim.snapshot.suspended.sweep import sweep
 
 
@@ -38,11 +34,14 @@ def suspend(name: str, early: Ahead) -> Moved:
 
     `early`: what was asked ahead, of this container first. Raises NotFound, Refused, GpusnapError.
     """
-    return _suspend(targets.running(name, early.container), early)
+    return suspend_this(targets.running(name, early.container), early)
 
 
-def _suspend(target: targets.Running, early: Ahead, *, leaving: str = "") -> Moved:
-    """`leaving`: the key of one that is resumed next."""
+def suspend_this(target: targets.Running, early: Ahead, *, leaving: str = "") -> Moved:
+    """Suspend a container that was found. `leaving`: the key of one that is resumed next.
+
+    `early`: what was asked ahead, of this container first. Raises Refused, GpusnapError.
+    """
     began = time.monotonic()
     engine, container, real = target
     settings = settings_file.annotated(settings_file.usable(), container.annotations)
@@ -62,51 +61,27 @@ def resume(name: str, early: Ahead, request: GpuMap = ()) -> Moved:
     settings = settings_file.load()
     sweep(settings.store.path)
     found = targets.suspended(name, early.container)
-    return _resume(found, settings, early.driver(), early.container, request)
+    return resume_this(found, settings, early.driver(), early.container, request)
 
 
-def _resume(
+def resume_this(
     found: Suspension,
     settings: Settings,
     driver: Driver,
     asked: podman.Inspection | None = None,
     request: GpuMap = (),
+    loading: Loading | None = None,
 ) -> Moved:
+    """Resume a container that was found. Raises Refused, GpusnapError.
+
+    `asked`: what Podman tells of it. `loading`: what was spilled of it, on its way into RAM.
+    """
     began = time.monotonic()
     go_on = targets.engine_of(found).go_on
     with overrides.alone(found.container):
-        done, steps = resuming.resume(found.key, settings, driver, go_on, request=request)
+        done, steps = resuming.resume(found.key, settings, driver, go_on, request=request, loading=loading)
     after_resume(found.engine, found.container, asked)
     return Moved(done, time.monotonic() - began, steps)
-
-
-def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[Moved, Moved]:
-    """Suspend the one, and resume the other in its place; where that fails, the first comes back.
-
-    `early`: what was asked ahead, of both in this order. Where the second would not fit even then, nothing is
-    done. Raises NotFound, Refused, GpusnapError.
-    """
-    settings, driver = settings_file.load(), early.driver()
-    first, second = early.containers
-    found = targets.suspended(into, second)
-    target = targets.running(out, first)
-    container = target[1]
-    members = [process.pid for process in containers.processes(container.pid, container.id)]
-    resuming.check(found, _without(driver, members), request)
-    suspended = _suspend(target, early, leaving=found.key)
-    try:
-        return suspended, _resume(found, settings, driver, second, request)
-    except GpusnapError as error:
-        if found.lives and suspensions.read(found.key) is None:  # it runs: its own command failed
-            error.hint = "; ".join(filter(None, [error.hint, f"{into} runs, and {out} is suspended"]))
-            raise
-        try:
-            _resume(suspended.container, settings, driver, first)
-        except GpusnapError as other:
-            error.hint = f"{out} is suspended, and could not be resumed: {other.sentence()}"
-        else:
-            error.hint = "; ".join(filter(None, [error.hint, f"{out} runs on"]))
-        raise
 
 
 def spill(name: str, asked: podman.Inspection) -> int:
@@ -131,19 +106,6 @@ def spill_behind(name: str, asked: podman.Inspection) -> None:
         start_new_session=True,
         cwd="/",
     )
-
-
-def _without(driver: Driver, pids: Collection[int]) -> Host:
-    """This host as it is when some processes use no GPU."""
-    host = driver.host()
-    used: dict[str, int] = {}
-    for of in driver.memory_used(pids).values():
-        for uuid, size in of.items():
-            used[uuid] = used.get(uuid, 0) + size
-    gpus = tuple(
-        replace(gpu, memory_used=max(0, gpu.memory_used - used.get(gpu.uuid, 0))) for gpu in host.gpus
-    )
-    return replace(host, gpus=gpus)
 
 
 def pause_again(found: Suspension) -> bool:

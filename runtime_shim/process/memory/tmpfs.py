@@ -160,9 +160,24 @@ def remove(key: str) -> None:
             for name in os.listdir(folder):
                 os.unlink(os.path.join(folder, name))
             os.rmdir(folder)
-        if _is_mounted() and not os.listdir(FOLDER):
-            # What a process still has mapped stays until it lets go.
-            _libc.umount2(FOLDER.encode(), _MNT_DETACH)
+        _unmount_unused()
+
+
+def leave(key: str) -> None:
+    """Remove a container's folder where nothing is in it, and the tmpfs likewise. Raises OSError."""
+    folder = _folder(key)
+    if not is_folder(FOLDER):
+        return
+    with _locked():
+        with suppress(OSError):
+            os.rmdir(folder)
+        _unmount_unused()
+
+
+def _unmount_unused() -> None:
+    if _is_mounted() and not os.listdir(FOLDER):
+        # What a process still has mapped stays until it lets go.
+        _libc.umount2(FOLDER.encode(), _MNT_DETACH)
 
 
 def device() -> str:

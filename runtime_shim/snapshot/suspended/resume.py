@@ -1,6 +1,6 @@
 """Bring a suspended container back onto its GPUs, or onto others that it can see.
 
-    plan → hold → fill (what is in a store) → driver restore → freeze → let it go on (the engine)
+    load → plan → hold → fill (what is in a store) → driver restore → freeze → let it go on (the engine)
 
 Whatever can refuse does so before anything is changed. A resume that fails or is killed loses nothing: the
 bytes stay where they were until all processes have their GPU state, and the next resume begins where it was.
@@ -18,6 +18,7 @@ from gpusnap.runtime_shim.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, ProcessState
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
 from gpusnap.runtime_shim.gpu.assignment import plan
+from gpusnap.runtime_shim.process.memory.tmpfs import Area
 from gpusnap.runtime_shim.runtime import cgroup_freezer
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.settings import Settings
@@ -30,7 +31,11 @@ from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspend import driver_calls, paused_container
 from gpusnap.runtime_shim.snapshot.suspend.gpu_state import Pairs
 from gpusnap.runtime_shim.snapshot.suspended import sweep
+from gpusnap.runtime_shim.snapshot.suspended.load import Loading
 from gpusnap.runtime_shim.transaction import Step, Transaction, held_signals, interruptible
+
+Loaded = Mapping[int, Sequence[Area]]
+"""Files with what was spilled of processes, by PID."""
 
 _SETTLING = 10.0  # seconds
 
@@ -42,11 +47,12 @@ def resume(
     go_on: Callable[[], object],
     *,
     request: GpuMap = (),
+    loading: Loading | None = None,
 ) -> tuple[Suspension, Sequence[Step]]:
     """Resume a suspended container; what was on file of it, and how long each step took.
 
-    `request`: which GPUs it shall have. `go_on` has the engine let it run. Raises a GpusnapError: Refused
-    where no GPU fits, and nothing has been changed.
+    `request`: which GPUs it shall have. `go_on` has the engine let it run. `loading`: what was spilled of it,
+    on its way into RAM. Raises a GpusnapError: Refused where no GPU fits, and nothing has been changed.
     """
     question_process.start()
     with interruptible(), journal.held(key), Transaction() as transaction:
@@ -55,15 +61,21 @@ def resume(
             raise Refused(f"container {key.partition('@')[0]} is not suspended", code="GPS-206")
         if found.stage is not Stage.SUSPENDED:
             raise suspensions.unfinished(found)
+        loaded: Loaded = {}
+        # Else somebody has resumed it since, and suspended it again.
+        if loading is not None and loading.entry == journal.read(key):
+            with transaction.step("load"):
+                loaded = loading.areas()
         with claim() as room:
             with transaction.step("plan"):
                 driver.open()
                 pairs = _plan(found, driver.host(), request, room)
-                _check_memory(found, settings)
+                if not loaded:
+                    _check_memory(found, settings)
                 found = replace(found, stage=Stage.RESUMING, owner=state_files.owner(), pairs=pairs)
                 suspensions.write(found)
             with held_signals():
-                _bring_back(found, settings, driver, transaction, cut_off=False)
+                _bring_back(found, settings, driver, transaction, loaded, cut_off=False)
         with held_signals():
             _finish(found, transaction, go_on)
         transaction.commit()
@@ -87,7 +99,7 @@ def recover(key: str, settings: Settings, driver: Driver, go_on: Callable[[], ob
         stage = found.stage
         with held_signals():
             if stage is not Stage.RESUMED:
-                _bring_back(found, settings, driver, transaction, cut_off=True)
+                _bring_back(found, settings, driver, transaction, {}, cut_off=True)
             _finish(found, transaction, go_on)
         transaction.commit()
         return "it was not suspended, and runs on" if stage is Stage.SUSPENDING else "it is resumed"
@@ -139,7 +151,13 @@ def _of_processes(found: Suspension) -> Mapping[int, Pairs]:
 
 
 def _bring_back(
-    found: Suspension, settings: Settings, driver: Driver, transaction: Transaction, *, cut_off: bool
+    found: Suspension,
+    settings: Settings,
+    driver: Driver,
+    transaction: Transaction,
+    loaded: Loaded,
+    *,
+    cut_off: bool,
 ) -> None:
     """Give its processes their GPU state; the container is frozen before and after."""
     entry = journal.read(found.key)
@@ -157,7 +175,13 @@ def _bring_back(
         with transaction.step("driver restore"):
             try:
                 recover_checkpoint.bring_back(
-                    entry, driver, settings.memory, let_go, pairs=_of_processes(found), cut_off=cut_off
+                    entry,
+                    driver,
+                    settings.memory,
+                    let_go,
+                    pairs=_of_processes(found),
+                    loaded=loaded,
+                    cut_off=cut_off,
                 )
             except GpusnapError:
                 if not cut_off:

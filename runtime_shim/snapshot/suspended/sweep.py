@@ -13,7 +13,7 @@ from gpusnap.runtime_shim.errors import GpusnapError, reason
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
-from gpusnap.runtime_shim.snapshot.suspended import spill
+from gpusnap.runtime_shim.snapshot.suspended import load, spill
 
 
 def sweep(store: str = "") -> None:
@@ -22,6 +22,7 @@ def sweep(store: str = "") -> None:
         for key in journal.noted(journal.SUSPENDED):
             with suppress(GpusnapError, OSError):
                 found = suspensions.read(key)
+                load.sweep(key)
                 if found is not None and not found.lives:
                     with journal.held(key, patience=0):
                         remove(found)

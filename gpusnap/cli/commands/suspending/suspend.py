@@ -181,9 +181,9 @@ def swap(out: str, into: str, gpu_map: str, as_json: bool) -> None:
 
     began = time.monotonic()
     with ahead(out, into) as early:
-        from gpusnap.operations.suspending import suspend as suspending
+        from gpusnap.operations.suspending import swap as swapping
 
-        off, on = suspending.swap(out, into, early, _request(gpu_map))
+        off, on = swapping.swap(out, into, early, _request(gpu_map))
     seconds = time.monotonic() - began
     if as_json:
         document = {"out": _document(off), "in": _document(on), "seconds": round(seconds, 3)}

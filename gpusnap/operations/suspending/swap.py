@@ -1,0 +1,94 @@
+"""`gpusnap swap`: one container off the GPU, another on.
+
+What the second needs and no GPU has to do with is done while the first is suspended: both are looked at, the
+plan is made, and what was spilled of the second is read from the store into RAM. Its driver's restore begins
+when the first is off: they are swapped because there is no room for both.
+
+Who else acts meanwhile: whoever resumes, suspends or removes the second takes its lock, which the swap has
+only when the first is suspended. It then finds the second in another state and says so, and the first comes
+back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+
+from gpusnap.oci.base.errors import OciError
+from gpusnap.operations.suspending import targets
+from gpusnap.operations.suspending.ahead import Ahead
+from gpusnap.operations.suspending.moved import Moved
+from gpusnap.operations.suspending.suspend import resume_this, suspend_this
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Host
+from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.snapshot.records import suspensions
+from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
+from gpusnap.runtime_shim.snapshot.suspended import load
+from gpusnap.runtime_shim.snapshot.suspended import resume as resuming
+from gpusnap.runtime_shim.snapshot.suspended.load import Loading
+
+_Used = Mapping[int, Mapping[str, int]]
+"""Bytes of GPU memory by PID and GPU UUID."""
+
+
+def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[Moved, Moved]:
+    """Suspend the one, and resume the other in its place; where that fails, the first comes back.
+
+    `early`: what was asked ahead, of both in this order. Where the second would not fit even then, nothing is
+    done. Raises NotFound, Refused, GpusnapError.
+    """
+    settings, driver = settings_file.load(), early.driver()
+    first, second = early.containers
+    found = targets.suspended(into, second)
+    target = targets.running(out, first)
+    container = target[1]
+    used = driver.memory_used(each.pid for each in containers.processes(container.pid, container.id))
+    resuming.check(found, _without(driver, used), request)
+    with ExitStack() as stack:
+        loading = _begin_loading(found, settings, used)
+        if loading is not None:
+            stack.callback(loading.close)
+        suspended = suspend_this(target, early, leaving=found.key)
+        try:
+            return suspended, resume_this(found, settings, driver, second, request, loading)
+        except GpusnapError as error:
+            if found.lives and suspensions.read(found.key) is None:  # it runs: its own command failed
+                error.hint = "; ".join(filter(None, [error.hint, f"{into} runs, and {out} is suspended"]))
+                raise
+            try:
+                resume_this(suspended.container, settings, driver, first)
+            except GpusnapError as other:
+                error.hint = f"{out} is suspended, and could not be resumed: {other.sentence()}"
+            else:
+                error.hint = "; ".join(filter(None, [error.hint, f"{out} runs on"]))
+            raise
+
+
+def _begin_loading(found: Suspension, settings: Settings, used: _Used) -> Loading | None:
+    """Begin to read what was spilled of a container; None where nothing was, or RAM is too short.
+
+    What is wrong with the store the resume says.
+    """
+    needed = sum(sum(of.values()) for of in used.values())
+    try:
+        return load.begin(found, settings.memory, beside=needed)
+    except (OSError, OciError, GpusnapError):
+        return None
+
+
+def _without(driver: Driver, used: _Used) -> Host:
+    """This host as it is when some processes use no GPU."""
+    host = driver.host()
+    freed: dict[str, int] = {}
+    for of in used.values():
+        for uuid, size in of.items():
+            freed[uuid] = freed.get(uuid, 0) + size
+    gpus = tuple(
+        replace(gpu, memory_used=max(0, gpu.memory_used - freed.get(gpu.uuid, 0))) for gpu in host.gpus
+    )
+    return replace(host, gpus=gpus)

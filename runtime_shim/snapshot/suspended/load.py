@@ -1,0 +1,126 @@
+"""What was spilled of a suspended container, read into RAM before its GPU is free.
+
+`gpusnap swap` reads while the other container is suspended, so that the resume finds the bytes in files that
+are mapped into the processes (memory/transfer.py, `give`) and waits for no disk. Every chunk is checked.
+
+The files are a copy and nothing else. The journal says all the time that the bytes are in the store, and
+whoever resumes, recovers or checkpoints the container meanwhile reads them there. The container's lock is not
+had: the files have names of their own,
+
+    /run/gpusnap/stage/<key>/<pid>-<address>.load.<PID and start time of this gpusnap>
+
+which nobody else uses, and are open, so that they may be removed at any time. What a killed gpusnap leaves of
+them goes with the resume, or with the next command's `sweep`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.chunks.reader import Reading
+from gpusnap.oci.chunks.table import Chunk
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim.process import mount_namespace, proc
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.process.memory import tmpfs
+from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records.journal import Entry
+from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
+
+_NAME = re.compile(r"\d+-[0-9a-f]+\.load\.(\d+)\.(\d+)")
+
+
+def begin(found: Suspension, settings: Memory, *, beside: int) -> Loading | None:
+    """Begin to read what was spilled of a suspended container; None where nothing was.
+
+    `beside`: bytes of RAM that something else takes meanwhile. Raises Refused where there is no room for
+    both, OSError, OciError, GpusnapError.
+    """
+    entry = journal.read(found.key)
+    spilled = {p.pid: sum(r.table.size for r in p.regions) for p in entry.processes} if entry else {}
+    if entry is None or not any(spilled.values()) or not mount_namespace.lasting():
+        return None
+    preflight.room_in_memory(spilled, found.init[0], settings)
+    preflight.room_in_memory(spilled | {0: beside}, os.getpid(), settings)
+    if settings.ceiling:
+        return None  # it is for what is held in RAM at once; the resume keeps to it
+    return Loading(entry, settings)
+
+
+class Loading:
+    """The bytes of an entry on their way into files. It starts when it is made; `close` ends it."""
+
+    def __init__(self, entry: Entry, settings: Memory) -> None:
+        """Raises OSError, OciError."""
+        self.entry = entry
+        self._areas: dict[int, list[Area]] = {}
+        self._reading: Reading | None = None
+        stage = Stage(entry.key)
+        mine = ".load.{}.{}".format(*state_files.owner())
+        tables = []
+        try:
+            for process in entry.processes:
+                for region in process.regions:
+                    name = f"{process.pid}-{region.start:x}{mine}"
+                    area = stage.area(name, region.start, region.table.size)
+                    self._areas.setdefault(process.pid, []).append(area)
+                    tables.append(region.table)
+            self._reading = Reading(
+                tables,
+                Layout(entry.layout),
+                threads=settings.threads or copies.cores(),
+                ceiling=transfer.ceiling(settings),
+                targets=self._all(),
+                prepare=self._populate,
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def areas(self) -> Mapping[int, Sequence[Area]]:
+        """The files, by PID, when all bytes are there; none where they could not be read.
+
+        What is wrong with the store whoever reads it next says.
+        """
+        assert self._reading is not None
+        try:
+            self._reading.wait()
+        except (OSError, OciError):
+            return {}
+        return self._areas
+
+    def close(self) -> None:
+        """End the reading, and remove the files; what is mapped into a process stays there."""
+        if self._reading is not None:
+            self._reading.close()
+        for area in self._all():
+            with suppress(OSError):
+                area.discard()
+        self._areas = {}
+        with suppress(OSError):  # the next one to leave does it
+            tmpfs.leave(self.entry.key)
+
+    def _all(self) -> list[Area]:
+        return [area for areas in self._areas.values() for area in areas]
+
+    def _populate(self, at: int, chunk: Chunk) -> None:
+        """Have pages behind a chunk: a full tmpfs is an error here, and a SIGBUS for who writes."""
+        self._all()[at].populate(chunk.offset, chunk.size, threads=1)
+
+
+def sweep(key: str) -> None:
+    """Remove what a killed gpusnap has left of such files. Raises OSError."""
+    for path in tmpfs.sizes(key):
+        found = _NAME.fullmatch(os.path.basename(path))
+        if found is not None and not proc.same(int(found[1]), int(found[2])):
+            with suppress(FileNotFoundError):
+                os.unlink(path)
