@@ -130,6 +130,8 @@ class Progress:
             and os.environ.get("TERM") not in ("dumb", "unknown")
         )
         self.shown = (terminal if shown is None else shown) and not self.quiet
+        self.mark = ("", 0)
+        """What goes on now, and how many bytes of it are done: where it changes, something moves."""
         self._line: Line = Nothing() if self.quiet or sys.stderr is None else Lines()
         if self.shown:
             # Imported here: it takes 50 ms, and most commands have no terminal.
@@ -147,10 +149,12 @@ class Progress:
 
     def stage(self, what: str) -> None:
         """Something else begins; how long it will take is not known yet."""
+        self.mark = (what, 0)
         self._line.stage(what)
 
     def at(self, done: int, whole: int | None = None) -> None:
         """So many bytes are done, of `whole`."""
+        self.mark = (self.mark[0], done)
         self._line.at(done, whole)
 
     def say(self, text: str) -> None:
@@ -180,11 +184,11 @@ class Progress:
             calls += 1
             now = (board.read() if board is not None else None) or last
             if (now.step, now.resumed) != (last.step, last.resumed):
-                self._line.stage(in_words(what, now))
+                self.stage(in_words(what, now))
             last = now
             if now.whole:
                 self.at(now.done, now.whole)
-            elif calls % every == 0 and not self.quiet and (size := measure()) >= _WORTH_SHOWING:
+            elif calls % every == 0 and (size := measure()) >= _WORTH_SHOWING:
                 self.at(size)
 
         self.stage(what)

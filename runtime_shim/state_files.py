@@ -5,6 +5,8 @@
         NAME.new    being written; `remove` takes away what a killed writer left
         LOCK        held (flock) while something is changed, and removed by who has it
 
+`write_durably` and `boot` are for files elsewhere that shall outlive the boot, with the same functions.
+
 A file names its owner by PID and start time (`owner`), so that proc.same tells whether that is alive. No link
 is followed, and a FIFO is never waited for. What may be swept the module knows whose files they are.
 """
@@ -18,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gpusnap.oci.base.files import read_below
+from gpusnap.oci.base.files import read_below, replace_below
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.base.locks import stands, try_exclusive, unlock
 from gpusnap.runtime_shim.process import proc
@@ -58,6 +60,19 @@ def write(path: str, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(path + ".new")
         raise
+
+
+def write_durably(path: str, data: bytes) -> None:
+    """As `write`, and on disk when this returns. Raises OSError."""
+    folder, name = os.path.split(path)
+    make_folder(folder)
+    replace_below(folder, name, data)
+
+
+def boot() -> str:
+    """The ID of this boot: PIDs and start times are of one. See random(4)."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
 
 
 def remove(path: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
+from gpusnap.checkpoints import migrations
 from gpusnap.checkpoints.labels import labels_in
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DigestError, LayoutError
@@ -60,6 +61,8 @@ class Row:
     """The digest of what a referrer refers to."""
     fault: str
     labels: Mapping[str, str]
+    migrating: str = ""
+    """The other host that its container may run on: a migration to it has not ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,12 @@ def _row(each: Kept, looked: _Looked, uses: Mapping[str, int]) -> Row:
     own = sum(size for digest, size in looked.blobs.items() if uses[digest] == 1)
     found = described(each.root.digest, each.names, looked.kind, looked.blobs, looked.annotations)
     return replace(
-        found, created=found.created or each.created, own=own, subject=looked.subject, fault=looked.fault
+        found,
+        created=found.created or each.created,
+        own=own,
+        subject=looked.subject,
+        fault=looked.fault,
+        migrating=migrations.host_of(each.root.digest),
     )
 
 

@@ -45,6 +45,8 @@ def _name(line: Line) -> str:
     name = line.name or "(no name)"
     if line.row.kind in _MARKS:
         return f"{name} ({_MARKS[line.row.kind]})"
+    if line.row.migrating:
+        return f"{name} (may run on {line.row.migrating})"
     if line.row.subject:
         return f"{name} (refers to {line.row.subject.partition(':')[2][:DIGITS]})"
     return name

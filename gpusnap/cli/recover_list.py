@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from gpusnap.checkpoints.migrations import Leaving
+from gpusnap.migration.records import Record
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.operations.unknown_containers import Unknown
 from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
@@ -20,15 +22,16 @@ class Waiting:
 
     container: str
     kind: str
-    """checkpoint, restore, suspend, resume, or unknown: it was restored, and Podman says it does not run."""
+    """checkpoint, restore, suspend, resume, leaving or coming: it is migrated to another host, or comes from
+    one; unknown: it was restored, and Podman says it does not run."""
     at_work: bool
     """Its gpusnap is still there, and nobody else may touch the container."""
     processes: tuple[int, ...]
     """The PIDs that were suspended and that are still there; of an unknown container its init."""
     image: str
-    """The image directory; empty for an unknown container, and for a suspend or resume."""
+    """The image directory of a checkpoint or restore; else empty."""
     why: str = ""
-    """What Podman says of an unknown container."""
+    """What Podman says of an unknown container, and what is known of one that is migrated."""
 
 
 def waiting(
@@ -36,6 +39,8 @@ def waiting(
     restores: Sequence[recover_restore.Restore],
     unknown: Sequence[Unknown] = (),
     moving: Sequence[Suspension] = (),
+    leaving: Sequence[Leaving] = (),
+    coming: Sequence[Record] = (),
 ) -> tuple[Waiting, ...]:
     """All of these, by container."""
     found = [
@@ -54,6 +59,11 @@ def waiting(
         )
         for each in moving
     ]
+    found += [Waiting(e.container, "leaving", e.at_work, (), "", _of_leaving(e)) for e in leaving]
+    found += [
+        Waiting(e.container or e.name, "coming", e.at_work, (), "", f"{e.name} comes from another host")
+        for e in coming
+    ]
     return tuple(sorted(found, key=lambda each: (each.container, each.kind)))
 
 
@@ -61,6 +71,9 @@ def line(each: Waiting) -> str:
     """One for people."""
     if each.kind == "unknown":
         return f"{each.container}  {each.why}"
+    if each.kind in ("leaving", "coming"):
+        how = "gpusnap is at work on it" if each.at_work else "that was cut off"
+        return f"{each.container}  {each.why}: {how}"
     if each.at_work:
         state = "gpusnap is at work on it"
     elif each.kind in ("suspend", "resume"):
@@ -70,6 +83,11 @@ def line(each: Waiting) -> str:
     else:
         state = "its checkpoint was cut off; processes: " + (" ".join(map(str, each.processes)) or "none")
     return f"{each.container}  {state}  image: {each.image}"
+
+
+def _of_leaving(each: Leaving) -> str:
+    may = f", and may run there; its checkpoint: {each.checkpoint}" if each.digest else ""
+    return f"{each.name} is migrated to {each.host}{may}"
 
 
 def as_json(found: Sequence[Waiting]) -> str:

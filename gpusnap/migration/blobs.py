@@ -8,7 +8,7 @@ a store.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,10 +89,13 @@ class Remote:
                 self._turns.notify_all()
 
 
-def serve(channel: Channel, layout: Layout, sent: Callable[[int], object]) -> dict[str, Any]:
+def serve(
+    channel: Channel, layout: Layout, allowed: Collection[str], sent: Callable[[int], object]
+) -> dict[str, Any]:
     """Answer requests for blobs of a layout until the other side says something else, which is returned.
 
-    sent: called with the bytes that went so far. Raises LinkLost.
+    allowed: the digests of the blobs that it may have. sent: called with the bytes that went so far.
+    Raises LinkLost.
     """
     size = 0
 
@@ -109,6 +112,9 @@ def serve(channel: Channel, layout: Layout, sent: Callable[[int], object]) -> di
         if "want" not in frame:
             return frame
         digest = str(frame["want"])
+        if digest not in allowed:
+            channel.send({"error": f"the blob {digest[:80]} is not of the checkpoint that is being sent"})
+            continue
         try:
             file = layout.open_blob(digest)
             length = file.seek(0, 2)

@@ -4,8 +4,9 @@
     4 bytes        the length of what follows, big endian
     JSON object    a frame; with "payload": N, so many raw bytes follow it
 
-A frame {"alive": true} says nothing, and is sent every few seconds while somebody works. So silence means
-that the other side, or the way to it, is gone: nothing here waits for longer than `SILENCE`.
+A frame {"alive": MARK} is sent every few seconds while somebody works. So silence means that the other side,
+or the way to it, is gone: nothing here waits for a byte longer than `SILENCE`. MARK says what it works on,
+and how far that is: a side that only lives, and gets no further, is waited for no longer than `PATIENCE`.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ VERSION = 1
 MAGIC = b"gpusnap-migrate 1\n"
 SILENCE = 30.0
 """Seconds without a byte, after which the other side counts as gone."""
+PATIENCE = 900.0
+"""Seconds without progress, after which the other side counts as stuck."""
+LONGEST_PATIENCE = 86400
 # Seconds between two signs of life.
 _EVERY = 5.0
 _LONGEST = 1 << 20
 _PIECE = 1 << 20
-_ALIVE: Mapping[str, Any] = {"alive": True}
+_ALIVE = "alive"
 
 
 class LinkLost(GpusnapError):
@@ -42,10 +46,16 @@ class LinkLost(GpusnapError):
 class Channel:
     """One end. Any thread may send; one at a time receives."""
 
-    def __init__(self, reading: int, writing: int, who: str, *, silence: float = SILENCE) -> None:
-        """Two descriptors that stay the caller's; `who`: the other side, for messages."""
+    def __init__(
+        self, reading: int, writing: int, who: str, *, silence: float = SILENCE, every: float = _EVERY
+    ) -> None:
+        """Two descriptors that stay the caller's; `who`: the other side, for messages.
+
+        every: seconds between two signs of life.
+        """
         self._reading, self._writing, self.who = reading, writing, who
-        self._silence = silence
+        self._silence, self._every = silence, every
+        self.patience = PATIENCE
         self._sending = threading.Lock()
         os.set_blocking(writing, False)
 
@@ -79,7 +89,8 @@ class Channel:
             )
 
     def receive(self) -> dict[str, Any]:
-        """The next frame that says something. Raises LinkLost."""
+        """The next frame that is no sign of life. Raises LinkLost."""
+        limit, mark = time.monotonic() + self.patience, None
         while True:
             length = int.from_bytes(self._read_all(4), "big")
             if not 0 < length <= _LONGEST:
@@ -90,8 +101,15 @@ class Channel:
                 raise self._broken("a frame that is no JSON") from None
             if not isinstance(frame, dict) or not _is_size(frame.get("payload", 0)):
                 raise self._broken("a frame that is no object, or with a payload of no size")
-            if frame != _ALIVE:
+            if _ALIVE not in frame:
                 return frame
+            if frame[_ALIVE] != mark:
+                limit, mark = time.monotonic() + self.patience, frame[_ALIVE]
+            elif time.monotonic() > limit:
+                raise LinkLost(
+                    f"{self.who} has got no further for {self.patience:g} s{_at(mark)}",
+                    hint="see what it waits for; --patience gives it more time",
+                )
 
     def payload(self, size: int) -> Iterator[bytes]:
         """The bytes that follow a frame, piece by piece; all have to be taken. Raises LinkLost."""
@@ -101,14 +119,19 @@ class Channel:
             yield piece
 
     @contextmanager
-    def alive(self, lost: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Show signs of life while the block runs; `lost` is called, once, where they cannot be sent."""
+    def alive(
+        self, mark: Callable[[], object] = lambda: "", lost: Callable[[], object] = lambda: None
+    ) -> Iterator[None]:
+        """Show signs of life while the block runs; `lost` is called, once, where they cannot be sent.
+
+        mark: what is being done, and how far it is, for JSON.
+        """
         done = threading.Event()
 
         def work() -> None:
-            while not done.wait(_EVERY):
+            while not done.wait(self._every):
                 try:
-                    self.send(_ALIVE)
+                    self.send({_ALIVE: mark()})
                 except LinkLost:
                     if not done.is_set():
                         lost()
@@ -156,6 +179,14 @@ class Channel:
                 raise LinkLost(f"the connection to {self.who} ended: {reason(error)}", hint=_AGAIN) from error
             view = view[sent:]
             end = time.monotonic() + self._silence
+
+
+def _at(mark: object) -> str:
+    """What it works on, by what Progress.mark gives."""
+    match mark:
+        case [str(stage), _] if stage:
+            return f": {printable(stage)[:100]}"
+    return ""
 
 
 def _is_size(value: object) -> bool:

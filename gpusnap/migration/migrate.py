@@ -4,12 +4,14 @@
     ahead      a checkpoint while the container runs, whose chunks the other store lacks go there; N times
     plan       the other host chooses GPUs for that checkpoint
     stop       the checkpoint that ends the container; what changed since goes there
+    note       on disk here: from now on the container may run over there
     restore    over there
-    confirm    from here on the container is that of the other host; what is left here is removed
+    confirm    from here on the container is that of the other host; what is left here goes, the note last
 
 Until `confirm` the container is ours. Where something fails after `stop`, it is restored here, but only once
 it is known that it does not run over there. If the other host cannot be asked any more at that moment, it
-stays stopped: two hosts with one container are worse than none, and the message says how to go on.
+stays stopped: two hosts with one container are worse than none. The note then stands, as it does where this
+gpusnap is killed, and `gpusnap recover` asks again (gpusnap/migration/unfinished.py).
 """
 
 from __future__ import annotations
@@ -19,14 +21,18 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, field
+from dataclasses import asdict, field, replace
+from datetime import UTC, datetime
 from types import FrameType
 from typing import Any
 
 from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.list import blobs_of
+from gpusnap.checkpoints.migrations import Leaving
 from gpusnap.engines import podman, podman_objects
+from gpusnap.migration import unfinished
 from gpusnap.migration.blobs import check_answer, serve
-from gpusnap.migration.frames import VERSION, Channel
+from gpusnap.migration.frames import PATIENCE, VERSION, Channel
 from gpusnap.migration.link import Route, connected
 from gpusnap.migration.receiver import new_id
 from gpusnap.oci.base.dataclass import dataclass
@@ -44,8 +50,6 @@ from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.runtime import container as containers
 
-# Checkpoints that went ahead have this tag until all is over.
-_AHEAD = "migrating"
 # Tries to ask the other host what has become of a container.
 _TRIES = 3
 
@@ -66,6 +70,8 @@ class Wish:
     ignore_volumes: bool = False
     force: bool = False
     dry_run: bool = False
+    patience: float = PATIENCE
+    """Seconds for which either side may get no further."""
 
 
 @dataclass(slots=True)
@@ -102,7 +108,8 @@ def migrate(wish: Wish, progress: Progress) -> Migrated:
     with _interruptible(), ExitStack() as link:
         progress.stage(f"asking {wish.route.to}")
         channel = link.enter_context(connected(wish.route))
-        link.enter_context(channel.alive())
+        channel.patience = wish.patience
+        link.enter_context(channel.alive(lambda: progress.mark))
         move = _Move(wish, found, progress, channel, link)
         move.check()
         if not wish.dry_run:
@@ -121,7 +128,20 @@ class _Move:
         self._channel, self._link = channel, link
         self._id, self._hung_up = new_id(), False
         self._to = str(wish.route.to)
-        self._tag = f"{locator.container_name(found.name, found.id)}:{_AHEAD}"
+        self._tag = unfinished.ahead_name(found.name, found.id)
+        self._note = self._ahead = Leaving(
+            id=self._id,
+            container=found.id,
+            name=found.name,
+            there=wish.name or found.name,
+            host=self._to,
+            route=unfinished.written_route(wish.route),
+            store=locator.default_store().path,
+            checkpoint=self._tag,
+            keep=wish.keep,
+            auto_remove=found.auto_remove,
+            since=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
         self.done = Migrated(found, self._to)
 
     def check(self) -> None:
@@ -146,34 +166,45 @@ class _Move:
         self.done.pairs = _pairs(answer)
 
     def _greet(self) -> None:
-        machine = platform.machine()
-        self._ask("hello", migration=self._id, version=__version__, protocol=VERSION, machine=machine)
+        self._ask(
+            "hello",
+            migration=self._id,
+            version=__version__,
+            protocol=VERSION,
+            machine=platform.machine(),
+            patience=self._wish.patience,
+        )
 
     def go(self) -> None:
         """All the rest."""
-        ahead: list[Made] = []
         try:
-            for _ in range(self._wish.ahead):
-                ahead.append(self._checkpoint(ahead=True))
-                self.done.ahead += self._send(ahead[-1], ahead=True)
-            if ahead:
-                self.done.pairs = _pairs(
-                    self._ask("plan", digest=ahead[-1].digest, gpuMap=self._wish.gpu_map)
-                )
+            if self._wish.ahead:
+                self._ahead.write()
+                self._send_ahead()
             # The last moment at which a lost link costs nothing.
             self._greet()
             self._hand_over()
         finally:
-            for made in ahead:
-                _remove(made)
+            unfinished.remove_name(Store(self._ahead.store), self._tag)
+            with suppress(GpusnapError):  # where that fails, gpusnap recover does it
+                self._ahead.remove()
+
+    def _send_ahead(self) -> None:
+        for _ in range(self._wish.ahead):
+            made = self._checkpoint(ahead=True)
+            self.done.ahead += self._send(made, ahead=True)
+        self.done.pairs = _pairs(self._ask("plan", digest=made.digest, gpuMap=self._wish.gpu_map))
 
     def _hand_over(self) -> None:
         stopped = time.monotonic()
         made = self._checkpoint(ahead=False)
+        self._note = replace(self._note, store=made.store, checkpoint=made.name, digest=made.digest)
         asked = False
         try:
             self.done.after = self._send(made, ahead=False)
             self._progress.stage(f"restore on {self._to}")
+            self._note.write()
+            self._ahead.remove()
             asked = True
             answer = self._ask(
                 "restore",
@@ -188,19 +219,31 @@ class _Move:
         except (GpusnapError, OciError, OSError, KeyboardInterrupt) as error:
             if not asked or self._settle(made, error) != "confirmed":
                 raise self._back(made, error) from error
-            answer = {"container": self._wish.name or self._found.name, "containerId": ""}
+            answer = {"container": self._note.there, "containerId": ""}
         self.done.name, self.done.id = str(answer["container"]), str(answer["containerId"])
         self.done.digest = made.digest
-        self._hang_up()
-        if not self._wish.keep:
-            if not self._found.auto_remove:
-                podman.remove(self._found.id)
-            _remove(made)
+        self._clear()
+
+    def _clear(self) -> None:
+        """Remove what is left here. Raises GpusnapError, and then its note still stands."""
+        try:
+            unfinished.clear(self._note)
+        except GpusnapError as error:
+            raise GpusnapError(
+                f"{self._found.name} was migrated to {self._to} and runs there, but what is left of it here "
+                f"cannot be removed: {error}",
+                hint="gpusnap recover tries that again",
+                code="GPS-824",
+            ) from error
+        if self._hung_up:
+            unfinished.tell_settled(self._note)
+        else:
+            self._hang_up(settled=True)
 
     def _checkpoint(self, *, ahead: bool) -> Made:
         found = self._found
         if ahead:  # the one before, or what a killed one left
-            _remove_name(self._tag)
+            unfinished.remove_name(Store(self._ahead.store), self._tag)
         wish = checkpointing.Wish(
             container=found.id,
             name=self._tag if ahead else "",
@@ -216,8 +259,16 @@ class _Move:
         with store.hold(made.digest) as root:
             self._progress.stage(f"memory to {self._to}")
             container = self._found.id[:32]
-            self._request("fetch", root=root.to_json(), name=made.name, container=container, ahead=ahead)
-            answer = serve(self._channel, store.layout, lambda sent: self._progress.at(sent, None))
+            self._request(
+                "fetch",
+                root=root.to_json(),
+                name=made.name,
+                container=container,
+                of=self._note.there,
+                ahead=ahead,
+            )
+            blobs = blobs_of(store, root)
+            answer = serve(self._channel, store.layout, blobs, lambda sent: self._progress.at(sent, None))
         return int(check_answer(answer, self._to)["bytes"])
 
     def _back(self, made: Made, error: BaseException) -> GpusnapError:
@@ -234,6 +285,7 @@ class _Move:
         self._progress.stage(f"restore of {name} on this host")
         self._hang_up()
         try:
+            self._note.remove()  # it is known not to run there
             place = locator.InStore(Store(made.store), made.digest)
             restoring.restore(restoring.Wish(what=place), self._progress)
         except (GpusnapError, KeyboardInterrupt) as failed:
@@ -250,7 +302,8 @@ class _Move:
                 hint=f"gpusnap restore {made.name} continues it here; its checkpoint is whole",
                 code="GPS-824",
             )
-        _remove(made)
+        with suppress(OciError):  # where that fails, it stays, and `gpusnap ls` shows it
+            Store(made.store).remove(made.digest)
         return GpusnapError(
             f"{name} was not migrated, and runs on this host again: {why}",
             hint=hint or "run the same command again; what went to the other host stays there",
@@ -264,26 +317,26 @@ class _Move:
         last: BaseException = error
         for _ in range(_TRIES):
             try:
-                with connected(self._wish.route) as channel, channel.alive():
-                    channel.send({"ask": "settle", "migration": self._id})
-                    return str(check_answer(channel.receive(), self._to)["state"])
+                return unfinished.ask(self._note)
             except (GpusnapError, KeyboardInterrupt) as failed:
                 last = failed
-        name = self._wish.name or self._found.name
         raise GpusnapError(
             f"the link to {self._to} broke while it restored {self._found.name}, and it cannot be asked "
             f"whether the container runs there: {last}; here it stays stopped",
-            hint=f"look there with podman ps: if {name} does not run there, gpusnap restore {made.name} "
-            "continues it here",
+            hint=f"gpusnap recover asks {self._to} again; if you see there with podman ps that "
+            f"{self._note.there} does not run, gpusnap restore --not-migrated {made.name} continues it here",
             code="GPS-823",
         ) from last
 
-    def _hang_up(self) -> None:
-        """End the connection; the other side undoes what was not confirmed. May be called twice."""
+    def _hang_up(self, *, settled: bool = False) -> None:
+        """End the connection; the other side undoes what was not confirmed. May be called twice.
+
+        settled: this host will not ask what became of the container.
+        """
         if not self._hung_up:
             self._hung_up = True
             with suppress(GpusnapError):
-                self._request("end")
+                self._request("end", settled=settled)
             self._link.close()
 
     def _ask(self, what: str, **more: Any) -> dict[str, Any]:
@@ -315,18 +368,6 @@ def _gpus(found: podman.Container, driver: Driver | None) -> list[GpuRecord]:
 
 def _pairs(answer: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(str(old), str(new)) for old, new in answer["pairs"]]
-
-
-def _remove_name(name: str) -> None:
-    with suppress(OciError):
-        store = locator.default_store()
-        store.remove(store.find_exactly(name).descriptor.digest)
-
-
-def _remove(made: Made) -> None:
-    """Take a checkpoint out of the store; where that fails, it stays, and `gpusnap ls` shows it."""
-    with suppress(OciError):
-        Store(made.store).remove(made.digest)
 
 
 @contextmanager

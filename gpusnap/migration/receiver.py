@@ -21,7 +21,7 @@ from gpusnap.checkpoints import locator
 from gpusnap.engines import podman
 from gpusnap.migration import records
 from gpusnap.migration.blobs import Remote
-from gpusnap.migration.frames import VERSION, Channel, LinkLost, error_frame
+from gpusnap.migration.frames import LONGEST_PATIENCE, VERSION, Channel, LinkLost, error_frame
 from gpusnap.oci.base.errors import NotThere, OciError
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.layout.documents import Descriptor
@@ -54,21 +54,21 @@ class _Receiver:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._id = ""
-        self._ahead: list[str] = []
-        """Digests of what came ahead of the last one; nobody needs them afterwards."""
-        self._undo: records.Record | None = None
+        self._record: records.Record | None = None
+        """From the first checkpoint that comes until the container is confirmed, or all is undone."""
         self._restoring = False
+        self._progress = Progress(shown=False)
 
     def serve(self) -> None:
         """Answer until the container is confirmed, or the other side ends."""
         try:
-            with self._channel.alive(self._lost):
+            with self._channel.alive(lambda: self._progress.mark, self._lost):
                 while (frame := self._channel.receive()).get("ask") != "end":
                     self._channel.send(self._answer(frame))
-        except BaseException:
+        finally:
             self._take_back()
-            raise
-        self._take_back()
+        if frame.get("settled"):
+            records.forget(self._id)
 
     def _lost(self) -> None:
         """The other side is gone while Podman restores: have that stop."""
@@ -104,6 +104,10 @@ class _Receiver:
             case "settle":
                 require_root("migrate")
                 return {"state": records.settle(records.check_id(frame["migration"]))}
+            case "forget":
+                require_root("migrate")
+                records.forget(records.check_id(frame["migration"]))
+                return {}
         raise GpusnapError(
             f"{str(frame.get('ask'))[:40]!r} is no request that gpusnap {__version__} knows",
             hint="update both hosts",
@@ -127,6 +131,7 @@ class _Receiver:
                 code="GPS-822",
             )
         settings_file.usable()
+        self._channel.patience = _patience(frame["patience"])
         return {"version": __version__, "store": locator.default_store().path}
 
     def _fetch(self, frame: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,10 +142,8 @@ class _Receiver:
         check_name(name)
         store = locator.default_store().create()
         remote = Remote(self._channel, root)
-        with (
-            Progress(shown=False) as progress,
-            staged(store, f"migrate-{container}", "migration", progress) as staging,
-        ):
+        self._coming(str(frame["of"]))
+        with staged(store, f"migrate-{container}", "migration", self._progress) as staging:
             # What is in the store was checked as it came; a restore compares all of it again.
             there = have(staging, read=False)
             transfer.pull(
@@ -154,17 +157,34 @@ class _Receiver:
             found.check_podman()
             lacking = [each for each in found.parts if not staging.layout.has_blob(each.digest, each.size)]
             check_copy(lacking, store.path, there=store.layout, what="the container's checkpoint")
-            moved = transfer.pull(remote, root.digest, staging.layout, have=there)[1]
+            self._progress.stage(f"memory of {name}")
+            moved = transfer.pull(
+                remote, root.digest, staging.layout, have=there, progress=self._progress.moved
+            )[1]
             if frame["ahead"]:
                 # What a killed one left under that name, too.
                 with suppress(NotThere):
-                    self._ahead.append(store.find_exactly(name).descriptor.digest)
-                self._ahead.append(root.digest)
+                    self._coming(str(frame["of"]), store.find_exactly(name).descriptor.digest)
+                self._coming(str(frame["of"]), root.digest)
+            self._progress.stage("to disk")
             staging.commit(found.root, names=[name], foreign=found.tables)
         return {"blobs": moved.blobs, "bytes": moved.bytes, "skipped": moved.skipped_bytes}
 
+    def _coming(self, container: str, *ahead: str) -> None:
+        """Have it on disk that a container comes, and what comes ahead of it, before that is there."""
+        record = self._record
+        if record is None:
+            record = records.Record(self._id, "coming", container, ahead=ahead)
+            records.begin(record)
+        else:
+            record = replace(record, ahead=(*record.ahead, *ahead))
+            records.advance(record)
+        self._record = record
+
     def _restore(self, frame: Mapping[str, Any]) -> dict[str, Any]:
         name, digest = str(frame["name"]), str(frame["digest"])
+        if self._record is None:
+            raise GpusnapError("no checkpoint has come", hint="update both hosts", code="GPS-821")
         place = locator.InStore(locator.default_store(), digest)
         wish = restoring.Wish(
             what=place,
@@ -173,40 +193,50 @@ class _Receiver:
             ignore_volumes=bool(frame["ignoreVolumes"]),
         )
         before = tuple(sorted(podman.ids()))
-        record = records.Record(self._id, "restoring", wish.name or name, before)
-        records.begin(record)
-        self._undo = record
+        record = replace(self._record, state="restoring", name=wish.name or name, before=before)
+        records.advance(record)
+        self._record = record
         os.environ[records.MARK] = self._id
         self._restoring = True
         try:
-            with Progress(shown=False) as progress:
-                done = restoring.restore(wish, progress)
+            done = restoring.restore(wish, self._progress)
         finally:
             self._restoring = False
             del os.environ[records.MARK]
-        self._undo = replace(record, state="running", container=done.container.id)
-        self._undo.write()
+        self._record = replace(record, state="running", container=done.container.id)
+        self._record.write()
         return {"container": done.container.name, "containerId": done.container.id, "seconds": done.seconds}
 
     def _confirm(self) -> dict[str, Any]:
-        if self._undo is None:
+        record = self._record
+        if record is None or record.state != "running":
             raise GpusnapError("there is no container to confirm", hint="update both hosts", code="GPS-821")
-        records.Record(self._id, "confirmed", self._undo.name).write()
-        self._undo = None
+        records.remove_ahead(record.ahead)
+        records.Record(self._id, "confirmed", record.name).write()
+        self._record = None
         return {}
 
     def _take_back(self) -> None:
         """What came ahead goes; so does a container that was not confirmed."""
-        store = locator.default_store()
-        for digest in dict.fromkeys(self._ahead):
-            with suppress(OciError):
-                store.remove(digest)
-        if (record := self._undo) is None:
+        if (record := self._record) is None:
             return
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._undo = None
+        self._record = None
+        if record.state == "coming":
+            records.remove_ahead(record.ahead)
+            records.end(record)
+            return
         records.remove_restored(record)
-        records.Record(self._id, "undone", record.name).write()
+        records.remove_ahead(record.ahead)
+        replace(record, state="undone").write()
+
+
+def _patience(value: object) -> float:
+    """Seconds for which the other side may get no further. Raises ValueError."""
+    seconds = float(str(value))
+    if not 0 < seconds <= LONGEST_PATIENCE:
+        raise ValueError(f"a patience of {seconds} s")
+    return seconds
 
 
 def _check(frame: Mapping[str, Any]) -> dict[str, Any]:

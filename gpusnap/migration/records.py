@@ -1,29 +1,33 @@
-"""What a host knows of a container that is coming to it, in a file below /run, for when the other host asks.
+"""What a host knows of a container that is coming to it, in a file, for when the other host asks.
 
 The gpusnap that receives the container writes it, and names itself as its owner. While that lives, it
 decides: a container that it restored, and that the other side did not confirm, it removes. Once it is dead,
 whoever asks does so. Whoever asks before a restore has begun ends the migration: a request that was still on
 its way then restores nothing.
+
+The files lie on disk, beside those of containers that leave (gpusnap/checkpoints/migrations.py): a host that
+has taken over a container says so after its next boot, too, until the other one needs no answer any more.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
+from gpusnap.checkpoints import locator, migrations
 from gpusnap.engines import podman
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.errors import OciError
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason
 from gpusnap.runtime_shim.process import proc
 from gpusnap.user_errors import NotFound
 
-FOLDER = "/run/gpusnap/migrations"
 MARK = "GPUSNAP_MIGRATION"
 """In the environment of Podman while it restores, with the migration's ID."""
 # Seconds for a receiver to notice that the other side is gone and to undo what it did; Podman's own limit on
@@ -33,7 +37,11 @@ _EVERY = 0.2
 # Seconds for a lock that nobody has for longer than it takes to write a file.
 _LOCKING = 10.0
 _LIMIT = 64 << 10
-_ID = re.compile(r"[0-9a-f]{32}")
+_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_ENDING = ".coming"
+_NAME = re.compile(r"[0-9a-f]{32}\.coming", re.ASCII)
+# Seconds for which a request can be on its way.
+_LATE = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +50,17 @@ class Record:
 
     id: str
     state: str
-    """restoring, running, confirmed or undone."""
+    """coming, restoring, running, confirmed or undone."""
     name: str
-    """Of the container."""
+    """Of the container; empty for a migration that was ended by a question."""
     before: tuple[str, ...] = ()
     """The IDs of all containers before the restore."""
     container: str = ""
     """The ID of the restored one, once it is known."""
+    ahead: tuple[str, ...] = ()
+    """The digests of checkpoints that came ahead of the last one."""
+    at_work: bool = False
+    """Whether the gpusnap that receives it is still there; set by `every`."""
 
     def write(self) -> None:
         """Put it where others find it. Raises GpusnapError."""
@@ -57,30 +69,53 @@ class Record:
             "name": self.name,
             "before": self.before,
             "container": self.container,
-            "owner": state_files.owner(),
+            "ahead": self.ahead,
+            **migrations.owner(),
         }
-        try:
-            state_files.write(_path(self.id), json.dumps(value).encode())
-        except OSError as error:
-            raise GpusnapError(
-                f"{FOLDER} cannot be written: {reason(error)}", hint="make room in /run", code="GPS-007"
-            ) from error
+        migrations.write(_path(self.id), value)
 
 
 def begin(record: Record) -> None:
     """Write the first record of a migration. Raises Refused where it has been ended, and GpusnapError."""
+    _sweep()
     with _locked(record.id):
         if _read(record.id) is not None:
-            raise Refused(
-                "the other host has given up this migration", hint="migrate it again", code="GPS-823"
-            )
+            raise _given_up()
         record.write()
 
 
+def advance(record: Record) -> None:
+    """Write the next one. Raises Refused where the migration has been ended, and GpusnapError."""
+    with _locked(record.id):
+        if (_read(record.id) or {}).get("state") in (None, "undone"):
+            raise _given_up()
+        record.write()
+
+
+def end(record: Record) -> None:
+    """Whoever received it has undone all of it. Raises GpusnapError."""
+    with _locked(record.id):
+        if (_read(record.id) or {}).get("state") == "coming":
+            _remove(record.id)  # nobody asks: nothing was restored
+
+
 def forget(migration: str) -> None:
-    """Nobody will ask any more."""
-    with suppress(OSError):
-        state_files.remove(_path(migration))
+    """The other host will not ask any more."""
+    with suppress(GpusnapError), _locked(migration):
+        found = _read(migration)
+        # The word for a request that is still on its way stays; see _sweep.
+        if found is not None and found.get("name") and found.get("state") in ("confirmed", "undone"):
+            _remove(migration)
+
+
+def every() -> tuple[Record, ...]:
+    """The migrations to this host that have not ended. Raises GpusnapError."""
+    read = ((name.removesuffix(_ENDING), _read(name.removesuffix(_ENDING))) for name in _names())
+    return tuple(
+        _record(key, found)
+        for key, found in read
+        if found is not None and found.get("state") not in ("confirmed", "undone")
+    )
 
 
 def check_id(value: object) -> str:
@@ -93,33 +128,40 @@ def check_id(value: object) -> str:
 def settle(migration: str) -> str:
     """What has become of a migration, once nobody works on it: confirmed or undone. Raises GpusnapError.
 
-    A container that was restored and not confirmed is removed.
+    A container that was restored and not confirmed is removed, and what came ahead of it.
     """
-    end = time.monotonic() + PATIENCE
-    while (found := _read(migration)) is not None and _alive(found.get("owner")):
-        if time.monotonic() > end:
-            raise _busy(migration)
-        time.sleep(_EVERY)
-    if found is None:
+    limit = time.monotonic() + PATIENCE
+    while True:
         with _locked(migration):
             found = _read(migration)
-            if found is None:
+            state = str((found or {}).get("state"))
+            if state in ("confirmed", "undone"):
+                return state
+            alive = found is not None and migrations.is_alive(found.get("owner"), found.get("boot"))
+            if found is None or state == "coming":
+                # Who receives it, if he lives, takes away what came ahead by himself.
+                if found is not None and not alive:
+                    remove_ahead(_record(migration, found).ahead)
                 Record(migration, "undone", "").write()
                 return "undone"
-        return settle(migration)
-    if found.get("state") in ("confirmed", "undone"):
-        if found.get("name"):  # the word for a request that is still on its way stays
-            forget(migration)
-        return str(found["state"])
-    while _podman_of(migration):
-        if time.monotonic() > end:
+        if not alive and not _podman_of(migration):
+            break
+        if time.monotonic() > limit:
             raise _busy(migration)
         time.sleep(_EVERY)
-    before = tuple(map(str, found.get("before") or ()))
-    name, container = str(found.get("name", "")), str(found.get("container", ""))
-    remove_restored(Record(migration, "restoring", name, before, container))
-    forget(migration)
+    record = _record(migration, found)
+    remove_restored(record)
+    remove_ahead(record.ahead)
+    replace(record, state="undone").write()
     return "undone"
+
+
+def remove_ahead(digests: tuple[str, ...]) -> None:
+    """Take what came ahead of the last checkpoint out of the store: nobody needs it any more."""
+    store = locator.default_store()
+    for digest in dict.fromkeys(digests):
+        with suppress(OciError):
+            store.remove(digest)
 
 
 def remove_restored(record: Record) -> None:
@@ -150,18 +192,24 @@ def _came_by(found: podman.Container, migration: str) -> bool:
 @contextmanager
 def _locked(migration: str) -> Iterator[None]:
     with state_files.locked(
-        f"{_path(migration)}.lock",
+        os.path.join(migrations.FOLDER, f"{migration}.lock"),
         patience=_LOCKING,
         busy=lambda: _busy(migration),
         failed=lambda error: GpusnapError(
-            f"{FOLDER} cannot be written: {reason(error)}", hint="make room in /run", code="GPS-007"
+            f"{migrations.FOLDER} cannot be written: {reason(error)}",
+            hint="make room there, and see that the file system can be written to",
+            code="GPS-007",
         ),
     ):
         yield
 
 
 def _path(migration: str) -> str:
-    return os.path.join(FOLDER, f"{migration}.json")
+    return os.path.join(migrations.FOLDER, migration + _ENDING)
+
+
+def _names() -> Iterator[str]:
+    return migrations.names(_NAME)
 
 
 def _read(migration: str) -> Mapping[str, Any] | None:
@@ -174,11 +222,32 @@ def _read(migration: str) -> Mapping[str, Any] | None:
     return found if isinstance(found, dict) else {}
 
 
-def _alive(owner: object) -> bool:
-    match owner:
-        case [int(pid), int(start)]:
-            return pid != os.getpid() and proc.same(pid, start)
-    return False
+def _record(migration: str, found: Mapping[str, Any]) -> Record:
+    return Record(
+        migration,
+        str(found.get("state", "")),
+        str(found.get("name", "")),
+        tuple(map(str, found.get("before") or ())),
+        str(found.get("container", "")),
+        tuple(map(str, found.get("ahead") or ())),
+        migrations.is_alive(found.get("owner"), found.get("boot")),
+    )
+
+
+def _remove(migration: str) -> None:
+    with suppress(OSError):
+        state_files.remove(_path(migration))
+
+
+def _sweep() -> None:
+    """Remove the words for requests that cannot be on their way any more."""
+    for name in _names():
+        path = os.path.join(migrations.FOLDER, name)
+        with suppress(GpusnapError, OSError):
+            found = _read(name.removesuffix(_ENDING)) or {}
+            late = found.get("boot") != state_files.boot() or time.time() - os.stat(path).st_mtime > _LATE
+            if found.get("state") == "undone" and late:
+                os.unlink(path)
 
 
 def _podman_of(migration: str) -> bool:
@@ -186,6 +255,10 @@ def _podman_of(migration: str) -> bool:
     return any(
         proc.comm(pid) == "podman" and proc.environment(pid).get(MARK) == migration for pid in proc.pids()
     )
+
+
+def _given_up() -> Refused:
+    return Refused("the other host has given up this migration", hint="migrate it again", code="GPS-823")
 
 
 def _busy(migration: str) -> GpusnapError:

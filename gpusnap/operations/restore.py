@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 
 from gpusnap.checkpoints import artifact as kept
-from gpusnap.checkpoints import locator
+from gpusnap.checkpoints import locator, migrations
 from gpusnap.checkpoints.artifact import Kept
 from gpusnap.checkpoints.damage import within_artifact
 from gpusnap.checkpoints.formats.criu_images import Links
@@ -83,6 +83,8 @@ class Wish:
     ignore_rootfs: bool = False
     ignore_volumes: bool = False
     plain_http: bool = False
+    not_migrated: bool = False
+    """Whoever asks has looked: the container runs on no host that it was being migrated to."""
 
     def options(self) -> list[str]:
         """For Podman."""
@@ -140,8 +142,16 @@ def restore(wish: Wish, progress: Progress) -> Restored:
                     source = copy.chosen()
                     found, digest = _from_store(wish, source.place, progress)
     restored = podman.container(found)
+    if digest and wish.not_migrated:
+        migrations.forget(digest)
     run_after(restored, CHECKPOINT, progress)
     return Restored(restored, time.monotonic() - began, digest, name, source)
+
+
+def _check_here(wish: Wish, digest: str) -> None:
+    """Raise Refused where the container of a checkpoint may run on another host."""
+    if not wish.not_migrated:
+        migrations.check(digest)
 
 
 def _from_file(wish: Wish, path: str, progress: Progress) -> tuple[str, str]:
@@ -176,6 +186,7 @@ def _from_layout(wish: Wish, path: str, found: InLayout, progress: Progress) -> 
                 while piece := file.read(PIECE):
                     incoming.write(piece)
             return _from_archive(wish, blob_path(inner, layer.digest), progress)
+        _check_here(wish, found.root.digest)
         whole = kept.load(found.root, layout)
         whole.check_podman()
         progress.stage("archive")
@@ -245,6 +256,7 @@ def _from_store(wish: Wish, place: locator.InStore, progress: Progress) -> tuple
 
 
 def _from_artifact(wish: Wish, place: locator.InStore, progress: Progress) -> tuple[str, str]:
+    _check_here(wish, place.entry().descriptor.digest)
     with kept.held(place) as (store, found):
         found.check_podman()
         with _room(store) as folder, reading_ahead(store.layout, found.record):
@@ -289,6 +301,7 @@ def _pulled(wish: Wish, place: locator.InRegistry, progress: Progress) -> tuple[
         progress=progress,
     )
     with coming as (staging, found, _), _room(store) as folder, ExitStack() as stack:
+        _check_here(wish, found.root.digest)
         before = kept.roots(store)
         archive = os.path.join(folder, ARCHIVE)
         progress.stage("records")

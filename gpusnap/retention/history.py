@@ -35,6 +35,8 @@ class Moment:
     driver: str
     labels: Mapping[str, str]
     fault: str = ""
+    migrating: str = ""
+    """The other host that its container may run on: a migration to it has not ended."""
 
 
 def history(store: Store, word: str) -> tuple[Moment, ...]:
@@ -80,4 +82,5 @@ def _moment(store: Store, row: Row, seen: set[str]) -> Moment:
         driver,
         row.labels,
         fault,
+        row.migrating,
     )

@@ -2,9 +2,9 @@
 
 Only whole checkpoints of gpusnap's are looked at: not the pages of one whose records Podman has, nothing that
 is damaged, and nothing of other tools. What has a name that `gpusnap checkpoint` does not give by itself
-stays: somebody gave it that name. So does what another process reads, such as a restore, and what is dated in
-the future, by a clock that was wrong or by somebody else: as the newest one it would take the place of all
-others.
+stays: somebody gave it that name. So does what another process reads, such as a restore, the checkpoint of a
+migration that has not ended, and what is dated in the future, by a clock that was wrong or by somebody else:
+as the newest one it would take the place of all others.
 """
 
 from __future__ import annotations
@@ -119,9 +119,10 @@ def is_of(row: Row, names: Sequence[str]) -> bool:
 
 
 def _protected(row: Row, patterns: Sequence[str]) -> tuple[str, ...]:
-    """The names of a row that somebody gave it: neither NAME or NAME:TIME of its container, nor of a pattern.
+    """Why a row stays whatever the rules say: its container may run on another host, or somebody named it.
 
-    A pattern without a colon means no tag of the container's: w* does not mean w:golden.
+    Such a name is neither NAME or NAME:TIME of its container, nor of a pattern. A pattern without a colon
+    means no tag of the container's: w* does not mean w:golden.
     """
     called = {container_of(row), container_name(row.container, row.container_id)} - {""}
 
@@ -132,7 +133,8 @@ def _protected(row: Row, patterns: Sequence[str]) -> tuple[str, ...]:
         fitting = [each for each in patterns if ":" in each or stem not in called]
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in fitting)
 
-    return tuple(f"has the name {name}" for name in row.names if not belongs(name))
+    reasons = [f"may run on {row.migrating}"] if row.migrating else []
+    return (*reasons, *(f"has the name {name}" for name in row.names if not belongs(name)))
 
 
 def _removed(store: Store, verdict: Verdict) -> Verdict:

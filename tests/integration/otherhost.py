@@ -20,7 +20,15 @@ from support import Done, good, run
 FOLDER = Path("/var/lib/other-host")
 SSH = FOLDER / "ssh"
 # What a host has for itself; the GPUs are the same for both.
-_OWN = ("/var/lib/containers", "/run/containers", "/run/libpod", "/run/crun", "/run/runc", "/run/gpusnap")
+_OWN = (
+    "/var/lib/containers",
+    "/run/containers",
+    "/run/libpod",
+    "/run/crun",
+    "/run/runc",
+    "/run/gpusnap",
+    "/var/lib/gpusnap",
+)
 # The words of ssh before the command: -T, -p PORT, --, HOST.
 _PROGRAM = f"""\
 #!/bin/sh

@@ -53,17 +53,19 @@ def goes_on_there(other: OtherHost, name: str = "w") -> None:
 
 
 def nothing_there(other: OtherHost) -> bool:
-    """Neither a container, nor a checkpoint that was sent ahead, nor a gpusnap that works on it.
+    """Neither a container, nor a checkpoint that was sent ahead.
 
-    What came last may be in the store. A gpusnap that was killed leaves what came ahead; see `rid`.
+    What came last may be in the store.
     """
     ahead = "migrating" in other.run(COMMAND, "ls").out
     return other.containers() == [] and not ahead
 
 
-def rid(other: OtherHost) -> None:
-    """Take away what a killed one left there, as the next migration of the container does."""
-    other.run(COMMAND, "rm", "w:migrating")
+def recovered(other: OtherHost) -> None:
+    """A gpusnap that was killed there leaves what came ahead; `gpusnap recover` takes that away."""
+    until(lambda: "that was cut off" in other.run(COMMAND, "recover", "--list").out, "the killed one is gone")
+    assert "w to this host was cut off" in good(other.run(COMMAND, "recover"))
+    assert "nothing to recover" in other.run(COMMAND, "recover", "--list").err
 
 
 def names(store: Store) -> list[str]:
@@ -150,8 +152,8 @@ def test_broken_while_it_runs(one_runtime: Store, other: OtherHost, plan: str) -
     assert "gpu2" in said
     assert ("digest" in said) == ("garble" in plan)
     runs_here(container)
-    if plan.endswith("kill"):
-        rid(other)
+    if plan.endswith("kill") and plan != "to fetch 1 kill":  # of which nothing had come
+        recovered(other)
     until(lambda: nothing_there(other), "the other host has undone it")
     assert names(one_runtime) == []
     good(migrate())
@@ -169,6 +171,7 @@ def test_broken_while_it_runs(one_runtime: Store, other: OtherHost, plan: str) -
         ("from restore 1 cut", "crun"),
         ("from restore 1 kill", "runc"),
         ("to confirm 1 cut", "crun"),
+        ("to confirm 1 kill", "runc"),
     ],
     indirect=["real"],
 )
@@ -179,8 +182,8 @@ def test_broken_once_it_was_stopped(store: Store, other: OtherHost, plan: str) -
     said = sentence(migrate())
     assert said.startswith("w was not migrated, and runs on this host again: ")
     runs_here(container)
-    if plan.endswith(("kill", "working")):
-        rid(other)
+    if plan == "to fetch 2 kill":  # nobody need ask that host what has become of it
+        recovered(other)
     until(lambda: nothing_there(other), "the other host has undone it")
     assert names(store) == []
 
@@ -190,7 +193,7 @@ def test_the_last_word_is_lost(one_runtime: Store, other: OtherHost) -> None:
     Container.start("w", *WORK, gpus=["0"])
     other.breaks("from confirm 1 cut")
     good(migrate())
-    assert other.calls() == 2
+    assert other.calls() == 3  # it is asked, and told that it need not remember it
     goes_on_there(other)
     assert run("podman", "ps", "--all", "--quiet").out == ""
 
@@ -202,26 +205,91 @@ def test_nobody_can_be_asked(one_runtime: Store, other: OtherHost) -> None:
     other.first(f'[ "$(wc -l <{SSH.parent}/calls)" -le 1 ] || exit 255\n')
     said = sentence(migrate())
     assert "cannot be asked whether the container runs there" in said
-    (command,) = re.findall(r"gpusnap (restore w:\S+) continues it here", said)
     assert container.inspect()["State"]["Status"] == "exited"
     until(lambda: nothing_there(other), "the other host has undone it by itself")
+    command = refused_here(one_runtime)
+    assert command in said
     good(gpusnap(*command.split()))
     runs_here(container)
 
 
-@pytest.mark.parametrize("plan", ["to fetch 1 sender", "to fetch 2 sender", "from restore 1 sender"])
+@pytest.mark.parametrize(
+    "plan", ["to fetch 1 sender", "to fetch 2 sender", "to restore 1 sender", "from restore 1 sender"]
+)
 def test_killed_here(one_runtime: Store, other: OtherHost, plan: str) -> None:
-    """The other host undoes what it did; here the container runs, or its checkpoint continues it."""
+    """The other host undoes what it did; here the container runs, or its checkpoint continues it.
+
+    Once that was asked to restore, `gpusnap recover` finds out first that it does not run there.
+    """
     container = Container.start("w", *WORK, gpus=["0"])
     other.breaks(plan)
     assert migrate().code < 0
     until(lambda: nothing_there(other), "the other host has undone it")
+    assert "w is migrated to gpu2" in good(gpusnap("recover", "--list"))
+    if "restore" in plan:
+        refused_here(one_runtime)
+        assert "w does not run on gpu2; gpusnap restore w:" in good(gpusnap("recover", "w"))
+    else:
+        assert "w was not migrated to gpu2" in good(gpusnap("recover"))
+        assert "w:migrating" not in names(one_runtime)
+    assert "nothing to recover" in gpusnap("recover", "--list").err
     if plan != "to fetch 1 sender":
         assert container.inspect()["State"]["Status"] == "exited"
         good(gpusnap("restore", "w"))
     runs_here(container)
     good(migrate())
     goes_on_there(other)
+
+
+def refused_here(store: Store) -> str:
+    """The last checkpoint is not restored, and every list says why; its name."""
+    said = sentence(gpusnap("restore", "w"))
+    assert "w may run on gpu2: its migration with the checkpoint w:" in said
+    (command,) = re.findall(r"gpusnap (restore --not-migrated w:\S+) continues it here", said)
+    assert "(may run on gpu2)" in good(gpusnap("ls"))
+    assert "(may run on gpu2)" in good(gpusnap("history", "w"))
+    assert "may run on gpu2" in good(gpusnap("prune", "w", "--keep-last", "1", "--dry-run"))
+    assert run("podman", "ps", "--quiet").out == ""
+    return str(command)
+
+
+@pytest.mark.parametrize("real", ["crun", "runc"], indirect=True)
+def test_killed_here_after_its_last_word(store: Store, other: OtherHost) -> None:
+    """The container runs there; what is left here is not restored, and `gpusnap recover` removes it."""
+    Container.start("w", *WORK, gpus=["0"])
+    other.breaks("from confirm 1 sender")
+    assert migrate().code < 0
+    goes_on_there(other)
+    refused_here(store)
+    said = good(gpusnap("recover"))
+    assert "w was migrated to gpu2; its checkpoint w:" in said
+    assert run("podman", "ps", "--all", "--quiet").out == ""
+    assert names(store) == []
+    assert "nothing to recover" in gpusnap("recover").err
+    goes_on_there(other)
+
+
+def test_killed_there_after_its_last_word(one_runtime: Store, other: OtherHost) -> None:
+    """It had taken the container over, and whoever is asked there next knows that."""
+    Container.start("w", *WORK, gpus=["0"])
+    other.breaks("from confirm 1 kill")
+    good(migrate())
+    goes_on_there(other)
+    assert names(one_runtime) == []
+
+
+def test_somebody_has_looked(one_runtime: Store, other: OtherHost) -> None:
+    """Where the other host cannot be asked, whoever has seen that it does not run there continues it here."""
+    container = Container.start("w", *WORK, gpus=["0"])
+    other.breaks("from restore 1 sender")
+    assert migrate().code < 0
+    until(lambda: nothing_there(other), "the other host has undone it")
+    command = refused_here(one_runtime)
+    other.first("exit 255\n")
+    assert "gpu2 cannot be reached" in sentence(gpusnap("recover"))
+    good(gpusnap(*command.split()))
+    runs_here(container)
+    assert "nothing to recover" in gpusnap("recover", "--list").err
 
 
 @pytest.mark.parametrize("plan", ["to fetch 1 sigint", "to fetch 2 sigint", "to restore 1 sigint"])

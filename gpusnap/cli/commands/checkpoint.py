@@ -230,6 +230,11 @@ def _wanted(containers: tuple[str, ...], *, every: bool, latest: bool) -> tuple[
     is_flag=True,
     help="Do not restore the files in volumes: use a volume as it is here, or a new, empty one.",
 )
+@click.option(
+    "--not-migrated",
+    is_flag=True,
+    help="I have looked: the container does not run on the host that it was being migrated to.",
+)
 @registry_options
 @quiet
 @_as_json
@@ -248,6 +253,7 @@ def restore(
     publish: tuple[str, ...],
     ignore_rootfs: bool,
     ignore_volumes: bool,
+    not_migrated: bool,
     plain_http: bool,
     as_json: bool,
 ) -> None:
@@ -278,6 +284,10 @@ def restore(
     its volumes and logs; if the restore fails, it is as before. Files that were changed or removed in it
     since then (`podman cp`) come back as they were; files that were added stay. Any other container of that
     name is in the way: remove it first (`podman rm`), or give another name with --name.
+
+    The last checkpoint of a container whose `gpusnap migrate` was cut off is not restored, because the
+    container may run on the other host: `gpusnap recover` asks that. If it cannot be asked, look there, and
+    give --not-migrated if the container does not run.
 
     Several checkpoints are restored one after another, each on its own: the failure of one does not stop the
     others. As JSON they are a list, results; a failure has what, error, code and exitCode there.
@@ -314,6 +324,7 @@ def restore(
             ignore_rootfs=ignore_rootfs,
             ignore_volumes=ignore_volumes,
             plain_http=plain_http,
+            not_migrated=not_migrated,
         )
         with recorded("restore", name) as record, Progress() as progress:
             done = restoring.restore(wish, progress)

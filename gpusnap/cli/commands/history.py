@@ -41,7 +41,8 @@ def history(name: str, as_json: bool) -> None:
     long the processes were stopped or, if the checkpoint ended the container, how long that took.
 
     As JSON: store, container, checkpoints (each with digest, names, created, age in seconds, containerId,
-    size, new, pause in seconds or null, gpus, driver, labels, fault).
+    size, new, pause in seconds or null, gpus, driver, labels, fault, migrating, which is the host that the
+    container may run on).
     """
     place = in_store(name) if name.startswith("oci:") else None
     store, word = (place.store, place.wanted) if place is not None else (default_store(), name)
@@ -80,7 +81,7 @@ def _cells(each: Moment, now: datetime) -> dict[str, str]:
     return {
         "created": each.created[:16].replace("T", " "),
         "age": ago(each.created, now) if each.created else "",
-        "name": ", ".join(each.names) or store_tables.short(each.digest),
+        "name": _name(each),
         "size": human(each.size),
         "new": human(each.new),
         "pause": f"{each.pause:.2f} s" if each.pause is not None else "",
@@ -88,6 +89,11 @@ def _cells(each: Moment, now: datetime) -> dict[str, str]:
         "driver": each.driver.rpartition(" ")[2],
         "labels": written_labels(each.labels),
     }
+
+
+def _name(each: Moment) -> str:
+    name = ", ".join(each.names) or store_tables.short(each.digest)
+    return f"{name} (may run on {each.migrating})" if each.migrating else name
 
 
 def _age(of: Moment, now: datetime) -> int | None:

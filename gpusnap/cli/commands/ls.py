@@ -73,7 +73,8 @@ def ls(
     for each name. "size" counts all blobs of a checkpoint, "own" those that nothing else in the store uses:
     `gpusnap rm --gc` would free that much. An entry marked "pages only" is the memory of a checkpoint whose
     records are in an archive of Podman. What refers to a checkpoint, such as a signature, is pulled and
-    pushed with it.
+    pushed with it. One marked "may run on HOST" is of a container whose migration to that host has not ended:
+    `gpusnap recover` asks that host, and until then it is not restored here.
 
     Filters are name=PATTERN (with the tag or without: name=server, name='server:2026*'), container=PATTERN,
     before= and since= (a checkpoint, a time such as 2026-11-22, or how long ago, such as 24h or 7d),
@@ -84,8 +85,9 @@ def ls(
     Memory, Processes, Size, Own, Kind. With "table " before them there is a heading.
 
     As JSON: store, checkpoints (each with digest, names, created, kind, container, containerId, gpus, driver,
-    memory, processes, size, own, subject, which is the digest that a referrer refers to, fault), blobs, size.
-    Of a repository: repository, checkpoints, tags, and lookedAt, how many of the tags were looked at.
+    memory, processes, size, own, subject, which is the digest that a referrer refers to, fault, migrating,
+    which is the host that its container may run on), blobs, size. Of a repository: repository, checkpoints,
+    tags, and lookedAt, how many of the tags were looked at.
     """
     if as_json + quiet + (form is not None) > 1:
         raise click.UsageError("give one of --json, --format and --quiet")

@@ -8,7 +8,12 @@ from functools import partial
 
 import click
 
+from gpusnap.checkpoints import migrations
+from gpusnap.checkpoints.migrations import Leaving
 from gpusnap.cli import recover_list
+from gpusnap.migration import records
+from gpusnap.migration.records import Record
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.operations import unknown_containers
 from gpusnap.operations.driver import needed_driver
 from gpusnap.operations.suspending import suspend as suspending
@@ -28,6 +33,39 @@ from gpusnap.runtime_shim.snapshot.suspended.sweep import sweep as sweep_suspend
 _NOTHING = "nothing to recover"
 
 
+@dataclass(frozen=True, slots=True)
+class _Migrations:
+    """Those that have not ended: from this host, and to it."""
+
+    leaving: tuple[Leaving, ...]
+    coming: tuple[Record, ...]
+
+    def of(self, wanted: str) -> _Migrations:
+        """Those of a container by its ID or name."""
+        return _Migrations(
+            tuple(each for each in self.leaving if wanted in (each.container, each.name)),
+            tuple(each for each in self.coming if wanted in (each.container, each.name)),
+        )
+
+    def ids(self) -> list[str]:
+        """Those that they are named by: the other host's container has no ID here before it is restored."""
+        return [each.container for each in self.leaving] + [_id(each) for each in self.coming]
+
+    def actions(self) -> Sequence[tuple[str, Callable[[], str]]]:
+        """What recovers those whose gpusnap was killed, with the container of each."""
+        from gpusnap.migration import unfinished
+
+        leaving = [each for each in self.leaving if not each.at_work]
+        coming = [each for each in self.coming if not each.at_work]
+        return [(each.container, partial(unfinished.recover_leaving, each)) for each in leaving] + [
+            (_id(each), partial(unfinished.recover_coming, each)) for each in coming
+        ]
+
+
+def _id(coming: Record) -> str:
+    return coming.container or coming.name
+
+
 @click.command()
 @click.argument("container", required=False, metavar="[CONTAINER]")
 @click.option("--list", "only_list", is_flag=True, help="List what needs recovery, and change nothing.")
@@ -38,8 +76,11 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     CONTAINER is its ID, the beginning of it, or Podman's name. After a killed checkpoint, the processes are
     stopped and their GPU memory is in RAM or in files: they are resumed. After a killed restore, the
     incomplete container is removed, so that it can be restored again. A running container is left alone. A
-    suspend that was killed is undone, and a resume is finished; a suspended container stays suspended. If
-    only the command `gpusnap checkpoint` was killed, Podman and its runtime continue and complete the
+    suspend that was killed is undone, and a resume is finished; a suspended container stays suspended. After
+    a killed `gpusnap migrate`, the other host is asked by ssh where the container runs: if it runs there, its
+    checkpoint is removed here; if not, it can be restored here. On the other host, what had come is removed.
+
+    If only the command `gpusnap checkpoint` was killed, Podman and its runtime continue and complete the
     checkpoint: then there is nothing to recover, and `podman container restore NAME` restores the container.
 
     If Podman was killed during a restore, the container may run without Podman's knowledge. It is reported;
@@ -55,24 +96,26 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     found = tuple(entry for entry in journal.entries() if entry.key not in apart)
     cut_off, up = recover_restore.entries(), restored_containers.living()
     moving = tuple(each for each in suspended if each.stage is not Stage.SUSPENDED)
+    moves = _Migrations(migrations.every(), records.every())
     if container is None and not only_list:
         _pause_again([each for each in suspended if each.stage is Stage.SUSPENDED])
     if container is not None:
         ids = [entry.container for entry in found] + [entry.container for entry in (*cut_off, *up)]
         ids += [each.container for each in suspended]
-        container = wanted = unknown_containers.chosen(container, ids)
+        container = wanted = unknown_containers.chosen(container, ids + moves.ids())
+        moves = moves.of(wanted)
         found = tuple(entry for entry in found if entry.container == wanted)
         cut_off = tuple(entry for entry in cut_off if entry.container == wanted)
         up = tuple(entry for entry in up if entry.container == wanted)
         moving = tuple(each for each in moving if each.container == wanted)
-        if not found and not cut_off and not up and not moving:
+        if not found and not cut_off and not up and not moving and not moves.ids():
             raise _nothing_for(container)
     if only_list:
-        _list(found, cut_off, up, moving, as_json=as_json)
-    elif container is not None and not found and not cut_off and not moving:
+        _list(found, cut_off, up, moving, moves, as_json=as_json)
+    elif container is not None and not found and not cut_off and not moving and not moves.ids():
         _end_unknown(container, up)
     else:
-        _recover_and_say(container, found, cut_off, moving)
+        _recover_and_say(container, found, cut_off, moving, moves)
 
 
 def _pause_again(suspended: Sequence[Suspension]) -> None:
@@ -95,11 +138,12 @@ def _list(
     cut_off: Sequence[recover_restore.Restore],
     up: Sequence[recover_restore.Restore],
     moving: Sequence[Suspension],
+    moves: _Migrations,
     *,
     as_json: bool,
 ) -> None:
     unknown, open_ones = unknown_containers.unknown(up)
-    waits = recover_list.waiting(found, cut_off, unknown, moving)
+    waits = recover_list.waiting(found, cut_off, unknown, moving, moves.leaving, moves.coming)
     if as_json:
         click.echo(recover_list.as_json(waits))
     for each in waits if not as_json else ():
@@ -115,6 +159,7 @@ def _recover_and_say(
     found: Sequence[journal.Entry],
     cut_off: Sequence[recover_restore.Restore],
     moving: Sequence[Suspension],
+    moves: _Migrations,
 ) -> None:
     """Recover all that was cut off, then say what runs without its Podman's knowledge."""
     try:
@@ -122,6 +167,7 @@ def _recover_and_say(
             [(each.container, partial(_recover_restore, each)) for each in cut_off]
             + [(each.container, partial(_recover_checkpoint, each)) for each in found]
             + [(each.container, partial(suspending.recover, each)) for each in moving]
+            + list(moves.actions())
         )
     finally:
         restored_containers.sweep()
@@ -138,7 +184,8 @@ def _recover_and_say(
         sweep_suspended(settings.store.path)
         chunk_cache.tidy(settings.memory)
         overrides.sweep()
-        if not found and not cut_off and not moving and not unknown and not open_ones:
+        idle = not found and not cut_off and not moving and not moves.actions()
+        if idle and not unknown and not open_ones:
             click.echo(_NOTHING, err=True)
 
 

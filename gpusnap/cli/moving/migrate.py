@@ -44,6 +44,14 @@ if TYPE_CHECKING:
     metavar="COMMAND",
     help="How gpusnap is run there, such as 'sudo -n gpusnap'.",
 )
+@click.option(
+    "--patience",
+    type=click.FloatRange(1, 86400),
+    default=900,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long one of the hosts may get no further with a step before it is given up.",
+)
 @click.option("--server", is_flag=True, hidden=True)
 @quiet
 @click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
@@ -59,6 +67,7 @@ def migrate(
     dry_run: bool,
     ssh: str,
     remote_command: str,
+    patience: float,
     server: bool,
     as_json: bool,
 ) -> None:
@@ -77,7 +86,8 @@ def migrate(
 
     If anything fails, and if you press Ctrl-C, the container runs on this host again, and nothing of it runs
     on the other one. Only if the link breaks while the other host restores, and that cannot be asked any
-    more, the container stays stopped here: the message says how to continue it. The ended container and its
+    more, the container stays stopped here, and its checkpoint is not restored until it is known where it
+    runs: `gpusnap recover` asks again, also after this command was killed. The ended container and its
     checkpoint are removed here once it runs there, unless --keep is given.
 
     Bind mounts have to be there on the other host; connections of the container do not move. ssh may ask for
@@ -110,6 +120,7 @@ def migrate(
         ignore_volumes=ignore_volumes,
         force=force,
         dry_run=dry_run,
+        patience=patience,
     )
     with Progress() as progress:
         done = migration.migrate(wish, progress)

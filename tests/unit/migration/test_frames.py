@@ -7,11 +7,12 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from kept_checkpoints import an_archive, keep
 
-from gpusnap.migration import frames
+from gpusnap.checkpoints.list import blobs_of
 from gpusnap.migration.blobs import Remote, check_answer, serve
 from gpusnap.migration.frames import Channel, LinkLost
 from gpusnap.oci.base.errors import BlobError
@@ -120,18 +121,51 @@ def test_another_greeting(ends: Ends, text: bytes) -> None:
     assert "\x1b" not in str(raised.value)
 
 
-def test_signs_of_life(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signs_of_life(ends: Ends) -> None:
     """They come while the block runs; whoever cannot send one any more is told, once."""
-    monkeypatch.setattr(frames, "_EVERY", 0.01)
+    here = Channel(ends.open[2], ends.open[1], "there", silence=SILENCE, every=0.01)
     lost = threading.Event()
-    with ends.here.alive(lost.set):
-        assert framed({"alive": True}).startswith(os.read(ends.raw_in, 4))
+    with here.alive(lambda: ("memory", 1), lost.set):
+        assert framed({"alive": ["memory", 1]}).startswith(os.read(ends.raw_in, 4))
         ends.close(ends.raw_in)
         assert lost.wait(10)
 
 
+@pytest.mark.parametrize("stage", ["restore", ""])
+def test_a_side_that_only_lives(ends: Ends, stage: str) -> None:
+    """Signs of life do not hold for ever: they have to say that something gets further."""
+    ends.here.patience = 0.2
+    there = Channel(ends.raw_in, ends.raw_out, "here", silence=SILENCE, every=0.02)
+    with (
+        there.alive(lambda: (stage, 7)),
+        pytest.raises(
+            LinkLost, match=r"there has got no further for 0\.2 s" + (": restore" if stage else "$")
+        ),
+    ):
+        ends.here.receive()
+
+
+def test_a_side_that_gets_further(ends: Ends) -> None:
+    """However long it takes: more bytes, or another step."""
+    ends.here.patience = 0.2
+    there = Channel(ends.raw_in, ends.raw_out, "here", silence=SILENCE, every=0.02)
+    began = time.monotonic()
+    answered = threading.Event()
+
+    def mark() -> object:
+        passed = time.monotonic() - began
+        if passed > 5 * ends.here.patience and not answered.is_set():
+            answered.set()
+            threading.Thread(target=there.send, args=({"ok": {}},)).start()
+        return ("restore", int(passed / 0.05))
+
+    with there.alive(mark):
+        assert ends.here.receive() == {"ok": {}}
+    assert time.monotonic() - began > 5 * ends.here.patience
+
+
 @pytest.fixture
-def stores(host_store: Store, tmp_path: object) -> tuple[Store, Store]:
+def stores(host_store: Store, tmp_path: Path) -> tuple[Store, Store]:
     return host_store, Store(f"{tmp_path}/other").create()
 
 
@@ -148,12 +182,10 @@ def fetched(ends: Ends, root: Descriptor, to: Store) -> None:
 
 
 @pytest.mark.parametrize("damage", ["", "other bytes", "cut short", "gone"])
-def test_blobs(ends: Ends, stores: tuple[Store, Store], tmp_path: object, damage: str) -> None:
+def test_blobs(ends: Ends, stores: tuple[Store, Store], tmp_path: Path, damage: str) -> None:
     """All of a checkpoint goes over; a wrong blob gets no name there, and the sentence comes back."""
-    from pathlib import Path
-
     source, to = stores
-    digest = keep(source, an_archive(Path(str(tmp_path))), ["w"])
+    digest = keep(source, an_archive(tmp_path), ["w"])
     root = source.find(digest).descriptor
     layer = max(source.layout.read_manifest(root).layers, key=lambda each: each.size)
     path = Path(source.path, "blobs/sha256", layer.digest.removeprefix("sha256:"))
@@ -167,7 +199,7 @@ def test_blobs(ends: Ends, stores: tuple[Store, Store], tmp_path: object, damage
             path.unlink()
     worker = threading.Thread(target=fetched, args=(ends, root, to))
     worker.start()
-    answer = serve(ends.here, source.layout, lambda sent: None)
+    answer = serve(ends.here, source.layout, blobs_of(source, root), lambda sent: None)
     worker.join(30)
     if damage:
         with pytest.raises(GpusnapError, match=layer.digest):
@@ -177,3 +209,22 @@ def test_blobs(ends: Ends, stores: tuple[Store, Store], tmp_path: object, damage
     else:
         check_answer(answer, "there")
         assert [each.name for each in to.entries()] == ["came"]
+
+
+def test_blobs_of_another_checkpoint(ends: Ends, stores: tuple[Store, Store], tmp_path: Path) -> None:
+    """The other side gets what it is sent, and nothing else that the store has."""
+    source, _ = stores
+    digest = keep(source, an_archive(tmp_path), ["w"])
+    root = source.find(digest).descriptor
+    other = Path(source.path, "blobs/sha256", "0" * 64)
+    other.write_bytes(b"somebody else's")
+    there = ends.there()
+    there.send({"want": f"sha256:{'0' * 64}"})
+    there.send({"want": "sha256:../../index.json"})
+    there.send({"want": root.digest})
+    there.send({"ok": {}})
+    serve(ends.here, source.layout, blobs_of(source, root), lambda sent: None)
+    for _ in range(2):
+        assert "is not of the checkpoint that is being sent" in there.receive()["error"]
+    frame = there.receive()
+    assert frame == {"blob": root.digest, "payload": root.size}

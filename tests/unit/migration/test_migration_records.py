@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from gpusnap.checkpoints import migrations
 from gpusnap.engines import podman
 from gpusnap.migration import records
 from gpusnap.migration.records import Record
+from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.process import proc
 
@@ -25,7 +29,7 @@ def removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         return ""
 
     found = podman.Container(id="new", name="w", runtime="", status="running", init=100)
-    monkeypatch.setattr(records, "FOLDER", str(tmp_path / "gpusnap" / "migrations"))
+    monkeypatch.setattr(migrations, "FOLDER", str(tmp_path / "gpusnap" / "migrations"))
     (tmp_path / "gpusnap").mkdir()
     monkeypatch.setattr(podman, "container", lambda wanted: found)
     monkeypatch.setattr(podman, "said", said)
@@ -60,3 +64,81 @@ def test_by_its_id(removed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proc, "environment", lambda pid: {})
     records.remove_restored(Record(ID, "running", "another name", (), "new"))
     assert removed == ["new"]
+
+
+def by_a_dead_one(record: Record) -> None:
+    """Write it as a process does that has ended since; see state_files.owner."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        owner = state_files.owner(child.pid)
+    record.write()
+    path = Path(migrations.FOLDER, f"{record.id}.coming")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"owner": owner}))
+
+
+@pytest.fixture
+def dead(monkeypatch: pytest.MonkeyPatch, removed: list[str]) -> list[str]:
+    """The digests that were taken out of the store, beside what Podman removed."""
+    gone: list[str] = []
+    monkeypatch.setattr(records, "remove_ahead", gone.extend)
+    monkeypatch.setattr(proc, "environment", lambda pid: {})
+    return gone
+
+
+@pytest.mark.parametrize("state", ["coming", "restoring", "running"])
+def test_a_killed_receiver(dead: list[str], removed: list[str], state: str) -> None:
+    """What came ahead goes with a container that was not confirmed; it is found, and then it is not."""
+    by_a_dead_one(Record(ID, state, "w", (), "new" if state == "running" else "", ("sha256:a",)))
+    (found,) = records.every()
+    assert (found.name, found.state, found.at_work) == ("w", state, False)
+    assert records.settle(ID) == "undone"
+    assert dead == ["sha256:a"]
+    assert removed == (["new"] if state == "running" else [])
+    assert records.every() == ()
+
+
+def test_a_living_receiver(dead: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks before its restore ends the migration: it then restores nothing, and undoes it itself."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        coming = Record(ID, "coming", "w", ahead=("sha256:a",))
+        records.begin(coming)
+        path = Path(migrations.FOLDER, f"{ID}.coming")
+        value = json.loads(path.read_text()) | {"owner": state_files.owner(child.pid)}
+        path.write_text(json.dumps(value))
+        assert records.every()[0].at_work
+        assert records.settle(ID) == "undone"
+    assert dead == []
+    with pytest.raises(Refused, match="has given up this migration"):
+        records.advance(Record(ID, "restoring", "w"))
+    records.end(coming)
+    with pytest.raises(Refused, match="has given up this migration"):
+        records.begin(coming)
+
+
+def test_a_confirmed_one_stays(dead: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after the next boot, and however often somebody asks; until it is to be forgotten."""
+    Record(ID, "confirmed", "w").write()
+    monkeypatch.setattr(state_files, "boot", lambda: "another")
+    assert records.settle(ID) == "confirmed"
+    records.begin(Record("1" * 32, "coming", "x"))
+    assert records.settle(ID) == "confirmed"
+    records.forget(ID)
+    assert records.settle(ID) == "undone"
+
+
+def test_after_the_next_boot(dead: list[str], removed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has the PID of a receiver then is another process; a word for a late request has gone."""
+    boot = state_files.boot()
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        value = {"state": "running", "name": "w", "container": "new", "boot": boot}
+        Path(migrations.FOLDER).mkdir()
+        path = Path(migrations.FOLDER, f"{ID}.coming")
+        path.write_text(json.dumps(value | {"owner": state_files.owner(child.pid)}))
+        assert records.every()[0].at_work
+        monkeypatch.setattr(state_files, "boot", lambda: "another")
+        assert not records.every()[0].at_work
+        assert records.settle(ID) == "undone"
+    assert removed == ["new"]
+    assert path.exists()
+    monkeypatch.setattr(state_files, "boot", lambda: "a third one")
+    records.begin(Record("1" * 32, "coming", "x"))
+    assert not path.exists()

@@ -1,0 +1,194 @@
+"""Containers that leave this host by `gpusnap migrate`: a note on disk until it is known where each one runs.
+
+    /var/lib/gpusnap/migrations/    0700; on disk, since the other host may run a container after this boot
+        <migration>.leaving         the memory goes ahead, and the container runs here
+        <64 hex>.leaving            the digest of the checkpoint that ended the container; there before the
+                                    other host is asked to restore that
+        <migration>.coming          of a container that comes to this host: gpusnap/migration/records.py
+
+While the second one stands, the container may run on the other host, and that checkpoint is not restored
+here. It goes when the other host has said what became of the container, and this host has done what follows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from typing import Any
+
+from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason
+from gpusnap.runtime_shim.process import proc
+
+FOLDER = "/var/lib/gpusnap/migrations"
+_ENDING = ".leaving"
+_NAME = re.compile(r"(?:[0-9a-f]{32}|[0-9a-f]{64})\.leaving", re.ASCII)
+_LIMIT = 64 << 10
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """A container that goes to another host."""
+
+    id: str
+    """Of the migration."""
+    container: str
+    """Its ID here."""
+    name: str
+    """Its name here."""
+    there: str
+    """Its name on the other host."""
+    host: str
+    """The other host, for messages."""
+    route: tuple[str, ...]
+    """How it is reached: the user, the port, the ssh command, and the command of gpusnap there."""
+    store: str
+    """The store of the checkpoint."""
+    checkpoint: str
+    """The name of the checkpoint in it."""
+    digest: str = ""
+    """Of the checkpoint that ended the container; empty while that runs here."""
+    keep: bool = False
+    """The ended container and its checkpoint stay here."""
+    auto_remove: bool = False
+    """Podman has removed the container itself."""
+    since: str = ""
+    """When it began: UTC, as ISO 8601 has it."""
+    owner: tuple[int, int] = (0, 0)
+    """PID and start time of the gpusnap that migrates it."""
+    boot: str = ""
+
+    @property
+    def at_work(self) -> bool:
+        """Whether the gpusnap that migrates it is still there."""
+        return is_alive(self.owner, self.boot)
+
+    def write(self) -> None:
+        """Put it on disk, with this process as its owner. Raises GpusnapError."""
+        value = {**asdict(self), "version": _VERSION, **owner()}
+        write(self._path(), value)
+
+    def remove(self) -> None:
+        """It is known where the container runs. Raises GpusnapError."""
+        try:
+            state_files.remove(self._path())
+        except OSError as error:
+            raise GpusnapError(
+                f"{self._path()} cannot be removed: {reason(error)}",
+                hint="see that the file system can be written to, then run gpusnap recover",
+                code="GPS-005",
+            ) from error
+
+    def _path(self) -> str:
+        return _path(self.digest or self.id)
+
+
+def find(digest: str) -> Leaving | None:
+    """The migration of a checkpoint that may run on another host. Raises GpusnapError."""
+    path = _path(digest)
+    try:
+        return _from_json(state_files.read(path, limit=_LIMIT))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = reason(error) if isinstance(error, OSError) else str(error)
+        raise GpusnapError(
+            f"{path} cannot be read, so it is not known whether the container runs on another host: {why}",
+            hint="if you see that it runs nowhere else, remove that file",
+            code="GPS-823",
+        ) from error
+
+
+def host_of(digest: str) -> str:
+    """The other host that the container of a checkpoint may run on; "" for none."""
+    try:
+        found = find(digest)
+    except GpusnapError:
+        return "another host"
+    return found.host if found is not None else ""
+
+
+def every() -> tuple[Leaving, ...]:
+    """All of this host, the oldest first. Raises GpusnapError for one that cannot be read."""
+    found = (find(name.removesuffix(_ENDING)) for name in names(_NAME))
+    return tuple(sorted((each for each in found if each is not None), key=lambda each: each.since))
+
+
+def check(digest: str) -> None:
+    """Raise Refused where the container of a checkpoint may run on another host. Raises GpusnapError."""
+    found = find(digest)
+    if found is None:
+        return
+    if found.at_work:
+        raise Refused(
+            f"{found.name} is being migrated to {found.host} with the checkpoint {found.checkpoint}",
+            hint="wait until gpusnap migrate has ended",
+            code="GPS-823",
+        )
+    raise Refused(
+        f"{found.name} may run on {found.host}: its migration with the checkpoint {found.checkpoint} was "
+        "cut off, and it is not known how far it came",
+        hint=f"gpusnap recover asks {found.host}; if that cannot be asked, and you have seen there that "
+        f"{found.there} does not run, gpusnap restore --not-migrated {found.checkpoint} continues it here",
+        code="GPS-823",
+    )
+
+
+def forget(digest: str) -> None:
+    """Somebody has looked: the container of a checkpoint runs on no other host. Raises GpusnapError."""
+    found = find(digest)
+    if found is not None:
+        found.remove()
+
+
+def owner() -> dict[str, Any]:
+    """Who writes a file, for `is_alive`."""
+    return {"owner": state_files.owner(), "boot": state_files.boot()}
+
+
+def is_alive(owner: object, boot: object) -> bool:
+    """Whether the process that wrote a file is still there; this one does not count."""
+    match owner:
+        case (int(pid), int(start)) | [int(pid), int(start)]:
+            return boot == state_files.boot() and pid != os.getpid() and proc.same(pid, start)
+    return False
+
+
+def write(path: str, value: object) -> None:
+    """Put a file into the folder. Raises GpusnapError."""
+    try:
+        state_files.write_durably(path, json.dumps(value).encode())
+    except OSError as error:
+        raise GpusnapError(
+            f"{FOLDER} cannot be written: {reason(error)}",
+            hint="make room there, and see that the file system can be written to",
+            code="GPS-007",
+        ) from error
+
+
+def names(pattern: re.Pattern[str]) -> Iterator[str]:
+    """The files in the folder that a pattern fits, in order. Raises GpusnapError."""
+    try:
+        found = sorted(os.listdir(FOLDER))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise GpusnapError(f"{FOLDER} cannot be read: {reason(error)}", code="GPS-005") from error
+    yield from (name for name in found if pattern.fullmatch(name))
+
+
+def _path(key: str) -> str:
+    return os.path.join(FOLDER, key.removeprefix("sha256:") + _ENDING)
+
+
+def _from_json(value: Any) -> Leaving:
+    if value["version"] != _VERSION:
+        raise ValueError(f"it is of version {value['version']}, and this gpusnap knows {_VERSION}")
+    known = {key.name: value[key.name] for key in fields(Leaving)}
+    pid, start = known.pop("owner")
+    return Leaving(**{**known, "route": tuple(map(str, known["route"])), "owner": (int(pid), int(start))})

@@ -1,0 +1,126 @@
+"""A migration that was cut off: the other host is asked what became of it, and what follows is done.
+
+On the host that the container leaves, its note (gpusnap/checkpoints/migrations.py) stands until then. What is
+left is removed first, and the note last: whoever is killed in between leaves it for the next one.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.migrations import Leaving
+from gpusnap.engines import podman
+from gpusnap.migration import records
+from gpusnap.migration.blobs import check_answer
+from gpusnap.migration.link import Destination, Route, connected
+from gpusnap.oci.base.errors import NotThere, OciError
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.user_errors import NotFound, told
+
+AHEAD = "migrating"
+"""The tag of checkpoints that go ahead, until all is over."""
+
+
+def ahead_name(container: str, container_id: str) -> str:
+    """What a checkpoint of a container is called that goes ahead."""
+    return f"{locator.container_name(container, container_id)}:{AHEAD}"
+
+
+def written_route(route: Route) -> tuple[str, ...]:
+    """A route for a note."""
+    return route.to.host, route.to.user, str(route.to.port), route.ssh, route.program
+
+
+def read_route(written: tuple[str, ...]) -> Route:
+    """The route of a note. Raises GpusnapError."""
+    try:
+        host, user, port, ssh, program = written
+        return Route(to=Destination(host, user, int(port)), ssh=ssh, program=program)
+    except ValueError as error:
+        raise GpusnapError(f"the note of a migration names no host: {error}", code="GPS-005") from error
+
+
+def ask(leaving: Leaving) -> str:
+    """What the other host says has become of a container: confirmed or undone. Raises GpusnapError."""
+    route = read_route(leaving.route)
+    with connected(route) as channel, channel.alive():
+        channel.send({"ask": "settle", "migration": leaving.id})
+        return str(check_answer(channel.receive(), str(route.to))["state"])
+
+
+def tell_settled(leaving: Leaving) -> None:
+    """The other host need not remember it any more; where it cannot be told, it does."""
+    route = read_route(leaving.route)
+    with suppress(GpusnapError), connected(route) as channel, channel.alive():
+        channel.send({"ask": "forget", "migration": leaving.id})
+        check_answer(channel.receive(), str(route.to))
+
+
+def clear(leaving: Leaving) -> None:
+    """The container runs on the other host: remove what is left here. Raises GpusnapError."""
+    if not leaving.keep:
+        if not leaving.auto_remove:
+            _remove_container(leaving)
+        with told():
+            _remove_checkpoint(leaving.store, leaving.digest)
+    leaving.remove()
+
+
+def remove_name(store: Store, name: str) -> None:
+    """Take a checkpoint out of a store; where that fails, it stays, and `gpusnap ls` shows it."""
+    with suppress(OciError):
+        store.remove(store.find_exactly(name).descriptor.digest)
+
+
+def recover_leaving(leaving: Leaving) -> str:
+    """Bring one to its end whose gpusnap was killed; what was done. Raises GpusnapError."""
+    store = Store(leaving.store)
+    remove_name(store, ahead_name(leaving.name, leaving.container))
+    if not leaving.digest:
+        leaving.remove()
+        return (
+            f"{leaving.name} was not migrated to {leaving.host}; if it does not run here, "
+            f"gpusnap restore {leaving.name} continues it"
+        )
+    if not _is_kept(store, leaving.digest):
+        leaving.remove()
+        return (
+            f"the checkpoint {leaving.checkpoint}, of the migration to {leaving.host}, is not there any more"
+        )
+    state = ask(leaving)
+    if state == "confirmed":
+        clear(leaving)
+        tell_settled(leaving)
+        stays = "stays here" if leaving.keep else "is removed here"
+        return f"{leaving.name} was migrated to {leaving.host}; its checkpoint {leaving.checkpoint} {stays}"
+    leaving.remove()
+    continues = f"gpusnap restore {leaving.checkpoint} continues it here"
+    return f"{leaving.name} does not run on {leaving.host}; {continues}"
+
+
+def recover_coming(record: records.Record) -> str:
+    """Take back what a killed receiver left on this host; what was done. Raises GpusnapError."""
+    records.settle(record.id)
+    return f"the migration of {record.name} to this host was cut off; what had come is removed"
+
+
+def _remove_container(leaving: Leaving) -> None:
+    try:
+        podman.container(leaving.container)
+    except NotFound:
+        return
+    podman.remove(leaving.container)
+
+
+def _remove_checkpoint(store: str, digest: str) -> None:
+    with suppress(NotThere):
+        Store(store).remove(digest)
+
+
+def _is_kept(store: Store, digest: str) -> bool:
+    try:
+        return any(each.descriptor.digest == digest for each in store.entries())
+    except OciError as error:
+        raise GpusnapError(f"{store.path} cannot be read: {error}", code="GPS-005") from error

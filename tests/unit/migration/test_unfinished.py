@@ -1,0 +1,173 @@
+"""A migration that was cut off: killed at any point, either its note stands or nothing is left here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fake_podman import ID, FakePodman
+from kept_checkpoints import an_archive, keep
+
+from gpusnap.checkpoints import migrations
+from gpusnap.checkpoints.migrations import Leaving
+from gpusnap.engines import podman
+from gpusnap.migration import unfinished
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim.errors import GpusnapError, Refused
+
+
+class Cut(BaseException):
+    """A SIGKILL."""
+
+
+@pytest.fixture
+def leaving(host_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Leaving:
+    """One whose container has ended here, with its checkpoint in the store, and its note."""
+    (tmp_path / "state").mkdir()
+    monkeypatch.setattr(migrations, "FOLDER", str(tmp_path / "state" / "migrations"))
+    fake = FakePodman(tmp_path / "podman", monkeypatch)
+    fake.has(status="exited")
+    digest = keep(host_store, an_archive(tmp_path), ["w:20261122-100000"])
+    found = Leaving(
+        id="0" * 32,
+        container=ID,
+        name="w",
+        there="w",
+        host="gpu2",
+        route=("gpu2", "", "0", "ssh", "gpusnap"),
+        store=host_store.path,
+        checkpoint="w:20261122-100000",
+        digest=digest,
+        since="2026-11-22T10:00:00+00:00",
+    )
+    found.write()
+    monkeypatch.setattr(unfinished, "tell_settled", lambda leaving: None)
+    return found
+
+
+def test_its_note(leaving: Leaving) -> None:
+    """It is read as it was written; another checkpoint has none."""
+    (found,) = migrations.every()
+    assert replace(found, owner=(0, 0), boot="") == leaving
+    assert not found.at_work  # it is this process
+    assert migrations.find("sha256:" + "1" * 64) is None
+    migrations.check("sha256:" + "1" * 64)
+    with pytest.raises(Refused, match="w may run on gpu2") as raised:
+        migrations.check(leaving.digest)
+    assert "gpusnap recover asks gpu2" in raised.value.hint
+    assert "gpusnap restore --not-migrated w:20261122-100000" in raised.value.hint
+
+
+def test_its_gpusnap_lives(leaving: Leaving) -> None:
+    """Then nobody else may touch it; a process of another boot is another one."""
+    path = Path(migrations.FOLDER, leaving.digest.removeprefix("sha256:") + ".leaving")
+    value = json.loads(path.read_text())
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        path.write_text(json.dumps(value | {"owner": state_files.owner(child.pid)}))
+        with pytest.raises(Refused, match="w is being migrated to gpu2"):
+            migrations.check(leaving.digest)
+        path.write_text(json.dumps(value | {"owner": state_files.owner(child.pid), "boot": "another"}))
+        with pytest.raises(Refused, match="w may run on gpu2"):
+            migrations.check(leaving.digest)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"version": 2}', "{}"])
+def test_a_note_that_is_not_understood(leaving: Leaving, content: str) -> None:
+    """The checkpoint is not restored."""
+    path = Path(migrations.FOLDER, leaving.digest.removeprefix("sha256:") + ".leaving")
+    path.write_text(content)
+    with pytest.raises(GpusnapError, match="not known whether the container runs on another host"):
+        migrations.check(leaving.digest)
+
+
+@pytest.mark.parametrize("at", ["before podman", "after podman", "after the store", "never"])
+def test_killed_while_it_is_removed(
+    leaving: Leaving, host_store: Store, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """While the checkpoint is here, so is the note; whoever is next removes the rest."""
+    monkeypatch.setattr(unfinished, "ask", lambda leaving: "confirmed")
+    gone: list[str] = []
+
+    def remove(container: str) -> None:
+        if at == "before podman":
+            raise Cut
+        gone.append(container)
+        if at == "after podman":
+            raise Cut
+
+    real = Leaving.remove
+
+    def remove_note(note: Leaving) -> None:
+        if at == "after the store":
+            raise Cut
+        real(note)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(podman, "remove", remove)
+        patched.setattr(Leaving, "remove", remove_note)
+        if at == "never":
+            assert "w was migrated to gpu2" in unfinished.recover_leaving(leaving)
+        else:
+            with pytest.raises(Cut):
+                unfinished.recover_leaving(leaving)
+    assert bool(migrations.every()) == (at != "never")
+    assert bool(host_store.entries()) == (at in ("before podman", "after podman"))
+    for note in migrations.every():
+        monkeypatch.setattr(podman, "remove", gone.append)
+        unfinished.recover_leaving(note)
+    assert gone.count(ID) >= 1
+    assert migrations.every() == ()
+    assert host_store.entries() == ()
+
+
+def test_it_does_not_run_there(leaving: Leaving, host_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then it may be restored here: its checkpoint stays, and the note goes."""
+    monkeypatch.setattr(unfinished, "ask", lambda leaving: "undone")
+    said = unfinished.recover_leaving(leaving)
+    assert said == "w does not run on gpu2; gpusnap restore w:20261122-100000 continues it here"
+    migrations.check(leaving.digest)
+    assert [each.name for each in host_store.entries()] == ["w:20261122-100000"]
+
+
+def test_it_is_to_be_kept(leaving: Leaving, host_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--keep: the ended container and its checkpoint stay."""
+    monkeypatch.setattr(unfinished, "ask", lambda leaving: "confirmed")
+    monkeypatch.setattr(podman, "remove", lambda container: pytest.fail("removed"))
+    said = unfinished.recover_leaving(replace(leaving, keep=True))
+    assert said.endswith("stays here")
+    assert len(host_store.entries()) == 1
+    assert migrations.every() == ()
+
+
+def test_nobody_answers(leaving: Leaving, host_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is changed."""
+
+    def ask(leaving: Leaving) -> str:
+        raise GpusnapError("gpu2 cannot be reached")
+
+    monkeypatch.setattr(unfinished, "ask", ask)
+    with pytest.raises(GpusnapError, match="gpu2 cannot be reached"):
+        unfinished.recover_leaving(leaving)
+    assert len(migrations.every()) == len(host_store.entries()) == 1
+
+
+def test_a_checkpoint_that_was_removed(leaving: Leaving, host_store: Store) -> None:
+    """Nothing can be restored twice any more, and nobody need be asked."""
+    host_store.remove(leaving.digest)
+    assert "is not there any more" in unfinished.recover_leaving(leaving)
+    assert migrations.every() == ()
+
+
+def test_one_that_was_sent_ahead(leaving: Leaving, host_store: Store) -> None:
+    """Its checkpoint goes; the container was never stopped."""
+    leaving.remove()
+    host_store.tag("w:20261122-100000", "w:migrating")
+    ahead = replace(leaving, digest="")
+    ahead.write()
+    assert "w was not migrated to gpu2" in unfinished.recover_leaving(*migrations.every())
+    assert host_store.entries() == ()
+    assert migrations.every() == ()
