@@ -132,6 +132,8 @@ class Progress:
         self.shown = (terminal if shown is None else shown) and not self.quiet
         self.mark = ("", 0)
         """What goes on now, and how many bytes of it are done: where it changes, something moves."""
+        self.watched = False
+        """Whether somebody reads the mark, also where nothing is shown."""
         self._line: Line = Nothing() if self.quiet or sys.stderr is None else Lines()
         if self.shown:
             # Imported here: it takes 50 ms, and most commands have no terminal.
@@ -178,6 +180,7 @@ class Progress:
         calls = 0
         every = _LOOK if self.shown else _LOOK * 10
         last = Record()
+        looked_at = self.watched or not self.quiet
 
         def tick() -> None:
             nonlocal calls, last
@@ -188,7 +191,7 @@ class Progress:
             last = now
             if now.whole:
                 self.at(now.done, now.whole)
-            elif calls % every == 0 and (size := measure()) >= _WORTH_SHOWING:
+            elif calls % every == 0 and looked_at and (size := measure()) >= _WORTH_SHOWING:
                 self.at(size)
 
         self.stage(what)

@@ -9,7 +9,8 @@ CODES = (
         "GPS-820",
         "other-host-not-reached",
         "The other host is not reached by ssh, gpusnap does not run there, or the connection ended or was "
-        "silent for 30 seconds, or the other host got no further for as long as `--patience` says. If the container had been stopped, the message says where it is.",
+        "silent for 30 seconds, or the other host got no further for as long as `--patience` says. If the "
+        "container had been stopped, the message says where it is.",
         "See that `ssh HOST gpusnap version` works as the same user. `--remote-command 'sudo -n gpusnap'` "
         "runs it there as root, and `--ssh 'ssh -i KEY'` gives options to ssh. Then run the same command "
         "again.",
@@ -35,9 +36,9 @@ CODES = (
         "The connection broke, or gpusnap was killed, while the other host restored the container, and it is "
         "not known what became of it. The container stays stopped on this host, because it may run on the "
         "other one. Without a connection, that removes it by itself, unless it had been confirmed.",
-        "Run `gpusnap recover`, which asks the other host: it removes what is left here, or prints the command "
-        "that continues the container here. If that host cannot be asked, look there with `podman ps`; if the "
-        "container does not run there, `gpusnap restore --not-migrated` continues it.",
+        "Run `gpusnap recover`, which asks the other host: it removes what is left here, or prints the "
+        "command that continues the container here. If that host cannot be asked, look there with "
+        "`podman ps`; if the container does not run there, `gpusnap restore --not-migrated` continues it.",
     ),
     ErrorCode(
         "GPS-824",

@@ -108,7 +108,7 @@ def migrate(wish: Wish, progress: Progress) -> Migrated:
     with _interruptible(), ExitStack() as link:
         progress.stage(f"asking {wish.route.to}")
         channel = link.enter_context(connected(wish.route))
-        channel.patience = wish.patience
+        channel.patience, progress.watched = wish.patience, True
         link.enter_context(channel.alive(lambda: progress.mark))
         move = _Move(wish, found, progress, channel, link)
         move.check()

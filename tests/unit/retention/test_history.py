@@ -112,7 +112,7 @@ def test_the_command(store: Store, gpusnap: Run) -> None:
     assert (found["store"], found["container"]) == (store.path, "w")
     assert {*found["checkpoints"][0]} == {
         *("digest", "names", "created", "age", "containerId", "size", "new", "pause", "gpus", "driver"),
-        *("labels", "fault"),
+        *("labels", "fault", "migrating"),
     }
     assert 3 * 86400 <= found["checkpoints"][0]["age"] < 3 * 86400 + 600
     config = store.layout.read_manifest(store.find("w:2").descriptor).config.digest

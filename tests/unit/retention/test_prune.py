@@ -11,8 +11,10 @@ import pytest
 from checkpoints import ANNOTATIONS, keep
 from oci_checkpoints import begin, end, stagings
 
+from gpusnap.checkpoints import migrations
 from gpusnap.checkpoints.labels import as_annotations
 from gpusnap.checkpoints.locator import dated_name
+from gpusnap.checkpoints.migrations import Leaving
 from gpusnap.oci.layout.documents import Descriptor, Manifest, empty_descriptor
 from gpusnap.oci.store.index import Catalog
 from gpusnap.oci.store.store import Store
@@ -314,3 +316,26 @@ def test_no_store_yet(tmp_path: Path, gpusnap: Run, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(settings_file, "load", lambda: found)
     code, out, err = gpusnap("prune", "--keep-last", "1")
     assert (code, out, err) == (0, f"no such checkpoints in {tmp_path}/none\n", "")
+
+
+def test_a_migration_that_has_not_ended(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint may be all that there is of the container: no rule removes it."""
+    monkeypatch.setattr(migrations, "FOLDER", str(tmp_path / "migrations"))
+    digests = [made(store, "a", day, f"a:{TIME % day}") for day in (1, 2, 3)]
+    leaving = Leaving(
+        id="0" * 32,
+        container="1" * 64,
+        name="a",
+        there="a",
+        host="gpu2",
+        route=("gpu2", "", "0", "ssh", "gpusnap"),
+        store=store.path,
+        checkpoint="a:20260101",
+        digest=digests[0],
+    )
+    leaving.write()
+    verdicts = prune(store, Rules(last=1))
+    assert [each.reasons for each in verdicts] == [("may run on gpu2",), (), ("last",)]
+    assert names(store) == {"a:20260101", "a:20260103"}
