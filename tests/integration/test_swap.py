@@ -1,7 +1,7 @@
 """`gpusnap swap` of what was spilled: it is read into RAM while the other container is suspended.
 
-That one has a command that is run before it is suspended, and which waits: what happens meanwhile happens while
-the swap is under way.
+That one has a command that is run before it is suspended, and which waits: what happens meanwhile happens
+while the swap is under way.
 """
 
 from __future__ import annotations
