@@ -28,13 +28,17 @@ from gpusnap.runtime_shim.records.manifest import Manifest
 _SHARE = 2
 # Bytes that the kernel is asked for at a time.
 _PIECE = 4 << 20
+# Seconds for the piece that is being read when the block ends. A disk that hangs may never give it.
+_ENDING = 10.0
 
 
 @contextlib.contextmanager
 def reading_ahead(layout: Layout, record: Manifest | None) -> Iterator[None]:
     """Have the blobs of a checkpoint read while the block runs."""
     over = threading.Event()
-    thread = threading.Thread(target=_read, args=(layout, record, over), name="gpusnap-read-ahead")
+    thread = threading.Thread(
+        target=_read, args=(layout, record, over), name="gpusnap-read-ahead", daemon=True
+    )
     try:
         thread.start()
     except RuntimeError:  # no thread is to be had, and it only saves time
@@ -44,7 +48,7 @@ def reading_ahead(layout: Layout, record: Manifest | None) -> Iterator[None]:
         yield
     finally:
         over.set()
-        thread.join()
+        thread.join(_ENDING)
 
 
 def _read(layout: Layout, record: Manifest | None, over: threading.Event) -> None:
@@ -59,16 +63,18 @@ def _read(layout: Layout, record: Manifest | None, over: threading.Event) -> Non
         room -= chunk.stored
         if room < 0 or over.is_set():
             return
-        _read_blob(layout, chunk)
+        _read_blob(layout, chunk, over)
 
 
-def _read_blob(layout: Layout, chunk: Chunk) -> None:
+def _read_blob(layout: Layout, chunk: Chunk, over: threading.Event) -> None:
     """Have the kernel read a blob, and wait until it has, piece by piece (posix_fadvise(2))."""
     with (
         contextlib.suppress(OSError, OciError),
         layout.open_blob(chunk.blob, chunk.stored) as file,
     ):
         for start in range(0, chunk.stored, _PIECE):
+            if over.is_set():
+                return
             size = min(_PIECE, chunk.stored - start)
             os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_WILLNEED)
             os.pread(file.fileno(), 1, start + size - 1)

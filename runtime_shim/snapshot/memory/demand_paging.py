@@ -344,10 +344,9 @@ class DemandPaging:
                     return
                 at, offset = self._zeros.popleft()
             region = self._regions[at]
-            # Without memory for them the driver finds them page by page.
-            with contextlib.suppress(OSError):
-                region.area.populate(offset, region.sizes[region.piece(offset)])
             try:
+                # Without memory for them whoever touches them would be ended by SIGBUS.
+                region.area.populate(offset, region.sizes[region.piece(offset)])
                 self.ready(at, offset)
             except OSError as error:
                 self.fail(error)

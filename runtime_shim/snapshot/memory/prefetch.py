@@ -202,10 +202,9 @@ class Filling:
         """Return when all of it is in the stage, zeros included. Raises ImageError."""
         with transfer.as_image_error(self._path):
             self._reading.wait()
-        for (_, region), area in zip(self._regions, self._areas, strict=True):
-            if any(size >= copies.HUGE for _, size in region.table.gaps()):
-                # The driver would find these zeros page by page; without memory for them it does.
-                with contextlib.suppress(OSError):
+            for (_, region), area in zip(self._regions, self._areas, strict=True):
+                if any(size >= copies.HUGE for _, size in region.table.gaps()):
+                    # The driver would find these zeros page by page, and without memory end by SIGBUS.
                     area.populate()
 
     def right(self) -> None:

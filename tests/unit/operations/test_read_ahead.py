@@ -130,6 +130,24 @@ def test_it_ends_with_the_block(layout: Layout, record: Manifest, monkeypatch: p
     assert not [each for each in threading.enumerate() if each.name == "gpusnap-read-ahead"]
 
 
+def test_a_disk_that_hangs(layout: Layout, record: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece that never comes keeps nobody: the restore is over without it."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def advise(*_: int) -> None:
+        begun.set()
+        go_on.wait(60)
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    monkeypatch.setattr(read_ahead, "_ENDING", 0.05)
+    with reading_ahead(layout, record):
+        assert begun.wait(20)
+    (left,) = [each for each in threading.enumerate() if each.name == "gpusnap-read-ahead"]
+    assert left.daemon, "Python would wait for it at its end"
+    go_on.set()
+    left.join(20)
+
+
 def test_nothing_to_read(layout: Layout, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint without a GPU has no manifest of ours; and a host may give no thread."""
     with reading_ahead(layout, None):

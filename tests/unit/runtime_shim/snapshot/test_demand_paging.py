@@ -251,6 +251,33 @@ def test_zeros(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> N
     assert taken == [1, 4, 2, 3, 5]
 
 
+@pytest.mark.parametrize("waiting", [True, False])
+def test_no_memory_for_zeros(
+    target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch, *, waiting: bool
+) -> None:
+    """The restore fails with that sentence. Whoever touched them would be ended by SIGBUS."""
+    if not waiting:
+        monkeypatch.setattr(userfault, "why_not", lambda: "this kernel has no userfaultfd")
+    content = random_bytes(MIB) + bytes(5 * MIB) + random_bytes(MIB, 2)
+    region = Region(target, gate.layout, content)
+    populate = stage.Area.populate
+
+    def full(area: stage.Area, offset: int = 0, size: int | None = None, *, threads: int = 0) -> None:
+        if not threads:  # not for a chunk
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), area.path)
+        populate(area, offset, size, threads=threads)
+
+    monkeypatch.setattr(stage.Area, "populate", full)
+
+    def restore() -> None:
+        with filling_of(gate, (7, [region])) as filling:
+            filling.deliver({7: target.pid})
+            filling.right()
+
+    with pytest.raises(ImageError, match="No space left on device"):
+        restore()
+
+
 def test_several_processes_and_regions(gate: Gate) -> None:
     """Each has its own bytes, and they come side by side: no process waits for all of another one's."""
     with Target() as one, Target() as other:

@@ -177,7 +177,7 @@ def test_a_killed_gpusnap(way: str, holders: list[Holder], tmp_path: Path) -> No
     assert [process.pid for process in recover_checkpoint.alive(entry)] == pids
     assert all(bool(process.staged) == (way == "staged") for process in entry.processes)
     assert all(map(recover_checkpoint._mapped, entry.processes))
-    recover_checkpoint._give_back(entry, entry.processes, SMALL)  # the driver is not at hand here
+    recover_checkpoint._give_back(entry, entry.processes, SMALL, {})  # the driver is not at hand here
     assert all(map(recover_checkpoint._mapped, entry.processes))
     go_on(pids)
     assert [holder.say("digest") for holder in holders] == digests
