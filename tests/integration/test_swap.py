@@ -1,6 +1,6 @@
 """`gpusnap swap` of what was spilled: it is read into RAM while the other container is suspended.
 
-That one has a command that is run before it is suspended, and which waits: what happens meanwhile happens
+That one has a command that is run before it is suspended, and which waits, so that a test can do something
 while the swap is under way.
 """
 
@@ -110,15 +110,16 @@ def test_killed_meanwhile(small_gpus: None) -> None:
 
 
 def test_resumed_meanwhile(store: Store) -> None:
-    """By somebody else, who did not wait: the swap says so, and its own files are gone."""
+    """By somebody else, who did not wait: the swap says how things are, and its own files are gone."""
     with Swap() as swap:
         resumed(swap.first)
         code, _, err = swap.end()
         assert code, err
         assert "is not suspended" in err
-        assert "second runs on" in err
+        assert "first runs, and second is suspended" in err
+        assert not loaded()
         swap.first.goes_on()
-        swap.second.goes_on()
+        resumed(swap.second)
         nothing_left()
 
 

@@ -5,8 +5,8 @@ plan is made, and what was spilled of the second is read from the store into RAM
 when the first is off: they are swapped because there is no room for both.
 
 Who else acts meanwhile: whoever resumes, suspends or removes the second takes its lock, which the swap has
-only when the first is suspended. It then finds the second in another state and says so, and the first comes
-back.
+only when the first is suspended. It then finds the second in another state and says so; the first comes
+back, unless the second runs.
 """
 
 from __future__ import annotations
