@@ -183,12 +183,29 @@ def _texts(found: Mapping[str, Any], key: str) -> dict[str, str]:
     return {str(name): str(value) for name, value in values.items()}
 
 
+class Listing:
+    """The IDs of all containers: asked for when this is entered, and waited for when they are needed."""
+
+    def __enter__(self) -> Listing:
+        """Raises GpusnapError where Podman cannot be run."""
+        self._question = _Question("ps", "--all", "--quiet", "--no-trunc")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._question.close()
+
+    def ids(self) -> set[str]:
+        """Once. Raises GpusnapError."""
+        done = self._question.answer(_PATIENCE)
+        if done.code:
+            raise GpusnapError(f"Podman does not list its containers: {_sentence(done)}")
+        return set(done.out.split())
+
+
 def ids() -> set[str]:
     """Of all containers. Raises GpusnapError."""
-    done = _ask("ps", "--all", "--quiet", "--no-trunc")
-    if done.code:
-        raise GpusnapError(f"Podman does not list its containers: {_sentence(done)}")
-    return set(done.out.split())
+    with Listing() as asked:
+        return asked.ids()
 
 
 def status(container_id: str, *, command: Sequence[str], seconds: float) -> str:

@@ -113,15 +113,18 @@ class Made:
         return self.container.status == "paused"
 
 
-def checkpoint(wish: Wish, progress: Progress) -> Made:
-    """Make it. Raises NotFound, ContainerError, Interrupted, GpusnapError."""
+def checkpoint(wish: Wish, progress: Progress, asked: podman.Inspection | None = None) -> Made:
+    """Make it. Raises NotFound, ContainerError, Interrupted, GpusnapError.
+
+    `asked`: what Podman was already asked about the container.
+    """
     began = time.monotonic()
     if isinstance(wish.to, locator.InRegistry) and wish.to.reference.digest:
         raise UsageError(
             f"{wish.to.reference} names a digest, which no checkpoint has before it is made", code="GPS-102"
         )
     settings_file.usable()  # gpusnap-runtime would refuse, and Podman not always show why
-    found = podman.container(wish.container)
+    found = asked.container() if asked is not None else podman.container(wish.container)
     asleep = _asleep(found)
     if asleep:
         wish = replace(wish, leave_running=True, asleep=True)
@@ -340,8 +343,13 @@ def _check_place(path: str, found: podman.Container) -> None:
 def _run(wish: Wish, export: Export, options: list[str], tick: Tick, progress: Progress) -> None:
     """Have Podman do it, and see that it is what it says."""
     words = [*options, *wish.options()]
+
+    def at_work() -> None:
+        manifest.prepare()  # while Podman works: it takes 0.05 s, and the checkpoint is read behind it
+        tick()
+
     with _awake(export.found) if wish.asleep else nullcontext():
-        came = podman.checkpoint(export.found, export.archive, words, tick=tick, say=progress.say)
+        came = podman.checkpoint(export.found, export.archive, words, tick=at_work, say=progress.say)
     missing = set(FIRST)
     with told(), closing(entries(export.archive)) as found:
         while missing and (entry := next(found, None)) is not None:

@@ -257,7 +257,8 @@ def _from_store(wish: Wish, place: locator.InStore, progress: Progress) -> tuple
 
 def _from_artifact(wish: Wish, place: locator.InStore, progress: Progress) -> tuple[str, str]:
     _check_here(wish, place.entry().descriptor.digest)
-    with kept.held(place) as (store, found):
+    # Podman answers while the checkpoint is read.
+    with podman.Listing() as asked, kept.held(place) as (store, found):
         found.check_podman()
         with _room(store) as folder, reading_ahead(store.layout, found.record):
             archive = os.path.join(folder, ARCHIVE)
@@ -273,7 +274,9 @@ def _from_artifact(wish: Wish, place: locator.InStore, progress: Progress) -> tu
             )
             environment = {fetching.STORE: store.path}
             try:
-                container = _run(wish, archive, environment, progress, lambda: _name_of(found), choice)
+                container = _run(
+                    wish, archive, environment, progress, lambda: _name_of(found), choice, ids=asked.ids
+                )
             except GpusnapError as error:
                 if (damaged := _of_damage(error, found, store)) is not None:
                     raise damaged from error
@@ -358,15 +361,17 @@ def _run(
     name: Callable[[], str],
     choice: Choice,
     measure: Callable[[], int] = lambda: 0,
+    ids: Callable[[], set[str]] = podman.ids,
 ) -> str:
     """Have Podman do it; where that fails, no container is left, and no volume that came with it.
 
-    `name`: of the container in the checkpoint; `choice`: what becomes of its volumes.
+    `name`: of the container in the checkpoint; `choice`: what becomes of its volumes; `ids`: of all
+    containers.
     """
     progress.stage("restore")
     chosen = {GPU_MAP: wish.gpu_map} if wish.gpu_map else {}
     wish = replace(wish, ignore_volumes=choice.ignore)
-    before = podman.ids()
+    before = ids()
     ended = in_place.find(archive, wish.options(), before)
     if ended is not None:
         choice = volumes.in_place(choice)

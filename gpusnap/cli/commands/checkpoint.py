@@ -121,9 +121,15 @@ def checkpoint(
     all blobs), new (bytes of those that the store did not have), seconds, and pushed where it was, as
     `gpusnap push` has it.
     """
-    from gpusnap.operations import checkpoint as checkpointing
+    from gpusnap.engines.podman import Inspection
 
     require_root("checkpoint")
+    # Podman answers while the rest is imported.
+    command = click.get_current_context()
+    asked = command.with_resource(Inspection(containers[0])) if len(containers) == 1 else None
+
+    from gpusnap.operations import checkpoint as checkpointing
+
     if file is not None and to is not None:
         raise UsageError("--export and --to are the same thing; give one")
     place = locator.InFile(file) if file is not None else locator.destination(to) if to is not None else None
@@ -160,7 +166,7 @@ def checkpoint(
 
     def work(container: str) -> checkpointing.Made:
         with recorded("checkpoint", container) as record, Progress() as progress:
-            made = checkpointing.checkpoint(replace(wish, container=container), progress)
+            made = checkpointing.checkpoint(replace(wish, container=container), progress, asked)
             record.container = made.container.name
             record.figures |= {"size": made.size, "new": made.new, "gpuMemory": made.gpu_memory}
             record.figures |= {"pause": made.pause} if made.pause is not None else {}

@@ -207,4 +207,5 @@ def test_wrong_lines(words: list[str], said: str, tmp_path: Path) -> None:
     """Said before anything is done."""
     with pytest.raises(UsageError, match=said):
         ran(*words)
-    assert not (tmp_path / "podman/calls").exists()
+    calls = tmp_path / "podman/calls"
+    assert not calls.exists() or calls.read_text() in ("", "container inspect -- w\n")

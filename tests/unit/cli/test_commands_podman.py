@@ -127,7 +127,7 @@ class TestSeveral:
 
     @pytest.fixture(autouse=True)
     def work(self, monkeypatch: pytest.MonkeyPatch, fake: FakePodman) -> None:
-        def checkpoint(wish: checkpointing.Wish, _: object) -> checkpointing.Made:
+        def checkpoint(wish: checkpointing.Wish, *_: object) -> checkpointing.Made:
             name = wish.container
             if name == "bad":
                 raise GpusnapError("it is bad", hint="make it good", code="GPS-215")
