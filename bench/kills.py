@@ -130,7 +130,7 @@ def _at_work(pid: int, name: str) -> bool:
         return True
     with suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        return b"checkpoint" in words or b"restore" in words
+        return not {b"checkpoint", b"restore", b"pause", b"resume"}.isdisjoint(words)
     return False
 
 
