@@ -100,7 +100,7 @@ def connected(route: Route) -> Iterator[Channel]:
             except LinkLost as error:
                 if error.code == "GPS-821":
                     raise
-                raise _unreachable(route, error, _last_line(said, child)) from error
+                raise _unreachable(route, error, _said(said, child)) from error
             yield channel
         finally:
             child.stdin.close()
@@ -130,18 +130,18 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             return
 
 
-def _last_line(said: object, child: subprocess.Popen[bytes]) -> str:
-    """What ssh, or the shell over there, said last; it has ended, or is given a moment to."""
+def _said(said: object, child: subprocess.Popen[bytes]) -> list[str]:
+    """The lines of what ssh, or the shell over there, said; it has ended, or is given a moment to."""
     with suppress(subprocess.TimeoutExpired):
         child.wait(_ENDING)
     descriptor = said.fileno()  # type: ignore[attr-defined]
     size = os.fstat(descriptor).st_size
     text = os.pread(descriptor, 4096, max(0, size - 4096)).decode(errors="replace")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return printable(lines[-1])[:300] if lines else ""
+    return [printable(line.strip())[:300] for line in text.splitlines() if line.strip()]
 
 
-def _unreachable(route: Route, error: LinkLost, last: str) -> GpusnapError:
+def _unreachable(route: Route, error: LinkLost, lines: list[str]) -> GpusnapError:
+    last = lines[-1] if lines else ""
     if "not found" in last or "sudo:" in last:
         return GpusnapError(
             f"gpusnap does not run on {route.to}: {last}",
@@ -150,9 +150,21 @@ def _unreachable(route: Route, error: LinkLost, last: str) -> GpusnapError:
         )
     if last.startswith("gpusnap: "):
         return GpusnapError(f"{route.to}: {last.removeprefix('gpusnap: ')}", hint=_TRY, code="GPS-820")
-    return GpusnapError(f"{route.to} cannot be reached: {last or error}", hint=_TRY, code="GPS-820")
+    hint = next((hint for what, hint in _HINTS if any(what in line for line in lines)), _TRY)
+    return GpusnapError(f"{route.to} cannot be reached: {last or error}", hint=hint, code="GPS-820")
 
 
+# What OpenSSH says (ssh(1) has no exit codes for it), and what to do then; the first that fits.
+_HINTS = (
+    (
+        "REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "its host key is not the one that ssh knows: find out why, before ssh-keygen -R removes the old one",
+    ),
+    ("Host key verification failed", "log in once by hand as the same user, so that ssh knows its host key"),
+    ("Permission denied", "see that the user may log in there; --ssh 'ssh -i KEY' names a key"),
+    ("Connection refused", "see that sshd runs there, and on which port: ssh://HOST:PORT"),
+    ("Could not resolve hostname", "see that the name is right, and that this host can resolve it"),
+)
 _TRY = "see that `ssh HOST gpusnap version` works as the same user"
 
 

@@ -11,6 +11,7 @@ other host (a request) or from it (the answer to one), and only in the first con
     sender    the gpusnap here is killed before the frame goes on
     sigint    the gpusnap here gets SIGINT, and the frame goes on
     garble    the frame goes on with a wrong byte at its end
+    pause     the frame goes on once the connection has ended otherwise; PLAN.paused says that it waits
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Way:
         self.side, self.what, number, self.action = words or ("", "", "0", "")
         self.number = int(number)
         plan.unlink(missing_ok=True)
+        self.paused = plan.with_name(f"{plan.name}.paused")
         self.child = child
         self.asked = ""
 
@@ -79,6 +81,9 @@ class Way:
                 os.kill(os.getppid(), signal.SIGINT)
             case "garble":
                 payload = payload[:-1] + bytes([payload[-1] ^ 1])
+            case "pause":
+                self.paused.touch()
+                self.child.wait()
             case "working":
                 sink.write(len(data).to_bytes(4, "big") + data)
                 sink.flush()

@@ -21,6 +21,8 @@ PACKAGES = (
     "netavark", "iptables", "nftables", "iproute2", "procps", "util-linux",
     # what its artifacts have to be understood by
     "docker-registry", "skopeo", "oras", "checkpointctl",
+    # what leads to another host, and what the units are for that gpusnap writes
+    "openssh-server", "openssh-client", "systemd", "dbus",
     # the images are made of it
     "busybox-static",
     "python3", "python3-venv",
