@@ -24,7 +24,7 @@ from gpusnap.checkpoints.formats.entries import read_member
 from gpusnap.checkpoints.formats.names import ARCHIVE, CONFIG, FIRST
 from gpusnap.checkpoints.statistics import stopped
 from gpusnap.container_hooks.commands import around_checkpoint
-from gpusnap.engines import podman, podman_objects
+from gpusnap.engines import podman, podman_objects, podman_work
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import name_new
@@ -349,7 +349,7 @@ def _run(wish: Wish, export: Export, options: list[str], tick: Tick, progress: P
         tick()
 
     with _awake(export.found) if wish.asleep else nullcontext():
-        came = podman.checkpoint(export.found, export.archive, words, tick=at_work, say=progress.say)
+        came = podman_work.checkpoint(export.found, export.archive, words, tick=at_work, say=progress.say)
     missing = set(FIRST)
     with told(), closing(entries(export.archive)) as found:
         while missing and (entry := next(found, None)) is not None:

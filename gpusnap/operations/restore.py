@@ -25,7 +25,7 @@ from gpusnap.checkpoints.formats.layout_archive import InLayout, opened_layout
 from gpusnap.checkpoints.formats.names import ARCHIVE, FIRST, LARGEST_DUMP, PIECE
 from gpusnap.checkpoints.offline import stand_in
 from gpusnap.container_hooks.commands import CHECKPOINT, run_after
-from gpusnap.engines import podman
+from gpusnap.engines import podman, podman_work
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import (
     BlobError,
@@ -386,7 +386,7 @@ def _run(
             return in_place.restore(ended, variables, tick, progress.say)
         return _imported(
             wish,
-            lambda: podman.restore(archive, wish.options(), variables, tick=tick, say=progress.say),
+            lambda: podman_work.restore(archive, wish.options(), variables, tick=tick, say=progress.say),
             name,
             before,
         )

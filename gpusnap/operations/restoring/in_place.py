@@ -21,7 +21,7 @@ from contextlib import closing, suppress
 
 from gpusnap.checkpoints.formats.entries import entries, read_member
 from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
-from gpusnap.engines import podman
+from gpusnap.engines import podman, podman_work
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.json_text import parse_json
@@ -74,7 +74,7 @@ def restore(
 ) -> str:
     """Have Podman restore it; its ID. Parameters and errors as of gpusnap.engines.podman.restore."""
     try:
-        return podman.restore_in_place(target.container, target.options, environment, tick=tick, say=say)
+        return podman_work.restore_in_place(target.container, target.options, environment, tick=tick, say=say)
     except Killed:
         raise
     except GpusnapError as error:

@@ -1,30 +1,19 @@
-"""Podman as a child: what it says, how it fails, and who gets a signal."""
+"""Podman as a child: what it says, and how it fails."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fake_podman import ID, FakePodman
-from fakes import wait_for
 
-from gpusnap.engines import podman, podman_objects
-from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Interrupted
-from gpusnap.user_errors import Killed, NotFound
-
-FOUND = podman.Container(ID, "w", "gpusnap-runtime", "running")
-# It notes each signal, and ends with the second.
-_RUNTIME = """\
-trap 'echo {name} >>{folder}/got; [ ! -e {folder}/second ] || exit 1; : >{folder}/second' {name}
-: >{folder}/ready
-while :; do sleep 0.02; done
-"""
+from gpusnap.engines import podman, podman_command, podman_objects
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
+from gpusnap.user_errors import NotFound
 
 
 @pytest.fixture
@@ -50,7 +39,7 @@ def test_a_podman_that_does_not_answer(
 ) -> None:
     """A lock that nobody gives back, a plugin of volumes that is dead: it is asked for so long, and ends."""
     (fake.folder / "podman").write_text(f"#!/bin/sh\necho $$ >{fake.folder}/pid\nexec sleep 1000\n")
-    monkeypatch.setattr(podman, "_PATIENCE", 0.5)
+    monkeypatch.setattr(podman_command, "PATIENCE", 0.5)
     with pytest.raises(GpusnapError, match=r"Podman has not answered within 0.5 s"):
         ask()
     assert not Path("/proc", (fake.folder / "pid").read_text().strip()).exists()
@@ -135,179 +124,6 @@ def test_in_the_place_of_another(fake: FakePodman, tmp_path: Path) -> None:
     for runtime in ("crun", f"{tmp_path}/crun", "/opt/gpusnap-runtime"):
         fake.has(runtime=runtime)
         podman.check(podman.container("w"))
-
-
-def test_a_checkpoint(fake: FakePodman, tmp_path: Path) -> None:
-    """The archive is there, and `tick` was called."""
-    fake.has()
-    ticks: list[int] = []
-    found = podman.container("w")
-    assert not podman.checkpoint(
-        found, str(tmp_path / "out"), ["--leave-running"], tick=lambda: ticks.append(1)
-    )
-    assert (tmp_path / "out").read_bytes() == b"archive"
-    assert ticks
-    assert fake.calls() == [f"container checkpoint --export {tmp_path}/out --leave-running {ID}"]
-
-
-def test_a_restore(fake: FakePodman, tmp_path: Path) -> None:
-    """With our environment; the ID is what comes back."""
-    fake.has(status="exited")
-    found = podman.restore(str(tmp_path / "archive"), ["--name", "x"], {"GPUSNAP_STORE": "/s"})
-    assert found == ID
-    assert fake.environment()["GPUSNAP_STORE"] == "/s"
-
-
-@pytest.mark.parametrize(
-    "stderr",
-    [
-        "Error: `/usr/local/bin/gpusnap-runtime checkpoint --image-path /x` failed: signal: killed\n",
-        'Error: container create failed (no logs from conmon): conmon bytes "": readObjectStart: expect {\n',
-        "gpusnap: note: a\nError: `/usr/local/bin/gpusnap-runtime checkpoint x` failed: signal: killed\n",
-    ],
-)
-def test_a_runtime_that_was_killed(fake: FakePodman, stderr: str) -> None:
-    """In place of Podman's words for it, what to do: the container may stand still."""
-    fake.fails(stderr)
-    with pytest.raises(GpusnapError, match="restore, was killed or ended without a message") as raised:
-        podman.restore("x", [], {})
-    assert "gpusnap recover" in raised.value.hint
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_podman_that_was_killed(fake: FakePodman, number: signal.Signals) -> None:
-    """What it had begun may go on, so that is what is said, and what finds it."""
-    fake.first(f"kill -{number.value} $$\n")
-    with pytest.raises(Killed) as raised:
-        podman.restore("x", [], {})
-    assert f"podman container restore was killed by {number.name}" in str(raised.value)
-    assert "run gpusnap recover" in raised.value.hint
-
-
-def test_notes_are_passed_on(fake: FakePodman, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What gpusnap-runtime noted in a success reaches the user; its other lines and Podman's do not."""
-    fake.has(status="exited")
-    (fake.folder / "first.sh").write_text("printf 'gpusnap: note: a\\ngpusnap: step b\\nc\\n' >&2\n")
-    podman.restore(str(tmp_path / "archive"), [], {})
-    assert capsys.readouterr().err == "gpusnap: note: a\n"
-
-
-@pytest.mark.parametrize(
-    ("stderr", "said"),
-    [
-        ("gpusnap: too old; get a new one\nError: `/x` failed: exit status 1\n", "too old; get a new one"),
-        ("gpusnap: note: a\ngpusnap: too old\nError: `/x` failed: exit status 1\n", "too old"),
-        ("Error: OCI runtime error: gpusnap-runtime: gpusnap: too old\n", "too old"),
-        (
-            'time="2026" level=warning msg="gpusnap: x"\nError: the name "w" is in use\n',
-            'the name "w" is in use',
-        ),
-        (
-            "gpusnap: this is not kept, a note\nError: open /x: read-only file system\n",
-            "open /x: read-only file system",
-        ),
-        ('time="2026" level=error msg="no room"\n', "Podman failed: no room"),
-        ("", "Podman failed: exit code 125"),
-    ],
-)
-def test_a_failure(fake: FakePodman, stderr: str, said: str) -> None:
-    """gpusnap's own sentence, or else Podman's."""
-    fake.fails(stderr)
-    with pytest.raises(GpusnapError) as raised:
-        podman.restore("x", [], {})
-    assert str(raised.value).removeprefix("Podman failed: ") == said.removeprefix("Podman failed: ")
-
-
-def test_a_pod_that_does_not_fit(fake: FakePodman) -> None:
-    """What to do is said beside Podman's own words."""
-    fake.fails("Error: pod 794863b6981e does not share the IPC namespace\n")
-    with pytest.raises(GpusnapError, match="does not share the IPC namespace") as raised:
-        podman.restore("x", [], {})
-    assert raised.value.code == "GPS-522"
-    assert "podman pod create --share" in raised.value.hint
-
-
-def test_a_failure_with_a_code(fake: FakePodman) -> None:
-    """It is the error's own again, and stays at the end of whatever is said after it."""
-    fake.fails("Error: OCI runtime error: gpusnap-runtime: gpusnap: too old; update [GPS-302]\n")
-    with pytest.raises(GpusnapError) as raised:
-        podman.restore("x", [], {})
-    assert (str(raised.value), raised.value.code) == ("too old; update", "GPS-302")
-    assert raised.value.sentence() == "too old; update [GPS-302]"
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_for_the_runtime(fake: FakePodman, tmp_path: Path, number: signal.Signals) -> None:
-    """It undoes what it did; Podman itself is left alone, and says so. A second one goes the same way."""
-    name = number.name.removeprefix("SIG")
-    (tmp_path / "runtime").write_text(_RUNTIME.format(name=name, folder=tmp_path))
-    fake.first(
-        f"sh {tmp_path}/runtime checkpoint --image-path x || {{ echo 'gpusnap: stopped' >&2; exit 125; }}\n"
-    )
-
-    def ask() -> None:
-        wait_for((tmp_path / "ready").exists, "the runtime")
-        os.kill(os.getpid(), number)
-        wait_for((tmp_path / "second").exists, "the first signal")
-        os.kill(os.getpid(), number)
-
-    before = signal.getsignal(number)
-    thread = threading.Thread(target=ask)
-    thread.start()
-    said: list[str] = []
-    with pytest.raises(Interrupted, match=r"^stopped$"):
-        podman.checkpoint(FOUND, str(tmp_path / "out"), [], say=said.append)
-    thread.join()
-    assert (tmp_path / "got").read_text() == f"{name}\n" * 2
-    assert said == [f"{number.name}: what the checkpoint has done is being undone"]
-    assert signal.getsignal(number) == before
-
-
-def test_a_signal_with_no_runtime(fake: FakePodman, tmp_path: Path) -> None:
-    """Podman gets it."""
-    fake.first(f"trap 'exit 1' INT; : >{tmp_path}/ready; while :; do sleep 0.02; done\n")
-
-    def ask() -> None:
-        wait_for((tmp_path / "ready").exists, "Podman")
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    with pytest.raises(Interrupted, match="podman container checkpoint was interrupted"):
-        podman.checkpoint(FOUND, str(tmp_path / "out"), [])
-    thread.join()
-
-
-@pytest.mark.parametrize("failing", [False, True])
-def test_a_signal_while_podman_exports(fake: FakePodman, tmp_path: Path, failing: bool) -> None:
-    """The container has ended by then: Podman is left alone, and the caller hears of it at the end."""
-    fake.first(
-        f"trap 'exit 1' INT; : >{tmp_path}/ready\nwhile [ ! -e {tmp_path}/on ]; do sleep 0.02; done\n"
-        + ("echo 'Error: no room' >&2; exit 125\n" if failing else "")
-    )
-    with subprocess.Popen(["sleep", "100"]) as init:
-        found = replace(FOUND, init=init.pid)
-
-        def ask() -> None:
-            wait_for((tmp_path / "ready").exists, "Podman")
-            init.kill()
-            init.wait()
-            os.kill(os.getpid(), signal.SIGINT)
-            (tmp_path / "on").touch()
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        said: list[str] = []
-        if failing:
-            with pytest.raises(GpusnapError, match="Podman failed: no room"):
-                podman.checkpoint(found, str(tmp_path / "out"), [], say=said.append)
-        else:
-            assert podman.checkpoint(found, str(tmp_path / "out"), [], say=said.append)
-            assert said == [
-                "SIGINT: the container has ended; what Podman exports of it is written to the end first"
-            ]
-            assert (tmp_path / "out").read_bytes() == b"archive"
-        thread.join()
 
 
 def test_a_command_that_prints_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

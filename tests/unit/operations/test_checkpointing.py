@@ -20,7 +20,7 @@ from kept_checkpoints import an_archive, keep_pages
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats import podman as convert
-from gpusnap.engines import podman
+from gpusnap.engines import podman_work
 from gpusnap.oci.base.errors import DiskFull
 from gpusnap.oci.chunks import writer
 from gpusnap.oci.layout.reference import parse
@@ -418,13 +418,13 @@ def test_a_signal_when_it_has_ended(
     fake: FakePodman, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is said when Podman is done."""
-    real = podman.checkpoint
+    real = podman_work.checkpoint
 
     def asked(*words: object, **more: object) -> bool:
         real(*words, **more)  # type: ignore[arg-type]
         return True
 
-    monkeypatch.setattr(podman, "checkpoint", asked)
+    monkeypatch.setattr(podman_work, "checkpoint", asked)
     for auto_remove, said in ((False, "podman container restore w"), (True, "restore --import /")):
         fake.has(auto_remove=auto_remove)
         with pytest.raises(Interrupted) as raised:

@@ -20,7 +20,7 @@ from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.locator import InFile, InStore
 from gpusnap.cli.exit_codes import exit_code
-from gpusnap.engines import podman
+from gpusnap.engines import podman_work
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import push_pull
 from gpusnap.operations import restore as restoring
@@ -133,7 +133,7 @@ def test_what_the_store_has_stays_while_podman_works(
     monkeypatch.setattr(restoring, "_ON_THE_WAY", 100)
     ref = locator.registry(f"http://{registry.host}/team/app:v1")
     digest = push_pull.push(InFile(an_archive(tmp_path)), ref, progress=QUIET).digest
-    real, free = podman.restore, []
+    real, free = podman_work.restore, []
 
     def restore(*words: object, **more: object) -> str:
         store.remove(digest)
@@ -146,7 +146,7 @@ def test_what_the_store_has_stays_while_podman_works(
 
     other = Store(tmp_path / "other")
     keep(other, str(tmp_path / "in.tar"), ["w"])
-    monkeypatch.setattr(podman, "restore", restore)
+    monkeypatch.setattr(podman_work, "restore", restore)
     restored(ref)
     assert free == [True]
 

@@ -17,7 +17,7 @@ from fakes import ID, KEY, Scene, a_manifest
 
 from gpusnap.cli import main as cli
 from gpusnap.cli.commands import recover as recover_commands
-from gpusnap.engines import podman as engine
+from gpusnap.engines import podman_command
 from gpusnap.operations import unknown_containers
 from gpusnap.operations.unknown_containers import chosen, unknown
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
@@ -405,7 +405,7 @@ def test_a_podman_that_says_nothing(scene: Scene, podman: Podman) -> None:
 
 def test_a_podman_that_does_not_go(scene: Scene, podman: Podman, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was killed, and waits in the kernel: nobody waits for it for ever."""
-    monkeypatch.setattr(engine, "_DYING", 0.1)
+    monkeypatch.setattr(podman_command, "DYING", 0.1)
     monkeypatch.setattr(unknown_containers, "_PATIENCE", 0.1)
     started: list[subprocess.Popen[bytes]] = []
 

@@ -1,0 +1,138 @@
+"""A Podman as a child of ours: its answer, and the sentence of a failure.
+
+It runs in a process group of its own, so that what a terminal sends comes to us alone. What Podman prints is
+for us: of a failure, the sentence.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import IO
+
+from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.log import NOTE
+from gpusnap.runtime_shim.runtime.child_process import Child
+
+RUNTIME = "gpusnap-runtime"
+PODMAN = ("podman",)
+PATIENCE = 900.0
+"""Seconds for an answer. Podman waits for the lock of each container that it tells of, which a checkpoint or
+restore by somebody else has for minutes."""
+DYING = 5.0
+"""Seconds that Podman may take to go when it was killed."""
+_LONGEST = 64 << 10
+# How Podman names what its runtime did: by its command line, or by what it wrote into its log.
+_OF_THE_RUNTIME = re.compile(r"failed: (?:exit status|signal: )|OCI runtime|conmon|gpusnap: ")
+_LOG_LINE = re.compile(r'^time="[^"]*" level=\w+ msg="(.*)"$')
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A Podman that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Question:
+    """A Podman that only tells something, or does it at once."""
+
+    def __init__(self, *words: str, command: Sequence[str] = PODMAN) -> None:
+        """Raises GpusnapError where Podman cannot be run."""
+        self._stack = ExitStack()
+        self._child, self._out, self._err = self._stack.enter_context(started(words, os.environ, command))
+
+    def answer(self, seconds: float | None = None) -> Done:
+        """Wait for it, once; PATIENCE where nothing is said. Raises GpusnapError where it has not ended."""
+        seconds = PATIENCE if seconds is None else seconds
+        with self._stack:
+            try:
+                self._child.wait(seconds)
+            except subprocess.TimeoutExpired:
+                self._kill()
+                raise GpusnapError(
+                    f"Podman has not answered within {seconds:g} s",
+                    hint="another podman command may be at work on the container: wait for it",
+                ) from None
+            return ended(self._child, self._out, self._err)
+
+    def close(self) -> None:
+        """Nobody waits for the answer any more."""
+        with self._stack:
+            if self._child.returncode is None:
+                self._kill()
+
+    def _kill(self) -> None:
+        self._child.kill()
+        with suppress(subprocess.TimeoutExpired):  # one that waits for a disk does not go
+            self._child.wait(DYING)
+
+
+def ask(*words: str, command: Sequence[str] = PODMAN, seconds: float | None = None) -> Done:
+    return Question(*words, command=command).answer(seconds)
+
+
+@contextmanager
+def started(
+    words: Sequence[str], environment: Mapping[str, str], command: Sequence[str] = PODMAN
+) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]]:
+    # Files: nobody has to read along, and a child of Podman's may keep them open.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        try:
+            child = Child(
+                [*command, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=dict(environment),
+                process_group=0,
+            )
+        except OSError as error:
+            raise GpusnapError(
+                f"podman cannot be run: {reason(error)}",
+                hint="install Podman, and see that PATH has it",
+                code="GPS-901",
+            ) from error
+        yield child, out, err
+
+
+def ended(child: subprocess.Popen[bytes], out: IO[bytes], err: IO[bytes]) -> Done:
+    return Done(child.returncode, _text(out), _text(err))
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST * 16))
+    return file.read().decode(errors="replace")
+
+
+def sentence(done: Done) -> str:
+    """What went wrong, in the words of who failed first: gpusnap's own, or else Podman's."""
+    own = sentence_of_runtime(done)
+    if own:
+        return own
+    lines = [line.strip() for line in done.err.splitlines() if line.strip()]
+    for line in reversed(lines):
+        if line.startswith("Error: "):
+            return f"Podman failed: {line.removeprefix('Error: ')}"
+    last = _LOG_LINE.sub(r"\1", lines[-1]) if lines else f"exit code {done.code}"
+    return f"Podman failed: {last}"
+
+
+def sentence_of_runtime(done: Done) -> str:
+    """What gpusnap-runtime said; "" where it said nothing, or Podman failed when it had done its work."""
+    lines = done.err.splitlines()
+    ends = [line for line in lines if line.startswith("Error: ")]
+    if ends and not _OF_THE_RUNTIME.search(ends[-1]):
+        return ""  # then what the runtime said is a note
+    for line in lines:
+        before, ours, text = line.partition("gpusnap: ")
+        if ours and "level=warning" not in before and not text.startswith(NOTE):
+            return text.strip().removesuffix('"')
+    return ""

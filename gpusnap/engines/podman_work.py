@@ -1,0 +1,212 @@
+"""A checkpoint and a restore by Podman: long, with progress, and undone when a signal comes.
+
+We hand a signal on to the runtime that works for Podman, which undoes what it did and has Podman say so;
+where none runs yet, to Podman. Where a checkpoint has ended the container, and Podman exports it, nobody gets
+it: with --rm there is nothing else left of the container than what Podman then writes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+from gpusnap.engines.podman import Container
+from gpusnap.engines.podman_command import RUNTIME, ended, sentence, sentence_of_runtime, started
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, split_code
+from gpusnap.runtime_shim.log import NOTE, note
+from gpusnap.runtime_shim.process import proc
+from gpusnap.user_errors import Killed
+
+# In the environment of Podman, which a restore's runtime has from conmon.
+_MARK = "GPUSNAP_CALLER"
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_EVERY = 0.25
+# How Podman says that the runtime was killed: its own child at a checkpoint, a child of conmon at a restore.
+_KILLED = re.compile(r"^Error: .*(?:failed: signal: killed|no logs from conmon)", re.MULTILINE)
+# libpod, CRImportCheckpoint, of a pod that a container cannot be restored into.
+_OTHER_POD = re.compile(r"^Podman failed: pod \S+ does not share the \w+ namespace")
+
+
+def checkpoint(
+    of: Container,
+    archive: str,
+    options: Sequence[str],
+    *,
+    tick: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> bool:
+    """Have Podman checkpoint a container into an archive.
+
+    `tick` is called several times a second. `say` is given a sentence when a signal came: what is done of it.
+    Whether a signal came that nobody heeded: it is the caller's to say. Raises GpusnapError with the sentence
+    of who failed; Interrupted where a signal came and it failed.
+    """
+    words = ("container", "checkpoint", "--export", archive, *options, of.id)
+    first = proc.process(of.init) if of.init else None
+
+    def is_over() -> bool:
+        return first is not None and (not proc.same(first.pid, first.start) or proc.dying(first.pid))
+
+    return _work(words, {}, tick, is_over, say=say)[1]
+
+
+def restore(
+    archive: str,
+    options: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    tick: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> str:
+    """Have Podman make a container from an archive and run it on; its ID. Parameters as in `checkpoint`.
+
+    Raises as that does.
+    """
+    words = ("container", "restore", "--import", archive, *options)
+    return _work(words, environment, tick, say=say)[0]
+
+
+def restore_in_place(
+    of: Container,
+    options: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    tick: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> str:
+    """Have Podman restore a container that a checkpoint ended, from its storage; its ID. Raises likewise."""
+    return _work(("container", "restore", *options, of.id), environment, tick, say=say)[0]
+
+
+def _work(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    tick: Callable[[], None],
+    is_over: Callable[[], bool] = lambda: False,
+    *,
+    say: Callable[[str], None],
+) -> tuple[str, bool]:
+    """What Podman prints, and whether a signal came. `is_over`: from then on Podman is left alone."""
+    mark = secrets.token_hex(8)
+    told = False
+    with (
+        _passing_on(mark, is_over) as relay,
+        started(words, {**os.environ, **environment, _MARK: mark}) as (child, out, err),
+    ):
+        relay.to(child.pid)
+        while child.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(_EVERY)
+            tick()
+            if relay.came and not told:
+                told = True
+                say(_heeded(words[1], relay))
+        done = ended(child, out, err)
+    if done.code:
+        if done.code < 0 and not relay.passed:
+            raise Killed(
+                f"podman {words[0]} {words[1]} was killed by {signal.Signals(-done.code).name}, and what it "
+                "had begun may go on",
+                hint="run gpusnap recover, which says what has become of it, then try again",
+                code="GPS-902",
+            )
+        if relay.passed:
+            said, code = split_code(sentence_of_runtime(done))
+            raise Interrupted(said or f"podman {words[0]} {words[1]} was interrupted", code=code)
+        if not sentence_of_runtime(done) and _KILLED.search(done.err):
+            raise GpusnapError(
+                f"{RUNTIME}, which Podman runs for the {words[1]}, was killed or ended without a message",
+                hint="run gpusnap recover, then try again",
+                code="GPS-902",
+            )
+        said, code = split_code(sentence(done))
+        if not code and _OTHER_POD.search(said):
+            raise GpusnapError(
+                said,
+                hint="make a pod that shares it (podman pod create --share …), and name that with --pod POD",
+                code="GPS-522",
+            )
+        raise GpusnapError(said, code=code)
+    for line in done.err.splitlines():
+        _, ours, text = line.partition(f"gpusnap: {NOTE}")
+        if ours:
+            note(text)
+    return done.out.strip(), bool(relay.came)
+
+
+class _Relay:
+    """Signals on their way to who works for Podman; those that come before it runs are kept for it."""
+
+    def __init__(self, mark: str, is_over: Callable[[], bool]) -> None:
+        self.came: list[int] = []
+        self.passed = False
+        self._mark, self._podman, self._is_over = mark, 0, is_over
+
+    def to(self, podman: int) -> None:
+        """It runs, as this PID."""
+        self._podman = podman
+        for number in list(self.came):
+            self._send(number)
+
+    def pass_on(self, number: int, _frame: object) -> None:
+        """A handler of signals."""
+        self.came.append(number)
+        if self._podman:
+            self._send(number)
+
+    def _send(self, number: int) -> None:
+        ended = self._is_over()  # before the runtime is looked for, which may end in between
+        worker = _worker(self._podman, self._mark)
+        if ended and not worker:
+            return
+        self.passed = True
+        with suppress(ProcessLookupError):
+            os.kill(worker or self._podman, number)
+
+
+def _heeded(command: str, relay: _Relay) -> str:
+    """What is done of a signal."""
+    name = signal.Signals(relay.came[0]).name
+    if relay.passed:
+        return f"{name}: what the {command} has done is being undone"
+    return f"{name}: the container has ended; what Podman exports of it is written to the end first"
+
+
+@contextmanager
+def _passing_on(mark: str, is_over: Callable[[], bool]) -> Iterator[_Relay]:
+    """Hand signals on while the block runs."""
+    relay = _Relay(mark, is_over)
+    if threading.current_thread() is not threading.main_thread():
+        yield relay  # nobody else gets a signal
+        return
+    ours = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, relay.pass_on) for number in ours}
+    try:
+        yield relay
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _worker(podman: int, mark: str) -> int:
+    """The runtime that works for Podman at this moment; 0 where there is none."""
+    for pid in proc.pids():
+        # The parent first: who is asked for its command line may keep us waiting.
+        parent = proc.parent(pid)
+        below = parent == podman
+        # At a restore it is a child of conmon, which is nobody's.
+        if not below and proc.comm(parent) != "conmon":
+            continue
+        if "--image-path" in proc.command(pid) and (below or _has(pid, mark)):
+            return pid
+    return 0
+
+
+def _has(pid: int, mark: str) -> bool:
+    return proc.environment(pid).get(_MARK) == mark
