@@ -48,7 +48,7 @@ NAME = "injected"
 FOLDER = Path("/var/tmp/injected")
 CALLS = FOLDER / "calls"
 _TRACED = [sys.executable, "-B", str(CHECKOUT / "bench/injecting.py"), "--calls", str(CALLS)]
-_FROM = ["--after", "/runtime_shim/runtime/command_line.py"]
+_FROM = "/runtime_shim/runtime/command_line.py"
 
 
 @dataclass(frozen=True, order=True)
@@ -64,10 +64,10 @@ class Point:
         return ["--at", str(self.at), "--error", self.error, *(["--kind", self.kind] if self.kind else [])]
 
 
-def traced(line: list[str], point: Point | None) -> tuple[Done, list[str]]:
-    """Run a command with a call failing, and the calls that it made."""
+def traced(line: list[str], point: Point | None, after: str = _FROM) -> tuple[Done, list[str]]:
+    """Run a command with a call failing, and the calls that it made from where it opens the file `after`."""
     words = point.words() if point is not None else []
-    done = limited([*_TRACED, *_FROM, *words, "--", *line])
+    done = limited([*_TRACED, "--after", after, *words, "--", *line])
     return done, CALLS.read_text().splitlines()
 
 

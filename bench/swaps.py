@@ -19,8 +19,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from faulthost import (
@@ -36,6 +36,7 @@ from faulthost import (
     processes,
     remove_all,
     settings,
+    waited,
 )
 from gpuhost import install
 from support import GPUS_CONF, Container, good
@@ -51,7 +52,7 @@ _BYTES = "bytes"
 _FOLDERS = ("/run/gpusnap", "/var/lib/gpusnap", "/run/containers", str(STORE), "/dev/shm", "/tmp", "/var/tmp")
 
 
-def readings(containers: Sequence[Container]) -> dict[str, int]:
+def readings() -> dict[str, int]:
     """How much there is of all that could grow."""
     found = dict.fromkeys(
         ("open files", "mappings", "threads", "resident bytes", "conmon: open files", "conmon: bytes"), 0
@@ -96,6 +97,10 @@ def grown(first: dict[str, int], now: dict[str, int]) -> list[str]:
     ]
 
 
+def _steady(most: dict[str, int]) -> bool:
+    return not grown(most, readings())
+
+
 def swap(out: Container, into: Container, mib: int) -> float:
     """One swap; its seconds. Raises Bad, AssertionError."""
     begun = time.monotonic()
@@ -135,12 +140,13 @@ def swaps(report: Report, runtime: str, number: int, mib: int, end: float) -> No
             report.counts["of them from the store"] += 1
         took.append(swap(out, into, mib))
         line = [*line[1:], into]
-        last = readings(line)
+        last = readings()
         report.note(f"{runtime}, swap {at}: {took[-1]:.2f} s, {last}")
         if at < _FIRST:
             most = {what: max(number, most.get(what, 0)) for what, number in last.items()}
-        elif found := grown(most, last):
-            raise Bad(f"{runtime}: grown since swap {_FIRST}: {found}")
+        elif not waited(partial(_steady, most)):  # a worker may be ending just now
+            found, names = grown(most, readings()), sorted(processes().values())
+            raise Bad(f"{runtime}: grown since swap {_FIRST}: {found}; {names}")
         report.counts["good"] += 1
     print(f"{runtime}: {len(took)} swaps, {min(took):.2f} to {max(took):.2f} s")
     print(f"    {'most in the first 6':>20}{'after the last':>16}")

@@ -154,6 +154,10 @@ def unforeseen(error: Exception) -> GpusnapError:
         return no_thread(error)
     if isinstance(error, OSError) and _is_of_an_import(error):
         return own_file_unreadable(str(error.filename or "a Python module"), error)
+    if isinstance(error, MemoryError):
+        return GpusnapError(
+            "this host has no memory left for gpusnap", hint="free some memory, and try again"
+        )
     if isinstance(error, OSError):
         said = (f"{error.filename}: " if error.filename else "") + reason(error)
     else:

@@ -14,7 +14,7 @@ from gpusnap.cli.streams import forgive_closed_pipes
 from gpusnap.oci.base.errors import OciError
 from gpusnap.runtime_shim import threads
 from gpusnap.runtime_shim._version import __version__
-from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, reason
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, reason, unforeseen
 from gpusnap.user_errors import failure
 
 MODULES = {
@@ -82,6 +82,12 @@ def main() -> int:
         # Nobody below made a sentence of it: no folder for temporary files, say, or stdout on a full disk.
         what = error.filename or "a file, or the output,"
         said = GpusnapError(f"{what} cannot be used: {reason(error)}")
+        said.__cause__ = error
+        return _failed(said)
+    except (ImportError, MemoryError) as error:
+        # A disk or a host's memory that fails while a part of gpusnap is loaded.
+        debugging.show(error)
+        said = unforeseen(error)
         said.__cause__ = error
         return _failed(said)
     return exit_codes.DONE

@@ -183,7 +183,7 @@ def _bring_back(
                     loaded=loaded,
                     cut_off=cut_off,
                 )
-            except GpusnapError:
+            except Exception:  # what a module raises that is imported late, too
                 if not cut_off:
                     _stay(found, entry, driver)
                 raise

@@ -279,6 +279,31 @@ def test_a_full_disk_behind_stdout(word: str) -> None:
     assert (done.returncode, done.stderr) == (exit_codes.FAILED, said)
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            ImportError("libz.so.1: cannot map it"),
+            "a part of gpusnap is missing, .*: libz.so.1: cannot map it",
+        ),
+        (MemoryError(), "this host has no memory left for gpusnap; free some memory, and try again"),
+    ],
+)
+def test_what_cannot_be_loaded(
+    gpusnap: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    """A disk or a host that fails while a part of gpusnap is imported: one sentence, no traceback."""
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(needed, "find_driver", fail)
+    code, _, err = gpusnap("gpus")
+    assert code == exit_codes.FAILED
+    assert re.match(f"gpusnap: {said}", err)
+    assert len(err.splitlines()) == 1
+
+
 @pytest.mark.parametrize("line", [("--help",), ("-h",), ("inspect", "-h"), ("gpus", "--help")])
 def test_help(gpusnap: Run, line: tuple[str, ...]) -> None:
     """Help is no error."""

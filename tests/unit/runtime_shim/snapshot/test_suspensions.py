@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fakes import FakeDriver
 
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Refused
@@ -14,11 +15,14 @@ from gpusnap.runtime_shim.gpu.api.driver import Gpu, Host
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.runtime import container_key
+from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.shim import entry, overrides, suspended
+from gpusnap.runtime_shim.snapshot import recover_checkpoint
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, SuspendedProcess, Suspension
 from gpusnap.runtime_shim.snapshot.suspended import resume
 from gpusnap.runtime_shim.snapshot.suspended.sweep import sweep
+from gpusnap.runtime_shim.transaction import Transaction
 
 GONE = (1 << 22, 1)
 """PID and start time of nobody."""
@@ -177,3 +181,22 @@ def test_the_gpu_of_a_resume() -> None:
     assert "does not see" not in caught.value.hint
     with pytest.raises(Refused):
         resume.check(one, host(room, room), (), {"GPU-1": room, "GPU-2": room})
+
+
+@pytest.mark.parametrize("error", [GpusnapError("the driver failed"), ImportError("cannot map it")])
+@pytest.mark.parametrize("cut_off", [False, True])
+def test_a_resume_that_fails(monkeypatch: pytest.MonkeyPatch, error: Exception, cut_off: bool) -> None:
+    """Whatever is raised, the container stays suspended as it was; not where somebody was killed before."""
+    found = suspension()
+    noted = journal.Entry(found.key, "", (1, 1), ())
+    stayed: list[str] = []
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(journal, "read", lambda key: noted)
+    monkeypatch.setattr(recover_checkpoint, "bring_back", fail)
+    monkeypatch.setattr(resume, "_stay", lambda found, entry, driver: stayed.append(found.name))
+    with pytest.raises(type(error), match=str(error)):
+        resume._bring_back(found, Settings(), FakeDriver(), Transaction(), {}, cut_off=cut_off)
+    assert stayed == ([] if cut_off else [found.name])
