@@ -55,8 +55,10 @@ class Sshd:
         (self.folder / name).write_text(content)
 
     def sessions(self) -> list[int]:
-        """The processes of sshd's that serve a connection."""
-        return children(self.pid)
+        """The processes of sshd's that serve a connection: a monitor and its child each."""
+        monitors = children(self.pid)
+        inner = (each for monitor in monitors for each in children(monitor))
+        return [*monitors, *(each for each in inner if _comm(each).startswith("sshd"))]
 
 
 def children(pid: int) -> list[int]:
@@ -68,6 +70,12 @@ def children(pid: int) -> list[int]:
             if int(parent) == pid and state != "Z":
                 found.append(int(each.name))
     return found
+
+
+def _comm(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
 
 
 @contextmanager
