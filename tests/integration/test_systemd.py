@@ -1,0 +1,184 @@
+"""What gpusnap writes for systemd, and the examples for it, under a systemd that runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import SRC
+from storehost import COMMAND, STORE, empty_store
+from support import GPUWORK, good, run, until
+from systemdhost import SYSTEMD, Machine, booted
+
+from gpusnap.oci.store.store import Store
+
+pytestmark = pytest.mark.skipif(not SYSTEMD.exists(), reason="needs systemd in the tree")
+
+EXAMPLES = SRC / "examples"
+UNITS = Path("/etc/systemd/system")
+QUADLETS = Path("/etc/containers/systemd")
+SCRIPTS = Path("/usr/local/lib/gpusnap")
+QUADLET = "/usr/libexec/podman/quadlet"
+TIMER = "gpusnap-checkpoint-w"
+
+
+@pytest.fixture
+def store(crun: None) -> Iterator[Store]:
+    """An empty one; what a test has written for systemd is removed after it."""
+    before = set(_files())
+    with empty_store() as found:
+        yield found
+    for path in set(_files()) - before:
+        path.unlink()
+
+
+def _files() -> list[Path]:
+    folders = (UNITS, QUADLETS, SCRIPTS)
+    return [each for folder in folders for each in folder.rglob("*") if each.is_file() or each.is_symlink()]
+
+
+def start(machine: Machine, name: str) -> None:
+    words = ("--device", "nvidia.com/gpu=0", "-v", f"{GPUWORK}:/gpuwork:ro", "localhost/base")
+    gpuwork = ("/gpuwork", "--tick", "30", "--mib", "4")
+    good(machine.run("podman", "--runtime", "gpusnap-runtime", "run", "-d", "--name", name, *words, *gpuwork))
+    until(lambda: len(ticks(machine, name)) > 2, f"the first ticks of {name}")
+
+
+def ticks(machine: Machine, name: str) -> list[int]:
+    """What a container has counted; every byte was right."""
+    found = re.findall(r"tick=(\d+) (ok|BAD)", machine.run("podman", "logs", name).out)
+    assert all(word == "ok" for _, word in found), found
+    return [int(number) for number, _ in found]
+
+
+def checkpoints(machine: Machine, name: str = "w") -> list[dict[str, object]]:
+    done = machine.run(COMMAND, "history", name, "--json")
+    found: list[dict[str, object]] = json.loads(done.out)["checkpoints"] if not done.code else []
+    return found
+
+
+def test_a_schedule(store: Store) -> None:
+    """The timer fires by itself, again and again; --keep-last is obeyed, and a failure shows and passes."""
+    with booted() as machine:
+        start(machine, "w")
+        good(machine.run(COMMAND, "schedule", "w", "--every", "30s", "--keep-last", "1"))
+        files = [UNITS / f"{TIMER}.service", UNITS / f"{TIMER}.timer"]
+        verify = machine.run("systemd-analyze", "verify", "--man=no", *files)
+        assert (verify.code, [line for line in verify.err.splitlines() if TIMER in line]) == (0, [])
+        assert machine.run("systemctl", "is-enabled", f"{TIMER}.timer").out.strip() == "enabled"
+        listed = json.loads(good(machine.run(COMMAND, "schedule", "--list", "--json")))
+        assert [(each["container"], each["every"]) for each in listed] == [("w", 30)]
+        (first,) = until(lambda: checkpoints(machine), "the timer has fired", deadline=90)
+        good(machine.run("systemctl", "start", f"{TIMER}.service"))
+        (second,) = checkpoints(machine)
+        assert second["digest"] != first["digest"]
+        third = until(lambda: _newer(machine, second), "the timer has fired again", deadline=90)
+        assert third["names"] != second["names"]
+        until(lambda: len(checkpoints(machine)) == 1, "only the last one is kept")
+        assert machine.state(f"{TIMER}.service", "Result") == "success"
+        before = ticks(machine, "w")[-1]
+        until(lambda: ticks(machine, "w")[-1] > before + 3, "it goes on")
+
+        good(machine.run("podman", "rm", "--force", "--time", "0", "w"))
+        assert machine.run("systemctl", "start", f"{TIMER}.service").code
+        assert machine.state(f"{TIMER}.service", "Result") == "exit-code"
+        assert f"{TIMER}.service" in machine.run("systemctl", "--failed", "--plain").out
+        assert len(checkpoints(machine)) == 1
+
+        good(machine.run(COMMAND, "schedule", "w", "--remove"))
+        assert not any(file.exists() for file in files)
+        assert machine.state(f"{TIMER}.timer", "LoadState") == "not-found"
+
+
+def _newer(machine: Machine, than: dict[str, object]) -> dict[str, object] | None:
+    found = checkpoints(machine)
+    return found[-1] if found and found[-1]["digest"] != than["digest"] else None
+
+
+def install_quadlet() -> None:
+    """examples/quadlet, as docs/keeping.md says it, with the workload of the tests."""
+    text = (EXAMPLES / "quadlet/server.container").read_text()
+    text = text.replace("registry.example/team/server:1", "localhost/base:latest")
+    assert "localhost/base" in text
+    text += f"Volume={GPUWORK}:/gpuwork:ro\nExec=/gpuwork --tick 30 --mib 4\n"
+    for folder in (QUADLETS, SCRIPTS):
+        folder.mkdir(parents=True, exist_ok=True)
+    (QUADLETS / "server.container").write_text(text)
+    shutil.copy(EXAMPLES / "quadlet/server-snapshot.service", UNITS)
+    shutil.copy(EXAMPLES / "quadlet/keep.sh", SCRIPTS)
+    (SCRIPTS / "keep.sh").chmod(0o755)
+
+
+def test_quadlet_takes_the_example(store: Store) -> None:
+    """Podman's generator makes a service of it that systemd takes."""
+    install_quadlet()
+    done = run(QUADLET, "--dryrun")
+    assert done.code == 0, done.err
+    assert "--runtime=gpusnap-runtime" in done.out
+    assert "nvidia.com/gpu=0" in done.out
+    assert "error" not in done.err.lower()
+
+
+def test_quadlet_over_a_boot(store: Store) -> None:
+    """At shutdown it is checkpointed, at boot it goes on there; once, and after a crash it starts anew."""
+    install_quadlet()
+    with booted() as machine:
+        good(machine.run("systemctl", "enable", "--now", "server-snapshot.service"))
+        assert machine.state("server.service") == "active"
+        until(lambda: len(ticks(machine, "server")) > 2, "its first ticks")
+        assert ticks(machine, "server")[0] <= 1
+        last = ticks(machine, "server")[-1]
+        machine.power_off()
+    assert "server:shutdown" in [each.name for each in store.entries()]
+    with booted() as machine:
+        assert machine.state("server-snapshot.service") == "active", machine.run("journalctl", "-b").out
+        print(machine.run("journalctl", "--no-pager", "-u", "server-snapshot.service", "-u", "server.service").out); print(machine.run("podman","ps","-a").out)
+        assert min(until(lambda: ticks(machine, "server"), "ticks after the boot")) > last
+        going = ticks(machine, "server")[-1]
+        until(lambda: ticks(machine, "server")[-1] > going + 3, "it goes on")
+        assert "server:shutdown" not in [each.name for each in store.entries()]
+    # The machine is gone without a shutdown.
+    with booted() as machine:
+        until(lambda: machine.state("server-snapshot.service") == "active", "it has started", deadline=60)
+        assert min(until(lambda: ticks(machine, "server"), "ticks of a new one")) <= 1
+        good(machine.run("systemctl", "disable", "server-snapshot.service"))
+        good(machine.run("systemctl", "stop", "server-snapshot.service", "server.service"))
+
+
+@pytest.mark.parametrize("way", ["notice", "shutdown"])
+def test_preemption(store: Store, tmp_path: Path, way: str) -> None:
+    """The unit waits; at the notice it checkpoints the container, and it ends with a shutdown."""
+    notice = tmp_path / "notice"
+    text = (EXAMPLES / "preemption/preemption.service").read_text()
+    line = f"ExecStart={SCRIPTS}/preempt.sh -t 110 -f {notice} w"
+    text, count = re.subn("(?m)^ExecStart=.*$", line, text)
+    assert count == 1
+    SCRIPTS.mkdir(parents=True, exist_ok=True)
+    (UNITS / "preemption.service").write_text(text)
+    shutil.copy(EXAMPLES / "preemption/preempt.sh", SCRIPTS)
+    (SCRIPTS / "preempt.sh").chmod(0o755)
+    with booted() as machine:
+        start(machine, "w")
+        good(machine.run("systemctl", "enable", "--now", "preemption.service"))
+        assert machine.state("preemption.service") == "active"
+        assert checkpoints(machine) == []
+        if way == "notice":
+            notice.touch()
+            until(lambda: machine.state("preemption.service") == "inactive", "it has ended", deadline=60)
+            assert machine.state("preemption.service", "Result") == "success"
+            assert len(checkpoints(machine)) == 1
+            good(machine.run(COMMAND, "restore", "w"))
+            until(lambda: len(ticks(machine, "w")) > 2, "it goes on")
+        machine.power_off()
+    assert len(store.entries() if (STORE / "index.json").exists() else ()) == (way == "notice")
+
+
+@pytest.mark.parametrize("seconds", ["30s", "90s", "1h30min", "86400s"])
+def test_spans_of_time(crun: None, seconds: str) -> None:
+    """What a timer says is what systemd understands."""
+    done = run("systemd-analyze", "timespan", seconds)
+    assert done.code == 0, done.err
