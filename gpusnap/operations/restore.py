@@ -61,6 +61,8 @@ from gpusnap.user_errors import Damaged, Killed, told
 # fetched before it begins, and need not be fetched again when it fails.
 _ON_THE_WAY = 8 << 30
 _SECONDS = 120.0
+# libpod, Container.validate: of an archive that Podman has written; see formats/podman_writer.py.
+_SPLIT = "--cgroup-mode=split"
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
 # What went wrong with something that came out of an archive: Podman's unpacking, a blob, an image.
 _OF_ITS_CONTENT = re.compile(r"^Podman failed: |sha256:|/checkpoint/|\.img\b")
@@ -204,6 +206,11 @@ def _from_archive(wish: Wish, path: str, progress: Progress) -> str:
     except GpusnapError as error:
         if not isinstance(error, Interrupted) and _OF_ITS_CONTENT.search(str(error)):
             _check_archive(path, error, progress)
+        if _SPLIT in str(error):
+            raise GpusnapError(
+                f"Podman does not import a container of Quadlet's (--cgroups=split): {error}",
+                hint=f"gpusnap copy {path} NAME, then gpusnap restore NAME: from a store it is restored",
+            ) from error
         raise
 
 

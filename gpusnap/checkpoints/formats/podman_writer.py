@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import tarfile
 import tempfile
 from collections import deque
@@ -21,6 +22,7 @@ from gpusnap.checkpoints.formats.names import (
     CONFIG,
     FIRST,
     FOLDERS,
+    LARGEST_DUMP,
     LAYOUT,
     OURS,
     PIECE,
@@ -31,6 +33,7 @@ from gpusnap.checkpoints.formats.whole_archive import rebuilt
 from gpusnap.checkpoints.volumes import records as volumes_in_records
 from gpusnap.checkpoints.volumes import tar_chunks
 from gpusnap.oci.base.errors import BlobError, reason
+from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.table import Table
 from gpusnap.oci.layout.blobs import Blobs
@@ -54,6 +57,22 @@ class Sink(Protocol):
     def add(self, info: tarfile.TarInfo, content: Readable | None = None) -> None:
         """One more, with `info.size` bytes of content."""
         ...
+
+
+def importable(config: bytes) -> bytes:
+    """A config.dump that Podman imports.
+
+    Podman gives each container that it makes a parent of its control group, and refuses to import one of
+    --cgroups=split that has a parent; Quadlet makes them with split (libpod, Container.validate and
+    Runtime.setupContainer).
+    """
+    try:
+        value = parse_json(config)
+        if value["cgroupsMode"] != "split" or not value.pop("cgroupParent", ""):
+            return config
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return config
+    return json.dumps(value).encode()
 
 
 class Giving:
@@ -86,7 +105,12 @@ class Giving:
         for entry in self._entries(layer):
             if entry.name in FIRST and entry.name not in dumps:
                 dumps.add(entry.name)
-                self._writer.add(entry.info, entry.content)
+                if entry.name == FIRST[0] and entry.content is not None and entry.info.size <= LARGEST_DUMP:
+                    config = importable(entry.content.read(LARGEST_DUMP))
+                    entry.info.size = len(config)
+                    self._writer.add(entry.info, io.BytesIO(config))
+                else:
+                    self._writer.add(entry.info, entry.content)
                 if len(dumps) == len(FIRST):
                     break
         self.others(layer, images, dumps)

@@ -1,0 +1,32 @@
+"""The configuration of a container, as Podman imports it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gpusnap.checkpoints.formats.podman_writer import importable
+
+
+def test_a_container_of_quadlet() -> None:
+    """Podman refuses one with --cgroups=split that has a parent, which it gave it itself."""
+    config = {"name": "w", "cgroupsMode": "split", "cgroupParent": "/libpod_parent", "id": "1"}
+    found = json.loads(importable(json.dumps(config).encode()))
+    assert found == {"name": "w", "cgroupsMode": "split", "id": "1"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        b'{"cgroupsMode": "enabled", "cgroupParent": "/libpod_parent"}',
+        b'{"cgroupParent":  "/libpod_parent"}',
+        b'{"cgroupsMode":  "split"}',
+        b"[]",
+        b"no JSON",
+        b"",
+    ],
+)
+def test_any_other(config: bytes) -> None:
+    """Every byte stays."""
+    assert importable(config) is config
