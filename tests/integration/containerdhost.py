@@ -16,7 +16,7 @@ from pathlib import Path
 
 import gpuhost
 import shimhost
-from support import DEADLINE, GPUWORK, RUNTIME, until
+from support import DEADLINE, GPUWORK, GPUWORK_LINE, RUNTIME, until
 
 __all__ = [
     "BASE",
@@ -264,7 +264,7 @@ class Work:
         work.count_file.write_text("0000000000")
         share = ["--mount", f"type=bind,src={folder},dst=/out,options=rbind:rw"]
         counter = "i=0; while :; do i=$((i+1)); printf %010d $i 1<>/out/count; sleep 0.01; done"
-        script = f"{link_libraries(gpus_conf)}; ( {counter} ) & exec /gpuwork --tick 30 {' '.join(words)}"
+        script = f"{link_libraries(gpus_conf)}; ( {counter} ) & exec {' '.join((*GPUWORK_LINE, *words))}"
         given = [*gpu_options(gpus_conf, minors=minors), *share, *options]
         server.start(name, "sh", "-c", f"{script} 1<>/out/log 2>/out/errors", options=given, runtime=runtime)
         until(

@@ -10,6 +10,8 @@ from typing import Any
 from storehost import done, gpusnap
 from support import Container, good, until
 
+from gpusnap.runtime_shim.snapshot.records import suspensions
+
 RUN = Path("/run/gpusnap")
 
 
@@ -17,6 +19,12 @@ def usage(name: str) -> dict[str, Any]:
     """What `gpusnap ps` says of a container; empty where it does not list it."""
     listed: list[dict[str, Any]] = done("ps")["containers"]
     return next((each for each in listed if each["name"] == name), {})
+
+
+def is_suspended(container: Container) -> bool:
+    """What `gpusnap ps` shows as suspended; by what is on file, without a start of gpusnap."""
+    found = (each for each in suspensions.find() if each.container == container.id)
+    return any(each.stage is suspensions.Stage.SUSPENDED for each in found)
 
 
 def gpu_memory() -> int:
@@ -28,7 +36,7 @@ def suspended(container: Container, *words: str) -> None:
     """Suspend it, and see that it stands and holds no GPU memory."""
     good(gpusnap("suspend", *words, container.name))
     assert container.inspect()["State"]["Status"] == "paused"
-    assert usage(container.name)["state"] == "suspended"
+    assert is_suspended(container)
 
 
 def resumed(container: Container, *words: str) -> None:

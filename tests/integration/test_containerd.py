@@ -78,7 +78,7 @@ each_runtime = pytest.mark.parametrize(
 
 @pytest.fixture
 def work(server: Containerd, pages: str, tmp_path: Path) -> Work:
-    return Work.start(server, "work", tmp_path / "out", GPUS_CONF, "--mib", "20")
+    return Work.start(server, "work", tmp_path / "out", GPUS_CONF, "--mib", "8")
 
 
 def nothing_left() -> None:

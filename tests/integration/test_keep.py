@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import shimhost
-from support import Container, good, manifest
+from support import Container, good
 
 # The test host has /var/lib/containers, with the images, on a file system of its own.
 KEPT = Path("/var/lib/containers/gpusnap-kept")
 MIB = 1 << 20
-# A tick changes the first MiB of 150 on one GPU; the rest stays as it is.
-WORK = ("--mib", "150", "--touch", "1")
+# A tick changes the first MiB of 60 on one GPU; the rest stays as it is.
+WORK = ("--mib", "60", "--touch", "1")
 CHUNKS = '[memory]\npages = "chunks"\nchunk-size = "1M"\n'
 
 under_crun = pytest.mark.parametrize("real", ["crun"], indirect=True)
@@ -36,7 +38,10 @@ def kept(container: Container) -> list[Path]:
 
 def written(archive: Path) -> dict[str, int]:
     """What became of the GPU memory: bytes of new blobs, of memory that was known, of zeros."""
-    found: dict[str, Any] = manifest(archive)["written"]
+    with tarfile.open(archive) as tar:  # without compression: no program has to be run for it
+        file = tar.extractfile("checkpoint/gpusnap/manifest.json")
+        assert file is not None
+        found: dict[str, Any] = json.load(file)["written"]
     return {name: int(found[name]) for name in ("bytes", "known", "zero")}
 
 
@@ -53,11 +58,11 @@ def test_a_second_checkpoint(chunks: None, real: str, tmp_path: Path) -> None:
     """It writes less than 2 % of the bytes, and its archive, which stands for itself, is restored."""
     container = Container.start("w", *WORK, gpus=("0",))
     first = running(container, tmp_path / "1.tar")
-    assert first["bytes"] > 140 * MIB
+    assert first["bytes"] > 56 * MIB
     assert first["known"] == 0
     second = running(container, tmp_path / "2.tar")
     assert second["bytes"] < 0.02 * first["bytes"]
-    assert second["known"] > 140 * MIB
+    assert second["known"] > 56 * MIB
     container.remove()
     shutil.rmtree(KEPT)
     Container.restore("w", tmp_path / "2.tar").goes_on()
@@ -66,10 +71,10 @@ def test_a_second_checkpoint(chunks: None, real: str, tmp_path: Path) -> None:
 @under_crun
 def test_memory_that_changed(chunks: None, real: str, tmp_path: Path) -> None:
     """What has changed is written, no more, and of the first checkpoint nothing else is kept."""
-    container = Container.start("w", "--mib", "150", "--touch", "50", gpus=("0",))
+    container = Container.start("w", "--mib", "60", "--touch", "20", gpus=("0",))
     first = running(container, tmp_path / "1.tar")
     second = running(container, tmp_path / "2.tar")
-    assert 45 * MIB < second["bytes"] < 60 * MIB
+    assert 18 * MIB < second["bytes"] < 24 * MIB
     assert sum(path.stat().st_size for path in kept(container)) < first["bytes"] + 5 * MIB
 
 
@@ -145,7 +150,7 @@ def test_whatever_happens_to_what_is_kept(chunks: None, real: str, tmp_path: Pat
     container = Container.start("w", *WORK, gpus=("0",))
     first = running(container, tmp_path / "a.tar")
     for harm in HARM.values():
-        assert len(kept(container)) > 100
+        assert len(kept(container)) > 50
         harm(KEPT / container.id)
         assert running(container, tmp_path / "b.tar")["bytes"] > 0
         assert running(container, tmp_path / "a.tar")["bytes"] < 0.02 * first["bytes"]

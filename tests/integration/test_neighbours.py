@@ -47,7 +47,7 @@ def pair(share: str, options: tuple[str, ...] = ()) -> tuple[Container, Containe
         first, second = ["--pod", "p"], ["--pod", "p"]
     else:
         first, second = ["--ipc", "shareable"], [f"--{share}", "container:a"]
-    words = ("--mib", "8")
+    words = ("--mib", "2")
     a = Container.start("a", *words, "--seed", "1", options=[*first, *options])
     return a, Container.start("b", *words, "--seed", "2", options=[*second, *options])
 
@@ -60,11 +60,17 @@ def tidy(real: str) -> Iterator[None]:
     podman("rm", "--force", "--all", "--time", "0")
 
 
-SHARED = ["pid", "ipc", "network", "uts", "pod:pid", "pod:ipc", "pod:net", "pod:uts", "pod:pid,ipc,net,uts"]
+# Each namespace under each runtime, joined from a container, whose owner is checkpointed as well. Containers
+# of a pod join as that other one does: one namespace under one runtime, all of them under both.
+RUNTIMES = ("crun", "runc")
+SHARED = [
+    (real, share) for share in ("pid", "ipc", "network", "uts", "pod:pid,ipc,net,uts") for real in RUNTIMES
+]
+SHARED += [("crun", "pod:pid"), ("runc", "pod:ipc"), ("crun", "pod:net"), ("runc", "pod:uts")]
 
 
-@pytest.mark.parametrize("share", SHARED)
-def test_each_alone(pause: str, share: str) -> None:
+@pytest.mark.parametrize(("real", "share"), SHARED, indirect=["real"])
+def test_each_alone(real: str, pause: str, share: str) -> None:
     """Checkpointed while it runs on, then ended and restored in place; the other one ticks all the time."""
     a, b = pair(share)
     # b first: its configuration names the namespaces that a has now, and not those it will be restored with.
@@ -121,7 +127,7 @@ def test_a_daemon_of_the_neighbour() -> None:
         for words in ((), ("--leave-running",)):
             begun = time.monotonic()
             assert said in sentence(podman("container", "checkpoint", *words, one.name))
-            assert time.monotonic() - begun < 20
+            assert time.monotonic() - begun < 60
             a.unharmed()
             b.unharmed()
 

@@ -15,7 +15,7 @@ import pytest
 from conftest import SRC
 from support import GPUS_CONF, Container, Done, containers_left, good, manifest, podman, run, sentence
 
-WORK = ("--mib", "24")
+WORK = ("--mib", "8")
 UUID = "GPU-{}0000000-2222-3333-4444-00000000000{}"
 # What busybox's shell says of a node that the device cgroup lets pass, though no driver is behind it, and of
 # one that it does not.
@@ -142,7 +142,7 @@ def test_two_at_once_get_one_each(real: str, become: Become, tmp_path: Path) -> 
     become(FOUR)
     archives = []
     for name in ("one", "two"):
-        container = Container.start(name, "--mib", "900", gpus=("0",))
+        container = Container.start(name, "--mib", "128", gpus=("0",))
         archives.append(tmp_path / f"{name}.tar")
         good(container.checkpoint(archives[-1], "--compress", "none"))
         container.remove()
@@ -157,7 +157,7 @@ def test_two_at_once_get_one_each(real: str, become: Become, tmp_path: Path) -> 
         for archive in archives
     ]
     for command in commands:
-        _, err = command.communicate(timeout=120)
+        _, err = command.communicate(timeout=180)
         assert command.returncode == 0, err
     seen = [nodes(Container(name)) for name in ("one", "two")]
     assert sorted(seen) == [["nvidia0"], ["nvidia1"]]
@@ -169,7 +169,7 @@ def test_two_at_once_get_one_each(real: str, become: Become, tmp_path: Path) -> 
     ("there", "why"),
     [
         (host("b", (0, 1), model="Soft A100"), "another model"),
-        (host("b", (0, 1), memory="16MiB"), "needed"),
+        (host("b", (0, 1), memory="6MiB"), "needed"),
         (host("b", (0, 1), driver="550.54.15"), "560.35.03"),
     ],
     ids=["model", "memory", "driver"],

@@ -17,6 +17,7 @@ static const char USAGE[] =
     "  --mib N            device memory per GPU (16)\n"
     "  --gpus LIST        all, or ordinals: 0,1 (all)\n"
     "  --tick MS          pause between ticks (100)\n"
+    "  --rest K           the pause is at least K times as long as the tick took of the CPU (0)\n"
     "  --ticks N          end after N ticks (0: never)\n"
     "  --verify-every K   check every Kth tick (1)\n"
     "  --slices K         check a Kth of the memory at a tick, one after the other (1)\n"
@@ -95,6 +96,7 @@ enum {
     MIB,
     GPUS,
     TICK,
+    REST,
     TICKS,
     VERIFY,
     BUSY,
@@ -126,6 +128,7 @@ static const struct option LONG[] = {
     {"mib", 1, NULL, MIB},
     {"gpus", 1, NULL, GPUS},
     {"tick", 1, NULL, TICK},
+    {"rest", 1, NULL, REST},
     {"ticks", 1, NULL, TICKS},
     {"verify-every", 1, NULL, VERIFY},
     {"busy", 1, NULL, BUSY},
@@ -181,6 +184,7 @@ static void take(struct options *options, int which, const char *value)
     case MIB: options->mib = (unsigned)number(value); break;
     case GPUS: options->gpus = value; break;
     case TICK: options->tick_ms = (unsigned)number(value); break;
+    case REST: options->rest = (unsigned)number(value); break;
     case TICKS: options->ticks = number(value); break;
     case VERIFY: options->verify_every = (unsigned)number(value); break;
     case BUSY: options->busy_ms = (unsigned)number(value); break;
@@ -262,6 +266,22 @@ static unsigned part_of(unsigned ms, const struct options *options, uint64_t tic
     return options->rank.count ? (unsigned)((z >> 32) % (ms + 1ull)) : ms;
 }
 
+/* What this thread has had of the CPU; less than before where a restore lies between. */
+static uint64_t cpu_us(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return (uint64_t)now.tv_sec * 1000000 + (uint64_t)now.tv_nsec / 1000;
+}
+
+/* The pause after a tick that began when this thread had had so much of the CPU. */
+static uint64_t pause_ms(const struct options *options, uint64_t tick, uint64_t begun_us)
+{
+    uint64_t now = cpu_us(), rest = now > begun_us ? (now - begun_us) * options->rest / 1000 : 0;
+    uint64_t pause = part_of(options->tick_ms, options, tick);
+    return rest > pause ? rest : pause;
+}
+
 static int work(const struct options *options)
 {
     struct gpu *gpus;
@@ -276,6 +296,7 @@ static int work(const struct options *options)
     if (options->port)
         serve_start(options->port);
     for (uint64_t tick = 1; !stopping || options->rank.count; tick++) { /* ranks end together */
+        uint64_t begun_us = cpu_us();
         for (; done < (unsigned)changes; done++)
             for (int i = 0; i < count; i++)
                 gpu_change(gpu_at(gpus, i), done + 1);
@@ -294,7 +315,7 @@ static int work(const struct options *options)
             return 1;
         if (tick == options->ticks || last)
             break;
-        sleep_ms(part_of(options->tick_ms, options, tick));
+        sleep_ms(pause_ms(options, tick, begun_us));
     }
     return 0;
 }

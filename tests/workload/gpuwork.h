@@ -13,6 +13,7 @@
 
 struct options {
     unsigned mib, children, counters, procs, late, delay, busy_ms, tick_ms, verify_every, touch, slices;
+    unsigned rest;   /* times the CPU time of a tick, 0: as --tick says */
     unsigned vforks; /* ms, 0: none */
     struct rank {
         unsigned number, count; /* of a collective; count 0: none */

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -55,6 +57,17 @@ def _sum(line: str) -> tuple[str, str]:
     fields = dict(field.split("=") for field in line.split() if "=" in field)
     assert float(fields["at"]) > 1e9
     return fields["tick"], fields["sum"]
+
+
+def test_it_rests(boxes: Callable[..., Box]) -> None:
+    """Ticks that would follow one another at once leave most of a core to others."""
+    before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    words = ["--mib", "32", "--tick", "0", "--ticks", "12", "--rest", "8"]
+    with boxes(1).popen([str(GPUWORK), *words]) as work:
+        assert len(ticks(work, lambda line: "tick=12 " in line)) == 12
+    after, seconds = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - begun
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert used < seconds / 2
 
 
 def test_a_kind_that_is_none() -> None:
