@@ -15,6 +15,7 @@
 #include "host.h"
 
 #define FILE_MAX 16384
+#define HANG_SLICE_MS 20u
 
 struct line {
     char operation[16], comm[32];
@@ -147,11 +148,17 @@ struct fault fault_take(const char *operation)
     return fault;
 }
 
+/* Until the time is over, or the file of faults is gone. */
 void fault_hang(unsigned ms)
 {
-    struct timespec left = {ms / 1000, (long)(ms % 1000) * 1000000};
-    while (clock_nanosleep(CLOCK_MONOTONIC, 0, &left, &left) == EINTR)
-        ;
+    char path[4096];
+    snprintf(path, sizeof(path), "%s/faults", state_dir());
+    for (unsigned slice; ms && access(path, F_OK) == 0; ms -= slice) {
+        slice = ms < HANG_SLICE_MS ? ms : HANG_SLICE_MS;
+        struct timespec left = {0, (long)slice * 1000000};
+        while (clock_nanosleep(CLOCK_MONOTONIC, 0, &left, &left) == EINTR)
+            ;
+    }
 }
 
 void fault_die(const struct fault *fault)

@@ -113,7 +113,7 @@ def main() -> None:
         to.start()
         way.relay("from", os.fdopen(child.stdout.fileno(), "rb", closefd=False), os.fdopen(1, "wb", 0))
         to.join(1)
-        os._exit(child.wait(30) & 0xFF)
+        os._exit(child.wait(90) & 0xFF)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from faulty_proxy import FaultyProxy
 
 __all__ = ["GatedProxy"]
 
-_DEADLINE = 60.0
+_DEADLINE = 120.0
 # Seconds without a request after which all that may come has come.
 _QUIET = 0.5
 _BLOB = re.compile(rb"^GET \S+/blobs/(sha256:[0-9a-f]{64}) ")

@@ -105,5 +105,5 @@ def other_host() -> Iterator[OtherHost]:
             good(found.podman("rm", "--force", "--time", "0", name))
         holder.stdin.close()
         holder.stdout.close()
-        holder.wait(30)
+        holder.wait(90)
         good(run("umount", "--lazy", str(FOLDER)))

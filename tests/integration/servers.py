@@ -25,7 +25,7 @@ PORT = 8077
 
 NUMBER = struct.Struct("<Q")
 # Seconds: a connection that gets no answer for so long counts as lost.
-PATIENCE = 20.0
+PATIENCE = 60.0
 # At once; above that no new ones are begun until some are over.
 MOST = 2000
 

@@ -17,14 +17,15 @@ from gpusnap.oci.store.store import Store
 
 COMMAND = "/usr/local/bin/gpusnap"
 STORE = Path("/var/lib/gpusnap-test")
-PLAIN = f'runtime = "crun"\n[store]\npath = "{STORE}"\n'
-SETTINGS = f"""\
-runtime = "crun"
+PLAIN_BUT_RUNTIME = f'[store]\npath = "{STORE}"\n'
+PLAIN = f'runtime = "crun"\n{PLAIN_BUT_RUNTIME}'
+SETTINGS_BUT_RUNTIME = f"""\
 [memory]
 chunk-size = "1M"
 [store]
 path = "{STORE}"
 """
+SETTINGS = f'runtime = "crun"\n{SETTINGS_BUT_RUNTIME}'
 
 
 @contextmanager

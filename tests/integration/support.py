@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import resource
+import select
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 RUNTIME = "/usr/local/bin/gpusnap-runtime"
 GPUWORK = "/usr/local/bin/gpuwork"
+# It rests, so that it leaves the cores to what is tested: each tick checks every byte.
+GPUWORK_LINE = ("/gpuwork", "--tick", "30", "--rest", "8", "--mib", "4")
 STORAGE = Path("/var/lib/containers/storage/overlay-containers")
+# A JSON list of the containers, with their names (containers/storage, containers.go).
+CONTAINERS = STORAGE / "containers.json"
 STATE = Path("/run/softgpu")
-DEADLINE = 30.0
+# Seconds. Nobody waits for so long but where something is broken; a busy machine may need a good part of it.
+DEADLINE = 90.0
 
 GPUS_CONF = """\
 driver 560.35.03
@@ -68,23 +78,38 @@ def run(*argv: str | os.PathLike[str], env: dict[str, str] | None = None) -> Don
         capture_output=True,
         text=True,
         env=environment,
-        timeout=4 * DEADLINE,
+        timeout=2 * DEADLINE,
         check=False,
     )
     return Done(done.returncode, done.stdout, done.stderr)
 
 
-def kill_at(step: str, line: Sequence[str | os.PathLike[str]]) -> None:
-    """Kill gpusnap as it begins a step; `line` has --debug."""
-    with subprocess.Popen(
-        line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as shim:
-        assert shim.stderr is not None
-        for said in shim.stderr:
-            if said == f"gpusnap: step {step}\n":
-                shim.kill()
-                return
-    raise AssertionError(f"no step {step}")
+def kill_at(
+    step: str, line: Sequence[str | os.PathLike[str]], *, stdout: int | IO[bytes] = subprocess.DEVNULL
+) -> None:
+    """Kill gpusnap as it begins a step; `line` has --debug.
+
+    The pipe to which it says its steps holds one line (O_DIRECT of pipe(2)). So on the busiest machine it has
+    come no further, when we have read that of the step, than to what it says next.
+    """
+    reader, writer = os.pipe2(os.O_DIRECT | os.O_CLOEXEC)
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, resource.getpagesize())
+    begins, said, end = f"gpusnap: step {step}\n".encode(), b"", time.monotonic() + 4 * DEADLINE
+    with (
+        open(reader, "rb", buffering=0) as pipe,
+        subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=stdout, stderr=writer) as shim,
+    ):
+        os.close(writer)
+        try:
+            while begins not in said:
+                # Not until the end of what is said: a restored container keeps the pipe open.
+                ready, _, _ = select.select([pipe], [], [], 0.2)
+                text = pipe.read(1 << 16) if ready else b""
+                if not text and (ready or shim.poll() is not None or time.monotonic() > end):
+                    raise AssertionError(f"no step {step}: {said.decode(errors='replace')}")
+                said += text
+        finally:
+            shim.kill()
 
 
 def podman(*argv: str | os.PathLike[str], runtime: str = "gpusnap-runtime") -> Done:
@@ -136,10 +161,13 @@ class Container:
         workers: int = 1,
         script: str = "",
     ) -> Container:
-        """Start gpuwork with `words`, or a shell script; returns when each worker has ticked twice."""
+        """Start gpuwork with `words`, or a shell script; returns when each worker has ticked twice.
+
+        It has 4 MiB of each GPU where the words say nothing else.
+        """
         devices = [word for gpu in gpus for word in ("--device", f"nvidia.com/gpu={gpu}")]
         mount = ["-v", f"{GPUWORK}:/gpuwork:ro"]
-        command = ["sh", "-c", script] if script else ["/gpuwork", "--tick", "30", *words]
+        command = ["sh", "-c", script] if script else [*GPUWORK_LINE, *words]
         good(podman("run", "-d", "--name", name, *devices, *mount, *options, "localhost/base", *command))
         container = cls(name)
 
@@ -203,7 +231,13 @@ class Container:
 
     @property
     def id(self) -> str:
-        return str(self.inspect()["Id"])
+        """As Podman's storage has it, in a file: it is asked for often."""
+        try:
+            listed = json.loads(CONTAINERS.read_text())
+        except FileNotFoundError:
+            listed = []
+        ids = [str(each["id"]) for each in listed if self.name in each.get("names", ())]
+        return ids[0] if len(ids) == 1 else str(self.inspect()["Id"])
 
     @property
     def pid(self) -> int:
@@ -257,9 +291,26 @@ def faults(text: str) -> None:
         path.unlink(missing_ok=True)
 
 
+@contextmanager
+def no_faults_after(seconds: float) -> Iterator[None]:
+    """Take the faults back, and so end what hangs, that long after the beginning of the context."""
+    timer = threading.Timer(seconds, faults, [""])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        faults("")
+
+
 def members(container: Container) -> list[int]:
     """PIDs of all processes of a container, from its cgroup."""
-    init = container.pid
+    return members_of(container.pid)
+
+
+def members_of(init: int) -> list[int]:
+    """The same by its init; Podman, which may be at work on the container, is not asked."""
     path = Path(f"/proc/{init}/cgroup").read_text().splitlines()
     own = next(line.split(":", 2)[2] for line in path if line.startswith("0::"))
     return [

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import registryhost
 from faulty_proxy import FaultyProxy
-from storehost import COMMAND, STORE, done, empty_store, gpusnap
-from support import DEADLINE, Container, faults, good, podman, run, sentence, until
+from holding import held
+from storehost import COMMAND, SETTINGS_BUT_RUNTIME, STORE, done, empty_store, gpusnap
+from support import DEADLINE, Container, faults, good, no_faults_after, podman, run, sentence, until
 
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.process import proc
@@ -122,8 +124,15 @@ def started(pid: int) -> list[int]:
     return found
 
 
+def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to those of the processes that are there."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 @pytest.mark.parametrize("after", ["ordered", "staged"])
-def test_killed(store: Store, after: str) -> None:
+def test_killed(store: Store, tmp_path: Path, after: str) -> None:
     """gpusnap dies (SIGKILL); Podman and the runtime end what they do, and the container can come back."""
     container = Container.start("w", *WORK)
     orders = Path("/run/gpusnap/orders") / f"{container.id}.json"
@@ -133,12 +142,13 @@ def test_killed(store: Store, after: str) -> None:
             return orders.exists() and any(proc.comm(pid) == "podman" for pid in started(child.pid))
         return len(list((STORE / "staging").iterdir())) > 1 if (STORE / "staging").exists() else False
 
-    child = subprocess.Popen(
-        [COMMAND, "checkpoint", "w"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    until(reached, after)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
+    with held(tmp_path, "crun", "checkpoint", SETTINGS_BUT_RUNTIME):  # so that it is not over before
+        child = subprocess.Popen(
+            [COMMAND, "checkpoint", "w"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        until(reached, after)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
     until(lambda: container.inspect()["State"]["Status"] == "exited", "the end of the container")
     until(lambda: not run("pgrep", "-x", "podman").out, "the end of Podman")
     good(podman("container", "restore", "w"))
@@ -248,12 +258,12 @@ def test_interrupted(store: Store, operation: str) -> None:
     if operation == "restore":
         words = ["restore", done("checkpoint", "w")["name"]]
         container.remove()
-    faults(f"{operation} hang=1500")
+    faults(f"{operation} hang=600000")
     child = subprocess.Popen([COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until(lambda: list(JOURNAL.glob("*")), "something to undo")
     child.send_signal(signal.SIGINT)
-    _, said = child.communicate(timeout=DEADLINE)
-    faults("")
+    with no_faults_after(4.0):  # by when it has come to the runtime: nobody sees that
+        _, said = child.communicate(timeout=DEADLINE)
     assert child.returncode == 130, said
     assert "SIGINT" in said
     assert not list(JOURNAL.glob("*"))
@@ -306,11 +316,18 @@ def test_ctrl_c_while_podman_exports(store: Store) -> None:
     child = subprocess.Popen([COMMAND, "checkpoint", "w"], stderr=subprocess.PIPE, text=True)
 
     def exporting() -> bool:
+        """Podman stands in the midst of it."""
+        podmans = [pid for pid in started(child.pid) if proc.comm(pid) == "podman"]
+        signal_all(podmans, signal.SIGSTOP)
         archives = (STORE / "staging").glob("*/podman.tar")
-        return any(each.stat().st_size > 1 << 20 for each in archives) or child.poll() is not None
+        if any(each.stat().st_size > 1 << 20 for each in archives):
+            return True
+        signal_all(podmans, signal.SIGCONT)
+        return child.poll() is not None
 
     until(exporting, "the export")
     child.send_signal(signal.SIGINT)
+    signal_all(started(child.pid), signal.SIGCONT)
     said = child.communicate(timeout=DEADLINE)[1]
     assert child.returncode == 130, said
     (archive,) = re.findall(r"podman container restore --import (\S+) brings it back", said)

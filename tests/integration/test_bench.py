@@ -189,7 +189,7 @@ def test_interrupted(tidied: Path, row: str) -> None:
                 until(lambda: list(JOURNAL.glob("*")), "a checkpoint")
         finally:
             process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=60)
+            _, err = process.communicate(timeout=180)
     assert process.returncode == 130
     assert err.splitlines()[-1] == "checkpoint: interrupted; what it had made is removed"
     assert not run("pgrep", "-x", "gpuwork").out

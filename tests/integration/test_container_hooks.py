@@ -99,7 +99,7 @@ def test_suspend_and_resume(store: Store) -> None:
 
 def test_a_deadline(store: Store, tmp_path: Path) -> None:
     """What does not end is killed in the container, with all that it started."""
-    container = started("sleep 1000", AFTER, "--annotation", "io.gpusnap.hook-timeout=1")
-    assert "pre-checkpoint of the container w did not end within 1 s" in sentence(gpusnap("checkpoint", "w"))
+    container = started("sleep 1000", AFTER, "--annotation", "io.gpusnap.hook-timeout=5")
+    assert "pre-checkpoint of the container w did not end within 5 s" in sentence(gpusnap("checkpoint", "w"))
     container.goes_on()
     assert {proc.comm(pid) for pid in members(container)} == {"gpuwork"}

@@ -89,7 +89,7 @@ def front(crun: None, tmp_path: Path) -> Iterator[None]:
             yield
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(90)
     podman("rm", "--force", "--all", "--time", "0")
     gpuhost.install(SRC / "softgpu" / "build", GPUS_CONF)
 

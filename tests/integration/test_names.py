@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import registryhost
-from storehost import COMMAND, STORE, done, empty_store, gpusnap
+from holding import held
+from storehost import COMMAND, SETTINGS_BUT_RUNTIME, STORE, done, empty_store, gpusnap
 from support import Container, good, podman, run, sentence, until
 
 from gpusnap.oci.store.store import Store
@@ -136,16 +137,17 @@ def test_a_restore_that_fails(store: Store) -> None:
     assert container.id == before
 
 
-def test_killed_in_a_restore(store: Store) -> None:
+def test_killed_in_a_restore(store: Store, tmp_path: Path) -> None:
     """gpusnap dies (SIGKILL): Podman ends what it does, or the same command does."""
     container = Container.start("server", *WORK)
     good(gpusnap("checkpoint", "server"))
-    child = subprocess.Popen(
-        [COMMAND, "restore", "server"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    until(lambda: "container restore" in run("ps", "axo", "args").out, "Podman's restore")
-    child.send_signal(signal.SIGKILL)
-    child.wait()
+    with held(tmp_path, "crun", "restore", SETTINGS_BUT_RUNTIME) as crun:
+        child = subprocess.Popen(
+            [COMMAND, "restore", "server"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        until(crun.met, "Podman's restore")
+        child.send_signal(signal.SIGKILL)
+        child.wait()
     until(lambda: not run("pgrep", "-x", "podman").out, "the end of Podman")
     if container.inspect()["State"]["Status"] != "running":
         good(gpusnap("restore", "server"))

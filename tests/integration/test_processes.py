@@ -7,12 +7,26 @@ import os
 import signal
 import subprocess
 import tarfile
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-import shimhost
-from support import RUNTIME, Container, faults, good, manifest, members, podman, run, sentence, until
+from holding import held
+from support import (
+    DEADLINE,
+    RUNTIME,
+    Container,
+    faults,
+    good,
+    manifest,
+    members,
+    members_of,
+    podman,
+    run,
+    sentence,
+    until,
+)
 
 
 @pytest.fixture
@@ -26,7 +40,7 @@ LOOP = ("sh", "-c", "while :; do sleep 1; done")
 
 def test_several_gpu_processes_and_children_without_cuda(real: str, archive: Path) -> None:
     """Three GPU workers below a launcher, each with children of its own, twice in a row."""
-    container = Container.start("w", "--mib", "16", "--procs", "3", "--children", "2", workers=3)
+    container = Container.start("w", "--mib", "4", "--procs", "3", "--children", "2", workers=3)
     for _ in range(2):
         good(container.checkpoint(archive))
         record = manifest(archive)
@@ -38,67 +52,76 @@ def test_several_gpu_processes_and_children_without_cuda(real: str, archive: Pat
 
 
 def test_all_at_once(crun: None, archive: Path) -> None:
-    """Four processes whose driver takes 0.4 s each are suspended at once, not one after another."""
+    """Four processes whose driver takes 4 s each are suspended at once, not one after another."""
     container = Container.start("w", "--mib", "4", "--procs", "4", workers=4)
-    faults("checkpoint hang=400")
+    faults("checkpoint hang=4000")
     good(container.checkpoint(archive))
     (step,) = [step for step in manifest(archive)["timing"] if step["step"] == "driver checkpoint"]
-    assert step["seconds"] >= 0.4
-    assert step["seconds"] < 4 * 0.4
+    assert 4 <= step["seconds"] < 4 * 4
     faults("")
     container.remove()
     Container.restore("w", archive).goes_on()
 
 
-def test_process_that_starts_cuda_after_the_lock(real: str, archive: Path) -> None:
+@pytest.fixture
+def late(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A file that lets a second process start CUDA, and what `Container.start` takes for that."""
+    place = tmp_path / "late"
+    place.mkdir()
+    worker = "/gpuwork --mib 4 --tick 30"
+    waits = "while [ ! -e /late/go ]; do sleep 0.05; done"
+    script = f"({waits}; exec {worker} --seed 2) & exec {worker}"
+    return place / "go", {"script": script, "options": ["-v", f"{place}:/late"]}
+
+
+def test_process_that_starts_cuda_after_the_lock(
+    real: str, archive: Path, late: tuple[Path, dict[str, Any]]
+) -> None:
     """It is found before the dump and suspended too: the image holds both."""
-    container = Container.start("w", "--mib", "4", "--late", "3")
+    go, words = late
+    container = Container.start("w", **words)
+    init = container.pid
     # The first process' checkpoint takes until the late one is up.
-    faults("checkpoint hang=4000 count=1")
-    good(container.checkpoint(archive))
+    faults("checkpoint hang=600000")
+    with ThreadPoolExecutor(1) as pool:
+        checkpoint = pool.submit(container.checkpoint, archive)
+        try:
+            until(lambda: "checkpoint" in _states(init), "the driver's checkpoint begins")
+            go.touch()
+            until(lambda: len(container.ticks()) == 2, "the ticks of the late process")
+        finally:
+            faults("")  # which ends what hangs
+        good(checkpoint.result())
     record = manifest(archive)
     assert len(record["processes"]) == 2
     assert [step["step"] for step in record["timing"]].count("lock") == 2
-    faults("")
     container.remove()
     again = Container.restore("w", archive)
     until(lambda: len(again.ticks()) == 2, "both workers tick")
     again.goes_on()
 
 
-def test_process_that_starts_cuda_during_the_dump(crun: None, archive: Path, tmp_path: Path) -> None:
+def test_process_that_starts_cuda_during_the_dump(
+    crun: None, archive: Path, tmp_path: Path, late: tuple[Path, dict[str, Any]]
+) -> None:
     """CRIU refuses its device file, and the dump is made again with it; the image holds both."""
-    container = Container.start("w", "--mib", "4", "--late", "2")
-    pids = members(container)
-    flag, ready = tmp_path / "flag", tmp_path / "ready"
-    # Stands in for crun: before it pauses for the first dump, a second process has started CUDA.
-    wrapper = tmp_path / "crun"
-    wrapper.write_text(
-        "#!/bin/sh\n"
-        f'case " $* " in *" pause "*) if [ ! -e {flag} ]; then touch {flag}; '
-        f"while [ ! -e {ready} ]; do sleep 0.02; done; fi;; esac\n"
-        'exec /usr/bin/crun "$@"\n'
-    )
-    wrapper.chmod(0o755)
-    shimhost.write_settings(f'runtime = "{wrapper}"\n')
-
-    def wait_for_the_late_one() -> None:
-        until(
-            lambda: flag.exists() and any(_holds_a_gpu(pid) for pid in pids), "the late process starts CUDA"
-        )
-        ready.touch()
-
-    thread = threading.Thread(target=wait_for_the_late_one)
-    thread.start()
-    try:
-        good(container.checkpoint(archive))
-    finally:
-        ready.touch()
-        thread.join()
+    go, words = late
+    container = Container.start("w", **words)
+    init = container.pid
+    # Before the container is paused for the first dump, a second process starts CUDA.
+    with held(tmp_path, "crun", "pause", "") as runtime, ThreadPoolExecutor(1) as pool:
+        checkpoint = pool.submit(container.checkpoint, archive)
+        try:
+            until(runtime.met, "the pause")
+            go.touch()
+            # The driver has closed those of the first.
+            until(lambda: any(map(_holds_a_gpu, members_of(init))), "the late process starts CUDA")
+        finally:
+            runtime.let_go()
+        good(checkpoint.result())
     record = manifest(archive)
     assert len(record["processes"]) == 2
     assert [step["step"] for step in record["timing"]].count("dump") == 2
-    shimhost.write_settings('runtime = "crun"\n')
     container.remove()
     again = Container.restore("w", archive)
     until(lambda: len(again.ticks()) == 2, "both workers tick")
@@ -167,14 +190,15 @@ def _inner_alive(container: Container, inner: int) -> bool:
 def test_stopped_by_a_signal(crun: None, archive: Path, number: signal.Signals) -> None:
     """The shim, told to stop while a process is being suspended, undoes everything and says so."""
     container = Container.start("w", "--mib", "4")
-    faults("checkpoint hang=1500")
+    faults("checkpoint hang=600000")
     shim = _shim(container)
-    until(lambda: "checkpoint" in _states(container), "the driver's checkpoint begins")
+    init = container.pid
+    until(lambda: "checkpoint" in _states(init), "the driver's checkpoint begins")
     os.kill(shim.pid, number)
-    _, err = shim.communicate(timeout=30)
+    faults("")  # which ends what hangs
+    _, err = shim.communicate(timeout=DEADLINE)
     assert shim.returncode == 1, err
     assert f"stopped by {number.name}" in err
-    faults("")
     container.unharmed()
 
 
@@ -186,9 +210,8 @@ def _shim(container: Container) -> subprocess.Popen[str]:
     return subprocess.Popen(heard, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def _states(container: Container) -> str:
+def _states(init: int) -> str:
     """Where the workload's restore thread is: hanging in a fault it sleeps in the kernel's timer."""
-    init = container.pid
     names = []
     for task in Path(f"/proc/{init}/task").iterdir():
         wchan = (task / "wchan").read_text()

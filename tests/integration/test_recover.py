@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from pathlib import Path
 
 import pytest
 import shimhost
-from support import DEADLINE, RUNTIME, STORAGE, Container, Done, good, podman, run, until
+from holding import held
+from support import DEADLINE, RUNTIME, STORAGE, Container, Done, good, kill_at, podman, run, until
 
 from gpusnap.oci.store.store import Store
 
@@ -87,24 +87,10 @@ def announced(line: Sequence[str], out: Path) -> Announced:
     return Announced(tuple(dict.fromkeys(steps)), time.monotonic() - begin)
 
 
-def killed_at(line: Sequence[str], step: str, out: Path) -> bool:
-    """Kill gpusnap as it begins a step; whether it came to that. `out` as for `announced`."""
-    with (
-        out.open("wb") as stdout,
-        subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE) as shim,
-    ):
-        assert shim.stderr is not None
-        said, deadline = b"", time.monotonic() + DEADLINE
-        # What it says, and not until the end of it: a restored container keeps it open.
-        while f"{STEP}{step}\n".encode() not in said:
-            ready, _, _ = select.select([shim.stderr], [], [], 0.2)
-            text = os.read(shim.stderr.fileno(), 1 << 16) if ready else b""
-            if not text and (shim.poll() is not None or time.monotonic() > deadline):
-                shim.kill()
-                return False
-            said += text
-        shim.kill()
-        return True
+def killed_at(line: Sequence[str], step: str, out: Path) -> None:
+    """Kill gpusnap as it begins a step. `out` as for `announced`."""
+    with out.open("wb") as stdout:
+        kill_at(step, line, stdout=stdout)
 
 
 def killed_after(line: Sequence[str], seconds: float, out: Path) -> bool:
@@ -121,9 +107,21 @@ def killed_after(line: Sequence[str], seconds: float, out: Path) -> bool:
     return False
 
 
-def moments(seconds: float) -> list[float]:
-    """Some within a run that takes so long, spread over it."""
-    return [random.uniform(at, at + 1) / MOMENTS * 0.9 * seconds for at in range(MOMENTS)]
+def kill_at_moments(
+    seconds: float, kill: Callable[[float], bool], put_right: Callable[[str], object]
+) -> None:
+    """Call `kill` with moments of a run that takes so long, until it has met some of them; then `put_right`.
+
+    A run that was over by then is as long as the next one is taken for.
+    """
+    met = 0
+    while met < MOMENTS:
+        after = random.uniform(0, 0.9) * seconds
+        if kill(after):
+            met += 1
+        else:
+            seconds = after
+        put_right(f"{after:.3f} s")
 
 
 def nothing_left() -> None:
@@ -173,12 +171,12 @@ def test_checkpoint_killed_at_each_step(
     pages: str, real: str, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     """Wherever it says that it is, and at moments that it does not choose, on a busy machine."""
-    first, out = Container.start("first", "--mib", "20", "--busy", "5"), tmp_path / "out"
+    first, out = Container.start("first", "--mib", "8", "--busy", "5"), tmp_path / "out"
     with load():
         run_through = announced(first.line(tmp_path, *options, debug=True), out)
     assert {"inspect", "lock", "driver checkpoint", "pages", "dump", "sync"} <= {*run_through.steps}
     first.remove()
-    container = Container.start("w0", "--mib", "20", "--busy", "5")
+    container = Container.start("w0", "--mib", "8", "--busy", "5")
     init, line, number = container.pid, container.line(tmp_path, *options, debug=True), 0
 
     def recovered(when: str) -> None:
@@ -187,60 +185,52 @@ def test_checkpoint_killed_at_each_step(
         if not right_or_whole(container, init, tmp_path, real, when):
             container.remove()
             number += 1
-            container = Container.start(f"w{number}", "--mib", "20", "--busy", "5")
+            container = Container.start(f"w{number}", "--mib", "8", "--busy", "5")
             init, line = container.pid, container.line(tmp_path, *options, debug=True)
 
     for step in run_through.steps:
-        assert killed_at(line, step, out), f"no step {step}"
+        killed_at(line, step, out)
         recovered(step)
-    at_work = []
-    for after in moments(run_through.seconds):
+
+    def kill(after: float) -> bool:
         with load():
-            at_work.append(killed_after(line, after, out))
-        recovered(f"{after:.3f} s")
-    assert any(at_work)
+            return killed_after(line, after, out)
+
+    kill_at_moments(run_through.seconds, kill, recovered)
 
 
 @pytest.mark.parametrize(("real", "pages"), [("runc", "chunks")], indirect=True)
 def test_killed_after_any_time(pages: str, real: str, tmp_path: Path) -> None:
     """With more to write, and the other runtime, whose children are others: it ends what it is at."""
-    container = Container.start("w", "--mib", "60")
+    container = Container.start("w", "--mib", "30")
     init = container.pid
     line, out = container.line(tmp_path, "--leave-running", debug=True), tmp_path / "out"
-    seconds, at_work = announced(line, out).seconds, []
-    for after in moments(seconds):
-        at_work.append(killed_after(line, after, out))
+
+    def put_right(when: str) -> None:
         recover()
-        assert right_or_whole(container, init, tmp_path, real, f"{after} s")
-    assert any(at_work)
+        assert right_or_whole(container, init, tmp_path, real, when)
+
+    seconds = announced(line, out).seconds
+    kill_at_moments(seconds, lambda after: killed_after(line, after, out), put_right)
 
 
 @contextmanager
 def at_the_dump(container: Container, folder: Path, pages: str) -> Iterator[subprocess.Popen[bytes]]:
     """A checkpoint whose runtime never begins to dump; it is over, and that runtime gone, after the block."""
-    flag, wrapper = folder / "flag", folder / "crun"
-    wrapper.write_text(
-        "#!/bin/sh\n"
-        'case " $* " in *" checkpoint --image-path"*)\n'
-        f"echo $$ >{flag}.new; mv {flag}.new {flag}; exec sleep 600;; esac\n"
-        'exec /usr/bin/crun "$@"\n'
-    )
-    wrapper.chmod(0o755)
     memory = f'[memory]\npages = "{pages}"\nchunk-size = "1M"\n[store]\npath = "{STORE}"\n'
-    shimhost.write_settings(f'runtime = "{wrapper}"\n{memory}')
     line = container.line(folder, "--leave-running", debug=True)
-    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as shim:
-        until(flag.exists, "the dump")
-        yield shim
-        shim.kill()
-    os.kill(int(flag.read_text()), signal.SIGKILL)
-    shimhost.write_settings(f'runtime = "crun"\n{memory}')
+    with held(folder, "crun", "checkpoint", memory) as crun:
+        with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as shim:
+            until(crun.met, "the dump")
+            yield shim
+            shim.kill()
+        crun.kill()
 
 
 @under_crun
 def test_the_next_checkpoint_puts_it_right(pages: str, real: str, tmp_path: Path) -> None:
     """Without `gpusnap recover`: a checkpoint of the same container first brings it back."""
-    container = Container.start("w", "--mib", "20", "--busy", "5")
+    container = Container.start("w", "--mib", "8", "--busy", "5")
     with at_the_dump(container, tmp_path, pages):
         pass
     done = run(*container.line(tmp_path, "--leave-running", debug=True))
@@ -287,10 +277,10 @@ def harmless(dones: Sequence[Done]) -> None:
 @pytest.mark.parametrize(("real", "pages"), [("crun", "chunks")], indirect=True)
 def test_two_put_it_right_at_once(pages: str, real: str, tmp_path: Path, other: str) -> None:
     """Two recover, or one does and one checkpoints: one of them has it, and no byte is lost by the other."""
-    container = Container.start("w", "--mib", "20", "--busy", "5")
+    container = Container.start("w", "--mib", "8", "--busy", "5")
     line = container.line(tmp_path, "--leave-running", debug=True)
     recovers = [COMMAND, "recover", container.id]
-    assert killed_at(line, "dump", tmp_path / "out")
+    killed_at(line, "dump", tmp_path / "out")
     harmless(at_once(recovers, recovers if other == "recover" else line))
     nothing_left()
     container.goes_on()
@@ -350,7 +340,7 @@ class Dumped:
 
 @pytest.fixture
 def dumped(pages: str, real: str, tmp_path: Path) -> Iterator[Dumped]:
-    container = Container.start("w", "--mib", "20", "--busy", "5")
+    container = Container.start("w", "--mib", "8", "--busy", "5")
     good(podman("container", "checkpoint", "--keep", container.name))
     found = Dumped.of(container, tmp_path, real, container.image_path)
     yield found
@@ -379,14 +369,14 @@ def test_restore_killed_at_each_step(dumped: Dumped) -> None:
             assert (dumped.bundle / "config.json").read_bytes() == dumped.config, when
 
     for step in run_through.steps:
-        assert killed_at(dumped.line(), step, dumped.out), f"no step {step}"
+        killed_at(dumped.line(), step, dumped.out)
         removed(step)
-    at_work = []
-    for after in moments(run_through.seconds):
+
+    def kill(after: float) -> bool:
         with load():
-            at_work.append(killed_after(dumped.line(), after, dumped.out))
-        removed(f"{after:.3f} s")
-    assert any(at_work)
+            return killed_after(dumped.line(), after, dumped.out)
+
+    kill_at_moments(run_through.seconds, kill, removed)
     assert json.loads(recover("--list", "--json")) == []
     announced(dumped.line(), dumped.out)
     dumped.goes_on()
@@ -395,7 +385,7 @@ def test_restore_killed_at_each_step(dumped: Dumped) -> None:
 @under_crun
 def test_the_next_restore_takes_it_away(dumped: Dumped) -> None:
     """Without `gpusnap recover`: a restore of the same container first removes what a killed one left."""
-    assert killed_at(dumped.line(), "driver restore", dumped.out)
+    killed_at(dumped.line(), "driver restore", dumped.out)
     assert "its restore was cut off" in recover("--list")
     (waits,) = json.loads(recover("--list", "--json"))
     assert (waits["container"], waits["kind"], waits["at_work"]) == (dumped.id, "restore", False)
@@ -410,7 +400,7 @@ def test_the_next_restore_takes_it_away(dumped: Dumped) -> None:
 def test_two_take_it_away_at_once(dumped: Dumped) -> None:
     """Two recover: it is removed; two more leave alone what is restored after that."""
     recovers = [COMMAND, "recover", dumped.id]
-    assert killed_at(dumped.line(), "driver restore", dumped.out)
+    killed_at(dumped.line(), "driver restore", dumped.out)
     harmless(at_once(recovers, recovers))
     nothing_left()
     assert not dumped.known()
@@ -422,31 +412,23 @@ def test_two_take_it_away_at_once(dumped: Dumped) -> None:
 @contextmanager
 def held_restore(folder: Path, real: str, pages: str, command: Sequence[str | Path]) -> Iterator[int]:
     """Podman restores, and its runtime has brought the processes back and waits; the PID of gpusnap."""
-    flag, go, wrapper = folder / "flag", folder / "go", folder / real
-    wrapper.write_text(
-        "#!/bin/sh\n"
-        f'case " $* " in *" restore "*) /usr/bin/{real} "$@"; code=$?\n'
-        f"echo $PPID >{flag}.new; mv {flag}.new {flag}\n"
-        f"while [ ! -e {go} ]; do sleep 0.02; done; exit $code;; esac\n"
-        f'exec /usr/bin/{real} "$@"\n'
-    )
-    wrapper.chmod(0o755)
     memory = f'[memory]\npages = "{pages}"\nchunk-size = "1M"\n'
-    shimhost.write_settings(f'runtime = "{wrapper}"\n{memory}')
-    with subprocess.Popen(
-        ["podman", "--runtime", "gpusnap-runtime", "container", "restore", *command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as engine:
-        until(flag.exists, "CRIU's restore")
+    with (
+        held(folder, real, "restore", memory, after=True) as runtime,
+        subprocess.Popen(
+            ["podman", "--runtime", "gpusnap-runtime", "container", "restore", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as engine,
+    ):
+        until(runtime.met, "CRIU's restore")
         try:
-            yield int(flag.read_text())
+            yield runtime.caller
         finally:
-            go.touch()
+            runtime.let_go()
             recover()  # else Podman would wait for the half container for good
-            assert engine.wait(60) != 0
-            shimhost.write_settings(f'runtime = "{real}"\n{memory}')
+            assert engine.wait(DEADLINE) != 0
 
 
 @pytest.mark.parametrize(

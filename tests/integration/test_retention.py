@@ -120,6 +120,13 @@ def test_quadlet_takes_the_example(host: None) -> None:
     assert "--device=nvidia.com/gpu=0" in line or "--device nvidia.com/gpu=0" in line
 
 
+def is_caught(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal: proc_pid_status(5), SigCgt."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    caught = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
 @pytest.mark.parametrize("way", ["file", "signal"])
 def test_preemption(store: Store, systemctl: Path, tmp_path: Path, way: str) -> None:
     """examples/preemption: nothing happens before the notice; then the checkpoint is where it shall be."""
@@ -133,8 +140,9 @@ def test_preemption(store: Store, systemctl: Path, tmp_path: Path, way: str) -> 
         if way == "file":
             notice.touch()
         else:
+            until(lambda: is_caught(process.pid, signal.SIGUSR1), "the script listens")
             process.send_signal(signal.SIGUSR1)
-        _, said = process.communicate(timeout=120)
+        _, said = process.communicate(timeout=180)
     assert process.returncode == 0, said
     assert said.startswith("preempt.sh: w has 120 s\n")
     container.remove()

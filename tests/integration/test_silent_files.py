@@ -16,7 +16,7 @@ from support import Container, good, podman, sentence, until
 
 SERVER = Path(__file__).with_name("silent_fuse.py")
 # The deadline of question_process.py, and what Podman, the runtime and a busy machine take besides.
-WITHIN = 10 + 20
+WITHIN = 10 + 60
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import gpuhost
 import pytest
 import shimhost
 from conftest import SRC
-from storehost import COMMAND, PLAIN, STORE, done, empty_store, gpusnap
+from holding import held
+from storehost import COMMAND, PLAIN, PLAIN_BUT_RUNTIME, STORE, done, empty_store, gpusnap
 from support import GPUS_CONF, Container, faults, good, kill_at, podman, run, sentence, until
 from suspendhost import nothing_left, resumed, suspended, usage
 
@@ -30,8 +31,8 @@ def store(crun: None) -> Iterator[Store]:
 
 @pytest.fixture
 def small_gpus(crun: None) -> Iterator[None]:
-    """GPUs with room for one container of 64 MiB, and no more."""
-    gpuhost.install(SRC / "softgpu" / "build", GPUS_CONF.replace("memory=2GiB", "memory=96MiB"))
+    """GPUs with room for one container of 32 MiB, and no more."""
+    gpuhost.install(SRC / "softgpu" / "build", GPUS_CONF.replace("memory=2GiB", "memory=48MiB"))
     yield
     podman("rm", "--force", "--all", "--time", "0")
     gpuhost.install(SRC / "softgpu" / "build", GPUS_CONF)
@@ -46,7 +47,7 @@ def staged(store: Store) -> list[str]:
 def test_checkpoint(real: str, tmp_path: Path) -> None:
     """From RAM: no GPU is touched, the container stays suspended, and both it and the checkpoint go on."""
     with empty_store(f'runtime = "{real}"\n[store]\npath = "{STORE}"\n'):
-        container = Container.start("w", "--procs", "2", "--mib", "16", workers=2)
+        container = Container.start("w", "--procs", "2", "--mib", "8", workers=2)
         suspended(container)
         faults("checkpoint result=CUDA_ERROR_UNKNOWN\nrestore result=CUDA_ERROR_UNKNOWN")
         assert "a checkpoint takes it from there" in good(gpusnap("doctor", "w"))
@@ -76,12 +77,12 @@ def test_plain_podman_does_not_checkpoint_it(crun: None, tmp_path: Path) -> None
     resumed(container)
 
 
-def test_a_killed_checkpoint(store: Store) -> None:
+def test_a_killed_checkpoint(store: Store, tmp_path: Path) -> None:
     """Podman may take it for one that runs; it stays suspended, and a resume has all of it run."""
     container = Container.start("w")
     suspended(container)
     for recovered in (True, False):
-        kill_at_podman(container)
+        kill_at_podman(container, tmp_path / str(recovered))
         assert usage("w")["state"] == "suspended"
         if recovered:
             assert "Podman has it as paused again" in good(gpusnap("recover"))
@@ -91,15 +92,19 @@ def test_a_killed_checkpoint(store: Store) -> None:
         suspended(container)
 
 
-def kill_at_podman(container: Container) -> None:
-    """Kill `gpusnap checkpoint` when Podman has been told that the container runs."""
-    with subprocess.Popen(
-        [COMMAND, "checkpoint", container.name],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as command:
-        until(lambda: container.inspect()["State"]["Status"] == "running", "the checkpoint")
+def kill_at_podman(container: Container, folder: Path) -> None:
+    """Kill `gpusnap checkpoint` when Podman has been told that the container runs, and CRIU dumps it."""
+    folder.mkdir()
+    with (
+        held(folder, "crun", "checkpoint", PLAIN_BUT_RUNTIME) as crun,
+        subprocess.Popen(
+            [COMMAND, "checkpoint", container.name],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as command,
+    ):
+        until(crun.met, "the checkpoint")
         command.kill()
     good(podman("ps", "--all"))  # it answers when nobody is at work on the container
 
@@ -107,11 +112,11 @@ def kill_at_podman(container: Container) -> None:
 def test_spill(real: str) -> None:
     """RAM is free, the store has it, no gc takes it; it comes back from there, and nothing is left."""
     with empty_store(f'runtime = "{real}"\n[store]\npath = "{STORE}"\n') as store:
-        container = Container.start("w", "--procs", "2", "--mib", "16", workers=2)
+        container = Container.start("w", "--procs", "2", "--mib", "8", workers=2)
         suspended(container, "--spill", "--wait")
         found = usage("w")
         assert found["ram"] == 0
-        assert found["stored"] >= 2 * 16 << 20
+        assert found["stored"] >= 2 * 8 << 20
         good(gpusnap("gc"))
         assert len(staged(store)) == 1
         resumed(container)
@@ -121,7 +126,7 @@ def test_spill(real: str) -> None:
 
 def test_spill_in_the_background(store: Store) -> None:
     """Of one that is suspended already, too; the command does not wait for it."""
-    container = Container.start("w", "--mib", "16")
+    container = Container.start("w", "--mib", "8")
     suspended(container)
     assert usage("w")["ram"]
     good(gpusnap("suspend", "--spill", "w"))
@@ -146,7 +151,7 @@ def test_a_spilled_one_is_removed(store: Store) -> None:
 
 def test_damage_in_the_store(store: Store) -> None:
     """A byte that is wrong is found before the driver sees it, and the container stays suspended."""
-    container = Container.start("w", "--mib", "16")
+    container = Container.start("w", "--mib", "8")
     suspended(container, "--spill", "--wait")
     blobs = sorted(Path(store.path).glob("staging/*/blobs/sha256/*"), key=lambda blob: blob.stat().st_size)
     good_bytes = blobs[-1].read_bytes()
@@ -199,9 +204,9 @@ def test_another_gpu(crun: None) -> None:
 
 def test_swap(small_gpus: None) -> None:
     """There and back, on one GPU that has room for one of them; what fails is undone."""
-    first = Container.start("first", "--mib", "64", gpus=("0",))
+    first = Container.start("first", "--mib", "32", gpus=("0",))
     suspended(first)
-    second = Container.start("second", "--mib", "64", gpus=("0",))
+    second = Container.start("second", "--mib", "32", gpus=("0",))
     swapped = json.loads(good(gpusnap("swap", "second", "first", "--json")))
     assert (swapped["out"]["container"], swapped["in"]["container"]) == ("second", "first")
     first.goes_on()
@@ -219,9 +224,9 @@ def test_swap(small_gpus: None) -> None:
 
 def test_killed_swap(small_gpus: None) -> None:
     """Nothing is lost: `recover` has each of the two run, or be suspended as a whole."""
-    first = Container.start("first", "--mib", "64", gpus=("0",))
+    first = Container.start("first", "--mib", "32", gpus=("0",))
     suspended(first)
-    second = Container.start("second", "--mib", "64", gpus=("0",))
+    second = Container.start("second", "--mib", "32", gpus=("0",))
     out, into = second, first
     for step in ("driver checkpoint", "plan", "driver restore"):
         kill_at(step, [COMMAND, "--debug", "swap", out.name, into.name])
@@ -237,10 +242,10 @@ def test_killed_swap(small_gpus: None) -> None:
 
 def test_a_swap_that_cannot_fit(small_gpus: None) -> None:
     """Is refused before anything is touched."""
-    first = Container.start("first", "--mib", "64", gpus=("0",))
+    first = Container.start("first", "--mib", "32", gpus=("0",))
     suspended(first)
-    second = Container.start("second", "--mib", "16", gpus=("1",))
-    third = Container.start("third", "--mib", "64", gpus=("0",))
+    second = Container.start("second", "--mib", "8", gpus=("1",))
+    third = Container.start("third", "--mib", "32", gpus=("0",))
     assert "no GPU of this host fits" in sentence(gpusnap("swap", "second", "first"))
     second.goes_on()
     third.goes_on()
@@ -248,7 +253,7 @@ def test_a_swap_that_cannot_fit(small_gpus: None) -> None:
 
 def test_killed_spill(store: Store) -> None:
     """The bytes are in RAM or in the store as a whole, and what was written for nothing goes."""
-    container = Container.start("w", "--mib", "16")
+    container = Container.start("w", "--mib", "8")
     suspended(container)
     for at in ("write", "switch"):
         kill_at(at, [COMMAND, "--debug", "suspend", "--spill", "--wait", "w"])
@@ -260,7 +265,7 @@ def test_killed_spill(store: Store) -> None:
 
 def test_what_a_killed_spill_leaves_in_ram(store: Store) -> None:
     """Killed when the journal names the store, and the RAM is not free yet: the next one frees it."""
-    container = Container.start("w", "--mib", "16")
+    container = Container.start("w", "--mib", "8")
     suspended(container)
     left = {path: path.read_bytes() for path in Path(tmpfs.FOLDER).glob("*/*")}
     assert left

@@ -219,6 +219,20 @@ def test_fault_lock_hang_exceeds_the_deadline(box: Box, caller: Agent, target: A
     assert [caller.state(target.pid), caller.lock(target.pid, 50)] == [RUNNING, OK]
 
 
+def test_fault_hang_ends_with_the_file(box: Box, caller: Agent, target: Agent) -> None:
+    """As a test takes its faults back: what hangs goes on."""
+    box.faults("checkpoint hang=600000")
+    to_state(caller, target.pid, LOCKED)
+    caller.send("checkpoint", target.pid)
+    wait_until(lambda: _hangs(target.pid), "the fault")
+    (box.state / "faults").unlink()
+    assert caller.receive() == OK
+
+
+def _hangs(pid: int) -> bool:
+    return any("nanosleep" in path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/wchan"))
+
+
 def test_fault_by_process_name(box: Box, caller: Agent, target: Agent) -> None:
     comm = Path(f"/proc/{target.pid}/comm").read_text().strip()
     box.faults(f"checkpoint comm={comm} result=CUDA_ERROR_UNKNOWN")
