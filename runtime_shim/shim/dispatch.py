@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from gpusnap.oci.base.files import exists
-from gpusnap.runtime_shim import log, threads
+from gpusnap.runtime_shim import log, question_process, threads
 from gpusnap.runtime_shim.errors import (
     ContainerError,
     GpusnapError,
@@ -23,6 +23,7 @@ from gpusnap.runtime_shim.errors import (
 from gpusnap.runtime_shim.gpu import find_driver, find_drivers, holders
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.errors import GpuError
+from gpusnap.runtime_shim.gpu.opening import opening
 from gpusnap.runtime_shim.progress import VARIABLE, reporter
 from gpusnap.runtime_shim.records import cri_layout, manifest
 from gpusnap.runtime_shim.runtime import container as containers
@@ -108,24 +109,26 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
     if not any(_concerns_us(each, container) for each in drivers):
         _spare_neighbours(call, container, drivers)
         _hand_over(call, real)
-    # Imported late: a container without a GPU must not wait for it.
-    from gpusnap.runtime_shim.shim import overrides
-    from gpusnap.runtime_shim.snapshot import restored_containers
-    from gpusnap.runtime_shim.snapshot.checkpoint import checkpoint
-    from gpusnap.runtime_shim.snapshot.records import journal, suspensions
-    from gpusnap.runtime_shim.snapshot.suspend import criu_plugin
+    question_process.start()  # before there are threads
+    with opening(driver):
+        # Imported late: a container without a GPU must not wait for it.
+        from gpusnap.runtime_shim.shim import overrides
+        from gpusnap.runtime_shim.snapshot import restored_containers
+        from gpusnap.runtime_shim.snapshot.checkpoint import checkpoint
+        from gpusnap.runtime_shim.snapshot.records import journal, suspensions
+        from gpusnap.runtime_shim.snapshot.suspend import criu_plugin
 
-    _announce(call)
-    settings = overrides.applied(annotated(_valid(settings), container.annotations), container.id)
-    driver = criu_plugin.chosen(driver, container, settings)
-    with journal.held(container.key):
-        asleep = suspensions.read(container.key)
-        if asleep is not None and asleep.stage is not suspensions.Stage.SUSPENDED:
-            raise suspensions.unfinished(asleep)
-        checkpoint(call, real, settings, driver, container, asleep)
-        if cri_layout.wanted(str(call.images()), container.annotations):
-            cri_layout.fold(str(call.images()))
-    restored_containers.sweep()
+        _announce(call)
+        settings = overrides.applied(annotated(_valid(settings), container.annotations), container.id)
+        driver = criu_plugin.chosen(driver, container, settings)
+        with journal.held(container.key):
+            asleep = suspensions.read(container.key)
+            if asleep is not None and asleep.stage is not suspensions.Stage.SUSPENDED:
+                raise suspensions.unfinished(asleep)
+            checkpoint(call, real, settings, driver, container, asleep)
+            if cri_layout.wanted(str(call.images()), container.annotations):
+                cri_layout.fold(str(call.images()))
+        restored_containers.sweep()
     return 0
 
 
@@ -208,14 +211,16 @@ def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | Settings
     if not manifest.belongs(images):
         _hand_over(call, real)
     valid = _valid(settings)
-    from gpusnap.runtime_shim.snapshot import restored_containers
-    from gpusnap.runtime_shim.snapshot.restore import restore
+    question_process.start()  # before there are threads
+    with opening(find_driver()):
+        from gpusnap.runtime_shim.snapshot import restored_containers
+        from gpusnap.runtime_shim.snapshot.restore import restore
 
-    _announce(call)
-    if board := os.environ.get(VARIABLE):
-        reporter.report_to(board)
-    config = containers.bundle_config(str(call.bundle_dir()))
-    code = restore(call, real, annotated(valid, containers.bundle_annotations(config)), config)
+        _announce(call)
+        if board := os.environ.get(VARIABLE):
+            reporter.report_to(board)
+        config = containers.bundle_config(str(call.bundle_dir()))
+        code = restore(call, real, annotated(valid, containers.bundle_annotations(config)), config)
     restored_containers.sweep()
     key = container_key.key(container_key.root(call.globals.root, real.kind), call.container_id)
     restored_containers.tell(key)  # last: with the exit code the engine knows

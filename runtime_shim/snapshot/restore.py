@@ -16,8 +16,8 @@ import os
 import stat
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, field, replace
 from functools import partial
 from typing import Any
@@ -39,6 +39,7 @@ from gpusnap.runtime_shim.gpu.api.driver import Driver, Host
 from gpusnap.runtime_shim.gpu.api.errors import GpuError
 from gpusnap.runtime_shim.gpu.cdi import spec as cdi
 from gpusnap.runtime_shim.gpu.nvidia.driver_files import Found, found
+from gpusnap.runtime_shim.gpu.opening import opening
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest
@@ -141,7 +142,7 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
     question_process.start()
     images = str(call.images(real.kind))
     found = find_driver()
-    with _opened_meanwhile(found):
+    with opening(found):
         record = manifest.read(images)
         pycriu_package.load()  # refuses where it is missing; to import it takes as long as to open a driver
     driver = driver_for(record, criu_plugin.of_record(record, found))
@@ -258,23 +259,6 @@ def _nothing_waits(job: _Job) -> None:
             hint=f"gpusnap recover {container}",
             code="GPS-021",
         )
-
-
-@contextmanager
-def _opened_meanwhile(driver: Driver | None) -> Iterator[None]:
-    """Open the driver while the block does something else; whoever opens it then has the error, if any."""
-
-    def open_it() -> None:
-        with contextlib.suppress(GpusnapError):
-            if driver is not None:
-                driver.open()
-
-    opening = threading.Thread(target=open_it)
-    opening.start()
-    try:
-        yield
-    finally:
-        opening.join()
 
 
 def _start_reading(job: _Job) -> tuple[Rebuilding, dict[str, str]] | None:

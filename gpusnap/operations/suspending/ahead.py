@@ -7,9 +7,7 @@ each of them is asked again, or waited for, where its answer counts, and fails t
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from gpusnap.engines import podman
@@ -18,9 +16,7 @@ from gpusnap.operations.driver import needed_driver
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu.api.driver import Driver
-
-# Seconds until a process may end while the driver starts in it: exit(3) runs what libcuda has registered.
-_STARTING = 60.0
+from gpusnap.runtime_shim.gpu.opening import opening
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +49,5 @@ def ahead(*names: str, seconds: float | None = None) -> Iterator[Ahead]:
         driver = None
         with suppress(GpusnapError):
             driver = needed_driver()
-        if driver is not None and driver.plugin is None:
-            stack.callback(_wait, [*_begin(driver)])
+        stack.enter_context(opening(driver, host=True))
         yield Ahead(asked, driver)
-
-
-def _begin(driver: Driver) -> Iterator[threading.Thread]:
-    for call in (driver.open, driver.host):
-        thread = threading.Thread(target=_try, args=(call,), name="gpusnap-driver", daemon=True)
-        with suppress(RuntimeError):  # no thread is to be had, and it only saves time
-            thread.start()
-            yield thread
-
-
-def _try(call: Callable[[], object]) -> None:
-    with suppress(Exception):  # whoever needs the driver asks it, too
-        call()
-
-
-def _wait(begun: Sequence[threading.Thread]) -> None:
-    end = time.monotonic() + _STARTING
-    for thread in begun:
-        thread.join(max(0.0, end - time.monotonic()))
