@@ -172,3 +172,24 @@ def test_the_first_is_not_suspended(small_gpus: None) -> None:
     assert not loaded()
     assert not (RUN / "stage").exists() or not list((RUN / "stage").iterdir())
     assert usage("first")["stored"] >= SIZE
+
+
+def test_the_wrong_words(store: Store) -> None:
+    """Each of them is answered with what would be right, and changes nothing."""
+    first = Container.start("first")
+    suspended(first)
+    second = Container.start("second")
+    said = sentence(gpusnap("swap", "first", "second"))
+    assert "first is suspended and second is not" in said
+    assert "gpusnap swap second first" in said
+    assert "OUT and IN are both first" in sentence(gpusnap("swap", "first", "first"))
+    assert "no container nobody is suspended" in sentence(gpusnap("swap", "second", "nobody"))
+    assert "there is no container nobody" in sentence(gpusnap("swap", "nobody", "first"))
+    assert "the container second is not suspended: it is running" in sentence(gpusnap("resume", "second"))
+    assert "the container first is suspended already" in sentence(gpusnap("suspend", "first"))
+    second.goes_on()
+    resumed(first)
+    suspended(first, "--spill", "--wait")
+    assert (
+        good(gpusnap("suspend", "--spill", "--wait", "first")) == "first  GPU memory is in the store already"
+    )

@@ -39,7 +39,9 @@ def make_room(settings: Settings, need: int, *, leaving: str = "") -> None:
         raise Refused(
             f"{human(need)} of GPU memory have to move to RAM, and of suspend.ram, {human(budget)}, "
             f"{human(max(0, budget - used))} are free",
-            hint="gpusnap suspend --spill NAME moves what is suspended to the store, and suspend.over = "
+            hint="raise suspend.ram"
+            if need > budget
+            else "gpusnap suspend --spill NAME moves what is suspended to the store, and suspend.over = "
             '"spill" does so by itself; or raise suspend.ram',
             code="GPS-216",
         )

@@ -21,7 +21,7 @@ from gpusnap.operations.suspending.ahead import Ahead
 from gpusnap.operations.suspending.moved import Moved
 from gpusnap.operations.suspending.suspend import resume_this, suspend_this
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, UsageError
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
 from gpusnap.runtime_shim.runtime import container as containers
@@ -44,6 +44,7 @@ def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[Moved
     """
     settings, driver = settings_file.load(), early.driver()
     first, second = early.containers
+    _check_order(out, into, early)
     found = targets.suspended(into, second)
     target = targets.running(out, first)
     container = target[1]
@@ -67,6 +68,21 @@ def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[Moved
             else:
                 error.hint = "; ".join(filter(None, [error.hint, f"{out} runs on"]))
             raise
+
+
+def _check_order(out: str, into: str, early: Ahead) -> None:
+    """Say so where they are one container, or in the other order. Raises UsageError, ContainerError."""
+    first, second = early.containers
+    if out == into:
+        raise UsageError(
+            f"OUT and IN are both {out}", hint="gpusnap ps says which runs and which is suspended"
+        )
+    if targets.is_suspended(out, first) and not targets.is_suspended(into, second):
+        raise ContainerError(
+            f"{out} is suspended and {into} is not, and a swap suspends the first and resumes the second",
+            hint=f"gpusnap swap {into} {out}",
+            code="GPS-206",
+        )
 
 
 def _begin_loading(found: Suspension, settings: Settings, used: _Used) -> Loading | None:

@@ -73,7 +73,7 @@ def running(name: str, asked: podman.Inspection) -> Running:
 def suspended(name: str, asked: podman.Inspection) -> Suspension:
     """A suspended container by its name, or the beginning of its ID; Podman was asked for that.
 
-    Raises NotFound, GpusnapError.
+    Raises NotFound, ContainerError where it is not suspended, GpusnapError.
     """
     found = list(suspensions.find())
     exact = _called(found, name, asked)
@@ -83,6 +83,15 @@ def suspended(name: str, asked: podman.Inspection) -> Suspension:
     if some:
         raise GpusnapError(
             f"several suspended containers are called {name}", hint="give the ID: gpusnap ps lists them"
+        )
+    there = None
+    with suppress(GpusnapError):
+        there = asked.container()
+    if there is not None:
+        raise ContainerError(
+            f"the container {there.name} is not suspended: it is {there.status}",
+            hint="gpusnap ps lists those that are",
+            code="GPS-206",
         )
     raise NotFound(f"no container {name} is suspended", hint="gpusnap ps lists those that are")
 

@@ -72,7 +72,7 @@ def suspend(
         )
         job = Job(call, real, settings, driver, container, transaction, pages, on_disk=False)
         with transaction.step("inspect"):
-            _inspect(job)
+            _inspect(job, engine.name)
             room(_memory(job))
         begun = _begun(job, engine)
         transaction.undo("forgetting the suspend", lambda: _forget(job))
@@ -97,11 +97,11 @@ def suspend(
         return done, tuple(transaction.steps)
 
 
-def _inspect(job: Job) -> None:
-    """What can refuse while the container runs. Nothing is changed."""
+def _inspect(job: Job, name: str) -> None:
+    """What can refuse while the container runs. Nothing is changed. `name`: as its engine calls it."""
     container = job.container
     if suspensions.read(container.key) is not None:
-        raise Refused(f"container {container.id} is suspended already", code="GPS-206")
+        raise Refused(f"container {name} is suspended already", code="GPS-206")
     if journal.read(container.key) is not None:
         raise Refused(
             f"a gpusnap was killed while it was at work on container {container.id}",
@@ -110,14 +110,14 @@ def _inspect(job: Job) -> None:
         )
     if job.driver.plugin is not None:
         raise Refused(
-            f"the GPUs of container {container.id} can be suspended only within a checkpoint, by CRIU's "
+            f"the GPUs of container {name} can be suspended only within a checkpoint, by CRIU's "
             f"plugin {job.driver.plugin.name}",
             hint="gpusnap checkpoint writes it to the store and frees its GPUs",
             code="GPS-206",
         )
     if not containers.freezable(container):
         raise Refused(
-            f"container {container.id} has no cgroup (version 2) of its own, by which it could be paused",
+            f"container {name} has no cgroup (version 2) of its own, by which it could be paused",
             hint="run it with cgroups, on a host with cgroup v2 (systemd.unified_cgroup_hierarchy=1)",
             code="GPS-203",
         )
@@ -128,7 +128,7 @@ def _inspect(job: Job) -> None:
     job.nodes = job.driver.nodes(container.pid)
     if not holders(job.driver, [process.pid for process in job.processes()]):
         raise Refused(
-            f"no process of container {container.id} uses a GPU",
+            f"no process of container {name} uses a GPU",
             hint="podman pause or ctr task pause pauses it as it is",
             code="GPS-206",
         )

@@ -11,7 +11,7 @@ import pytest
 from gpusnap.engines import podman
 from gpusnap.operations.suspending import budget, commands, targets, usage
 from gpusnap.operations.suspending.usage import Usage
-from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Refused
 from gpusnap.runtime_shim.settings import Settings, Suspend
 from gpusnap.runtime_shim.snapshot.records import suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
@@ -72,6 +72,8 @@ def test_names(there: list[Suspension]) -> None:
     with pytest.raises(NotFound, match="no container mistral is suspended"):
         suspended("mistral")
     assert suspended("mistral", mistral="aaaa0002") == TWO  # it was renamed
+    with pytest.raises(ContainerError, match="the container mistral is not suspended: it is paused"):
+        suspended("mistral", mistral="aaaa0003")
     there.append(TASK)
     with pytest.raises(GpusnapError, match="several"):
         suspended("llama")
@@ -125,6 +127,9 @@ def test_a_budget(ram: dict[str, int]) -> None:
     with pytest.raises(Refused, match=r"31.0 MiB of GPU memory .*100.0 MiB, 30.0 MiB are free") as caught:
         budget.make_room(settings(100), 31 * MIB)
     assert "suspend.over" in caught.value.hint
+    with pytest.raises(Refused) as caught:  # nothing that is moved away would help
+        budget.make_room(settings(100), 101 * MIB)
+    assert caught.value.hint == "raise suspend.ram"
     budget.make_room(settings(100), 31 * MIB, leaving=TWO.key)
     assert ram == {"llama": 40 * MIB, "qwen": 30 * MIB}
 

@@ -80,7 +80,11 @@ def suspend(containers: tuple[str, ...], spill: bool, wait: bool, as_json: bool)
 
     def show(done: Moved | Spilled) -> None:
         if isinstance(done, Spilled):
-            how = "is moving to the store" if done.size is None else f"in the store: {human(done.size)}"
+            how = "is in the store already"
+            if done.size is None:
+                how = "is moving to the store"
+            elif done.size:
+                how = f"in the store: {human(done.size)}"
             click.echo(f"{done.name}  GPU memory {how}")
             return
         size = human(done.container.gpu_memory)
