@@ -198,7 +198,14 @@ def test_the_wrong_words(store: Store) -> None:
 
 def test_three_take_turns(small_gpus: None, tmp_path: Path) -> None:
     """Twelve swaps, two of them from the store, and nothing grows; bench/swaps.py makes hundreds."""
-    line = [sys.executable, SRC / "bench" / "swaps.py", "--rounds", "12", "--keep", tmp_path / "kept"]
+    line: list[str | Path] = [
+        sys.executable,
+        SRC / "bench" / "swaps.py",
+        "--rounds",
+        "12",
+        "--keep",
+        tmp_path / "kept",
+    ]
     done = run(*line, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
     assert done.code == 0, done.out + done.err
     counts = json.loads(done.out.splitlines()[-1])
