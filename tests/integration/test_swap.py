@@ -17,7 +17,7 @@ import gpuhost
 import pytest
 from conftest import SRC
 from storehost import COMMAND, PLAIN, empty_store, gpusnap
-from support import GPUS_CONF, Container, good, podman, run, sentence, until
+from support import GPUS_CONF, Container, good, podman, sentence, until
 from suspendhost import RUN, nothing_left, resumed, suspended, usage
 
 from gpusnap.oci.store.store import Store
@@ -198,15 +198,16 @@ def test_the_wrong_words(store: Store) -> None:
 
 def test_three_take_turns(small_gpus: None, tmp_path: Path) -> None:
     """Twelve swaps, two of them from the store, and nothing grows; bench/swaps.py makes hundreds."""
-    line: list[str | Path] = [
-        sys.executable,
-        SRC / "bench" / "swaps.py",
-        "--rounds",
-        "12",
-        "--keep",
-        tmp_path / "kept",
-    ]
-    done = run(*line, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
-    assert done.code == 0, done.out + done.err
-    counts = json.loads(done.out.splitlines()[-1])
+    line = [sys.executable, SRC / "bench" / "swaps.py", "--rounds", "12", "--mib", "16"]
+    done = subprocess.run(
+        [*line, "--keep", tmp_path / "kept"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = json.loads(done.stdout.splitlines()[-1])
     assert (counts["swaps"], counts["good"], counts["of them from the store"]) == (12, 12, 2)
