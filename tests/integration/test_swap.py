@@ -198,7 +198,7 @@ def test_the_wrong_words(store: Store) -> None:
 
 def test_three_take_turns(small_gpus: None, tmp_path: Path) -> None:
     """Twelve swaps, two of them from the store, and nothing grows; bench/swaps.py makes hundreds."""
-    line = [sys.executable, SRC / "bench" / "swaps.py", "--rounds", "12", "--mib", "16"]
+    line: list[str | Path] = [sys.executable, SRC / "bench" / "swaps.py", "--rounds", "12", "--mib", "16"]
     done = subprocess.run(
         [*line, "--keep", tmp_path / "kept"],
         stdin=subprocess.DEVNULL,
