@@ -27,8 +27,19 @@ def document(moved: Moved) -> dict[str, object]:
 
 def figures(moved: Moved, verb: str = "transferred") -> str:
     """For people."""
-    there = f"; {human(moved.skipped_bytes)} in {moved.skipped_blobs} blobs were already there"
-    return f"{verb} {human(moved.bytes)} in {moved.blobs} blobs" + (there if moved.skipped_blobs else "")
+    there = f"; {human(moved.skipped_bytes)} in {blobs(moved.skipped_blobs)} were already there"
+    return f"{verb} {human(moved.bytes)} in {blobs(moved.blobs)}" + (there if moved.skipped_blobs else "")
+
+
+def written(moved: Moved) -> str:
+    """The same of a new file: all of it is there, wherever it came from."""
+    size = human(moved.bytes + moved.skipped_bytes)
+    return f"written: {size} in {blobs(moved.blobs + moved.skipped_blobs)}"
+
+
+def blobs(count: int) -> str:
+    """So many blobs."""
+    return "1 blob" if count == 1 else f"{count} blobs"
 
 
 def notes_of_images(image: Brought | None, file: str) -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from gpusnap.checkpoints.damage import Verified
 from gpusnap.checkpoints.labels import is_label, labels_in, written_labels
 from gpusnap.checkpoints.statistics import Comparison, Part, Shared, Span, Statistics, parts, zero
+from gpusnap.cli.moved import blobs
 from gpusnap.cli.tables import plain, say, table
 from gpusnap.oci.store.gc import Collected
 from gpusnap.operations import diff as records
@@ -309,10 +310,11 @@ def verified(console: Console, found: Verified) -> None:
 def collected(console: Console, path: str, found: Collected, *, dry_run: bool) -> None:
     """What gc removed, or would."""
     removed = "would remove" if dry_run else "removed"
-    say(console, f"{removed} {found.blobs} blobs, {human(found.size)}, from {path}")
+    say(console, f"{removed} {blobs(found.blobs)}, {human(found.size)}, from {path}")
     if found.stagings:
         writers = "a dead writer" if len(found.stagings) == 1 else f"{len(found.stagings)} dead writers"
         say(console, f"{removed} what {writers} had left")
     for each in found.spared:
         say(console, f"left {each.path}: {each.why}")
-    say(console, f"{found.live_blobs} blobs, {human(found.live_size)}, are in use")
+    verb = "is" if found.live_blobs == 1 else "are"
+    say(console, f"{blobs(found.live_blobs)}, {human(found.live_size)}, {verb} in use")

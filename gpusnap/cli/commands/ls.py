@@ -197,7 +197,7 @@ def _show(found: kept.Listing | RemoteListing, lines: tuple[Line, ...], *, filte
     some = f"{len(rows)} of {len(found.rows)}" if filtered and found.rows else str(len(rows) or "no")
     one = f"{some} checkpoint{'s' * (len(found.rows if filtered else rows) != 1)}"
     if isinstance(found, RemoteListing):
-        show.say(console, f"{one} in {where}, which has {found.tags} tags")
+        show.say(console, f"{one} in {where}, which has {found.tags} tag{'s' * (found.tags != 1)}")
         if found.looked_at < found.tags:
             show.say(console, f"only the last {found.looked_at} tags by name were looked at; see --limit")
     elif not found.rows:
