@@ -288,7 +288,7 @@ def test_renamed(crun: None) -> None:
     good(podman("run", "-d", "--name", "w", "localhost/base", "sleep", "1000"))
     assert usage("v")["state"] == "suspended"
     assert usage("w") == {}
-    assert "no container w is suspended" in sentence(gpusnap("resume", "w"))
+    assert "the container w is not suspended: it is running" in sentence(gpusnap("resume", "w"))
     resumed(Container("v"))
     nothing_left()
 
