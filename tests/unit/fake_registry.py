@@ -91,7 +91,7 @@ class FakeRegistry:
             each.close()
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join(10)
+        self._thread.join(60)
 
     def repository(
         self,

@@ -66,7 +66,7 @@ __all__ = [
     "wait_for",
 ]
 
-DEADLINE = 20.0
+DEADLINE = 90.0
 ID = "c0ffee"
 KEY = container_key.key(container_key.root(None, "crun"), ID)
 """What gpusnap calls it in its own files, under a crun without --root."""

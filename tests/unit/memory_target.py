@@ -118,7 +118,7 @@ class Target:
     def stop(self) -> None:
         """Stop it when each thread waits for something."""
         wait_for(lambda: all(self.waits(tid) for tid in self.threads()), "every thread waits")
-        stop([self.pid], timeout=5)
+        stop([self.pid], timeout=60)
 
     def go_on(self) -> None:
         """Let it run."""

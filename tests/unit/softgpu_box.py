@@ -28,7 +28,7 @@ OLD = ROOT / "softgpu/build/old"
 GPUWORK = ROOT / "softgpu/build/bin/gpuwork"
 MIB = 1 << 20
 GIB = 1 << 30
-DEADLINE = 30.0
+DEADLINE = 90.0
 OK = "CUDA_SUCCESS"
 RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
 

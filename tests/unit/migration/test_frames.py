@@ -128,7 +128,7 @@ def test_signs_of_life(ends: Ends) -> None:
     with here.alive(lambda: ("memory", 1), lost.set):
         assert framed({"alive": ["memory", 1]}).startswith(os.read(ends.raw_in, 4))
         ends.close(ends.raw_in)
-        assert lost.wait(10)
+        assert lost.wait(60)
 
 
 @pytest.mark.parametrize("stage", ["restore", ""])

@@ -120,11 +120,11 @@ def test_it_ends_with_the_block(layout: Layout, record: Manifest, monkeypatch: p
     def advise(*_: int) -> None:
         count[0] += 1
         begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
     with reading_ahead(layout, record):
-        assert begun.wait(20)
+        assert begun.wait(60)
         threading.Timer(0.05, go_on.set).start()
     assert count[0] <= 2
     assert not [each for each in threading.enumerate() if each.name == "gpusnap-read-ahead"]
@@ -141,11 +141,11 @@ def test_a_disk_that_hangs(layout: Layout, record: Manifest, monkeypatch: pytest
     monkeypatch.setattr(os, "posix_fadvise", advise)
     monkeypatch.setattr(read_ahead, "_ENDING", 0.05)
     with reading_ahead(layout, record):
-        assert begun.wait(20)
+        assert begun.wait(60)
     (left,) = [each for each in threading.enumerate() if each.name == "gpusnap-read-ahead"]
     assert left.daemon, "Python would wait for it at its end"
     go_on.set()
-    left.join(20)
+    left.join(60)
 
 
 def test_nothing_to_read(layout: Layout, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.errors import DriverTooOld
 
-DEADLINE = 30.0
+DEADLINE = 90.0
 
 
 class Slow:

@@ -25,7 +25,7 @@ def over(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     event.set()
     for thread in threading.enumerate():
         if thread.name == "gpusnap-question" and not any(each.thread is thread for each in deadlines._idle):
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
 

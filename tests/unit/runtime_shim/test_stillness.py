@@ -101,10 +101,10 @@ def counters(tmp_path: Path) -> Iterator[Counters]:
 def test_stop_and_go_on(counters: Counters) -> None:
     """Every thread stands when stop() returns, and each runs again afterwards."""
     assert not proc.still(counters.pid)
-    stop([counters.pid], timeout=5)
+    stop([counters.pid], timeout=60)
     assert proc.still(counters.pid)
     assert counters.counts() == counters.counts()
-    stop([counters.pid], timeout=5)  # it stands already
+    stop([counters.pid], timeout=60)  # it stands already
     go_on([counters.pid])
     counters.runs(0)
     counters.runs(1)
@@ -112,7 +112,7 @@ def test_stop_and_go_on(counters: Counters) -> None:
 
 def test_stops_that_are_pending(counters: Counters) -> None:
     """One that was sent to a process which stands already is taken back, and the process stands on."""
-    stop([counters.pid], timeout=5)
+    stop([counters.pid], timeout=60)
     os.kill(counters.pid, signal.SIGSTOP)
     wait_for(lambda: proc.stop_pending(counters.pid), "the second SIGSTOP is pending")
     drop_stops([counters.pid])
@@ -125,7 +125,7 @@ def test_stops_that_are_pending(counters: Counters) -> None:
 
 def test_only_one_thread_runs(counters: Counters) -> None:
     """In the block the second thread runs and the first does not; after it neither, and then both again."""
-    stop([counters.pid], timeout=5)
+    stop([counters.pid], timeout=60)
     stands = counters.counts()[0]
     for _ in range(2):
         with only(counters.pid, counters.tid):
@@ -139,7 +139,7 @@ def test_only_one_thread_runs(counters: Counters) -> None:
 
 def test_only_one_thread_runs_while_its_mappings_are_populated(counters: Counters) -> None:
     """The same with a tracer of its own; there is nothing to populate, which is said and hinders nobody."""
-    stop([counters.pid], timeout=5)
+    stop([counters.pid], timeout=60)
     stands = counters.counts()[0]
     for _ in range(2):
         with populated(counters.pid, counters.tid) as done:
@@ -154,7 +154,7 @@ def test_only_one_thread_runs_while_its_mappings_are_populated(counters: Counter
 
 def test_a_sigcont_from_elsewhere(counters: Counters) -> None:
     """While one thread alone shall run, the process is stopped again at once; that thread runs on."""
-    stop([counters.pid], timeout=5)
+    stop([counters.pid], timeout=60)
     with only(counters.pid, counters.tid) as tracer:
         for _ in range(5):
             again = tracer.stopped_again
@@ -169,7 +169,7 @@ def test_a_sigcont_from_elsewhere(counters: Counters) -> None:
 
 def test_a_sigstop_from_elsewhere(counters: Counters) -> None:
     """The thread that shall run does, whatever stops its process; afterwards all stand, and then all run."""
-    stop([counters.pid], timeout=5)
+    stop([counters.pid], timeout=60)
     with only(counters.pid, counters.tid):
         for _ in range(5):
             os.kill(counters.pid, signal.SIGSTOP)
@@ -183,7 +183,7 @@ def test_a_sigstop_from_elsewhere(counters: Counters) -> None:
 
 def test_a_guard(counters: Counters) -> None:
     """Whoever lets the process go on, it stands again; until the guard has ended."""
-    stop([counters.pid], timeout=5)
+    stop([counters.pid], timeout=60)
     guard = Guard([counters.pid])
     for _ in range(5):
         os.kill(counters.pid, signal.SIGCONT)
@@ -196,7 +196,7 @@ def test_a_guard(counters: Counters) -> None:
 @pytest.mark.parametrize("way", [only, populated])
 def test_what_another_one_traces(counters: Counters, way: Callable[[int, int], Any]) -> None:
     """It cannot be traced, and says so before the block begins."""
-    stop([counters.pid], timeout=5)
+    stop([counters.pid], timeout=60)
     with only(counters.pid, counters.tid):
         with (
             pytest.raises(PermissionRefused, match=f"thread {counters.tid} .* it is not allowed"),
@@ -210,7 +210,7 @@ def test_what_another_one_traces(counters: Counters, way: Callable[[int, int], A
 
 def test_it_stands_when_the_block_has_ended(counters: Counters) -> None:
     """At once, also where every core is busy: the kernel only wakes the thread to stop by itself."""
-    stop([counters.pid], timeout=5)
+    stop([counters.pid], timeout=60)
     way: Callable[[int, int], Any]
     burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
     try:
@@ -227,7 +227,7 @@ def test_it_stands_when_the_block_has_ended(counters: Counters) -> None:
 def test_a_tracer_that_fails(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so, so that nobody waits for a thread that it does not let run; and the process stands."""
     pid = counters.pid
-    stop([pid], timeout=5)
+    stop([pid], timeout=60)
 
     def fail(tracer: Tracer) -> bool:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -242,10 +242,10 @@ def test_a_tracer_that_fails(counters: Counters, monkeypatch: pytest.MonkeyPatch
 
 def test_a_process_that_dies_in_the_block(counters: Counters) -> None:
     """Its end is waited for, so that it is gone and no zombie of ours."""
-    stop([counters.pid], timeout=5)
+    stop([counters.pid], timeout=60)
     with only(counters.pid, counters.tid):
         counters.process.kill()
-    counters.process.wait(5)
+    counters.process.wait(60)
     assert not proc.running(counters.pid)
 
 
@@ -253,7 +253,7 @@ def test_a_process_that_is_gone() -> None:
     """stop and go_on leave it out; only() and populated() say that it cannot be traced."""
     with subprocess.Popen(["true"]) as process:
         process.wait()
-    stop([process.pid], timeout=5)
+    stop([process.pid], timeout=60)
     go_on([process.pid])
     with (
         pytest.raises(PermissionRefused, match=f"thread {process.pid} of process"),

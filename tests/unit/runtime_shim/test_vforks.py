@@ -76,9 +76,9 @@ def test_up_to_the_program(pair: Pair) -> None:
     halt(pair)
     writer = pair.open()
     os.write(writer, b"read by the program\n")
-    finish(pair.pids, timeout=5)
+    finish(pair.pids, timeout=60)
     assert list(waiting(pair.pids)) == []
-    stand(pair.pids, timeout=5)
+    stand(pair.pids, timeout=60)
     assert os.readlink(f"/proc/{pair.child}/exe") == os.path.realpath("/bin/cat")
     assert "libc" not in proc.maps(pair.child)  # its loader has not begun
     go_on(pair.pids)
@@ -93,23 +93,23 @@ def test_the_child_ends(pair: Pair) -> None:
     """There is no such program: the child ends, and the parent stands."""
     halt(pair)
     writer = pair.open()
-    finish(pair.pids, timeout=5)
-    stand([pair.parent], timeout=5)
+    finish(pair.pids, timeout=60)
+    stand([pair.parent], timeout=60)
     go_on([pair.parent])
     os.close(writer)
-    assert pair.process.wait(10) != 0
+    assert pair.process.wait(60) != 0
 
 
 def test_its_mask_is_its_own(pair: Pair) -> None:
     """posix_spawn has the child block all signals, and the program begin with the parent's mask."""
     halt(pair)
     writer = pair.open()
-    finish(pair.pids, timeout=5)
+    finish(pair.pids, timeout=60)
     status = Path(f"/proc/{pair.child}/status").read_text()
     assert "SigBlk:\t0000000000000000\n" in status
     go_on(pair.pids)
     os.close(writer)
-    pair.process.wait(10)
+    pair.process.wait(60)
 
 
 def test_a_signal_reaches_the_program(pair: Pair) -> None:
@@ -117,7 +117,7 @@ def test_a_signal_reaches_the_program(pair: Pair) -> None:
     halt(pair)
     os.kill(pair.child, signal.SIGTERM)
     writer = pair.open()
-    finish(pair.pids, timeout=5)
+    finish(pair.pids, timeout=60)
     go_on(pair.pids)
     assert f"begun {int(signal.SIGTERM)}\n" in pair.said()
     os.close(writer)
@@ -129,7 +129,7 @@ def test_too_long(pair: Pair) -> None:
     wanted = rf"process {pair.parent} \(\S+\) waits for its child {pair.child} .* longer than 0\.3 s"
     with pytest.raises(GpusnapError, match=wanted):
         finish(pair.pids, timeout=0.3)
-    stand([pair.child], timeout=5)
+    stand([pair.child], timeout=60)
     go_on(pair.pids)
     writer = pair.open()
     wait_for(lambda: proc.comm(pair.child) == "cat", "the program")
@@ -155,7 +155,7 @@ def test_cut_short(pair: Pair, monkeypatch: pytest.MonkeyPatch, at: str) -> None
 
     monkeypatch.setattr(ptrace, "go", cut)
     with pytest.raises(KeyboardInterrupt):
-        finish(pair.pids, timeout=5)
+        finish(pair.pids, timeout=60)
     assert "TracerPid:\t0\n" in Path(f"/proc/{pair.child}/status").read_text()
     go_on(pair.pids)
     assert f"begun {int(signal.SIGTERM)}\n" in pair.said()
@@ -180,7 +180,7 @@ def test_a_debugger_has_it(pair: Pair) -> None:
         assert tracer.stdout is not None
         tracer.stdout.readline()
         with pytest.raises(PermissionRefused, match="cannot be traced"):
-            finish(pair.pids, timeout=5)
+            finish(pair.pids, timeout=60)
     finally:
         tracer.kill()
         tracer.communicate()
@@ -197,7 +197,7 @@ def test_killed_meanwhile(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         go(tid, which)
 
     monkeypatch.setattr(ptrace, "go", killed)
-    finish(pair.pids, timeout=5)
+    finish(pair.pids, timeout=60)
     assert list(waiting(pair.pids)) == []
     go_on([pair.parent])
     assert f"begun {int(signal.SIGKILL)}\n" in pair.said()  # its parent gets to know

@@ -66,7 +66,7 @@ def test_one_of_many(folder: int, tmp_path: Path) -> None:
     begin, lock, lost = threading.Barrier(count), threading.Lock(), []
 
     def one(at: int) -> None:
-        begin.wait(10)
+        begin.wait(60)
         try:
             name_new(f"from-{at}", "to", folder)
         except FileExistsError:

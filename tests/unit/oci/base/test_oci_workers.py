@@ -30,7 +30,7 @@ def test_the_first_error_ends_it() -> None:
         if item == 0:
             failed.set()
             raise ValueError("the first")
-        assert failed.wait(10)
+        assert failed.wait(60)
         done.append(item)
 
     with pytest.raises(ValueError, match="the first"):
@@ -88,7 +88,7 @@ def test_a_signal_while_it_waits() -> None:
     def work() -> None:
         wait_for(lambda: joining(main), "the wait for the workers")
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert interrupted.wait(10)
+        assert interrupted.wait(60)
         # A long step without a check: nobody may go on meanwhile.
         seen.append(back.wait(0.2))
 

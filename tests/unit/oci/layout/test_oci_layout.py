@@ -107,7 +107,7 @@ def test_many_add_the_same(layout: Layout) -> None:
     barrier = threading.Barrier(8)
 
     def add(at: int) -> None:
-        barrier.wait(10)
+        barrier.wait(60)
         if at % 2:
             layout.add_blob(DATA)
         else:
@@ -117,7 +117,7 @@ def test_many_add_the_same(layout: Layout) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert set(blobs(Path(layout.path))) == {NAME}
     assert blob_path(layout).read_bytes() == DATA
 

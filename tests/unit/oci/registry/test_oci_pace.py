@@ -108,8 +108,8 @@ def test_slow_enough(server: Callable[[Serve], str]) -> None:
     """What is slow and above the floor goes on for longer than the silence that is allowed."""
     body = b"0123456789" * 12
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body)
-    url = server(says(head, body, 0.01))
-    assert fetched(url, Limits(silence=0.4, speed=5)) == body
+    url = server(says(head, body, 0.02))
+    assert fetched(url, Limits(silence=2.0, speed=5)) == body
 
 
 def test_a_slow_reader(server: Callable[[Serve], str]) -> None:
@@ -121,13 +121,13 @@ def test_a_slow_reader(server: Callable[[Serve], str]) -> None:
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size)
         connection.sendall(bytes(size))
 
-    pool = make_pool(limits=Limits(silence=0.2, speed=1 << 20))
+    pool = make_pool(limits=Limits(silence=1.0, speed=1 << 20))
     waited = threading.Event()
     with exchange(pool, "GET", server(serve), {}) as answer:
         got = 0
         for piece in answer.pieces():
             got += len(piece)
-            waited.wait(0.5)
+            waited.wait(1.2)
     pool.clear()
     assert got == size
 

@@ -358,7 +358,7 @@ def test_threads_share_it(registry: FakeRegistry, layout: Layout) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     for each in found:
         layout.check_blob(each)
     assert len(registry.asked("GET", "^/token")) == 1

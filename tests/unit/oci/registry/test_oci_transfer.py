@@ -331,7 +331,7 @@ def test_killed(registry: FakeRegistry, layout: Layout, other: Layout, way: str)
         assert registry.rules[-1].times <= 997, f"{len(registry.seen) - before} requests"
     finally:
         child.send_signal(signal.SIGKILL)
-        child.wait(10)
+        child.wait(60)
     registry.rules.clear()
     if way == "push":
         assert registry.manifests == {}
@@ -356,7 +356,7 @@ def test_two_pushes_of_the_same(registry: FakeRegistry, layout: Layout, other: L
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert errors == []
     pull(registry.repository(), "v1", other)
     assert everything(other, root) == everything(layout, root)

@@ -114,13 +114,13 @@ def test_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[int] = []
 
     def bad() -> None:
-        begun.wait(20)
+        begun.wait(60)
         failing.set()
         raise OSError("bad")
 
     def good() -> None:
         begun.set()
-        failing.wait(20)
+        failing.wait(60)
         done.append(1)
 
     waiting = deque([bad, good])

@@ -259,7 +259,7 @@ def test_the_end_while_pages_are_touched(target: Target, monkeypatch: pytest.Mon
 
     def touch(pid: int, start: int, size: int, *, threads: int = 0, step: int = copies.HUGE) -> None:
         begun.set()
-        assert ending.wait(20)
+        assert ending.wait(60)
         real(pid, start, size, threads=threads, step=step)
 
     end = Tracer.end
@@ -272,7 +272,7 @@ def test_the_end_while_pages_are_touched(target: Target, monkeypatch: pytest.Mon
     monkeypatch.setattr(Tracer, "end", ended)
     with populated(target.pid, target.tid) as done:
         target.tell(f"new({SIZE}, {LARGE})")
-        assert begun.wait(20)
+        assert begun.wait(60)
     assert done.mappings == 1
     assert target.status(target.tid, "SigPnd") == 0
     assert proc.still(target.pid)

@@ -336,7 +336,7 @@ def test_a_filter_is_suspended(target: Target) -> None:
         there.madvise(0, 0, 0)
     assert target.well()
     target.tell(f"raw({MADVISE}, 0, 0, 0)")
-    target.process.wait(10)
+    target.process.wait(60)
     assert target.process.returncode == -signal.SIGSYS
 
 
@@ -404,7 +404,7 @@ def test_a_filter_that_kills(target: Target, monkeypatch: pytest.MonkeyPatch) ->
     target.stop()
     with inside(target.pid, target.tid) as there, pytest.raises(ProcessLookupError, match="ended"):
         there.madvise(0, 0, 0)
-    target.process.wait(10)
+    target.process.wait(60)
 
 
 def test_where_the_instruction_is_found(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def test_there_and_back(agents: tuple[Agent, Agent]) -> None:
     assert target.write(address, 7, SIZE) == OK
     content = target.read(address, SIZE)
     assert caller.lock(pid) == OK
-    stop([pid], timeout=5)
+    stop([pid], timeout=60)
     before = mappings(pid)
     tid = caller.restore_thread(pid)
     with populated(pid, tid) as done:

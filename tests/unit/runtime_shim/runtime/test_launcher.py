@@ -81,7 +81,7 @@ class Launcher:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             check=False,
-            timeout=30,
+            timeout=90,
         )
 
     def run(
@@ -202,7 +202,7 @@ def test_nobody_reads_the_version(launcher: Launcher) -> None:
                 stdout=writing,
                 stderr=subprocess.PIPE,
                 check=False,
-                timeout=30,
+                timeout=90,
             )
         finally:
             os.close(writing)

@@ -159,7 +159,7 @@ def arriving(filling: Filling) -> bool:
 
 def ended(target: Target) -> None:
     wait_for(lambda: not proc.running(target.pid), "the end of the process")
-    assert target.process.wait(5) == -signal.SIGKILL
+    assert target.process.wait(60) == -signal.SIGKILL
 
 
 def test_it_waits_for_what_is_not_there(target: Target, gate: Gate) -> None:
@@ -235,7 +235,7 @@ def test_zeros(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> N
 
     def late(area: stage.Area, offset: int = 0, size: int | None = None, *, threads: int = 0) -> None:
         if not threads:  # not for a chunk
-            assert begin.wait(20)
+            assert begin.wait(60)
             taken.append(offset // MIB)
         populate(area, offset, size, threads=threads)
 
@@ -638,7 +638,7 @@ def test_without_it(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch,
         wait_for(lambda: len(gate.asked) == 2, "the worker waits")
         assert not delivered.wait(0.1)
         gate.open()
-        thread.join(20)
+        thread.join(60)
         assert delivered.is_set()
         filling.right()
         assert target.ask(region.reads()) == region.digest
@@ -658,7 +658,7 @@ def test_the_driver_fails_with_it(target: Target, gate: Gate) -> None:
         again.join(0.1)
         assert again.is_alive()
         gate.open()
-        again.join(20)
+        again.join(60)
         assert not again.is_alive()
         assert not pages.arriving
 

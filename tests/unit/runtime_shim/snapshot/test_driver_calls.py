@@ -46,7 +46,7 @@ def _runs(pid: int) -> bool:
 @contextmanager
 def a_process(family: Family, driver: FakeDriver) -> Iterator[int]:
     pid = driver.use(family.spawn())
-    stop([pid], timeout=5)
+    stop([pid], timeout=60)
     yield pid
     assert proc.still(pid), "it stands afterwards, whatever happened"
 
@@ -54,7 +54,7 @@ def a_process(family: Family, driver: FakeDriver) -> Iterator[int]:
 def test_an_answer_at_once(family: Family, driver: FakeDriver) -> None:
     """The driver's threads alone ran."""
     with a_process(family, driver) as pid:
-        assert call_or_run(driver, pid, lambda: None, timeout=5) is False
+        assert call_or_run(driver, pid, lambda: None, timeout=60) is False
 
 
 def test_an_answer_only_when_all_runs(family: Family, driver: FakeDriver) -> None:
@@ -68,7 +68,7 @@ def test_an_answer_only_when_all_runs(family: Family, driver: FakeDriver) -> Non
                 runs.set() if _let_go(pid) else time.sleep(0.001)
 
         runs = threading.Event()
-        assert call_or_run(driver, pid, waits, timeout=5) is True
+        assert call_or_run(driver, pid, waits, timeout=60) is True
     assert calls == [pid]
 
 
@@ -92,7 +92,7 @@ def test_something_under_way(family: Family, driver: FakeDriver) -> None:
             if answer is not None:
                 raise answer
 
-        assert call_or_run(driver, pid, call, timeout=5) is True
+        assert call_or_run(driver, pid, call, timeout=60) is True
     assert next(answers, "none") == "none"
 
 
@@ -107,7 +107,7 @@ def test_errors(family: Family, driver: FakeDriver, late: bool) -> None:
             raise NotSupported("managed memory")
 
         with pytest.raises(NotSupported, match="managed memory"):
-            call_or_run(driver, pid, call, timeout=5)
+            call_or_run(driver, pid, call, timeout=60)
 
 
 def test_no_answer(family: Family, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_memory_that_came(family: Family, driver: FakeDriver) -> None:
                 came.set()
             return not came.is_set()
 
-        assert driver_calls.call(driver, pid, lambda: came.wait(20), thread=only, within=0.01, waits=waits)
+        assert driver_calls.call(driver, pid, lambda: came.wait(60), thread=only, within=0.01, waits=waits)
 
 
 def test_a_tracer_that_fails(family: Family, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,11 +182,11 @@ def _fail(tracer: Tracer) -> bool:
 def test_one_that_is_killed(family: Family, driver: FakeDriver) -> None:
     """It ended: no answer is wanted any more."""
     pid = driver.use(family.spawn())
-    stop([pid], timeout=5)
+    stop([pid], timeout=60)
 
     def call() -> None:
         os.kill(pid, signal.SIGKILL)
         raise NotSupported("no such process")
 
     with pytest.raises(GpusnapError, match="ended in the GPU driver's hands"):
-        call_or_run(driver, pid, call, timeout=5)
+        call_or_run(driver, pid, call, timeout=60)

@@ -30,7 +30,7 @@ __all__ = ["cell", "folder"]
 def test_hold_and_freeze(cell: Cell, folder: Path) -> None:
     """Thawed they are stopped, frozen again they are not, and none has run an instruction."""
     before, paused = cell.counts(), pause(cell)
-    paused.hold(cell.pids, timeout=5)
+    paused.hold(cell.pids, timeout=60)
     assert (cell.group / "cgroup.freeze").read_text().strip() == "0"
     assert all(proc.still(pid) for pid in cell.pids)
     assert sorted(paused.held) == sorted(cell.pids)
@@ -46,11 +46,11 @@ def test_hold_and_freeze(cell: Cell, folder: Path) -> None:
 def test_kept_and_let_go(cell: Cell) -> None:
     """A process whose GPU state is away stays stopped when all is frozen, until it is let go."""
     before, paused = cell.counts(), pause(cell)
-    paused.hold(timeout=5)
+    paused.hold(timeout=60)
     paused.keep(cell.pids[:1])
     paused.freeze()
     assert [proc.halted(pid) for pid in cell.pids] == [True, False]
-    paused.hold(timeout=5)
+    paused.hold(timeout=60)
     paused.let_go(cell.pids[0])
     paused.freeze()
     assert [proc.halted(pid) for pid in cell.pids] == [False, False]
@@ -67,7 +67,7 @@ def test_stopped_by_its_user(cell: Cell, when: str) -> None:
         wait_for(lambda: proc.still(cell.pids[0]), "the stop")
         cell.freeze(1)
     paused = pause(cell)
-    paused.hold(timeout=5)
+    paused.hold(timeout=60)
     assert list(paused.held) == cell.pids[1:]
     paused.freeze()
     assert proc.halted(cell.pids[0])
@@ -105,7 +105,7 @@ def test_one_waits_within_vfork(cell: Cell, tmp_path: Path) -> None:
     with within_vfork(cell, tmp_path) as pair:
         writer = pair.open()
         paused = pause(cell)
-        paused.hold([*cell.pids, pair.parent], timeout=5)
+        paused.hold([*cell.pids, pair.parent], timeout=60)
         assert all(proc.still(pid) for pid in (*cell.pids, *pair.pids))
         paused.freeze()
         assert cell.frozen()
@@ -157,7 +157,7 @@ def test_a_frozen_cgroup_within(cell: Cell) -> None:
 def killed(cell: Cell, *, thawed: bool) -> Entry:
     """What a gpusnap leaves that was killed while it held the container, or had it frozen again."""
     paused = pause(cell)
-    paused.hold(cell.pids, timeout=5)
+    paused.hold(cell.pids, timeout=60)
     paused.keep(cell.pids[:1])
     if not thawed:
         paused.freeze()
@@ -175,7 +175,7 @@ def test_left_by_a_killed_one(cell: Cell, *, thawed: bool) -> None:
     before, entry = cell.counts(), killed(cell, thawed=thawed)
     paused = paused_container.left(entry, cell.pids[:1])
     assert paused is not None
-    paused.hold(timeout=5)
+    paused.hold(timeout=60)
     paused.let_go(cell.pids[0])
     paused.freeze()
     assert cell.frozen()
@@ -196,7 +196,7 @@ def test_left_under_crun(cell: Cell) -> None:
     """crun resumes what is thawed already without a word, so that it may have: it is not frozen again."""
     paused = paused_container.find(container(cell.pids[0]), "crun")
     assert paused is not None
-    paused.hold(timeout=5)
+    paused.hold(timeout=60)
     entry = journal.read(ID)
     assert entry is not None
     assert paused_container.left(entry, cell.pids[:1]) is None
@@ -212,7 +212,7 @@ def test_noted_before_and_after(cell: Cell, monkeypatch: pytest.MonkeyPatch, at:
     """Killed just before the thaw, or just after the freeze: it was not we who thawed what is frozen."""
     paused = pause(cell)
     if at == "settle":
-        paused.hold(timeout=5)
+        paused.hold(timeout=60)
 
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
@@ -220,7 +220,7 @@ def test_noted_before_and_after(cell: Cell, monkeypatch: pytest.MonkeyPatch, at:
     with monkeypatch.context() as patch:
         patch.setattr(cgroup_freezer if at == "settle" else paused_container, at, killed)
         with pytest.raises(KeyboardInterrupt):
-            paused.freeze() if at == "settle" else paused.hold(timeout=5)
+            paused.freeze() if at == "settle" else paused.hold(timeout=60)
     entry = journal.read(ID)
     assert entry is not None
     assert entry.paused is not None
@@ -231,7 +231,7 @@ def test_noted_before_and_after(cell: Cell, monkeypatch: pytest.MonkeyPatch, at:
 def test_a_kept_one_that_ended(cell: Cell) -> None:
     """Nothing of it is left in the journal."""
     paused = pause(cell)
-    paused.hold(timeout=5)
+    paused.hold(timeout=60)
     paused.keep(cell.pids[:1])
     os.kill(cell.pids[0], signal.SIGKILL)
     wait_for(lambda: not proc.running(cell.pids[0]), "its end")

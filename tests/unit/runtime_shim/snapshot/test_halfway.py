@@ -352,7 +352,7 @@ def test_its_runtime_does_not_know_it(scene: Scene) -> None:
             "crun knows no such container, but processes of it stood there and were ended: "
             f"{left.pid}; its checkpoint in {entry.image} is unharmed"
         )
-        assert left.wait(10) == -signal.SIGKILL
+        assert left.wait(60) == -signal.SIGKILL
     assert recover_restore.entries() == ()
 
 

@@ -71,7 +71,7 @@ def test_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             child.stdin.write(b"k")
             assert child.stdout.read(1) == b"l"
             child.terminate()
-            assert child.wait(10) == -signal.SIGTERM
+            assert child.wait(60) == -signal.SIGTERM
         finally:
             child.kill()
 

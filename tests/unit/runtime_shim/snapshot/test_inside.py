@@ -30,7 +30,7 @@ from gpusnap.runtime_shim.snapshot.devices.bind_mounted_nodes import (
     replace_nodes,
 )
 
-DEADLINE = 20.0
+DEADLINE = 90.0
 ROOT = Path(__file__).parents[4]
 # Becomes a container: argv is its root, "user" for a user namespace of its own or "", the source of /dev or
 # "", and the nodes that are bind-mounted in /dev. Each further line is a statement that it executes.

@@ -163,9 +163,9 @@ def test_another_error(family: Family, driver: Ranks) -> None:
     driver.fail("lock", bad, NotSupported("managed memory"))
     began = time.monotonic()
     with pytest.raises(NotSupported, match="managed memory"):
-        lock(driver, [good, bad], timeout=10)
+        lock(driver, [good, bad], timeout=120)
     assert driver.all_in(RUNNING)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
 
 
 def test_too_late(family: Family, driver: Ranks) -> None:
@@ -192,9 +192,9 @@ def test_a_signal(family: Family, driver: Ranks) -> None:
     driver.when("unlock", lambda _: os.kill(os.getpid(), signal.SIGTERM), free)
     began = time.monotonic()
     with interruptible(), pytest.raises(Interrupted, match="SIGTERM"):
-        lock(driver, [busy, free], timeout=60)
+        lock(driver, [busy, free], timeout=120)
     assert driver.all_in(RUNNING)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_a_signal_that_another_thread_takes(family: Family, driver: Ranks, bystander: None) -> None:

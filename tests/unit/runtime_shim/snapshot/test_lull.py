@@ -64,7 +64,7 @@ def waits(monkeypatch: pytest.MonkeyPatch, times: float, look: Callable[[], None
 def test_paused_and_let_go(cell: Cell, command: list[str], folder: Path, tmp_path: Path) -> None:
     """By the runtime's own command; no process runs until the end."""
     pause = made(cell, command)
-    pause.begin(timeout=5)
+    pause.begin(timeout=60)
     assert cell.frozen()
     assert (tmp_path / "calls").read_text() == f"--global pause {ID}\n"
     entry = journal.read(ID)
@@ -82,7 +82,7 @@ def test_one_waits(cell: Cell, command: list[str], monkeypatch: pytest.MonkeyPat
     seen = []
     waits(monkeypatch, 3, lambda: seen.append((cell.frozen(), *cell.counts())))
     pause = made(cell, command)
-    pause.begin(timeout=5)
+    pause.begin(timeout=60)
     assert cell.frozen()
     assert len(seen) == 4
     assert all(frozen for frozen, *_ in seen)
@@ -105,7 +105,7 @@ def test_one_waits_for_good(
 def test_all_stand(cell: Cell, command: list[str], folder: Path) -> None:
     """Then nobody starts anything, and there is nothing to do."""
     assert made(cell, command).wanted()
-    stop(cell.pids, timeout=5)
+    stop(cell.pids, timeout=60)
     assert not made(cell, command).wanted()
     assert not folder.exists()
 
@@ -129,7 +129,7 @@ def test_the_runtime_pauses_it_half(cell: Cell, command: list[str], folder: Path
     """runc freezes the group, and gives up where a process takes too long: it goes on."""
     Path(command[0]).write_text(f"#!/bin/sh\necho 1 >{cell.group}/cgroup.freeze; exit 1\n")
     pause = made(cell, command)
-    pause.begin(timeout=5)
+    pause.begin(timeout=60)
     cell.run()
     assert list(folder.iterdir()) == []
 
@@ -150,7 +150,7 @@ def test_the_runtime_does_not_pause_it(
         f"#!/bin/sh\necho $2 >>{tmp_path}/calls; echo $CRIU_CONFIG_FILE >>{tmp_path}/marks; exit {code}\n"
     )
     pause = made(cell, command)
-    pause.begin(timeout=5)
+    pause.begin(timeout=60)
     assert (tmp_path / "calls").read_text().split() == ["pause", "resume"][: 2 - code]
     assert (tmp_path / "marks").read_text() == (scratch_files.prefix("criu") + "none\n") * (2 - code)
     pause.end()
@@ -160,7 +160,7 @@ def test_the_runtime_does_not_pause_it(
 
 def test_left_by_a_killed_one(cell: Cell, command: list[str]) -> None:
     """It goes on, and nobody takes a pause for ours afterwards."""
-    made(cell, command).begin(timeout=5)
+    made(cell, command).begin(timeout=60)
     entry = journal.read(ID)
     assert entry is not None
     assert dump_pause.put_right(entry).paused is None
@@ -177,7 +177,7 @@ def test_noted_before_the_pause(cell: Cell, command: list[str]) -> None:
         "from gpusnap.runtime_shim.snapshot.suspend.dump_pause import Lull\n"
         "journal.FOLDER, container.UNIFIED = sys.argv[1:3]\n"
         "one = container.Container(sys.argv[3], int(sys.argv[4]), 'running', '/b', {})\n"
-        "Lull(one, sys.argv[5:]).begin(timeout=5)\n"
+        "Lull(one, sys.argv[5:]).begin(timeout=60)\n"
     )
     words = [journal.FOLDER, containers.UNIFIED, ID, str(cell.pids[0]), *command]
     assert subprocess.run([sys.executable, "-c", program, *words], check=False).returncode == -9
@@ -220,7 +220,7 @@ def test_a_signal_in_the_pause(
     monkeypatch.setattr(dump_pause, "stop_if_asked", stop_if_asked)
     waits(monkeypatch, 1)
     with pytest.raises(Interrupted):
-        made(cell, command).begin(timeout=5)
+        made(cell, command).begin(timeout=60)
     cell.run()
     assert list(folder.iterdir()) == []
 

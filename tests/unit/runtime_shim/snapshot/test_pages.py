@@ -105,7 +105,7 @@ def suspended(chunks: Chunks, holders: list[Holder]) -> list[str]:
             patch.setattr(pages, "populated", lambda *_, **__: nullcontext(Populated()))
             with chunks.thread(holder.pid, holder.pid):
                 digests.append(holder.say("map"))
-    stop([holder.pid for holder in holders], timeout=5)
+    stop([holder.pid for holder in holders], timeout=60)
     return digests
 
 
@@ -158,7 +158,7 @@ def test_what_runs_again_does_not_change_what_is_written(holders: list[Holder], 
     chunks.note(())
     assert journal.entries()[0].processes == ()
     chunks.commit(kept=False)
-    stop(pids, timeout=5)
+    stop(pids, timeout=60)
     with Filling(str(path), made(chunks, holders[0]), SMALL, "other") as filling:
         filling.deliver({7: pids[0]})
     go_on(pids)
@@ -314,7 +314,7 @@ def staged(pid: int) -> tuple[regions.Mapping, Area]:
     """The largest region of a process, which stands from now on, and a copy of it in the stage."""
     journal.write("c0ffee", "/image", {pid: ()})
     region = max((m for m in pages._mappings(pid) if m.plain), key=lambda m: m.size)
-    stop([pid], timeout=5)
+    stop([pid], timeout=60)
     area = Stage("c0ffee").area("a", region.start, region.size)
     copies.read(pid, region.start, area.view(0, region.size))
     return region, area
@@ -364,7 +364,7 @@ def test_what_the_driver_leaves_becomes_the_process_own(
     assert [m.name for m in pages._mappings(pid) if m.name == area.path] == []
     go_on([pid])
     assert holders[0].say("digest") == digest
-    stop([pid], timeout=5)
+    stop([pid], timeout=60)
     with inside(pid) as remote:
         remote.madvise(region.start, region.size, 4)  # MADV_DONTNEED
     zeros = bytearray(4096)
@@ -587,7 +587,7 @@ def test_names_and_nothing() -> None:
 def test_the_thread_is_noted(holders: list[Holder]) -> None:
     """While a thread makes calls for us its own registers are on file, and afterwards not."""
     pid = holders[0].pid
-    stop([pid], timeout=5)
+    stop([pid], timeout=60)
     journal.write("c0ffee", "/image", {pid: ()})
     with inside(pid) as remote, journal.thread("c0ffee", pid, remote.saved):
         entry = journal.read("c0ffee")

@@ -51,7 +51,7 @@ class Driver(FakeDriver):
 def killed(cell: Cell, image: str = "") -> tuple[paused_container.Paused, Entry]:
     """Held and thawed, as a gpusnap leaves it; with an image, when the first process' GPU state was away."""
     paused = pause(cell)
-    paused.hold(cell.pids, timeout=5)
+    paused.hold(cell.pids, timeout=60)
     if image:
         paused.keep(cell.pids[:1])
         journal.write(ID, image, {cell.pids[0]: ()})
@@ -100,7 +100,7 @@ def test_a_thread_was_held(cell: Cell) -> None:
 def test_paused_for_its_dump(cell: Cell, tmp_path: Path) -> None:
     """It was gpusnap that paused it: it runs again, GPU process and all."""
     cell.freeze(0)
-    stop(cell.pids[:1], timeout=5)
+    stop(cell.pids[:1], timeout=60)
     cell.freeze(1)
     image = tmp_path / "image"
     image.mkdir()

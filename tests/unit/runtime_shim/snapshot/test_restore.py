@@ -82,7 +82,7 @@ def refused(scene: Scene, *options: str) -> str:
 def test_detached(scene: Scene) -> None:
     """The processes come back, all at once, and the caller's options reach the runtime."""
     pids = suspended(scene)
-    together = threading.Barrier(2, timeout=20)
+    together = threading.Barrier(2, timeout=60)
     for pid in pids:
         scene.driver.when("restore", lambda _: together.wait(), pid)
     outcome = scene.restore("--detach", "--tcp-established")

@@ -184,7 +184,7 @@ def test_a_driver_that_finds_no_process(
 ) -> None:
     """For a moment, it is asked again; for good, that process stays stopped: its GPU memory is away."""
     pid = driver.use(family.spawn(), state=state)
-    stop([pid], timeout=5)
+    stop([pid], timeout=60)
     forgotten = [3]
     real = driver.state
 
@@ -196,7 +196,7 @@ def test_a_driver_that_finds_no_process(
     resume(driver, [pid], Pages())
     assert driver.states[pid] is RUNNING
     driver.states[pid] = state
-    stop([pid], timeout=5)
+    stop([pid], timeout=60)
     forgotten[0] = 10**6
     with pytest.raises(NotInitialized, match=f"does not know process {pid} .* had taken"):
         resume(driver, [pid], Pages())
@@ -255,7 +255,7 @@ def test_a_process_that_cannot_be_traced(
 
     monkeypatch.setattr(pages, "populated", refused)
     with pytest.raises(PermissionRefused, match="cannot be traced"):
-        suspend(driver, [pid], Pages(), timeout=5)
+        suspend(driver, [pid], Pages(), timeout=60)
     wait_for(lambda: not proc.still(pid), "it goes on")
     resume(driver, [pid], Pages())
     assert driver.states[pid] is RUNNING
@@ -277,7 +277,7 @@ def test_a_process_that_does_not_stand_still(
 def test_memory_that_is_not_right(family: Family, driver: FakeDriver) -> None:
     """After the driver's restore, and before it goes on: it stays where it is, and nothing is tried again."""
     pid = driver.use(family.spawn(), state=LOCKED)
-    suspend(driver, [pid], Pages("/image", "c0ffee"), timeout=5)
+    suspend(driver, [pid], Pages("/image", "c0ffee"), timeout=60)
     asked: list[bool] = []
 
     def right(asked_for: int) -> None:
@@ -294,7 +294,7 @@ def test_memory_that_is_not_right(family: Family, driver: FakeDriver) -> None:
 def test_users_that_we_hold(family: Family, driver: FakeDriver) -> None:
     """A process that we have stopped is asked by its driver's thread; one that another stopped is refused."""
     pid = driver.use(family.spawn())
-    stop([pid], timeout=5)
+    stop([pid], timeout=60)
     members = container.processes(family.init, "none")
     assert [process.pid for process in users(driver, members, held=[pid])] == [pid]
     assert proc.still(pid)
@@ -305,7 +305,7 @@ def test_users_that_we_hold(family: Family, driver: FakeDriver) -> None:
 def test_resume_without_going_on(family: Family, driver: FakeDriver) -> None:
     """It is restored and unlocked, and stands until whoever asked lets it go."""
     pid = driver.use(family.spawn(), state=LOCKED)
-    suspend(driver, [pid], Pages("/image", "c0ffee"), timeout=5)
+    suspend(driver, [pid], Pages("/image", "c0ffee"), timeout=60)
     let_go: list[int] = []
     resume(driver, [pid], Pages("/image", "c0ffee"), let_go=let_go.append)
     assert let_go == [pid]
