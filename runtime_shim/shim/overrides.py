@@ -25,7 +25,8 @@ from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, reason
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.progress import reporter
-from gpusnap.runtime_shim.settings import TABLE, Settings
+from gpusnap.runtime_shim.setting_keys import TABLE
+from gpusnap.runtime_shim.settings import Settings
 
 FOLDER = "/run/gpusnap/orders"
 # Seconds in which `sweep` lets go of a lock.

@@ -1,7 +1,7 @@
 """The table of docs/settings.md, by `python -m tools.docs.settings_docs` from the code.
 
-A key's default and whether an annotation may set it come from `settings.TABLE` and the dataclasses, what it
-takes from the check itself, and what it means from the docstring below its attribute. The text around the
+A key's default and whether an annotation may set it come from `setting_keys.TABLE` and the dataclasses, what
+it takes from the check itself, and what it means from the docstring below its attribute. The text around the
 table is written by hand, in the document: only what lies between the two marks is replaced.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpusnap.runtime_shim import settings
+from gpusnap.runtime_shim import setting_keys, settings
 
 __all__ = ["Described", "described", "main", "table", "written"]
 
@@ -58,11 +58,11 @@ class Described:
 
 
 def described() -> tuple[Described, ...]:
-    """All keys, in the order of `settings.TABLE`."""
+    """All keys, in the order of `setting_keys.TABLE`."""
     texts = dict(_docstrings())
     defaults = settings.Settings()
     found = []
-    for name, key in settings.TABLE.items():
+    for name, key in setting_keys.TABLE.items():
         section, _, last = name.rpartition(".")
         part = getattr(defaults, section) if section else defaults
         attribute = last.replace("-", "_")
@@ -111,7 +111,7 @@ def _docstrings() -> Iterator[tuple[tuple[str, str], str]]:
                         yield (node.name, attribute), " ".join(text.split())
 
 
-def _takes(key: settings.Key) -> str:
+def _takes(key: setting_keys.Key) -> str:
     """The words with which the check turns down what is no value: the longest, which say the most."""
     said = []
     for value in (object(), 1, ""):
@@ -122,7 +122,7 @@ def _takes(key: settings.Key) -> str:
     return max(said, key=len)
 
 
-def _toml(key: settings.Key, value: Any) -> str:
+def _toml(key: setting_keys.Key, value: Any) -> str:
     """A default as one writes it in the file: the first form that the key's check reads as that value."""
     forms: list[Any] = [value]
     if isinstance(value, tuple):

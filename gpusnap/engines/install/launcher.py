@@ -22,7 +22,7 @@ from gpusnap import runtime_shim
 from gpusnap.engines.install.files import under
 from gpusnap.engines.install.installer import Item
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim import settings
+from gpusnap.runtime_shim import setting_keys, settings
 from gpusnap.runtime_shim.errors import GpusnapError, reason
 from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
 
@@ -131,7 +131,7 @@ def settings_text() -> str:
     lines = ["# gpusnap's settings, with their defaults; docs/settings.md says what each of them does.", "#"]
     lines += ["# `gpusnap settings` checks this file and shows what holds.", ""]
     section = ""
-    for name in sorted(settings.TABLE, key=lambda name: "." in name):
+    for name in sorted(setting_keys.TABLE, key=lambda name: "." in name):
         table = name.rpartition(".")[0]
         if table != section:
             section = table

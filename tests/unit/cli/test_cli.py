@@ -31,7 +31,8 @@ from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, ManifestError
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.records.manifest import GpuProcess, Manifest, NeutralisedProcess, Written
 from gpusnap.runtime_shim.records.manifest_file import Draft
-from gpusnap.runtime_shim.settings import TABLE, Settings, load
+from gpusnap.runtime_shim.setting_keys import TABLE
+from gpusnap.runtime_shim.settings import Settings, load
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
 from gpusnap.runtime_shim.snapshot import recover_restore, restored_containers

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from gpusnap.runtime_shim.settings import TABLE
+from gpusnap.runtime_shim.setting_keys import TABLE
 from tools.docs import settings_docs
 
 

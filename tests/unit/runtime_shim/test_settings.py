@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpusnap.runtime_shim.errors import SettingsError
+from gpusnap.runtime_shim.setting_keys import TABLE
 from gpusnap.runtime_shim.settings import (
     ANNOTATION_PREFIX,
-    TABLE,
     Criu,
     Nvidia,
     Settings,

@@ -19,7 +19,7 @@ from gpusnap.engines.install.launcher import (
     settings_item,
     settings_text,
 )
-from gpusnap.runtime_shim import settings
+from gpusnap.runtime_shim import setting_keys, settings
 from gpusnap.runtime_shim.errors import GpusnapError
 
 SETUP = Path(__file__).parents[4] / "setup.py"
@@ -153,5 +153,5 @@ def test_settings(tmp_path: Path) -> None:
     assert (appended.memory.level, appended.runtime, appended.criu.timeout) == (0, "runc", 7)
     flat = {name for name, value in found.items() if not isinstance(value, dict)}
     flat |= {f"{table}.{name}" for table, value in found.items() if isinstance(value, dict) for name in value}
-    assert flat == set(settings.TABLE)
+    assert flat == set(setting_keys.TABLE)
     assert settings_item().yields
