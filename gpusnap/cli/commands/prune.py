@@ -13,7 +13,7 @@ import click
 from gpusnap.checkpoints.locator import open_store
 from gpusnap.cli import name_rows, store_tables
 from gpusnap.cli import tables as show
-from gpusnap.cli.commands.store import collect_store, collected_document, find_store
+from gpusnap.cli.commands.stores.upkeep import collect_store, collected_document, find_store
 from gpusnap.cli.completion import complete_store
 from gpusnap.cli.keep_options import keep_options
 from gpusnap.cli.keep_options import rules as rules_of

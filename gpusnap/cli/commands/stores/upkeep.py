@@ -1,146 +1,34 @@
-"""The commands that look at checkpoints and put stores in order: diff, verify, rm, gc, tag; inspect."""
+"""The commands that check stores and put them in order: verify, rm, gc, tag."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import click
 
-from gpusnap.checkpoints import statistics
 from gpusnap.checkpoints.damage import Verified
-from gpusnap.checkpoints.list import blobs_of, kept
 from gpusnap.checkpoints.locator import InStore, default_store, in_store, named, open_store
-from gpusnap.cli import process_tables, store_tables
+from gpusnap.cli import store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_checkpoint, complete_store, complete_stored
 from gpusnap.cli.options.quiet import quiet
 from gpusnap.cli.options.registry import registry_options
 from gpusnap.cli.store_tables import document
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.oci.base.errors import DigestError, LayoutError, NotThere
-from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.base.errors import NotThere
 from gpusnap.oci.store.entry import Entry
 from gpusnap.oci.store.gc import Collected
 from gpusnap.oci.store.referrers import below
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.store.tags import listed
-from gpusnap.operations import diff as records
-from gpusnap.operations import processes as process_images
-from gpusnap.operations.open import Checkpoint, Stored, needed, opened
 from gpusnap.operations.verify import verify_all, verify_one
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
-from gpusnap.runtime_shim.records.manifest import encode
 from gpusnap.user_errors import Damaged, told
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-
-
-@click.command()
-@click.argument("what", metavar="WHAT", shell_complete=complete_checkpoint)
-@registry_options
-@click.option(
-    "--processes", is_flag=True, help="Show the processes in CRIU's images, with open files and sockets."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
-def inspect(what: str, plain_http: bool, processes: bool, as_json: bool) -> None:
-    """Show the contents of the checkpoint WHAT: GPUs, processes, memory, and how long each step took.
-
-    WHAT is in a store or a registry, an archive made by `podman container checkpoint --export` or by skopeo
-    (oci-archive), or a directory of CRIU images. For a checkpoint in a store, the output also lists the other
-    checkpoints that share blobs with it. From a registry, only the records are fetched, not the memory.
-
-    --processes shows what CRIU's images contain, of containers without a GPU as well: the tree of processes
-    with their PIDs in the container, command lines, threads, mapped and stored memory, GPU memory, open
-    files, and sockets with addresses and states. A command line is known where the image of the memory that
-    holds it lies beside the others, and of GPU processes. These are shown as stopped: gpusnap stops them for
-    the dump.
-
-    As JSON: the manifest (docs/format.md), with statistics (size, zero, repeated, chunks, blobs, plain, zstd,
-    stored, ratio) where it has chunks, and artifact (where, names, digest, mediaType, size, records, rootfs,
-    chunks, manifests, annotations, labels, shared) where it is kept as one. With --processes instead: a list
-    of pid, parent, name, state, command, threads, files (descriptor, kind, path), sockets (descriptor,
-    protocol, local, remote, state), memory (mapped, stored, earlier: the bytes in an earlier dump),
-    gpuMemory.
-    """
-    if processes:
-        _inspect_processes(what, as_json=as_json, plain_http=plain_http)
-        return
-    with Progress() as progress:
-        progress.stage(f"reading {what}")
-        with opened(what, plain_http=plain_http) as checkpoint:
-            stored = checkpoint.stored
-            record = needed(checkpoint) if stored is None else checkpoint.manifest
-            shared = _shared(stored) if stored is not None else ()
-    figures = statistics.statistics(record)
-    if as_json:
-        value = parse_json(encode(record)) if record is not None else {}
-        value |= {"statistics": document(figures)} if figures.size else {}
-        value |= {"artifact": store_tables.artifact_document(stored, shared)} if stored is not None else {}
-        _print(value)
-        return
-    console = show.output()
-    if stored is not None:
-        store_tables.heading(console, stored)
-    if record is None:
-        show.say(console, "a container without GPU state")
-    else:
-        show.manifest(console, record)
-        pause = statistics.stopped(record.timing)
-        if pause is not None:
-            show.say(console, f"pause: the processes were stopped for {pause:.2f} s, or until they had ended")
-        store_tables.memory(console, record, figures)
-    store_tables.sharing(console, shared)
-
-
-def _inspect_processes(what: str, *, as_json: bool, plain_http: bool) -> None:
-    """Print the processes of a checkpoint. Raises GpusnapError."""
-    with Progress() as progress:
-        progress.stage(f"reading {what}")
-        with opened(what, plain_http=plain_http) as checkpoint:
-            found = process_images.read(checkpoint)
-            record = checkpoint.manifest
-    if as_json:
-        _print(process_tables.documents(found, record))
-    else:
-        process_tables.processes(show.output(), found, record)
-
-
-@click.command()
-@click.argument("a", metavar="A", shell_complete=complete_checkpoint)
-@click.argument("b", metavar="B", shell_complete=complete_checkpoint)
-@registry_options
-@_as_json
-def diff(a: str, b: str, plain_http: bool, as_json: bool) -> None:
-    """Show the differences between the checkpoints A and B.
-
-    Memory is compared chunk by chunk, GPU processes by PID, GPUs by UUID. CRIU's images, the engine's records
-    and the changed files of the rootfs are compared by name, size and content. The exit code is 0 whether
-    they differ or not.
-
-    As JSON: a and b (what, digest, created), chunks (same, changed, onlyA, onlyB in bytes of memory, newInB,
-    the blobs that A has not, and parts: the same for each process and region, or image), processes (same,
-    changed, onlyA, onlyB), gpus (both, onlyA, onlyB), files (records and rootfs, each with same, changed,
-    onlyA, onlyB).
-    """
-    with Progress() as progress, ExitStack() as stack:
-        sides = []
-        for word in (a, b):
-            progress.stage(f"reading {word}")
-            sides.append(stack.enter_context(opened(word, plain_http=plain_http)))
-        one, other = sides
-        found = statistics.compare(one.manifest, other.manifest)
-        files = [_files(each, progress) for each in sides]
-    differences = {
-        "records": records.compare(files[0].records, files[1].records),
-        "rootfs": records.compare(files[0].rootfs, files[1].rootfs),
-    }
-    if as_json:
-        _print(store_tables.difference_document(found, differences, _side(one), _side(other)))
-        return
-    store_tables.difference(show.output(), found, differences, (_title(one), _title(other)))
 
 
 @click.command()
@@ -305,50 +193,6 @@ def _named(word: str) -> InStore:
             f"{word} is a store", hint=f"name a checkpoint in it: {word.rstrip(':')}:NAME", code="GPS-102"
         )
     return place
-
-
-def _shared(stored: Stored) -> tuple[statistics.Shared, ...]:
-    if stored.store is None:
-        return ()
-    artifact = stored.artifact
-    own = {each.digest: each.size for each in (*artifact.blobs(), *artifact.documents)}
-
-    def others(store: Store) -> Iterator[tuple[str, tuple[str, ...], Mapping[str, int]]]:
-        for each in kept(store):
-            if each.root.digest != stored.root.digest:
-                # A damaged one is not what is asked about.
-                with suppress(LayoutError, DigestError):
-                    yield each.root.digest, each.names, blobs_of(store, each.root)
-
-    return statistics.shared(own, others(stored.store))
-
-
-def _files(checkpoint: Checkpoint, progress: Progress) -> records.Files:
-    progress.stage(f"reading {checkpoint.word}")
-    done = 0
-
-    def seen(size: int) -> None:
-        nonlocal done
-        done += size
-        progress.at(done)
-
-    return records.read(checkpoint, seen)
-
-
-def _side(checkpoint: Checkpoint) -> dict[str, str]:
-    stored, record = checkpoint.stored, checkpoint.manifest
-    created = record.created if record is not None else ""
-    return {
-        "what": checkpoint.word,
-        "digest": stored.root.digest if stored is not None else "",
-        "created": created,
-    }
-
-
-def _title(checkpoint: Checkpoint) -> str:
-    side = _side(checkpoint)
-    digest = f" ({store_tables.short(side['digest'])})" if side["digest"] else ""
-    return f"{side['what']}{digest} {side['created']}".rstrip()
 
 
 def _removed(word: str, stores: dict[str, Store], *, everything: bool) -> Iterator[_Removed]:

@@ -1,0 +1,1 @@
+"""The commands that show what is in checkpoints, and those that keep stores in order."""
