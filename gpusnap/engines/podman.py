@@ -166,16 +166,26 @@ def _texts(found: Mapping[str, Any], key: str) -> dict[str, str]:
 class Listing:
     """The IDs of all containers: asked for when this is entered, and waited for when they are needed."""
 
+    def __init__(self) -> None:
+        self._question: Question | None = None
+        self._failed: GpusnapError | None = None
+
     def __enter__(self) -> Listing:
-        """Raises GpusnapError where Podman cannot be run."""
-        self._question = Question("ps", "--all", "--quiet", "--no-trunc")
+        try:
+            self._question = Question("ps", "--all", "--quiet", "--no-trunc")
+        except GpusnapError as error:
+            self._failed = error
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._question.close()
+        if self._question is not None:
+            self._question.close()
 
     def ids(self) -> set[str]:
-        """Once. Raises GpusnapError."""
+        """Once. Raises GpusnapError, also where Podman cannot be run."""
+        if self._failed is not None:
+            raise self._failed
+        assert self._question is not None
         done = self._question.answer()
         if done.code:
             raise GpusnapError(f"Podman does not list its containers: {sentence(done)}")

@@ -16,7 +16,7 @@ from hypothesis import settings as hypothesis_settings
 from gpusnap import privileges
 from gpusnap.cli import main as cli
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim import question_process
+from gpusnap.runtime_shim import question_process, transaction
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.process import pidfd
 from gpusnap.runtime_shim.settings import Settings
@@ -37,6 +37,13 @@ def pids_of_other_tests() -> Iterator[None]:
     """PIDs come round again in a run of thousands of tests: what one test remembers is not another's."""
     yield
     pidfd.forget()
+
+
+@pytest.fixture(autouse=True)
+def signals_of_other_tests() -> Iterator[None]:
+    """A gpusnap that a signal has stopped ends; a test goes on in a process that knows of none."""
+    yield
+    transaction._Signals.pending, transaction._Signals.stopping = 0, False
 
 
 @pytest.fixture(autouse=True)
