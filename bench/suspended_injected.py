@@ -84,15 +84,14 @@ class Job:
         outcome = "refused" if done.code else "worked"
         if done.code:
             checked_message(done)
-        found = states()
-        if unfinished := {
-            name: state for name, state in found.items() if state.endswith("ing") and state != "running"
-        }:
-            if "gpusnap recover" not in done.err:
-                raise Bad(f"{unfinished} needs `gpusnap recover`, and nobody says so: {done.err[-1000:]}")
+        if "gpusnap recover" in done.err:
             outcome += ", recovered"
             good(limited([COMMAND, "recover"]))
-            found = states()
+        found = states()
+        if unfinished := {
+            name: state for name, state in found.items() if state in ("suspending", "resuming")
+        }:
+            raise Bad(f"{unfinished} needs `gpusnap recover`, and nobody says so: {done.err[-1000:]}")
         right = {
             "suspend": {NAME: "running" if done.code else "suspended"},
             "resume": {NAME: "suspended" if done.code else "running"},
