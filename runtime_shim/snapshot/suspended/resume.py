@@ -14,10 +14,11 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from gpusnap.runtime_shim import question_process, state_files
-from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, ProcessState
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
 from gpusnap.runtime_shim.gpu.assignment import plan
+from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process.memory.tmpfs import Area
 from gpusnap.runtime_shim.runtime import cgroup_freezer
 from gpusnap.runtime_shim.runtime import container as containers
@@ -210,10 +211,21 @@ def _stay(found: Suspension, entry: journal.Entry, driver: Driver) -> None:
 
 
 def _finish(found: Suspension, transaction: Transaction, go_on: Callable[[], object]) -> None:
-    """Its GPU state is back: let go of what it was kept in, and have the engine let it run."""
+    """Its GPU state is back: let go of what it was kept in, and have the engine let it run.
+
+    What cannot be removed keeps no container from running: it is said.
+    """
     with transaction.step("let go"):
         suspensions.write(replace(found, stage=Stage.RESUMED))
-        sweep.free(found.key)
+        try:
+            sweep.free(found.key)
+        except (GpusnapError, OSError) as error:
+            why = reason(error) if isinstance(error, OSError) else str(error)
+            note(
+                f"what was kept of the suspended container {found.name} is still there: {why}; gpusnap "
+                "recover removes it",
+                code="GPS-027",
+            )
     with transaction.step("go on"):
         go_on()
         group = containers.frozen_group(found.init[0], found.container)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Refused
 from gpusnap.runtime_shim.gpu.api.driver import Gpu, Host
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records.manifest import GpuRecord
+from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.shim import entry, overrides, suspended
@@ -200,3 +202,26 @@ def test_a_resume_that_fails(monkeypatch: pytest.MonkeyPatch, error: Exception, 
     with pytest.raises(type(error), match=str(error)):
         resume._bring_back(found, Settings(), FakeDriver(), Transaction(), {}, cut_off=cut_off)
     assert stayed == ([] if cut_off else [found.name])
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), GpusnapError("the stage cannot be removed")]
+)
+def test_what_cannot_be_removed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    """The container runs all the same, and it is said."""
+    found = suspension(init=GONE)
+    gone_on: list[str] = []
+
+    def fail(key: str) -> None:
+        raise error
+
+    monkeypatch.setattr("gpusnap.runtime_shim.snapshot.suspended.sweep.free", fail)
+    monkeypatch.setattr(containers, "frozen_group", lambda init, container: None)
+    resume._finish(found, Transaction(), lambda: gone_on.append(found.name))
+    assert gone_on == ["w"]
+    assert suspensions.read(found.key) is None
+    said = capsys.readouterr().err
+    assert "what was kept of the suspended container w is still there" in said
+    assert "gpusnap recover removes it" in said
