@@ -72,16 +72,16 @@ def test_a_schedule(store: Store) -> None:
         assert machine.run("systemctl", "is-enabled", f"{TIMER}.timer").out.strip() == "enabled"
         listed = json.loads(good(machine.run(COMMAND, "schedule", "--list", "--json")))
         assert [(each["container"], each["every"]) for each in listed] == [("w", 30)]
-        (first,) = until(lambda: checkpoints(machine), "the timer has fired", deadline=90)
-        good(machine.run("systemctl", "start", f"{TIMER}.service"))
-        (second,) = checkpoints(machine)
-        assert second["digest"] != first["digest"]
-        third = until(lambda: _newer(machine, second), "the timer has fired again", deadline=90)
-        assert third["names"] != second["names"]
-        until(lambda: len(checkpoints(machine)) == 1, "only the last one is kept")
-        assert machine.state(f"{TIMER}.service", "Result") == "success"
+        first = until(lambda: checkpoints(machine), "the timer has fired", deadline=90)[-1]
+        second = until(lambda: newer(machine, first), "the timer has fired again", deadline=90)
+        assert second["names"] != first["names"]
         before = ticks(machine, "w")[-1]
         until(lambda: ticks(machine, "w")[-1] > before + 3, "it goes on")
+
+        good(machine.run("systemctl", "stop", f"{TIMER}.timer"))
+        until(lambda: machine.state(f"{TIMER}.service") == "inactive", "the last run has ended", deadline=90)
+        assert machine.state(f"{TIMER}.service", "Result") == "success"
+        assert len(checkpoints(machine)) == 1, "--keep-last 1"
 
         good(machine.run("podman", "rm", "--force", "--time", "0", "w"))
         assert machine.run("systemctl", "start", f"{TIMER}.service").code
@@ -94,7 +94,7 @@ def test_a_schedule(store: Store) -> None:
         assert machine.state(f"{TIMER}.timer", "LoadState") == "not-found"
 
 
-def _newer(machine: Machine, than: dict[str, object]) -> dict[str, object] | None:
+def newer(machine: Machine, than: dict[str, object]) -> dict[str, object] | None:
     found = checkpoints(machine)
     return found[-1] if found and found[-1]["digest"] != than["digest"] else None
 
