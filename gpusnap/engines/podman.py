@@ -29,6 +29,8 @@ from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
 from gpusnap.user_errors import NotFound
 
+# Seconds for which a list of containers counts as new.
+_FRESH = 1.0
 # How often a command in a container is looked at.
 _EVERY = 0.25
 # Bytes on disk of what it prints, from which on only what comes next is kept.
@@ -164,18 +166,26 @@ def _texts(found: Mapping[str, Any], key: str) -> dict[str, str]:
 
 
 class Listing:
-    """The IDs of all containers: asked for when this is entered, and waited for when they are needed."""
+    """The IDs of all containers: asked for when this is entered, and waited for when they are needed.
+
+    They are asked for again where that was seconds before: what is not among them may be taken for new.
+    """
 
     def __init__(self) -> None:
         self._question: Question | None = None
         self._failed: GpusnapError | None = None
+        self._asked = 0.0
 
     def __enter__(self) -> Listing:
+        self._ask()
+        return self
+
+    def _ask(self) -> None:
+        self._asked = time.monotonic()
         try:
             self._question = Question("ps", "--all", "--quiet", "--no-trunc")
         except GpusnapError as error:
             self._failed = error
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._question is not None:
@@ -183,6 +193,9 @@ class Listing:
 
     def ids(self) -> set[str]:
         """Once. Raises GpusnapError, also where Podman cannot be run."""
+        if self._question is not None and time.monotonic() - self._asked > _FRESH:
+            self._question.close()
+            self._ask()
         if self._failed is not None:
             raise self._failed
         assert self._question is not None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from fake_podman import ID, FakePodman
+from fakes import wait_for
 
 from gpusnap.engines import podman, podman_command, podman_objects
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
@@ -81,6 +82,19 @@ def test_asked_ahead(fake: FakePodman) -> None:
     program.write_text("no program")
     with podman.Inspection("w") as asked, pytest.raises(GpusnapError, match="podman cannot be run"):
         asked.container()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_list_that_is_old(fake: FakePodman, monkeypatch: pytest.MonkeyPatch, *, late: bool) -> None:
+    """What was made since it was asked for is not new to the restore that comes next."""
+    monkeypatch.setattr(podman, "_FRESH", 0.0 if late else 60.0)
+    fake.lists("a" * 64)
+    calls = fake.folder / "calls"
+    with podman.Listing() as asked:
+        wait_for(lambda: calls.exists() and calls.read_text(), "the question")
+        found = asked.ids()
+    assert found == {"a" * 64}
+    assert calls.read_text().splitlines() == ["ps --all --quiet --no-trunc"] * (1 + late)
 
 
 def test_no_podman(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
