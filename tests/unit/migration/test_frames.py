@@ -136,13 +136,18 @@ def test_a_side_that_only_lives(ends: Ends, stage: str) -> None:
     """Signs of life do not hold for ever: they have to say that something gets further."""
     ends.here.patience = 0.2
     there = Channel(ends.raw_in, ends.raw_out, "here", silence=SILENCE, every=0.02)
-    with (
-        there.alive(lambda: (stage, 7)),
-        pytest.raises(
-            LinkLost, match=r"there has got no further for 0\.2 s" + (": restore" if stage else "$")
-        ),
-    ):
-        ends.here.receive()
+    answer = threading.Timer(20, there.send, ({"too": "late"},))
+    answer.start()
+    try:
+        with (
+            there.alive(lambda: (stage, 7)),
+            pytest.raises(
+                LinkLost, match=r"there has got no further for 0\.2 s" + (": restore" if stage else "$")
+            ),
+        ):
+            ends.here.receive()
+    finally:
+        answer.cancel()
 
 
 def test_a_side_that_gets_further(ends: Ends) -> None:
