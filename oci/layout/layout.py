@@ -330,7 +330,8 @@ class Layout:
         try:
             folder = open_folder(self.path, "blobs", "sha256")
         except OSError as error:
-            raise LayoutError(f"{error.filename} is no folder of an image layout: {reason(error)}") from error
+            where = error.filename or self.path  # an error of fstat(2) or close(2) names no file
+            raise LayoutError(f"{where} is no folder of an image layout: {reason(error)}") from error
         try:
             yield folder
         finally:

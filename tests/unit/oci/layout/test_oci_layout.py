@@ -221,6 +221,17 @@ def test_folders_are_not_followed(layout: Layout, part: str) -> None:
         layout.open_blob(DIGEST)
 
 
+def test_an_error_that_names_no_file(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one of close(2): the layout is named."""
+
+    def fail(*_: str) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(layout_module, "open_folder", fail)
+    with pytest.raises(LayoutError, match=f"^{layout.path} is no folder of an image layout: Input/output"):
+        layout.open_blob(DIGEST)
+
+
 @pytest.mark.parametrize("digest", ["sha256:../../../etc/passwd", "sha512:" + "0" * 128, "../x", NAME])
 def test_digests_that_are_no_names(layout: Layout, digest: str) -> None:
     """A digest that names no sha256 blob opens nothing."""
