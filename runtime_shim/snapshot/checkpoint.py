@@ -25,7 +25,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, RuntimeFailed, unforeseen
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.log import note
@@ -80,7 +79,6 @@ def checkpoint(
     Or one that is suspended: `asleep` is what is on file of it. Raises a GpusnapError; the container is then
     as if nobody had asked, unless the error says otherwise.
     """
-    question_process.start()
     with interruptible(), Transaction() as transaction:
         pages = _pages(call, settings, driver, container, asleep=asleep is not None)
         job = Job(call, real, settings, driver, container, transaction, pages, asleep=asleep)

@@ -24,7 +24,6 @@ from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.files import replace_below
-from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import (
     ContainerError,
     GpusnapError,
@@ -39,7 +38,6 @@ from gpusnap.runtime_shim.gpu.api.driver import Driver, Host
 from gpusnap.runtime_shim.gpu.api.errors import GpuError
 from gpusnap.runtime_shim.gpu.cdi import spec as cdi
 from gpusnap.runtime_shim.gpu.nvidia.driver_files import Found, found
-from gpusnap.runtime_shim.gpu.opening import opening
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest
@@ -135,16 +133,14 @@ class _Job:
 def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: dict[str, Any]) -> int:
     """Restore a container from an image that gpusnap made; returns the exit code of the real runtime.
 
-    `config` is the bundle's config.json.
+    `config` is the bundle's config.json. The caller has the driver start meanwhile (gpu/opening.py).
 
     Raises a GpusnapError; no container is left then.
     """
-    question_process.start()
     images = str(call.images(real.kind))
     found = find_driver()
-    with opening(found):
-        record = manifest.read(images)
-        pycriu_package.load()  # refuses where it is missing; to import it takes as long as to open a driver
+    record = manifest.read(images)
+    pycriu_package.load()  # refuses where it is missing; to import it takes as long as to open a driver
     driver = driver_for(record, criu_plugin.of_record(record, found))
     with (
         interruptible(),
