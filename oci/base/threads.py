@@ -61,6 +61,11 @@ class Crew:
         """What the first worker that failed raised, if one has."""
         return None if isinstance(self._error, _Stopped) else self._error
 
+    @property
+    def over(self) -> bool:
+        """Whether a worker failed, or they were told to end."""
+        return self._error is not None
+
     def stop(self) -> None:
         """End all workers at their next check, and wait for them."""
         self._fail(_Stopped())

@@ -6,22 +6,25 @@ the slots out and go on with the rest, chunk after chunk. Where the regions are 
 chunks are read and decompressed straight into them, and there are no slots.
 
 The tables and the blobs may come from anybody. A blob is read only where its size is the one in the table,
-its digest is checked before zstd sees it, what zstd makes of it never exceeds the chunk, and the digest of
-that is checked before a region sees it. A region that is memory of ours sees it before, and holds nothing
-that may be used until all of it is there and right; `later` leaves the digests of its content to `verify`,
-which may run while something else is done with it. Without `later`, `placed` says of each chunk when it is.
+what zstd makes of it never exceeds the chunk, and the digest of that is checked before a region sees it. The
+digest of a compressed blob says nothing more, and is asked only which of the two is wrong. A region that is
+memory of ours sees the bytes before, and holds nothing that may be used until all of it is there and right;
+`later` leaves the digests of its content to `verify`, which may run while something else is done with it.
+Without `later`, `placed` says of each chunk when it is.
 
 Regions of one group are read one after the other, and groups side by side, so that those who use them get on
-at the same rate. Whoever waits for a chunk moves it to the head by `hurry`.
+at the same rate. Whoever waits for a chunk moves it to the head by `hurry`. One reading may come `behind`
+another one, whose chunks are wanted first.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 import zstandard
@@ -34,9 +37,13 @@ from gpusnap.oci.chunks.buffers import Memory, Target
 from gpusnap.oci.chunks.table import CHUNK_SIZE, LARGE_CHUNK, Chunk, Table, validated
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import Descriptor
 
+_OCTETS = "application/octet-stream"
 # How often a worker with nothing to do looks whether it was cancelled, in seconds.
 _LOOK = 0.05
+# … and whether the reading that it is behind has come to its end.
+_LOOK_AHEAD = 0.005
 
 
 def read(
@@ -122,6 +129,8 @@ class Reading:
     chunk is not written: the targets hold zeros there. groups: that of each table, in order; see above.
     prepare: called likewise before a chunk is written into memory of ours; what it raises ends the reading.
     placed: called with the place of the table and the chunk, by a worker, once that is in its target.
+    reads: entered while a blob is read, to have few of them read at once.
+    behind: begin with the first chunk when that reading has begun with its last one, or has ended.
     progress: told after each chunk, by a worker, how many bytes of plain content were read, and of how many.
 
     Raises ChunkError for tables that cannot be right, and CeilingError. `deliver` and `wait` raise what ended
@@ -140,6 +149,8 @@ class Reading:
         groups: Sequence[int] = (),
         prepare: Callable[[int, Chunk], None] | None = None,
         placed: Callable[[int, Chunk], None] | None = None,
+        reads: AbstractContextManager[object] | None = None,
+        behind: Reading | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._tables = [validated(table.size, table.chunks) for table in tables]
@@ -148,6 +159,8 @@ class Reading:
         self._later, self._unsure = later, deque[_Part]()
         self._threads = threads
         self._crew = Crew()
+        self._reads: AbstractContextManager[object] = reads or nullcontext()
+        self._behind = behind
         self._alone = threading.Lock()
         self._changed = threading.Condition()
         self._unread = _Order(self._tables, groups or [0] * len(self._tables))
@@ -192,6 +205,12 @@ class Reading:
         """Whether all chunks are in their targets."""
         return not self._left
 
+    @property
+    def begun(self) -> bool:
+        """Whether a worker has begun with the last chunk, or none will ever do."""
+        with self._changed:
+            return self._unread.next() is None or self._crew.over
+
     def hurry(self, at: int, offset: int) -> None:
         """Somebody waits for that place of a table: it, and what lies behind it, is read next."""
         with self._changed:
@@ -225,6 +244,7 @@ class Reading:
                 view, chunk = self._place(part), part.chunk
                 assert view is not None
                 if digest_of(view) != chunk.plain:
+                    self._layout.check_blob(Descriptor(_OCTETS, chunk.blob, chunk.stored))
                     raise _wrong(chunk)
 
         self._crew.start(min(threads or self._threads, len(self._unsure)), work)
@@ -269,6 +289,9 @@ class Reading:
         window = max(min(self._slot_size, LARGE_CHUNK), 1 << 10)
         decompressor = zstandard.ZstdDecompressor(max_window_size=window)
         try:
+            while self._behind is not None and not self._behind.begun:
+                self._crew.check()
+                time.sleep(_LOOK_AHEAD)
             while (step := self._next()) is not None:
                 part, place, ready = step
                 if not ready:
@@ -289,6 +312,7 @@ class Reading:
                             packed.view,
                             plane.view if plane is not None else packed.view,
                             unpack or decompressor,
+                            reads=self._reads,
                             later=later,
                         )
                         del unpack
@@ -369,12 +393,13 @@ def _fetch(
     plane: memoryview,
     decompressor: zstandard.ZstdDecompressor,
     *,
-    later: bool = False,
+    reads: AbstractContextManager[object],
+    later: bool,
 ) -> None:
     """The bytes of a chunk into `plain`, checked, or its size alone. Raises BlobError, ChunkError."""
     into = plain[: chunk.size]
     blob = into if chunk.encoding == "plain" else packed[: chunk.stored]
-    with layout.open_blob(chunk.blob, chunk.stored) as file:
+    with layout.open_blob(chunk.blob, chunk.stored) as file, reads:
         done = 0
         while done < blob.nbytes:
             try:
@@ -384,11 +409,9 @@ def _fetch(
             if not count:
                 raise BlobError(f"the blob {chunk.blob} ends at {done} of {chunk.stored} bytes")
             done += count
-    if chunk.encoding == "plain" and later:
-        return
-    if digest_of(blob) != chunk.blob:
-        raise _wrong_blob(chunk)
     if chunk.encoding == "plain":
+        if not later and digest_of(blob) != chunk.blob:
+            raise _wrong(chunk, blob)
         return
     try:
         if chunk.encoding == "planes":
@@ -399,19 +422,17 @@ def _fetch(
             with decompressor.stream_reader(blob, closefd=False) as reader:
                 count = reader.readinto(into)
     except (zstandard.ZstdError, ChunkError) as error:
+        if digest_of(blob) != chunk.blob:
+            raise _wrong(chunk, blob) from error
         raise ChunkError(
             f"the blob {chunk.blob} of the chunk at {chunk.offset} is no {chunk.encoding}: {error}"
         ) from error
     if count != chunk.size or (not later and digest_of(into) != chunk.plain):
-        raise _wrong(chunk)
+        raise _wrong(chunk, blob)
 
 
-def _wrong(chunk: Chunk) -> BlobError | ChunkError:
-    """The content of a chunk is not what its digest says."""
-    if chunk.encoding == "plain":
-        return _wrong_blob(chunk)
+def _wrong(chunk: Chunk, blob: memoryview | None = None) -> BlobError | ChunkError:
+    """The content of a chunk is not what its digest says. `blob`: all of its blob, where it may be wrong."""
+    if blob is not None and digest_of(blob) != chunk.blob:
+        return BlobError(f"the blob {chunk.blob} holds something else than its digest says")
     return ChunkError(f"the blob {chunk.blob} does not hold the chunk at {chunk.offset}, {chunk.plain}")
-
-
-def _wrong_blob(chunk: Chunk) -> BlobError:
-    return BlobError(f"the blob {chunk.blob} holds something else than its digest says")

@@ -257,12 +257,13 @@ def _nothing_waits(job: _Job) -> None:
         )
 
 
-def _start_reading(job: _Job) -> tuple[Rebuilding, dict[str, str]] | None:
-    """Have the bytes come from now on; CRIU's images that are in chunks, with their paths by name.
+def _start_reading(job: _Job) -> Rebuilding | None:
+    """Have the bytes come from now on; CRIU's images that are in chunks.
 
     Only CRIU waits for its images, and only the driver for the GPUs' memory.
     """
-    memory, images = job.settings.memory, None
+    memory = job.settings.memory
+    images: Rebuilding | None = None
     if job.driver is not None and any(process.regions for process in job.record.processes):
         preflight.room_to_restore(job.record, memory)
     if job.record.pages == StoreHome.kind:
@@ -274,14 +275,18 @@ def _start_reading(job: _Job) -> tuple[Rebuilding, dict[str, str]] | None:
             where = fetching.scratch or scratch()
             folder = tempfile.mkdtemp(prefix=scratch_files.prefix("images"), dir=where)
             job.cleanup.callback(scratch_files.remove_folder, folder)
-            ceiling = transfer.ceiling(memory)
-            rebuilding = Rebuilding(
-                job.record.files, fetching, folder, threads=memory.threads, ceiling=ceiling
+            images = Rebuilding(
+                job.record.files,
+                fetching,
+                folder,
+                threads=memory.threads,
+                ceiling=transfer.ceiling(memory),
+                key=job.key if preflight.room_for_images(job.record, memory) else "",
             )
-            job.cleanup.callback(rebuilding.close)
-            images = rebuilding, {each.name: os.path.join(folder, each.name) for each in job.record.files}
+            job.cleanup.callback(images.close)
     if job.driver is not None and any(process.regions for process in job.record.processes):
-        filling = Filling(job.images, job.record, memory, job.key, job.fetching)
+        behind = images.reading if images is not None else None
+        filling = Filling(job.images, job.record, memory, job.key, job.fetching, behind)
         job.filling = job.cleanup.enter_context(filling)
     return images
 
@@ -316,8 +321,8 @@ def _plan(job: _Job, config: dict[str, Any]) -> None:
     _clear_links(job)
     elsewhere: dict[str, str] = {}
     if coming is not None:
-        rebuilding, elsewhere = coming
-        rebuilding.result()
+        coming.result()
+        elsewhere = coming.paths
     job.images = job.cleanup.enter_context(view(job.images, replaced, elsewhere, always=True))
     criu_mounts.checked(job.record.mounts, job.remap.mounts if job.remap is not None else None)
     edits = job.remap.edits if job.remap is not None else bundle.Edits()

@@ -21,9 +21,12 @@ static struct {
     size_t size;
 } region;
 
+/* What NVIDIA's driver maps ends within a page, too. */
+#define ODD 3216
+
 static size_t region_size(void)
 {
-    size_t size = GRANULE;
+    size_t size = GRANULE + ODD;
     for (int i = 0; i < process.visible_count; i++)
         for (struct allocation *a = process.visible[i].allocations; a; a = a->next)
             size += a->span;

@@ -51,10 +51,15 @@ _PATIENCE, _SLOWEST = 300.0, 64 << 10
 
 
 def in_pages(tables: Sequence[Table]) -> bool:
-    """Whether every chunk consists of whole pages: no other one can be released alone."""
+    """Whether every chunk consists of whole pages: no other one can be released alone.
+
+    The last page of a region may be a part: NVIDIA's driver maps what it needs, to the byte, and the rest of
+    that page is nobody's.
+    """
     return all(
-        table.size % PAGE == 0 and all((c.offset | c.size) % PAGE == 0 for c in table.chunks)
+        c.offset % PAGE == 0 and (c.size % PAGE == 0 or c.offset + c.size == table.size)
         for table in tables
+        for c in table.chunks
     )
 
 
@@ -66,6 +71,8 @@ class Waits:
     """How often a thread touched what was not there."""
     complete: float
     """Seconds from the first process that had its memory mapped until all of it was there; 0 before."""
+    early: bool = False
+    """Whether a process had its memory mapped before all of it was there."""
 
 
 @dataclass(slots=True)
@@ -159,8 +166,9 @@ class DemandPaging:
     @property
     def told(self) -> Waits:
         """What was waited for so far."""
-        whole = self._complete and self._begun  # it may have been whole before a process had it
-        return Waits(self._faults, max(0.0, self._complete - self._begun) if whole else 0.0)
+        early, complete = self._begun > 0, self._complete - self._begun
+        # It may have been whole before a process had it.
+        return Waits(self._faults, max(0.0, complete) if early and self._complete else 0.0, early)
 
     def populate_zeros(self) -> None:
         """Have pages of zeros where no chunk is, in a thread of ours: the driver would find them one by one.
@@ -198,7 +206,7 @@ class DemandPaging:
         for userfault, regions in found.values():
             for at in regions:
                 area = self._regions[at].area
-                userfault.register(area.address, area.size)
+                userfault.register(area.address, _to_page(area.size))
         pidfd.remember((each.pid, each.start) for each in map(proc.process, found) if each is not None)
         with self._lock:
             if self._error is not None:
@@ -318,9 +326,10 @@ class DemandPaging:
     def _release(self, region: _Region, offset: int, size: int) -> None:
         """Raises OSError; ENOMEM where it takes more mappings than the process may have."""
         userfault, begin = region.userfault, region.area.address + offset
+        end = begin + _to_page(size)
         if userfault is None:  # see `detach`
             return
-        parts = [(begin, begin + size)]
+        parts = [(begin, end)]
         for attempt in range(_TRIES):
             try:
                 for start, end in parts:
@@ -335,7 +344,7 @@ class DemandPaging:
                     raise
             # The driver unmaps what it has read, and something else may have these addresses by now, of which
             # the kernel takes none. The rest is to be released all the same.
-            parts = _still_mapped(region, begin, begin + size)
+            parts = _still_mapped(region, begin, end)
 
     def _fill_zeros(self) -> None:
         while not self._over.is_set():
@@ -392,6 +401,11 @@ class DemandPaging:
             if region.ready[piece]:
                 return
         hurry(at, region.starts[piece])
+
+
+def _to_page(size: int) -> int:
+    """Bytes of whole pages: of what the end of a region is in."""
+    return -(-size // PAGE) * PAGE
 
 
 def _region(area: Area, table: Table) -> _Region:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 from gpusnap.oci.base.errors import BlobError, DiskError, LayoutError, OciError
 from gpusnap.oci.base.threads import for_each
 from gpusnap.oci.chunks import reader as reading
-from gpusnap.oci.chunks.buffers import File
-from gpusnap.oci.chunks.table import descriptors
+from gpusnap.oci.chunks.buffers import File, Target
+from gpusnap.oci.chunks.table import Chunk, descriptors
 from gpusnap.oci.layout.blobs import Blobs, FirstOf
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
@@ -31,6 +31,7 @@ from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import ImageError, Refused, reason
 from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
 from gpusnap.runtime_shim.records.manifest import FOLDER, FileRecord, Manifest
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import as_artifact
@@ -236,39 +237,78 @@ def _repository(text: str) -> Repository:
 
 
 class Rebuilding:
-    """CRIU's images that are in chunks, on their way into a folder: begun when this is made. To be closed."""
+    """CRIU's images that are in chunks, on their way into files: begun when this is made. To be closed."""
 
     def __init__(
-        self, files: Sequence[FileRecord], blobs: Blobs, folder: str, *, threads: int, ceiling: int
+        self,
+        files: Sequence[FileRecord],
+        blobs: Blobs,
+        folder: str,
+        *,
+        threads: int,
+        ceiling: int,
+        key: str = "",
     ) -> None:
-        """Raises ImageError."""
+        """`folder`: for the files. `key`: of the container, to have them in RAM instead, if it can be had.
+
+        A file on a disk is written by one thread at a time (its inode is locked), memory by all of them, and
+        nothing of it is to stay. Raises ImageError.
+        """
         self._folder = folder
+        self._stage = Stage(key) if key else None
+        self._areas: dict[int, Area] = {}
         self._opened = contextlib.ExitStack()
+        self.paths: dict[str, str] = {}
+        """Where each file is, by its name."""
         try:
             with self._explained():
-                targets = []
-                for each in files:
-                    path = os.path.join(folder, each.name)
-                    file = self._opened.enter_context(open(path, "xb", buffering=0))
-                    os.ftruncate(file.fileno(), each.table.size)
-                    targets.append(File(file.fileno(), each.table.size))
+                targets = [self._target(at, each) for at, each in enumerate(files)]
                 tables = [each.table for each in files]
-                self._reading = reading.Reading(
-                    tables, blobs, threads=threads or copies.cores(), ceiling=ceiling, targets=targets
+                self.reading = reading.Reading(
+                    tables,
+                    blobs,
+                    threads=threads or copies.cores(),
+                    ceiling=ceiling,
+                    targets=targets,
+                    prepare=self._populate if self._areas else None,
                 )
         except BaseException:
-            self._opened.close()
+            self._drop()
             raise
+
+    def _target(self, at: int, record: FileRecord) -> Target:
+        """A file in RAM, or one in the folder. Raises OSError."""
+        if self._stage is not None:
+            with contextlib.suppress(OSError):
+                area = self._areas[at] = self._stage.area(f"images-{record.name}", 0, record.table.size)
+                self.paths[record.name] = area.path
+                return area
+        path = self.paths[record.name] = os.path.join(self._folder, record.name)
+        file = self._opened.enter_context(open(path, "xb", buffering=0))
+        os.ftruncate(file.fileno(), record.table.size)
+        return File(file.fileno(), record.table.size)
+
+    def _populate(self, at: int, chunk: Chunk) -> None:
+        """The kernel would end us by SIGBUS where we write to a page that it has no memory for."""
+        if at in self._areas:
+            self._areas[at].populate(chunk.offset, chunk.size, threads=1)
 
     def result(self) -> None:
         """Return when they are there, and checked. Raises ImageError."""
         with self._explained():
-            self._reading.wait()
+            self.reading.wait()
 
     def close(self) -> None:
-        """End it, wherever it is. May be called twice."""
-        self._reading.close()
+        """End it, wherever it is, and have nothing of it in RAM. May be called twice."""
+        self.reading.close()
+        self._drop()
+
+    def _drop(self) -> None:
         self._opened.close()
+        for area in self._areas.values():
+            area.close()
+        if self._stage is not None:
+            transfer.free(self._stage)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

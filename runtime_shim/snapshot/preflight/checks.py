@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from gpusnap.runtime_shim.errors import Refused, reason
 from gpusnap.runtime_shim.gpu.api.driver import Host, ProcessState
 from gpusnap.runtime_shim.log import note
-from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process import mount_namespace, proc
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime import find as locate
@@ -328,6 +328,19 @@ def room_to_restore(record: Manifest, settings: Memory) -> None:
     need = sum(region.table.size for process in record.processes for region in process.regions)
     _fits(need, "have to pass through", "this host", _available())
     _fits_us(need, "have to pass through", settings)
+
+
+def room_for_images(record: Manifest, settings: Memory) -> bool:
+    """Whether CRIU's images that are in chunks fit into RAM for a restore.
+
+    Beside the GPUs' memory and what CRIU makes of them, here and within the limit of our own cgroup. They do
+    not where memory.ceiling says how much gpusnap may use, nor where what is staged would not outlive us.
+    """
+    if settings.ceiling or not mount_namespace.lasting():
+        return False
+    need = 2 * sum(each.table.size for each in record.files)
+    need += sum(region.table.size for process in record.processes for region in process.regions)
+    return all(free is None or need <= free for free in (_available(), _limit(os.getpid())))
 
 
 def _fits_us(need: int, how: str, settings: Memory | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import mmap
 import os
 import threading
@@ -21,6 +22,7 @@ from gpusnap.oci.chunks.buffers import Buffer
 from gpusnap.oci.chunks.reader import Reading, read
 from gpusnap.oci.chunks.table import MEDIA_TYPES, Chunk, Table
 from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 
 KINDS = ("text", "random", "zero")
@@ -226,33 +228,91 @@ def test_a_target_that_fails(layout: Layout, threads: int) -> None:
 
 
 def test_checked_later(layout: Layout) -> None:
-    """What `later` left is found by verify, whichever chunk it is; what would reach zstd is found at once."""
+    """What `later` left is found by verify, whichever chunk it is, if zstd does not fail at it before."""
     tables = save(layout, MIXED)
 
-    def read_it(region: bytearray) -> bool:
-        """Whether it failed at once."""
-        with Reading(
-            tables, layout, threads=2, ceiling=CEILING, targets=[Buffer(region)], later=True
-        ) as reading:
-            try:
-                reading.wait()
-            except BlobError:
-                return True
+    def read_it(region: bytearray) -> None:
+        targets = [Buffer(region)]
+        with Reading(tables, layout, threads=2, ceiling=CEILING, targets=targets, later=True) as reading:
+            reading.wait()
             reading.verify()
-        return False
 
     for chunk in tables[0].chunks:
         path = path_of(layout, chunk)
         data = path.read_bytes()
         flip(path, Path())
-        if chunk.encoding == "zstd":
-            assert read_it(bytearray(len(MIXED)))
-        else:
-            with pytest.raises(BlobError, match="holds something else"):
-                read_it(bytearray(len(MIXED)))
+        with pytest.raises(BlobError, match="holds something else"):
+            read_it(bytearray(len(MIXED)))
         path.write_bytes(data)
     region = bytearray(len(MIXED))
-    assert not read_it(region)
+    read_it(region)
+    assert region == MIXED
+
+
+class Held:
+    """Blobs of a layout that are not opened before they may; and how often it was tried."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.may = threading.Semaphore(0)
+        self.tried = 0
+        self.lock = threading.Lock()
+
+    def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
+        with self.lock:
+            self.tried += 1
+        assert self.may.acquire(timeout=30)
+        return self.layout.open_blob(digest, size)
+
+    def check_blob(self, wanted: Descriptor) -> None:
+        self.layout.check_blob(wanted)
+
+
+def test_behind_another(layout: Layout) -> None:
+    """It opens no blob before the other one has begun with its last chunk; then it does not wait."""
+    first, second = Held(layout), Held(layout)
+    tables = save(layout, MIXED)
+    count = len(tables[0].chunks)
+    assert count > 1
+    ahead, region = bytearray(len(MIXED)), bytearray(len(MIXED))
+    with (
+        Reading(tables, first, threads=1, ceiling=CEILING, targets=[Buffer(ahead)]) as one,
+        Reading(tables, second, threads=2, ceiling=CEILING, targets=[Buffer(region)], behind=one) as two,
+    ):
+        for number in range(1, count):
+            wait_for(lambda number=number: first.tried == number)
+            assert not one.begun
+            assert second.tried == 0
+            first.may.release()
+        wait_for(lambda: first.tried == count)
+        assert one.begun
+        assert not one.complete
+        second.may.release(count)
+        two.wait()
+        first.may.release()
+        one.wait()
+    assert ahead == region == MIXED
+
+
+@pytest.mark.parametrize("end", ["failed", "closed"])
+def test_behind_one_that_ended(layout: Layout, end: str) -> None:
+    """Whatever became of that: it is read all the same."""
+    tables = save(layout, MIXED)
+    region = bytearray(len(MIXED))
+    held = Held(layout)
+    with (
+        Reading(tables, held, threads=1, ceiling=CEILING, targets=[Buffer(bytearray(len(MIXED)))]) as one,
+        Reading(tables, layout, threads=1, ceiling=CEILING, targets=[Buffer(region)], behind=one) as two,
+    ):
+        wait_for(lambda: held.tried == 1)
+        if end == "failed":
+            held.layout = Layout("/nowhere")
+            held.may.release()
+        else:
+            threading.Thread(target=one.close).start()
+            wait_for(lambda: one.begun)
+            held.may.release()
+        two.wait()
     assert region == MIXED
 
 

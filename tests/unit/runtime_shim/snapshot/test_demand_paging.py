@@ -22,7 +22,7 @@ from memory_target import MIB, Target
 
 from gpusnap.oci.base.errors import BlobError, Unreachable
 from gpusnap.oci.chunks.buffers import Buffer
-from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.chunks.writer import write
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
@@ -42,6 +42,7 @@ from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.stopping.stop import only
 
 KEY = "other"
+ODD = 3216  # bytes: NVIDIA's driver maps regions that end within a page
 ONE_WORKER = Memory(pages="chunks", chunk_size=MIB, threads=1, ceiling=64 * MIB)
 
 pytestmark = pytest.mark.skipif(
@@ -162,9 +163,10 @@ def ended(target: Target) -> None:
     assert target.process.wait(60) == -signal.SIGKILL
 
 
-def test_it_waits_for_what_is_not_there(target: Target, gate: Gate) -> None:
+@pytest.mark.parametrize("rest", [0, ODD])
+def test_it_waits_for_what_is_not_there(target: Target, gate: Gate, rest: int) -> None:
     """A process reads its region from the first byte while the last chunk is missing, and all is right."""
-    region = Region(target, gate.layout, random_bytes(6 * MIB))
+    region = Region(target, gate.layout, random_bytes(6 * MIB + rest))
     gate.closed = {region.table.chunks[-1].blob}
     with filling_of(gate, (7, [region])) as filling:
         filling.deliver({7: target.pid})
@@ -227,7 +229,7 @@ def test_nothing_was_missing(target: Target, gate: Gate) -> None:
 def test_zeros(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in no chunk reads as zeros, also where it is touched before anybody has come to it."""
     monkeypatch.setattr(demand_paging, "_ZEROS", MIB)
-    content = random_bytes(MIB) + bytes(5 * MIB) + random_bytes(MIB, 2)
+    content = random_bytes(MIB) + bytes(5 * MIB) + random_bytes(MIB, 2) + bytes(ODD)
     region = Region(target, gate.layout, content)
     assert len(region.table.chunks) == 2
     begin, taken = threading.Event(), []
@@ -248,7 +250,7 @@ def test_zeros(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> N
         assert target._line() == hashlib.sha256(bytes(MIB)).hexdigest()
         filling.right()
         assert target.ask(region.reads()) == region.digest
-    assert taken == [1, 4, 2, 3, 5]
+    assert taken == [1, 4, 2, 3, 5, 7]
 
 
 @pytest.mark.parametrize("waiting", [True, False])
@@ -685,8 +687,15 @@ def test_asked_to_stop(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPat
 
 def test_whole_pages() -> None:
     """A table of somebody else's may cut a page in two, and then none of it can be released alone."""
+
+    def chunks(*places: tuple[int, int]) -> tuple[Chunk, ...]:
+        return tuple(Chunk(offset, size, "", "", size, "plain") for offset, size in places)
+
     assert demand_paging.in_pages([Table(8192, ())])
-    assert not demand_paging.in_pages([Table(8193, ())])
+    assert demand_paging.in_pages([Table(8193, chunks((0, 4096)))])
+    assert demand_paging.in_pages([Table(8193, chunks((0, 8192), (8192, 1)))])
+    assert not demand_paging.in_pages([Table(8193, chunks((0, 4097), (4097, 4096)))])
+    assert not demand_paging.in_pages([Table(12288, chunks((0, 4095)))])
 
 
 def test_nothing_at_all() -> None:

@@ -588,7 +588,7 @@ class Coming:
     """A Filling that is still filled while the driver restores."""
 
     arriving = True
-    told = Waits(3, 1.5)
+    told = Waits(3, 1.5, True)
 
     def __init__(self, *_: object) -> None:
         self.deliver = self.close = lambda *_: None
@@ -642,7 +642,7 @@ def test_the_journal_says_that_memory_is_on_its_way(scene: Scene, coming: list[i
         scene.driver.when("unlock", lambda _: look("unlock"), pid)
     assert scene.restore("--detach").code == 0
     timing = json.loads((scene.image / restore.TIMING).read_text())
-    assert timing["memory"] == {"faults": 3, "complete": 1.5}
+    assert timing["memory"] == {"faults": 3, "complete": 1.5, "early": True}
     assert told[0] == ("restore", True)  # the second may begin when the first has all of its memory
     assert [arriving for what, arriving in told if what == "unlock"] == [False, False]
     assert len(told) == 4
