@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -264,6 +265,9 @@ class Held:
         assert self.may.acquire(timeout=30)
         return self.layout.open_blob(digest, size)
 
+    def was_tried(self, times: int) -> bool:
+        return self.tried == times
+
     def check_blob(self, wanted: Descriptor) -> None:
         self.layout.check_blob(wanted)
 
@@ -280,11 +284,11 @@ def test_behind_another(layout: Layout) -> None:
         Reading(tables, second, threads=2, ceiling=CEILING, targets=[Buffer(region)], behind=one) as two,
     ):
         for number in range(1, count):
-            wait_for(lambda number=number: first.tried == number)
+            wait_for(partial(first.was_tried, number))
             assert not one.begun
             assert second.tried == 0
             first.may.release()
-        wait_for(lambda: first.tried == count)
+        wait_for(partial(first.was_tried, count))
         assert one.begun
         assert not one.complete
         second.may.release(count)
@@ -304,7 +308,7 @@ def test_behind_one_that_ended(layout: Layout, end: str) -> None:
         Reading(tables, held, threads=1, ceiling=CEILING, targets=[Buffer(bytearray(len(MIXED)))]) as one,
         Reading(tables, layout, threads=1, ceiling=CEILING, targets=[Buffer(region)], behind=one) as two,
     ):
-        wait_for(lambda: held.tried == 1)
+        wait_for(partial(held.was_tried, 1))
         if end == "failed":
             held.layout = Layout("/nowhere")
             held.may.release()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,15 +22,17 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.registry.repository import Repository
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import ImageError, Refused
+from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
 from gpusnap.runtime_shim.settings import Store as Settings
 from gpusnap.runtime_shim.snapshot.memory import source as module
 from gpusnap.runtime_shim.snapshot.memory.destination import as_artifact, labelled
-from gpusnap.runtime_shim.snapshot.memory.source import Fetching, rebuild
+from gpusnap.runtime_shim.snapshot.memory.source import Fetching, Rebuilding, rebuild
 
 KIB = 1 << 10
 SIZE = 64 * KIB
 NOWHERE = "/nonexistent"
+ROOM = {"at first": "area", "on the way": "populate"}
 
 
 @pytest.fixture
@@ -290,6 +294,66 @@ def test_images_are_rebuilt(tmp_path: Path, made: tuple[Manifest, Layout], conte
     (Path(layout.path) / "blobs" / "sha256" / blob.removeprefix("sha256:")).write_bytes(os.urandom(4 * KIB))
     with pytest.raises(ImageError, match=blob):
         rebuild(record.files, layout, str(folder), threads=2, ceiling=64 << 20)
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The tmpfs of a test's own."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a tmpfs")
+    folder = tmp_path / "gpusnap" / "stage"
+    monkeypatch.setattr(tmpfs, "FOLDER", str(folder))
+    return folder
+
+
+def test_images_in_ram(tmp_path: Path, stage: Path, made: tuple[Manifest, Layout], content: bytes) -> None:
+    """Byte for byte, and nothing of it stays; what has to be written is not in the folder."""
+    record, layout = made
+    folder = tmp_path / "images"
+    folder.mkdir()
+    sizes = {"threads": 2, "ceiling": 64 << 20}
+    with closing(Rebuilding(record.files, layout, str(folder), key="some-key", **sizes)) as rebuilding:
+        rebuilding.result()
+        assert Path(rebuilding.paths["pages-1.img"]).read_bytes() == content[::-1]
+        assert Path(rebuilding.paths["pages-1.img"]).parent == stage / "some-key"
+    assert list(folder.iterdir()) == []
+    assert not os.path.ismount(stage)
+    blob = record.files[0].table.chunks[0].blob
+    (Path(layout.path) / "blobs" / "sha256" / blob.removeprefix("sha256:")).write_bytes(os.urandom(4 * KIB))
+    rebuilding = Rebuilding(record.files, layout, str(folder), key="some-key", **sizes)
+    with closing(rebuilding), pytest.raises(ImageError, match=blob):
+        rebuilding.result()
+    assert not os.path.ismount(stage)
+
+
+@pytest.mark.parametrize("when", ["at first", "on the way"])
+def test_no_ram_for_images(
+    tmp_path: Path,
+    stage: Path,
+    made: tuple[Manifest, Layout],
+    content: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+) -> None:
+    """Where no file in RAM can be had they are in the folder; one that has no page left is an error."""
+    record, layout = made
+    folder = tmp_path / "images"
+    folder.mkdir()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere")
+
+    monkeypatch.setattr(tmpfs.Stage if when == "at first" else tmpfs.Area, ROOM[when], full)
+    rebuilding = Rebuilding(record.files, layout, str(folder), threads=2, ceiling=64 << 20, key="some-key")
+    with closing(rebuilding):
+        if when == "at first":
+            rebuilding.result()
+            assert rebuilding.paths == {"pages-1.img": str(folder / "pages-1.img")}
+            assert (folder / "pages-1.img").read_bytes() == content[::-1]
+        else:
+            with pytest.raises(ImageError, match="No space left on device"):
+                rebuilding.result()
+    assert not os.path.ismount(stage)
 
 
 def test_chunks_that_a_crash_left_in_a_staging(

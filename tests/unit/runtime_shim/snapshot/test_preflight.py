@@ -17,8 +17,8 @@ from fakes import POISON, Family, a_manifest, unshare_works, wait_for
 from gpusnap.oci.chunks.table import Table
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.gpu.api.driver import Host, ProcessState
-from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.records.manifest import RegionRecord
+from gpusnap.runtime_shim.process import mount_namespace, proc
+from gpusnap.runtime_shim.records.manifest import FileRecord, RegionRecord
 from gpusnap.runtime_shim.runtime import find
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall
 from gpusnap.runtime_shim.runtime.container import Container
@@ -398,6 +398,30 @@ def test_room_to_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     process = replace(process, regions=(region, region))
     with pytest.raises(Refused, match=r"6\.0 GiB of GPU memory have to pass through RAM, and this host"):
         preflight.room_to_restore(replace(record, processes=(process,)), Memory())
+
+
+@pytest.mark.parametrize(
+    ("here", "ours", "ceiling", "fits"),
+    [
+        (7 * GIB, None, 0, True),
+        (7 * GIB - 1, None, 0, False),
+        (9 * GIB, 7 * GIB - 1, 0, False),
+        (None, None, 0, True),
+        (9 * GIB, None, 9 * GIB, False),
+    ],
+)
+def test_room_for_images(
+    monkeypatch: pytest.MonkeyPatch, here: int | None, ours: int | None, ceiling: int, *, fits: bool
+) -> None:
+    """The GPUs' memory, the images, and what CRIU makes of these; whoever sets a ceiling gets no more."""
+    monkeypatch.setattr(preflight, "_limit", lambda _: ours)
+    monkeypatch.setattr(preflight, "_available", lambda: here)
+    process = replace(a_manifest().processes[0], regions=(RegionRecord(4096, Table(3 * GIB, ())),))
+    files = (FileRecord("pages-1.img", Table(2 * GIB, ())),)
+    record = replace(a_manifest(), processes=(process,), files=files)
+    assert preflight.room_for_images(record, Memory(ceiling=ceiling)) is fits
+    monkeypatch.setattr(mount_namespace, "lasting", lambda: False)
+    assert not preflight.room_for_images(record, Memory(ceiling=ceiling))
 
 
 def test_room_is_made_before_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
