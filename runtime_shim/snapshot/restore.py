@@ -140,6 +140,9 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
     images = str(call.images(real.kind))
     found = find_driver()
     record = manifest.read(images)
+    # Refuses where it is missing. Its import takes as long as to open a driver, and five times as long beside
+    # the threads that bring the bytes.
+    pycriu_package.load()
     driver = driver_for(record, criu_plugin.of_record(record, found))
     with (
         interruptible(),
@@ -294,7 +297,6 @@ def _plan(job: _Job, config: dict[str, Any]) -> None:
     """Choose the GPUs and prepare what the runtime will read. Nothing of the container is there yet."""
     replaced: dict[str, bytes] = {}
     coming = _start_reading(job)
-    pycriu_package.load()  # refuses where it is missing; its import takes a part of what the bytes take
     if job.driver is not None:
         job.driver.open()
         if job.plugin is not None:
