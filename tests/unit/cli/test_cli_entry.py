@@ -43,3 +43,31 @@ def test_ctrl_c_while_modules_are_imported(words: list[str], code: int, handler:
     )
     assert (done.returncode, done.stderr) == (code, "")
     assert handler in done.stdout
+
+
+_END = """
+import atexit, os, sys, threading
+
+class Torn:
+    def __del__(self):
+        os.write(1, b"torn apart\\n")
+
+sys.argv = ["gpusnap", *sys.orig_argv[sys.orig_argv.index("--") + 1 :]]
+from gpusnap.cli.entry import main
+threading.Thread(target=lambda: (threading.main_thread().join(), print("thread"))).start()
+torn = Torn()
+code = main()
+atexit.register(print, "registered")
+print("main")
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(("word", "code"), [("--version", 0), ("nosuch", 2)])
+def test_the_end(word: str, code: int) -> None:
+    """Threads have ended, what was to be done at exit is done, all is written; no module is taken apart."""
+    line = [sys.executable, "-c", _END, "--", word]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code
+    assert done.stdout.splitlines()[-3:] == ["main", "thread", "registered"]
+    assert ("No such command" in done.stderr) == bool(code)
