@@ -2,7 +2,7 @@
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 [--bind DIR:/keep] --
         /opt/gpusnap/bin/python -B /src/bench/injected.py [--rounds 400 | --stride 1 | --kinds] [--seed 1]
-        [--runtimes crun] [--ways checkpoint,restore] [--errors ENOSPC,EIO,ENOMEM,EMFILE]
+        [--runtimes crun] [--ways checkpoint,restore] [--errors ENOSPC,EIO,ENOMEM,EMFILE] [--pages chunks]
 
 Calls of gpusnap-runtime itself, not of crun and CRIU, from where it begins to import its own modules
 (injecting.py). Each round fails one call once: --stride 1 takes each call with each error that its manual
@@ -318,13 +318,14 @@ def main() -> int:
     given.add_argument("--runtimes", default="crun")
     given.add_argument("--ways", default="checkpoint,restore")
     given.add_argument("--errors", default=",".join(FITTING))
+    given.add_argument("--pages", default="chunks", help="memory.pages: chunks, or store [default: chunks]")
     options = given.parse_args()
     report = prepare("injected", options)
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     runs = [(runtime, way) for runtime in options.runtimes.split(",") for way in options.ways.split(",")]
     for at, (runtime, way) in enumerate(runs):
-        settings(runtime)
+        settings(runtime, pages=options.pages)
         end = options.seconds * (at + 1) / len(runs)
         choice = Choice(options.rounds // len(runs), options.stride, options.kinds)
         rounds(report, way, runtime, options.errors.split(","), choice, end=end)
