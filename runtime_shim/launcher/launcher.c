@@ -6,8 +6,7 @@
  * becomes the Python entry (runtime_shim/shim/entry.py), which decides by the same rules;
  * tests/unit/runtime_shim/runtime/test_launcher.py runs both on the same command lines.
  *
- * While a container is suspended, delete, pause and resume go to Python too (shim/suspended.py): it is asked by the
- * directory that gpusnap keeps for that long.
+ * While a container is suspended, its delete, pause and resume go to Python too (shim/suspended.py); watch.h says when.
  *
  * Nothing that is wrong with gpusnap's settings or its Python may keep a command from a real runtime: the first of
  * its choices (choice.h) that can be started. Python is asked only where none can, so that it says why.
@@ -22,6 +21,7 @@
 #include "settings.h"
 #include "tell.h"
 #include "text.h"
+#include "watch.h"
 
 #ifndef PYTHON_ENTRY
 #define PYTHON_ENTRY "/usr/libexec/gpusnap/gpusnap-runtime"
@@ -31,11 +31,6 @@
 #endif
 #ifndef VERSION_TEXT
 #define VERSION_TEXT "unknown"
-#endif
-
-/* As WATCH in shim/entry.py. */
-#ifndef WATCH_DIRECTORY
-#define WATCH_DIRECTORY "/run/gpusnap/suspended"
 #endif
 
 #define LAUNCHER_VARIABLE "GPUSNAP_LAUNCHER="
@@ -174,10 +169,9 @@ static int run(int argc, char **argv, char **envp)
             argv[argc = line.at + 2] = NULL;
         }
         if (line.whose == WATCHED) {
-            struct statx watched;
             char *own = argv[0];
 
-            if (status(WATCH_DIRECTORY, &watched) == 0) {
+            if (is_watched(argv[line.at], container_of(argc, argv, line.at))) {
                 argv[0] = bare[0];
                 execute(PYTHON_ENTRY, argv, with_launcher_variable(envp));
                 argv[0] = own; /* without Python, what stops and removes containers still does */

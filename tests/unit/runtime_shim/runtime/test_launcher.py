@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -127,7 +128,7 @@ def strings_of(name: str) -> tuple[str, ...]:
     text = "".join(path.read_text() for path in SOURCE.glob("*.[ch]"))
     found = re.search(rf"\*const {name}\[\] = {{(.*?)}};", text, re.DOTALL)
     assert found, name
-    return tuple(re.findall(r'"([^"]*)"', found[1]))
+    return tuple(re.findall(r'"((?:[^"\\]|\\.)*)"', found[1]))
 
 
 def test_the_same_lists() -> None:
@@ -144,6 +145,8 @@ def test_the_same_lists() -> None:
     assert strings_of("state_files") == locate.STATE_FILES
     assert strings_of("beginnings") == locate.BEGINNINGS
     assert strings_of("runc_roots") == locate.RUNC_ROOTS
+    on_the_way = (each.decode() for each in entry._ON_THE_WAY)
+    assert strings_of("on_the_way") == tuple(each.replace('"', '\\"') for each in on_the_way)
     for name, known in (("checkpoint", options.CHECKPOINT), ("restore", options.RESTORE)):
         taking = [each for each in known if each.takes is not Takes.NOTHING and each.name != "network-lock"]
         words = {word for each in taking for word in (each.name, each.short) if word}
@@ -160,21 +163,103 @@ def test_leaves_to_python(launcher: Launcher, args: list[str]) -> None:
     assert launcher.run(*args) == ["python", str(launcher.program), *args]
 
 
-def test_the_suspended(tmp_path: Path) -> None:
-    """While a container is suspended, Python is asked first for what may mean another thing then."""
-    watch = tmp_path / "suspended"
-    launcher = build(tmp_path, f'CFLAGS=-DWATCH_DIRECTORY=\\"{watch}\\"')
-    commands = (*entry.WATCHED_COMMANDS, "state", "kill")
-    assert {each: launcher.run(each, "ID")[0] for each in commands} == dict.fromkeys(commands, "real")
-    watch.mkdir()
-    python = dict.fromkeys(entry.WATCHED_COMMANDS, "python")
-    assert {each: launcher.run("--root", "/r", each, "ID")[0] for each in commands} == {
-        **python,
-        "state": "real",
-        "kill": "real",
+@pytest.fixture(scope="module")
+def watching(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+    """One that looks for suspended containers in a directory of its own."""
+    directory = tmp_path_factory.mktemp("watching")
+    return build(directory, f'CFLAGS=-DWATCH_DIRECTORY=\\"{directory}/suspended\\"')
+
+
+@pytest.fixture
+def suspended(watching: Launcher, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where there is a file for each suspended container; not there yet."""
+    directory = watching.directory / "suspended"
+    if directory.is_dir():
+        shutil.rmtree(directory)
+    directory.unlink(missing_ok=True)
+    monkeypatch.setattr(entry, "WATCH", str(directory))
+    return directory
+
+
+def record(stage: str, filler: int = 0) -> str:
+    return json.dumps({"version": 1, "key": "ID@1", "name": "x" * filler, "stage": stage, "since": ""})
+
+
+RECORDS: dict[str, dict[str, str | None]] = {
+    "no directory": {},
+    "another one's": {
+        "OTHER@1": record("suspended"),
+        "ID2@1": record("suspended"),
+        "I@1": record("suspended"),
+    },
+    "suspended": {"ID@1": record("suspended")},
+    "without a root": {"ID": record("suspended")},
+    "on the way there": {"ID@1": record("suspending")},
+    "resuming": {"ID@1": record("resuming")},
+    "on the way back": {"ID@1": record("resumed")},
+    "of two roots": {"ID@1": record("resumed"), "ID@2": record("suspended")},
+    "being written": {"ID@1.new": record("suspended")[:20]},
+    "empty": {"ID@1": ""},
+    "large": {"ID@1": record("suspending", 40000)},
+    "a directory": {"ID@1": None},
+    "many": {**{f"OTHER{at:060}@1": record("suspended") for at in range(900)}, "ID@1": record("resuming")},
+}
+
+
+@pytest.mark.parametrize("files", RECORDS.values(), ids=RECORDS)
+@pytest.mark.parametrize("command", [*entry.WATCHED_COMMANDS, "state", "kill"])
+def test_the_suspended(
+    watching: Launcher, suspended: Path, command: str, files: Mapping[str, str | None]
+) -> None:
+    """Python is asked where it may have a say, and for that container alone."""
+    for name, content in files.items():
+        suspended.mkdir(exist_ok=True)
+        if content is None:
+            (suspended / name).mkdir()
+        else:
+            (suspended / name).write_text(content)
+    words = ["--force", "ID"]
+    asked = command in entry.WATCHED_COMMANDS and entry._is_watched(command, words)
+    found = watching.run("--root", "/r", command, *words)
+    assert found[0] == ("python" if asked else "real")
+
+
+def test_what_is_watched_differs(watching: Launcher, suspended: Path) -> None:
+    """The cases above are not all alike."""
+    suspended.mkdir()
+    answers = {}
+    for stage in ("suspending", "suspended", "resuming", "resumed"):
+        (suspended / "ID@1").write_text(record(stage))
+        answers[stage] = [watching.run(each, "ID")[0] == "python" for each in ("delete", "pause", "resume")]
+    assert answers == {
+        "suspending": [True, False, False],
+        "suspended": [True, True, True],
+        "resuming": [True, True, True],
+        "resumed": [True, False, False],
     }
-    (tmp_path / "entry").unlink()
-    assert launcher.run("delete", "--force", "ID") == [*launcher.real("crun"), "delete", "--force", "ID"]
+
+
+def test_the_suspended_cannot_be_told(watching: Launcher, suspended: Path) -> None:
+    """Something else in the place of the directory, and a record that is too long: Python says."""
+    suspended.write_text("")
+    assert watching.run("pause", "ID")[0] == "python"
+    suspended.unlink()
+    suspended.mkdir()
+    (suspended / "ID@1").write_text(record("suspending", 1 << 16))
+    assert watching.run("pause", "ID")[0] == "python"
+    assert watching.run("pause", "x" * 5000)[0] == "real"
+
+
+def test_the_suspended_without_python(watching: Launcher, suspended: Path) -> None:
+    """What stops and removes containers still does."""
+    suspended.mkdir()
+    (suspended / "ID@1").write_text(record("suspended"))
+    kept = (watching.directory / "entry").rename(watching.directory / "entry.kept")
+    try:
+        found = watching.run("delete", "--force", "ID")
+    finally:
+        kept.rename(watching.directory / "entry")
+    assert found == [*watching.real("crun"), "delete", "--force", "ID"]
 
 
 @pytest.mark.parametrize("args", lines.VERSION.values(), ids=lines.VERSION)
