@@ -13,7 +13,9 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import a_manifest, wait_for
@@ -28,6 +30,7 @@ from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.process.memory import userfault
 from gpusnap.runtime_shim.process.memory.maps import mappings
@@ -213,6 +216,51 @@ def test_before_it_is_waited_for(target: Target, gate: Gate) -> None:
         assert target.ask(region.reads()) == region.digest
         assert filling.told.faults == 0
         assert filling.told.complete > 0
+
+
+class Disk(Gate):
+    """One whose blobs are opened at once, and read when they may be."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        self.may, self.reading = threading.Event(), 0
+        self.lock = threading.Lock()
+
+    def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
+        return Late(self, self.layout.open_blob(digest, size))
+
+    def are_reading(self, count: int) -> bool:
+        return self.reading == count
+
+
+class Late(io.FileIO):
+    """A blob of that disk."""
+
+    def __init__(self, disk: Disk, file: io.FileIO) -> None:
+        super().__init__(os.dup(file.fileno()))
+        self.disk = disk
+        file.close()
+
+    def readinto(self, into: Any) -> int | None:
+        with self.disk.lock:
+            self.disk.reading += 1
+        assert self.disk.may.wait(60)
+        return super().readinto(into)
+
+
+def test_few_reads_beside_criu(target: Target, gate: Gate) -> None:
+    """CRIU does not wait behind all that the threads would read; once it is done they all do."""
+    region = Region(target, gate.layout, random_bytes(8 * MIB))
+    disk = Disk(gate.layout)
+    with filling_of(disk, (7, [region]), threads=5) as filling:
+        wait_for(partial(disk.are_reading, prefetch._READS), "some read")
+        assert not disk.may.wait(0.1)
+        assert disk.are_reading(prefetch._READS)
+        filling.deliver({7: target.pid})
+        wait_for(partial(disk.are_reading, min(5, prefetch._READS + copies.cores())), "all read")
+        disk.may.set()
+        filling.right()
+        assert target.ask(region.reads()) == region.digest
 
 
 def test_nothing_was_missing(target: Target, gate: Gate) -> None:
