@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.kcmp import EQUAL, VM, compared
-from gpusnap.runtime_shim.process.ptrace import calls as ptrace
+from gpusnap.runtime_shim.process.ptrace.tracee import held
 from gpusnap.runtime_shim.stopping.stop import stand, untraceable
 
 _LOOK = 0.0005
 _FALLING_ASLEEP = 1.0
-# Seconds until a child stops that was asked to; beyond that it waits in the kernel itself.
-_INTERRUPTED = 1.0
+# Seconds for a child to stand, before it is traced and when it was let go.
+_STANDING = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,67 +96,20 @@ def _sleeps(pid: int) -> bool:
 
 
 def _begin(each: Waiting, deadline: float, timeout: float) -> None:
-    """Trace one child until it has begun its program; no instruction of that is run."""
-    child = each.child
-    stand([child], timeout=max(deadline - time.monotonic(), _INTERRUPTED))
-    try:
-        ptrace.seize(child)
-        begun = _run(child, deadline)
-    except ProcessLookupError:
-        begun = True  # it has ended instead
-    except OSError as error:
-        raise untraceable(child, child, error) from error
-    if not begun:
-        raise too_long(each, timeout)
-    stand([child], timeout=_INTERRUPTED)
-
-
-def _run(child: int, deadline: float) -> bool:
-    """Let a child that was seized run, and let it go: whether it came to its program.
+    """Trace one child until it has begun its program; no instruction of that is run.
 
     Its signals are its own: posix_spawn has it block them, and unblock them before the program. Those that
     it gets meanwhile are delivered.
     """
-    stop = None
+    child = each.child
+    stand([child], timeout=max(deadline - time.monotonic(), _STANDING))
     try:
-        stop = _stop(child, deadline)  # as a part of its process: a stopped thread reports itself at once
-        if stop is not None:
-            ptrace.set_options(child, ptrace.TRACEEXEC)
-        while stop is not None and not stop.at_exec:
-            ptrace.go(child, _delivered(stop))
-            stop = None
-            stop = _stop(child, deadline)
-        return stop is not None
-    finally:
-        _let_go(child, stop)
-
-
-def _let_go(child: int, stop: ptrace.Stop | None) -> None:
-    """Be its tracer no longer. `stop` is the last one that was seen; it may run, or be killed, since."""
-    # One that has ended has to be waited for, or its parent would never hear of it.
-    with suppress(ProcessLookupError, ChildProcessError):
-        stop = ptrace.stopped(child) or stop
-        if stop is None or not _detached(child, stop):
-            ptrace.interrupt(child)
-            stop = _stop(child, time.monotonic() + _INTERRUPTED)
-            if stop is not None:
-                _detached(child, stop)
-
-
-def _detached(child: int, stop: ptrace.Stop) -> bool:
-    with suppress(ProcessLookupError):
-        ptrace.let_go(child, _delivered(stop))
-        return True
-    return False
-
-
-def _delivered(stop: ptrace.Stop) -> int:
-    """The signal that a thread has stopped for; 0 where it was for another reason."""
-    return 0 if stop.by_tracer or stop.at_exec else stop.signal
-
-
-def _stop(child: int, deadline: float) -> ptrace.Stop | None:
-    """Its next stop; None where there is none in time. Raises ProcessLookupError when it has ended."""
-    while (stop := ptrace.stopped(child)) is None and time.monotonic() < deadline:
-        time.sleep(_LOOK)
-    return stop
+        with held(child, child, own_signals=True) as tracee:
+            tracee.to_exec(deadline)
+    except ProcessLookupError:
+        pass  # it has ended instead
+    except TimeoutError as error:
+        raise too_long(each, timeout) from error
+    except OSError as error:
+        raise untraceable(child, child, error) from error
+    stand([child], timeout=_STANDING)

@@ -91,6 +91,11 @@ class Stop:
         return self.event == _EVENT_EXEC
 
     @property
+    def delivers(self) -> int:
+        """The signal that it stopped for, and gets unless its tracer takes that; 0 for another reason."""
+        return 0 if self.event or self.at_call else self.signal
+
+    @property
     def by_tracer(self) -> bool:
         """Because we asked for it, or with its process: no signal waits to be delivered."""
         return self.event == _EVENT_STOP

@@ -24,7 +24,6 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory.tmpfs import Area
-from gpusnap.runtime_shim.process.ptrace import calls as ptrace
 from gpusnap.runtime_shim.process.ptrace.arch import this_machine
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, Saved
 from gpusnap.runtime_shim.process.ptrace.tracee import Tracee
@@ -94,9 +93,8 @@ class _Watch:
         self._flags: int | None = None  # of the large mmap that it is in
 
     def begin(self, tracee: Tracee) -> None:
-        """Have the thread stop at its system calls. Raises OSError, GpusnapError."""
+        """Remember the thread. Raises GpusnapError."""
         self.tracee, self.machine = tracee, this_machine()
-        ptrace.set_options(tracee.tid, ptrace.TRACESYSGOOD)
 
     def failed(self, error: Exception) -> None:
         """Say why no more is done."""

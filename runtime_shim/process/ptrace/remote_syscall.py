@@ -29,7 +29,6 @@ from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import userfault
 from gpusnap.runtime_shim.process.memory.maps import mappings
-from gpusnap.runtime_shim.process.ptrace import calls as ptrace
 from gpusnap.runtime_shim.process.ptrace.arch import Machine, this_machine
 from gpusnap.runtime_shim.process.ptrace.tracee import Tracee, held
 
@@ -79,7 +78,7 @@ class Remote:
         """Make one of the machine's calls; its result. Raises GpusnapError where it came upon another one."""
         registers = self._tracee.registers()
         number = self.machine.calls[name]
-        with self._without_seccomp():
+        with self._tracee.without_seccomp():
             try:
                 self._tracee.set_registers(self.machine.call(registers, self._at, number, arguments))
                 self._tracee.to_call()
@@ -222,21 +221,6 @@ class Remote:
             with suppress(ProcessLookupError):
                 self.munmap(page, size)
 
-    @contextmanager
-    def _without_seccomp(self) -> Iterator[None]:
-        tid = self._tracee.tid
-        try:
-            ptrace.set_options(tid, ptrace.TRACESYSGOOD | ptrace.SUSPEND_SECCOMP)
-        except ProcessLookupError:
-            raise
-        except OSError:
-            ptrace.set_options(tid, ptrace.TRACESYSGOOD)
-        try:
-            yield
-        finally:
-            with suppress(ProcessLookupError):
-                ptrace.set_options(tid, ptrace.TRACESYSGOOD)
-
 
 @contextmanager
 def inside(pid: int, tid: int | None = None) -> Iterator[Remote]:
@@ -291,7 +275,7 @@ def _in_critical_section(tracee: Tracee, machine: Machine) -> bool:
     finds another one (kernel/rseq.c, rseq_ip_fixup).
     """
     try:
-        registered = ptrace.critical_section(tracee.tid)
+        registered = tracee.critical_section()
     except ProcessLookupError:
         raise
     except OSError:  # a kernel that does not tell

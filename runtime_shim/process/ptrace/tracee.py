@@ -1,10 +1,15 @@
 """A thread of another process in our hands, by ptrace(2): how it is taken, watched, and let go as it was.
 
+Nothing else seizes a thread, and nothing else lets one go.
+
 While a thread is held it gets no signal, because nobody would take it on: all are blocked but those that the
 kernel raises for what the thread itself does, and its own mask is put back at the end. SIGSTOP cannot be
 blocked, so one that was still on its way makes the thread report itself; where the process stands anyway, it
 is dropped. A thread that is let go stands again if its process does (kernel/ptrace.c, __ptrace_unlink). Where
 its tracer is killed, the mask is in a file (signal_masks.py).
+
+A thread that works on for itself, as a child of vfork(2) does, changes its mask and waits for its signals: it
+is held with `own_signals`, and gets each as it comes.
 """
 
 from __future__ import annotations
@@ -36,16 +41,20 @@ _STRAY = 64
 class Tracee:
     """A thread that stands, seized by the thread that makes this object; no other may use it.
 
-    Every method raises OSError, ProcessLookupError where the thread has ended.
+    With `own_signals` its mask stays, and it gets its signals. Every method raises OSError,
+    ProcessLookupError where the thread has ended.
     """
 
-    def __init__(self, pid: int, tid: int) -> None:
+    def __init__(self, pid: int, tid: int, *, own_signals: bool = False) -> None:
         self.pid, self.tid = pid, tid
         self.stood = False
         """Whether its process was stopped, as by SIGSTOP."""
         self.mask: int | None = None
-        """Its own signal mask."""
+        """Its own signal mask, None with its own signals."""
+        self._own_signals = own_signals
         self._tracer = threading.get_native_id()
+        self._options = 0
+        self._due = 0  # the signal that it stands for and is to get, with its own signals
         self._late: list[int] = []
         self._note: signal_masks.Note | None = None
         ptrace.seize(tid)
@@ -58,14 +67,41 @@ class Tracee:
                 stop = ptrace.wait(tid)
             self.stood = stop.with_process
             self.keep(stop)
-            self.mask = ptrace.signal_mask(tid)
-            if self.mask != _EVERY:
-                self._note = signal_masks.note(pid, tid, self.mask)
-            ptrace.set_signal_mask(tid, _EVERY)
+            self.set_options(ptrace.TRACESYSGOOD)
+            if not own_signals:
+                self._block_signals()
         except BaseException:  # it was killed, or a signal to us cut the wait short
             with suppress(OSError):
                 self.let_go()
             raise
+
+    def _block_signals(self) -> None:
+        self.mask = ptrace.signal_mask(self.tid)
+        if self.mask != _EVERY:
+            self._note = signal_masks.note(self.pid, self.tid, self.mask)
+        ptrace.set_signal_mask(self.tid, _EVERY)
+
+    def set_options(self, more: int) -> None:
+        """Set options of ptrace(2) besides those that are set, until it is let go."""
+        self.check()
+        ptrace.set_options(self.tid, self._options | more)
+        self._options |= more
+
+    @contextmanager
+    def without_seccomp(self) -> Iterator[None]:
+        """Suspend its seccomp filters while the block runs, where the kernel lets us (CAP_SYS_ADMIN)."""
+        self.check()
+        try:
+            ptrace.set_options(self.tid, self._options | ptrace.SUSPEND_SECCOMP)
+        except ProcessLookupError:
+            raise
+        except OSError:  # they hold
+            pass
+        try:
+            yield
+        finally:
+            with suppress(ProcessLookupError):
+                ptrace.set_options(self.tid, self._options)
 
     def registers(self) -> bytes:
         """Its general registers."""
@@ -77,10 +113,32 @@ class Tracee:
         self.check()
         ptrace.set_registers(self.tid, values)
 
-    def go(self) -> None:
-        """Let it run."""
+    def critical_section(self) -> int:
+        """See `calls.critical_section`."""
         self.check()
-        ptrace.go(self.tid)
+        return ptrace.critical_section(self.tid)
+
+    def go(self, deliver: int = 0, *, to_call: bool = False) -> None:
+        """Let it run; with `to_call`, to the next entry or exit of a system call.
+
+        A signal that it stands for is delivered if it is given as `deliver`.
+        """
+        self.check()
+        (ptrace.go_to_call if to_call else ptrace.go)(self.tid, deliver)
+        self._due = 0
+
+    def to_exec(self, deadline: float) -> None:
+        """Let it run, with its own signals, until it has begun another program; none of that is run.
+
+        Raises TimeoutError at `deadline`, of time.monotonic.
+        """
+        self.set_options(ptrace.TRACEEXEC)
+        while True:
+            self.go(self._due)
+            stop = ptrace.wait(self.tid, within=deadline - time.monotonic())
+            self.keep(stop)
+            if stop.at_exec:
+                return
 
     def to_call(self) -> None:
         """Let it run to the next entry or exit of a system call, and wait for that."""
@@ -123,18 +181,22 @@ class Tracee:
         self._until(ptrace.go, lambda stop: stop.signal == number and not stop.by_tracer)
         return True
 
-    def on(self) -> None:
-        """Let it run on if it has stopped meanwhile."""
-        self.check()
-        stop = ptrace.stopped(self.tid)
-        if stop is not None:
+    def answer(self, stop: Stop, *, to_call: bool = False) -> None:
+        """Let it run on after a stop, as `go`.
+
+        A SIGSTOP is delivered, since it is the process' and stops that, and so is a fault, which is the
+        thread's own. Any other signal is kept.
+        """
+        deliver = stop.delivers if stop.delivers in (signal.SIGSTOP, *FAULTS) else 0
+        if not deliver:
             self.keep(stop)
-            ptrace.go(self.tid)
+        self.go(deliver, to_call=to_call)
 
     def keep(self, stop: Stop) -> None:
         """Note the signal that a stop was for, if any: it is sent again when the thread is let go."""
+        self._due = stop.delivers if self._own_signals else 0
         # A fault comes again, when the thread runs the instruction again.
-        if stop.at_call or stop.by_tracer or stop.signal in (signal.SIGTRAP, *FAULTS):
+        if self._own_signals or stop.delivers in (0, signal.SIGTRAP, *FAULTS):
             return
         if not (stop.signal == signal.SIGSTOP and self.stood):
             self._late.append(stop.signal)
@@ -145,14 +207,15 @@ class Tracee:
         One that has ended is waited for: until then the whole process is a zombie.
         """
         self.check()
-        try:
-            self._let_go()
-        except ProcessLookupError:  # it was killed, or does not stand
-            with suppress(ProcessLookupError, ChildProcessError):
-                ptrace.interrupt(self.tid)
-            with suppress(ProcessLookupError, ChildProcessError):
-                ptrace.wait(self.tid)
-                self._let_go()
+        with suppress(ProcessLookupError, ChildProcessError):  # it has ended
+            runs = state(self.pid, self.tid) in "RSD"
+            if (stop := ptrace.stopped(self.tid)) is not None:  # what it stands for, else it would be lost
+                self.keep(stop)
+            if (runs and stop is None) or not self._detached():
+                with suppress(ProcessLookupError):
+                    ptrace.interrupt(self.tid)
+                self.keep(ptrace.wait(self.tid))
+                self._detached()
         self.forget()
         if self.stood:
             _settle(self.pid, self.tid)
@@ -163,12 +226,17 @@ class Tracee:
             self._note.drop()
             self._note = None
 
-    def _let_go(self) -> None:
-        if self.mask is not None:
-            ptrace.set_signal_mask(self.tid, self.mask)
-        ptrace.let_go(self.tid)
-        for number in self._late:
-            ptrace.send(self.pid, self.tid, number)
+    def _detached(self) -> bool:
+        """Whether it could be let go: one that runs, or was killed, cannot."""
+        try:
+            if self.mask is not None:
+                ptrace.set_signal_mask(self.tid, self.mask)
+            ptrace.let_go(self.tid, self._due)
+            for number in self._late:
+                ptrace.send(self.pid, self.tid, number)
+        except ProcessLookupError:
+            return False
+        return True
 
     def check(self) -> None:
         """See that the tracer asks: any other thread would be told that there is no such process."""
@@ -187,12 +255,12 @@ class Tracee:
 
 
 @contextmanager
-def held(pid: int, tid: int) -> Iterator[Tracee]:
+def held(pid: int, tid: int, *, own_signals: bool = False) -> Iterator[Tracee]:
     """Seize a thread and have it stand; at the end, where it must stand again, let it go.
 
-    Raises OSError where it cannot be traced.
+    `own_signals` as for Tracee. Raises OSError where it cannot be traced.
     """
-    tracee = Tracee(pid, tid)
+    tracee = Tracee(pid, tid, own_signals=own_signals)
     try:
         yield tracee
     finally:

@@ -69,8 +69,8 @@ class Tracer:
     """Lets some threads of a process run, and no other, from `start` to `end`.
 
     A context manager does both. `guard`: the process stands, and is stopped again where somebody sends it a
-    SIGCONT; else whoever stops it is let have his way, and only these threads run on. `exit_kill`, without a
-    `watch`: the process is killed if gpusnap ends meanwhile.
+    SIGCONT; else whoever stops it is let have his way, and only these threads run on. `exit_kill`: the
+    process is killed if gpusnap ends meanwhile.
     """
 
     def __init__(
@@ -186,14 +186,15 @@ class Tracer:
         for tid in self.tids:
             self._tracees[tid] = Tracee(self.pid, tid)
             if self._exit_kill:
-                ptrace.set_options(tid, ptrace.EXITKILL)
+                self._tracees[tid].set_options(ptrace.EXITKILL)
         if self._watch is not None:
             try:
                 self._watch.begin(self._tracees[self.tids[0]])
             except (OSError, GpusnapError) as error:
                 self._drop_watch(error)
-        for tid in self.tids:
-            self._go(tid)
+        for tid, tracee in self._tracees.items():
+            with suppress(ProcessLookupError):
+                tracee.go(to_call=self._watched(tid))
 
     def _loop(self) -> None:
         pause, guarded = _SOON, 0.0
@@ -234,26 +235,18 @@ class Tracer:
             quiet = 0 if self._answer_stops() else quiet + 1
 
     def _answer(self, tid: int, stop: ptrace.Stop) -> None:
-        deliver = 0
-        if stop.at_call:
-            if self._watch is not None:
-                try:
-                    self._watch.at_call()
-                except ProcessLookupError:
-                    return  # the next look says so
-                except Exception as error:  # whatever it is, the thread's own work goes on
-                    self._drop_watch(error)
-        elif not stop.by_tracer and stop.signal in (signal.SIGSTOP, *FAULTS):
-            # A SIGSTOP is the process', which stops by it; a fault is the thread's own.
-            deliver = stop.signal
-        else:
-            self._tracees[tid].keep(stop)
-        self._go(tid, deliver)
-
-    def _go(self, tid: int, deliver: int = 0) -> None:
-        watched = self._watch is not None and tid == self.tids[0]
+        if stop.at_call and self._watch is not None:
+            try:
+                self._watch.at_call()
+            except ProcessLookupError:
+                return  # the next look says so
+            except Exception as error:  # whatever it is, the thread's own work goes on
+                self._drop_watch(error)
         with suppress(ProcessLookupError):
-            (ptrace.go_to_call if watched else ptrace.go)(tid, deliver)
+            self._tracees[tid].answer(stop, to_call=self._watched(tid))
+
+    def _watched(self, tid: int) -> bool:
+        return self._watch is not None and tid == self.tids[0]
 
     def _drop_watch(self, error: Exception) -> None:
         watch, self._watch = self._watch, None
@@ -299,19 +292,16 @@ class Tracer:
             return None
         with suppress(ProcessLookupError):
             ptrace.interrupt(tid)
-        deadline = time.monotonic() + _GLANCE
-        while time.monotonic() < deadline:
-            try:
-                stop = ptrace.stopped(tid)
-            except ProcessLookupError:
-                self._forget(tid)
-                return None
-            if stop is not None:
-                found = position(self.pid, tid)
-                self._answer(tid, stop)
-                return found
-            self._wake.wait(_SOON)
-        return None  # where it stops later, that is answered then
+        try:
+            stop = ptrace.wait(tid, within=_GLANCE)
+        except ProcessLookupError:
+            self._forget(tid)
+            return None
+        except TimeoutError:  # where it stops later, that is answered then
+            return None
+        found = position(self.pid, tid)
+        self._answer(tid, stop)
+        return found
 
     def _forget(self, tid: int) -> None:
         """It has ended, and was reaped just now: nobody can wait for it again."""
@@ -342,13 +332,9 @@ class Tracer:
 
     def _faulted(self, tracee: Tracee, stop: ptrace.Stop) -> bool:
         """Let a thread that was lent go on after a stop, unless that was for a fault."""
-        if not stop.by_tracer and stop.signal in FAULTS:
+        if stop.delivers in FAULTS:
             return True
-        if not stop.by_tracer and stop.signal == signal.SIGSTOP:
-            ptrace.go(tracee.tid, signal.SIGSTOP)
-        else:
-            tracee.keep(stop)
-            tracee.go()
+        tracee.answer(stop)
         return False
 
     def _release(self) -> None:

@@ -42,6 +42,7 @@ GROUND = {
     "gpusnap.runtime_shim.process.proc",
     "gpusnap.runtime_shim.question_process",
 }
+TRACING = "gpusnap.runtime_shim.process.ptrace"
 # By click.
 CALLED_BY_OTHERS = {
     "gpusnap.cli.completion.Bash",
@@ -88,6 +89,11 @@ def mentioned(module: ast.Module) -> Iterator[str]:
             yield node.attr
         elif isinstance(node, ast.alias):
             yield node.name
+
+
+def attributes_read(module: ast.Module) -> set[str]:
+    """Every name behind a dot in it."""
+    return {node.attr for node in ast.walk(module) if isinstance(node, ast.Attribute)}
 
 
 def imported(module: ast.Module) -> set[str]:
@@ -171,6 +177,16 @@ def test_rooms(room: str, name: str) -> None:
     for other in imported(tree(name)):
         if floor(other) >= 0 and not other.startswith(home):
             assert other in GROUND, f"{name} imports {other}"
+
+
+def test_one_place_traces() -> None:
+    """ptrace(2) is called by its calls' module alone, and these are made for a held thread or by a tracer."""
+    calls = f"{TRACING}.calls"
+    assert {name for name in MODULES if calls in imported(tree(name))} == {
+        f"{TRACING}.tracee",
+        f"{TRACING}.tracer",
+    }
+    assert {name for name in MODULES if "ptrace" in attributes_read(tree(name))} == {calls}
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name != "gpusnap.oci.base.dataclass"])

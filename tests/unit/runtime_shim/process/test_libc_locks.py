@@ -15,7 +15,6 @@ import pytest
 from softgpu_box import GPUWORK, Box, open_boxes, wait_until
 
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.process.ptrace import calls as ptrace
 from gpusnap.runtime_shim.process.ptrace import positions
 from gpusnap.runtime_shim.process.ptrace.arch import X86_64
 from gpusnap.runtime_shim.process.ptrace.tracee import Tracee
@@ -95,7 +94,6 @@ def stop_at_call(pid: int, tid: int, names: tuple[str, ...]) -> None:
     """Stop a process while one thread of it is in one of these system calls, and all others anywhere."""
     wanted = {X86_64.calls[name] for name in names}
     tracee = Tracee(pid, tid)
-    ptrace.set_options(tid, ptrace.TRACESYSGOOD)
     try:
         while X86_64.under_way(tracee.registers())[0] not in wanted:
             tracee.to_call()

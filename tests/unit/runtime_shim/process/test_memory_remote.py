@@ -11,12 +11,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fakes import wait_for
+from holders import be_killed
 from memory_target import MIB, Target, smaps
 
 from gpusnap.runtime_shim.errors import GpusnapError
@@ -506,6 +507,20 @@ def test_a_tracer_that_was_killed(target: Target) -> None:
     put_back(target.pid, Saved(target.tid, bytes.fromhex(registers), int(mask)))
     assert target.well()
     assert target.blocks(target.tid) == int(mask)
+
+
+def test_options_outlast_a_call(target: Target) -> None:
+    """A thread that shall not outlive its tracer still does not once it has made a system call for it."""
+
+    @contextmanager
+    def holding() -> Iterator[None]:
+        with held(target.pid, target.tid) as tracee:
+            tracee.set_options(ptrace.EXITKILL)
+            Remote(tracee).madvise(0, 0, 0)
+            yield
+
+    be_killed(holding())
+    wait_for(lambda: not proc.running(target.pid), "its end")
 
 
 def test_what_was_saved_elsewhere(target: Target) -> None:
