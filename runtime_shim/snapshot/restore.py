@@ -68,7 +68,7 @@ from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.runtime_shim.snapshot.memory.prefetch import Arriving, Filling
 from gpusnap.runtime_shim.snapshot.memory.source import Fetching, Rebuilding
-from gpusnap.runtime_shim.snapshot.preflight import addresses
+from gpusnap.runtime_shim.snapshot.preflight import addresses, space
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.records import journal, volumes
 from gpusnap.runtime_shim.snapshot.recover_restore import Stage
@@ -267,7 +267,7 @@ def _start_reading(job: _Job) -> Rebuilding | None:
     memory = job.settings.memory
     images: Rebuilding | None = None
     if job.driver is not None and any(process.regions for process in job.record.processes):
-        preflight.room_to_restore(job.record, memory)
+        space.room_to_restore(job.record, memory)
     if job.record.pages == StoreHome.kind:
         fetching = job.fetching = job.cleanup.enter_context(
             Fetching.of(job.record, job.images, job.settings.store)
@@ -283,7 +283,7 @@ def _start_reading(job: _Job) -> Rebuilding | None:
                 folder,
                 threads=memory.threads,
                 ceiling=transfer.ceiling(memory),
-                key=job.key if preflight.room_for_images(job.record, memory) else "",
+                key=job.key if space.room_for_images(job.record, memory) else "",
             )
             job.cleanup.callback(images.close)
     if job.driver is not None and any(process.regions for process in job.record.processes):

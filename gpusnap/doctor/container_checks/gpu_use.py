@@ -20,6 +20,7 @@ from gpusnap.runtime_shim.runtime.criu.images import dev
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, remap
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.suspend import criu_plugin, inherited_handles
 from gpusnap.runtime_shim.snapshot.suspend.gpu_state import Record, record, users
 from gpusnap.runtime_shim.units import human
@@ -134,7 +135,7 @@ def _asks(
         _Asked(
             "disk",
             "the checkpoint fits",
-            lambda: preflight.room_on_disk(
+            lambda: space.room_on_disk(
                 _existing(place(of)), sum(gpu_bytes.values()), of.processes, place=_existing(store)
             ),
             "" if of.engine == "Podman" else "containerd may be told of another folder",
@@ -150,7 +151,7 @@ def _memory(gpu_bytes: Mapping[int, int], of: Subject, driver: Driver) -> None:
     plugin = driver.plugin
     if plugin is None or plugin.into_memory:
         staged = of.settings.memory if plugin is None else None
-        preflight.room_in_memory(gpu_bytes, of.container.pid, staged)
+        space.room_in_memory(gpu_bytes, of.container.pid, staged)
 
 
 def place(of: Subject) -> str:

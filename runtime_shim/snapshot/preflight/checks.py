@@ -14,11 +14,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from gpusnap.runtime_shim.errors import Refused, reason
+from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.gpu.api.driver import Host, ProcessState
 from gpusnap.runtime_shim.log import note
-from gpusnap.runtime_shim.process import mount_namespace, proc
-from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime import loopback
@@ -28,15 +27,12 @@ from gpusnap.runtime_shim.runtime.criu.config import Connections
 from gpusnap.runtime_shim.runtime.criu.images import pycriu_package
 from gpusnap.runtime_shim.runtime.criu.version import criu_version
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
-from gpusnap.runtime_shim.settings import Memory, Nvidia
+from gpusnap.runtime_shim.settings import Nvidia
 from gpusnap.runtime_shim.snapshot.preflight import sockets as open_sockets
 from gpusnap.runtime_shim.snapshot.preflight.nccl import sharing
-from gpusnap.runtime_shim.units import human
 
 _Found = TypeVar("_Found")
 
-# The heap of a process grows by about 150 MiB at its first checkpoint (seen with driver 580).
-_HEAP_GROWTH = 150 << 20
 # How long a process may look like something else: one that is just starting CUDA holds device files before
 # the driver calls it a CUDA process, and what podman exec starts joins one namespace after another.
 _STARTING = 1.0
@@ -308,147 +304,3 @@ def _is_program(real: RealRuntime) -> bool:
             return file.read(4) == b"\x7fELF"
     except OSError:
         return False
-
-
-def room_in_memory(gpu_bytes: Mapping[int, int], init: int, settings: Memory | None = None) -> None:
-    """The GPUs' memory has to fit beside what runs: on the host, in the container's limit, in our own.
-
-    `gpu_bytes` is by PID. Where the driver puts it into the process itself, the container's memory limit
-    counts it, and where it is staged by us, our own does; over a limit the kernel would kill the process,
-    work and all. With `settings`, what would be staged by them is asked for.
-    """
-    need = sum(gpu_bytes.values()) + _HEAP_GROWTH * len(gpu_bytes)
-    _fits(need, "have to move to", "this host", _available())
-    _fits(need, "have to move to", "the container's memory limit", _limit(init))
-    _fits_us(need, "have to move to", settings)
-
-
-def room_to_restore(record: Manifest, settings: Memory) -> None:
-    """The memory that is not in CRIU's images has to fit beside what runs on this host."""
-    need = sum(region.table.size for process in record.processes for region in process.regions)
-    _fits(need, "have to pass through", "this host", _available())
-    _fits_us(need, "have to pass through", settings)
-
-
-def room_for_images(record: Manifest, settings: Memory) -> bool:
-    """Whether CRIU's images that are in chunks fit into RAM for a restore.
-
-    Beside the GPUs' memory and what CRIU makes of them, here and within the limit of our own cgroup. They do
-    not where memory.ceiling says how much gpusnap may use, nor where what is staged would not outlive us.
-    """
-    if settings.ceiling or not mount_namespace.lasting():
-        return False
-    need = 2 * sum(each.table.size for each in record.files)
-    need += sum(region.table.size for process in record.processes for region in process.regions)
-    return all(free is None or need <= free for free in (_available(), _limit(os.getpid())))
-
-
-def _fits_us(need: int, how: str, settings: Memory | None) -> None:
-    """Our own cgroup has to take what is staged; above memory.ceiling nothing is."""
-    if settings is not None and settings.pages != "criu":
-        least = min(need, settings.ceiling or need)
-        where = "the memory limit of gpusnap's own cgroup"
-        _fits(least, how, where, _limit(os.getpid()), hint=f"raise {where}, or set memory.ceiling below it")
-
-
-def _fits(need: int, how: str, where: str, free: int | None, *, hint: str = "") -> None:
-    if free is not None and need > free:
-        raise Refused(
-            f"{human(need)} of GPU memory {how} RAM, and {where} leaves {human(free)}",
-            hint=hint or ("free some memory" if where == "this host" else f"raise {where}"),
-            code="GPS-216",
-        )
-
-
-def room_on_disk(
-    image_path: str,
-    gpu_bytes: int,
-    processes: Sequence[proc.Process],
-    make_room: Callable[[int], object] = id,
-    *,
-    place: str = "",
-) -> None:
-    """The image has to fit where it goes; what is resident is an upper bound of CRIU's part.
-
-    `make_room` may free so many bytes there, and is asked before this refuses. `place`: a store, if the GPUs'
-    memory goes there; then CRIU's images are cut into chunks there, too, before they leave the image.
-    """
-    resident = sum(proc.memory(process.pid) for process in processes)
-    need = resident + gpu_bytes
-    if place not in ("", image_path):
-        if os.stat(place).st_dev == os.stat(image_path).st_dev:
-            need += resident
-        else:
-            _fits_there(place, need)
-            need = resident
-    if need > _free(image_path):
-        make_room(need)
-    _fits_there(image_path, need)
-
-
-def _fits_there(folder: str, need: int) -> None:
-    free = _free(folder)
-    if need > free:
-        raise Refused(
-            f"the checkpoint needs up to {human(need)} in {folder}, where {human(free)} are free",
-            hint="free some space there",
-            code="GPS-007",
-        )
-
-
-def _free(folder: str) -> int:
-    try:
-        place = os.statvfs(folder)
-    except OSError as error:
-        raise Refused(f"the checkpoint's directory {folder} cannot be used: {reason(error)}") from error
-    return place.f_bavail * place.f_frsize
-
-
-def _available() -> int | None:
-    """What this host has left; None where it does not tell."""
-    return proc.available_memory() or None
-
-
-def _limit(init: int) -> int | None:
-    """Bytes left below the tightest memory limit above a process; None without one (cgroup v2 and v1)."""
-    groups = proc.cgroups(init)
-    left: list[int] = []
-    for mount in proc.mounts("self"):
-        if mount.kind == "cgroup2":
-            path, names = groups.get(""), ("memory.max", "memory.current", "inactive_file")
-        elif mount.kind == "cgroup" and any("memory" in name.split(",") for name in groups):
-            path = next(p for name, p in groups.items() if "memory" in name.split(","))
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        # Seen from inside another cgroup namespace the path may begin with /..: nothing there is ours to
-        # read.
-        if path is not None and not path.startswith("/.."):
-            inside = path.removeprefix(mount.root) if mount.root != "/" else path
-            left += _left_below(mount.destination, inside.strip("/"), names)
-    return min(left, default=None)
-
-
-def _left_below(top: str, path: str, names: tuple[str, str, str]) -> list[int]:
-    """What each cgroup from `path` up to `top` leaves; `names`: its limit, its use, what it can drop."""
-    found = []
-    while True:
-        folder = os.path.join(top, path)
-        limit, used = _number(f"{folder}/{names[0]}"), _number(f"{folder}/{names[1]}")
-        if limit is not None and used is not None:
-            found.append(max(0, limit - used + (_number(f"{folder}/memory.stat", names[2]) or 0)))
-        if not path:
-            return found
-        path = path.rpartition("/")[0]
-
-
-def _number(path: str, key: str = "") -> int | None:
-    """A number in a cgroup's file, or the one behind `key`; None for "max" and without such a file."""
-    try:
-        with open(path, encoding="ascii") as file:
-            text = file.read()
-    except OSError:
-        return None
-    if key:
-        text = next((line.split()[1] for line in text.splitlines() if line.startswith(key + " ")), "")
-    return int(text) if text.strip().isdigit() else None

@@ -24,6 +24,7 @@ from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache, transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.records.volumes import Volume
 from gpusnap.runtime_shim.snapshot.suspend import driver_calls, inherited_handles, paused_container
@@ -273,9 +274,9 @@ def _suspend_these(job: Job, fresh: Sequence[proc.Process]) -> None:
     plugin = job.driver.plugin
     if plugin is None or plugin.into_memory:
         staged = job.settings.memory if plugin is None else None
-        preflight.room_in_memory(used, job.container.pid, staged)
+        space.room_in_memory(used, job.container.pid, staged)
     if job.on_disk:
-        preflight.room_on_disk(
+        space.room_on_disk(
             job.image_path,
             all_bytes,
             job.processes(),

@@ -31,7 +31,7 @@ from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory import transfer
-from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
@@ -49,8 +49,8 @@ def begin(found: Suspension, settings: Memory, *, beside: int) -> Loading | None
     spilled = {p.pid: sum(r.table.size for r in p.regions) for p in entry.processes} if entry else {}
     if entry is None or not any(spilled.values()) or not mount_namespace.lasting():
         return None
-    preflight.room_in_memory(spilled, found.init[0], settings)
-    preflight.room_in_memory(spilled | {0: beside}, os.getpid(), settings)
+    space.room_in_memory(spilled, found.init[0], settings)
+    space.room_in_memory(spilled | {0: beside}, os.getpid(), settings)
     if settings.ceiling:
         return None  # it is for what is held in RAM at once; the resume keeps to it
     return Loading(entry, settings)

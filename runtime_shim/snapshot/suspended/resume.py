@@ -26,7 +26,7 @@ from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot import recover_checkpoint
 from gpusnap.runtime_shim.snapshot.devices.reservations import Room, claim
 from gpusnap.runtime_shim.snapshot.memory import transfer
-from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspend import driver_calls, paused_container
@@ -140,7 +140,7 @@ def _check_memory(found: Suspension, settings: Settings) -> None:
     entry = journal.read(found.key)
     spilled = {p.pid: sum(r.table.size for r in p.regions) for p in entry.processes} if entry else {}
     if any(spilled.values()):
-        preflight.room_in_memory(spilled, found.init[0], settings.memory)
+        space.room_in_memory(spilled, found.init[0], settings.memory)
 
 
 def _of_processes(found: Suspension) -> Mapping[int, Pairs]:

@@ -24,7 +24,7 @@ from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.runtime_shim.snapshot.memory.ram import Asleep
-from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.transaction import Transaction, held_signals
@@ -50,7 +50,7 @@ def spill(key: str, settings: Settings) -> int:
     transaction = Transaction()
     pages.prepare()
     try:
-        preflight.room_on_disk(home.place, staged, ())
+        space.room_on_disk(home.place, staged, ())
         home.needed()
         with transaction.step("write"):
             pages.adopt(entry)

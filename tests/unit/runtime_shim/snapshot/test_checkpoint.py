@@ -27,6 +27,7 @@ from gpusnap.runtime_shim.settings import Nvidia
 from gpusnap.runtime_shim.snapshot import checkpoint
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.preflight.nccl import Sharing
 from gpusnap.runtime_shim.snapshot.suspend.job import Job
 
@@ -301,7 +302,7 @@ def no_folder(scene: Scene, _pids: list[int], patch: pytest.MonkeyPatch) -> None
 
 
 def no_memory(_scene: Scene, _pids: list[int], patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(preflight, "_available", lambda: 1 << 20)
+    patch.setattr(space, "_available", lambda: 1 << 20)
 
 
 def no_lock(scene: Scene, pids: list[int], _patch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.process.memory.tmpfs import Area
 from gpusnap.runtime_shim.records.manifest import RegionRecord
 from gpusnap.runtime_shim.settings import Memory
-from gpusnap.runtime_shim.snapshot.preflight import checks
+from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, Suspended
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
@@ -155,7 +155,7 @@ def test_when(stage: Path, entry: Entry, monkeypatch: pytest.MonkeyPatch) -> Non
     """Not where nothing was spilled, where there is a ceiling, or no RAM for both containers."""
     there: list[Entry | None] = [entry]
     monkeypatch.setattr(journal, "read", lambda key: there[0])
-    monkeypatch.setattr(checks, "_available", lambda: (150 << 20) * 2 + 5 * SIZE)
+    monkeypatch.setattr(space, "_available", lambda: (150 << 20) * 2 + 5 * SIZE)
     loading = load.begin(FOUND, Memory(), beside=3 * SIZE)
     assert loading is not None
     loading.close()

@@ -26,7 +26,7 @@ from gpusnap.runtime_shim.runtime.criu.config import Connections
 from gpusnap.runtime_shim.runtime.identify import Kind, RealRuntime
 from gpusnap.runtime_shim.settings import Memory, Nvidia
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
-from gpusnap.runtime_shim.snapshot.preflight import sockets
+from gpusnap.runtime_shim.snapshot.preflight import sockets, space
 from gpusnap.runtime_shim.snapshot.preflight.nccl import Sharing
 
 GIB = 1 << 30
@@ -290,24 +290,24 @@ def test_nothing_shared() -> None:
 @pytest.fixture
 def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with memory enough."""
-    monkeypatch.setattr(preflight, "_available", lambda: 1 << 50)
+    monkeypatch.setattr(space, "_available", lambda: 1 << 50)
 
 
 def test_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPUs' bytes and what a process' heap grows by have to fit in RAM, for all processes together."""
-    monkeypatch.setattr(preflight, "_limit", lambda _: None)
-    monkeypatch.setattr(preflight, "_available", lambda: 4 * GIB)
-    preflight.room_in_memory({1: 3 * GIB}, 1)
-    preflight.room_in_memory({}, 1)
+    monkeypatch.setattr(space, "_limit", lambda _: None)
+    monkeypatch.setattr(space, "_available", lambda: 4 * GIB)
+    space.room_in_memory({1: 3 * GIB}, 1)
+    space.room_in_memory({}, 1)
     for too_much in ({1: 4 * GIB}, {1: 2 * GIB, 2: 2 * GIB - 1}):
         with pytest.raises(Refused, match=r"4\.\d GiB of GPU memory .* this host leaves 4\.0 GiB") as caught:
-            preflight.room_in_memory(too_much, 1)
+            space.room_in_memory(too_much, 1)
         assert caught.value.hint == "free some memory"
 
 
 def test_available() -> None:
     """This host's own figure is a number that can be true."""
-    available = preflight._available()
+    available = space._available()
     assert available is not None
     assert 0 < available <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -338,7 +338,7 @@ def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plenty: None) -> Cg
 
 def left(need: int) -> str:
     with pytest.raises(Refused) as caught:
-        preflight.room_in_memory({1: need}, 1)
+        space.room_in_memory({1: need}, 1)
     assert caught.value.hint == "raise the container's memory limit"
     return str(caught.value).partition("leaves ")[2]
 
@@ -352,7 +352,7 @@ def test_limit_of_version_2(cgroups: Cgroups) -> None:
     assert left(3 * GIB) == "2.0 GiB"
     cgroups.make("pod/c", memory__max=str(6 * GIB))
     assert left(3 * GIB) == "1.0 GiB"
-    preflight.room_in_memory({1: GIB // 2}, 1)
+    space.room_in_memory({1: GIB // 2}, 1)
 
 
 def test_what_the_kernel_can_drop(cgroups: Cgroups) -> None:
@@ -375,29 +375,29 @@ def test_limit_of_version_1(cgroups: Cgroups) -> None:
 
 def test_the_limit_of_what_is_staged(monkeypatch: pytest.MonkeyPatch, plenty: None) -> None:
     """What is staged counts as ours: over our own limit the kernel would kill us."""
-    monkeypatch.setattr(preflight, "_limit", lambda pid: GIB if pid == os.getpid() else None)
-    preflight.room_in_memory({1: GIB // 2}, 1, Memory())
+    monkeypatch.setattr(space, "_limit", lambda pid: GIB if pid == os.getpid() else None)
+    space.room_in_memory({1: GIB // 2}, 1, Memory())
     with pytest.raises(Refused, match=r"limit of gpusnap's own cgroup leaves 1\.0 GiB") as caught:
-        preflight.room_in_memory({1: GIB}, 1, Memory())
+        space.room_in_memory({1: GIB}, 1, Memory())
     assert caught.value.hint == (
         "raise the memory limit of gpusnap's own cgroup, or set memory.ceiling below it"
     )
-    preflight.room_in_memory({1: 8 * GIB}, 1, Memory(ceiling=GIB // 2))  # what is above it is not staged
-    preflight.room_in_memory({1: 8 * GIB}, 1, Memory(pages="criu"))
+    space.room_in_memory({1: 8 * GIB}, 1, Memory(ceiling=GIB // 2))  # what is above it is not staged
+    space.room_in_memory({1: 8 * GIB}, 1, Memory(pages="criu"))
 
 
 def test_room_to_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is beside CRIU's images has to fit in RAM; what is in them is CRIU's business."""
     record = a_manifest()
-    monkeypatch.setattr(preflight, "_limit", lambda _: None)
-    monkeypatch.setattr(preflight, "_available", lambda: 4 * GIB)
-    preflight.room_to_restore(record, Memory())
+    monkeypatch.setattr(space, "_limit", lambda _: None)
+    monkeypatch.setattr(space, "_available", lambda: 4 * GIB)
+    space.room_to_restore(record, Memory())
     region = RegionRecord(4096, Table(3 * GIB, ()))
     process = replace(record.processes[0], regions=(region,))
-    preflight.room_to_restore(replace(record, processes=(process,)), Memory())
+    space.room_to_restore(replace(record, processes=(process,)), Memory())
     process = replace(process, regions=(region, region))
     with pytest.raises(Refused, match=r"6\.0 GiB of GPU memory have to pass through RAM, and this host"):
-        preflight.room_to_restore(replace(record, processes=(process,)), Memory())
+        space.room_to_restore(replace(record, processes=(process,)), Memory())
 
 
 @pytest.mark.parametrize(
@@ -414,14 +414,14 @@ def test_room_for_images(
     monkeypatch: pytest.MonkeyPatch, here: int | None, ours: int | None, ceiling: int, *, fits: bool
 ) -> None:
     """The GPUs' memory, the images, and what CRIU makes of these; whoever sets a ceiling gets no more."""
-    monkeypatch.setattr(preflight, "_limit", lambda _: ours)
-    monkeypatch.setattr(preflight, "_available", lambda: here)
+    monkeypatch.setattr(space, "_limit", lambda _: ours)
+    monkeypatch.setattr(space, "_available", lambda: here)
     process = replace(a_manifest().processes[0], regions=(RegionRecord(4096, Table(3 * GIB, ())),))
     files = (FileRecord("pages-1.img", Table(2 * GIB, ())),)
     record = replace(a_manifest(), processes=(process,), files=files)
-    assert preflight.room_for_images(record, Memory(ceiling=ceiling)) is fits
+    assert space.room_for_images(record, Memory(ceiling=ceiling)) is fits
     monkeypatch.setattr(mount_namespace, "lasting", lambda: False)
-    assert not preflight.room_for_images(record, Memory(ceiling=ceiling))
+    assert not space.room_for_images(record, Memory(ceiling=ceiling))
 
 
 def test_room_is_made_before_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,13 +432,13 @@ def test_room_is_made_before_it_refuses(tmp_path: Path, monkeypatch: pytest.Monk
         asked.append(need)
         free[0] = 30
 
-    monkeypatch.setattr(preflight, "_free", lambda _: free[0])
-    preflight.room_on_disk(str(tmp_path), 10, [], make_room)
+    monkeypatch.setattr(space, "_free", lambda _: free[0])
+    space.room_on_disk(str(tmp_path), 10, [], make_room)
     assert asked == []
-    preflight.room_on_disk(str(tmp_path), 20, [], make_room)
+    space.room_on_disk(str(tmp_path), 20, [], make_room)
     assert asked == [20]
     with pytest.raises(Refused, match="needs up to 40 B"):
-        preflight.room_on_disk(str(tmp_path), 40, [], make_room)
+        space.room_on_disk(str(tmp_path), 40, [], make_room)
 
 
 @pytest.mark.parametrize("path", ["/../../elsewhere", "/none"])
@@ -446,12 +446,12 @@ def test_without_a_limit(cgroups: Cgroups, path: str) -> None:
     """A cgroup that we cannot see, or that has no limit, limits nothing."""
     cgroups.lie("cgroup2", {"": path})
     cgroups.make("", memory__max="max", memory__current="1")
-    preflight.room_in_memory({1: 100 * GIB}, 1)
+    space.room_in_memory({1: 100 * GIB}, 1)
 
 
 def test_our_own_limit(plenty: None) -> None:
     """The real files are read without an error."""
-    limit = preflight._limit(os.getpid())
+    limit = space._limit(os.getpid())
     assert limit is None or limit >= 0
 
 
@@ -464,9 +464,9 @@ def test_disk(tmp_path: Path) -> None:
     with Family() as family:
         found = proc.process(family.spawn())
         assert found is not None
-        preflight.room_on_disk(str(tmp_path), 0, [found])
+        space.room_on_disk(str(tmp_path), 0, [found])
         with pytest.raises(Refused, match=rf"in {tmp_path}, where .* are free") as caught:
-            preflight.room_on_disk(str(tmp_path), free * 2, [found])
+            space.room_on_disk(str(tmp_path), free * 2, [found])
         assert "free some space" in caught.value.hint
 
 
@@ -475,12 +475,12 @@ def test_disk_counts_the_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     free = shutil.disk_usage(tmp_path).free
     monkeypatch.setattr(proc, "memory", lambda pid: free)
     with pytest.raises(Refused):
-        preflight.room_on_disk(str(tmp_path), 0, [process(1), process(2)])
+        space.room_on_disk(str(tmp_path), 0, [process(1), process(2)])
 
 
 def test_disk_that_is_not_there(tmp_path: Path) -> None:
     """A directory that cannot be used is named, in words that Podman leaves alone."""
     with pytest.raises(Refused) as caught:
-        preflight.room_on_disk(str(tmp_path / "none"), 1, [])
+        space.room_on_disk(str(tmp_path / "none"), 1, [])
     assert str(tmp_path / "none") in str(caught.value)
     assert not [words for words in POISON if words in caught.value.sentence().lower()]

@@ -617,8 +617,8 @@ made: list[Coming] = []
 def coming(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """A checkpoint of two processes, whose memory comes while the driver restores them; their PIDs."""
     monkeypatch.setattr(restore, "Filling", Coming)
-    checks = "gpusnap.runtime_shim.snapshot.preflight.checks"
-    monkeypatch.setattr(f"{checks}.room_to_restore", lambda *_: None)
+    space = "gpusnap.runtime_shim.snapshot.preflight.space"
+    monkeypatch.setattr(f"{space}.room_to_restore", lambda *_: None)
     pids = [scene.driver.use(scene.family.spawn(), state=CHECKPOINTED) for _ in range(2)]
     record = a_manifest(pids=pids)
     region = RegionRecord(4096, Table(4096, ()))
