@@ -36,7 +36,7 @@ from gpusnap.runtime_shim.gpu import find_driver
 from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host
 from gpusnap.runtime_shim.gpu.api.errors import GpuError
-from gpusnap.runtime_shim.gpu.cdi import spec as cdi
+from gpusnap.runtime_shim.gpu.cdi import folders as cdi
 from gpusnap.runtime_shim.gpu.nvidia.driver_files import Found, found
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc

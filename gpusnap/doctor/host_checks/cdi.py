@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 
 from gpusnap.doctor.base.check import Check, failure, ok, plural, refused, warning
 from gpusnap.doctor.base.sources import below
-from gpusnap.runtime_shim.gpu.cdi.spec import FOLDERS, CdiError, Spec, load
+from gpusnap.runtime_shim.gpu.cdi.folders import FOLDERS, load
+from gpusnap.runtime_shim.gpu.cdi.spec import CdiError, Spec
 
 _VERSION = re.compile(r"\.so\.(\d{3,4}(?:\.\d{1,3}){1,2})$")
 _MAKE = "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"

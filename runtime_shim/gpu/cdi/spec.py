@@ -1,4 +1,4 @@
-"""CDI, the container device interface: this host's files that say what a GPU brings into a container.
+"""CDI, the container device interface: what a file of it says that a GPU brings into a container.
 
 Format and rules are those of CDI's SPEC.md and its Go library (specs-go/config.go and version.go, pkg/cdi's
 spec.go, container-edits.go and cache.go), versions 0.3.0 to 1.1.0. As there, an unknown field makes a file
@@ -9,23 +9,19 @@ its vendor's word: whoever opens one checks it.
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.json_text import parse_json
-from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu.cdi.strict_yaml import Unquoted, from_yaml, shown
 
-FOLDERS = ("/etc/cdi", "/run/cdi")
-"""The static folder and the dynamic one, which wins; CDI calls it /var/run/cdi."""
-
 _VERSIONS = ("0.3.0", "0.4.0", "0.5.0", "0.6.0", "0.7.0", "0.8.0", "1.0.0", "1.1.0")
-_BYTES = 16 << 20
+LARGEST = 16 << 20
+"""Bytes of a file."""
 _ITEMS = 4096  # of any one list; nvidia-ctk writes about 60 mounts and a few hundred devices at most
 _TEXT = 128 << 10  # MAX_ARG_STRLEN of the kernel's binfmts.h: no argument or variable may be longer
 
@@ -135,51 +131,10 @@ class Spec:
     edits: Edits
 
 
-def load(
-    folders: Iterable[str] = FOLDERS, *, report: Callable[[CdiError], None] | None = None
-) -> tuple[Spec, ...]:
-    """Every spec of this host: *.json and *.yaml of each folder by name, not of folders in it.
-
-    A device that a later folder has too is the later one's. Two files of one folder that both have it: an
-    error, and neither's. Raises CdiError at the first thing wrong; with `report`, that is told instead and
-    left out. A folder that does not exist is an empty one.
-    """
-
-    def failed(error: CdiError) -> None:
-        if report is None:
-            raise error
-        report(error)
-
-    ranks: list[list[Spec]] = []
-    for folder in _distinct(folders):
-        specs = []
-        for path in _files(folder, failed):
-            try:
-                specs.append(read(path))
-            except CdiError as error:
-                failed(error)
-        ranks.append(specs)
-    return _merged(ranks, failed)
-
-
-def read(path: str) -> Spec:
-    """The spec in one file. Raises CdiError."""
-    try:
-        # Not to wait for the other end of a FIFO.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise CdiError(f"{path}: is no regular file")
-            data = file.read(_BYTES + 1)
-    except OSError as error:
-        raise CdiError(f"cannot read the CDI file {path}: {reason(error)}") from error
-    return parse(data, path)
-
-
 def parse(data: bytes, path: str) -> Spec:
     """The spec in `data`: as JSON if `path` ends so, else as YAML. Raises CdiError, which names `path`."""
-    if len(data) > _BYTES:
-        raise CdiError(f"{path}: is larger than {_BYTES >> 20} MiB")
+    if len(data) > LARGEST:
+        raise CdiError(f"{path}: is larger than {LARGEST >> 20} MiB")
     try:
         text = data.decode("utf-8")
         content = parse_json(text) if path.endswith(".json") else from_yaml(text)
@@ -194,50 +149,6 @@ def parse(data: bytes, path: str) -> Spec:
     except ValueError as error:
         raise CdiError(f"{path}: {' '.join(str(error).split())[:300]}") from error
     return _spec(content, path)
-
-
-# Folders
-
-
-def _distinct(folders: Iterable[str]) -> list[str]:
-    """Each folder once, where it counts most: /var/run/cdi is /run/cdi."""
-    last = {os.path.realpath(folder): at for at, folder in enumerate(folders)}
-    return sorted(last, key=last.__getitem__)
-
-
-def _files(folder: str, failed: Callable[[CdiError], None]) -> list[str]:
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(e.path for e in entries if e.name.endswith((".json", ".yaml")) and not e.is_dir())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        failed(CdiError(f"cannot read the CDI folder {folder}: {reason(error)}"))
-        return []
-
-
-def _merged(ranks: Sequence[Sequence[Spec]], failed: Callable[[CdiError], None]) -> tuple[Spec, ...]:
-    owner: dict[tuple[str, str], Spec | None] = {}
-    for specs in ranks:
-        here: dict[tuple[str, str], Spec] = {}
-        for spec in specs:
-            for device in spec.devices:
-                key = spec.kind, device.name
-                if key in here:
-                    first = here[key].path
-                    failed(CdiError(f"{spec.path}: device {device.name!r} of {spec.kind} is in {first} too"))
-                    owner[key] = None
-                else:
-                    owner[key] = here[key] = spec
-    kept = []
-    for spec in (each for specs in ranks for each in specs):
-        devices = tuple(device for device in spec.devices if owner[spec.kind, device.name] is spec)
-        if devices:
-            kept.append(dataclasses.replace(spec, devices=devices))
-    return tuple(kept)
-
-
-# Plain values to a spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpusnap.runtime_shim.gpu.cdi import spec as cdi
+from gpusnap.runtime_shim.gpu.cdi.folders import load, read
 from gpusnap.runtime_shim.gpu.cdi.spec import (
     CdiError,
     Device,
@@ -21,9 +22,7 @@ from gpusnap.runtime_shim.gpu.cdi.spec import (
     Edits,
     Hook,
     Mount,
-    load,
     parse,
-    read,
 )
 
 CORPUS = sorted((Path(__file__).parents[2] / "corpus" / "cdi").iterdir())

@@ -1,0 +1,93 @@
+"""The CDI files of this host: those of its two folders, and which of them has a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import stat
+from collections.abc import Callable, Iterable, Sequence
+
+from gpusnap.runtime_shim.errors import reason
+from gpusnap.runtime_shim.gpu.cdi.spec import LARGEST, CdiError, Spec, parse
+
+FOLDERS = ("/etc/cdi", "/run/cdi")
+"""The static folder and the dynamic one, which wins; CDI calls it /var/run/cdi."""
+
+
+def load(
+    folders: Iterable[str] = FOLDERS, *, report: Callable[[CdiError], None] | None = None
+) -> tuple[Spec, ...]:
+    """Every spec of this host: *.json and *.yaml of each folder by name, not of folders in it.
+
+    A device that a later folder has too is the later one's. Two files of one folder that both have it: an
+    error, and neither's. Raises CdiError at the first thing wrong; with `report`, that is told instead and
+    left out. A folder that does not exist is an empty one.
+    """
+
+    def failed(error: CdiError) -> None:
+        if report is None:
+            raise error
+        report(error)
+
+    ranks: list[list[Spec]] = []
+    for folder in _distinct(folders):
+        specs = []
+        for path in _files(folder, failed):
+            try:
+                specs.append(read(path))
+            except CdiError as error:
+                failed(error)
+        ranks.append(specs)
+    return _merged(ranks, failed)
+
+
+def read(path: str) -> Spec:
+    """The spec in one file. Raises CdiError."""
+    try:
+        # Not to wait for the other end of a FIFO.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise CdiError(f"{path}: is no regular file")
+            data = file.read(LARGEST + 1)
+    except OSError as error:
+        raise CdiError(f"cannot read the CDI file {path}: {reason(error)}") from error
+    return parse(data, path)
+
+
+def _distinct(folders: Iterable[str]) -> list[str]:
+    """Each folder once, where it counts most: /var/run/cdi is /run/cdi."""
+    last = {os.path.realpath(folder): at for at, folder in enumerate(folders)}
+    return sorted(last, key=last.__getitem__)
+
+
+def _files(folder: str, failed: Callable[[CdiError], None]) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(e.path for e in entries if e.name.endswith((".json", ".yaml")) and not e.is_dir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        failed(CdiError(f"cannot read the CDI folder {folder}: {reason(error)}"))
+        return []
+
+
+def _merged(ranks: Sequence[Sequence[Spec]], failed: Callable[[CdiError], None]) -> tuple[Spec, ...]:
+    owner: dict[tuple[str, str], Spec | None] = {}
+    for specs in ranks:
+        here: dict[tuple[str, str], Spec] = {}
+        for spec in specs:
+            for device in spec.devices:
+                key = spec.kind, device.name
+                if key in here:
+                    first = here[key].path
+                    failed(CdiError(f"{spec.path}: device {device.name!r} of {spec.kind} is in {first} too"))
+                    owner[key] = None
+                else:
+                    owner[key] = here[key] = spec
+    kept = []
+    for spec in (each for specs in ranks for each in specs):
+        devices = tuple(device for device in spec.devices if owner[spec.kind, device.name] is spec)
+        if devices:
+            kept.append(dataclasses.replace(spec, devices=devices))
+    return tuple(kept)
