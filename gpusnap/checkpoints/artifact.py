@@ -18,7 +18,7 @@ from gpusnap.oci.layout.documents import EMPTY, Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import Refused
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest, manifest_json
 from gpusnap.runtime_shim.snapshot.memory.destination import as_artifact
 from gpusnap.user_errors import Damaged
 
@@ -108,7 +108,7 @@ def load(root: Descriptor, layout: Layout, read: Callable[[Descriptor], bytes] |
             code="GPS-604",
         )
     data = layout.read_blob(config, limit=manifest.LARGEST)
-    found = Kept(root, whole, data, manifest.decode(data, f"the manifest {config.digest}"))
+    found = Kept(root, whole, data, manifest_json.decode(data, f"the manifest {config.digest}"))
     layers = {(each.digest, each.size) for each in whole.chunks}
     for chunk in descriptors(found.tables):
         if (chunk.digest, chunk.size) not in layers:

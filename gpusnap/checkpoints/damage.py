@@ -17,7 +17,7 @@ from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.graph import is_document
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import ManifestError
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest, manifest_json
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.units import human
 
@@ -94,7 +94,7 @@ def within(root: Descriptor, layout: Layout) -> dict[str, list[str]]:
 def config_of(artifact: Artifact, layout: Layout) -> Manifest | None:
     with suppress(LayoutError, DigestError, ManifestError):
         data = layout.read_blob(artifact.config, limit=manifest.LARGEST)
-        return manifest.decode(data, artifact.config.digest)
+        return manifest_json.decode(data, artifact.config.digest)
     return None
 
 

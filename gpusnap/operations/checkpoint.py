@@ -47,7 +47,7 @@ from gpusnap.runtime_shim.errors import (
     UsageError,
     reason,
 )
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest, manifest_file, manifest_json
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.runtime_shim.snapshot.records import suspensions
@@ -345,7 +345,7 @@ def _run(wish: Wish, export: Export, options: list[str], tick: Tick, progress: P
     words = [*options, *wish.options()]
 
     def at_work() -> None:
-        manifest.prepare()  # while Podman works: it takes 0.05 s, and the checkpoint is read behind it
+        manifest_json.prepare()  # while Podman works: it takes 0.05 s, and the checkpoint is read behind it
         tick()
 
     with _awake(export.found) if wish.asleep else nullcontext():
@@ -409,10 +409,10 @@ def _record_of(export: Export) -> manifest.Manifest | None:
         now = podman.container(export.found.id)
         path = now.checkpoint_path
         if path and os.path.isdir(path):
-            return manifest.read(path) if manifest.belongs(path) else None
+            return manifest_file.read(path) if manifest_file.belongs(path) else None
     with told():
         data = read_member(export.archive, CONFIG, limit=manifest.LARGEST)
-    return manifest.decode(data, f"{CONFIG} in what Podman exported") if data is not None else None
+    return manifest_json.decode(data, f"{CONFIG} in what Podman exported") if data is not None else None
 
 
 def _store_names(wish: Wish, found: podman.Container) -> list[str]:

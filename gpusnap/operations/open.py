@@ -32,7 +32,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import ManifestError
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest, manifest_file, manifest_json
 from gpusnap.user_errors import NoManifest, told
 
 if TYPE_CHECKING:
@@ -118,14 +118,14 @@ def load_manifest(path: str) -> manifest.Manifest:
     Raises NoManifest where an archive has none, ManifestError where it is broken, or a directory has none.
     """
     if os.path.isdir(path):
-        return manifest.read(_images(path))
+        return manifest_file.read(_images(path))
     try:
         data = read_member(path, CONFIG, limit=manifest.LARGEST)
     except ArchiveError as error:
         raise ManifestError(str(error)) from error
     if data is None:
         raise _no_manifest(path)
-    return manifest.decode(data, f"{path}: {CONFIG}")
+    return manifest_json.decode(data, f"{path}: {CONFIG}")
 
 
 @contextmanager
@@ -145,11 +145,11 @@ def open_repository(
 def _images(path: str) -> str:
     """The directory of images that `path` is, or that an unpacked archive at `path` has."""
     inner = os.path.join(path, "checkpoint")
-    return inner if not manifest.belongs(path) and manifest.belongs(inner) else path
+    return inner if not manifest_file.belongs(path) and manifest_file.belongs(inner) else path
 
 
 def _in_file(path: str) -> manifest.Manifest | None:
-    if os.path.isdir(path) and not manifest.belongs(_images(path)):
+    if os.path.isdir(path) and not manifest_file.belongs(_images(path)):
         return None
     try:
         return load_manifest(path)

@@ -30,7 +30,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar.archive import Content, Entry
 from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.runtime_shim.process.memory.copy import cores
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest, manifest_file, manifest_json
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.runtime.criu.images import check as criu_images
 from gpusnap.runtime_shim.runtime.criu.images.digests import Comparison
@@ -47,8 +47,8 @@ _RECORDS = "Podman's records"
 
 def in_folder(path: str, progress: Progress) -> Verified:
     """A directory of images: its manifest, and the chunks beside it or in the store."""
-    inner = path if manifest.belongs(path) else os.path.join(path, "checkpoint")
-    record = manifest.read(inner)
+    inner = path if manifest_file.belongs(path) else os.path.join(path, "checkpoint")
+    record = manifest_file.read(inner)
     try:
         criu_images.check(inner, record.host.architecture, record.sizes)
         with closing(Comparison(inner, record.images)) as compared:
@@ -137,11 +137,11 @@ def in_archive(path: str, progress: Progress) -> Verified:
         damage = Damage("", "", whole, str(error), ("the archive itself",))
         return Verified(path, "", len(found), done, True, (damage,))
     if data is None and ours:
-        raise manifest.missing(path)
+        raise manifest_file.missing(path)
     record = None
     if data is not None:
-        record = manifest.decode(data, f"{path}: {_MANIFEST}")
-        manifest.check_digest(data, index, f"{path}: {_MANIFEST}")
+        record = manifest_json.decode(data, f"{path}: {_MANIFEST}")
+        manifest_file.check_digest(data, index, f"{path}: {_MANIFEST}")
     fault = images.fault(record)
     if record is not None and record.pages == "store":
         found_all = _chunks_in_store(path, record, progress)
@@ -182,9 +182,9 @@ def _document(entry: Entry, limit: int, path: str) -> bytes:
     """The manifest of an archive, or the index beside it. Raises ManifestError, as a restore does."""
     where = f"{path}: {entry.name}"
     if entry.content is None:
-        raise manifest.unreadable(where, ValueError("it is no plain file"))
+        raise manifest_file.unreadable(where, ValueError("it is no plain file"))
     if entry.info.size > limit:
-        raise manifest.unreadable(
+        raise manifest_file.unreadable(
             where, ValueError(f"it has {entry.info.size} bytes, and {limit} are allowed")
         )
     return entry.content.read()

@@ -1,4 +1,4 @@
-"""The manifest on its way to disk: prepared before the dump, named after it; see manifest.py.
+"""The manifest in an image's directory: read; and on its way there, prepared before the dump, named after it.
 
 Where the image's directory has a layout, its index.json gets the manifest's digest right before the manifest
 has its name. Until then it has none, so a manifest that is given its name by hand is right as well.
@@ -7,24 +7,149 @@ has its name. Until then it has none, so a manifest that is given its name by ha
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
+from typing import Any
 
-from gpusnap.oci.base.files import UNFINISHED, exists, open_below, read_below, replace_below, sync_folder
+from gpusnap.oci.base.files import (
+    UNFINISHED,
+    exists,
+    is_folder,
+    open_below,
+    read_below,
+    replace_below,
+    sync_folder,
+)
+from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.runtime_shim.errors import ImageError, ManifestError, reason
 from gpusnap.runtime_shim.records.manifest import (
     DIGEST,
     FOLDER,
     INDEX,
+    INVENTORY,
     LARGEST,
     LARGEST_INDEX,
     NAME,
     PENDING,
     Manifest,
-    decode,
-    digested,
-    encode,
 )
+from gpusnap.runtime_shim.records.manifest_json import decode, encode
+
+
+def belongs(image_path: str) -> bool:
+    """Whether gpusnap made this image: it has our folder, complete or not. Raises ImageError.
+
+    One that is taken for another tool's is restored without its GPU memory.
+    """
+    try:
+        return is_folder(os.path.join(image_path, FOLDER))
+    except OSError as error:
+        raise ImageError(
+            f"it cannot be told whether gpusnap made the images in {image_path}: {reason(error)}",
+            hint="see that the directory can be read, and try again",
+        ) from error
+
+
+def has(image_path: str, *names: str) -> bool:
+    """Whether a file is in the image directory, given by the parts of its path.
+
+    Raises ImageError where nobody can tell: what is taken for missing would be removed, or done again.
+    """
+    path = os.path.join(image_path, *names)
+    try:
+        return exists(path)
+    except OSError as error:
+        raise ImageError(
+            f"it cannot be told whether {path} is there: {reason(error)}",
+            hint="see that the directory can be read, and try again",
+        ) from error
+
+
+def read(image_path: str) -> Manifest:
+    """The manifest of an image, compared with the digest that the layout's index has of it.
+
+    Raises ManifestError where it is missing, broken, or another than was written; ManifestVersion.
+    """
+    path = os.path.join(image_path, FOLDER, NAME)
+    try:
+        data = read_below(image_path, f"{FOLDER}/{NAME}", limit=LARGEST)
+    except FileNotFoundError:
+        raise missing(image_path, _what_is_left(image_path)) from None
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
+    try:
+        index: bytes | None = read_below(image_path, f"{FOLDER}/{INDEX}", limit=LARGEST_INDEX)
+    except FileNotFoundError:
+        index = None
+    except (OSError, ValueError) as error:
+        raise unreadable(os.path.join(image_path, FOLDER, INDEX), error) from error
+    record = decode(data, path)  # first: what is wrong with it says more than that it is another
+    check_digest(data, index, path)
+    return record
+
+
+def missing(where: str, hint: str = "take another copy of it") -> ManifestError:
+    """The error for a checkpoint of gpusnap's that has no manifest."""
+    return ManifestError(
+        f"the checkpoint in {where} is not complete: it has no {FOLDER}/{NAME}", hint=hint, code="GPS-602"
+    )
+
+
+def unreadable(path: str, error: OSError | ValueError) -> ManifestError:
+    """The error for a manifest, or an index, that is no plain file, too large, or cannot be read."""
+    why = reason(error) if isinstance(error, OSError) else str(error)
+    if isinstance(error, OSError) and error.errno == errno.ELOOP:
+        why = "it is a symbolic link"
+    return ManifestError(f"{path} cannot be read: {why}", hint="do not restore from it")
+
+
+def digested(index: bytes, digest: str) -> bytes:
+    """The index of a layout with the digest of the manifest beside it. Raises ManifestError."""
+    document = _index(index, INDEX)
+    document["annotations"] = {**document.get("annotations", {}), DIGEST: digest}
+    return json.dumps(document, separators=(",", ":")).encode("ascii")
+
+
+def check_digest(data: bytes, index: bytes | None, where: str) -> None:
+    """Raise ManifestError where the index of the layout beside a manifest has another digest of it.
+
+    `index` is None where there is none. Layouts that were written before gpusnap noted it have no digest.
+    """
+    if index is None:
+        return
+    wanted = _index(index, f"the {INDEX} beside {where}").get("annotations", {}).get(DIGEST)
+    if wanted is not None and wanted != digest_of(data):
+        raise ManifestError(
+            f"{where} is not the manifest that was written with this checkpoint: its digest is "
+            f"{digest_of(data)}, and the layout's {INDEX} has {str(wanted)[:80]}",
+            hint="take another copy of the checkpoint",
+        )
+
+
+def _index(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        document = parse_json(data)
+    except ValueError as error:
+        raise ManifestError(f"{where} is cut short or not JSON: {error}") from error
+    if not isinstance(document, dict) or not isinstance(document.get("annotations", {}), dict):
+        raise ManifestError(f"{where} is not the index of a layout")
+    return document
+
+
+def _what_is_left(image_path: str) -> str:
+    """What may be done about an image without a manifest."""
+    pending = os.path.join(image_path, FOLDER, PENDING)
+    if not os.path.exists(pending):
+        return "take another copy of it"
+    if not os.path.getsize(pending) or not os.path.exists(os.path.join(image_path, INVENTORY)):
+        return "the checkpoint was cut off while it was written"
+    # CRIU writes that file last: gpusnap was killed between the end of the dump and the renaming.
+    return (
+        "the checkpoint was cut off while it was written, but CRIU had finished: gpusnap recover completes "
+        f"it; where that knows nothing of it (after a reboot, say), rename {FOLDER}/{PENDING} to {NAME}"
+    )
 
 
 class Draft:

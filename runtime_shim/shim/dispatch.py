@@ -25,7 +25,7 @@ from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.errors import GpuError
 from gpusnap.runtime_shim.gpu.opening import opening
 from gpusnap.runtime_shim.progress import VARIABLE, reporter
-from gpusnap.runtime_shim.records import cri_layout, manifest
+from gpusnap.runtime_shim.records import cri_layout, manifest_file
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.runtime import find as locate
@@ -208,7 +208,7 @@ def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | Settings
     _take_away(call, real, find_driver())
     images = str(call.images(real.kind))
     cri_layout.unfold(images)
-    if not manifest.belongs(images):
+    if not manifest_file.belongs(images):
         _hand_over(call, real)
     valid = _valid(settings)
     question_process.start()  # before there are threads

@@ -30,7 +30,7 @@ from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.progress import reporter
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest, manifest_file
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, render
@@ -384,7 +384,7 @@ def _manifest(job: Job) -> manifest.Manifest:
 def _has(job: Job, *names: str) -> bool:
     """Whether a file is in the image directory; one of which nobody can tell is: nothing is lost for it."""
     try:
-        return manifest.has(job.image_path, *names)
+        return manifest_file.has(job.image_path, *names)
     except ImageError as error:
         note(error.sentence())
         return True

@@ -24,7 +24,7 @@ from gpusnap.runtime_shim.process.memory import maps as regions
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.process.memory.maps import Region
 from gpusnap.runtime_shim.process.memory.tmpfs import Area
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest, manifest_file
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.runtime.criu.images import control_groups, digests
@@ -264,7 +264,7 @@ def _finish(entry: Entry, settings: Memory) -> str:
     if record is not None and record.container != entry.container:
         _drop(entry, settings)
         return "no process is left, and its image is another container's by now"
-    dumped = manifest.has(entry.image, manifest.INVENTORY)
+    dumped = manifest_file.has(entry.image, manifest.INVENTORY)
     if record is None and dumped and _named(entry, settings):
         return f"the checkpoint in {entry.image} is whole"
     if record is None or not dumped:
@@ -302,7 +302,7 @@ def _named(entry: Entry, settings: Memory) -> bool:
     Also where somebody has given the manifest its name by hand. Raises ImageError.
     """
     try:
-        record = manifest.read(entry.image)
+        record = manifest_file.read(entry.image)
     except ManifestError:
         return False
     if record.container != entry.container:
@@ -339,7 +339,7 @@ def _discard(entry: Entry, settings: Memory) -> None:
     if any(other.image == entry.image for other in others):
         _drop(entry, settings)
         return
-    earlier = manifest.has(entry.image, manifest.FOLDER, manifest.NAME)
+    earlier = manifest_file.has(entry.image, manifest.FOLDER, manifest.NAME)
     left(entry.layout, entry.image, entry.container, settings).discard(earlier=earlier)
     Draft(entry.image).discard()
 

@@ -43,7 +43,7 @@ from gpusnap.runtime_shim.gpu.api.parallel import at_once
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest, manifest_file
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.runtime import bundle, conmon, container_key
 from gpusnap.runtime_shim.runtime import container as containers
@@ -335,8 +335,8 @@ def _came_up_late(entry: Restore) -> None:
 def _check(entry: Restore) -> None:
     """See that the memory of processes that have not gone on was right: a restore does so at the end."""
     layouts = entry.layouts or (os.path.join(entry.image, manifest.FOLDER),)
-    if entry.layouts or manifest.has(layouts[0], "blobs"):
-        processes = manifest.read(entry.image).processes
+    if entry.layouts or manifest_file.has(layouts[0], "blobs"):
+        processes = manifest_file.read(entry.image).processes
         tables = [region.table for process in processes for region in process.regions]
         transfer.check(FirstOf([Layout(path) for path in layouts]), tables, where=entry.image)
 

@@ -40,7 +40,7 @@ from gpusnap.runtime_shim.gpu.cdi import folders as cdi
 from gpusnap.runtime_shim.gpu.nvidia.driver_files import Found, found
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest, manifest_file
 from gpusnap.runtime_shim.runtime import bundle, container_key, loopback
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.command_line import RestoreCall
@@ -139,7 +139,7 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
     """
     images = str(call.images(real.kind))
     found = find_driver()
-    record = manifest.read(images)
+    record = manifest_file.read(images)
     # Refuses where it is missing. Its import takes as long as to open a driver, and five times as long beside
     # the threads that bring the bytes.
     pycriu_package.load()

@@ -9,7 +9,7 @@ from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import GpuError
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest_file
 from gpusnap.runtime_shim.records.manifest import GpuProcess
 from gpusnap.runtime_shim.snapshot.suspend import driver_calls
 
@@ -23,7 +23,7 @@ def all_there(wanted: Iterable[GpuProcess], there: Collection[int], images: str)
     for process in wanted:
         if process.pid in there:
             continue
-        if not manifest.has(images, f"core-{process.pid}.img"):
+        if not manifest_file.has(images, f"core-{process.pid}.img"):
             raise GpusnapError(
                 f"process {process.pid} ({process.name}) of the checkpoint did not come back: CRIU's images "
                 "do not have it",

@@ -16,7 +16,7 @@ from oci_regions import save, text
 from gpusnap.oci.chunks.table import Table
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar.archive import Writer
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest_json
 from gpusnap.runtime_shim.records.manifest import GpuProcess, GpuRecord, HostRecord, Manifest, RegionRecord
 
 __all__ = ["COMPRESS", "CONFIG_DUMP", "CREATED", "GPU", "listed", "record", "regions", "written"]
@@ -89,7 +89,7 @@ def written(
         files["checkpoint/gpusnap/oci-layout"] = b"{}"
         files["checkpoint/gpusnap/index.json"] = b"{}"
     if document is not None:
-        files["checkpoint/gpusnap/manifest.json"] = manifest.encode(document)
+        files["checkpoint/gpusnap/manifest.json"] = manifest_json.encode(document)
     files |= more or {}
     files.pop(without, None)
     folders = {str(parent) for name in files for parent in Path(name).parents} - {"."}

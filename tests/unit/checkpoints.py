@@ -19,7 +19,7 @@ from gpusnap.oci.chunks.table import Table
 from gpusnap.oci.layout.documents import Descriptor, empty_descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest_json
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
 from gpusnap.runtime_shim.snapshot.memory.destination import labelled
 
@@ -100,7 +100,7 @@ def keep(
         config, tables = empty_descriptor(), []
         if gpu:
             made = with_memory(layout, *regions, images=images, record=record)
-            config = layout.add_blob(manifest.encode(made), media_type=artifact.CONFIG)
+            config = layout.add_blob(manifest_json.encode(made), media_type=artifact.CONFIG)
             tables = labelled(made)
         parts = Artifact(
             config,

@@ -17,7 +17,7 @@ from oci_regions import text
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar import headers as tar
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest_json
 
 __all__ = ["BASE", "IMAGE", "FakeCtr", "Made", "a_checkpoint", "files_of", "packed"]
 
@@ -108,7 +108,7 @@ def a_checkpoint(
         document = record(regions(source), pages=pages)
         blobs = sorted(Path(source.path, "blobs", "sha256").iterdir()) if pages == "chunks" else []
         files |= {f"gpusnap/blobs/sha256/{each.name}": each.read_bytes() for each in blobs}
-        files["gpusnap/manifest.json"] = manifest.encode(document)
+        files["gpusnap/manifest.json"] = manifest_json.encode(document)
     files["pages-1.img"] = text(200_000, 3)
     files |= images or {}
     made = Made()

@@ -33,7 +33,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar.archive import Compression, Writer
 from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.runtime_shim.process.memory import copy as copies
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest, manifest_json
 from gpusnap.runtime_shim.snapshot.memory.destination import labelled
 
 Report = Callable[[Progress], None]
@@ -105,7 +105,7 @@ def give_out(
             hint="it is the GPUs' side of an archive that lies elsewhere",
             code="GPS-608",
         )
-    record = manifest.decode(config, CONFIG) if config else None
+    record = manifest_json.decode(config, CONFIG) if config else None
     files: tuple[manifest.FileRecord, ...] = ()
     if record is not None and embed:
         files = record.files

@@ -39,7 +39,7 @@ from gpusnap.oci.tar import headers as tar
 from gpusnap.oci.tar.archive import Content, Entry
 from gpusnap.oci.tar.compression import Readable, as_file, squeezed
 from gpusnap.runtime_shim.errors import ImageError
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest, manifest_json
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome, labelled
 
 # Above that, what writes the blobs is not the processors; each thread may have a blob in memory.
@@ -213,7 +213,7 @@ class Taking:
             if name != CONFIG:
                 self._dumps[name] = data, entry.info
                 return tar.pieces(entry.info, io.BytesIO(data))
-            self._record = manifest.decode(data, f"{self._path}: {name}")
+            self._record = manifest_json.decode(data, f"{self._path}: {name}")
             self._config = self._layout.add_blob(data, media_type=artifact.CONFIG)
             named = descriptors(self._record.tables)
             self._wanted = frozenset((each.digest, each.size) for each in named)

@@ -43,7 +43,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar.archive import Entry, entries, unpacked
 from gpusnap.oci.tar.compression import Readable, as_file
 from gpusnap.runtime_shim.errors import ImageError
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest, manifest_file
 
 _MOST_THREADS = 16
 
@@ -187,7 +187,7 @@ class Giving:
             made.write_index(Index((artifact.write(made, artifact.Artifact(chunks=chunks)),)))
             self.file(f"{OURS}/oci-layout", Path(place, "oci-layout").read_bytes())
             index = Path(place, manifest.INDEX).read_bytes()
-            self.file(f"{OURS}/{manifest.INDEX}", manifest.digested(index, digest))
+            self.file(f"{OURS}/{manifest.INDEX}", manifest_file.digested(index, digest))
             for path in sorted(Path(place, "blobs", "sha256").iterdir()):
                 self.file(f"{BLOBS}/sha256/{path.name}", path.read_bytes())
         small = (each for each in chunks if each.size <= SMALL)

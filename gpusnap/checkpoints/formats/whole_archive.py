@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest, manifest_json
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest
 from gpusnap.runtime_shim.snapshot.memory import source as fetching
 from gpusnap.runtime_shim.snapshot.memory import transfer
@@ -31,7 +31,7 @@ def whole(config: bytes, record: Manifest) -> tuple[bytes, Manifest]:
     document.pop("files", None)
     document["pages"] = ImageHome.kind
     data = json.dumps(document).encode() + b"\n"
-    return data, manifest.decode(data, manifest.NAME)
+    return data, manifest_json.decode(data, manifest.NAME)
 
 
 @contextmanager

@@ -28,7 +28,8 @@ from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.process.memory import copy as copies
-from gpusnap.runtime_shim.records.manifest import FOLDER, FileRecord, Manifest, encode
+from gpusnap.runtime_shim.records.manifest import FOLDER, FileRecord, Manifest
+from gpusnap.runtime_shim.records.manifest_json import encode
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.chunk_cache import Kept

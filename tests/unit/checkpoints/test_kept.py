@@ -17,7 +17,7 @@ from gpusnap.oci.base.errors import DiskError, disk_error
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import Refused
-from gpusnap.runtime_shim.records.manifest import encode
+from gpusnap.runtime_shim.records.manifest_json import encode
 from gpusnap.user_errors import Damaged, NotFound
 
 

@@ -28,7 +28,7 @@ from gpusnap.operations import driver as needed
 from gpusnap.operations.open import load_manifest
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, ManifestError, Refused, UsageError
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest, manifest_json
 from gpusnap.runtime_shim.records.manifest import GpuProcess, Manifest, NeutralisedProcess, Written
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.setting_keys import TABLE
@@ -55,7 +55,7 @@ def directory(folder: Path, record: Manifest) -> Path:
 
 def archive(folder: Path, record: Manifest) -> Path:
     """As `podman container checkpoint --export` writes it."""
-    content, buffer = manifest.encode(record), io.BytesIO()
+    content, buffer = manifest_json.encode(record), io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         entry = tarfile.TarInfo(f"checkpoint/{manifest.FOLDER}/{manifest.NAME}")
         entry.size = len(content)
@@ -147,7 +147,7 @@ def test_inspect_json(tmp_path: Path, gpusnap: Run) -> None:
     """--json prints the manifest itself."""
     code, out, err = gpusnap("inspect", "--json", str(archive(tmp_path, a_manifest())))
     assert (code, err) == (0, "")
-    assert manifest.decode(out.encode(), "stdout") == a_manifest()
+    assert manifest_json.decode(out.encode(), "stdout") == a_manifest()
 
 
 @pytest.mark.parametrize("text", ["[/bold]", "[red]x", "\x1b[2J", "a\udcffb", "\r\n", "[link=file:///]"])

@@ -24,7 +24,7 @@ from gpusnap.oci.chunks import artifact
 from gpusnap.oci.layout.documents import Descriptor, Manifest
 from gpusnap.oci.registry import copy as transfer
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest_json
 from gpusnap.runtime_shim.records.manifest import GpuProcess
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.settings import Store as StoreSettings
@@ -411,7 +411,7 @@ def test_inspect(gpusnap: Run, kept: Kept) -> None:
 def test_inspect_json(gpusnap: Run, kept: Kept) -> None:
     """The manifest, as of an archive, and what is to say of the artifact."""
     found = json_of(gpusnap, "inspect", "w:1")
-    record = manifest.decode(json.dumps(found).encode(), "stdout")
+    record = manifest_json.decode(json.dumps(found).encode(), "stdout")
     assert [region.start for region in record.processes[0].regions] == [START, START + (1 << 24)]
     stored = found["artifact"]
     assert stored["digest"] == kept.first.digest
@@ -845,7 +845,7 @@ def test_verify_of_a_lie(gpusnap: Run, kept: Kept, tmp_path: Path, line: tuple[s
     )
     true = artifact.read(kept.store.find("true").descriptor, kept.store.read)
     text = kept.store.layout.read_blob(true.config).decode()
-    record = manifest.decode(text.encode(), "a test")
+    record = manifest_json.decode(text.encode(), "a test")
     chunk = next(
         c for p in record.processes for r in p.regions for c in r.table.chunks if c.encoding == "zstd"
     )

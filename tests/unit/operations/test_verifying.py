@@ -21,7 +21,7 @@ from gpusnap.operations import verify as verifying
 from gpusnap.operations.verify import verify_one
 from gpusnap.operations.verify_files import note
 from gpusnap.runtime_shim.errors import ManifestError
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest_file, manifest_json
 from gpusnap.runtime_shim.records.manifest import ImageRecord
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.settings import Store as StoreSettings
@@ -33,7 +33,7 @@ def images(tmp_path: Path) -> Path:
     inner = tmp_path / "images" / "checkpoint" / "gpusnap"
     layout = Layout(inner).create()
     record = replace(with_memory(layout, noise(2, 1), noise(1, 2)), pages="chunks")
-    (inner / "manifest.json").write_bytes(manifest.encode(record))
+    (inner / "manifest.json").write_bytes(manifest_json.encode(record))
     (inner.parent / "inventory.img").write_bytes(INVENTORY)
     return tmp_path / "images"
 
@@ -71,7 +71,7 @@ def test_records_of_podman(images: Path, name: str, text: bytes) -> None:
 
 def test_a_note_on_digests(images: Path) -> None:
     """CRIU's images have digests in manifests of today; the engine's files never."""
-    record = manifest.read(str(images / "checkpoint"))
+    record = manifest_file.read(str(images / "checkpoint"))
     assert note(record).startswith("CRIU's images and the engine's files have no digests")
     digests = (ImageRecord("inventory.img", len(INVENTORY), f"sha256:{'0' * 64}"),)
     assert note(replace(record, images=digests)).startswith("the engine's files have no digests")
@@ -129,7 +129,7 @@ def test_without_chunks(tmp_path: Path) -> None:
             {
                 "config.dump": b"{}",
                 "checkpoint/inventory.img": INVENTORY,
-                "checkpoint/gpusnap/manifest.json": manifest.encode(a_manifest()),
+                "checkpoint/gpusnap/manifest.json": manifest_json.encode(a_manifest()),
             }
         )
     )
@@ -145,8 +145,8 @@ def test_chunks_in_the_store(images: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("gpusnap.runtime_shim.settings.load", lambda: mine)
     store = Store(tmp_path / "store").create()
     inner = images / "checkpoint/gpusnap"
-    record = replace(manifest.read(str(images / "checkpoint")), pages="store")
-    (inner / "manifest.json").write_bytes(manifest.encode(record))
+    record = replace(manifest_file.read(str(images / "checkpoint")), pages="store")
+    (inner / "manifest.json").write_bytes(manifest_json.encode(record))
     for each in chunks(images):
         shutil.move(each, Path(store.path, "blobs/sha256"))
     for path in (images, packed(images)):
@@ -170,11 +170,11 @@ def test_a_manifest_that_lies(images: Path, pack: bool, encoding: str) -> None:
     record = replace(memory, pages="chunks")
     chunk = record.processes[0].regions[0].table.chunks[0]
     assert chunk.encoding == encoding
-    (inner / "manifest.json").write_bytes(manifest.encode(record))
+    (inner / "manifest.json").write_bytes(manifest_json.encode(record))
     assert verify_one(str(packed(images) if pack else images)).damaged == ()
     fake = "ab" * 32
     (inner / "manifest.json").write_text(
-        manifest.encode(record).decode().replace(chunk.plain.removeprefix("sha256:"), fake)
+        manifest_json.encode(record).decode().replace(chunk.plain.removeprefix("sha256:"), fake)
     )
     (found,) = verify_one(str(packed(images) if pack else images)).damaged
     assert found.digest == chunk.blob

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpusnap.runtime_shim.errors import ImageError
-from gpusnap.runtime_shim.records import cri_layout, manifest
+from gpusnap.runtime_shim.records import cri_layout, manifest_file
 
 FILES = {
     "inventory.img": b"criu",
@@ -34,7 +34,7 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_there_and_back(images: Path) -> None:
     """Folded there are files alone, each of the same content; unfolded all is as it was."""
     cri_layout.fold(str(images))
-    assert not manifest.belongs(str(images))
+    assert not manifest_file.belongs(str(images))
     assert all(entry.is_file() for entry in os.scandir(images))
     assert {cri_layout.natural(name): data for name, data in content(images).items()} == FILES
     for _ in range(2):

@@ -22,7 +22,7 @@ from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import Index
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, ManifestError, ManifestVersion
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest, manifest_file, manifest_json
 from gpusnap.runtime_shim.records.manifest import (
     DriverMount,
     GpuProcess,
@@ -30,10 +30,9 @@ from gpusnap.runtime_shim.records.manifest import (
     HostRecord,
     Manifest,
     NeutralisedProcess,
-    decode,
-    encode,
 )
 from gpusnap.runtime_shim.records.manifest_file import Draft
+from gpusnap.runtime_shim.records.manifest_json import decode, encode
 from gpusnap.runtime_shim.transaction import Step
 
 TEXT = st.text(min_size=1, max_size=20)
@@ -123,7 +122,7 @@ def refused(changed: Any) -> str:
 
 def test_a_schema_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a file of gpusnap's own."""
-    manifest._validator.cache_clear()
+    manifest_json._validator.cache_clear()
     monkeypatch.setattr(os.path, "dirname", lambda _: "/nowhere")
     with pytest.raises(
         GpusnapError, match=r"a file of its own, /nowhere/manifest\.schema\.json: it does not"
@@ -296,21 +295,21 @@ def test_draft_becomes_the_manifest(tmp_path: Path) -> None:
     """It is not there before the end, and then it is, whole and alone."""
     draft = Draft(str(tmp_path))
     draft.begin()
-    assert manifest.belongs(str(tmp_path))
+    assert manifest_file.belongs(str(tmp_path))
     with pytest.raises(ManifestError, match="not complete"):
-        manifest.read(str(tmp_path))
+        manifest_file.read(str(tmp_path))
     draft.prepare(a_manifest())
     with pytest.raises(ManifestError, match="not complete") as caught:
-        manifest.read(str(tmp_path))
+        manifest_file.read(str(tmp_path))
     assert caught.value.hint == "the checkpoint was cut off while it was written"
     (tmp_path / "inventory.img").touch()
     with pytest.raises(ManifestError, match="not complete") as caught:
-        manifest.read(str(tmp_path))
+        manifest_file.read(str(tmp_path))
     assert "rename gpusnap/manifest.pending to manifest.json" in caught.value.hint
     (tmp_path / "inventory.img").unlink()
     better = replace(a_manifest(), timing=(Step("dump", 0.0, 1.0),))
     draft.finish(better)
-    assert manifest.read(str(tmp_path)) == better
+    assert manifest_file.read(str(tmp_path)) == better
     assert names(tmp_path) == ["manifest.json"]
 
 
@@ -322,7 +321,7 @@ def test_discard_leaves_nothing(tmp_path: Path) -> None:
     draft.discard()
     draft.discard()
     assert list(tmp_path.iterdir()) == []
-    assert not manifest.belongs(str(tmp_path))
+    assert not manifest_file.belongs(str(tmp_path))
 
 
 def test_an_earlier_manifest_stays_until_the_dump(tmp_path: Path) -> None:
@@ -333,12 +332,12 @@ def test_an_earlier_manifest_stays_until_the_dump(tmp_path: Path) -> None:
     first.finish(a_manifest())
     draft = Draft(str(tmp_path))
     draft.begin()
-    assert manifest.read(str(tmp_path)) == a_manifest()
+    assert manifest_file.read(str(tmp_path)) == a_manifest()
     draft.discard()
-    assert manifest.read(str(tmp_path)) == a_manifest()
+    assert manifest_file.read(str(tmp_path)) == a_manifest()
     draft.prepare(a_manifest())
     with pytest.raises(ManifestError, match="not complete"):
-        manifest.read(str(tmp_path))
+        manifest_file.read(str(tmp_path))
 
 
 @contextmanager
@@ -361,7 +360,7 @@ def test_a_full_disk_is_found_before_the_dump(tmp_path: Path) -> None:
     draft.finish(a_manifest())
     with largest_file(100), pytest.raises(ImageError, match=r"manifest\.pending cannot be written"):
         draft.prepare(a_manifest(pids=(7,)))
-    assert manifest.read(str(tmp_path)) == a_manifest()
+    assert manifest_file.read(str(tmp_path)) == a_manifest()
 
 
 def test_a_full_disk_after_the_dump(tmp_path: Path) -> None:
@@ -371,7 +370,7 @@ def test_a_full_disk_after_the_dump(tmp_path: Path) -> None:
     draft.prepare(a_manifest())
     with largest_file(100):
         draft.finish(replace(a_manifest(), timing=()))
-    assert manifest.read(str(tmp_path)) == a_manifest()
+    assert manifest_file.read(str(tmp_path)) == a_manifest()
     assert names(tmp_path) == ["manifest.json"]
 
 
@@ -421,43 +420,43 @@ def test_the_digest_is_in_the_index(tmp_path: Path) -> None:
     digest = json.loads(index.read_text())["annotations"][manifest.DIGEST]
     assert digest == digest_of(path.read_bytes())
     assert Layout(folder_of(tmp_path)).read_index().manifests == ()
-    assert manifest.read(str(tmp_path)) == a_manifest()
+    assert manifest_file.read(str(tmp_path)) == a_manifest()
     path.write_bytes(encode(replace(a_manifest(), processes=())))
     with pytest.raises(ManifestError, match="is not the manifest that was written with this checkpoint"):
-        manifest.read(str(tmp_path))
+        manifest_file.read(str(tmp_path))
 
 
 def test_an_index_without_the_digest(tmp_path: Path) -> None:
     """Checkpoints that were made before it was noted are read as ever."""
     with_layout(tmp_path, a_manifest())
     Layout(folder_of(tmp_path)).write_index(Index())
-    assert manifest.read(str(tmp_path)) == a_manifest()
+    assert manifest_file.read(str(tmp_path)) == a_manifest()
 
 
 def test_a_name_that_stands_twice(tmp_path: Path) -> None:
     """Which of two lists of processes counts is not left to the parser."""
     text = encode(a_manifest()).decode().rstrip().removesuffix("}")
     with pytest.raises(ManifestError, match="has the name 'processes' twice"):
-        manifest.decode(f'{text}, "processes": []}}'.encode(), "m")
+        manifest_json.decode(f'{text}, "processes": []}}'.encode(), "m")
 
 
 def test_read_refuses_what_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A manifest beyond all measure is not even parsed."""
     folder_of(tmp_path).mkdir()
     (folder_of(tmp_path) / "manifest.json").write_bytes(encode(a_manifest()))
-    assert manifest.read(str(tmp_path)) == a_manifest()
-    monkeypatch.setattr(manifest, "LARGEST", 100)
+    assert manifest_file.read(str(tmp_path)) == a_manifest()
+    monkeypatch.setattr(manifest_file, "LARGEST", 100)
     with pytest.raises(ManifestError, match="100 are allowed"):
-        manifest.read(str(tmp_path))
+        manifest_file.read(str(tmp_path))
 
 
 def test_read_without_a_manifest(tmp_path: Path) -> None:
     """No manifest, or a directory in its place: a ManifestError."""
     with pytest.raises(ManifestError, match=r"has no gpusnap/manifest\.json"):
-        manifest.read(str(tmp_path))
+        manifest_file.read(str(tmp_path))
     (folder_of(tmp_path) / "manifest.json").mkdir(parents=True)
     with pytest.raises(ManifestError, match="cannot be read"):
-        manifest.read(str(tmp_path))
+        manifest_file.read(str(tmp_path))
 
 
 # From anywhere.

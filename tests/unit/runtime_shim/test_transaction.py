@@ -12,7 +12,7 @@ import pytest
 from fakes import a_manifest
 
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted
-from gpusnap.runtime_shim.records.manifest import decode, encode
+from gpusnap.runtime_shim.records.manifest_json import decode, encode
 from gpusnap.runtime_shim.transaction import Transaction, announce, held_signals, interruptible, stop_if_asked
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

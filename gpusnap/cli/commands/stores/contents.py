@@ -22,7 +22,7 @@ from gpusnap.operations import diff as records
 from gpusnap.operations import processes as process_images
 from gpusnap.operations.open import Checkpoint, Stored, needed, opened
 from gpusnap.progress import Progress
-from gpusnap.runtime_shim.records.manifest import encode
+from gpusnap.runtime_shim.records.manifest_json import encode
 
 
 @click.command()

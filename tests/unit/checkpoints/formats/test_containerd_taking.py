@@ -23,7 +23,7 @@ from gpusnap.oci.layout.documents import EMPTY
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar.archive import entries
 from gpusnap.runtime_shim.errors import ImageError, ManifestError
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest_json
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_the_parts(tmp_path: Path, layout: Layout) -> None:
     found = taken(made, tmp_path, layout)
     files = records(found, layout)
     assert found.is_image
-    document = manifest.decode(layout.read_blob(found.config), "m")
+    document = manifest_json.decode(layout.read_blob(found.config), "m")
     tables = tuple(document.tables)
     assert load(layout, tables) == load(Layout(tmp_path / "source"), tables)
     assert {each.digest for each in found.chunks} == {

@@ -28,7 +28,7 @@ TOUCHING = (
     "runtime_shim/snapshot/foreground.py",
     "runtime_shim/runtime/criu/images/directory.py",
     "runtime_shim/log.py",
-    "runtime_shim/records/manifest.py",
+    "runtime_shim/records/manifest_json.py",
     "runtime_shim/snapshot/devices/remap.py",
     "runtime_shim/snapshot/restore.py",
     "runtime_shim/snapshot/memory/transfer.py",
@@ -58,7 +58,7 @@ OTHERS = {
     ("runtime_shim/records/cri_layout.py", "unfold"): "the image directory itself",
     ("runtime_shim/records/cri_layout.py", "_move"): "directories, without following a link",
     ("runtime_shim/log.py", "report"): "the caller's log, without following a link or waiting for a FIFO",
-    ("runtime_shim/records/manifest.py", "_validator"): "the schema, in this package",
+    ("runtime_shim/records/manifest_json.py", "_validator"): "the schema, in this package",
     (
         "runtime_shim/runtime/criu/images/overlay.py",
         "_fill",

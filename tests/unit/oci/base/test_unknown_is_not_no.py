@@ -22,7 +22,7 @@ from gpusnap.runtime_shim.gpu.api import device_files
 from gpusnap.runtime_shim.gpu.api.errors import GpuError
 from gpusnap.runtime_shim.gpu.nvidia import driver as nvidia
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.records import cri_layout, manifest
+from gpusnap.runtime_shim.records import cri_layout, manifest, manifest_file
 from gpusnap.runtime_shim.runtime import cgroup_freezer
 from gpusnap.runtime_shim.snapshot.restored_processes import all_there
 
@@ -36,8 +36,7 @@ HARMLESS = {
     "runtime_shim/gpu/amd/topology.py": 2,
     "runtime_shim/gpu/nvidia/driver_files.py": 1,
     "runtime_shim/process/proc.py": 1,
-    "runtime_shim/records/manifest.py": 2,
-    "runtime_shim/records/manifest_file.py": 1,
+    "runtime_shim/records/manifest_file.py": 3,
     "runtime_shim/runtime/bundle.py": 1,
     "runtime_shim/runtime/criu/external_mounts.py": 1,
     "runtime_shim/runtime/criu/images/pycriu_package.py": 1,
@@ -110,10 +109,10 @@ def test_exists(tmp_path: Path, fail: Fail) -> None:
 def test_whose_images(tmp_path: Path, fail: Fail) -> None:
     """Images with GPU state are not handed to the real runtime, which would restore them without."""
     (tmp_path / manifest.FOLDER).mkdir()
-    assert manifest.belongs(str(tmp_path))
+    assert manifest_file.belongs(str(tmp_path))
     fail("stat", f"/{manifest.FOLDER}", errno.ENOMEM)
     with pytest.raises(ImageError, match=r"whether gpusnap made the images in .*: Cannot allocate memory"):
-        manifest.belongs(str(tmp_path))
+        manifest_file.belongs(str(tmp_path))
 
 
 def test_a_restored_process(tmp_path: Path, fail: Fail) -> None:

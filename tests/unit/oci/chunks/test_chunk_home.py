@@ -14,7 +14,8 @@ from gpusnap.oci.chunks.buffers import Buffer
 from gpusnap.oci.chunks.writer import write
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import ImageError, Refused
-from gpusnap.runtime_shim.records.manifest import Manifest, RegionRecord, decode
+from gpusnap.runtime_shim.records.manifest import Manifest, RegionRecord
+from gpusnap.runtime_shim.records.manifest_json import decode
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory.destination import ImageHome, StoreHome, labelled, left
 

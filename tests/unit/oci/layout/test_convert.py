@@ -31,7 +31,7 @@ from gpusnap.oci.tar import archive
 from gpusnap.oci.tar.archive import Compression, Writer, entries
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.errors import ImageError, ManifestError
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest, manifest_json
 
 BLOB = "checkpoint/gpusnap/blobs/sha256/"
 MANIFEST = "checkpoint/gpusnap/manifest.json"
@@ -133,7 +133,7 @@ def test_what_is_written_can_be_synced(tmp_path: Path, source: Layout, staging: 
 def test_config_among_the_blobs(tmp_path: Path, source: Layout, staging: Layout) -> None:
     """A layout that has the manifest as a blob, or what the layout had before, does not lose it."""
     document = record(regions(source))
-    data = manifest.encode(document)
+    data = manifest_json.encode(document)
     there = staging.add_blob(b"there before")
     more = {BLOB + digest_of(each)[7:]: each for each in (data, b"there before")}
     taken = take_in(written(tmp_path / "in.tar", source, document, more=more), staging)
@@ -263,7 +263,7 @@ def test_files_in_chunks(tmp_path: Path, source: Layout, staging: Layout, pages:
         assert len(image) == table.size
         for chunk in table.chunks:
             assert digest_of(image[chunk.offset : chunk.offset + chunk.size]) == chunk.plain
-    said = manifest.decode(given[MANIFEST], "")
+    said = manifest_json.decode(given[MANIFEST], "")
     assert (said.pages, said.files, said.processes) == ("chunks", (), document.processes)
     assert json.loads(given["checkpoint/gpusnap/index.json"])
     again = take_in(str(tmp_path / "out.tar"), Layout(tmp_path / "again").create())

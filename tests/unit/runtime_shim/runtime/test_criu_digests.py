@@ -17,7 +17,7 @@ from fakes import a_manifest
 from gpusnap.checkpoints.formats.criu_images import Images
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.runtime_shim.errors import ImageError, ManifestError
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest_json
 from gpusnap.runtime_shim.records.manifest import ImageRecord
 from gpusnap.runtime_shim.runtime.criu.images.digests import Comparison, take
 
@@ -78,8 +78,8 @@ def test_another_one(folder: Path, change: Callable[[Path], object], said: str) 
 def test_in_the_manifest(folder: Path) -> None:
     """They are written and read; a manifest without any is one of an earlier version."""
     record = replace(a_manifest(), images=take(str(folder)))
-    assert manifest.decode(manifest.encode(record), "here").images == record.images
-    assert b'"images"' not in manifest.encode(a_manifest())
+    assert manifest_json.decode(manifest_json.encode(record), "here").images == record.images
+    assert b'"images"' not in manifest_json.encode(a_manifest())
 
 
 @pytest.mark.parametrize("name", ["../pages-1.img", "a/b.img", "pages-1", ".img\n"])
@@ -87,7 +87,7 @@ def test_names(name: str) -> None:
     """A name that leads elsewhere is refused with the manifest."""
     record = replace(a_manifest(), images=(ImageRecord(name, 1, f"sha256:{'0' * 64}"),))
     with pytest.raises(ManifestError):
-        manifest.encode(record)
+        manifest_json.encode(record)
 
 
 def _other_end(data: bytes) -> bytes:

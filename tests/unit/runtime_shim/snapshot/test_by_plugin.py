@@ -15,7 +15,7 @@ from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA
 from gpusnap.runtime_shim.gpu.api.driver import Host, ProcessState
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest_file
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container as containers
@@ -65,7 +65,7 @@ def test_checkpoint(scene: Scene) -> None:
     assert (outcome.code, outcome.stderr) == (0, "")
     assert untouched(scene)
     assert stops == [False, False]
-    record = manifest.read(str(scene.image))
+    record = manifest_file.read(str(scene.image))
     assert record.plugin == "cuda_plugin"
     assert record.pages == "criu"
     assert [process.pid for process in record.processes] == sorted(pids)
@@ -96,7 +96,7 @@ def test_one_that_ends_meanwhile(scene: Scene) -> None:
     staying, going = scene.gpu_processes(2)
     scene.driver.when("memory_used", lambda _: scene.family.end(going))
     assert scene.checkpoint().code == 0
-    assert [process.pid for process in manifest.read(str(scene.image)).processes] == [staying]
+    assert [process.pid for process in manifest_file.read(str(scene.image)).processes] == [staying]
 
 
 def test_no_plugin_on_this_host(scene: Scene) -> None:
@@ -113,7 +113,7 @@ def test_none_is_needed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.family.spawn()
     monkeypatch.setattr("gpusnap.runtime_shim.shim.dispatch._concerns_us", lambda driver, container: True)
     assert scene.checkpoint().code == 0
-    assert manifest.read(str(scene.image)).processes == ()
+    assert manifest_file.read(str(scene.image)).processes == ()
 
 
 def test_paused(scene: Scene) -> None:
@@ -170,7 +170,7 @@ def test_restore(scene: Scene) -> None:
 def test_one_that_is_done(scene: Scene) -> None:
     """They run on from CRIU's hands, so one may have ended, or have let go of its GPU."""
     pid = restored(scene)
-    record = manifest.read(str(scene.image))
+    record = manifest_file.read(str(scene.image))
     image(scene, replace(record, processes=(*record.processes, replace(record.processes[0], pid=4000000))))
     scene.driver.states.pop(pid)
     assert scene.restore("--detach").code == 0

@@ -56,7 +56,7 @@ def earlier_checkpoint(scene: Scene) -> dict[str, str]:
 
 def whole(scene: Scene) -> manifest.Manifest:
     """The manifest of a checkpoint that is whole."""
-    record = manifest.read(str(scene.image))
+    record = drafts.read(str(scene.image))
     assert {"inventory.img", "pages-1.img", "gpusnap/manifest.json"} == set(scene.content())
     return record
 
@@ -246,7 +246,7 @@ def test_an_earlier_checkpoint_is_replaced(scene: Scene) -> None:
     earlier_checkpoint(scene)
     (pid,) = scene.gpu_processes(1)
     assert scene.checkpoint().code == 0
-    assert [process.pid for process in manifest.read(str(scene.image)).processes] == [pid]
+    assert [process.pid for process in drafts.read(str(scene.image)).processes] == [pid]
     assert (scene.image / "notes.txt").read_text("ascii") == "earlier notes.txt"
 
 

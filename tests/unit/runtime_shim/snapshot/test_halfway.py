@@ -25,7 +25,7 @@ from gpusnap.runtime_shim.gpu.api.driver import ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import NotInitialized
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest_json
 from gpusnap.runtime_shim.records.manifest import RegionRecord
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container_key
@@ -245,7 +245,7 @@ def test_its_memory_was_never_checked(scene: Scene, quick: None) -> None:
     table = Table(9, (Chunk(0, 9, blob.digest, blob.digest, 9, "plain"),))
     process = replace(a_manifest().processes[0], regions=(RegionRecord(4096, table),))
     Path(entry.image, "gpusnap/manifest.json").write_bytes(
-        manifest.encode(replace(a_manifest(), processes=(process,), pages="chunks"))
+        manifest_json.encode(replace(a_manifest(), processes=(process,), pages="chunks"))
     )
     path = Path(entry.image, "gpusnap/blobs/sha256", blob.digest.partition(":")[2])
     path.write_bytes(b"as it is!")

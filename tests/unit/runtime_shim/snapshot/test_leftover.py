@@ -19,7 +19,7 @@ from gpusnap.runtime_shim.process import kcmp, proc
 from gpusnap.runtime_shim.process.memory.maps import Mapping
 from gpusnap.runtime_shim.process.ptrace.neutralise import Neutralised
 from gpusnap.runtime_shim.process.ptrace.tracee import Tracee
-from gpusnap.runtime_shim.records.manifest import read
+from gpusnap.runtime_shim.records.manifest_file import read
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.recover_checkpoint import recover

@@ -26,7 +26,7 @@ from gpusnap.runtime_shim.process.memory import userfault
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
 from gpusnap.runtime_shim.process.ptrace.populate import Populated
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import inside
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest_file
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container_key
@@ -409,7 +409,7 @@ def test_what_recover_calls_whole_is_on_disk(
     assert "is whole" in recover_checkpoint._finish(entry, SMALL)
     # Written anew: of the dead one's files nobody could tell any more.
     assert {file.stat().st_ino for file in (*files, path / "inventory.img")} <= synced
-    assert manifest.read(str(path)).processes == record.processes
+    assert manifest_file.read(str(path)).processes == record.processes
     chunks.close()
 
 

@@ -1,0 +1,293 @@
+"""The manifest as JSON: written, and read if it is as the schema and gpusnap have it.
+
+The schema is manifest.schema.json beside this file. What it cannot say (a GPU listed twice, a process with a
+GPU that is not in the list) is checked here. A manifest may come from anywhere, so each number has a bound.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from contextlib import suppress
+from typing import Any
+
+from gpusnap.oci.base.json_text import parse_json
+from gpusnap.runtime_shim._version import __version__
+from gpusnap.runtime_shim.errors import GpusnapError, ManifestError, ManifestVersion, own_file_unreadable
+from gpusnap.runtime_shim.records.manifest import (
+    LARGEST,
+    VERSION,
+    DeviceNode,
+    DriverLibrary,
+    DriverMount,
+    FileRecord,
+    GpuProcess,
+    GpuRecord,
+    HostRecord,
+    ImageRecord,
+    Manifest,
+    NeutralisedProcess,
+    RegionRecord,
+    Written,
+)
+from gpusnap.runtime_shim.transaction import Step
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as JSON, checked against the schema; raises ManifestError."""
+    document = _to_json(manifest)
+    _check(document, "the new manifest")
+    compact = any(process["regions"] for process in document["processes"]) or "files" in document
+    data = json.dumps(document, indent=None if compact else 1).encode() + b"\n"
+    if len(data) > LARGEST:
+        raise ManifestError(
+            f"the new manifest has {len(data) >> 20} MiB, and none above {LARGEST >> 20} is read",
+            hint="set a larger memory.chunk-size",
+        )
+    return data
+
+
+def decode(data: bytes, where: str) -> Manifest:
+    """The manifest in `data`. Raises ManifestError, ManifestVersion; `where` names it in the message."""
+    try:
+        document = parse_json(data)
+    except ValueError as error:
+        raise ManifestError(
+            f"{where} is cut short or not JSON: {error}", hint="take another copy of the checkpoint"
+        ) from error
+    _check_version(document, where)
+    _check(document, where)
+    from gpusnap.oci.base.errors import ChunkError
+
+    try:
+        return _from_json(document)
+    except ChunkError as error:
+        raise ManifestError(f"{where} is not a gpusnap manifest: {error}") from error
+
+
+def prepare() -> None:
+    """Import what a manifest is checked with, which takes 0.05 s. Whoever needs it says what fails."""
+    with suppress(GpusnapError, ImportError):
+        _validator()
+
+
+@functools.cache
+def _validator() -> Any:
+    # Imported here: it takes 0.1 s, and a container without a GPU must not pay for it.
+    import jsonschema
+
+    path = os.path.join(os.path.dirname(__file__), "manifest.schema.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except OSError as error:
+        raise own_file_unreadable(path, error) from error
+    return jsonschema.Draft202012Validator(parse_json(text))
+
+
+def _check_version(document: Any, where: str) -> None:
+    version = document.get("version") if isinstance(document, dict) else None
+    major = VERSION.partition(".")[0]
+    if isinstance(version, str) and version.partition(".")[0] != major:
+        raise ManifestVersion(
+            f"{where} has version {version[:20]!r}, and gpusnap {__version__} reads {major}.x",
+            hint="restore it with the gpusnap that made it, or a newer one",
+        )
+
+
+def _check(document: Any, where: str) -> None:
+    error = min(
+        _validator().iter_errors(document), key=lambda e: list(map(str, e.absolute_path)), default=None
+    )
+    if error is not None:
+        place = "/".join(map(str, error.absolute_path)) or "the top level"
+        raise ManifestError(f"{where} is not a gpusnap manifest: at {place}, {error.message[:200]}")
+    for what, names in (
+        ("GPU", [gpu["uuid"] for gpu in document["gpus"]]),
+        ("process", [process["pid"] for process in document["processes"]]),
+        ("neutralised process", [process["pid"] for process in document.get("neutralised", ())]),
+        ("device", [node["path"] for node in document["nodes"]]),
+        ("library", [library["path"] for library in document["libraries"]]),
+        ("mount", [mount["destination"] for mount in document["mounts"]]),
+        ("mount key", [mount["key"] for mount in document["mounts"]]),
+        ("image", [each["name"] for key in ("files", "images") for each in document.get(key, ())]),
+    ):
+        _once(what, names, where)
+    known = {gpu["uuid"] for gpu in document["gpus"]}
+    for node in document["nodes"]:
+        if node["gpu"] and node["gpu"] not in known:
+            raise ManifestError(
+                f"{where}: device {node['path']} is of a GPU {node['gpu']} that is not listed"
+            )
+    for process in document["processes"]:
+        _once(f"GPU of process {process['pid']},", [gpu["uuid"] for gpu in process["gpus"]], where)
+        for gpu in process["gpus"]:
+            if gpu["uuid"] not in known:
+                raise ManifestError(
+                    f"{where}: process {process['pid']} has a GPU {gpu['uuid']} that is not listed"
+                )
+
+
+def _once(what: str, names: list[Any], where: str) -> None:
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ManifestError(f"{where} lists the {what} {twice} twice")
+
+
+def _to_json(manifest: Manifest) -> dict[str, Any]:
+    from gpusnap.oci.chunks.table import to_json
+
+    host = manifest.host
+    document: dict[str, Any] = {
+        "version": manifest.version,
+        "gpusnap": manifest.gpusnap,
+        "created": manifest.created,
+        "container": {"id": manifest.container},
+        "pages": manifest.pages,
+        "host": {
+            "architecture": host.architecture,
+            "kernel": host.kernel,
+            "driver": {"vendor": host.vendor, "version": host.driver_version, "cuda": host.cuda_version},
+            "criu": host.criu_version,
+            "runtime": {"name": host.runtime_name, "version": host.runtime_version},
+        },
+        "gpus": [
+            {
+                "uuid": gpu.uuid,
+                "minor": gpu.minor,
+                "index": gpu.index,
+                "model": gpu.model,
+                "computeCapability": gpu.compute_capability,
+                "memoryTotal": gpu.memory_total,
+                "memoryUsed": gpu.memory_used,
+                "pci": gpu.pci,
+            }
+            for gpu in manifest.gpus
+        ],
+        "processes": [
+            {
+                "pid": process.pid,
+                "name": process.name,
+                "command": list(process.command),
+                "gpus": [{"uuid": uuid, "memoryUsed": used} for uuid, used in process.gpus],
+                "regions": [{"start": r.start, **to_json(r.table)} for r in process.regions],
+            }
+            for process in manifest.processes
+        ],
+        "mounts": [{"key": m.key, "destination": m.destination, "source": m.source} for m in manifest.mounts],
+        "nodes": [{"path": n.path, "major": n.major, "minor": n.minor, "gpu": n.gpu} for n in manifest.nodes],
+        "libraries": [
+            {"path": x.path, "size": x.size, "buildId": x.build_id, "mode": x.mode}
+            for x in manifest.libraries
+        ],
+        "dev": manifest.dev,
+        "written": {
+            "bytes": manifest.written.stored,
+            "known": manifest.written.known,
+            "zero": manifest.written.zero,
+        },
+        "peakMemory": manifest.peak_memory,
+        "timing": [
+            {"step": step.name, "start": round(step.start, 6), "seconds": round(step.seconds, 6)}
+            | ({"note": step.note} if step.note else {})
+            for step in manifest.timing
+        ],
+    }
+    if manifest.plugin:
+        document["plugin"] = manifest.plugin
+    if manifest.files:
+        document["files"] = [{"name": each.name, **to_json(each.table)} for each in manifest.files]
+    if manifest.images:
+        document["images"] = [
+            {"name": each.name, "size": each.size, "digest": each.digest} for each in manifest.images
+        ]
+    if manifest.neutralised:
+        document["neutralised"] = [
+            {
+                "pid": process.pid,
+                "name": process.name,
+                "descriptors": [list(each) for each in process.descriptors],
+                "mappings": {"count": process.mappings, "bytes": process.mapped},
+            }
+            for process in manifest.neutralised
+        ]
+    return document
+
+
+def _from_json(document: dict[str, Any]) -> Manifest:
+    # Imported here, as above: whether an image is ours is asked without reading its manifest.
+    from gpusnap.oci.chunks.table import from_json
+
+    # int(): to JSON Schema 7.0 is an integer too
+    host = document["host"]
+    return Manifest(
+        version=document["version"],
+        gpusnap=document["gpusnap"],
+        created=document["created"],
+        container=document["container"]["id"],
+        pages=document["pages"],
+        host=HostRecord(
+            architecture=host["architecture"],
+            kernel=host["kernel"],
+            vendor=host["driver"]["vendor"],
+            driver_version=host["driver"]["version"],
+            cuda_version=host["driver"]["cuda"],
+            criu_version=host["criu"],
+            runtime_name=host["runtime"]["name"],
+            runtime_version=host["runtime"]["version"],
+        ),
+        gpus=tuple(
+            GpuRecord(
+                gpu["uuid"],
+                int(gpu["minor"]),
+                int(gpu["index"]),
+                gpu["model"],
+                gpu["computeCapability"],
+                int(gpu["memoryTotal"]),
+                int(gpu["memoryUsed"]),
+                gpu["pci"],
+            )
+            for gpu in document["gpus"]
+        ),
+        processes=tuple(
+            GpuProcess(
+                int(process["pid"]),
+                process["name"],
+                tuple(process["command"]),
+                tuple((gpu["uuid"], int(gpu["memoryUsed"])) for gpu in process["gpus"]),
+                tuple(RegionRecord(int(r["start"]), from_json(r)) for r in process["regions"]),
+            )
+            for process in document["processes"]
+        ),
+        mounts=tuple(DriverMount(m["key"], m["destination"], m["source"]) for m in document["mounts"]),
+        nodes=tuple(
+            DeviceNode(n["path"], int(n["major"]), int(n["minor"]), n["gpu"]) for n in document["nodes"]
+        ),
+        libraries=tuple(
+            DriverLibrary(x["path"], int(x["size"]), x["buildId"], int(x["mode"]))
+            for x in document["libraries"]
+        ),
+        dev=document["dev"],
+        written=Written(*(int(document["written"][key]) for key in ("bytes", "known", "zero"))),
+        peak_memory=int(document["peakMemory"]),
+        timing=tuple(
+            Step(t["step"], t["start"], t["seconds"], t.get("note", "")) for t in document["timing"]
+        ),
+        neutralised=tuple(
+            NeutralisedProcess(
+                int(process["pid"]),
+                process["name"],
+                tuple((int(number), path) for number, path in process["descriptors"]),
+                int(process["mappings"]["count"]),
+                int(process["mappings"]["bytes"]),
+            )
+            for process in document.get("neutralised", ())
+        ),
+        files=tuple(FileRecord(each["name"], from_json(each)) for each in document.get("files", ())),
+        images=tuple(
+            ImageRecord(each["name"], int(each["size"]), each["digest"])
+            for each in document.get("images", ())
+        ),
+        plugin=document.get("plugin", ""),
+    )
