@@ -19,12 +19,9 @@ refused. copy, push and pull know one more, before the others:
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import LayoutError, RegistryError, StoreError
@@ -50,12 +47,6 @@ _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,254}", re.ASCII)
 _KUBERNETES = "k8s.io"
 _ENDINGS = (".tar", ".tar.zst", ".tar.gz", ".tgz")
 _BEGINNINGS = ("/", "./", "../")
-_CONTAINER = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
-_TIME = re.compile(
-    r"20\d\d-?(?:0[1-9]|1[0-2])-?(?:0[1-9]|[12]\d|3[01])(?:[-_.T]?[0-2]\d[-.]?[0-5]\d(?:[-.]?[0-5]\d)?Z?)?",
-    re.ASCII,
-)
-_LONGEST = 200
 _DIGEST = re.compile(r"(?:sha256:)?[0-9a-f]{6,64}", re.ASCII)
 # What a folder of CRIU images has, or the folder that holds it.
 _IMAGES = ("inventory.img", "gpusnap", "checkpoint")
@@ -308,44 +299,6 @@ def open_store(store: Store, *, write: bool = False) -> Store:
             store.layout.check()
             store.entries()
     return store
-
-
-def store_name(of: Reference) -> str:
-    """What a store calls something that is pushed to a reference, or comes from there."""
-    try:
-        return check_name(str(of))
-    except StoreError:  # names of stores are narrower: no brackets, no __
-        plain = re.sub(r"[^A-Za-z0-9]*([^A-Za-z0-9])[^A-Za-z0-9]*", _one, str(of)).strip("-._:@/+")
-        return check_name(plain)
-
-
-def _one(match: re.Match[str]) -> str:
-    return match[1] if match[1] in "-._:@/+" else "-"
-
-
-def dated_name(container: str, container_id: str, when: datetime) -> str:
-    """What a checkpoint is called where nobody says so: CONTAINER:UTC time. Raises StoreError."""
-    return check_name(f"{container_name(container, container_id)}:{when.astimezone(UTC):%Y%m%d-%H%M%S}")
-
-
-def is_time(tag: str) -> bool:
-    """Whether a tag is a date or a time, as `dated_name` or date(1) with +%F or +%Y%m%d-%H%M writes it."""
-    return _TIME.fullmatch(tag) is not None
-
-
-def container_name(container: str, container_id: str) -> str:
-    """What a store calls a container: its name, or its ID without one.
-
-    A name that no store takes, such as my__app, has one like it, with a digest: my_app is another container.
-    """
-    with suppress(StoreError):
-        if _CONTAINER.fullmatch(container):
-            check_name(f"{container}:0")
-            return container
-    plain = re.sub(r"[^A-Za-z0-9._-]|(?<=[._-])[._-]+", "", container)[:_LONGEST].strip("._-")
-    if not plain:
-        return container_id[:12]
-    return f"{plain}-{hashlib.sha256(container.encode(errors='replace')).hexdigest()[:6]}"
 
 
 _WHAT = "neither a file, nor a name in a store or a registry, nor a digest"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.migrations import Leaving
+from gpusnap.checkpoints.names import container_name
 from gpusnap.engines import podman
 from gpusnap.migration import records
 from gpusnap.migration.blobs import check_answer
@@ -25,7 +25,7 @@ AHEAD = "migrating"
 
 def ahead_name(container: str, container_id: str) -> str:
     """What a checkpoint of a container is called that goes ahead."""
-    return f"{locator.container_name(container, container_id)}:{AHEAD}"
+    return f"{container_name(container, container_id)}:{AHEAD}"
 
 
 def written_route(route: Route) -> tuple[str, ...]:

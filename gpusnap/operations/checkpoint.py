@@ -22,6 +22,7 @@ from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats.entries import read_member
 from gpusnap.checkpoints.formats.names import ARCHIVE, CONFIG, FIRST
+from gpusnap.checkpoints.names import dated_name, store_name
 from gpusnap.checkpoints.statistics import stopped
 from gpusnap.container_hooks.commands import around_checkpoint
 from gpusnap.engines import podman, podman_objects, podman_work
@@ -425,9 +426,9 @@ def _store_names(wish: Wish, found: podman.Container) -> list[str]:
         given = wish.to.wanted
     if given:
         return [check_name(given)]
-    names = [locator.dated_name(found.name, found.id, datetime.now(UTC))]
+    names = [dated_name(found.name, found.id, datetime.now(UTC))]
     if isinstance(wish.to, locator.InRegistry):
-        names.append(locator.store_name(wish.to.reference))
+        names.append(store_name(wish.to.reference))
     return names
 
 

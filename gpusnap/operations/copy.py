@@ -18,6 +18,7 @@ from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.artifact import Kept
 from gpusnap.checkpoints.formats import containerd_images as images
 from gpusnap.checkpoints.locator import InContainerd, InFile, InLayoutFile, InRegistry, InStore
+from gpusnap.checkpoints.names import dated_name, store_name
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import StoreError
 from gpusnap.oci.layout.archive_writer import write_archive as write_layout
@@ -96,7 +97,7 @@ def _from_registry(what: InRegistry, to: Destination, *, plain_http: bool, progr
         referrers, store = Referrers(), locator.default_store()
         coming = fetched(store, what, after=referrers, plain_http=plain_http, progress=progress)
         with coming as (staging, found, moved):
-            name = locator.store_name(what.reference)
+            name = store_name(what.reference)
             check_archive(found.parts, to.path)
             _write_layout(found.root, referrers.found, staging.layout, to, name, progress)
         return Copied(found.root.digest, moved, file=to.path)
@@ -210,5 +211,5 @@ def _name(source: Local, found: Kept) -> str:
     container = notes.get("org.criu.checkpoint.container.name", "")
     with suppress(StoreError, ValueError):
         created = datetime.fromisoformat(notes.get("org.opencontainers.image.created", ""))
-        return locator.dated_name(container, notes.get("io.gpusnap.container.id", ""), created)
+        return dated_name(container, notes.get("io.gpusnap.container.id", ""), created)
     return ""

@@ -17,7 +17,7 @@ from gpusnap.checkpoints.formats.annotations import annotations_of
 from gpusnap.checkpoints.formats.entries import read_member
 from gpusnap.checkpoints.formats.layout_archive import InLayout
 from gpusnap.checkpoints.formats.names import ARCHIVE, FIRST, LARGEST_DUMP
-from gpusnap.checkpoints.locator import store_name
+from gpusnap.checkpoints.names import store_name
 from gpusnap.checkpoints.offline import named
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import BlobError, RegistryError

@@ -23,6 +23,7 @@ from gpusnap.checkpoints.formats.engine_images import archive_of, blob_path
 from gpusnap.checkpoints.formats.entries import entries, read_member
 from gpusnap.checkpoints.formats.layout_archive import InLayout, opened_layout
 from gpusnap.checkpoints.formats.names import ARCHIVE, FIRST, LARGEST_DUMP, PIECE
+from gpusnap.checkpoints.names import store_name
 from gpusnap.checkpoints.offline import stand_in
 from gpusnap.container_hooks.commands import CHECKPOINT, run_after
 from gpusnap.engines import podman, podman_work
@@ -299,7 +300,7 @@ def _from_registry(wish: Wish, place: locator.InRegistry, progress: Progress) ->
 
 
 def _pulled(wish: Wish, place: locator.InRegistry, progress: Progress) -> tuple[str, str, str]:
-    store, name = locator.default_store(), locator.store_name(place.reference)
+    store, name = locator.default_store(), store_name(place.reference)
     pull_from = locator.InRegistry(place.reference, place.plain_http or wish.plain_http).repository
     coming = pull.fetched(
         store,

@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from gpusnap.checkpoints.list import Row, listing
-from gpusnap.checkpoints.locator import container_name, is_time
+from gpusnap.checkpoints.names import container_name, is_time
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import NotThere
 from gpusnap.oci.store.referrers import below

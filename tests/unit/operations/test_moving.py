@@ -17,6 +17,7 @@ from kept_checkpoints import an_archive, keep, keep_pages
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.locator import InFile, InRegistry, InStore
+from gpusnap.checkpoints.names import store_name
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.reference import Reference, parse
@@ -220,7 +221,7 @@ def test_tls_is_for_all(registry: FakeRegistry, store: Store, archive: str) -> N
 def test_names_in_the_store(text: str, name: str) -> None:
     """A reference, in the narrower grammar of a store."""
     found: Reference = parse(text)
-    assert locator.store_name(found) == name
+    assert store_name(found) == name
 
 
 def test_pages_only_is_no_archive(registry: FakeRegistry, store: Store) -> None:

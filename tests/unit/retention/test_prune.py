@@ -13,8 +13,8 @@ from oci_checkpoints import begin, end, stagings
 
 from gpusnap.checkpoints import migrations
 from gpusnap.checkpoints.labels import as_annotations
-from gpusnap.checkpoints.locator import dated_name
 from gpusnap.checkpoints.migrations import Leaving
+from gpusnap.checkpoints.names import dated_name
 from gpusnap.oci.layout.documents import Descriptor, Manifest, empty_descriptor
 from gpusnap.oci.store.index import Catalog
 from gpusnap.oci.store.store import Store
