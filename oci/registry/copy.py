@@ -88,7 +88,6 @@ class Underway:
     """How far a transfer is, of how much: what was moved, parts of blobs included."""
 
     moved: Moved
-    all_blobs: int
     all_bytes: int
 
 
@@ -99,13 +98,12 @@ class _Tally:
         self.moved = Moved()
         self._progress = progress
         self._lock = threading.Lock()
-        self._all_blobs, self._all_bytes = 0, 0
+        self._all_bytes = 0
         self._parts: dict[str, int] = {}
 
     def expect(self, wanted: Sequence[Descriptor]) -> None:
         """That much more is to be moved, or is found not to need it."""
         with self._lock:
-            self._all_blobs += len(wanted)
             self._all_bytes += sum(each.size for each in wanted)
             self._tell()
 
@@ -140,7 +138,7 @@ class _Tally:
     def _tell(self) -> None:
         if self._progress is not None:
             now = replace(self.moved, bytes=self.moved.bytes + sum(self._parts.values()))
-            self._progress(Underway(now, self._all_blobs, self._all_bytes))
+            self._progress(Underway(now, self._all_bytes))
 
 
 def push(

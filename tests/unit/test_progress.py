@@ -83,7 +83,7 @@ def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         bar.at(5 * MIB)
         shown(bar)
         bar.stage("push")
-        bar.moved(Underway(Moved(1, MIB, 1, 2 * MIB), 4, 16 * MIB))
+        bar.moved(Underway(Moved(1, MIB, 1, 2 * MIB), 16 * MIB))
         shown(bar)
         bar.say("SIGINT: [it] is being undone")
     text = terminal.getvalue()

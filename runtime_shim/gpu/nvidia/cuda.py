@@ -89,7 +89,6 @@ _CHECKPOINT: dict[str, list[type]] = {
     "cuCheckpointProcessRestore": [ctypes.c_int, ctypes.POINTER(RestoreArgs)],
     "cuCheckpointProcessUnlock": [ctypes.c_int, ctypes.POINTER(UnlockArgs)],
 }
-CHECKPOINT_SYMBOLS = tuple(_CHECKPOINT)
 
 
 class Library:

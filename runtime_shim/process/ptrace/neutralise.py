@@ -11,7 +11,7 @@ import mmap
 import os
 import stat
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim import question_process
@@ -33,16 +33,12 @@ class Neutralised:
     """As they were."""
 
 
-def _kept(_: Saved) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 def neutralise(
     pid: int,
     fds: Iterable[int],
     ranges: Iterable[tuple[int, int]],
     *,
-    lent: Callable[[Saved], AbstractContextManager[None]] = _kept,
+    lent: Callable[[Saved], AbstractContextManager[None]],
 ) -> Neutralised:
     """Put /dev/null behind descriptors of a stopped process, and nothing behind its mappings of files.
 

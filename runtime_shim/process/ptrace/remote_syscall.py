@@ -130,7 +130,7 @@ class Remote:
         """madvise(2)."""
         self.call("madvise", address, size, advice)
 
-    def dup3(self, old: int, new: int, flags: int = 0) -> None:
+    def dup3(self, old: int, new: int, flags: int) -> None:
         """dup3(2): `new` becomes what `old` is."""
         self.call("dup3", old, new, flags)
 
@@ -138,12 +138,12 @@ class Remote:
         """close(2)."""
         self.call("close", fd)
 
-    def openat(self, path: str, flags: int, *, folder: int = _AT_FDCWD) -> int:
+    def openat(self, path: str, flags: int) -> int:
         """openat(2), as the process itself sees files; the descriptor."""
         text = os.fsencode(path) + b"\0"
         with self._page(len(text)) as page:
             copies.write(self._tracee.pid, page, text, threads=1)
-            return self.call("openat", folder, page, flags, 0)
+            return self.call("openat", _AT_FDCWD, page, flags, 0)
 
     def receive(self, descriptor: int) -> int:
         """Give the process a descriptor of ours; its number there, closed by exec.

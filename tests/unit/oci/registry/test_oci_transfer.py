@@ -272,10 +272,10 @@ def test_progress(registry: FakeRegistry, layout: Layout, other: Layout) -> None
         inside.release()
 
     moved = push(root, layout, registry.repository(), tag="v1", progress=tell)
-    assert calls[-1] == Underway(moved, moved.blobs, moved.bytes)
+    assert calls[-1] == Underway(moved, moved.bytes)
     calls.clear()
     _, moved = pull(registry.repository(), "v1", other, progress=tell)
-    assert calls[-1] == Underway(moved, moved.blobs, moved.bytes)
+    assert calls[-1] == Underway(moved, moved.bytes)
 
     def fail(underway: Underway) -> None:
         raise ZeroDivisionError

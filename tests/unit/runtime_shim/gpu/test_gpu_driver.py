@@ -123,7 +123,7 @@ def test_open_once_from_many_threads(fake: Fake) -> None:
 
 
 def test_the_old_driver(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake.absent = cuda.CHECKPOINT_SYMBOLS
+    fake.absent = tuple(cuda._CHECKPOINT)
     monkeypatch.setattr(nvml, "driver_version", lambda: "550.54.15")
     with pytest.raises(DriverTooOld, match=r"550\.54\.15.*cuCheckpointProcessGetState.*570"):
         Nvidia().open()

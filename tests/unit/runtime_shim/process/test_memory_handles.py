@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import pytest
 from memory_target import Target
@@ -28,6 +28,11 @@ def target() -> Iterator[Target]:
         yield found
 
 
+def unrecorded(_: Saved) -> AbstractContextManager[None]:
+    """Where nobody is killed, nothing needs to be on file."""
+    return nullcontext()
+
+
 def mapped(target: Target) -> list[Mapping]:
     return [each for each in mappings(target.pid) if each.name == "/dev/zero"]
 
@@ -41,7 +46,7 @@ def test_neutralise(target: Target) -> None:
     target.stop()
     (old,) = mapped(target)
     before = {number: led(target, int(number)) for number in os.listdir(f"/proc/{target.pid}/fd")}
-    done = neutralise(target.pid, [71, 70, 70], [(old.start, old.end)])
+    done = neutralise(target.pid, [71, 70, 70], [(old.start, old.end)], lent=unrecorded)
     assert done.descriptors == ((70, "/dev/full"), (71, "/dev/full"))
     assert done.mappings == (old,)
     after = {number: led(target, int(number)) for number in os.listdir(f"/proc/{target.pid}/fd")}
@@ -78,7 +83,7 @@ def test_nothing_to_do(target: Target) -> None:
     """No descriptor is opened for nothing."""
     target.stop()
     before = os.listdir(f"/proc/{target.pid}/fd")
-    assert neutralise(target.pid, [], []) == handles.Neutralised((), ())
+    assert neutralise(target.pid, [], [], lent=unrecorded) == handles.Neutralised((), ())
     assert os.listdir(f"/proc/{target.pid}/fd") == before
     assert target.well()
 
@@ -90,7 +95,7 @@ def test_no_null_device(target: Target, monkeypatch: pytest.MonkeyPatch) -> None
     (old,) = mapped(target)
     before = os.listdir(f"/proc/{target.pid}/fd")
     with pytest.raises(Refused, match=f"/dev/null of process {target.pid} is not the null device"):
-        neutralise(target.pid, [70], [(old.start, old.end)])
+        neutralise(target.pid, [70], [(old.start, old.end)], lent=unrecorded)
     assert led(target, 70) == "/dev/full"
     assert mapped(target) == [old]
     assert os.listdir(f"/proc/{target.pid}/fd") == before
@@ -103,7 +108,7 @@ def test_no_dev_at_all(target: Target) -> None:
     target.ask("os.chroot('/proc/self/fdinfo')")
     target.stop()
     with pytest.raises(Refused, match=f"process {target.pid} .*null device"):
-        neutralise(target.pid, [70], [])
+        neutralise(target.pid, [70], [], lent=unrecorded)
     assert led(target, 70) == "/dev/full"
     assert target.well()
 
@@ -113,9 +118,9 @@ def test_what_is_not_there(target: Target) -> None:
     target.stop()
     (old,) = mapped(target)
     with pytest.raises(Refused, match=f"no mapping at {old.start:#x}-{old.start + 4096:#x}"):
-        neutralise(target.pid, [70], [(old.start, old.start + 4096)])
+        neutralise(target.pid, [70], [(old.start, old.start + 4096)], lent=unrecorded)
     with pytest.raises(FileNotFoundError):
-        neutralise(target.pid, [70, 999], [(old.start, old.end)])
+        neutralise(target.pid, [70, 999], [(old.start, old.end)], lent=unrecorded)
     assert led(target, 70) == "/dev/full"
     assert mapped(target) == [old]
     assert target.well()
