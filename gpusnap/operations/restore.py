@@ -46,7 +46,7 @@ from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import Entry
 from gpusnap.operations import pull, push_pull, sources
 from gpusnap.operations.open import open_repository
-from gpusnap.operations.restoring import in_place, in_use, volumes
+from gpusnap.operations.restoring import in_place, in_podman, in_use, volumes
 from gpusnap.operations.restoring.read_ahead import reading_ahead
 from gpusnap.operations.restoring.volumes import Choice, Inside, inside
 from gpusnap.operations.verify_files import in_archive
@@ -133,7 +133,7 @@ def restore(wish: Wish, progress: Progress) -> Restored:
             case locator.InFile(path):
                 found, digest = _from_file(wish, path, progress)
             case locator.InStore():
-                source = wish.what.chosen()
+                source = in_podman.chosen(wish.what)
                 found, digest = _from_store(wish, source.place, progress)
             case locator.InRegistry():
                 try:

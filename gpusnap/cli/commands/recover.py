@@ -14,8 +14,10 @@ from gpusnap.cli import recover_list
 from gpusnap.migration import records
 from gpusnap.migration.records import Record
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.store.store import Store
 from gpusnap.operations import unknown_containers
 from gpusnap.operations.driver import needed_driver
+from gpusnap.operations.restoring import in_podman
 from gpusnap.operations.suspending import suspend as suspending
 from gpusnap.privileges import require_root
 from gpusnap.runtime_shim import settings as settings_file
@@ -82,6 +84,7 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
 
     If only the command `gpusnap checkpoint` was killed, Podman and its runtime continue and complete the
     checkpoint: then there is nothing to recover, and `podman container restore NAME` restores the container.
+    gpusnap recover names such containers once Podman has done it.
 
     If Podman was killed during a restore, the container may run without Podman's knowledge. It is reported;
     only `gpusnap recover CONTAINER` ends it, and it has to be restored again. A container that Podman has as
@@ -185,7 +188,11 @@ def _recover_and_say(
         chunk_cache.tidy(settings.memory)
         overrides.sweep()
         idle = not found and not cut_off and not moving and not moves.actions()
-        if idle and not unknown and not open_ones:
+        there = in_podman.left(Store(settings.store.path))
+        for stopped in there:
+            said = "Podman has a checkpoint of it, and its memory is in the store; it continues by"
+            click.echo(f"{stopped.id}  {said}: podman container restore {stopped.name}")
+        if idle and not unknown and not open_ones and not there:
             click.echo(_NOTHING, err=True)
 
 

@@ -1,0 +1,71 @@
+"""What Podman has of a container whose checkpoint a store does not have under its name.
+
+If the command `gpusnap checkpoint` is killed, Podman and its runtime complete the checkpoint all the same,
+and nobody gives it a name in the store. The container has ended; `podman container restore` continues it.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.list import listing
+from gpusnap.engines import podman
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.base.files import exists
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.user_errors import NotFound
+
+_STOPPED = ("exited", "stopped")
+
+
+def chosen(place: locator.InStore) -> locator.Chosen:
+    """What a word means in a store; NotFound names a container that Podman can restore instead.
+
+    Raises as `InStore.chosen` does.
+    """
+    try:
+        return place.chosen()
+    except NotFound as error:
+        found = _restorable(place)
+        if found is None:
+            raise
+        raise NotFound(
+            f"{str(error).partition(' (did you mean')[0]}, but Podman has a checkpoint of the container "
+            f"{found.name}",
+            hint=f"podman container restore {found.name} continues it; podman start would lose its memory",
+            code=error.code,
+        ) from error
+
+
+def left(store: Store) -> tuple[podman.Container, ...]:
+    """Containers that Podman can restore, and whose memory the store has without a name for it."""
+    found: list[podman.Container] = []
+    if not exists(store.path):
+        return ()
+    with suppress(OciError):
+        ids = {row.container_id for row in listing(store).rows if row.kind == "pages"}
+        for container_id in sorted(ids - {""}):
+            with suppress(GpusnapError):
+                there = podman.container(container_id)
+                if there.checkpointed and there.status in _STOPPED:
+                    found.append(there)
+    return tuple(found)
+
+
+def _restorable(place: locator.InStore) -> podman.Container | None:
+    """The container of that name, if this host's store is meant and a checkpoint of it is whole."""
+    if place.store.path != locator.default_store().path:
+        return None
+    with suppress(GpusnapError):
+        found = podman.container(place.wanted)
+        if found.name != place.wanted or not found.checkpointed or found.status not in _STOPPED:
+            return None
+        path = found.checkpoint_path
+        if not manifest.belongs(path) or manifest.read(path).pages != StoreHome.kind:
+            return found
+        return next((each for each in left(place.store) if each.id == found.id), None)
+    return None

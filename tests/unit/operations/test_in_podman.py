@@ -1,0 +1,84 @@
+"""A checkpoint that Podman completed after the command for it was killed."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+from fake_podman import ID, FakePodman
+from kept_checkpoints import an_archive, keep, keep_pages
+
+from gpusnap.checkpoints.locator import InStore
+from gpusnap.oci.store.store import Store
+from gpusnap.operations.restoring import in_podman
+from gpusnap.user_errors import NotFound
+
+
+@pytest.fixture
+def store(host_store: Store) -> Store:
+    """This host's."""
+    return host_store
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
+    """It has a container w that a checkpoint ended, whose memory went to a store."""
+    found = FakePodman(tmp_path / "podman", monkeypatch)
+    found.has(status="exited", checkpointed=True)
+    with tarfile.open(an_archive(tmp_path, pages="store")) as whole:
+        images = [each for each in whole.getmembers() if each.name.startswith("checkpoint/")]
+        whole.extractall(found.folder, images, filter="data")
+    return found
+
+
+def refused(store: Store, wanted: str = "w") -> NotFound:
+    with pytest.raises(NotFound) as caught:
+        in_podman.chosen(InStore(store, wanted))
+    assert caught.value.code == "GPS-701"
+    return caught.value
+
+
+def test_its_memory_is_in_the_store(store: Store, fake: FakePodman) -> None:
+    """The error has the command that continues it, and `left` finds it."""
+    keep_pages(store)
+    error = refused(store)
+    assert str(error).endswith("'w', but Podman has a checkpoint of the container w")
+    assert error.hint.startswith("podman container restore w continues it")
+    assert [each.id for each in in_podman.left(store)] == [ID]
+
+
+def test_its_memory_is_gone(store: Store, tmp_path: Path, fake: FakePodman) -> None:
+    """Podman could not restore it, so nothing is promised."""
+    (tmp_path / "other").mkdir()
+    keep(store, an_archive(tmp_path / "other"), ["other"])
+    assert refused(store).hint == "gpusnap ls shows what there is"
+    assert in_podman.left(store) == ()
+
+
+def test_others(store: Store, fake: FakePodman) -> None:
+    """Not one that runs, one of another name, or one for which another store was named."""
+    keep_pages(store)
+    assert "Podman" not in str(refused(store, "v"))
+    elsewhere = Store(os.path.dirname(store.path) + "/elsewhere")
+    keep_pages(elsewhere)
+    assert "Podman" not in str(refused(elsewhere))
+    fake.has(status="running", checkpointed=True)
+    assert "Podman" not in str(refused(store))
+    assert in_podman.left(store) == ()
+    assert in_podman.left(Store(store.path + "-none")) == ()
+
+
+def test_without_a_gpu(store: Store, fake: FakePodman) -> None:
+    """All of it is with Podman."""
+    keep_pages(store)
+    (fake.folder / "checkpoint/gpusnap").rename(fake.folder / "gone")
+    assert refused(store).hint.startswith("podman container restore w")
+
+
+def test_one_that_is_there(store: Store, tmp_path: Path, fake: FakePodman) -> None:
+    """It is restored from the store, whatever Podman has."""
+    (tmp_path / "other").mkdir()
+    digest = keep(store, an_archive(tmp_path / "other"), ["w"])
+    assert in_podman.chosen(InStore(store, "w")).entry.descriptor.digest == digest
