@@ -144,7 +144,8 @@ def _duration(of: Subject, used: Use, in_volumes: int) -> Iterator[Check]:
     resident = sum(proc.memory(process.pid) for process in of.processes)
     before = duration.earlier(settings.store.path, of.container.id)
     disk = None if free_space.in_memory(place) else free_space.speed(place)
-    gpu = sum(each.used for each in used.values())
+    asleep = suspensions.of_container(of.container.id)
+    gpu = asleep.gpu_memory if asleep is not None else sum(each.used for each in used.values())
     for check in duration.check(of.container.id, gpu, resident, before, disk, volumes=in_volumes):
         yield check
         yield from kubernetes.probes(of.container.annotations, check.facts["high"])

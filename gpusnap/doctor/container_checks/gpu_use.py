@@ -135,9 +135,7 @@ def _asks(
         _Asked(
             "disk",
             "the checkpoint fits",
-            lambda: space.room_on_disk(
-                _existing(place(of)), sum(gpu_bytes.values()), of.processes, place=_existing(store)
-            ),
+            lambda: _disk(of, sum(gpu_bytes.values()), store),
             "" if of.engine == "Podman" else "containerd may be told of another folder",
         ),
         _Asked("driver's mounts", "the driver's mounts can be restored", lambda: _mounts(of)),
@@ -145,6 +143,14 @@ def _asks(
             "devices", "its configuration has all devices of its /dev", lambda: strange_devices(of, driver)
         ),
     )
+
+
+def _disk(of: Subject, gpu_bytes: int, store: str) -> None:
+    """Whether it fits where the settings have it go and, of Podman's, where `gpusnap checkpoint` does."""
+    images = _existing(place(of))
+    space.room_on_disk(images, gpu_bytes, of.processes, place=_existing(store))
+    if of.engine == "Podman" and not store:
+        space.room_on_disk(images, gpu_bytes, of.processes, place=_existing(of.settings.store.path))
 
 
 def _memory(gpu_bytes: Mapping[int, int], of: Subject, driver: Driver) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes import ID, MIB, FakeDriver, Family, gpu
@@ -24,6 +25,7 @@ from gpusnap.runtime_shim.settings import Nvidia, Settings, Store
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.preflight.nccl import Sharing
+from gpusnap.runtime_shim.snapshot.records import suspensions
 
 
 @pytest.fixture
@@ -111,6 +113,34 @@ def test_bytes_that_the_driver_does_not_tell(subject: Subject, driver: FakeDrive
     assert found["GPU processes"].facts["bytes"] == 7 * MIB
     assert found["GPU processes"].facts["processes"][0]["gpus"] == {driver.gpus[0].uuid: 7 * MIB}
     assert found["duration"].facts["gpu"] == 7 * MIB
+
+
+def test_a_suspended_one(subject: Subject, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its GPU memory is none of any GPU, and counts for how long a checkpoint takes."""
+    asleep = SimpleNamespace(gpu_memory=5 << 30)
+    monkeypatch.setattr(suspensions, "of_container", lambda wanted: asleep if wanted == ID else None)
+    found = by_name(container.checks(subject, driver))
+    assert "5.0 GiB of GPU memory in RAM or the store" in found["GPU processes"].says
+    assert found["duration"].facts["gpu"] == 5 << 30
+    assert driver.calls == []
+
+
+def test_the_disk_of_the_store(
+    subject: Subject, driver: FakeDriver, family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Podman's images fit into its storage, and the store, where `gpusnap checkpoint` writes, is full."""
+    driver.use(family.pids[0], memory=5 * MIB)
+    asked: list[str] = []
+
+    def look(images: str, *rest: object, place: str = "") -> None:
+        asked.append(place)
+        if place:
+            raise Refused("the store is full", hint="make room")
+
+    monkeypatch.setattr(preflight, "room_on_disk", look)
+    found = by_name(container.checks(subject, driver))
+    assert (found["disk"].verdict.value, found["disk"].says) == ("failure", "the store is full")
+    assert asked == ["", gpu_use._existing(subject.settings.store.path)]
 
 
 def test_what_the_driver_fails_to_say(subject: Subject, driver: FakeDriver, family: Family) -> None:
