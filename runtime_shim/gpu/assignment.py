@@ -34,11 +34,11 @@ from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, means
 _UPDATE = "update the driver here"
 _MAP = "change the GPU map"
 _WAIT = "wait for the other restore to end"
-_FREE = "stop what else runs on those GPUs"
+FREE = "stop what else runs on those GPUs"
 _MODE = "turn MIG off, or set the compute mode to default (nvidia-smi)"
 _ELSEWHERE = "restore on a host that has such GPUs"
 _MORE = "give the new container as many GPUs as the checkpoint's had, of the same model"
-_HINTS = (_UPDATE, _MAP, _WAIT, _FREE, _MODE, _MORE, _ELSEWHERE)
+_HINTS = (_UPDATE, _MAP, _WAIT, FREE, _MODE, _MORE, _ELSEWHERE)
 """What helps soonest comes first."""
 
 _NOTHING: Mapping[str, int] = MappingProxyType({})
@@ -209,7 +209,7 @@ def _misfit(old: Wanted, new: Gpu, reserved: Mapping[str, int]) -> _Misfit | Non
         return None
     if busy and _free(new, _NOTHING) >= old.memory_used:
         return _Misfit("reserved by another restore", _WAIT)
-    return _Misfit(_short(_free(new, reserved), old.memory_used), _FREE)
+    return _Misfit(_short(_free(new, reserved), old.memory_used), FREE)
 
 
 def _short(free: int, needed: int) -> str:

@@ -17,7 +17,7 @@ from gpusnap.runtime_shim import question_process, state_files
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, ProcessState
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
-from gpusnap.runtime_shim.gpu.assignment import plan
+from gpusnap.runtime_shim.gpu.assignment import FREE, plan
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process.memory.tmpfs import Area
 from gpusnap.runtime_shim.runtime import cgroup_freezer
@@ -117,11 +117,16 @@ def check(
     chosen = plan(found.gpus, found.driver_version, host, request=request, reserved=reserved, given=given)
     if chosen.refusal:
         refused = chosen.refused()
+        swap = f"gpusnap swap NAME {found.name} suspends the container NAME for it; gpusnap ps lists them"
+        full = refused.hint == FREE
+        if full:
+            refused.hint = swap
         elsewhere = plan(found.gpus, found.driver_version, host, request=request, reserved=reserved)
         if not elsewhere.refusal:
             refused.hint = (
                 f"a GPU that container {found.name} does not see would do: gpusnap checkpoint {found.name}, "
                 "then remove the container, and gpusnap restore --gpu-map moves it there"
+                + (f"; {swap}" if full else "")
             )
         raise refused
     return chosen.pairs

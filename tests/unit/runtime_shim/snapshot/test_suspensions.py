@@ -178,9 +178,10 @@ def test_the_gpu_of_a_resume() -> None:
     with pytest.raises(Refused, match="no GPU of this host fits GPU 0") as caught:
         resume.check(one, host(full, room), ())
     assert caught.value.hint.startswith("a GPU that container w does not see would do: gpusnap checkpoint w")
+    assert "; gpusnap swap NAME w suspends the container NAME for it" in caught.value.hint
     with pytest.raises(Refused) as caught:
         resume.check(one, host(full, full), ())
-    assert "does not see" not in caught.value.hint
+    assert caught.value.hint.startswith("gpusnap swap NAME w suspends the container NAME for it")
     with pytest.raises(Refused):
         resume.check(one, host(room, room), (), {"GPU-1": room, "GPU-2": room})
 
