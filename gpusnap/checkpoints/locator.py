@@ -24,7 +24,7 @@ import re
 from dataclasses import replace
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.oci.base.errors import LayoutError, RegistryError, StoreError
+from gpusnap.oci.base.errors import LayoutError, NotThere, RegistryError, StoreError
 from gpusnap.oci.layout import reference
 from gpusnap.oci.layout.graph import is_document
 from gpusnap.oci.layout.reference import PLAIN_HTTP, Reference
@@ -61,15 +61,21 @@ class InStore:
 
     def entry(self) -> Entry:
         """What the store has of it. Raises NotFound, GpusnapError."""
+        path = self.store.path
         with told():
             if self.wanted:
-                return self.store.find(self.wanted)
+                try:
+                    return self.store.find(self.wanted)
+                except NotThere as error:
+                    if _is_default(path):
+                        raise
+                    hint = f"gpusnap ls oci:{path} shows what there is"
+                    raise NotFound(str(error), hint=hint, code=error.code) from error
             entries = self.store.entries()
             # What refers to another one, such as its signature, is not what is meant.
             one = {each.descriptor.digest: each for each in entries if not self._refers(each)}
             if len(one) == 1:
                 return next(iter(one.values()))
-        path = self.store.path
         if not entries:
             raise NotFound(f"nothing is kept in {path}", code="GPS-701")
         raise UsageError(
@@ -277,6 +283,12 @@ def registry(word: str) -> InRegistry:
 def default_store() -> Store:
     """This host's, by the settings; it need not be there. Raises SettingsError."""
     return Store(settings_file.load().store.path)
+
+
+def _is_default(path: str) -> bool:
+    with suppress(GpusnapError):
+        return path == default_store().path
+    return False
 
 
 def open_store(store: Store, *, write: bool = False) -> Store:

@@ -191,7 +191,7 @@ class Catalog:
         names = [each for each in dict.fromkeys((*whole, *map(base, whole))) if each != wanted]
         pushed = [each for each in whole if base(each).rpartition("/")[2] == wanted != base(each)]
         near = pushed[-_NEAR:] or difflib.get_close_matches(wanted, names, _NEAR)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
         return NotThere(f"nothing in {self.path} has the name or digest {wanted[:80]!r}{hint}")
 
 

@@ -81,17 +81,18 @@ def prune(
         }
         click.echo(json.dumps(document, indent=1))
         return
-    _say(found, store.path, dry_run=dry_run)
+    _say(found, store.path, names, dry_run=dry_run)
     if collected is not None:
         store_tables.collected(show.output(), store.path, collected, dry_run=False)
     elif not dry_run and any(each.goes for each in found):
         show.say(show.output(), "gpusnap gc frees the room that they took")
 
 
-def _say(found: Sequence[Verdict], path: str, *, dry_run: bool) -> None:
+def _say(found: Sequence[Verdict], path: str, names: Sequence[str], *, dry_run: bool) -> None:
     console = show.output()
     if not found:
-        show.say(console, f"no such checkpoints in {path}")
+        of = f" is of {' or '.join(names)}; gpusnap ls lists them" if names else ""
+        show.say(console, f"no checkpoint in {path}{of}")
         return
     goes = "would go" if dry_run else "removed"
     cells = [

@@ -142,8 +142,15 @@ def test_an_entry(default: Store) -> None:
     """By its name, or not."""
     digest = put(default, "first")
     assert locator.in_store("first").entry().descriptor.digest == digest
-    with pytest.raises(NotFound, match="did you mean first"):
+    with pytest.raises(NotFound, match="did you mean first") as caught:
         locator.in_store("firs").entry()
+    assert caught.value.hint == "gpusnap ls shows what there is"
+    elsewhere = Store("elsewhere")
+    put(elsewhere, "second")
+    with pytest.raises(NotFound) as caught:
+        InStore(elsewhere, "first").entry()
+    assert caught.value.hint == f"gpusnap ls oci:{elsewhere.path} shows what there is"
+    assert caught.value.code == "GPS-701"
 
 
 def test_opening(default: Store) -> None:

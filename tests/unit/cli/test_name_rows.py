@@ -35,7 +35,7 @@ def shown_prune(capsys: pytest.CaptureFixture[str], name: str) -> list[str]:
     verdict = Verdict(
         "sha256:" + "5" * 64, (name,), "2026-11-22T17:18:35Z", "server", 9 << 20, ("last", "daily")
     )
-    prune._say((verdict,), "/store", dry_run=False)
+    prune._say((verdict,), "/store", (), dry_run=False)
     return capsys.readouterr().out.splitlines()
 
 

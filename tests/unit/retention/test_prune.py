@@ -286,7 +286,7 @@ def test_the_command(store: Store, gpusnap: Run) -> None:
     assert found["collected"]["blobs"] == before - len([*Path(store.path, "blobs/sha256").iterdir()]) > 0
     assert stagings(store) == []
     code, out, err = gpusnap("prune", "--keep-last", "1", "gone")
-    assert (code, out, err) == (0, f"no such checkpoints in {store.path}\n", "")
+    assert (code, out, err) == (0, f"no checkpoint in {store.path} is of gone; gpusnap ls lists them\n", "")
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_no_store_yet(tmp_path: Path, gpusnap: Run, monkeypatch: pytest.MonkeyPa
     found = settings_file.Settings(store=settings_file.Store(path=str(tmp_path / "none")))
     monkeypatch.setattr(settings_file, "load", lambda: found)
     code, out, err = gpusnap("prune", "--keep-last", "1")
-    assert (code, out, err) == (0, f"no such checkpoints in {tmp_path}/none\n", "")
+    assert (code, out, err) == (0, f"no checkpoint in {tmp_path}/none\n", "")
 
 
 def test_a_migration_that_has_not_ended(
