@@ -76,13 +76,14 @@ def fetched(
         root = repository.resolve(_wanted(what.reference))
         name = f"pull-{encoded(root.digest)[:32]}"
         with staged(store, name, f"pull of {what.reference}", progress) as staging:
-            transfer.pull(repository, root.digest, staging.layout, have=have(staging), wanted=_is_config)
+            early = transfer.pull(
+                repository, root.digest, staging.layout, have=have(staging), wanted=_is_config
+            )[1]
             found = kept.load(root, staging.layout)
             check(found)
-            early = transfer.Moved()
             if look is not None and found.artifact.is_image:
                 records = found.artifact.records
-                early = transfer.pull(
+                of_records = transfer.pull(
                     repository,
                     root.digest,
                     staging.layout,
@@ -90,6 +91,7 @@ def fetched(
                     wanted=lambda one: records is not None and one.digest == records.digest,
                     progress=progress.moved,
                 )[1]
+                early = transfer.together(early, of_records)
                 look(found, staging.layout)
             of_memory = descriptors(found.tables)
             away = {each.digest: each.size for each in _away(of_memory, staging, store)}  # not of volumes

@@ -66,6 +66,8 @@ def test_there_and_back(registry: FakeRegistry, store: Store, archive: str, tmp_
     other = Store(tmp_path / "other")
     pulled = push_pull.pull(at(registry), to=InStore(other, ""), progress=QUIET)
     assert (pulled.digest, pulled.name, pulled.store) == (digest, pushed.reference, other.path)
+    assert pulled.moved.skipped_blobs == 0  # its store was empty
+    assert (pulled.moved.blobs, pulled.moved.bytes) == (pushed.moved.blobs, pushed.moved.bytes)
     with kept.held(InStore(other, pulled.name)) as (_, found):
         for each in found.artifact.blobs():
             other.layout.check_blob(each)
