@@ -312,6 +312,10 @@ def restore(
         )
     if bool(what) == (file is not None):
         raise UsageError("name what to restore: one or more checkpoints, or --import FILE")
+    if gpu_map:
+        from gpusnap.runtime_shim.snapshot.devices.choose import gpu_request
+
+        gpu_request(gpu_map)  # gpusnap-runtime gets it in a variable, and would name that
     if len(what) > 1 and (name or publish):
         raise UsageError("--name and --publish are for one container", hint="restore them one by one")
 

@@ -209,3 +209,12 @@ def test_wrong_lines(words: list[str], said: str, tmp_path: Path) -> None:
         ran(*words)
     calls = tmp_path / "podman/calls"
     assert not calls.exists() or calls.read_text() in ("", "container inspect -- w\n")
+
+
+def test_a_wrong_gpu_map(store: Store, registry: FakeRegistry, tmp_path: Path) -> None:
+    """It is named as it was given, and Podman is not asked."""
+    document("checkpoint", "w")
+    with pytest.raises(UsageError, match=r"^--gpu-map is '0-1'; it must be pairs of GPUs") as caught:
+        ran("restore", "w", "--gpu-map", "0-1")
+    assert caught.value.code == "GPS-403"
+    assert "restore" not in (tmp_path / "podman/calls").read_text()
