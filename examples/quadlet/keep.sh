@@ -1,11 +1,15 @@
 #!/bin/sh
 # Restore a container at boot, and checkpoint it at shutdown; for server-snapshot.service.
 #
-#   keep.sh start NAME UNIT     restore NAME from its last shutdown, or else start UNIT, which makes it anew
+#   keep.sh start NAME UNIT     restore NAME from its last shutdown, or else from NAME:warm, if there is such a
+#                               checkpoint, or else start UNIT, which makes it anew
 #   keep.sh stop NAME           checkpoint NAME; if that fails, stop it
 #
-# A checkpoint is restored once: after a crash of the host the container starts anew, not from an old state. It
-# stays in the store as NAME:restored until the next one, for a restore by hand.
+# That of a shutdown is restored once: after a crash of the host the container does not start from an old state. It
+# stays in the store as NAME:restored until the next one, for a restore by hand. NAME:warm is for a server that has
+# no state, such as one of a model. It is restored at each boot for which there is no other; you make it once:
+#
+#   gpusnap checkpoint --leave-running --name NAME:warm NAME
 set -eu
 
 usage() {
@@ -28,7 +32,15 @@ start)
         if gpusnap restore "$name:restored"; then
             exit 0
         fi
-        echo "keep.sh: $name is not restored, for the reason above, and starts anew" >&2
+        echo "keep.sh: $name is not restored, for the reason above" >&2
+        podman rm --force --ignore "$name" >/dev/null
+    fi
+    if gpusnap inspect --json "$name:warm" >/dev/null 2>&1; then
+        podman rm --force --ignore "$name" >/dev/null
+        if gpusnap restore "$name:warm"; then
+            exit 0
+        fi
+        echo "keep.sh: $name is not restored from $name:warm, for the reason above, and starts anew" >&2
         podman rm --force --ignore "$name" >/dev/null
     fi
     exec systemctl start "$3"

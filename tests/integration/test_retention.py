@@ -109,6 +109,21 @@ def test_boot_and_shutdown(store: Store, systemctl: Path) -> None:
     good(run(script, "stop", "w"))
 
 
+def test_boot_without_a_shutdown(store: Store, systemctl: Path) -> None:
+    """examples/quadlet: after a crash a container with a checkpoint NAME:warm starts from that, each time."""
+    script = str(EXAMPLES / "quadlet/keep.sh")
+    container = Container.start("w", "--mib", "8")
+    good(run(COMMAND, "checkpoint", "--leave-running", "--name", "w:warm", "w"))
+    for _ in range(2):
+        container.remove()
+        good(run(script, "start", "w", "w.service"))
+        container = Container("w")
+        container.goes_on()
+    assert not systemctl.exists()
+    assert {each.name for each in store.entries()} == {"w:warm"}
+    container.remove()
+
+
 def test_quadlet_takes_the_example(host: None) -> None:
     """Podman's generator makes a service of it that runs the container by gpusnap-runtime."""
     quadlet = next((each for each in QUADLET if os.path.exists(each)), None)
