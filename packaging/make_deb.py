@@ -141,6 +141,10 @@ def _documents(tree: Path, version: str) -> None:
     for path in sorted((CHECKOUT / "docs").rglob("*")):
         if path.is_file() and path.suffix in (".md", ".svg"):
             _write(docs / "docs" / path.relative_to(CHECKOUT / "docs"), path.read_bytes())
+    for path in sorted((CHECKOUT / "examples").rglob("*")):
+        if path.is_file():
+            place = docs / "examples" / path.relative_to(CHECKOUT / "examples")
+            _write(place, path.read_bytes(), 0o755 if path.suffix == ".sh" else 0o644)
     _gzip(docs / "changelog.gz", (CHECKOUT / "CHANGELOG.md").read_bytes())
     text = _CHANGELOG.format(version=version, date=formatdate(_epoch()))
     _gzip(docs / "changelog.Debian.gz", text.encode())
