@@ -2,9 +2,9 @@
 
 The standard library writes the source of each class's methods and compiles it: 0.5 ms for each class
 (Python 3.11 to 3.13). A command of gpusnap defines more than a hundred of them and makes instances of about
-twenty, and everybody waits for its start. Here the class gets its slots at once. The standard library makes a
-dataclass of what was written when the first instance is made, or the first question is asked of the fields,
-and its methods are used from then on. `replace`, `fields` and `asdict` of `dataclasses` work as usual.
+twenty, and everybody waits for its start. Here the class gets its slots at once. The standard library makes
+its __init__ when the first instance is made, and all else when the first is compared, hashed or printed, or
+the first question is asked of the fields. `replace`, `fields` and `asdict` of `dataclasses` work as usual.
 `inspect.signature` of such a class says nothing before.
 
 For a type checker this is the standard library's decorator.
@@ -53,19 +53,23 @@ def _defer(cls: type, options: Mapping[str, bool]) -> type:
     written = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
     frozen = options.get("frozen", False)
 
-    def complete() -> None:
-        """Make a dataclass of what was written. Two threads may do so at once: they make the same."""
+    def complete(wanted: str) -> None:
+        """Make a dataclass of what was written. Two threads may do so at once: they make the same.
+
+        Most are never compared or printed, and to compile what does takes half of the time.
+        """
         plain = type(cls)(cls.__name__, cls.__bases__, dict(written))
         plain.__qualname__ = cls.__qualname__
-        made: type = dataclasses.dataclass(**options)(plain)
-        for name in (*stubs, _FIELDS, _PARAMS):
+        rest = {"repr": False, "eq": False} if wanted == "__init__" else {}
+        made: type = dataclasses.dataclass(**options, **rest)(plain)
+        for name in (wanted,) if rest else (*stubs, _FIELDS, _PARAMS):
             setattr(new, name, vars(made)[name])
 
     def stub(name: str) -> Callable[..., Any]:
         """A method that gives its place to the one that is made, and calls it."""
 
         def method(self: object, *args: object, **keywords: object) -> Any:
-            complete()
+            complete(name)
             return vars(new)[name](self, *args, **keywords)
 
         return method
@@ -89,11 +93,11 @@ class _Deferred:
 
     __slots__ = ("_complete", "_name")
 
-    def __init__(self, complete: Callable[[], None], name: str) -> None:
+    def __init__(self, complete: Callable[[str], None], name: str) -> None:
         self._complete, self._name = complete, name
 
     def __get__(self, instance: object, owner: type) -> Any:
-        self._complete()
+        self._complete(self._name)
         return getattr(owner, self._name)
 
 

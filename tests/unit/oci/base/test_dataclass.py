@@ -240,7 +240,7 @@ def test_several_threads() -> None:
 
 
 def test_nothing_is_compiled_before() -> None:
-    """That is what the module is for."""
+    """That is what the module is for; what compares comes after what makes an instance."""
     program = """
 from __future__ import annotations
 import dataclasses
@@ -252,7 +252,9 @@ from gpusnap.oci.base.dataclass import dataclass
 class A:
     x: int
 assert made == []
-assert A(1) == A(1) and hash(A(1)) == hash(A(1)) and A(1).x == 1
+assert A(1).x == A(x=1).x == 1
 assert made == ["A"], made
+assert A(1) == A(1) and hash(A(1)) == hash(A(1)) and repr(A(1)) == "A(x=1)"
+assert made == ["A", "A"], made
 """
     subprocess.run([sys.executable, "-c", program], check=True)
