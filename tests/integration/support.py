@@ -69,9 +69,14 @@ class Done:
     err: str
 
 
+def _environment() -> dict[str, str]:
+    """Nothing but what all users have, and Go's collector (testhost/enter.py)."""
+    return {"HOME": "/root", **{name: os.environ[name] for name in ("PATH", "GOGC") if name in os.environ}}
+
+
 def run(*argv: str | os.PathLike[str], env: dict[str, str] | None = None) -> Done:
     """Run a command to its end, whatever its exit code."""
-    environment = {"PATH": os.environ["PATH"], "HOME": "/root"} if env is None else env
+    environment = _environment() if env is None else env
     done = subprocess.run(
         argv,
         stdin=subprocess.DEVNULL,
