@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from gpusnap.cli import name_rows
 from gpusnap.listing.ages import ago
@@ -32,6 +31,9 @@ _LAYOUTS = (
     (("container", "own", "GPUs"), 2),
     (("container", "own", "GPUs"), 1),
 )
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def rows(console: Console, found: Sequence[Line], *, without: Iterable[str] = ()) -> None:

@@ -7,10 +7,12 @@ and the rest is below it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from gpusnap.cli.tables import plain, say
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _GAP = 2
 _INDENT = "  "

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from gpusnap.checkpoints.processes import Process
 from gpusnap.cli.store_tables import document
 from gpusnap.cli.tables import plain, table
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.units import human
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _DEEPEST = 20
 _LONGEST = 200

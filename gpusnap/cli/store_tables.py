@@ -8,9 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from gpusnap.checkpoints.damage import Verified
 from gpusnap.checkpoints.labels import is_label, labels_in, written_labels
@@ -22,6 +20,9 @@ from gpusnap.operations import diff as records
 from gpusnap.operations.open import Stored
 from gpusnap.runtime_shim.records.manifest import GpuProcess, Manifest
 from gpusnap.runtime_shim.units import human
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # The digits of a digest in tables; a store takes as many as tell it from the others.
 DIGITS = 12

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,8 +16,6 @@ from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_store
 from gpusnap.cli.options.registry import registry_options
 from gpusnap.listing.filters import Line, chosen, rows_of
-from gpusnap.listing.registry import RemoteListing
-from gpusnap.listing.registry import listing as remote_listing
 from gpusnap.listing.templates import template
 from gpusnap.oci.base.errors import NotThere, OciError, Rejected
 from gpusnap.oci.store.store import Store
@@ -26,6 +25,9 @@ from gpusnap.runtime_shim.errors import GpusnapError, SettingsError, UsageError
 from gpusnap.runtime_shim.log import NOTE
 from gpusnap.runtime_shim.units import human
 from gpusnap.user_errors import NotFound, told
+
+if TYPE_CHECKING:
+    from gpusnap.listing.registry import RemoteListing
 
 _LIMIT = 100
 
@@ -156,6 +158,8 @@ def _default_store() -> Store:
 
 
 def _of_registry(place: InRegistry, *, limit: int, plain_http: bool, progress: Progress) -> RemoteListing:
+    from gpusnap.listing.registry import listing as remote_listing  # with HTTP and TLS, 50 ms
+
     try:
         return remote_listing(place, limit=limit, plain_http=plain_http, step=progress.at)
     except Rejected as error:
@@ -188,7 +192,7 @@ def _show(found: kept.Listing | RemoteListing, lines: tuple[Line, ...], *, filte
     console = show.output()
     where = found.store if isinstance(found, kept.Listing) else found.repository
     if lines:
-        without = ("own",) if isinstance(found, RemoteListing) else ()
+        without = () if isinstance(found, kept.Listing) else ("own",)
         ls_table.rows(console, lines, without=without)
     rows = rows_of(lines)
     for row in rows:
@@ -196,7 +200,7 @@ def _show(found: kept.Listing | RemoteListing, lines: tuple[Line, ...], *, filte
             show.say(console, f"{store_tables.short(row.digest)} is damaged: {row.fault}")
     some = f"{len(rows)} of {len(found.rows)}" if filtered and found.rows else str(len(rows) or "no")
     one = f"{some} checkpoint{'s' * (len(found.rows if filtered else rows) != 1)}"
-    if isinstance(found, RemoteListing):
+    if not isinstance(found, kept.Listing):
         show.say(console, f"{one} in {where}, which has {found.tags} tag{'s' * (found.tags != 1)}")
         if found.looked_at < found.tags:
             show.say(console, f"only the last {found.looked_at} tags by name were looked at; see --limit")

@@ -71,3 +71,16 @@ def test_the_end(word: str, code: int) -> None:
     assert done.returncode == code
     assert done.stdout.splitlines()[-3:] == ["main", "thread", "registered"]
     assert ("No such command" in done.stderr) == bool(code)
+
+
+@pytest.mark.parametrize("words", [["ls", "--json"], ["ls", "--quiet"], ["ps", "--json"]])
+def test_what_a_program_reads_needs_no_tables(words: list[str]) -> None:
+    """Neither what draws tables nor what speaks HTTP is imported for JSON and names from this host."""
+    program = (
+        f"import sys; sys.argv = ['gpusnap', *{words}]; from gpusnap.cli.entry import main; main();"
+        "print(*{'rich.console', 'rich.table', 'urllib3'} & {*sys.modules}, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stderr.splitlines()[-1] == ""
