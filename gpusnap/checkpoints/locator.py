@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import replace
 
 from gpusnap.oci.base.dataclass import dataclass

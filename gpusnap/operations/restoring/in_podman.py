@@ -15,7 +15,7 @@ from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import exists
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.runtime_shim.records import manifest
+from gpusnap.runtime_shim.records import manifest_file
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.user_errors import NotFound
 
@@ -65,7 +65,7 @@ def _restorable(place: locator.InStore) -> podman.Container | None:
         if found.name != place.wanted or not found.checkpointed or found.status not in _STOPPED:
             return None
         path = found.checkpoint_path
-        if not manifest.belongs(path) or manifest.read(path).pages != StoreHome.kind:
+        if not manifest_file.belongs(path) or manifest_file.read(path).pages != StoreHome.kind:
             return found
         return next((each for each in left(place.store) if each.id == found.id), None)
     return None
