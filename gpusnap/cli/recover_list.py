@@ -11,7 +11,7 @@ from gpusnap.migration.records import Record
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.operations.unknown_containers import Unknown
 from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
-from gpusnap.runtime_shim.snapshot import recover_restore
+from gpusnap.runtime_shim.snapshot import restore_record
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 
@@ -36,7 +36,7 @@ class Waiting:
 
 def waiting(
     checkpoints: Sequence[journal.Entry],
-    restores: Sequence[recover_restore.Restore],
+    restores: Sequence[restore_record.Restore],
     unknown: Sequence[Unknown] = (),
     moving: Sequence[Suspension] = (),
     leaving: Sequence[Leaving] = (),

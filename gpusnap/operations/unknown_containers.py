@@ -18,7 +18,7 @@ from gpusnap.oci.base.files import exists
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.snapshot import restored_containers
 from gpusnap.runtime_shim.snapshot.records import journal
-from gpusnap.runtime_shim.snapshot.recover_restore import Restore
+from gpusnap.runtime_shim.snapshot.restore_record import Restore
 
 _PATIENCE = 15.0
 """Seconds for Podman's answer."""

@@ -1,10 +1,6 @@
 """What a killed restore leaves to be taken away: half a container. Its checkpoint is unharmed.
 
-    /run/gpusnap/journal/<key>.restore      written before config.json is changed, and again at each
-                                            stage; removed when the container runs with its GPU state, or
-                                            has been removed
-    /run/gpusnap/restored/<key>.restored    the last of it, while a container runs that Podman had restored;
-                                            see restored_containers.py
+What was begun, and how far it came, its record says (restore_record.py).
 
 The real runtime goes on when gpusnap is killed, so there may be a container whose processes stand and miss
 their GPU state. Podman waits for it, and holds its lock, until it is gone: conmon reads what the container
@@ -22,225 +18,39 @@ went on by then, which the entry says (`arriving`): the container is incomplete,
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from enum import StrEnum
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.layout.blobs import FirstOf
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Refused, RuntimeFailed, reason
 from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
 from gpusnap.runtime_shim.gpu.api.parallel import at_once
-from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.records import manifest, manifest_file
-from gpusnap.runtime_shim.records.manifest import Manifest
-from gpusnap.runtime_shim.runtime import bundle, conmon, container_key
+from gpusnap.runtime_shim.runtime import bundle, container_key
 from gpusnap.runtime_shim.runtime import container as containers
-from gpusnap.runtime_shim.runtime.command_line import RestoreCall
 from gpusnap.runtime_shim.runtime.criu import scratch_files
-from gpusnap.runtime_shim.runtime.criu.run import control, quiet
-from gpusnap.runtime_shim.runtime.identify import RealRuntime
-from gpusnap.runtime_shim.snapshot import held_threads, incomplete_restore
-from gpusnap.runtime_shim.snapshot.incomplete_restore import Place
+from gpusnap.runtime_shim.runtime.criu.run import control
+from gpusnap.runtime_shim.snapshot import held_threads, incomplete_restore, restore_record
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.restore_record import Restore, Stage
 from gpusnap.runtime_shim.snapshot.suspend import driver_calls
 from gpusnap.runtime_shim.snapshot.suspend.gpu_state import let_finish, resume
 
-_KIND = "restore"
-_VERSION = 1
 _GONE = "nothing is left of it"
 RUNNING = "running: "
 """How `recover` begins what it says of a container that runs; its processes follow."""
 _ANOTHER = "another container of that ID runs by now, and was left alone"
 _NO_SUCH = "there is no such container"  # runtime/container.py's words for what either runtime says
-
-
-class Stage(StrEnum):
-    """How far a restore has come."""
-
-    PREPARE = "prepare"
-    """The runtime has not been called."""
-    RESTORE = "restore"
-    """It has."""
-    SETTLE = "settle"
-    """The container is there, `init` says which; its processes stand if they have GPU state."""
-    GPUS = "gpus"
-    """Only GPU state is missing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Restore:
-    """A restore that was begun."""
-
-    key: str
-    """The container's."""
-    image: str
-    """The image directory."""
-    owner: tuple[int, int]
-    """PID and start time of the gpusnap that restores."""
-    command: tuple[str, ...]
-    """The real runtime with the caller's global options, as `commands` gives it."""
-    bundle: str
-    pid_file: str
-    """Absolute; empty where the caller gave none."""
-    detach: bool
-    processes: tuple[int, ...]
-    """Those with GPU state, by PID as the container's init sees them."""
-    stage: Stage = Stage.PREPARE
-    init: tuple[int, int] | None = None
-    """PID and start time of the restored init, from SETTLE on."""
-    config: str | None = None
-    """config.json as it was, where it was changed."""
-    digest: str = ""
-    """Of config.json as changed: SHA-256, hexadecimal."""
-    layouts: tuple[str, ...] = ()
-    """Where its chunks are, if not in the image directory; the first that has one."""
-    state: str = ""
-    """The directory in which the real runtime keeps what it knows of the container."""
-    work: str = ""
-    """The directory in which CRIU works."""
-    place: Place | None = None
-    """By what its processes are known; None where an earlier version wrote the entry."""
-    podman: tuple[str, ...] = ()
-    """The Podman that has it restored, with its global options; empty where that is another's container."""
-    arriving: bool = False
-    """Whether processes had memory mapped that still came, and may have read what never did."""
-    told: bool = False
-    """Whether the engine has been told that it runs: by the exit code of this process, which comes next."""
-
-    @property
-    def container(self) -> str:
-        """Its ID."""
-        return container_key.id_of(self.key)
-
-    @property
-    def at_work(self) -> bool:
-        """Whether that gpusnap is still there."""
-        return proc.same(*self.owner)
-
-
-def begun(call: RestoreCall, real: RealRuntime, record: Manifest, config: Mapping[str, Any]) -> Restore:
-    """The first entry of a restore by this process; `config` is the bundle's config.json."""
-    root, bundle_dir = container_key.root(call.globals.root, real.kind), str(call.bundle_dir())
-    return Restore(
-        key=container_key.key(root, call.container_id),
-        image=str(call.images(real.kind)),
-        owner=state_files.owner(),
-        command=commands(call, real),
-        bundle=bundle_dir,
-        pid_file=os.path.abspath(call.pid_file) if call.pid_file else "",
-        detach=call.detach,
-        processes=tuple(process.pid for process in record.processes),
-        state=os.path.join(root, call.container_id),
-        work=os.path.abspath(call.work() or call.images(real.kind)),
-        place=Place.of(config, bundle_dir, call.container_id),
-        podman=conmon.podman_above(call.container_id),
-    )
-
-
-def commands(call: RestoreCall, real: RealRuntime) -> tuple[str, ...]:
-    """The real runtime with the caller's global options, and with --root, for whoever asks it later.
-
-    Without that crun takes XDG_RUNTIME_DIR of who asks: Podman's is empty, a login shell's is not.
-    """
-    root = container_key.root(call.globals.root, real.kind)
-    return tuple(quiet(replace(call, globals=replace(call.globals, root=root)), real))
-
-
-def digest(config: bytes) -> str:
-    """Of config.json, as an entry has it."""
-    return hashlib.sha256(config).hexdigest()
-
-
-def changed(before: bytes, after: bytes) -> dict[str, str]:
-    """The fields of an entry that tell of config.json's change, which comes next."""
-    return {
-        "config": before.decode("utf-8", "surrogateescape"),
-        "digest": digest(after),
-    }
-
-
-def write(entry: Restore, kind: str = _KIND) -> None:
-    """Write the entry, in place of an earlier one. Raises GpusnapError."""
-    journal.store(entry.key, kind, {"version": _VERSION, "container": entry.container, **asdict(entry)})
-
-
-def forget(key: str) -> None:
-    """The container runs, or nothing is left of it."""
-    journal.drop(key, _KIND)
-
-
-def came_up(entry: Restore) -> None:
-    """The container runs: have it on file whom to ask about it, if it is Podman's.
-
-    Nothing is to be undone any more, so that it is only noted where there is no room for that.
-    """
-    if entry.podman and entry.init is not None:
-        try:
-            write(replace(entry, config=None, digest="", told=False), journal.RESTORED)
-        except GpusnapError as error:
-            note(f"who restored the container is not on file: {error.sentence()}", code="GPS-007")
-            journal.drop(entry.key, journal.RESTORED)
-
-
-def entries() -> tuple[Restore, ...]:
-    """All restores that were begun, by container. Raises GpusnapError for one that cannot be read."""
-    found = (read(key) for key in journal.noted(_KIND))
-    return tuple(entry for entry in found if entry is not None)
-
-
-def read(key: str, kind: str = _KIND) -> Restore | None:
-    """The entry of a container, by its key, if there is one. Raises GpusnapError where it cannot be read."""
-    document = journal.load(key, kind)
-    if document is None:
-        return None
-    try:
-        return _decoded(document, key)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        container = container_key.id_of(key)
-        raise GpusnapError(
-            f"the journal of the restore of container {container} is not as gpusnap writes it: {error}",
-            hint="it was written by another version",
-            code="GPS-023",
-        ) from error
-
-
-def _decoded(document: Any, key: str) -> Restore:
-    init, config, place = document["init"], document["config"], document.get("place")
-    return Restore(
-        key=key,
-        image=str(document["image"]),
-        owner=journal.identity(document["owner"]),
-        command=tuple(str(word) for word in document["command"]),
-        bundle=str(document["bundle"]),
-        pid_file=str(document["pid_file"]),
-        detach=bool(document["detach"]),
-        processes=tuple(int(pid) for pid in document["processes"]),
-        stage=Stage(document["stage"]),
-        init=None if init is None else journal.identity(init),
-        config=None if config is None else str(config),
-        digest=str(document["digest"]),
-        layouts=tuple(str(path) for path in document.get("layouts", ())),
-        state=str(document.get("state", "")),
-        work=str(document.get("work", "")),
-        place=None if place is None else Place.from_json(place),
-        podman=tuple(str(word) for word in document.get("podman", ())),
-        arriving=bool(document.get("arriving", False)),
-        told=bool(document.get("told", False)),
-    )
 
 
 def recover(key: str, driver: Driver | None, *, remove: bool = True) -> str:
@@ -276,13 +86,13 @@ def recover(key: str, driver: Driver | None, *, remove: bool = True) -> str:
         scratch_files.sweep(entry.owner)
         _let_go(key)
         _drop_links(entry)
-        forget(key)
+        restore_record.forget(key)
     return said
 
 
 def _cut_off(key: str) -> Restore | None:
     """The entry of a container whose gpusnap is no more; raises GpusnapError where it is at work."""
-    entry = read(key)
+    entry = restore_record.read(key)
     if entry is not None and entry.at_work:
         raise GpusnapError(
             f"gpusnap (process {entry.owner[0]}) is still at work on container {entry.container}",
@@ -329,7 +139,7 @@ def _came_up_late(entry: Restore) -> None:
     """Have it on file: whoever had it restored was told that this had failed."""
     if entry.init is None and (found := _found(entry)) is not None:
         entry = replace(entry, init=(found[1].pid, found[1].start))
-    came_up(entry)
+    restore_record.came_up(entry)
 
 
 def _check(entry: Restore) -> None:
@@ -461,7 +271,7 @@ def _config_back(entry: Restore) -> None:
     path = os.path.join(entry.bundle, "config.json")
     try:
         with open(path, "rb") as file:
-            now = digest(file.read())
+            now = restore_record.digest(file.read())
         if now == entry.digest:
             bundle.put_back(entry.bundle, entry.config.encode("utf-8", "surrogateescape"))
     except FileNotFoundError:

@@ -57,7 +57,12 @@ from gpusnap.runtime_shim.runtime.criu.run import Invoked, invoke, quiet
 from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
-from gpusnap.runtime_shim.snapshot import recover_restore, restored_containers, restored_processes
+from gpusnap.runtime_shim.snapshot import (
+    recover_restore,
+    restore_record,
+    restored_containers,
+    restored_processes,
+)
 from gpusnap.runtime_shim.snapshot.devices import remap
 from gpusnap.runtime_shim.snapshot.devices.choose import choose, driver_for, given, gpu_request
 from gpusnap.runtime_shim.snapshot.devices.nvidia_hooks import rerun
@@ -71,7 +76,7 @@ from gpusnap.runtime_shim.snapshot.memory.source import Fetching, Rebuilding
 from gpusnap.runtime_shim.snapshot.preflight import addresses, space
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.records import journal, volumes
-from gpusnap.runtime_shim.snapshot.recover_restore import Stage
+from gpusnap.runtime_shim.snapshot.restore_record import Stage
 from gpusnap.runtime_shim.snapshot.suspend import criu_plugin, driver_calls
 from gpusnap.runtime_shim.snapshot.suspend.gpu_state import resume
 from gpusnap.runtime_shim.stopping.stop import stop
@@ -110,7 +115,7 @@ class _Job:
     """CRIU's images, read by us while CRIU works."""
     fetching: Fetching | None = None
     """Where its chunks come from, if not from the image directory."""
-    entry: recover_restore.Restore | None = None
+    entry: restore_record.Restore | None = None
     """What the journal says of this restore."""
     removed: bool = False
     """What was restored has been taken away again."""
@@ -171,9 +176,9 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
 
 def _begin(job: _Job, config: dict[str, Any]) -> None:
     """Have it on file what to take away, should this be killed. There is no such container yet."""
-    job.entry = recover_restore.begun(job.call, job.real, job.record, config)
+    job.entry = restore_record.begun(job.call, job.real, job.record, config)
     job.transaction.undo("forgetting the restore", lambda: _forget(job))
-    recover_restore.write(job.entry)
+    restore_record.write(job.entry)
 
 
 def _note(job: _Job, **changed: Any) -> None:
@@ -182,12 +187,12 @@ def _note(job: _Job, **changed: Any) -> None:
         assert job.entry is not None
         entry = replace(job.entry, **changed)
         if entry != job.entry:
-            recover_restore.write(entry)
+            restore_record.write(entry)
             job.entry = entry
 
 
 def _config_changes(job: _Job, before: bytes, after: bytes) -> None:
-    _note(job, **recover_restore.changed(before, after))
+    _note(job, **restore_record.changed(before, after))
 
 
 def _drop_hook(job: _Job, container: containers.Container) -> None:
@@ -195,14 +200,14 @@ def _drop_hook(job: _Job, container: containers.Container) -> None:
     bundle.drop_hook(
         container.bundle,
         containers.bundle_config(container.bundle),
-        noted=lambda _, after: _note(job, digest=recover_restore.digest(after)),
+        noted=lambda _, after: _note(job, digest=restore_record.digest(after)),
     )
 
 
 def _forget(job: _Job) -> None:
     """The last undo; what could not be removed is `gpusnap recover`'s."""
     if job.removed or (job.entry is not None and job.entry.stage is Stage.PREPARE):
-        recover_restore.forget(job.key)
+        restore_record.forget(job.key)
 
 
 def _commit(job: _Job) -> None:
@@ -213,8 +218,8 @@ def _commit(job: _Job) -> None:
             _keep_fetched(job.fetching)
         job.cleanup.close()
     assert job.entry is not None
-    recover_restore.came_up(job.entry)
-    recover_restore.forget(job.key)  # not before: who is killed until then leaves files
+    restore_record.came_up(job.entry)
+    restore_record.forget(job.key)  # not before: who is killed until then leaves files
     job.held.close()  # a checkpoint of it stages under the same name
     _say_timing(job)
 
@@ -228,7 +233,7 @@ def _keep_fetched(fetching: Fetching) -> None:
 
 def _absent(job: _Job) -> None:
     """Refuse where there is such a container: the runtime would, and the undo must not remove that one."""
-    command = recover_restore.commands(job.call, job.real)
+    command = restore_record.commands(job.call, job.real)
     try:
         found = containers.find(command, job.call.container_id)
     except ContainerError as error:

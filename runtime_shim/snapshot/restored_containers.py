@@ -21,10 +21,10 @@ from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container as containers
-from gpusnap.runtime_shim.snapshot import recover_restore
+from gpusnap.runtime_shim.snapshot import recover_restore, restore_record
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import RESTORED
-from gpusnap.runtime_shim.snapshot.recover_restore import Restore
+from gpusnap.runtime_shim.snapshot.restore_record import Restore
 
 _ENDING = 30.0  # seconds that a container that was killed may take to go
 
@@ -37,7 +37,7 @@ def living() -> tuple[Restore, ...]:
     found = []
     for key in journal.noted(RESTORED):
         try:
-            entry = recover_restore.read(key, RESTORED)
+            entry = restore_record.read(key, RESTORED)
         except GpusnapError as error:
             note(
                 f"what is on file of a restored container is passed over: {error.sentence()}", code="GPS-023"
@@ -56,7 +56,7 @@ def lives(entry: Restore) -> bool:
 def is_on_file(key: str, init: int) -> bool:
     """Whether Podman had the container restored whose init is that process; not where nobody can tell."""
     try:
-        entry = recover_restore.read(key, RESTORED)
+        entry = restore_record.read(key, RESTORED)
     except GpusnapError:
         return False
     return entry is not None and lives(entry) and entry.init is not None and entry.init[0] == init
@@ -65,9 +65,9 @@ def is_on_file(key: str, init: int) -> bool:
 def tell(key: str) -> None:
     """Write down that the engine is told now. By then nothing may fail: without room the file is removed."""
     try:
-        entry = recover_restore.read(key, RESTORED)
+        entry = restore_record.read(key, RESTORED)
         if entry is not None:
-            recover_restore.write(replace(entry, told=True), RESTORED)
+            restore_record.write(replace(entry, told=True), RESTORED)
     except GpusnapError:
         with suppress(OSError):
             journal.drop(key, RESTORED)
@@ -82,11 +82,11 @@ def sweep() -> None:
 
 
 def _sweep(key: str) -> None:
-    entry = recover_restore.read(key, RESTORED)
+    entry = restore_record.read(key, RESTORED)
     if entry is None or (entry.init is not None and proc.same(*entry.init)):
         return
     with journal.held(key, patience=0):  # a restore of it writes the next one meanwhile
-        if recover_restore.read(key, RESTORED) == entry:
+        if restore_record.read(key, RESTORED) == entry:
             journal.drop(key, RESTORED)
 
 
@@ -97,7 +97,7 @@ def end(entry: Restore, unknown: Callable[[], str | None]) -> str | None:
     GpusnapError, also where another gpusnap is at work on it.
     """
     with journal.held(entry.key):
-        if recover_restore.read(entry.key, RESTORED) != entry or not lives(entry):
+        if restore_record.read(entry.key, RESTORED) != entry or not lives(entry):
             return "it has ended by itself"
         if entry.at_work:
             raise GpusnapError(

@@ -25,7 +25,7 @@ from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu import find_driver
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
-from gpusnap.runtime_shim.snapshot import recover_restore, restored_containers
+from gpusnap.runtime_shim.snapshot import recover_restore, restore_record, restored_containers
 from gpusnap.runtime_shim.snapshot.devices import reservations
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
@@ -97,7 +97,7 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     suspended = tuple(suspensions.find())
     apart = {each.key for each in suspended}
     found = tuple(entry for entry in journal.entries() if entry.key not in apart)
-    cut_off, up = recover_restore.entries(), restored_containers.living()
+    cut_off, up = restore_record.entries(), restored_containers.living()
     moving = tuple(each for each in suspended if each.stage is not Stage.SUSPENDED)
     moves = _Migrations(migrations.every(), records.every())
     if container is None and not only_list:
@@ -138,8 +138,8 @@ def _nothing_for(container: str) -> GpusnapError:
 
 def _list(
     found: Sequence[journal.Entry],
-    cut_off: Sequence[recover_restore.Restore],
-    up: Sequence[recover_restore.Restore],
+    cut_off: Sequence[restore_record.Restore],
+    up: Sequence[restore_record.Restore],
     moving: Sequence[Suspension],
     moves: _Migrations,
     *,
@@ -160,7 +160,7 @@ def _list(
 def _recover_and_say(
     container: str | None,
     found: Sequence[journal.Entry],
-    cut_off: Sequence[recover_restore.Restore],
+    cut_off: Sequence[restore_record.Restore],
     moving: Sequence[Suspension],
     moves: _Migrations,
 ) -> None:
@@ -196,7 +196,7 @@ def _recover_and_say(
             click.echo(_NOTHING, err=True)
 
 
-def _end_unknown(container: str, up: Sequence[recover_restore.Restore]) -> None:
+def _end_unknown(container: str, up: Sequence[restore_record.Restore]) -> None:
     """End those of that ID that Podman does not know. Raises GpusnapError where there is none."""
     done = [said for said in map(unknown_containers.end, up) if said is not None]
     for said in done:
@@ -205,7 +205,7 @@ def _end_unknown(container: str, up: Sequence[recover_restore.Restore]) -> None:
         raise _nothing_for(container)
 
 
-def _recover_restore(entry: recover_restore.Restore) -> str:
+def _recover_restore(entry: restore_record.Restore) -> str:
     said = recover_restore.recover(entry.key, find_driver())
     if not said.startswith(recover_restore.RUNNING) or entry.podman:  # Podman is asked next
         return said

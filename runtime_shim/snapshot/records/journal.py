@@ -4,7 +4,7 @@
         <key>.json               written before the first process is locked, and again before a region is
                                  freed; removed when all run again, or the checkpoint is whole
         <key>.lock               held (flock) while a checkpoint of it is under way
-        <key>.restore            a restore that is under way, see snapshot/recover_restore.py
+        <key>.restore            a restore that is under way, see snapshot/restore_record.py
         <key>.<pid>.thread       a thread's own registers, while it makes system calls for us
         <key>.masks              the signal masks of threads that are held, see process/ptrace/signal_masks.py
         <key>.<pid>.idle         a process without GPU state, while it stands still for us (`leftover`)

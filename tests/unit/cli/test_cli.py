@@ -35,7 +35,7 @@ from gpusnap.runtime_shim.setting_keys import TABLE
 from gpusnap.runtime_shim.settings import Settings, load
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
-from gpusnap.runtime_shim.snapshot import recover_restore, restored_containers
+from gpusnap.runtime_shim.snapshot import restore_record, restored_containers
 from gpusnap.runtime_shim.snapshot.devices import reservations
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache
 from gpusnap.runtime_shim.snapshot.records import journal
@@ -494,7 +494,7 @@ def test_nothing_to_recover(
     gpusnap: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str]
 ) -> None:
     """That is said; programs get an empty list. What a killed command ordered is removed."""
-    for module in (journal, recover_restore):
+    for module in (journal, restore_record):
         monkeypatch.setattr(module, "entries", tuple)
     monkeypatch.setattr(restored_containers, "living", tuple)
     for module in (recovery, restored_containers, reservations):

@@ -9,7 +9,7 @@ from fakes import Family
 from gpusnap.cli.recover_list import as_json, line, waiting
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, Suspended
-from gpusnap.runtime_shim.snapshot.recover_restore import Restore
+from gpusnap.runtime_shim.snapshot.restore_record import Restore
 
 
 def restore(container: str, owner: tuple[int, int]) -> Restore:

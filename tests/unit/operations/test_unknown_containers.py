@@ -29,11 +29,11 @@ from gpusnap.runtime_shim.runtime import command_line, conmon
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.runtime.identify import identify
 from gpusnap.runtime_shim.shim import overrides
-from gpusnap.runtime_shim.snapshot import recover_restore, restored_containers
+from gpusnap.runtime_shim.snapshot import restore_record, restored_containers
 from gpusnap.runtime_shim.snapshot.devices import reservations
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache
 from gpusnap.runtime_shim.snapshot.records import journal
-from gpusnap.runtime_shim.snapshot.recover_restore import Restore, Stage
+from gpusnap.runtime_shim.snapshot.restore_record import Restore, Stage
 
 ARGUMENTS = ("--root", "/s", "--network-config-dir", "", "--transient-store=false", "container", "cleanup")
 CONMON = [
@@ -105,7 +105,7 @@ def came_up(scene: Scene, podman: Podman, *, told: bool = True, **changed: objec
         podman=(str(podman.path), "--root", "/s", "--network-config-dir", ""),
     )
     entry = replace(entry, **changed)  # type: ignore[arg-type]
-    recover_restore.came_up(entry)
+    restore_record.came_up(entry)
     if told:
         restored_containers.tell(KEY)
     (found,) = restored_containers.living()
@@ -161,7 +161,7 @@ def test_a_restore_is_on_file(scene: Scene, monkeypatch: pytest.MonkeyPatch, *, 
     draft.finish(a_manifest(pids=[pid]))
     (scene.image / "inventory.img").write_bytes(INVENTORY)
     assert scene.restore("--detach").code == 0
-    assert recover_restore.entries() == ()
+    assert restore_record.entries() == ()
     found = restored_containers.living()
     assert [(each.podman, each.told) for each in found] == ([(asks, True)] if by_podman else [])
     assert seen == ([False] if by_podman else [])
@@ -296,7 +296,7 @@ def test_another_of_that_id(scene: Scene, podman: Podman) -> None:
     scene.runtime.knows(scene.state(pid=scene.family.spawn()), [])
     with pytest.raises(ContainerError, match="is another one by now"):
         unknown_containers.end(entry)
-    recover_restore.write(replace(entry, owner=(4194001, 78)), journal.RESTORED)
+    restore_record.write(replace(entry, owner=(4194001, 78)), journal.RESTORED)
     assert unknown_containers.end(entry) == "it has ended by itself"
     assert scene.runtime.calls("delete") == []
 
@@ -342,12 +342,12 @@ def test_cut_off_at_its_end(
     monkeypatch.setattr(recover_commands, "find_driver", lambda: scene.driver)
     monkeypatch.setattr(reservations, "sweep", lambda: None)
     entry = came_up(scene, podman.has("created"))
-    recover_restore.write(replace(entry, told=False))
+    restore_record.write(replace(entry, told=False))
     cli.command.main(["recover", ID], standalone_mode=False)
     first, second = capfd.readouterr().out.splitlines()
     assert first == f"{ID}  running: {scene.family.init}"
     assert second.endswith(f"but Podman has it as created; to end it: gpusnap recover {ID}")
-    assert recover_restore.entries() == ()
+    assert restore_record.entries() == ()
     assert [entry.told for entry in restored_containers.living()] == [False]
     assert proc.running(scene.family.init)
 
@@ -461,7 +461,7 @@ def test_the_root_is_on_file(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/0")
     call = command_line.parse(["restore", "--image-path", "/i", "--bundle", str(scene.bundle), ID])
     assert isinstance(call, command_line.RestoreCall)
-    entry = recover_restore.begun(call, identify(Path(scene.runtime.path)), a_manifest(), {})
+    entry = restore_record.begun(call, identify(Path(scene.runtime.path)), a_manifest(), {})
     assert entry.command == (str(scene.runtime.path), "--root", "/run/user/0/crun")
 
 

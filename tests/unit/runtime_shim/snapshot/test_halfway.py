@@ -31,9 +31,9 @@ from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.shim import dispatch
-from gpusnap.runtime_shim.snapshot import recover_restore
+from gpusnap.runtime_shim.snapshot import recover_restore, restore_record
 from gpusnap.runtime_shim.snapshot.records import journal
-from gpusnap.runtime_shim.snapshot.recover_restore import Restore, Stage
+from gpusnap.runtime_shim.snapshot.restore_record import Restore, Stage
 from gpusnap.runtime_shim.snapshot.suspend.gpu_state import let_finish
 
 RUNNING, LOCKED, CHECKPOINTED = ProcessState.RUNNING, ProcessState.LOCKED, ProcessState.CHECKPOINTED
@@ -77,9 +77,9 @@ def cut_off(
         stage=Stage.GPUS,
         init=(init.pid, init.start),
     )
-    fields: dict[str, Any] = {**recover_restore.changed(BEFORE, AFTER), **changed}
+    fields: dict[str, Any] = {**restore_record.changed(BEFORE, AFTER), **changed}
     entry = replace(entry, **fields)
-    recover_restore.write(entry)
+    restore_record.write(entry)
     return entry
 
 
@@ -91,7 +91,7 @@ def removed(scene: Scene) -> None:
     assert scene.runtime.calls("delete") == [f"delete --force {ID}"]
     assert (scene.bundle / "config.json").read_bytes() == BEFORE
     assert not (scene.folder / "pid").exists()
-    assert recover_restore.entries() == ()
+    assert restore_record.entries() == ()
 
 
 def kept(scene: Scene, said: str) -> None:
@@ -99,7 +99,7 @@ def kept(scene: Scene, said: str) -> None:
     assert recover_restore.recover(KEY, scene.driver) == said
     assert scene.runtime.calls("delete") == []
     assert (scene.bundle / "config.json").read_bytes() == AFTER
-    assert recover_restore.entries() == ()
+    assert restore_record.entries() == ()
     assert proc.running(scene.family.init)
 
 
@@ -109,21 +109,19 @@ ALONE = "another container of that ID runs by now, and was left alone"
 def test_the_journal(scene: Scene) -> None:
     """What was written is read; what another version wrote is said to."""
     entry = cut_off(scene, CHECKPOINTED)
-    assert recover_restore.entries() == (entry,)
-    assert recover_restore.read(KEY) == entry
+    assert restore_record.entries() == (entry,)
+    assert restore_record.read(KEY) == entry
     assert journal.entries() == (), "it is no checkpoint's"
     Path(journal.FOLDER, f"{KEY}.restore").write_text('{"version": 0}')
     with pytest.raises(GpusnapError, match=f"restore of container {ID} is not as gpusnap writes it"):
-        recover_restore.read(KEY)
+        restore_record.read(KEY)
 
 
 @pytest.mark.parametrize("reached", [Stage.RESTORE, Stage.SETTLE, Stage.GPUS])
 def test_it_stands(scene: Scene, reached: Stage) -> None:
     """Processes as CRIU restores them, of which the driver's thread alone is let run, to answer."""
     entry = cut_off(scene, CHECKPOINTED, CHECKPOINTED, standing=True)
-    recover_restore.write(
-        replace(entry, stage=reached, init=None if reached is Stage.RESTORE else entry.init)
-    )
+    restore_record.write(replace(entry, stage=reached, init=None if reached is Stage.RESTORE else entry.init))
     stood: list[bool] = []
     for pid in entry.processes:
         scene.driver.when("state", lambda pid: stood.append(proc.stopped(pid)), pid)
@@ -295,7 +293,7 @@ def test_without_gpu_processes(scene: Scene, reached: Stage, host: str) -> None:
     assert said == f"running: {scene.family.init}"
     assert scene.runtime.calls("delete") == []
     assert proc.running(scene.family.init)
-    assert recover_restore.entries() == ()
+    assert restore_record.entries() == ()
 
 
 def test_without_a_driver(scene: Scene) -> None:
@@ -307,7 +305,7 @@ def test_without_a_driver(scene: Scene) -> None:
         "this host has no GPU driver now, which alone could tell whether the restore of container "
         f"{ID} was complete; load the driver, then gpusnap recover {ID} [GPS-301]"
     )
-    assert recover_restore.read(KEY) is not None
+    assert restore_record.read(KEY) is not None
     assert scene.runtime.calls("delete") == []
 
 
@@ -328,7 +326,7 @@ def test_it_ended(scene: Scene) -> None:
         "crun knows no such container, and of processes that it left nothing is known; "
         f"its checkpoint in {entry.image} is unharmed"
     )
-    assert recover_restore.entries() == ()
+    assert restore_record.entries() == ()
 
 
 def test_its_image_has_gone(scene: Scene) -> None:
@@ -353,7 +351,7 @@ def test_its_runtime_does_not_know_it(scene: Scene) -> None:
             f"{left.pid}; its checkpoint in {entry.image} is unharmed"
         )
         assert left.wait(60) == -signal.SIGKILL
-    assert recover_restore.entries() == ()
+    assert restore_record.entries() == ()
 
 
 def test_config_was_written_since(scene: Scene) -> None:
@@ -369,7 +367,7 @@ def test_the_bundle_is_gone(scene: Scene) -> None:
     cut_off(scene, CHECKPOINTED, standing=True)
     (scene.bundle / "config.json").unlink()
     recover_restore.recover(KEY, scene.driver)
-    assert recover_restore.entries() == ()
+    assert restore_record.entries() == ()
 
 
 def test_files_for_a_moment(scene: Scene) -> None:
@@ -390,14 +388,14 @@ def refused(scene: Scene) -> str:
     """The sentence of a recover that does nothing, or not all."""
     with pytest.raises(GpusnapError) as caught:
         recover_restore.recover(KEY, scene.driver)
-    assert recover_restore.read(KEY) is not None
+    assert restore_record.read(KEY) is not None
     return caught.value.sentence()
 
 
 def test_it_is_under_way(scene: Scene) -> None:
     """A restore whose gpusnap is there is not touched, by nobody."""
     entry = cut_off(scene, CHECKPOINTED, standing=True)
-    recover_restore.write(replace(entry, owner=entry.init))  # type: ignore[arg-type]
+    restore_record.write(replace(entry, owner=entry.init))  # type: ignore[arg-type]
     said = f"gpusnap (process {scene.family.init}) is still at work on container {ID}; wait for it [GPS-020]"
     assert refused(scene) == said
     assert scene.restore("--detach", "--tcp-established").sentence() != ""
@@ -451,7 +449,7 @@ def test_a_restore_began_meanwhile(scene: Scene, monkeypatch: pytest.MonkeyPatch
     @contextmanager
     def late(container: str) -> Iterator[None]:
         with held(container):
-            recover_restore.write(replace(entry, owner=entry.init or (0, 0)))
+            restore_record.write(replace(entry, owner=entry.init or (0, 0)))
             yield
 
     monkeypatch.setattr(journal, "held", late)
@@ -475,7 +473,7 @@ def test_it_cannot_be_removed(scene: Scene) -> None:
     assert refused(scene) == f"container {ID} could not be removed: device busy [GPS-022]"
     scene.runtime.script("delete", "", default=True)
     recover_restore.recover(KEY, scene.driver)
-    assert recover_restore.entries() == ()
+    assert restore_record.entries() == ()
 
 
 def test_delete_of_nothing(scene: Scene) -> None:
@@ -514,8 +512,8 @@ def test_the_stages(scene: Scene) -> None:
     at_restore = scene.folder / "at-restore.json"
     note = Path(journal.FOLDER, f"{KEY}.restore")
     scene.runtime.script("restore", f"cp {note} {at_restore}", default=True)
-    scene.driver.when("host", lambda _: seen.append(recover_restore.read(KEY)))
-    scene.driver.when("restore", lambda _: seen.append(recover_restore.read(KEY)))
+    scene.driver.when("host", lambda _: seen.append(restore_record.read(KEY)))
+    scene.driver.when("restore", lambda _: seen.append(restore_record.read(KEY)))
     assert scene.restore("--detach").code == 0
     prepare, gpus = seen
     assert prepare is not None
@@ -538,7 +536,7 @@ def test_a_failed_restore(scene: Scene, removable: bool) -> None:
     if not removable:
         scene.runtime.script("delete", 'say "device busy"; exit 1')
     assert scene.restore("--detach").code == 3
-    assert [entry.stage for entry in recover_restore.entries()] == ([] if removable else [Stage.RESTORE])
+    assert [entry.stage for entry in restore_record.entries()] == ([] if removable else [Stage.RESTORE])
 
 
 def test_the_next_restore(scene: Scene) -> None:
@@ -561,14 +559,14 @@ def test_the_next_restore(scene: Scene) -> None:
 def test_the_next_checkpoint(scene: Scene, reached: Stage) -> None:
     """A checkpoint removes nothing, not even half a container: it says who does."""
     entry = cut_off(scene, CHECKPOINTED, RUNNING, stage=reached)
-    recover_restore.write(replace(entry, init=None if reached is Stage.RESTORE else entry.init))
+    restore_record.write(replace(entry, init=None if reached is Stage.RESTORE else entry.init))
     assert scene.checkpoint().sentence() == (
         f"a restore of container {ID} was cut off, and what it left has to be removed; "
         f"gpusnap recover {ID} [GPS-022]"
     )
     assert scene.runtime.calls("delete") == []
     assert all(proc.running(pid) for pid in entry.processes)
-    assert recover_restore.read(KEY) is not None
+    assert restore_record.read(KEY) is not None
 
 
 @pytest.mark.parametrize("since", ["nothing", "an end", "done with the GPU", "a stop"])
@@ -591,7 +589,7 @@ def test_the_next_checkpoint_of_one_that_runs(scene: Scene, quick: None, since: 
         [second] if since == "an end" else [first, second]
     )
     assert scene.all_running()
-    assert recover_restore.entries() == ()
+    assert restore_record.entries() == ()
 
 
 def test_the_steps_are_announced(scene: Scene, capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.snapshot import recover_restore
+from gpusnap.runtime_shim.snapshot import restore_record
 from gpusnap.runtime_shim.snapshot.records import journal
 
 # In a PID namespace of its own, as in a toolbox that has the host's /run.
@@ -53,7 +53,7 @@ def test_what_else_names_processes(kind: str, monkeypatch: pytest.MonkeyPatch) -
         else:
             journal.note_pause("w", journal.Pause((1, 1), "", False, ()))
     with pytest.raises(GpusnapError, match="was written in another PID namespace"):
-        recover_restore.read("w") if kind == "restore" else journal.read("w")
+        restore_record.read("w") if kind == "restore" else journal.read("w")
 
 
 def test_masks_that_nobody_can_look_for(monkeypatch: pytest.MonkeyPatch) -> None:

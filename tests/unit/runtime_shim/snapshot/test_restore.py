@@ -22,7 +22,7 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.manifest import DriverMount, Manifest, RegionRecord
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container_key
-from gpusnap.runtime_shim.snapshot import recover_restore, restore
+from gpusnap.runtime_shim.snapshot import restore, restore_record
 from gpusnap.runtime_shim.snapshot.devices import choose as choosing
 from gpusnap.runtime_shim.snapshot.devices import reservations
 from gpusnap.runtime_shim.snapshot.memory.demand_paging import Waits
@@ -633,7 +633,7 @@ def test_the_journal_says_that_memory_is_on_its_way(scene: Scene, coming: list[i
     told: list[tuple[str, bool]] = []
 
     def look(what: str) -> None:
-        entry = recover_restore.read(KEY)
+        entry = restore_record.read(KEY)
         assert entry is not None
         told.append((what, entry.arriving))
 
