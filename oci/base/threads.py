@@ -42,12 +42,22 @@ class Crew:
         self._begun, self._ended = 0, 0
 
     def start(self, count: int, work: Callable[[], None]) -> None:
-        """Run `work` in `count` more threads. Raises RuntimeError where the system gives none."""
+        """Run `work` in `count` more threads, or in as many as the system gives.
+
+        Raises RuntimeError where it gives none; the others have been ended then.
+        """
+        begun = 0
         try:
             for _ in range(count):
                 thread = threading.Thread(target=self._run, args=(work,), name="gpusnap-oci", daemon=True)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:
+                    if not begun:
+                        raise
+                    return
                 self._threads.append(thread)
+                begun += 1
         except BaseException:
             self.stop()
             raise
@@ -113,7 +123,10 @@ class Crew:
 
 
 def for_each(items: Iterable[T], do: Callable[[T], None], *, threads: int) -> None:
-    """Call `do` with each item, in that many threads. Raises the first error; the rest is not begun then."""
+    """Call `do` with each item, in that many threads, or in this one where the system gives none.
+
+    Raises the first error; the rest is not begun then.
+    """
     crew, shared = Crew(), Shared(items)
 
     def work() -> None:
@@ -121,5 +134,10 @@ def for_each(items: Iterable[T], do: Callable[[T], None], *, threads: int) -> No
             crew.check()
             do(item)
 
-    crew.start(threads, work)
+    try:
+        crew.start(threads, work)
+    except RuntimeError:
+        for item in shared:
+            do(item)
+        return
     crew.join()

@@ -31,6 +31,7 @@ from gpusnap.runtime_shim.errors import (
     Refused,
     RuntimeFailed,
     reason,
+    unforeseen,
 )
 from gpusnap.runtime_shim.gpu import find_driver
 from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
@@ -211,17 +212,27 @@ def _forget(job: _Job) -> None:
 
 
 def _commit(job: _Job) -> None:
-    """The container runs, and nobody may take it away any more."""
+    """The container runs, and nobody may take it away any more: what goes wrong from here on is only said."""
     job.transaction.commit()
     with job.transaction.step("let go"):
         if job.fetching is not None:
-            _keep_fetched(job.fetching)
-        job.cleanup.close()
+            _said(partial(_keep_fetched, job.fetching))
+        _said(job.cleanup.close)
     assert job.entry is not None
     restore_record.came_up(job.entry)
     restore_record.forget(job.key)  # not before: who is killed until then leaves files
     job.held.close()  # a checkpoint of it stages under the same name
     _say_timing(job)
+
+
+def _said(let_go: Callable[[], object]) -> None:
+    """An engine that is told of a failure takes the container away."""
+    try:
+        let_go()
+    except Exception as error:
+        found = error if isinstance(error, GpusnapError) else unforeseen(error)
+        text = f"the container is restored, and what that took is not all removed: {found.sentence()}"
+        note(text, code=found.code)
 
 
 def _keep_fetched(fetching: Fetching) -> None:

@@ -433,7 +433,7 @@ def test_inspect_by_digest(gpusnap: Run, kept: Kept) -> None:
     assert json_of(gpusnap, "inspect", kept.of(digits))["artifact"]["digest"] == kept.second.digest
     code, _, err = gpusnap("inspect", "w:3")
     assert code == exit_codes.NOT_FOUND
-    assert "has the name or digest 'w:3'; did you mean w:2 or w:1?" in err
+    assert "has the name or digest 'w:3' (did you mean w:2 or w:1?); gpusnap ls" in err
 
 
 def test_inspect_of_odd_ones(gpusnap: Run, kept: Kept) -> None:

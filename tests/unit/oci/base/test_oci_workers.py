@@ -38,27 +38,60 @@ def test_the_first_error_ends_it() -> None:
     assert len(done) < 1000
 
 
-def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system gives fewer threads than asked for, those that run are ended."""
+def only(count: int, monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """Let the system give so many threads more; those that it gave."""
     real = threading.Thread.start
     started: list[threading.Thread] = []
 
     def start(self: threading.Thread) -> None:
-        if len(started) == 2:
+        if len(started) == count:
             raise RuntimeError("can't start new thread")
         started.append(self)
         real(self)
 
     monkeypatch.setattr(threading.Thread, "start", start)
+    return started
+
+
+def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system gives none for some work, those that run are ended."""
+    started = only(2, monkeypatch)
     crew = Crew()
 
     def work() -> None:
         while True:
             crew.check()
 
+    crew.start(2, work)
     with pytest.raises(RuntimeError, match="new thread"):
-        crew.start(4, work)
+        crew.start(2, work)
+    assert len(started) == 2
     assert not any(thread.is_alive() for thread in started)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_fewer_threads_than_asked_for(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Those do it all; where there is none, the one that asks does."""
+    started = only(count, monkeypatch)
+    done: list[int] = []
+    for_each(range(100), done.append, threads=4)
+    assert sorted(done) == list(range(100))
+    assert len(started) == count
+
+
+def test_the_first_error_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the work of the one that asks, too."""
+    only(0, monkeypatch)
+    done: list[int] = []
+
+    def do(item: int) -> None:
+        if item == 3:
+            raise ValueError("the first")
+        done.append(item)
+
+    with pytest.raises(ValueError, match="the first"):
+        for_each(range(9), do, threads=4)
+    assert done == [0, 1, 2]
 
 
 def joining(thread: int) -> bool:

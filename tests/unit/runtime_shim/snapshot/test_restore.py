@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -654,6 +655,35 @@ def test_the_bytes_come_from_the_first_moment(scene: Scene, coming: list[int]) -
     scene.driver.when("host", lambda _: begun.append(len(made)))
     assert scene.restore("--detach").code == 0
     assert begun == [1]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("can't start new thread"), "no thread could be started"),
+        (OSError(errno.EIO, "Input/output error", "/store"), "/store: Input/output error"),
+        (ImageError("something is wrong"), "something is wrong"),
+    ],
+)
+def test_what_cannot_be_let_go(
+    scene: Scene,
+    coming: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    error: Exception,
+    said: str,
+) -> None:
+    """The container runs, so the engine is told of no failure: it would take the container away."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Coming, "__exit__", fail)
+    assert scene.restore("--detach").code == 0
+    assert (
+        f"the container is restored, and what that took is not all removed: {said}" in capfd.readouterr().err
+    )
+    assert restore_record.read(KEY) is None
 
 
 def test_memory_that_does_not_come_is_the_reason(scene: Scene, coming: list[int]) -> None:
