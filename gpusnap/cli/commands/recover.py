@@ -84,7 +84,7 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
 
     If only the command `gpusnap checkpoint` was killed, Podman and its runtime continue and complete the
     checkpoint: then there is nothing to recover, and `podman container restore NAME` restores the container.
-    gpusnap recover names such containers once Podman has done it.
+    gpusnap recover names those of which the memory is in this host's store.
 
     If Podman was killed during a restore, the container may run without Podman's knowledge. It is reported;
     only `gpusnap recover CONTAINER` ends it, and it has to be restored again. A container that Podman has as

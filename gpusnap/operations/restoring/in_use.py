@@ -64,6 +64,13 @@ def _container(wanted: str) -> GpusnapError:
         )
     except GpusnapError:
         there = None
+    if there is not None and there.checkpointed and there.status != "running":
+        return GpusnapError(
+            f"Podman has a container {wanted} already, which a checkpoint has ended",
+            hint=f"podman container restore {wanted} continues it from that checkpoint, and podman rm "
+            f"{wanted} may lose it (gpusnap ls); or give another name with --name",
+            code="GPS-508",
+        )
     force = "--force " * (there is not None and there.status == "running")
     return GpusnapError(
         f"Podman has a container {wanted} already",

@@ -69,6 +69,18 @@ def test_the_same_container_under_another_name(fake: FakePodman) -> None:
     assert str(found) == "Podman has the container of this checkpoint already, under another name"
 
 
+def test_one_that_a_checkpoint_has_ended(fake: FakePodman) -> None:
+    """Its memory may be nowhere else: how it continues comes first."""
+    fake.has(status="exited", checkpointed=True)
+    found = in_use.told(GpusnapError('the container name "w" is already in use by 0bccc8f81a37'), "w")
+    assert found is not None
+    assert found.sentence() == (
+        "Podman has a container w already, which a checkpoint has ended; podman container restore w "
+        "continues it from that checkpoint, and podman rm w may lose it (gpusnap ls); or give another name "
+        "with --name [GPS-508]"
+    )
+
+
 @pytest.mark.parametrize("text", ["no such image", "address already in use", "the device is already in use"])
 def test_others_are_left_alone(fake: FakePodman, text: str) -> None:
     assert in_use.told(GpusnapError(text), "w") is None
