@@ -25,6 +25,8 @@ _REST_FAST, _REST_SLOW = 0.5, 1.5
 _CRIU = 1.0 * (1 << 30)
 _DISK = 0.5 * (1 << 30)
 """Bytes a second, where the disk was not measured."""
+_AS_MUCH = 8
+"""One of less than an eighth of the bytes tells nothing of the rate: its seconds are those of other steps."""
 _PATIENCE = 0.5
 """Seconds for reading earlier checkpoints: the manifest of a large one takes a tenth of that or more."""
 
@@ -107,7 +109,7 @@ def check(
     volumes: int = 0,
 ) -> Iterator[Check]:
     """One line: from how many to how many seconds, and what that rests on; volumes: bytes of their files."""
-    before = [one for one in before if one.bytes]
+    before = [one for one in before if one.bytes and one.bytes * _AS_MUCH >= gpu]
     if gpu and before:
         found = from_earlier(gpu, before)
         own = all(one.container == container for one in before)

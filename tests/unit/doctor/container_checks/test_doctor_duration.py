@@ -57,6 +57,8 @@ def test_earlier(tmp_path: Path) -> None:
     [
         ([Earlier(ID, GIB, 3.0)], None, "its own earlier checkpoints in the store (1)"),
         ([Earlier("other", GIB, 3.0)], None, "other containers' earlier checkpoints"),
+        ([Earlier(ID, GIB >> 4, 9.0), Earlier(ID, GIB, 3.0)], None, "earlier checkpoints in the store (1)"),
+        ([Earlier(ID, GIB >> 4, 9.0)], None, "a disk that was not measured"),
         ([], Speed(GIB, GIB), "the 1.0 GiB/s that the disk writes"),
         ([], None, "a disk that was not measured"),
     ],
