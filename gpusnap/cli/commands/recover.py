@@ -191,7 +191,7 @@ def _recover_and_say(
         there = in_podman.left(Store(settings.store.path))
         for stopped in there:
             said = "Podman has a checkpoint of it, and its memory is in the store; it continues by"
-            click.echo(f"{stopped.id}  {said}: podman container restore {stopped.name}")
+            click.echo(f"{stopped.id}  {said}: podman container restore {stopped.name}", err=True)
         if idle and not unknown and not open_ones and not there:
             click.echo(_NOTHING, err=True)
 
