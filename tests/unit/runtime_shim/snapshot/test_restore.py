@@ -669,7 +669,6 @@ def test_what_cannot_be_let_go(
     scene: Scene,
     coming: list[int],
     monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
     error: Exception,
     said: str,
 ) -> None:
@@ -679,10 +678,9 @@ def test_what_cannot_be_let_go(
         raise error
 
     monkeypatch.setattr(Coming, "__exit__", fail)
-    assert scene.restore("--detach").code == 0
-    assert (
-        f"the container is restored, and what that took is not all removed: {said}" in capfd.readouterr().err
-    )
+    outcome = scene.restore("--detach")
+    assert outcome.code == 0
+    assert f"the container is restored, and what that took is not all removed: {said}" in outcome.stderr
     assert restore_record.read(KEY) is None
 
 
