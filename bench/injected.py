@@ -7,7 +7,7 @@
 Calls of gpusnap-runtime itself, not of crun and CRIU, from where it begins to import its own modules
 (injecting.py). Each round fails one call once: --stride 1 takes each call with each error that its manual
 page knows, --rounds as many, spread evenly, --kinds one of each kind: the same call on the same file, but
-for what each run draws anew in its name, with the same error. Then either it has worked all the same, and
+for what each run draws anew in its name, with the same error; and each that begins a thread or a process. Then either it has worked all the same, and
 the image or the container is right; or one sentence says why not, the workload runs on with every byte right
 (or the image is whole), and nothing is left.
 """
@@ -48,6 +48,7 @@ NAME = "injected"
 FOLDER = Path("/var/tmp/injected")
 CALLS = FOLDER / "calls"
 _TRACED = [sys.executable, "-B", str(CHECKOUT / "bench/injecting.py"), "--calls", str(CALLS)]
+_BEGINNINGS = ("clone", "fork", "vfork")
 _FROM = "/runtime_shim/runtime/command_line.py"
 
 
@@ -103,13 +104,20 @@ def points(calls: list[str], errors: list[str], choice: Choice) -> list[Point]:
 
 
 def _one_of_each(calls: list[str], errors: list[str]) -> list[Point]:
-    """A call of each kind with each error that fits it, any of them where there are several."""
+    """A call of each kind with each error that fits it, any of them where there are several.
+
+    All of those that begin a thread or a process: these look alike, and what they are for does not.
+    """
     found: Counter[tuple[str, str]] = Counter()
     for call in calls:
         fitting, _, described = call.partition(" ")
         found.update((kind(described), error) for error in fitting.split(",") if error in errors)
     print(f"{len(calls)} calls; {len(found)} kinds with each error that fits", flush=True)
-    return [Point(random.randrange(many), error, each) for (each, error), many in sorted(found.items())]
+    return [
+        Point(at, error, each)
+        for (each, error), many in sorted(found.items())
+        for at in (range(many) if each.startswith(_BEGINNINGS) else [random.randrange(many)])
+    ]
 
 
 def _spread(found: list[Point], rounds: int) -> list[Point]:
