@@ -7,9 +7,9 @@
 Calls of gpusnap-runtime itself, not of crun and CRIU, from where it begins to import its own modules
 (injecting.py). Each round fails one call once: --stride 1 takes each call with each error that its manual
 page knows, --rounds as many, spread evenly, --kinds one of each kind: the same call on the same file, but
-for what each run draws anew in its name, with the same error; and each that begins a thread or a process. Then either it has worked all the same, and
-the image or the container is right; or one sentence says why not, the workload runs on with every byte right
-(or the image is whole), and nothing is left.
+for what each run draws anew in its name, with the same error; and each that begins a thread or a process.
+Then either it has worked all the same, and the image or the container is right; or one sentence says why not,
+the workload runs on with every byte right (or the image is whole), and nothing is left.
 """
 
 from __future__ import annotations
