@@ -50,7 +50,7 @@ def describe(
         if node.gpu:
             used.setdefault(node.gpu, 0)
     return manifest.Manifest(
-        created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        created=datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         container=container.id,
         host=_host(host, real),
         gpus=tuple(

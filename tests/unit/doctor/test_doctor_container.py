@@ -24,6 +24,7 @@ from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.settings import Nvidia, Settings, Store
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.preflight.nccl import Sharing
 from gpusnap.runtime_shim.snapshot.records import suspensions
 
@@ -137,7 +138,7 @@ def test_the_disk_of_the_store(
         if place:
             raise Refused("the store is full", hint="make room")
 
-    monkeypatch.setattr(preflight, "room_on_disk", look)
+    monkeypatch.setattr(space, "room_on_disk", look)
     found = by_name(container.checks(subject, driver))
     assert (found["disk"].verdict.value, found["disk"].says) == ("failure", "the store is full")
     assert asked == ["", gpu_use._existing(subject.settings.store.path)]
