@@ -46,9 +46,8 @@ class Crew:
 
         Raises RuntimeError where it gives none; the others have been ended then.
         """
-        begun = 0
         try:
-            for _ in range(count):
+            for begun in range(count):
                 thread = threading.Thread(target=self._run, args=(work,), name="gpusnap-oci", daemon=True)
                 try:
                     thread.start()
@@ -57,7 +56,6 @@ class Crew:
                         raise
                     return
                 self._threads.append(thread)
-                begun += 1
         except BaseException:
             self.stop()
             raise

@@ -410,8 +410,8 @@ def _fetch(
                 raise BlobError(f"the blob {chunk.blob} ends at {done} of {chunk.stored} bytes")
             done += count
     if chunk.encoding == "plain":
-        if not later and digest_of(blob) != chunk.blob:
-            raise _wrong(chunk, blob)
+        if not later:
+            _check_blob(chunk, blob)
         return
     try:
         if chunk.encoding == "planes":
@@ -422,17 +422,21 @@ def _fetch(
             with decompressor.stream_reader(blob, closefd=False) as reader:
                 count = reader.readinto(into)
     except (zstandard.ZstdError, ChunkError) as error:
-        if digest_of(blob) != chunk.blob:
-            raise _wrong(chunk, blob) from error
+        _check_blob(chunk, blob)
         raise ChunkError(
             f"the blob {chunk.blob} of the chunk at {chunk.offset} is no {chunk.encoding}: {error}"
         ) from error
     if count != chunk.size or (not later and digest_of(into) != chunk.plain):
-        raise _wrong(chunk, blob)
+        _check_blob(chunk, blob)
+        raise _wrong(chunk)
 
 
-def _wrong(chunk: Chunk, blob: memoryview | None = None) -> BlobError | ChunkError:
-    """The content of a chunk is not what its digest says. `blob`: all of its blob, where it may be wrong."""
-    if blob is not None and digest_of(blob) != chunk.blob:
-        return BlobError(f"the blob {chunk.blob} holds something else than its digest says")
+def _check_blob(chunk: Chunk, blob: memoryview) -> None:
+    """Raise BlobError where that is not the whole blob of a chunk."""
+    if digest_of(blob) != chunk.blob:
+        raise BlobError(f"the blob {chunk.blob} holds something else than its digest says")
+
+
+def _wrong(chunk: Chunk) -> ChunkError:
+    """The blob of a chunk is right, and does not hold it."""
     return ChunkError(f"the blob {chunk.blob} does not hold the chunk at {chunk.offset}, {chunk.plain}")
