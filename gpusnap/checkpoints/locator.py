@@ -68,7 +68,7 @@ class InStore:
                 try:
                     return self.store.find(self.wanted)
                 except NotThere as error:
-                    if _is_default(path):
+                    if is_default(path):
                         raise
                     hint = f"gpusnap ls oci:{path} shows what there is"
                     raise NotFound(str(error), hint=hint, code=error.code) from error
@@ -286,7 +286,8 @@ def default_store() -> Store:
     return Store(settings_file.load().store.path)
 
 
-def _is_default(path: str) -> bool:
+def is_default(path: str) -> bool:
+    """Whether that is the store of this host's settings; no where these cannot be read."""
     with suppress(GpusnapError):
         return path == default_store().path
     return False

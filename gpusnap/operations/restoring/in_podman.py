@@ -58,7 +58,7 @@ def left(store: Store) -> tuple[podman.Container, ...]:
 
 def _restorable(place: locator.InStore) -> podman.Container | None:
     """The container of that name, if this host's store is meant and a checkpoint of it is whole."""
-    if place.store.path != locator.default_store().path:
+    if not locator.is_default(place.store.path):
         return None
     with suppress(GpusnapError):
         found = podman.container(place.wanted)

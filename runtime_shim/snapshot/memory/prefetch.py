@@ -21,6 +21,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.chunks import reader as reading
@@ -108,7 +109,7 @@ class Filling:
                     targets=self._areas or None,
                     later=self._paging is None,
                     groups=[pid for pid, _ in self._regions],
-                    prepare=self._populate if self._areas else None,
+                    prepare=partial(transfer.populate, dict(enumerate(self._areas))) if self._areas else None,
                     placed=self._placed if self._paging is not None else None,
                     reads=self._reads,
                     behind=behind,
@@ -242,10 +243,6 @@ class Filling:
                 self._reading.verify(threads=max(1, copies.cores() * 3 // 8))
         except ImageError as error:
             self._wrong = error
-
-    def _populate(self, at: int, chunk: Chunk) -> None:
-        """The kernel would end us by SIGBUS where we write to a page that it has no memory for."""
-        self._areas[at].populate(chunk.offset, chunk.size, threads=1)
 
     def _placed(self, at: int, chunk: Chunk) -> None:
         assert self._paging is not None

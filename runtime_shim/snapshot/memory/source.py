@@ -16,13 +16,14 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gpusnap.oci.base.errors import BlobError, DiskError, LayoutError, OciError
 from gpusnap.oci.base.threads import for_each
 from gpusnap.oci.chunks import reader as reading
 from gpusnap.oci.chunks.buffers import File, Target
-from gpusnap.oci.chunks.table import Chunk, descriptors
+from gpusnap.oci.chunks.table import descriptors
 from gpusnap.oci.layout.blobs import Blobs, FirstOf
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
@@ -270,7 +271,7 @@ class Rebuilding:
                     threads=threads or copies.cores(),
                     ceiling=ceiling,
                     targets=targets,
-                    prepare=self._populate if self._areas else None,
+                    prepare=partial(transfer.populate, self._areas) if self._areas else None,
                 )
         except BaseException:
             self._drop()
@@ -287,11 +288,6 @@ class Rebuilding:
         file = self._opened.enter_context(open(path, "xb", buffering=0))
         os.ftruncate(file.fileno(), record.table.size)
         return File(file.fileno(), record.table.size)
-
-    def _populate(self, at: int, chunk: Chunk) -> None:
-        """The kernel would end us by SIGBUS where we write to a page that it has no memory for."""
-        if at in self._areas:
-            self._areas[at].populate(chunk.offset, chunk.size, threads=1)
 
     def result(self) -> None:
         """Return when they are there, and checked. Raises ImageError."""

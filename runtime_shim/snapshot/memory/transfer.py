@@ -15,7 +15,7 @@ from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.threads import for_each
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks import reader as reading
-from gpusnap.oci.chunks.table import Table, descriptors
+from gpusnap.oci.chunks.table import Chunk, Table, descriptors
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.documents import Index
 from gpusnap.oci.layout.graph import walk
@@ -160,6 +160,15 @@ def give(
                 ) from error
 
     return at_once(one, [pid for pid in wanted if proc.running(pid)]).errors
+
+
+def populate(areas: Mapping[int, Area], at: int, chunk: Chunk) -> None:
+    """Have pages behind a chunk of an area, before that is written; `areas` may lack some. Raises OSError.
+
+    The kernel would end us by SIGBUS where we write to a page that it has no memory for.
+    """
+    if at in areas:
+        areas[at].populate(chunk.offset, chunk.size, threads=1)
 
 
 def copy(pid: int, areas: Sequence[Area]) -> None:

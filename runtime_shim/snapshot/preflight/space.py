@@ -33,7 +33,7 @@ def room_in_memory(gpu_bytes: Mapping[int, int], init: int, settings: Memory | N
 
 def room_to_restore(record: Manifest, settings: Memory) -> None:
     """The memory that is not in CRIU's images has to fit beside what runs on this host."""
-    need = sum(region.table.size for process in record.processes for region in process.regions)
+    need = _beside_images(record)
     _fits(need, "have to pass through", "this host", _available())
     _fits_us(need, "have to pass through", settings)
 
@@ -46,9 +46,13 @@ def room_for_images(record: Manifest, settings: Memory) -> bool:
     """
     if settings.ceiling or not mount_namespace.lasting():
         return False
-    need = 2 * sum(each.table.size for each in record.files)
-    need += sum(region.table.size for process in record.processes for region in process.regions)
+    need = _beside_images(record) + 2 * sum(each.table.size for each in record.files)
     return all(free is None or need <= free for free in (_available(), _limit(os.getpid())))
+
+
+def _beside_images(record: Manifest) -> int:
+    """Bytes of memory that are not in CRIU's images."""
+    return sum(region.table.size for process in record.processes for region in process.regions)
 
 
 def _fits_us(need: int, how: str, settings: Memory | None) -> None:
