@@ -220,8 +220,8 @@ def _commit(job: _Job) -> None:
         _said(job.cleanup.close)
     assert job.entry is not None
     restore_record.came_up(job.entry)
-    restore_record.forget(job.key)  # not before: who is killed until then leaves files
-    job.held.close()  # a checkpoint of it stages under the same name
+    _said(partial(restore_record.forget, job.key))  # not before: who is killed until then leaves files
+    _said(job.held.close)  # a checkpoint of it stages under the same name
     _say_timing(job)
 
 
