@@ -19,8 +19,8 @@ CODES = (
         "The container was created with crun or runc, which do not know GPUs. Its GPU memory would not be "
         "in the checkpoint.",
         "Create the container again with `podman --runtime gpusnap-runtime run …`, or make it the default "
-        "runtime: `gpusnap install --default` writes it to containers.conf. A container keeps the runtime that "
-        "it was created with.",
+        "runtime: `gpusnap install --default` writes it to containers.conf. A container keeps the runtime "
+        "that it was created with.",
     ),
     ErrorCode(
         "GPS-203",

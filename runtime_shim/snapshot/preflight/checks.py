@@ -212,18 +212,20 @@ def complete(container: Container, members: Sequence[proc.Process], users: Seque
             hint=_OWN_NAMESPACE,
             code="GPS-211",
         )
-    for process in users:
-        if not containers.descends(process.pid, container.pid):
-            raise Refused(
-                f"GPU process {process.pid} ({process.comm}) is not a descendant of the init of container "
-                f"{container.id}, and a dump would leave it out",
-                hint="end it: what podman exec starts cannot be checkpointed",
-                code="GPS-212",
-            )
+    for process in sessions(container, users):
+        raise Refused(
+            f"GPU process {process.pid} ({process.comm}) is not a descendant of the init of container "
+            f"{container.id}, and a dump would leave it out",
+            hint="end it: what podman exec starts cannot be checkpointed",
+            code="GPS-212",
+        )
 
 
 def sessions(container: Container, members: Sequence[proc.Process]) -> tuple[proc.Process, ...]:
-    """Those of a container's processes that a dump leaves out: what exec has started in it."""
+    """Those of a container's processes that a dump leaves out: what exec has started in it.
+
+    One that has ended since it was listed is none of them.
+    """
 
     def apart(process: proc.Process) -> bool:
         return not containers.descends(process.pid, container.pid) and proc.same(process.pid, process.start)

@@ -201,3 +201,6 @@ def test_a_gpu_process_beside_the_tree() -> None:
             preflight.complete(a, members, [each for each in members if each.pid == owner.init])
             with pytest.raises(Refused, match=f"GPU process {session.init} .* would leave it out"):
                 preflight.complete(a, members, members)
+        ended = [each for each in members if each.pid == session.init]
+        assert ended
+        preflight.complete(a, members, ended)
