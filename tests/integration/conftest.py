@@ -19,7 +19,7 @@ sys.path[:0] = [str(SRC), str(SRC / "tests" / "host"), str(Path(__file__).parent
 import gpuhost  # noqa: E402
 import shimhost  # noqa: E402
 from servers import runtimes  # noqa: E402
-from support import GPUS_CONF, GPUWORK, faults, podman, run  # noqa: E402
+from support import GPUS_CONF, GPUWORK, faults, podman, run, until  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -85,11 +85,19 @@ def _tidy(runtime: str) -> None:
     """Remove the containers by the runtime that made them; a test's own in its place has gone by now."""
     faults("")
     shimhost.write_settings(f'runtime = "{runtime}"\n')
-    podman("rm", "--force", "--all", "--time", "0")
+    until(_no_container_is_left, "all containers are removed")
     shimhost.write_settings("")
     for hierarchy in Path("/proc/self/cgroup").read_text().splitlines():
         if not hierarchy.startswith("0::"):
             _clear(hierarchy.split(":")[1])
+
+
+def _no_container_is_left() -> bool:
+    """Remove them; again where Podman could not, as a mount of one may be busy for a moment yet."""
+    removed = podman("rm", "--force", "--all", "--time", "0")
+    if removed.code:
+        print(removed.err, file=sys.stderr)
+    return removed.code == 0
 
 
 def _clear(hierarchy: str) -> None:
