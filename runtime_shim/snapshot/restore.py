@@ -78,7 +78,7 @@ from gpusnap.runtime_shim.snapshot.preflight import addresses, space
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.records import journal, volumes
 from gpusnap.runtime_shim.snapshot.restore_record import Stage
-from gpusnap.runtime_shim.snapshot.suspend import criu_plugin, driver_calls
+from gpusnap.runtime_shim.snapshot.suspend import criu_plugin, driver_watch
 from gpusnap.runtime_shim.snapshot.suspend.gpu_state import resume
 from gpusnap.runtime_shim.stopping.stop import stop
 from gpusnap.runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
@@ -531,7 +531,7 @@ def _fill(
             raise
         if job.filling is not None:
             job.filling.right()  # where it failed, the processes were ended, and none of them is missed
-        for text in driver_calls.take_notes():
+        for text in driver_watch.take_notes():
             job.transaction.note(text)
     return gone_on
 

@@ -21,7 +21,7 @@ from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, NotInitialized, Pe
 from gpusnap.runtime_shim.gpu.api.parallel import Outcome, at_once
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
-from gpusnap.runtime_shim.snapshot.suspend import driver_calls
+from gpusnap.runtime_shim.snapshot.suspend import driver_calls, driver_watch
 from gpusnap.runtime_shim.stopping.stop import go_on, settle, stop
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def _suspend(driver: Driver, pages: Pages, held: Collection[int], pid: int) -> N
             assert done.tracer is not None
             yield done.tracer
         if done.why_not:
-            driver_calls.note(f"process {pid}: {done.why_not}")
+            driver_watch.note(f"process {pid}: {done.why_not}")
 
     try:
         driver_calls.checkpoint(driver, pid, lent)

@@ -27,7 +27,7 @@ from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.records.volumes import Volume
-from gpusnap.runtime_shim.snapshot.suspend import driver_calls, inherited_handles, paused_container
+from gpusnap.runtime_shim.snapshot.suspend import driver_watch, inherited_handles, paused_container
 from gpusnap.runtime_shim.snapshot.suspend.dump_pause import Lull
 from gpusnap.runtime_shim.snapshot.suspend.gpu_state import Record, record, resume, suspend, users
 from gpusnap.runtime_shim.snapshot.suspend.lock import lock
@@ -304,7 +304,7 @@ def _suspend_these(job: Job, fresh: Sequence[proc.Process]) -> None:
 
 
 def _note_calls(job: Job) -> None:
-    for text in driver_calls.take_notes():
+    for text in driver_watch.take_notes():
         job.transaction.note(text)
 
 

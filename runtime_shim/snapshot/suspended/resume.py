@@ -29,7 +29,7 @@ from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
-from gpusnap.runtime_shim.snapshot.suspend import driver_calls, paused_container
+from gpusnap.runtime_shim.snapshot.suspend import driver_calls, driver_watch, paused_container
 from gpusnap.runtime_shim.snapshot.suspend.gpu_state import Pairs
 from gpusnap.runtime_shim.snapshot.suspended import sweep
 from gpusnap.runtime_shim.snapshot.suspended.load import Loading
@@ -194,7 +194,7 @@ def _bring_back(
                     _stay(found, entry, driver)
                 raise
             finally:
-                for text in driver_calls.take_notes():
+                for text in driver_watch.take_notes():
                     transaction.note(text)
     finally:
         if paused is not None:

@@ -27,7 +27,7 @@ from gpusnap.runtime_shim.runtime.criu import external_mounts
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, remap
 from gpusnap.runtime_shim.snapshot.preflight import nccl
 from gpusnap.runtime_shim.snapshot.records import volumes
-from gpusnap.runtime_shim.snapshot.suspend import driver_calls
+from gpusnap.runtime_shim.snapshot.suspend import driver_watch
 
 ME = os.getpid()
 
@@ -161,7 +161,7 @@ PLACES: dict[str, tuple[object, str, Callable[[], object]]] = {
     "driver-mounts": (os.path, "samefile", lambda: external_mounts.undeclared(ME, {})),
     "libnccl": (nccl, "_mentions", lambda: nccl._old_rank(ME)),
     "volumes": (os, "stat", lambda: volumes.opened([this()], [volumes.Volume("/", "/")])),
-    "lock": (copies, "_memory", lambda: driver_calls._owner(ME, 4096)),
+    "lock": (copies, "_memory", lambda: driver_watch._owner(ME, 4096)),
 }
 
 

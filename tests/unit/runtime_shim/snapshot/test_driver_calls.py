@@ -17,7 +17,7 @@ from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu.api.errors import DriverNotReady, LockTimeout, NotSupported
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
-from gpusnap.runtime_shim.snapshot.suspend import driver_calls
+from gpusnap.runtime_shim.snapshot.suspend import driver_calls, driver_watch
 from gpusnap.runtime_shim.snapshot.suspend.driver_calls import call_or_run
 from gpusnap.runtime_shim.stopping.stop import only, stop
 
@@ -130,7 +130,7 @@ def test_a_wait_for_memory_is_no_deadlock(
         looks.append(time.monotonic())
         return ""
 
-    monkeypatch.setattr(driver_calls._Watch, "look", look)
+    monkeypatch.setattr(driver_watch.Watch, "look", look)
     asked, end = [0], threading.Event()
     with a_process(family, driver) as pid:
 
