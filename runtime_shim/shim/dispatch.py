@@ -112,6 +112,7 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
     question_process.start()  # before there are threads
     with opening(driver):
         # Imported late: a container without a GPU must not wait for it.
+        from gpusnap.runtime_shim.runtime.criu import scratch_files
         from gpusnap.runtime_shim.shim import overrides
         from gpusnap.runtime_shim.snapshot import restored_containers
         from gpusnap.runtime_shim.snapshot.checkpoint import checkpoint
@@ -129,6 +130,7 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
             if cri_layout.wanted(str(call.images()), container.annotations):
                 cri_layout.fold(str(call.images()))
         restored_containers.sweep()
+        scratch_files.sweep_all()
     return 0
 
 
@@ -213,6 +215,7 @@ def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | Settings
     valid = _valid(settings)
     question_process.start()  # before there are threads
     with opening(find_driver()):
+        from gpusnap.runtime_shim.runtime.criu import scratch_files
         from gpusnap.runtime_shim.snapshot import restored_containers
         from gpusnap.runtime_shim.snapshot.restore import restore
 
@@ -222,6 +225,7 @@ def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | Settings
         config = containers.bundle_config(str(call.bundle_dir()))
         code = restore(call, real, annotated(valid, containers.bundle_annotations(config)), config)
     restored_containers.sweep()
+    scratch_files.sweep_all()
     key = container_key.key(container_key.root(call.globals.root, real.kind), call.container_id)
     restored_containers.tell(key)  # last: with the exit code the engine knows
     return code

@@ -23,6 +23,7 @@ from gpusnap.privileges import require_root
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu import find_driver
+from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
 from gpusnap.runtime_shim.snapshot import recover_restore, restore_record, restored_containers
@@ -181,6 +182,7 @@ def _recover_and_say(
         for line in open_ones:
             click.echo(line, err=True)
     reservations.sweep()
+    scratch_files.sweep_all()
     if container is None:
         recovery.sweep()
         settings = settings_file.load()

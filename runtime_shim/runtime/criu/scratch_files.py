@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import struct
 import tempfile
@@ -27,6 +28,8 @@ from gpusnap.runtime_shim.process import proc
 _PATIENCE = 300.0
 # How often a removal is tried, and seconds between two tries.
 _TRIES, _PAUSE = 3, 0.05
+# As `prefix` begins a name: PID and start time of who made it.
+_NAME = re.compile(r"gpusnap-[a-z]+-(\d{1,10})\.(\d{1,20})-")
 _OWNER = 0xB704  # linux/nsfs.h, NS_GET_OWNER_UID (Linux 4.11)
 CONFIG = "CRIU_CONFIG_FILE"
 """criu(8), CONFIGURATION FILES: the environment variable that names one."""
@@ -113,7 +116,7 @@ def let_end(owner: tuple[int, int], container: str, *, enough: Callable[[], bool
 def sweep(owner: tuple[int, int]) -> None:
     """Remove the files for a moment of a process that is no more."""
     folder, mark = scratch(), f"-{_mark(owner)}-"
-    for name in os.listdir(folder):
+    for name in _listed():
         if not name.startswith("gpusnap-") or mark not in name:
             continue
         path = os.path.join(folder, name)
@@ -124,6 +127,25 @@ def sweep(owner: tuple[int, int]) -> None:
                 shutil.rmtree(path)
             else:
                 os.unlink(path)
+
+
+def sweep_all() -> None:
+    """The same of each process that is no more, and has left no runtime at work that may read them.
+
+    Whoever is killed before it has noted anything of its container, or has nothing to note, as with a
+    checkpoint of a suspended one, is known by these files alone.
+    """
+    owners = {(int(found[1]), int(found[2])) for name in _listed() if (found := _NAME.match(name))}
+    for owner in owners:
+        if not proc.same(*owner) and not children(owner):
+            sweep(owner)
+
+
+def _listed() -> list[str]:
+    try:
+        return os.listdir(scratch())
+    except OSError:  # the next time, then
+        return []
 
 
 def _mark(owner: tuple[int, int]) -> str:

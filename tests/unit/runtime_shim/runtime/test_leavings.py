@@ -108,3 +108,28 @@ def test_sweep(folder: Path) -> None:
     scratch_files.sweep(own())
     assert sorted(os.listdir(folder)) == [other, "kept"]
     assert (folder / "kept" / "file").exists()
+
+
+def test_sweep_all(folder: Path) -> None:
+    """Files of processes that are no more go; not those of one that lives, or whose runtime is at work."""
+    with subprocess.Popen(["sleep", "600"]) as ended:
+        started = proc.process(ended.pid)
+        assert started is not None
+        ended.kill()
+    mark, lives = f"{ended.pid}.{started.start}", scratch_files.prefix("criu")
+    config, log = folder / f"gpusnap-criu-{mark}-abc.conf", folder / f"gpusnap-log-{mark}-abc"
+    others = {f"{lives}abc.conf", "gpusnap", "gpusnap-x", "gpusnap-criu-none"}
+    for name in (*others, config.name, log.name):
+        (folder / name).touch()
+    with called(str(config)):
+        scratch_files.sweep_all()
+        assert config.exists()
+        assert log.exists()
+    scratch_files.sweep_all()
+    assert set(os.listdir(folder)) == others
+
+
+def test_sweep_all_without_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else's trouble is not ours: the next one removes them."""
+    monkeypatch.setattr(scratch_files, "scratch", lambda: "/proc/1/no-such")
+    scratch_files.sweep_all()
