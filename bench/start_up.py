@@ -1,7 +1,8 @@
 """Where the time of a checkpoint and a restore goes that moves no bytes: a tiny container, on softgpu.
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 --
-        /opt/gpusnap/bin/python -B /src/bench/start_up.py [--rounds 7] [--runtime crun] [--json FILE]
+        /opt/gpusnap/bin/python -B /src/bench/start_up.py [--rounds 7] [--runtime crun]
+        [--workload='--counters 4'] [--json FILE]
 
 `gpusnap checkpoint` into the store and `gpusnap restore` from it, in turn. Programs in front of Podman,
 gpusnap-runtime and the real runtime note when each is started and when it has ended. Medians, in seconds.
@@ -116,7 +117,7 @@ def plain(line: list[str]) -> float:
     return time.perf_counter() - begin
 
 
-def measure(rounds: int, runtime: str) -> dict[str, list[float]]:
+def measure(rounds: int, runtime: str, workload: str) -> dict[str, list[float]]:
     """Each row's readings."""
     found: dict[str, list[float]] = {}
 
@@ -125,7 +126,7 @@ def measure(rounds: int, runtime: str) -> dict[str, list[float]]:
             found.setdefault(name, []).append(value)
 
     environment = install(runtime)
-    start(NAME)
+    start(NAME, *workload.split())
     for _ in range(rounds):
         add({"gpusnap --version": plain([COMMAND, "--version"])})
         add(timed([COMMAND, "checkpoint", "--name", f"{NAME}:1", NAME], environment).rows("checkpoint"))
@@ -137,11 +138,12 @@ def measure(rounds: int, runtime: str) -> dict[str, list[float]]:
 def main() -> int:
     options = parser(__doc__ or "", 7)
     options.add_argument("--runtime", default="crun")
+    options.add_argument("--workload", default="", help="more options of gpuwork")
     options.add_argument("--json", type=Path)
     chosen = options.parse_args()
     prepare("start_up", chosen)
     try:
-        found = measure(chosen.rounds, chosen.runtime)
+        found = measure(chosen.rounds, chosen.runtime, chosen.workload)
     finally:
         remove_all()
     medians = {name: statistics.median(values) for name, values in found.items()}

@@ -121,10 +121,13 @@ class Nvidia:
             ) from None
 
     def restore_thread(self, pid: int) -> int:
-        """TID of the driver's thread in the process; raises NotInitialized, ProcessGone."""
+        """TID of the driver's thread in the process; raises NotInitialized, ProcessGone.
+
+        NotInitialized without a wait for the process' end: most processes have no GPU state.
+        """
         library = self._ready(pid)
         result, tid = library.restore_thread(pid)
-        self._check(result, pid, "find the restore thread of")
+        self._check(result, pid, "find the restore thread of", at_once=result == _NOT_INITIALIZED)
         return tid
 
     def memory_used(self, pids: Iterable[int]) -> Mapping[int, Mapping[str, int]]:
@@ -214,15 +217,25 @@ class Nvidia:
         return library
 
     def _check(
-        self, result: int, pid: int, verb: str, *, because: _Words = _NO_WORDS, hints: _Words = _NO_WORDS
+        self,
+        result: int,
+        pid: int,
+        verb: str,
+        *,
+        because: _Words = _NO_WORDS,
+        hints: _Words = _NO_WORDS,
+        at_once: bool = False,
     ) -> None:
-        """Raise for any result but success; ProcessGone, from the driver's error, where the process ended."""
+        """Raise for any result but success; ProcessGone, from the driver's error, where the process ended.
+
+        `at_once`: where it has ended already; nobody waits to see whether it does.
+        """
         if result == CUDA_SUCCESS:
             return
         name = self._cuda().error_name(result)
         error = cuda_error(result, f"{verb} {_who(pid)}", pid=pid, name=name, because=because, hints=hints)
         # The driver may notice before the kernel shows it. Its other answers are of living processes.
-        patience = _DYING if isinstance(error, _VAGUE) else 0
+        patience = _DYING if isinstance(error, _VAGUE) and not at_once else 0
         if handles.ends(pid, within=patience):
             raise ProcessGone(
                 f"process {pid} ended while the GPU driver was to {verb} it",

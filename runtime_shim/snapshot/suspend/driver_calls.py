@@ -121,18 +121,20 @@ def call(
     within: float = _LONGEST,
     may_run: bool = False,
     waits: Callable[[], bool] = bool,
+    may_lack: bool = False,
 ) -> T:
     """Make the `operation` of the driver's on a process, whether that runs or stands; what it gives.
 
     A process that stands does so afterwards. One that is stopped meanwhile, by whomever, gets its answer all
     the same. With `thread` it has to stand: it is stopped, and kept so, and that lets the driver's thread
     (PID, TID) run. `may_run`: where no answer comes, all of it may run for a while, so that the call ends.
-    `waits`: whether the thread waits for memory that is sure to come; that time does not count.
+    `waits`: whether the thread waits for memory that is sure to come; that time does not count. `may_lack`:
+    the process may be one without GPU state, and NotInitialized is an answer like any other.
 
     Raises what the operation raises, ProcessGone where the process ends, DriverNotReady where no answer comes
     (`within` seconds, or some without any progress), PermissionRefused where the thread cannot be traced.
     """
-    with _in_its_hands(pid):
+    with _in_its_hands(pid, may_lack=may_lack):
         tid = driver.restore_thread(pid)
         answer = _Answer(operation)
         if thread is not None:
@@ -181,7 +183,7 @@ def call_or_run(driver: Driver, pid: int, operation: Callable[[], object], *, ti
 def state(driver: Driver, pid: int) -> ProcessState | None:
     """The state of a process, as `Driver.state`: None where it has no GPU state or is gone."""
     try:
-        return call(driver, pid, lambda: driver.state(pid), within=_SHORT)
+        return call(driver, pid, lambda: driver.state(pid), within=_SHORT, may_lack=True)
     except (NotInitialized, ProcessGone):
         return None
 
@@ -298,12 +300,16 @@ def _run_all(
 
 
 @contextlib.contextmanager
-def _in_its_hands(pid: int) -> Iterator[None]:
-    """Raise ProcessGone where the process ends in the block: the driver's answer is not clear then."""
+def _in_its_hands(pid: int, *, may_lack: bool = False) -> Iterator[None]:
+    """Raise ProcessGone where the process ends in the block: the driver's answer is not clear then.
+
+    With `may_lack` one without GPU state is waited for only where it is about to end.
+    """
     try:
         yield
     except GpuError as error:
-        if not isinstance(error, ProcessGone) and ends(pid, within=_DYING):
+        lacks = may_lack and isinstance(error, NotInitialized) and not proc.dying(pid)
+        if not isinstance(error, ProcessGone) and ends(pid, within=0 if lacks else _DYING):
             raise ProcessGone(f"process {pid} ended in the GPU driver's hands: {error}", pid=pid) from error
         raise
 

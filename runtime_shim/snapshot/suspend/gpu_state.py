@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # leave the work suspended, so it is tried a few times.
 _ATTEMPTS = 4
 # How often a driver is asked that does not know a process any more, and seconds in between.
-_ASKED, _BETWEEN = 4, 0.05
+_ASKED, _BETWEEN = 4, 0.4
 _PAUSE = 0.5
 # Seconds until a process that is stopped counts as one that stays so.
 _STOPPED = 1.0

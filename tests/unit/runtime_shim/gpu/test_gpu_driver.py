@@ -18,6 +18,7 @@ from gpusnap.runtime_shim.gpu.api.errors import (
     DriverFailed,
     DriverMissing,
     DriverTooOld,
+    GpuError,
     GpuOutOfMemory,
     IllegalState,
     InvalidRequest,
@@ -260,6 +261,22 @@ def test_refusals(fake: Fake, step: str, result: int, kind: type[Exception], wor
     assert type(caught.value) is kind
     assert words in sentence
     assert f"process {ME} ({device_files.comm(ME)})" in sentence
+
+
+@pytest.mark.parametrize(("step", "result"), [("restore_thread", 3), ("restore_thread", 304), ("unlock", 3)])
+def test_who_waits_for_an_end(fake: Fake, monkeypatch: pytest.MonkeyPatch, step: str, result: int) -> None:
+    """That a process has no restore thread is the answer for most; any other may come of its end."""
+    patience: list[float] = []
+
+    def ends(pid: int, *, within: float) -> bool:
+        patience.append(within)
+        return False
+
+    monkeypatch.setattr(device_files, "ends", ends)
+    fake.results[step] = result
+    with pytest.raises(GpuError):
+        STEPS[step](Nvidia(), ME)
+    assert [bool(each) for each in patience] == [(step, result) != ("restore_thread", 3)]
 
 
 @pytest.mark.parametrize("step", STEPS)

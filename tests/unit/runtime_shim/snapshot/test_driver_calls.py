@@ -14,7 +14,7 @@ import pytest
 from fakes import FakeDriver, Family
 
 from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.runtime_shim.gpu.api.errors import DriverNotReady, LockTimeout, NotSupported
+from gpusnap.runtime_shim.gpu.api.errors import DriverNotReady, LockTimeout, NotInitialized, NotSupported
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 from gpusnap.runtime_shim.snapshot.suspend import driver_calls, driver_watch
@@ -190,3 +190,29 @@ def test_one_that_is_killed(family: Family, driver: FakeDriver) -> None:
 
     with pytest.raises(GpusnapError, match="ended in the GPU driver's hands"):
         call_or_run(driver, pid, call, timeout=60)
+
+
+@pytest.mark.parametrize("ending", [False, True])
+def test_one_without_gpu_state(
+    family: Family, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, ending: bool
+) -> None:
+    """Most processes of a container are such: only for the end of one that is ending anybody waits."""
+    patience: list[float] = []
+
+    def ends(pid: int, *, within: float) -> bool:
+        patience.append(within)
+        return False
+
+    def no_thread(pid: int) -> int:
+        if ending:
+            os.kill(pid, signal.SIGKILL)
+        raise NotInitialized("could not find the restore thread", pid=pid)
+
+    monkeypatch.setattr(driver_calls, "ends", ends)
+    monkeypatch.setattr(driver, "restore_thread", no_thread)
+    pid = family.spawn()
+    assert driver_calls.state(driver, pid) is None
+    assert [bool(each) for each in patience] == [ending]
+    with pytest.raises(NotInitialized):  # one that is to have some may be about to end
+        driver_calls.lock(driver, pid, timeout=60)
+    assert patience[1:] == [driver_calls._DYING]

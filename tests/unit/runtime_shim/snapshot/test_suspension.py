@@ -30,6 +30,7 @@ def family() -> Iterator[Family]:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(gpu_state, "_PAUSE", 0.0)
+    monkeypatch.setattr(gpu_state, "_BETWEEN", 0.0)
     return FakeDriver()
 
 
