@@ -33,6 +33,7 @@ import shimhost  # noqa: E402
 from support import GPUS_CONF, GPUWORK, STATE, STORAGE, Container, Done, good, podman, run  # noqa: E402
 
 from gpusnap.runtime_shim.process import proc  # noqa: E402
+from gpusnap.runtime_shim.runtime.child_process import Child  # noqa: E402
 
 __all__ = [
     "COMMAND",
@@ -119,8 +120,13 @@ def limited(
     folder = Path("/var/tmp/faults-output")
     folder.mkdir(exist_ok=True)
     with (folder / "out").open("wb+") as out, (folder / "err").open("wb+") as err:
-        process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
+        process = Child(
+            [os.fspath(word) for word in argv],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=environment,
+            start_new_session=True,
         )
         try:
             during(process)
