@@ -13,7 +13,7 @@ from gpusnap.operations.unknown_containers import Unknown
 from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
 from gpusnap.runtime_shim.snapshot import restore_record
 from gpusnap.runtime_shim.snapshot.records import journal
-from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
+from gpusnap.runtime_shim.snapshot.records.suspensions import THERE, Suspension
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def waiting(
     found += [
         Waiting(
             each.container,
-            "suspend" if each.stage is Stage.SUSPENDING else "resume",
+            "suspend" if each.stage in THERE else "resume",
             each.at_work,
             tuple(process.pid for process in each.processes),
             "",

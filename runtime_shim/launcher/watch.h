@@ -17,8 +17,13 @@
 
 #define RECORD_SIZE 65536 /* of a longer file gpusnap has the say */
 
-/* The same list as _ON_THE_WAY in shim/entry.py. */
-static const char *const on_the_way[] = {"\"stage\": \"suspending\"", "\"stage\": \"resumed\"", NULL};
+/* The same list as _ON_THE_WAY in shim/entry.py; the first is for a pause alone. */
+static const char *const on_the_way[] = {
+    "\"stage\": \"suspending\"",
+    "\"stage\": \"undone\"",
+    "\"stage\": \"resumed\"",
+    NULL,
+};
 
 /* As linux_dirent64 of getdents64(2). */
 struct entry {
@@ -44,23 +49,28 @@ static int is_of(const char *name, const char *container)
     return length_before(name, '@') == length_before(container, '\0') && begins(name, container);
 }
 
-/* What a file says: 1 where gpusnap has a say, 0 where it has none; a negative errno. */
-static long has_say(const char *name)
+/* What a file says: 1 where gpusnap has a say, 0 where it has none or the file is gone; a negative errno. */
+static long has_say(const char *command, const char *name)
 {
+    const int first = same(command, "resume");
     static char path[PATH_SIZE], text[RECORD_SIZE + 1];
     long fd, length;
 
     if (!join(path, sizeof(path), WATCH_DIRECTORY "/", name))
         return -ENAMETOOLONG;
     if ((fd = open_file(path)) < 0)
-        return fd;
+        return fd == -ENOENT ? 0 : fd;
+    if (same(command, "delete")) {
+        close_file(fd);
+        return 1;
+    }
     length = read_block(fd, text, RECORD_SIZE);
     close_file(fd);
     if (length < 0 || length == RECORD_SIZE)
         return length < 0 ? length : 1;
     text[length] = '\0';
     for (long at = 0; at < length; at++)
-        for (const char *const *each = on_the_way; *each != NULL; each++)
+        for (const char *const *each = on_the_way + first; *each != NULL; each++)
             if (begins(text + at, *each))
                 return 0;
     return 1;
@@ -72,7 +82,6 @@ static int is_watched(const char *command, const char *container)
         struct entry first;
         char bytes[32768];
     } found;
-    const int always = same(command, "delete");
     long fd = open_file(WATCH_DIRECTORY), length, say = 0;
 
     if (fd < 0)
@@ -83,13 +92,13 @@ static int is_watched(const char *command, const char *container)
         for (long at = 0; say == 0 && at < length;) {
             const struct entry *each = (const struct entry *)(const void *)(found.bytes + at);
 
-            if (is_of(each->name, container) && (say = has_say(each->name)) == 0)
-                say = always;
+            if (is_of(each->name, container))
+                say = has_say(command, each->name);
             at += each->size;
         }
     }
     close_file(fd);
-    return say != 0 && say != -ENOENT;
+    return say != 0;
 }
 
 #endif

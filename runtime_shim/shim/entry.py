@@ -39,7 +39,8 @@ WATCHED_COMMANDS = ("delete", "pause", "resume")
 """Those that mean something else for a container that is suspended: see shim/suspended.py."""
 WATCH = "/run/gpusnap/suspended"
 """There while some container is suspended."""
-_ON_THE_WAY = (b'"stage": "suspending"', b'"stage": "resumed"')
+_ON_THE_WAY = (b'"stage": "suspending"', b'"stage": "undone"', b'"stage": "resumed"')
+"""Where gpusnap itself has the engine do it; the first is for a pause alone."""
 # What may follow an option that we do not know, to tell its value from the command: all commands of crun and
 # runc.
 COMMANDS = (
@@ -197,15 +198,21 @@ def _is_watched(command: str, words: list[str]) -> bool:
     container = next((word for word in words if not word.startswith("-")), "")
     try:
         names = [name for name in os.listdir(WATCH) if name.partition("@")[0] == container]
-        for name in names:
-            with open(os.path.join(WATCH, name), "rb") as file:
-                content = file.read()
-            if command == "delete" or not any(stage in content for stage in _ON_THE_WAY):
-                return True
     except FileNotFoundError:
         return False
     except OSError:
         return True
+    passed = _ON_THE_WAY[command == "resume" :]
+    for name in names:
+        try:
+            with open(os.path.join(WATCH, name), "rb") as file:
+                content = file.read()
+        except FileNotFoundError:
+            continue  # gone since: there may be one of another root
+        except OSError:
+            return True
+        if command == "delete" or not any(stage in content for stage in passed):
+            return True
     return False
 
 

@@ -5,7 +5,8 @@ go on to the real runtime:
 
 - `resume` of a suspended container (podman unpause, ctr task resume) is refused, with the command that
   resumes it. Its GPU processes miss their memory, which may not fit on a GPU now, and an unpause says nothing
-  of GPUs; and no script or restart may let half of a container run.
+  of GPUs; and no script or restart may let half of a container run. So is one while it is being suspended,
+  which may come to the runtime when the suspend is done.
 - `pause` of one has nothing to do, since it is frozen. `gpusnap checkpoint` of a suspended container has
   Podman unpause and pause it around its checkpoint, and orders that both do nothing (shim/overrides.py).
 - `delete` of one that has ended also lets go of what is kept for it.
@@ -47,8 +48,18 @@ def answer(command: str, words: Sequence[str], root: str | None, run: Callable[[
             with journal.held(found.key):
                 sweep.remove(found)
         return code
-    if found.stage in (Stage.SUSPENDING, Stage.RESUMED):  # gpusnap itself has the engine do it
+    if not found.lives:
+        return _PASS  # it is of an earlier run of the container, and whoever sweeps next removes it
+    if found.stage in (Stage.UNDONE, Stage.RESUMED):  # gpusnap itself has the engine do it
         return _PASS
+    if found.stage is Stage.SUSPENDING:
+        if command == "pause" or not found.at_work:
+            return _PASS
+        raise ContainerError(
+            f"container {found.name} is being suspended",
+            hint=f"wait until that is done, then gpusnap resume {found.name}",
+            code="GPS-206",
+        )
     if overrides.asleep(found.container):
         return 0
     if command == "pause":

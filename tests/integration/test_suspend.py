@@ -76,6 +76,21 @@ def test_unpause_is_refused(real: str) -> None:
     container.goes_on()
 
 
+def test_unpause_while_it_is_suspended(real: str) -> None:
+    """Podman has it as paused; its runtime must not be about to thaw it when the suspend is done."""
+    container = Container.start("w")
+    faults("checkpoint hang=600000")
+    with subprocess.Popen([COMMAND, "suspend", "w"], stdin=subprocess.DEVNULL) as suspend:
+        until(lambda: container.inspect()["State"]["Status"] == "paused", "the pause")
+        said = sentence(podman("unpause", "w"))
+        faults("")
+    assert suspend.returncode == 0
+    assert "container w is being suspended; wait until that is done, then gpusnap resume w" in said
+    assert container.inspect()["State"]["Status"] == "paused"
+    assert is_suspended(container)
+    resumed(container)
+
+
 @pytest.mark.parametrize("words", [("rm", "--force", "--time", "0", "w"), ("kill", "w")], ids=["rm", "kill"])
 def test_the_end_of_a_suspended_container(real: str, words: tuple[str, ...]) -> None:
     """What was kept for it goes with it."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from containerdhost import Containerd, Work, containerd
 from storehost import COMMAND
-from support import GPUS_CONF, Done, good, run, sentence
+from support import GPUS_CONF, Done, faults, good, run, sentence
 from suspendhost import ends_without_a_trace, nothing_left, usage
 
 
@@ -43,6 +43,17 @@ def test_there_and_back(server: Containerd, real: str, tmp_path: Path) -> None:
     assert refused.returncode != 0
     assert "gpusnap resume w" in refused.stderr
     good(gpusnap(server, "resume", "w"))
+    assert server.tasks()["w"][1] == "RUNNING"
+    work.goes_on()
+    nothing_left()
+
+
+def test_a_suspend_that_fails(server: Containerd, real: str, tmp_path: Path) -> None:
+    """containerd's own process lets the task go on, which is none of ours."""
+    work = Work.start(server, "w", tmp_path / "w", GPUS_CONF)
+    faults("checkpoint result=CUDA_ERROR_UNKNOWN")
+    assert "could not" in sentence(gpusnap(server, "suspend", "w"))
+    faults("")
     assert server.tasks()["w"][1] == "RUNNING"
     work.goes_on()
     nothing_left()

@@ -5,8 +5,11 @@
 The file says what the container had, and how far a suspend or resume has come:
 
     suspending ──→ suspended ──→ resuming ──→ resumed ──→ (no file)
+        └──→ undone ──→ (no file)
 
-- suspending: nobody has been told of success. `gpusnap recover` undoes it.
+- suspending: nobody has been told of success, and the engine lets nothing go on. `gpusnap recover` undoes it.
+- undone: it has failed, and the engine lets the container go on. The file stays where GPU state could not be
+  given back; then `gpusnap recover` is to undo it.
 - suspended: it stands. Its journal entry (<key>.json) says where its bytes are, and nobody recovers it.
 - resuming: some of its processes may have their GPU state again. `gpusnap recover` goes on.
 - resumed: all have; only the engine has to let the container go on.
@@ -34,9 +37,14 @@ class Stage(enum.StrEnum):
     """How far a suspend or resume has come."""
 
     SUSPENDING = "suspending"
+    UNDONE = "undone"
     SUSPENDED = "suspended"
     RESUMING = "resuming"
     RESUMED = "resumed"
+
+
+THERE = (Stage.SUSPENDING, Stage.UNDONE)
+"""The stages of a suspend that has not succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +172,7 @@ def of_container(container: str) -> Suspension | None:
 
 def unfinished(found: Suspension) -> GpusnapError:
     """What to say of one on its way there or back, of which the lock says that nobody is at work on it."""
-    what = "suspend" if found.stage is Stage.SUSPENDING else "resume"
+    what = "suspend" if found.stage in THERE else "resume"
     return GpusnapError(
         f"a {what} of container {found.container} was cut off",
         hint=f"gpusnap recover {found.container}",

@@ -103,7 +103,7 @@ def recover(key: str, settings: Settings, driver: Driver, go_on: Callable[[], ob
                 _bring_back(found, settings, driver, transaction, {}, cut_off=True)
             _finish(found, transaction, go_on)
         transaction.commit()
-        return "it was not suspended, and runs on" if stage is Stage.SUSPENDING else "it is resumed"
+        return "it was not suspended, and runs on" if stage in suspensions.THERE else "it is resumed"
 
 
 def check(

@@ -77,7 +77,7 @@ def suspend(
         begun = _begun(job, engine)
         transaction.undo("forgetting the suspend", lambda: _forget(job))
         suspensions.write(begun)
-        transaction.undo("letting the container go on", engine.go_on)
+        transaction.undo("letting the container go on", lambda: _go_on(job, begun, engine))
         with transaction.step("pause"):
             engine.pause()
         with transaction.step("look"):
@@ -195,6 +195,18 @@ def _described(job: Job, begun: Suspension) -> Suspension:
             for pid, each in sorted(job.records.items())
         ),
     )
+
+
+def _go_on(job: Job, begun: Suspension, engine: Engine) -> None:
+    """Have the engine let the container go on, which it may not do before it is on file."""
+    try:
+        suspensions.write(replace(begun, stage=Stage.UNDONE))
+    except GpusnapError:
+        # A full /run, say. Without the file it may as well; where GPU state is missing, recover needs it.
+        if job.suspended:
+            raise
+        suspensions.drop(begun.key)
+    engine.go_on()
 
 
 def _forget(job: Job) -> None:

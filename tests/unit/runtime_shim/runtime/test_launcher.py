@@ -185,6 +185,8 @@ def record(stage: str, filler: int = 0) -> str:
     return json.dumps({"version": 1, "key": "ID@1", "name": "x" * filler, "stage": stage, "since": ""})
 
 
+GONE = "-> nowhere"
+"""A file that is listed, and not there any more when it is opened."""
 RECORDS: dict[str, dict[str, str | None]] = {
     "no directory": {},
     "another one's": {
@@ -195,9 +197,13 @@ RECORDS: dict[str, dict[str, str | None]] = {
     "suspended": {"ID@1": record("suspended")},
     "without a root": {"ID": record("suspended")},
     "on the way there": {"ID@1": record("suspending")},
+    "undone": {"ID@1": record("undone")},
     "resuming": {"ID@1": record("resuming")},
     "on the way back": {"ID@1": record("resumed")},
     "of two roots": {"ID@1": record("resumed"), "ID@2": record("suspended")},
+    "the first is gone": {"ID@1": GONE, "ID@2": record("suspended")},
+    "the second is gone": {"ID@2": GONE, "ID@1": record("suspended")},
+    "gone": {"ID@1": GONE},
     "being written": {"ID@1.new": record("suspended")[:20]},
     "empty": {"ID@1": ""},
     "large": {"ID@1": record("suspending", 40000)},
@@ -216,23 +222,28 @@ def test_the_suspended(
         suspended.mkdir(exist_ok=True)
         if content is None:
             (suspended / name).mkdir()
+        elif content == GONE:
+            (suspended / name).symlink_to("nowhere")
         else:
             (suspended / name).write_text(content)
     words = ["--force", "ID"]
     asked = command in entry.WATCHED_COMMANDS and entry._is_watched(command, words)
     found = watching.run("--root", "/r", command, *words)
     assert found[0] == ("python" if asked else "real")
+    if command in entry.WATCHED_COMMANDS and record("suspended") in files.values():
+        assert asked == any(name.partition("@")[0] == "ID" for name in files)
 
 
 def test_what_is_watched_differs(watching: Launcher, suspended: Path) -> None:
     """The cases above are not all alike."""
     suspended.mkdir()
     answers = {}
-    for stage in ("suspending", "suspended", "resuming", "resumed"):
+    for stage in ("suspending", "undone", "suspended", "resuming", "resumed"):
         (suspended / "ID@1").write_text(record(stage))
         answers[stage] = [watching.run(each, "ID")[0] == "python" for each in ("delete", "pause", "resume")]
     assert answers == {
-        "suspending": [True, False, False],
+        "suspending": [True, False, True],
+        "undone": [True, False, False],
         "suspended": [True, True, True],
         "resuming": [True, True, True],
         "resumed": [True, False, False],

@@ -6,6 +6,7 @@ import errno
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes import FakeDriver
@@ -22,7 +23,7 @@ from gpusnap.runtime_shim.shim import entry, overrides, suspended
 from gpusnap.runtime_shim.snapshot import recover_checkpoint
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, SuspendedProcess, Suspension
-from gpusnap.runtime_shim.snapshot.suspended import resume
+from gpusnap.runtime_shim.snapshot.suspended import resume, suspend
 from gpusnap.runtime_shim.snapshot.suspended.sweep import sweep
 from gpusnap.runtime_shim.transaction import Transaction
 
@@ -124,9 +125,53 @@ def test_resume_is_refused() -> None:
             assert answer("pause", "c0ffee") == 0
         with overrides.ordered("c0ffee", pages="store"), pytest.raises(ContainerError):
             answer("resume", "c0ffee")
-    for stage in (Stage.SUSPENDING, Stage.RESUMED):
+    for stage in (Stage.UNDONE, Stage.RESUMED):
         suspensions.write(replace(found, stage=stage))
         assert answer("resume", "c0ffee") is None
+
+
+def test_resume_of_one_that_is_being_suspended() -> None:
+    """Is refused as long as somebody is at work on it: it would come when that is done."""
+    found = suspension(stage=Stage.SUSPENDING)
+    suspensions.write(found)
+    with pytest.raises(ContainerError, match="w is being suspended"):
+        answer("resume", "c0ffee")
+    assert answer("pause", "c0ffee") is None
+    suspensions.write(replace(found, owner=GONE))
+    assert answer("resume", "c0ffee") is None
+
+
+def test_a_file_of_an_earlier_run() -> None:
+    """A container that was started again under its ID is paused and goes on as any other."""
+    for stage in Stage:
+        suspensions.write(suspension(init=GONE, stage=stage))
+        for command in ("pause", "resume"):
+            assert answer(command, "c0ffee") is None
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_full_run_keeps_no_container_paused(monkeypatch: pytest.MonkeyPatch, missing: bool) -> None:
+    """Where it cannot be noted that it may go on there is no note; but for one that misses GPU state."""
+    found = suspension(stage=Stage.SUSPENDING)
+    suspensions.write(found)
+    seen: list[Suspension | None] = []
+    job = SimpleNamespace(suspended=missing)
+    engine = SimpleNamespace(go_on=lambda: seen.append(suspensions.read(found.key)))
+    suspend._go_on(job, found, engine)  # type: ignore[arg-type]
+    assert seen == [replace(found, stage=Stage.UNDONE)]
+    suspensions.write(found)
+
+    def full(key: str, kind: str, document: object) -> None:
+        raise GpusnapError("no room")
+
+    monkeypatch.setattr(journal, "store", full)
+    if missing:
+        with pytest.raises(GpusnapError, match="no room"):
+            suspend._go_on(job, found, engine)  # type: ignore[arg-type]
+        assert (len(seen), suspensions.read(found.key)) == (1, found)
+    else:
+        suspend._go_on(job, found, engine)  # type: ignore[arg-type]
+        assert seen[1:] == [None]
 
 
 def test_delete(folder: Path) -> None:
@@ -150,9 +195,10 @@ def test_a_pass_through_stays_cheap(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert watched("delete", ["--force", "c0ffee"])
     assert not watched("resume", ["c0ff"])
     assert not watched("delete", ["beef"])
-    for stage in (Stage.SUSPENDING, Stage.RESUMED):
+    for stage in (Stage.SUSPENDING, Stage.UNDONE, Stage.RESUMED):
         suspensions.write(replace(found, stage=stage))
         assert not watched("pause", ["c0ffee"])
+        assert watched("resume", ["c0ffee"]) == (stage is Stage.SUSPENDING)
         assert watched("delete", ["c0ffee"])
     (folder / f"{found.key}.suspended").unlink()
     (folder / f"{found.key}.suspended").mkdir()
