@@ -192,6 +192,28 @@ def test_a_chunk_that_is_wrong(real: str, settings: shimhost.Writer, tmp_path: P
         nothing_left()
 
 
+def test_no_ram_in_the_middle(crun: None, tmp_path: Path) -> None:
+    """Somebody else has taken it: the process ends in its wait, and the message names RAM."""
+    write = shimhost.Writer('runtime = "crun"\n')
+    with far_away(write, tmp_path, "--mib", "16") as checkpoint:
+        source = f'[store]\npath = "{STORE}"\npull-from = ["http://{checkpoint.proxy.host}/team/app"]\n'
+        write(f"{MEMORY}threads = 1\n{source}")
+        checkpoint.proxy.close({checkpoint.middle()})
+        with restoring(checkpoint) as engine:
+            checkpoint.waits(engine)
+            room = os.statvfs("/run/gpusnap/stage")
+            used = (room.f_blocks - room.f_bfree) * room.f_frsize
+            good(run("mount", "-o", f"remount,size={used}", "/run/gpusnap/stage"))
+            checkpoint.proxy.open()
+            said = failed(engine)
+        assert "there is no RAM left for the GPU memory" in said
+        assert "GPS-216" in said
+        nothing_left()
+        podman("rm", "--force", "--all", "--time", "0")
+        good(podman("container", "restore", "--import", checkpoint.archive))
+        Container("w").goes_on()
+
+
 def test_a_registry_that_goes_away(crun: None, tmp_path: Path) -> None:
     """It is tried again for a while, then the restore fails as any other."""
     write = shimhost.Writer('runtime = "crun"\n')

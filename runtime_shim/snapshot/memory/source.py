@@ -253,33 +253,38 @@ class Rebuilding:
         """`folder`: for the files. `key`: of the container, to have them in RAM instead, if it can be had.
 
         A file on a disk is written by one thread at a time (its inode is locked), memory by all of them, and
-        nothing of it is to stay. Raises ImageError.
+        nothing of it is to stay. Where others take the RAM meanwhile, `result` begins anew on the disk.
+        Raises ImageError.
         """
-        self._folder = folder
+        self._folder, self._files, self._blobs = folder, files, blobs
+        self._threads, self._ceiling = threads or copies.cores(), ceiling
         self._stage = Stage(key) if key else None
+        self._in_ram = True
+        """Whether that is to be tried."""
         self._areas: dict[int, Area] = {}
         self._opened = contextlib.ExitStack()
         self.paths: dict[str, str] = {}
         """Where each file is, by its name."""
         try:
             with self._explained():
-                targets = [self._target(at, each) for at, each in enumerate(files)]
-                tables = [each.table for each in files]
-                self.reading = reading.Reading(
-                    tables,
-                    blobs,
-                    threads=threads or copies.cores(),
-                    ceiling=ceiling,
-                    targets=targets,
-                    prepare=partial(transfer.populate, self._areas) if self._areas else None,
-                )
+                self.reading = self._begun()
         except BaseException:
             self._drop()
             raise
 
+    def _begun(self) -> reading.Reading:
+        return reading.Reading(
+            [each.table for each in self._files],
+            self._blobs,
+            threads=self._threads,
+            ceiling=self._ceiling,
+            targets=[self._target(at, each) for at, each in enumerate(self._files)],
+            prepare=partial(transfer.populate, self._areas),
+        )
+
     def _target(self, at: int, record: FileRecord) -> Target:
         """A file in RAM, or one in the folder. Raises OSError."""
-        if self._stage is not None:
+        if self._stage is not None and self._in_ram:
             with contextlib.suppress(OSError):
                 area = self._areas[at] = self._stage.area(f"images-{record.name}", 0, record.table.size)
                 self.paths[record.name] = area.path
@@ -292,7 +297,25 @@ class Rebuilding:
     def result(self) -> None:
         """Return when they are there, and checked. Raises ImageError."""
         with self._explained():
-            self.reading.wait()
+            try:
+                self.reading.wait()
+            except OSError as error:
+                if not transfer.is_full(error):
+                    raise
+                self._on_disk()
+                self.reading.wait()
+
+    def _on_disk(self) -> None:
+        """Begin anew in the folder, with the RAM free for the GPUs' memory."""
+        self.reading.close()
+        self._opened.close()
+        for name in os.listdir(self._folder):
+            os.unlink(os.path.join(self._folder, name))
+        for area in self._areas.values():
+            area.discard()
+        self._areas.clear()
+        self._in_ram = False
+        self.reading = self._begun()
 
     def close(self) -> None:
         """End it, wherever it is, and have nothing of it in RAM. May be called twice."""

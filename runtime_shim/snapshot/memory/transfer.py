@@ -257,9 +257,21 @@ def as_image_error(folder: str) -> Iterator[None]:
     except OciError as error:
         raise ImageError(f"the GPU memory in {folder}: {error}", code=error.code or "GPS-512") from error
     except OSError as error:
+        if is_full(error):
+            raise ImageError(
+                f"there is no RAM left for the GPU memory, which has to pass through {stage.FOLDER}",
+                hint="free some memory, and try again",
+                code="GPS-216",
+            ) from error
         raise ImageError(
             f"the GPU memory in {folder} cannot be carried: {reason(error)}", code="GPS-512"
         ) from error
+
+
+def is_full(error: OSError) -> bool:
+    """Whether it says that there is no room for a staged file, that is, no RAM."""
+    in_stage = str(error.filename or "").startswith(stage.FOLDER + "/")
+    return in_stage and error.errno in (errno.ENOSPC, errno.ENOMEM)
 
 
 def free(staged: Stage) -> None:

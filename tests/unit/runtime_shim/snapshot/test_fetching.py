@@ -26,6 +26,7 @@ from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
 from gpusnap.runtime_shim.settings import Store as Settings
 from gpusnap.runtime_shim.snapshot.memory import source as module
+from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import as_artifact, labelled
 from gpusnap.runtime_shim.snapshot.memory.source import Fetching, Rebuilding, rebuild
 
@@ -335,25 +336,36 @@ def test_no_ram_for_images(
     monkeypatch: pytest.MonkeyPatch,
     when: str,
 ) -> None:
-    """Where no file in RAM can be had they are in the folder; one that has no page left is an error."""
+    """Where no file in RAM can be had they are in the folder; so they are where one has no page left."""
     record, layout = made
     folder = tmp_path / "images"
     folder.mkdir()
 
     def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(stage / "some-key" / "images"))
 
     monkeypatch.setattr(tmpfs.Stage if when == "at first" else tmpfs.Area, ROOM[when], full)
     rebuilding = Rebuilding(record.files, layout, str(folder), threads=2, ceiling=64 << 20, key="some-key")
     with closing(rebuilding):
-        if when == "at first":
-            rebuilding.result()
-            assert rebuilding.paths == {"pages-1.img": str(folder / "pages-1.img")}
-            assert (folder / "pages-1.img").read_bytes() == content[::-1]
-        else:
-            with pytest.raises(ImageError, match="No space left on device"):
-                rebuilding.result()
+        rebuilding.result()
+        assert rebuilding.paths == {"pages-1.img": str(folder / "pages-1.img")}
+        assert (folder / "pages-1.img").read_bytes() == content[::-1]
+        assert not (stage / "some-key" / "images-pages-1.img").exists()
     assert not os.path.ismount(stage)
+
+
+def test_what_is_full(stage: Path) -> None:
+    """RAM, or the disk that the chunks are on: each has a sentence of its own."""
+    full = errno.ENOSPC, os.strerror(errno.ENOSPC)
+    said = f"no RAM left .* through {stage}"
+    with pytest.raises(ImageError, match=said) as caught, transfer.as_image_error("/image"):
+        raise OSError(*full, str(stage / "some-key" / "7-1000"))
+    assert caught.value.code == "GPS-216"
+    said = "in /image cannot be carried: No space left"
+    for where in (f"{stage}d/file", None):
+        with pytest.raises(ImageError, match=said) as caught, transfer.as_image_error("/image"):
+            raise OSError(*full, where)
+        assert caught.value.code == "GPS-512"
 
 
 def test_chunks_that_a_crash_left_in_a_staging(
