@@ -103,7 +103,8 @@ def verify_all(store: Store, progress: Progress = lambda done, whole: None) -> V
     with told(), tempfile.TemporaryDirectory(prefix="gpusnap-") as folder:
         found = kept(open_store(store))
         tables = (table for each in found for table in tables_of(each.root, store.layout))
-        checked, faults = _checked(*_all_of(store, found, folder), tables, progress)
+        layout, index = _all_of(store, found, folder)
+        checked, faults = _checked(layout, index, tables, progress)
         faults = _still_named(store, found, faults)
         for each in found if not faults else ():
             faults += _of_images(each.root, store.layout)
@@ -113,7 +114,8 @@ def verify_all(store: Store, progress: Progress = lambda done, whole: None) -> V
                 places[digest] += [f"{name}: {one}" for one in where]
     faulty = tuple(damaged(fault, places) for fault in faults)
     note = "" if found else f"nothing is kept in {store.path}"
-    return Verified(f"oci:{store.path}", "", checked.blobs, checked.size, True, faulty, note)
+    blobs, size = checked.blobs - 1, checked.size - index.size  # the index is ours alone
+    return Verified(f"oci:{store.path}", "", blobs, size, True, faulty, note)
 
 
 def _still_named(store: Store, found: Sequence[Kept], faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
@@ -222,7 +224,8 @@ def _in_registry(
         faults += _asked(repository, tuple(blobs.values()), layout if deep else None, contents, progress)
         places = _within_remote(root, read, repository, layout) if faults else {}
     faulty = tuple(damaged(fault, places) for fault in faults)
-    return Verified(word, root.digest, len(blobs), sum(b.size for b in blobs.values()), deep, faulty)
+    named = [*waiting, *blobs.values()]
+    return Verified(word, root.digest, len(named), sum(each.size for each in named), deep, faulty)
 
 
 def _asked(

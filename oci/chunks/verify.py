@@ -126,14 +126,17 @@ def verify(
 
     Each fault is "missing", "cut short: has n of m bytes", "has n bytes instead of m", "holds something
     else", or says why it cannot be read, or is no manifest: what that names is not known then. tables: what
-    compressed chunks are named for, which is looked at too. progress: called after each blob that is no
-    manifest, one call at a time. Raises LayoutError where `layout` is none.
+    compressed chunks are named for, which is looked at too. progress: called when the manifests are read, and
+    after each other blob, one call at a time. Raises LayoutError where `layout` is none.
     """
     layout.check()
     faults: list[Fault] = []
-    blobs = _documents(layout, root, faults)
+    documents, blobs = _documents(layout, root, faults)
     contents = Contents(tables)
-    lock, done = threading.Lock(), Checked(0, 0, len(blobs), sum(each.size for each in blobs))
+    read, whole = (sum(each.size for each in part) for part in (documents, (*documents, *blobs)))
+    lock, done = threading.Lock(), Checked(len(documents), read, len(documents) + len(blobs), whole)
+    if progress is not None:
+        progress(done)
 
     def check(blob: Descriptor) -> None:
         nonlocal done
@@ -149,8 +152,11 @@ def verify(
     return tuple(sorted(faults, key=lambda fault: (fault.descriptor.digest, fault.descriptor.size)))
 
 
-def _documents(layout: Layout, root: Descriptor, faults: list[Fault]) -> list[Descriptor]:
-    """Check the manifests and indexes from `root` on; what they name that is none, each once."""
+def _documents(
+    layout: Layout, root: Descriptor, faults: list[Fault]
+) -> tuple[list[Descriptor], list[Descriptor]]:
+    """Check the manifests and indexes from `root` on; these, and what they name that is none, each once."""
+    documents: list[Descriptor] = []
     met: set[tuple[str, int, str]] = set()
     blobs: list[Descriptor] = []
     level = [root]
@@ -165,6 +171,7 @@ def _documents(layout: Layout, root: Descriptor, faults: list[Fault]) -> list[De
                 if not any((at.digest, at.size, kind) in met for kind in (*MANIFESTS, *INDEXES)):
                     blobs.append(at)
                 continue
+            documents.append(at)
             if depth > _DEEPEST:
                 faults.append(Fault(at, f"lies below more than {_DEEPEST} indexes"))
                 continue
@@ -177,7 +184,7 @@ def _documents(layout: Layout, root: Descriptor, faults: list[Fault]) -> list[De
             if what:
                 faults.append(Fault(at, what))
         level = below
-    return blobs
+    return documents, blobs
 
 
 def _fault(layout: Layout, blob: Descriptor, *, limit: int | None = None) -> str:

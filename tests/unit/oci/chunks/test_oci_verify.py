@@ -45,10 +45,12 @@ def faults(layout: Layout, root: Descriptor) -> dict[str, str]:
 def test_all_right(layout: Layout) -> None:
     """Nothing is found where nothing is wrong, and the progress ends with everything."""
     seen: list[Checked] = []
-    assert verify(layout, put(layout, *CONTENTS), threads=3, progress=seen.append) == ()
-    assert [each.blobs for each in seen] == [1, 2, 3, 4]
-    total = sum(map(len, CONTENTS)) + 2
-    assert seen[-1] == Checked(4, total, 4, total)
+    root = put(layout, *CONTENTS)
+    assert verify(layout, root, threads=3, progress=seen.append) == ()
+    assert [each.blobs for each in seen] == [1, 2, 3, 4, 5]
+    total = root.size + sum(map(len, CONTENTS)) + 2
+    assert seen[0] == Checked(1, root.size, 5, total)
+    assert seen[-1] == Checked(5, total, 5, total)
 
 
 @pytest.mark.parametrize("at", range(3))
