@@ -120,6 +120,17 @@ class Killer:
         return found
 
 
+def _users_of_run() -> list[str]:
+    """Who has files of gpusnap's open: its locks are such."""
+    found = []
+    for pid, name in processes().items():
+        with suppress(OSError):
+            files = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
+            stack = Path(f"/proc/{pid}/stack").read_text().split("\n")[0]
+            found += [f"{pid} {name} ({stack}): {each}" for each in files if each.startswith("/run/gpusnap/")]
+    return found
+
+
 def _kind(name: str) -> str:
     return "runtime" if name in _RUNTIMES else name
 
@@ -196,7 +207,7 @@ class Bench:
             time.sleep(0.5)
             done = limited([COMMAND, "recover"])
         if done.code:
-            raise Bad(f"recover: {checked_message(done)}")
+            raise Bad(f"recover: {checked_message(done)}; open below /run/gpusnap: {_users_of_run()}")
         return done.out.strip()
 
     def _free(self, way: str) -> None:

@@ -64,7 +64,7 @@ def heading(console: Console, stored: Stored) -> None:
         carried = sum(each.size for each in artifact.carried)
         say(console, f"containerd's blobs: {human(carried)} in {len(artifact.carried)}")
     if artifact.records is None:
-        say(console, "records: none, these are the pages of a checkpoint whose archive lies elsewhere")
+        say(console, "records: none, this is the memory of a checkpoint in an archive of Podman")
     if artifact.chunks:
         chunks = sum(each.size for each in artifact.chunks)
         say(console, f"chunks: {human(chunks)} in {len(artifact.chunks)} blobs")

@@ -386,11 +386,10 @@ def _way_back(wish: checkpointing.Wish, made: checkpointing.Made) -> str:
     else:
         word = made.name if wish.name or wish.leave_running or made.asleep else _short_name(made)
     restore = f"gpusnap restore {word}"
-    if made.asleep:
-        return f"{name} stays suspended; to go back to this checkpoint: podman rm --force {name} && {restore}"
-    if wish.leave_running:
-        back = f"podman rm --force {name} && {restore}"
-        return f"{name} continues to run; to go back to this checkpoint: {back}"
+    if made.asleep or wish.leave_running:
+        state = "stays suspended" if made.asleep else "continues to run"
+        back = f"podman rm --force --time 0 {name} && {restore}"
+        return f"{name} {state}; to go back to this checkpoint: {back}"
     removed = ", and Podman has removed it (--rm)" if auto_remove else ""
     return f"{name} has ended{removed}; to continue it: {restore}"
 

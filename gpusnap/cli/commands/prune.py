@@ -110,5 +110,5 @@ def _say(found: Sequence[Verdict], path: str, names: Sequence[str], *, dry_run: 
     gone = [each for each in found if each.goes]
     verb = "would be removed" if dry_run else "removed"
     own = human(sum(each.own for each in gone))
-    more = f", which have {own} for themselves" if gone else ""
-    show.say(console, f"{len(gone)} of {len(found)} checkpoints {verb}{more}, in {path}")
+    more = f"; {own} are used by {'it' if len(gone) == 1 else 'them'} alone" if gone else ""
+    show.say(console, f"{len(gone)} of {len(found)} checkpoints {verb} from {path}{more}")

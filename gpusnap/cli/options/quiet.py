@@ -12,5 +12,10 @@ def _set(_context: click.Context, _option: click.Parameter, value: bool) -> None
 
 
 quiet = click.option(
-    "-q", "--quiet", is_flag=True, expose_value=False, callback=_set, help="Do not show the progress."
+    "-q",
+    "--quiet",
+    is_flag=True,
+    expose_value=False,
+    callback=_set,
+    help="Print only the result, not the progress.",
 )

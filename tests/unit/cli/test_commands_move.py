@@ -169,7 +169,7 @@ def test_the_way_back_of_what_runs_on(store: Store) -> None:
     """The container that runs is in the way; the whole name stays that of this checkpoint."""
     said = ran("checkpoint", "w", "--leave-running").stderr
     (name,) = (each.name for each in store.entries())
-    back = f"podman rm --force w && gpusnap restore {name}"
+    back = f"podman rm --force --time 0 w && gpusnap restore {name}"
     assert said == f"w continues to run; to go back to this checkpoint: {back}\n"
 
 

@@ -443,7 +443,7 @@ def test_inspect_of_odd_ones(gpusnap: Run, kept: Kept) -> None:
     assert "a container without GPU state" in out
     assert {*json_of(gpusnap, "inspect", "plain")} == {"artifact"}
     code, out, _ = gpusnap("inspect", kept.pages.digest)
-    assert "records: none, these are the pages of a checkpoint whose archive lies elsewhere" in out
+    assert "records: none, this is the memory of a checkpoint in an archive of Podman" in out
     code, _, err = gpusnap("plan", "plain")
     assert code == exit_codes.FAILED
     assert "plain is the checkpoint of a container without GPU state" in err
