@@ -12,7 +12,10 @@ from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints.list import Row
 from gpusnap.checkpoints.locator import InStore
 from gpusnap.checkpoints.statistics import statistics, stopped
+from gpusnap.doctor import container as of_container
 from gpusnap.doctor import host
+from gpusnap.doctor.base import subject
+from gpusnap.doctor.base.check import Check
 from gpusnap.doctor.base.sources import ask, text
 from gpusnap.doctor.host_checks.site import auth_files
 from gpusnap.doctor.versions import versions
@@ -20,6 +23,7 @@ from gpusnap.engines import podman
 from gpusnap.oci.store.tags import by_age
 from gpusnap.report.mask import known_secrets, mask
 from gpusnap.runtime_shim.errors import printable
+from gpusnap.runtime_shim.gpu import find_driver
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
 from gpusnap.runtime_shim.units import human
@@ -33,8 +37,11 @@ _JOURNAL = ("-t", "gpusnap", "-t", "gpusnap-runtime", "-t", "podman")
 _DEADLINE = 20.0
 
 
-def report(what: InStore | None) -> str:
-    """The report, of the host and, where it is given, of a checkpoint; without secrets, without escapes."""
+def report(what: InStore | None, *, container: str = "", without: str = "") -> str:
+    """The report, of the host and, where it is given, of a checkpoint; without secrets, without escapes.
+
+    `container`: a name or ID for Podman, where there is no checkpoint. `without`: why there is none.
+    """
     now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
     parts: list[tuple[str, Callable[[], Iterator[str]]]] = [
         ("versions", _versions),
@@ -42,7 +49,12 @@ def report(what: InStore | None) -> str:
         ("doctor", _doctor),
     ]
     if what is not None:
-        parts += [("checkpoint", lambda: _checkpoint(what)), ("logs of CRIU", lambda: _logs(what))]
+        parts.append(("checkpoint", lambda: _checkpoint(what)))
+        container = _container_of(what)
+    elif without:
+        parts.append(("checkpoint", lambda: iter([without])))
+    if container:
+        parts += [("container", lambda: _container(container)), ("logs of CRIU", lambda: _logs(container))]
     parts.append(("journal", _journal))
     lines = [f"gpusnap report, {now}", "Look through it before you show it to others.", ""]
     for title, lines_of in parts:
@@ -77,8 +89,11 @@ def _settings() -> Iterator[str]:
 
 
 def _doctor() -> Iterator[str]:
-    for check in host.checks():
-        yield f"{check.verdict:<8} {check.name}: {check.says} {check.code}".rstrip()
+    yield from map(_check, host.checks())
+
+
+def _check(check: Check) -> str:
+    return f"{check.verdict:<8} {check.name}: {check.says} {check.code}".rstrip()
 
 
 def _checkpoint(what: InStore) -> Iterator[str]:
@@ -111,10 +126,25 @@ def _record(record: Manifest) -> Iterator[str]:
         yield f"{step.start:9.3f} {step.seconds:9.3f}  {step.name} {step.note}".rstrip()
 
 
-def _logs(what: InStore) -> Iterator[str]:
+def _container_of(what: InStore) -> str:
+    """The ID of the container that a checkpoint is of; empty where it cannot be told."""
+    try:
+        with kept.held(what) as (_, found):
+            return found.artifact.annotations.get("io.gpusnap.container.id", "")
+    except Exception:  # as `_safely`: the part about the checkpoint says it
+        return ""
+
+
+def _container(container: str) -> Iterator[str]:
+    """What Podman says of it, and, where it runs, what would prevent a checkpoint."""
+    found = podman.container(container)
+    yield f"{found.name} {found.id}, {found.status}, runtime {found.runtime}"
+    if found.status == "running":
+        yield from map(_check, of_container.checks(subject.find(found.id), find_driver()))
+
+
+def _logs(container: str) -> Iterator[str]:
     """The ends of CRIU's logs, where Podman still has the container."""
-    with kept.held(what) as (_, found):
-        container = found.artifact.annotations.get("io.gpusnap.container.id", "")
     folder = os.path.dirname(podman.container(container).checkpoint_path)
     for name in _LOGS:
         yield f"-- {name}"

@@ -32,8 +32,9 @@ def report(what: str | None, last: bool, file: str | None) -> None:
     """Write what a report of a bug should say into one text file.
 
     It has the versions, the settings, the checks of `gpusnap doctor` and the journal's lines of gpusnap; of
-    the checkpoint WHAT in a store, its host, GPUs, processes and timeline, and the ends of CRIU's logs as far
-    as Podman still has the container. It has no memory, no arguments of programs and none of their output.
+    the checkpoint WHAT in a store, its host, GPUs, processes and timeline; and of its container, or of the
+    container WHAT if it has no checkpoint yet, the ends of CRIU's logs and what `gpusnap doctor CONTAINER`
+    says, as far as Podman still has it. It has no memory, no arguments of programs and none of their output.
 
     Secrets are masked: passwords and tokens by their names and forms, credentials in URLs, and whatever is in
     the auth files of registries and in variables such as HF_TOKEN. Look through the file before you show it
@@ -41,12 +42,11 @@ def report(what: str | None, last: bool, file: str | None) -> None:
     """
     if last and what is not None:
         raise UsageError("--last and WHAT are both given", hint="give one of them")
-    place = _last() if last else in_store(what) if what is not None else None
-    if place is not None:
-        place.entry()
+    place, without = _place(what, last=last)
+    container = what.partition(":")[0] if without and what and not what.startswith("oci:") else ""
     with told(), Progress() as progress:
         progress.stage("asking the host")
-        text = written(place)
+        text = written(place, container=container, without=without)
     if file == "-":
         click.echo(text, nl=False)
         return
@@ -60,7 +60,23 @@ def report(what: str | None, last: bool, file: str | None) -> None:
             f"{path} cannot be written: {reason(error)}", hint="name another file with -o", code="GPS-103"
         ) from error
     click.echo(path)
+    if without:
+        click.echo(f"without a checkpoint: {without}", err=True)
     click.echo("look through it before you show it to others", err=True)
+
+
+def _place(what: str | None, *, last: bool) -> tuple[InStore | None, str]:
+    """The checkpoint; or None, and why there is none where one was wanted: that may be what is reported."""
+    try:
+        place = _last() if last else in_store(what) if what is not None else None
+        if place is not None:
+            with told():
+                place.entry()
+    except UsageError:
+        raise
+    except GpusnapError as error:
+        return None, error.sentence()
+    return place, ""
 
 
 def _last() -> InStore:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +13,18 @@ import pytest
 from checkpoints import ANNOTATIONS, keep, noise
 from fakes import a_manifest
 
+from gpusnap.doctor import container as of_container
 from gpusnap.doctor import host
-from gpusnap.doctor.base.check import ok
+from gpusnap.doctor.base import subject
+from gpusnap.doctor.base.check import ok, refused
 from gpusnap.doctor.base.sources import Answer
 from gpusnap.engines import podman
 from gpusnap.engines.podman import Container
 from gpusnap.oci.store.store import Store
 from gpusnap.report import report as module
+from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.transaction import Step
+from gpusnap.user_errors import NotFound
 
 Run = Callable[..., tuple[int, str, str]]
 SECRETS = {
@@ -86,7 +91,7 @@ def test_what_is_in_it(gpusnap: Run, tmp_path: Path) -> None:
     titles = [line for line in text.splitlines() if line.startswith("== ")]
     assert titles == [
         f"== {each} =="
-        for each in ("versions", "settings", "doctor", "checkpoint", "logs of CRIU", "journal")
+        for each in ("versions", "settings", "doctor", "checkpoint", "container", "logs of CRIU", "journal")
     ]
     assert [name for name, secret in SECRETS.items() if secret in text] == []
     assert "cannot be had" not in text
@@ -108,7 +113,7 @@ def test_what_is_in_it(gpusnap: Run, tmp_path: Path) -> None:
 
 def test_by_name_and_of_the_host(gpusnap: Run) -> None:
     """On stdout, too; without a checkpoint the parts about it are not there."""
-    assert gpusnap("report", "w:1", "-o", "-")[1].count("\n== ") == 6
+    assert gpusnap("report", "w:1", "-o", "-")[1].count("\n== ") == 7
     assert gpusnap("report", "-o", "-")[1].count("\n== ") == 4
 
 
@@ -122,7 +127,7 @@ def test_nothing_fails_it(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(*place, fail)
     code, out, _ = gpusnap("report", "w:1", "-o", "-")
     assert code == 0
-    assert out.count("cannot be had: RuntimeError: broken") == 4
+    assert out.count("cannot be had: RuntimeError: broken") == 5
     assert "host driver_version" in out
 
 
@@ -130,7 +135,7 @@ def test_nothing_fails_it(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None
     ("words", "code", "said"),
     [
         (("w:1", "--last"), 2, "are both given"),
-        (("gone",), 3, "gone"),
+        (("a b",), 2, "is no checkpoint"),
         (("-o", "there.txt"), 1, "exists already"),
         (("-o", "no/folder.txt"), 1, "cannot be written"),
     ],
@@ -152,3 +157,52 @@ def test_a_secret_at_the_end_of_what_is_shown(gpusnap: Run, tmp_path: Path) -> N
     assert SECRETS["auth"][:8] not in out
     assert SECRETS["url"][:8] not in out
     assert max(map(len, out.splitlines())) <= 2000
+
+
+def test_a_container_without_a_checkpoint(
+    gpusnap: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The usual case of a report: its first checkpoint has failed. CRIU's log and doctor's word are there."""
+    userdata = tmp_path / "userdata"
+    running = Container("d" * 64, "new", "gpusnap-runtime", "running", str(userdata / "checkpoint"))
+    asked = []
+    monkeypatch.setattr(podman, "container", lambda word: asked.append(word) or running)
+    monkeypatch.setattr(subject, "find", lambda word: word)
+    monkeypatch.setattr(
+        of_container,
+        "checks",
+        lambda of, driver: (refused("sockets", Refused("one is open", code="GPS-231")),),
+    )
+    code, out, err = gpusnap("report", "new:x", "-o", "there.txt")
+    assert (code, out) == (0, "there.txt\n")
+    assert "without a checkpoint: " in err
+    text = Path("there.txt").read_text()
+    assert set(asked) == {"new"}
+    for wanted in ("new:x", f"new {'d' * 64}, running", "sockets: one is open GPS-231", "Error (criu/x.c:1)"):
+        assert wanted in text
+
+
+@pytest.mark.parametrize("store", ["empty", "not there", "broken"])
+@pytest.mark.parametrize("words", [("w",), ("--last",)])
+def test_without_a_store(
+    gpusnap: Run, planted: Store, monkeypatch: pytest.MonkeyPatch, store: str, words: tuple[str, ...]
+) -> None:
+    """How the store is may be what is reported."""
+
+    def unknown(word: str) -> Container:
+        raise NotFound(f"there is no container {word}")
+
+    monkeypatch.setattr(podman, "container", unknown)
+    if store == "broken":
+        Path(planted.path, "index.json").write_text("{")
+    else:
+        shutil.rmtree(planted.path)
+    if store == "empty":
+        Path(planted.path).mkdir()
+    code, out, err = gpusnap("report", *words, "-o", "there.txt")
+    assert (code, out) == (0, "there.txt\n")
+    assert planted.path in err.splitlines()[0]
+    text = Path("there.txt").read_text()
+    assert "== checkpoint ==" in text
+    assert planted.path in text.partition("== checkpoint ==")[2].splitlines()[1]
+    assert ("there is no container w" in text) == (words == ("w",))
