@@ -166,7 +166,12 @@ def test_a_container_without_a_checkpoint(
     userdata = tmp_path / "userdata"
     running = Container("d" * 64, "new", "gpusnap-runtime", "running", str(userdata / "checkpoint"))
     asked = []
-    monkeypatch.setattr(podman, "container", lambda word: asked.append(word) or running)
+
+    def find(word: str) -> Container:
+        asked.append(word)
+        return running
+
+    monkeypatch.setattr(podman, "container", find)
     monkeypatch.setattr(subject, "find", lambda word: word)
     monkeypatch.setattr(
         of_container,
