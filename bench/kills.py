@@ -121,13 +121,18 @@ class Killer:
 
 
 def _users_of_run() -> list[str]:
-    """Who has files of gpusnap's open: its locks are such."""
+    """Which threads have files of gpusnap's open, as its locks are, and what each waits for.
+
+    A process whose first thread has ended counts as a zombie, though others may be at work in the kernel.
+    """
     found = []
-    for pid, name in processes().items():
+    for task in Path("/proc").glob("[0-9]*/task/[0-9]*"):
         with suppress(OSError):
-            files = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
-            stack = Path(f"/proc/{pid}/stack").read_text().split("\n")[0]
-            found += [f"{pid} {name} ({stack}): {each}" for each in files if each.startswith("/run/gpusnap/")]
+            files = {os.readlink(each) for each in (task / "fd").iterdir()}
+            mine = [each for each in files if each.startswith("/run/gpusnap/")]
+            if mine and task.parts[2] != str(os.getpid()):
+                stat, stack = ((task / name).read_text().split("\n") for name in ("stat", "stack"))
+                found.append(f"{stat[0][:60]} has {mine}, in {stack[:3]}")
     return found
 
 
