@@ -27,6 +27,7 @@ from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, reason
 
 # Characters that are kept of a step's notes: a manifest takes no more than its schema allows.
 _NOTE = 4096
+_RECOVER = "gpusnap recover"
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -123,6 +124,23 @@ class Transaction:
                     failed.append(f"while undoing, {name} failed: {_words(error)}")
                 self.steps.append(Step(f"undo: {name}", start - self._begin, self._clock() - start))
         return failed
+
+
+@contextmanager
+def or_recover(container: str) -> Iterator[None]:
+    """Where the block cannot take something back, have its error name the command that tries again.
+
+    `container`: its ID. Raises GpusnapError for an OSError, too.
+    """
+    again = f"{_RECOVER} {container} tries again"
+    try:
+        yield
+    except GpusnapError as error:
+        if _RECOVER not in error.sentence():
+            error.hint = "; ".join(filter(None, [error.hint, again]))
+        raise
+    except OSError as error:
+        raise GpusnapError(reason(error), hint=again) from error
 
 
 def _words(error: Exception) -> str:

@@ -7,6 +7,7 @@ on. Where CRIU had dumped and ended them all, the checkpoint gets its name.
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -192,10 +193,13 @@ def _give_back(
         try:
             staged[process.pid] = [Area(each.path, each.start, each.size) for each in process.staged]
         except OSError as error:
+            gone = error.errno == errno.ENOENT
             lost[process.pid] = GpusnapError(
                 f"the GPU memory of process {process.pid} cannot be read: {reason(error)}",
-                hint="if somebody removed that file it is lost: restore the container from a checkpoint",
-                code="GPS-026",
+                hint="if somebody removed that file it is lost: restore the container from a checkpoint"
+                if gone
+                else f"gpusnap recover {entry.container} tries again",
+                code="GPS-026" if gone else "GPS-027",
             )
     given = {pid: [*loaded.get(pid, ()), *areas] for pid, areas in staged.items()}
     lost |= transfer.give(entry.key, {pid: areas for pid, areas in given.items() if areas})

@@ -81,7 +81,13 @@ from gpusnap.runtime_shim.snapshot.restore_record import Stage
 from gpusnap.runtime_shim.snapshot.suspend import criu_plugin, driver_watch
 from gpusnap.runtime_shim.snapshot.suspend.gpu_state import resume
 from gpusnap.runtime_shim.stopping.stop import stop
-from gpusnap.runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
+from gpusnap.runtime_shim.transaction import (
+    Transaction,
+    held_signals,
+    interruptible,
+    or_recover,
+    stop_if_asked,
+)
 
 TIMING = "gpusnap-restore.json"
 """In the work directory; as the manifest's timing."""
@@ -547,7 +553,8 @@ def _right(job: _Job, gone_on: set[int], pid: int) -> None:
 
 def _kill(job: _Job) -> None:
     assert job.entry is not None
-    recover_restore.remove(job.entry)
+    with or_recover(job.call.container_id):
+        recover_restore.remove(job.entry)
     job.removed = True
 
 

@@ -32,7 +32,7 @@ from gpusnap.runtime_shim.snapshot.suspend.dump_pause import Lull
 from gpusnap.runtime_shim.snapshot.suspend.gpu_state import Record, record, resume, suspend, users
 from gpusnap.runtime_shim.snapshot.suspend.lock import lock
 from gpusnap.runtime_shim.stopping.stop import Guard, drop_stops, stop
-from gpusnap.runtime_shim.transaction import Transaction
+from gpusnap.runtime_shim.transaction import Transaction, or_recover
 
 
 @dataclass(slots=True)
@@ -202,7 +202,8 @@ def _leave_alone(job: Job) -> None:
 
 
 def _undo_suspend(job: Job) -> None:
-    resume_all(job)
+    with or_recover(job.container.id):
+        resume_all(job)
     job.suspended = False
 
 

@@ -33,7 +33,7 @@ from gpusnap.runtime_shim.snapshot.suspend import driver_calls, driver_watch, pa
 from gpusnap.runtime_shim.snapshot.suspend.gpu_state import Pairs
 from gpusnap.runtime_shim.snapshot.suspended import sweep
 from gpusnap.runtime_shim.snapshot.suspended.load import Loading
-from gpusnap.runtime_shim.transaction import Step, Transaction, held_signals, interruptible
+from gpusnap.runtime_shim.transaction import Step, Transaction, held_signals, interruptible, or_recover
 
 Loaded = Mapping[int, Sequence[Area]]
 """Files with what was spilled of processes, by PID."""
@@ -190,9 +190,10 @@ def _bring_back(
                     cut_off=cut_off,
                 )
             except Exception:  # what a module raises that is imported late, too
-                if not cut_off:
-                    _stay(found, entry, driver)
-                raise
+                if cut_off or _stay(found, entry, driver):
+                    raise
+                with or_recover(found.container):
+                    raise
             finally:
                 for text in driver_watch.take_notes():
                     transaction.note(text)
@@ -202,10 +203,10 @@ def _bring_back(
                 paused.freeze()
 
 
-def _stay(found: Suspension, entry: journal.Entry, driver: Driver) -> None:
-    """After a failure: where none of its processes has its GPU state, it is suspended as it was."""
+def _stay(found: Suspension, entry: journal.Entry, driver: Driver) -> bool:
+    """After a failure: where none of its processes has its GPU state, it is suspended as it was; whether."""
     there = recover_checkpoint.alive(entry)
-    with suppress(GpusnapError):
+    with suppress(GpusnapError, OSError):
         states = [driver_calls.state(driver, each.pid) for each in there]
         if all(state is ProcessState.CHECKPOINTED for state in states):
             for each in there:
@@ -213,6 +214,8 @@ def _stay(found: Suspension, entry: journal.Entry, driver: Driver) -> None:
                 regions += [(s.start, s.size) for s in each.staged]
                 transfer.empty(found.key, each.pid, regions)
             suspensions.write(replace(found, stage=Stage.SUSPENDED, pairs=()))
+            return True
+    return False
 
 
 def _finish(found: Suspension, transaction: Transaction, go_on: Callable[[], object]) -> None:

@@ -13,7 +13,14 @@ from fakes import a_manifest
 
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted
 from gpusnap.runtime_shim.records.manifest_json import decode, encode
-from gpusnap.runtime_shim.transaction import Transaction, announce, held_signals, interruptible, stop_if_asked
+from gpusnap.runtime_shim.transaction import (
+    Transaction,
+    announce,
+    held_signals,
+    interruptible,
+    or_recover,
+    stop_if_asked,
+)
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -235,3 +242,19 @@ def test_notes_of_many_processes() -> None:
     assert step.note.startswith("process 0: no file for it")
     record = replace(a_manifest(), timing=(step,))
     assert decode(encode(record), "here").timing[0].note == step.note
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (GpusnapError("it fails"), "it fails; gpusnap recover c0ffee tries again"),
+        (GpusnapError("it fails", hint="wait"), "it fails; wait; gpusnap recover c0ffee tries again"),
+        (GpusnapError("it fails", hint="run gpusnap recover"), "it fails; run gpusnap recover"),
+        (OSError(errno.EMFILE, ""), "Too many open files; gpusnap recover c0ffee tries again"),
+    ],
+)
+def test_what_cannot_be_taken_back(error: Exception, said: str) -> None:
+    """The error names the command that tries again, once."""
+    with pytest.raises(GpusnapError) as caught, or_recover("c0ffee"):
+        raise error
+    assert caught.value.sentence() == said

@@ -324,7 +324,7 @@ def test_no_memory_for_zeros(
             filling.deliver({7: target.pid})
             filling.right()
 
-    with pytest.raises(ImageError, match="No space left on device"):
+    with pytest.raises(ImageError, match="no RAM left"):
         restore()
 
 
@@ -570,7 +570,7 @@ def test_a_stage_that_is_full(target: Target, gate: Gate, level: int) -> None:
         filling.deliver({7: target.pid})
         subprocess.run(["mount", "-o", "remount,size=6m", stage.FOLDER], check=True, timeout=20)
         gate.open()
-        with pytest.raises(ImageError, match="No space left on device"):
+        with pytest.raises(ImageError, match="no RAM left"):
             filling.right()
         ended(target)
 

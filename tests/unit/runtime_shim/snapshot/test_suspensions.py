@@ -13,7 +13,7 @@ from fakes import FakeDriver
 
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Refused
-from gpusnap.runtime_shim.gpu.api.driver import Gpu, Host
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.runtime import container as containers
@@ -23,6 +23,7 @@ from gpusnap.runtime_shim.shim import entry, overrides, suspended
 from gpusnap.runtime_shim.snapshot import recover_checkpoint
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, SuspendedProcess, Suspension
+from gpusnap.runtime_shim.snapshot.suspend import driver_calls
 from gpusnap.runtime_shim.snapshot.suspended import resume, suspend
 from gpusnap.runtime_shim.snapshot.suspended.sweep import sweep
 from gpusnap.runtime_shim.transaction import Transaction
@@ -245,10 +246,35 @@ def test_a_resume_that_fails(monkeypatch: pytest.MonkeyPatch, error: Exception, 
 
     monkeypatch.setattr(journal, "read", lambda key: noted)
     monkeypatch.setattr(recover_checkpoint, "bring_back", fail)
-    monkeypatch.setattr(resume, "_stay", lambda found, entry, driver: stayed.append(found.name))
+
+    def stay(found: Suspension, entry: journal.Entry, driver: Driver) -> bool:
+        stayed.append(found.name)
+        return True
+
+    monkeypatch.setattr(resume, "_stay", stay)
     with pytest.raises(type(error), match=str(error)):
         resume._bring_back(found, Settings(), FakeDriver(), Transaction(), {}, cut_off=cut_off)
     assert stayed == ([] if cut_off else [found.name])
+
+
+@pytest.mark.parametrize("error", [GpusnapError("no files", hint="free some"), OSError(errno.EMFILE, "")])
+def test_a_resume_that_does_not_stay_suspended(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Nobody can tell how far it is: the error says who puts it right."""
+    found = suspension(stage=Stage.RESUMING)
+    noted = journal.Entry(found.key, "", (1, 1), ())
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(journal, "read", lambda key: noted)
+    monkeypatch.setattr(recover_checkpoint, "bring_back", fail)
+    monkeypatch.setattr(recover_checkpoint, "alive", lambda entry: (journal.Suspended(7, 8, ()),))
+    monkeypatch.setattr(driver_calls, "state", fail)
+    suspensions.write(found)
+    with pytest.raises(GpusnapError) as caught:
+        resume._bring_back(found, Settings(), FakeDriver(), Transaction(), {}, cut_off=False)
+    assert caught.value.sentence().endswith("; gpusnap recover c0ffee tries again")
+    assert suspensions.read(found.key) == found
 
 
 @pytest.mark.parametrize(
