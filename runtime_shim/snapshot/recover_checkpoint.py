@@ -58,7 +58,10 @@ def recover(entry: Entry, driver: Driver, settings: Memory) -> str:
 
 
 def sweep() -> None:
-    """Free the RAM of what is staged for no entry: its gpusnap was killed in its last moments."""
+    """Free the RAM of what is staged for no entry: its gpusnap was killed in its last moments.
+
+    And remove the signal masks of threads that have ended since.
+    """
     keys: list[str] = []
     with suppress(OSError):  # the next time, then
         keys = stage.containers()
@@ -66,6 +69,10 @@ def sweep() -> None:
         with suppress(GpusnapError, OSError), journal.held(key, patience=0):
             if key not in (*journal.noted("json"), *journal.noted("restore")):
                 stage.remove(key)
+    with suppress(GpusnapError):
+        for key in journal.noted(journal.MASKS):
+            with suppress(GpusnapError), journal.held(key, patience=0):
+                pass  # who lets go of the lock removes them: process/ptrace/signal_masks.py
 
 
 def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:

@@ -48,9 +48,10 @@ class Mask:
 
     @property
     def there(self) -> bool:
-        """Whether that thread is still there. Raises OSError where the kernel does not say."""
+        """Whether that thread is still there, and no zombie. Raises OSError where the kernel does not say."""
         try:
-            return _start(self.pid, self.tid) == self.start
+            stat = _stat(self.pid, self.tid)
+            return int(stat[19]) == self.start and stat[0] not in (b"Z", b"X")
         except (FileNotFoundError, ProcessLookupError):
             return False
 
@@ -85,14 +86,15 @@ class _File:
             self.descriptor = descriptor  # last: no slot is written behind half a first one
 
     def close(self) -> None:
-        """Close it, and remove it unless a thread has not got its mask back. Raises OSError."""
+        """Close it, and remove it unless a thread that lives has not got its mask back. Raises OSError."""
         opened = self.descriptor >= 0
         if opened:
             descriptor, self.descriptor = self.descriptor, -1  # whoever drops a note later finds none
             with suppress(OSError):
                 os.close(descriptor)
         with suppress(FileNotFoundError):
-            if (opened and self.ours and len(self.free) == self.size - 1) or not read(self.path):
+            none_waits = opened and self.ours and len(self.free) == self.size - 1
+            if none_waits or not any(mask.there for mask in read(self.path)):
                 os.unlink(self.path)
 
 
@@ -186,6 +188,11 @@ def _space() -> int:
 
 
 def _start(pid: int, tid: int) -> int:
-    """When a thread began, in clock ticks after boot (proc_pid_stat(5), field 22). Raises OSError."""
+    """When a thread began, in clock ticks after boot. Raises OSError."""
+    return int(_stat(pid, tid)[19])
+
+
+def _stat(pid: int, tid: int) -> list[bytes]:
+    """The fields of proc_pid_stat(5) from the third one, the state, on. Raises OSError."""
     with open(f"/proc/{pid}/task/{tid}/stat", "rb") as file:
-        return int(file.read().rpartition(b")")[2].split()[19])
+        return file.read().rpartition(b")")[2].split()

@@ -228,3 +228,25 @@ def test_no_other_entry(
     assert {tid: blocked(pid, tid) for tid in masks} == masks
     assert journal.noted(journal.MASKS) == ()
     assert journal.entries() == ()
+
+
+def test_threads_that_have_ended(
+    process: tuple[int, dict[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is to get such masks: their file goes with the next lock of the container, or by recover."""
+    pid, masks = process
+    path, folder = tmp_path / "masks", tmp_path / "journal"
+    folder.mkdir()
+    monkeypatch.setattr(journal, "FOLDER", str(folder))
+    noted = folder / f"{KEY}.masks"
+    hold_and_be_killed(pid, list(masks), path)
+    noted.write_bytes(path.read_bytes())
+    recover_checkpoint.sweep()
+    assert noted.exists()
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not any(mask.there for mask in signal_masks.read(str(path))), "the end of its threads")
+    with signal_masks.kept(str(path)):
+        pass
+    assert not path.exists()
+    recover_checkpoint.sweep()
+    assert os.listdir(folder) == []
