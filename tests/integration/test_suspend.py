@@ -101,6 +101,37 @@ def test_the_end_of_a_suspended_container(real: str, words: tuple[str, ...]) -> 
     assert usage("w") == {}
 
 
+@pytest.mark.parametrize("way", ["suspend", "resume"])
+def test_the_end_in_the_middle(crun: None, way: str) -> None:
+    """Is no success; nothing is left."""
+    container = Container.start("w")
+    if way == "resume":
+        suspended(container)
+    faults(f"{'checkpoint' if way == 'suspend' else 'restore'} hang=600000")
+    with subprocess.Popen([COMMAND, way, "w"], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as command:
+        assert command.stderr is not None
+        until(stages, "what is on file")
+        stage = {"suspend": "suspending", "resume": "resuming"}[way]
+        until(lambda: stages() == [stage] and taken(container), "the driver's call")
+        good(podman("kill", "w"))
+        faults("")
+        said = command.stderr.read().decode()
+    assert command.returncode == 1, said
+    assert "ended while" in said
+    assert usage("w") == {}
+    ends_without_a_trace()
+
+
+def stages() -> list[str]:
+    """How far what is suspended is."""
+    return [each.stage.value for each in suspensions.find()]
+
+
+def taken(container: Container) -> bool:
+    """Whether the driver is, or was, asked to take or to give back the GPU state of the container."""
+    return container.inspect()["State"]["Status"] == "paused"
+
+
 def test_an_end_that_nobody_saw(crun: None) -> None:
     """Its processes are killed, and the runtime that would have cleaned up: the next command does."""
     container = Container.start("w")

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, field
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.runtime import container_key
@@ -101,6 +101,12 @@ class Suspension:
     def lives(self) -> bool:
         """Whether its first process is still there."""
         return proc.same(*self.init) and not proc.dying(self.init[0])
+
+    def ended(self, done: str) -> ContainerError:
+        """What to say where its first process is gone, after all. `done`: what was done to it."""
+        return ContainerError(
+            f"container {self.name} ended while it was {done}", hint="its own log may say why", code="GPS-316"
+        )
 
     @property
     def at_work(self) -> bool:

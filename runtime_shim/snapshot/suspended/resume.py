@@ -77,9 +77,12 @@ def resume(
                 suspensions.write(found)
             with held_signals():
                 _bring_back(found, settings, driver, transaction, loaded, cut_off=False)
+        ended = not found.lives  # of itself it cannot before it goes on
         with held_signals():
             _finish(found, transaction, go_on)
         transaction.commit()
+        if ended:
+            raise found.ended("resumed")
         return found, tuple(transaction.steps)
 
 

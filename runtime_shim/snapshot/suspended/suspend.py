@@ -88,6 +88,8 @@ def suspend(
         with held_signals(), transaction.step("freeze"):
             assert job.paused is not None
             job.paused.freeze()
+            if not done.lives:
+                raise done.ended("suspended")
             suspensions.write(done)
             transaction.commit()
             pages.leave()

@@ -142,6 +142,24 @@ def test_resume_of_one_that_is_being_suspended() -> None:
     assert answer("resume", "c0ffee") is None
 
 
+def test_a_container_that_ends_at_the_last_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the suspend is on file as done: it is undone, and no success."""
+    begun = suspension(stage=Stage.SUSPENDING)
+    done: list[str] = []
+    job = SimpleNamespace(paused=SimpleNamespace(freeze=lambda: done.append("frozen")), suspended=False)
+    for name in ("_inspect", "_look", "thaw", "suspend_all", "_memory", "_forget"):
+        monkeypatch.setattr(suspend, name, lambda *_: 0)
+    monkeypatch.setattr(suspend, "Job", lambda *_, **__: job)
+    monkeypatch.setattr(suspend, "_begun", lambda *_: begun)
+    monkeypatch.setattr(suspend, "_described", lambda *_: replace(begun, stage=Stage.SUSPENDED, init=GONE))
+    container = SimpleNamespace(key=begun.key, id="c0ffee", root="/run/crun")
+    engine = suspend.Engine("podman", "w", "", lambda: None, lambda: done.append("goes on"))
+    with pytest.raises(ContainerError, match="container w ended while it was suspended"):
+        suspend.suspend(container, None, Settings(), FakeDriver(), engine)  # type: ignore[arg-type]
+    assert done == ["frozen", "goes on"]
+    assert [each.stage for each in suspensions.find()] == [Stage.UNDONE]  # `_forget` would drop it
+
+
 def test_a_file_of_an_earlier_run() -> None:
     """A container that was started again under its ID is paused and goes on as any other."""
     for stage in Stage:
