@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints.list import Row
-from gpusnap.checkpoints.locator import InStore
+from gpusnap.checkpoints.locator import InStore, default_store, open_store
 from gpusnap.checkpoints.statistics import statistics, stopped
 from gpusnap.doctor import container as of_container
 from gpusnap.doctor import host
@@ -22,11 +22,12 @@ from gpusnap.doctor.versions import versions
 from gpusnap.engines import podman
 from gpusnap.oci.store.tags import by_age
 from gpusnap.report.mask import known_secrets, mask
-from gpusnap.runtime_shim.errors import printable
+from gpusnap.runtime_shim.errors import GpusnapError, printable, reason
 from gpusnap.runtime_shim.gpu import find_driver
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
 from gpusnap.runtime_shim.units import human
+from gpusnap.user_errors import told
 
 _LINES = 200
 _WIDEST = 2000
@@ -47,6 +48,7 @@ def report(what: InStore | None, *, container: str = "", without: str = "") -> s
         ("versions", _versions),
         ("settings", _settings),
         ("doctor", _doctor),
+        ("store", _store),
     ]
     if what is not None:
         parts.append(("checkpoint", lambda: _checkpoint(what)))
@@ -94,6 +96,24 @@ def _doctor() -> Iterator[str]:
 
 def _check(check: Check) -> str:
     return f"{check.verdict:<8} {check.name}: {check.says} {check.code}".rstrip()
+
+
+def _store() -> Iterator[str]:
+    """This host's store; where it cannot be read, what is there, and why not."""
+    store = default_store()
+    try:
+        with told():
+            entries = open_store(store).entries()
+    except GpusnapError as error:
+        yield error.sentence()
+        try:
+            names = sorted(os.listdir(store.path))
+        except OSError as why:
+            yield f"{store.path}: {reason(why)}"
+            return
+        yield f"{store.path} has: {', '.join(names)}" if names else f"{store.path} is empty"
+        return
+    yield f"{store.path}, {len(entries)} entries in its index"
 
 
 def _checkpoint(what: InStore) -> Iterator[str]:

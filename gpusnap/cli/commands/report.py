@@ -10,6 +10,7 @@ import click
 from gpusnap.checkpoints.list import listing
 from gpusnap.checkpoints.locator import InStore, default_store, in_store, open_store
 from gpusnap.cli.completion import complete_stored
+from gpusnap.engines import podman
 from gpusnap.operations.push_pull import check_free
 from gpusnap.progress import Progress
 from gpusnap.report.report import newest
@@ -31,10 +32,11 @@ from gpusnap.user_errors import NotFound, told
 def report(what: str | None, last: bool, file: str | None) -> None:
     """Write what a report of a bug should say into one text file.
 
-    It has the versions, the settings, the checks of `gpusnap doctor` and the journal's lines of gpusnap; of
-    the checkpoint WHAT in a store, its host, GPUs, processes and timeline; and of its container, or of the
-    container WHAT if it has no checkpoint yet, the ends of CRIU's logs and what `gpusnap doctor CONTAINER`
-    says, as far as Podman still has it. It has no memory, no arguments of programs and none of their output.
+    It has the versions, the settings, the checks of `gpusnap doctor`, the state of this host's store and the
+    journal's lines of gpusnap; of the checkpoint WHAT in a store, its host, GPUs, processes and timeline; and
+    of its container, or of the container WHAT if it has no checkpoint yet, the ends of CRIU's logs and what
+    `gpusnap doctor CONTAINER` says, as far as Podman still has it. It has no memory, no arguments of programs
+    and none of their output. If there is neither such a checkpoint nor such a container, the file says so.
 
     Secrets are masked: passwords and tokens by their names and forms, credentials in URLs, and whatever is in
     the auth files of registries and in variables such as HF_TOKEN. Look through the file before you show it
@@ -43,12 +45,15 @@ def report(what: str | None, last: bool, file: str | None) -> None:
     if last and what is not None:
         raise UsageError("--last and WHAT are both given", hint="give one of them")
     place, without = _place(what, last=last)
-    container = what.partition(":")[0] if without and what and not what.startswith("oci:") else ""
+    is_name = what is not None and not what.startswith(("oci:", "sha256:"))
+    container = what.partition(":")[0] if without and what and is_name else ""
     with told(), Progress() as progress:
         progress.stage("asking the host")
+        unknown = _unknown(container) if container else ""
         text = written(place, container=container, without=without)
     if file == "-":
         click.echo(text, nl=False)
+        _warn(without, unknown)
         return
     path = file or f"gpusnap-report-{datetime.now(UTC):%Y%m%d-%H%M%S}.txt"
     check_free(path)
@@ -60,9 +65,24 @@ def report(what: str | None, last: bool, file: str | None) -> None:
             f"{path} cannot be written: {reason(error)}", hint="name another file with -o", code="GPS-103"
         ) from error
     click.echo(path)
+    _warn(without, unknown)
+    click.echo("look through it before you show it to others", err=True)
+
+
+def _warn(without: str, unknown: str) -> None:
     if without:
         click.echo(f"without a checkpoint: {without}", err=True)
-    click.echo("look through it before you show it to others", err=True)
+    if unknown:
+        click.echo(f"without the container: {unknown}", err=True)
+
+
+def _unknown(container: str) -> str:
+    """Why Podman does not tell of a container; empty where it does."""
+    try:
+        podman.container(container)
+    except GpusnapError as error:
+        return error.sentence()
+    return ""
 
 
 def _place(what: str | None, *, last: bool) -> tuple[InStore | None, str]:

@@ -91,7 +91,18 @@ def test_what_is_in_it(gpusnap: Run, tmp_path: Path) -> None:
     titles = [line for line in text.splitlines() if line.startswith("== ")]
     assert titles == [
         f"== {each} =="
-        for each in ("versions", "settings", "doctor", "checkpoint", "container", "logs of CRIU", "journal")
+        for each in (
+            *(
+                "versions",
+                "settings",
+                "doctor",
+                "store",
+                "checkpoint",
+                "container",
+                "logs of CRIU",
+                "journal",
+            ),
+        )
     ]
     assert [name for name, secret in SECRETS.items() if secret in text] == []
     assert "cannot be had" not in text
@@ -113,8 +124,8 @@ def test_what_is_in_it(gpusnap: Run, tmp_path: Path) -> None:
 
 def test_by_name_and_of_the_host(gpusnap: Run) -> None:
     """On stdout, too; without a checkpoint the parts about it are not there."""
-    assert gpusnap("report", "w:1", "-o", "-")[1].count("\n== ") == 7
-    assert gpusnap("report", "-o", "-")[1].count("\n== ") == 4
+    assert gpusnap("report", "w:1", "-o", "-")[1].count("\n== ") == 8
+    assert gpusnap("report", "-o", "-")[1].count("\n== ") == 5
 
 
 def test_nothing_fails_it(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,4 +221,19 @@ def test_without_a_store(
     text = Path("there.txt").read_text()
     assert "== checkpoint ==" in text
     assert planted.path in text.partition("== checkpoint ==")[2].splitlines()[1]
-    assert ("there is no container w" in text) == (words == ("w",))
+    for said in (text, err):
+        assert ("there is no container w" in said) == (words == ("w",))
+
+
+@pytest.mark.parametrize(
+    ("store", "wanted"), [("empty", "{} is empty"), ("not there", "{}: it does not exist")]
+)
+def test_the_state_of_the_store(gpusnap: Run, planted: Store, store: str, wanted: str) -> None:
+    """In a report of the host alone, too."""
+    assert f"{planted.path}, 1 entries in its index" in gpusnap("report", "-o", "-")[1]
+    shutil.rmtree(planted.path)
+    if store == "empty":
+        Path(planted.path).mkdir()
+    code, out, _ = gpusnap("report", "-o", "-")
+    assert code == 0
+    assert wanted.format(planted.path) in out.partition("== store ==")[2].partition("\n== ")[0]
