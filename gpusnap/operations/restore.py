@@ -55,6 +55,7 @@ from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, Refused, UsageError
 from gpusnap.runtime_shim.progress import VARIABLE
 from gpusnap.runtime_shim.snapshot.devices.choose import GPU_MAP
+from gpusnap.runtime_shim.snapshot.memory import images_ahead
 from gpusnap.runtime_shim.snapshot.memory import source as fetching
 from gpusnap.user_errors import Damaged, Killed, told
 
@@ -268,7 +269,11 @@ def _from_artifact(wish: Wish, place: locator.InStore, progress: Progress) -> tu
     # Podman answers while the checkpoint is read.
     with podman.Listing() as asked, kept.held(place) as (store, found):
         found.check_podman()
-        with _room(store) as folder, reading_ahead(store.layout, found.record):
+        with (
+            _room(store) as folder,
+            reading_ahead(store.layout, found.record),
+            images_ahead.ahead(found.record, store.layout, settings_file.load().memory) as begun,
+        ):
             archive = os.path.join(folder, ARCHIVE)
             progress.stage("records")
             choice = _volumes(wish, volumes.of_artifact(found.artifact, store.layout))
@@ -280,7 +285,7 @@ def _from_artifact(wish: Wish, place: locator.InStore, progress: Progress) -> tu
                 volumes=not choice.ignore,
                 progress=progress,
             )
-            environment = {fetching.STORE: store.path}
+            environment = {fetching.STORE: store.path, **begun}
             try:
                 container = _run(
                     wish, archive, environment, progress, lambda: _name_of(found), choice, ids=asked.ids

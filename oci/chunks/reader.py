@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
+from typing import Protocol
 
 import zstandard
 
@@ -120,6 +121,14 @@ class _Order:
         self._urgent.extendleft(reversed(range(begin, min(begin + count, end))))
 
 
+class Begun(Protocol):
+    """What another reading comes behind: a `Reading`, or one that somebody else does."""
+
+    @property
+    def begun(self) -> bool:
+        """As Reading.begun."""
+
+
 class Reading:
     """Regions on their way back. Used as a context manager, or ended by `close`; it starts when it is made.
 
@@ -150,7 +159,7 @@ class Reading:
         prepare: Callable[[int, Chunk], None] | None = None,
         placed: Callable[[int, Chunk], None] | None = None,
         reads: AbstractContextManager[object] | None = None,
-        behind: Reading | None = None,
+        behind: Begun | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._tables = [validated(table.size, table.chunks) for table in tables]

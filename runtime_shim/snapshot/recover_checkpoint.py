@@ -73,6 +73,8 @@ def sweep() -> None:
         for key in journal.noted(journal.MASKS):
             with suppress(GpusnapError), journal.held(key, patience=0):
                 pass  # who lets go of the lock removes them: process/ptrace/signal_masks.py
+    with suppress(OSError):  # one that a killed `gpusnap restore` mounted, and nobody has used since
+        stage.tidy()
 
 
 def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:

@@ -41,6 +41,7 @@ from gpusnap.runtime_shim.gpu.cdi import folders as cdi
 from gpusnap.runtime_shim.gpu.nvidia.driver_files import Found, found
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records import manifest, manifest_file
 from gpusnap.runtime_shim.runtime import bundle, container_key, loopback
 from gpusnap.runtime_shim.runtime import container as containers
@@ -70,8 +71,9 @@ from gpusnap.runtime_shim.snapshot.devices.nvidia_hooks import rerun
 from gpusnap.runtime_shim.snapshot.devices.remap import Remap
 from gpusnap.runtime_shim.snapshot.devices.reservations import Room, claim
 from gpusnap.runtime_shim.snapshot.foreground import Beside, pid_file
-from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory import images_ahead, transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.runtime_shim.snapshot.memory.images_ahead import Joined
 from gpusnap.runtime_shim.snapshot.memory.prefetch import Arriving, Filling
 from gpusnap.runtime_shim.snapshot.memory.source import Fetching, Rebuilding
 from gpusnap.runtime_shim.snapshot.preflight import addresses, space
@@ -122,6 +124,8 @@ class _Job:
     """CRIU's images, read by us while CRIU works."""
     fetching: Fetching | None = None
     """Where its chunks come from, if not from the image directory."""
+    ahead: bool = False
+    """CRIU's images that are in chunks came from the `gpusnap restore` that this is of."""
     entry: restore_record.Restore | None = None
     """What the journal says of this restore."""
     removed: bool = False
@@ -281,13 +285,13 @@ def _nothing_waits(job: _Job) -> None:
         )
 
 
-def _start_reading(job: _Job) -> Rebuilding | None:
+def _start_reading(job: _Job) -> Rebuilding | Joined | None:
     """Have the bytes come from now on; CRIU's images that are in chunks.
 
     Only CRIU waits for its images, and only the driver for the GPUs' memory.
     """
     memory = job.settings.memory
-    images: Rebuilding | None = None
+    images: Rebuilding | Joined | None = None
     if job.driver is not None and any(process.regions for process in job.record.processes):
         space.room_to_restore(job.record, memory)
     if job.record.pages == StoreHome.kind:
@@ -299,20 +303,26 @@ def _start_reading(job: _Job) -> Rebuilding | None:
             where = fetching.scratch or scratch()
             folder = tempfile.mkdtemp(prefix=scratch_files.prefix("images"), dir=where)
             job.cleanup.callback(scratch_files.remove_folder, folder)
-            images = Rebuilding(
-                job.record.files,
-                fetching,
-                folder,
-                threads=memory.threads,
-                ceiling=transfer.ceiling(memory),
-                key=job.key if space.room_for_images(job.record, memory) else "",
-            )
+            rebuild = partial(_rebuild, job, fetching, folder)
+            images = images_ahead.join(job.record.files, job.key, memory, rebuild) or rebuild()
             job.cleanup.callback(images.close)
     if job.driver is not None and any(process.regions for process in job.record.processes):
-        behind = images.reading if images is not None else None
-        filling = Filling(job.images, job.record, memory, job.key, job.fetching, behind)
+        filling = Filling(job.images, job.record, memory, job.key, job.fetching, images)
         job.filling = job.cleanup.enter_context(filling)
     return images
+
+
+def _rebuild(job: _Job, fetching: Fetching, folder: str) -> Rebuilding:
+    """Begin to put CRIU's images together, in RAM where there is room, else in the folder."""
+    memory = job.settings.memory
+    return Rebuilding(
+        job.record.files,
+        fetching,
+        folder,
+        threads=memory.threads,
+        ceiling=transfer.ceiling(memory),
+        stage=tmpfs.Stage(job.key) if space.room_for_images(job.record, memory) else None,
+    )
 
 
 def _plan(job: _Job, config: dict[str, Any]) -> None:
@@ -346,7 +356,8 @@ def _plan(job: _Job, config: dict[str, Any]) -> None:
     elsewhere: dict[str, str] = {}
     if coming is not None:
         coming.result()
-        elsewhere = coming.paths
+        elsewhere = dict(coming.paths)
+        job.ahead = isinstance(coming, Joined) and coming.taken
     job.images = job.cleanup.enter_context(view(job.images, replaced, elsewhere, always=True))
     criu_mounts.checked(job.record.mounts, job.remap.mounts if job.remap is not None else None)
     edits = job.remap.edits if job.remap is not None else bundle.Edits()
@@ -474,6 +485,8 @@ def _say_timing(job: _Job) -> None:
     }
     if job.filling is not None:
         document["memory"] = asdict(job.filling.told)
+    if job.fetching is not None:
+        document["ahead"] = job.ahead
     with contextlib.suppress(OSError):
         replace_below(_work_path(job), TIMING, json.dumps(document).encode("ascii"), sync=False)
 

@@ -4,6 +4,7 @@
     /run/gpusnap/stage/             the tmpfs, 0700, in huge pages; mounted when first needed, and unmounted
         <key>/                      by the last one to leave; see gpusnap.runtime_shim.runtime.container_key
             <name>                  the bytes of one region
+        (without a name)            files of an `Unnamed`; who has some holds a lock (flock) on stage/ itself
 
 A driver that copies GPU memory into such a file instead of private memory leaves nothing to be copied out of
 the process, and a file with the bytes can be mapped into a process instead of copying them in. The bytes
@@ -51,13 +52,16 @@ class Area:
     `lead` is what makes offset and address agree within a huge page. Every method raises OSError.
     """
 
-    def __init__(self, path: str, address: int, size: int, *, new: bool = False) -> None:
+    def __init__(
+        self, path: str, address: int, size: int, *, new: bool = False, unnamed: bool = False
+    ) -> None:
+        """`path`: of an `unnamed` file, which is new, that of its folder (open(2), O_TMPFILE)."""
         self.path, self.address, self.size = path, address, size
         self.lead = address % copies.HUGE
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if new else 0)
-        self.descriptor = os.open(path, flags, 0o600)
+        flags = os.O_CREAT | os.O_EXCL if new else os.O_TMPFILE if unnamed else 0
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
         try:
-            if new:
+            if new or unnamed:
                 os.ftruncate(self.descriptor, self.lead + size)
             self._mapping = mmap.mmap(self.descriptor, self.lead + size)
         except (OSError, ValueError) as error:  # ValueError: the file is shorter
@@ -126,6 +130,23 @@ class Stage:
 
     def area(self, name: str, address: int, size: int) -> Area:
         """A new region of zeros, for one at this address in a process. Raises OSError."""
+        path = self._path(name)
+        try:
+            return Area(path, address, size, new=True)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(path)
+            raise
+
+    def take(self, descriptor: int, name: str) -> str:
+        """Give a file of an `Unnamed` a name among the container's; its path. Raises OSError."""
+        path = self._path(name)
+        # With a descriptor of a folder, which such a path does not need, os.link follows links (link(2)).
+        os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor)
+        return path
+
+    def _path(self, name: str) -> str:
+        """Where a new file goes, with nothing there."""
         folder = _folder(self._key)
         if not self._ready:
             self._made = True  # whatever comes of it, `remove` is to look
@@ -136,18 +157,46 @@ class Stage:
         path = os.path.join(folder, name)
         with suppress(FileNotFoundError):  # what a killed one has left
             os.unlink(path)
-        try:
-            return Area(path, address, size, new=True)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(path)
-            raise
+        return path
 
     def remove(self) -> None:
         """Remove all of the container's; memory that a process has mapped stays until it lets go."""
         if self._made:
             remove(self._key)
             self._made = self._ready = False
+
+
+class Unnamed:
+    """Files without a name: they go when the last one who has them open lets go of them, or is killed.
+
+    Until `remove` the tmpfs stays mounted, so that such a file can get a name in it (`Stage.take`).
+    """
+
+    def __init__(self) -> None:
+        self._folder = -1
+
+    def area(self, _name: str, address: int, size: int) -> Area:
+        """As Stage.area. Raises OSError."""
+        if self._folder < 0:
+            with _locked():
+                _mount()
+                self._folder = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                fcntl.flock(self._folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return Area(FOLDER, address, size, unnamed=True)
+
+    def remove(self) -> None:
+        """Unmount the tmpfs where nothing else is in it. Raises OSError."""
+        if self._folder >= 0:
+            folder, self._folder = self._folder, -1
+            os.close(folder)
+            tidy()
+
+
+def tidy() -> None:
+    """Unmount the tmpfs where nothing is in it. Raises OSError."""
+    if is_folder(FOLDER):
+        with _locked():
+            _unmount_unused()
 
 
 def remove(key: str) -> None:
@@ -175,9 +224,18 @@ def leave(key: str) -> None:
 
 
 def _unmount_unused() -> None:
-    if _is_mounted() and not os.listdir(FOLDER):
+    if _is_mounted() and not os.listdir(FOLDER) and not _has_unnamed():
         # What a process still has mapped stays until it lets go.
         _libc.umount2(FOLDER.encode(), _MNT_DETACH)
+
+
+def _has_unnamed() -> bool:
+    """Whether somebody has files without a name there."""
+    folder = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        return not _exclusive(folder)
+    finally:
+        os.close(folder)
 
 
 def device() -> str:

@@ -81,7 +81,7 @@ class Filling:
         settings: Memory,
         key: str,
         blobs: Blobs | None = None,
-        behind: reading.Reading | None = None,
+        behind: reading.Begun | None = None,
     ) -> None:
         """`key`: of the container that it becomes. `blobs`: the chunks, if not in the image directory.
         `behind`: what CRIU waits for, which is read first.

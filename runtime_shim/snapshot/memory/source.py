@@ -15,7 +15,8 @@ import io
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import ImageError, Refused, reason
 from gpusnap.runtime_shim.process.memory import copy as copies
-from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
+from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage, Unnamed
 from gpusnap.runtime_shim.records.manifest import FOLDER, FileRecord, Manifest
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import as_artifact
@@ -248,9 +249,12 @@ class Rebuilding:
         *,
         threads: int,
         ceiling: int,
-        key: str = "",
+        stage: Stage | Unnamed | None = None,
+        reads: AbstractContextManager[object] | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`folder`: for the files. `key`: of the container, to have them in RAM instead, if it can be had.
+        """`folder`: for the files; "" where they may be in RAM alone. `stage`: for them in RAM, if it can be
+        had. `reads` and `progress` as for gpusnap.oci.chunks.reader.Reading.
 
         A file on a disk is written by one thread at a time (its inode is locked), memory by all of them, and
         nothing of it is to stay. Where others take the RAM meanwhile, `result` begins anew on the disk.
@@ -258,21 +262,29 @@ class Rebuilding:
         """
         self._folder, self._files, self._blobs = folder, files, blobs
         self._threads, self._ceiling = threads or copies.cores(), ceiling
-        self._stage = Stage(key) if key else None
+        self._reads, self._progress = reads, progress
+        self._stage = stage
         self._in_ram = True
         """Whether that is to be tried."""
         self._areas: dict[int, Area] = {}
         self._opened = contextlib.ExitStack()
         self.paths: dict[str, str] = {}
         """Where each file is, by its name."""
+        self.descriptors: dict[str, int] = {}
+        """Those of files in RAM likewise, until `close`."""
         try:
             with self._explained():
-                self.reading = self._begun()
+                self._reading = self._begin()
         except BaseException:
             self._drop()
             raise
 
-    def _begun(self) -> reading.Reading:
+    @property
+    def begun(self) -> bool:
+        """As gpusnap.oci.chunks.reader.Reading.begun."""
+        return self._reading.begun
+
+    def _begin(self) -> reading.Reading:
         return reading.Reading(
             [each.table for each in self._files],
             self._blobs,
@@ -280,15 +292,20 @@ class Rebuilding:
             ceiling=self._ceiling,
             targets=[self._target(at, each) for at, each in enumerate(self._files)],
             prepare=partial(transfer.populate, self._areas),
+            reads=self._reads,
+            progress=self._progress,
         )
 
     def _target(self, at: int, record: FileRecord) -> Target:
         """A file in RAM, or one in the folder. Raises OSError."""
         if self._stage is not None and self._in_ram:
-            with contextlib.suppress(OSError):
+            try:
                 area = self._areas[at] = self._stage.area(f"images-{record.name}", 0, record.table.size)
-                self.paths[record.name] = area.path
+                self.paths[record.name], self.descriptors[record.name] = area.path, area.descriptor
                 return area
+            except OSError:
+                if not self._folder:
+                    raise
         path = self.paths[record.name] = os.path.join(self._folder, record.name)
         file = self._opened.enter_context(open(path, "xb", buffering=0))
         os.ftruncate(file.fileno(), record.table.size)
@@ -298,28 +315,29 @@ class Rebuilding:
         """Return when they are there, and checked. Raises ImageError."""
         with self._explained():
             try:
-                self.reading.wait()
+                self._reading.wait()
             except OSError as error:
-                if not transfer.is_full(error):
+                if not self._folder or not transfer.is_full(error):
                     raise
                 self._on_disk()
-                self.reading.wait()
+                self._reading.wait()
 
     def _on_disk(self) -> None:
         """Begin anew in the folder, with the RAM free for the GPUs' memory."""
-        self.reading.close()
+        self._reading.close()
         self._opened.close()
         for name in os.listdir(self._folder):
             os.unlink(os.path.join(self._folder, name))
         for area in self._areas.values():
             area.discard()
         self._areas.clear()
+        self.descriptors.clear()
         self._in_ram = False
-        self.reading = self._begun()
+        self._reading = self._begin()
 
     def close(self) -> None:
         """End it, wherever it is, and have nothing of it in RAM. May be called twice."""
-        self.reading.close()
+        self._reading.close()
         self._drop()
 
     def _drop(self) -> None:
@@ -337,7 +355,7 @@ class Rebuilding:
             raise ImageError(f"CRIU's images cannot be put together: {error}", code=error.code) from error
         except OSError as error:
             raise ImageError(
-                f"CRIU's images cannot be put together in {self._folder}: {reason(error)}",
+                f"CRIU's images cannot be put together in {self._folder or 'RAM'}: {reason(error)}",
                 hint="make room there",
                 code="GPS-007",
             ) from error

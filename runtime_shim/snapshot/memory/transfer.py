@@ -28,7 +28,7 @@ from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import maps as regions
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.process.memory.maps import Region
-from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
+from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage, Unnamed
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, inside
 from gpusnap.runtime_shim.records.manifest import FOLDER
 from gpusnap.runtime_shim.settings import Memory
@@ -274,7 +274,7 @@ def is_full(error: OSError) -> bool:
     return in_stage and error.errno in (errno.ENOSPC, errno.ENOMEM)
 
 
-def free(staged: Stage) -> None:
+def free(staged: Stage | Unnamed) -> None:
     """Remove what is staged, which takes RAM. Where that fails it is said, and `gpusnap recover` frees it."""
     for attempt in range(_TRIES):
         try:

@@ -8,6 +8,7 @@ import lzma
 import os
 import tarfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.locator import InFile, InStore
 from gpusnap.cli.exit_codes import exit_code
 from gpusnap.engines import podman_work
+from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import push_pull
 from gpusnap.operations import restore as restoring
@@ -28,7 +30,9 @@ from gpusnap.operations.restore import Restored, Wish
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, SettingsError, UsageError
-from gpusnap.runtime_shim.settings import load
+from gpusnap.runtime_shim.records.manifest import VERSION, Manifest
+from gpusnap.runtime_shim.settings import Memory, load
+from gpusnap.runtime_shim.snapshot.memory import images_ahead
 from gpusnap.user_errors import Damaged, NotFound
 
 QUIET = Progress(shown=False)
@@ -73,6 +77,25 @@ def test_from_a_store(fake: FakePodman, store: Store, tmp_path: Path) -> None:
     (call,) = fake.calls()
     assert call.endswith("podman.tar --tcp-established --ignore-rootfs --name x")
     assert os.listdir(store.path + "/staging") == []
+
+
+def test_images_ahead(
+    fake: FakePodman, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are put together while Podman works, and its runtime has where."""
+    keep(store, an_archive(tmp_path), ["w"])
+    seen: list[object] = []
+
+    @contextmanager
+    def ahead(record: Manifest, blobs: Layout, settings: Memory) -> Iterator[dict[str, str]]:
+        seen.extend((record.version, blobs.path, settings, fake.calls()))
+        yield {images_ahead.VARIABLE: "/where"}
+        seen.append(len(fake.calls()))
+
+    monkeypatch.setattr(images_ahead, "ahead", ahead)
+    restored(InStore(store, "w"))
+    assert seen == [VERSION, store.layout.path, Memory(), [], 1]
+    assert fake.environment()[images_ahead.VARIABLE] == "/where"
 
 
 def test_from_a_file(fake: FakePodman, tmp_path: Path, store: Store) -> None:

@@ -313,7 +313,9 @@ def test_images_in_ram(tmp_path: Path, stage: Path, made: tuple[Manifest, Layout
     folder = tmp_path / "images"
     folder.mkdir()
     sizes = {"threads": 2, "ceiling": 64 << 20}
-    with closing(Rebuilding(record.files, layout, str(folder), key="some-key", **sizes)) as rebuilding:
+    with closing(
+        Rebuilding(record.files, layout, str(folder), stage=tmpfs.Stage("some-key"), **sizes)
+    ) as rebuilding:
         rebuilding.result()
         assert Path(rebuilding.paths["pages-1.img"]).read_bytes() == content[::-1]
         assert Path(rebuilding.paths["pages-1.img"]).parent == stage / "some-key"
@@ -321,7 +323,7 @@ def test_images_in_ram(tmp_path: Path, stage: Path, made: tuple[Manifest, Layout
     assert not os.path.ismount(stage)
     blob = record.files[0].table.chunks[0].blob
     (Path(layout.path) / "blobs" / "sha256" / blob.removeprefix("sha256:")).write_bytes(os.urandom(4 * KIB))
-    rebuilding = Rebuilding(record.files, layout, str(folder), key="some-key", **sizes)
+    rebuilding = Rebuilding(record.files, layout, str(folder), stage=tmpfs.Stage("some-key"), **sizes)
     with closing(rebuilding), pytest.raises(ImageError, match=blob):
         rebuilding.result()
     assert not os.path.ismount(stage)
@@ -345,7 +347,9 @@ def test_no_ram_for_images(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(stage / "some-key" / "images"))
 
     monkeypatch.setattr(tmpfs.Stage if when == "at first" else tmpfs.Area, ROOM[when], full)
-    rebuilding = Rebuilding(record.files, layout, str(folder), threads=2, ceiling=64 << 20, key="some-key")
+    rebuilding = Rebuilding(
+        record.files, layout, str(folder), threads=2, ceiling=64 << 20, stage=tmpfs.Stage("some-key")
+    )
     with closing(rebuilding):
         rebuilding.result()
         assert rebuilding.paths == {"pages-1.img": str(folder / "pages-1.img")}
