@@ -7,6 +7,7 @@ import os
 import shutil
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -312,10 +313,8 @@ def test_images_in_ram(tmp_path: Path, stage: Path, made: tuple[Manifest, Layout
     record, layout = made
     folder = tmp_path / "images"
     folder.mkdir()
-    sizes = {"threads": 2, "ceiling": 64 << 20}
-    with closing(
-        Rebuilding(record.files, layout, str(folder), stage=tmpfs.Stage("some-key"), **sizes)
-    ) as rebuilding:
+    begun = partial(Rebuilding, record.files, layout, str(folder), threads=2, ceiling=64 << 20)
+    with closing(begun(stage=tmpfs.Stage("some-key"))) as rebuilding:
         rebuilding.result()
         assert Path(rebuilding.paths["pages-1.img"]).read_bytes() == content[::-1]
         assert Path(rebuilding.paths["pages-1.img"]).parent == stage / "some-key"
@@ -323,7 +322,7 @@ def test_images_in_ram(tmp_path: Path, stage: Path, made: tuple[Manifest, Layout
     assert not os.path.ismount(stage)
     blob = record.files[0].table.chunks[0].blob
     (Path(layout.path) / "blobs" / "sha256" / blob.removeprefix("sha256:")).write_bytes(os.urandom(4 * KIB))
-    rebuilding = Rebuilding(record.files, layout, str(folder), stage=tmpfs.Stage("some-key"), **sizes)
+    rebuilding = begun(stage=tmpfs.Stage("some-key"))
     with closing(rebuilding), pytest.raises(ImageError, match=blob):
         rebuilding.result()
     assert not os.path.ismount(stage)

@@ -21,7 +21,7 @@ from gpusnap.oci.chunks.writer import write
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import ImageError
-from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process import mount_namespace, proc
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest
 from gpusnap.runtime_shim.settings import Memory
@@ -106,7 +106,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         pytest.skip("needs root, to mount a tmpfs")
     folder = tmp_path / "gpusnap" / "stage"
     monkeypatch.setattr(tmpfs, "FOLDER", str(folder))
-    monkeypatch.setattr(space.mount_namespace, "lasting", lambda: True)
+    monkeypatch.setattr(mount_namespace, "lasting", lambda: True)
     yield folder
     assert not os.path.ismount(folder)
 
@@ -146,7 +146,7 @@ def test_a_runtime_that_comes_when_all_is_there(
     """It has the files by name, and begins nothing."""
     with runtime.joined(begun) as joined:
         assert list(stage.iterdir()) == [], "nothing has a name before"
-        assert joined.begun
+        assert not waits(joined)
         joined.result()
         assert joined.paths == {NAME: str(stage / KEY / f"images-{NAME}")}
         assert Path(joined.paths[NAME]).read_bytes() == content
@@ -167,15 +167,20 @@ def test_a_runtime_that_comes_before(
 
     with ahead(record, gate, Memory(threads=2)) as environment, runtime.joined(dict(environment)) as joined:
         assert gate.waiting.wait(60)
-        assert not joined.begun
+        assert waits(joined)
         thread = threading.Thread(target=wait)
         thread.start()
         assert not found
         gate.open()
         thread.join(60)
-        assert joined.begun
+        assert not waits(joined)
     assert found == [content]
     assert runtime.begun == 0
+
+
+def waits(joined: Joined) -> bool:
+    """Whether who comes behind waits."""
+    return not joined.begun
 
 
 @contextmanager
@@ -215,10 +220,10 @@ def test_a_command_that_is_killed_at_work(
 ) -> None:
     """The runtime begins anew."""
     with command(record, Gate(layout)) as (environment, kill), runtime.joined(environment) as joined:
-        assert not joined.begun
+        assert waits(joined)
         kill()
         joined.result()
-        assert joined.begun
+        assert not waits(joined)
         assert not joined.taken
         assert Path(joined.paths[NAME]).read_bytes() == content
     assert runtime.begun == 1
