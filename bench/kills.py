@@ -298,6 +298,9 @@ def _brought_back(bench: Bench, kind: str, name: str, archive: Path, done: Done,
         again = limited(restore_from(from_elsewhere[kind]))
         outcome = "restored from what was made"
     else:
+        if podman("inspect", "--format", "{{.State.Status}}", NAME).out.strip() == "stopped":
+            # Who was to clean up was killed; docs/troubleshooting.md.
+            good(podman("container", "cleanup", NAME))
         again = limited([*_PODMAN, "restore", NAME])
         outcome = "restored in place"
     if again.code:

@@ -37,6 +37,10 @@ _EVERY = 0.25
 _MOST = 4 << 20
 
 
+# Ended, and Podman has not cleaned up after it: that does who waits for its end, unless it is killed.
+_NOT_CLEANED_UP = "stopped"
+
+
 @dataclass(frozen=True, slots=True)
 class Container:
     """What Podman says of a container."""
@@ -324,6 +328,21 @@ def go_on(container_id: str) -> None:
         )
 
 
+def to_restore(found: Container) -> str:
+    """The command with which Podman restores a container that has ended from its storage."""
+    first = f"podman container cleanup {found.name} && " if found.status == _NOT_CLEANED_UP else ""
+    return f"{first}podman container restore {found.name}"
+
+
+def clean_up(found: Container) -> None:
+    """Do what a Podman that was killed when the container ended has not done. Raises GpusnapError.
+
+    Until then it takes the container for one that runs, and restores it not (libpod, container_api.go).
+    """
+    if found.status == _NOT_CLEANED_UP:
+        said("container", "cleanup", found.id, wanted=f"that it has cleaned up after {found.name}")
+
+
 def check(found: Container, *, asleep: bool = False) -> None:
     """Raise ContainerError where gpusnap cannot checkpoint it as it is. `asleep`: it is suspended."""
     if found.status == "paused" and not asleep:
@@ -348,7 +367,7 @@ def not_running(found: Container) -> ContainerError:
     if found.checkpointed:
         return ContainerError(
             f"the container {found.name} is not running: a checkpoint ended it",
-            hint=f"podman container restore {found.name} restores it; podman start would lose its memory",
+            hint=f"{to_restore(found)} restores it; podman start would lose its memory",
             code="GPS-201",
         )
     return ContainerError(

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from gpusnap.engines.podman import Container
+from gpusnap.engines.podman import Container, clean_up
 from gpusnap.engines.podman_command import RUNTIME, ended, sentence, sentence_of_runtime, started
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, split_code
 from gpusnap.runtime_shim.log import NOTE, note
@@ -81,6 +81,7 @@ def restore_in_place(
     say: Callable[[str], None] = lambda text: None,
 ) -> str:
     """Have Podman restore a container that a checkpoint ended, from its storage; its ID. Raises likewise."""
+    clean_up(of)
     return _work(("container", "restore", *options, of.id), environment, tick, say=say)[0]
 
 

@@ -11,6 +11,7 @@ import click
 from gpusnap.checkpoints import migrations
 from gpusnap.checkpoints.migrations import Leaving
 from gpusnap.cli import recover_list
+from gpusnap.engines import podman
 from gpusnap.migration import records
 from gpusnap.migration.records import Record
 from gpusnap.oci.base.dataclass import dataclass
@@ -193,7 +194,7 @@ def _recover_and_say(
         there = in_podman.left(Store(settings.store.path))
         for stopped in there:
             said = "Podman has a checkpoint of it, and its memory is in the store; it continues by"
-            click.echo(f"{stopped.id}  {said}: podman container restore {stopped.name}", err=True)
+            click.echo(f"{stopped.id}  {said}: {podman.to_restore(stopped)}", err=True)
         if idle and not unknown and not open_ones and not there:
             click.echo(_NOTHING, err=True)
 

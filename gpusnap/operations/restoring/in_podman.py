@@ -6,6 +6,7 @@ and nobody gives it a name in the store. The container has ended; `podman contai
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 
 from gpusnap.checkpoints import locator
@@ -36,7 +37,7 @@ def chosen(place: locator.InStore) -> locator.Chosen:
         raise NotFound(
             f"{str(error).partition(' (did you mean')[0]}, but Podman has a checkpoint of the container "
             f"{found.name}",
-            hint=f"podman container restore {found.name} continues it; podman start would lose its memory",
+            hint=f"{podman.to_restore(found)} continues it; podman start would lose its memory",
             code=error.code,
         ) from error
 
@@ -51,9 +52,23 @@ def left(store: Store) -> tuple[podman.Container, ...]:
         for container_id in sorted(ids - {""}):
             with suppress(GpusnapError):
                 there = podman.container(container_id)
-                if there.checkpointed and there.status in _STOPPED:
+                if _has_checkpoint(there):
                     found.append(there)
     return tuple(found)
+
+
+def _has_checkpoint(found: podman.Container) -> bool:
+    """Whether it has ended, and Podman has a whole checkpoint of it.
+
+    A Podman that was killed, too, has noted none. CRIU writes the inventory last (criu, cr-dump.c).
+    """
+    if found.status not in _STOPPED:
+        return False
+    if found.checkpointed:
+        return True
+    with suppress(OSError):
+        return exists(os.path.join(found.checkpoint_path, "inventory.img"))
+    return False
 
 
 def _restorable(place: locator.InStore) -> podman.Container | None:
@@ -62,7 +77,7 @@ def _restorable(place: locator.InStore) -> podman.Container | None:
         return None
     with suppress(GpusnapError):
         found = podman.container(place.wanted)
-        if found.name != place.wanted or not found.checkpointed or found.status not in _STOPPED:
+        if found.name != place.wanted or not _has_checkpoint(found):
             return None
         path = found.checkpoint_path
         if not manifest_file.belongs(path) or manifest_file.read(path).pages != StoreHome.kind:

@@ -67,7 +67,7 @@ def _container(wanted: str) -> GpusnapError:
     if there is not None and there.checkpointed and there.status != "running":
         return GpusnapError(
             f"Podman has a container {wanted} already, which a checkpoint has ended",
-            hint=f"podman container restore {wanted} continues it from that checkpoint, and podman rm "
+            hint=f"{podman.to_restore(there)} continues it from that checkpoint, and podman rm "
             f"{wanted} may lose it (gpusnap ls); or give another name with --name",
             code="GPS-508",
         )

@@ -49,6 +49,20 @@ def test_its_memory_is_in_the_store(store: Store, fake: FakePodman) -> None:
     assert [each.id for each in in_podman.left(store)] == [ID]
 
 
+def test_podman_was_killed_too(store: Store, fake: FakePodman) -> None:
+    """It has noted no checkpoint, and not cleaned up; what is whole on disk can be restored all the same."""
+    keep_pages(store)
+    fake.has(status="stopped", checkpointed=False)
+    assert refused(store).hint.startswith(
+        "podman container cleanup w && podman container restore w continues it"
+    )
+    assert [each.id for each in in_podman.left(store)] == [ID]
+    for image in (fake.folder / "checkpoint").glob("inventory.img"):
+        image.unlink()
+    assert "Podman" not in str(refused(store))
+    assert in_podman.left(store) == ()
+
+
 def test_its_memory_is_gone(store: Store, tmp_path: Path, fake: FakePodman) -> None:
     """Podman could not restore it, so nothing is promised."""
     (tmp_path / "other").mkdir()

@@ -263,7 +263,7 @@ def test_another_process_with_the_number_of_the_command(
 @pytest.mark.parametrize("at", ["work", "the end"])
 def test_a_runtime_that_never_comes(record: Manifest, layout: Layout, stage: Path, at: str) -> None:
     """Podman failed, or was killed: nothing is left."""
-    gate = Gate(layout)
+    gate, before = Gate(layout), os.listdir("/proc/self/fd")
     with ahead(record, gate, Memory(threads=2)) as environment:
         assert gate.waiting.wait(60)
         gate.open()
@@ -271,7 +271,8 @@ def test_a_runtime_that_never_comes(record: Manifest, layout: Layout, stage: Pat
             wait_for(lambda: state(dict(environment)) == module.DONE, "the images")
         assert os.path.ismount(stage)
     assert not os.path.ismount(stage)
-    assert not [name for name in map(_target, os.listdir("/proc/self/fd")) if "gpusnap" in name]
+    new = set(os.listdir("/proc/self/fd")).difference(before)
+    assert not [name for name in map(_target, new) if "gpusnap" in name]
 
 
 def _target(number: str) -> str:
