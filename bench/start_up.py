@@ -2,11 +2,12 @@
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 --
         /opt/gpusnap/bin/python -B /src/bench/start_up.py [--rounds 7] [--runtime crun]
-        [--workload='--counters 4'] [--json FILE]
+        [--workload='--counters 4'] [--memory MIB] [--json FILE]
 
 `gpusnap checkpoint` into the store and `gpusnap restore` from it, in turn. Programs in front of Podman,
 gpusnap-runtime and the real runtime note when each is started and when it has ended. Medians, in seconds.
-Some milliseconds of each figure are theirs.
+Some milliseconds of each figure are theirs. With --memory the container has a second process, with so much
+memory on the CPU, half of it random bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from faulthost import COMMAND, limited, parser, prepare, remove_all, settings, start
 from shimhost import LAUNCHER
-from support import good, podman
+from support import Container, good, podman
 
 NAME = "startup"
 _FOLDER = Path("/var/tmp/start-up")
@@ -32,6 +33,16 @@ echo "$EPOCHREALTIME {name} start $*" >> {notes}
 code=$?
 echo "$EPOCHREALTIME {name} end $*" >> {notes}
 exit $code
+"""
+# Python of this host, whose /usr the container has at /host.
+_HOLDING = """\
+LD_LIBRARY_PATH=/host/lib/x86_64-linux-gnu PYTHONHOME=/host /host/bin/python3 -c "
+import os, time
+held = [os.urandom(1 << 19) + bytes(range(256)) * 2048 for _ in range({mib})]
+open('/ready', 'w')
+time.sleep(1e6)" &
+while [ ! -e /ready ]; do sleep 0.1; done
+exec /gpuwork --mib 6 {workload}
 """
 # The goals of what moves no bytes.
 GOALS = {
@@ -117,7 +128,7 @@ def plain(line: list[str]) -> float:
     return time.perf_counter() - begin
 
 
-def measure(rounds: int, runtime: str, workload: str) -> dict[str, list[float]]:
+def measure(rounds: int, runtime: str, workload: str, memory: int) -> dict[str, list[float]]:
     """Each row's readings."""
     found: dict[str, list[float]] = {}
 
@@ -126,7 +137,11 @@ def measure(rounds: int, runtime: str, workload: str) -> dict[str, list[float]]:
             found.setdefault(name, []).append(value)
 
     environment = install(runtime)
-    start(NAME, *workload.split())
+    if memory:
+        script = _HOLDING.format(mib=memory, workload=workload)
+        Container.start(NAME, script=script, gpus=("0",), options=("-v", "/usr:/host:ro"))
+    else:
+        start(NAME, *workload.split())
     for _ in range(rounds):
         add({"gpusnap --version": plain([COMMAND, "--version"])})
         add(timed([COMMAND, "checkpoint", "--name", f"{NAME}:1", NAME], environment).rows("checkpoint"))
@@ -139,11 +154,12 @@ def main() -> int:
     options = parser(__doc__ or "", 7)
     options.add_argument("--runtime", default="crun")
     options.add_argument("--workload", default="", help="more options of gpuwork")
+    options.add_argument("--memory", type=int, default=0, help="MiB")
     options.add_argument("--json", type=Path)
     chosen = options.parse_args()
     prepare("start_up", chosen)
     try:
-        found = measure(chosen.rounds, chosen.runtime, chosen.workload)
+        found = measure(chosen.rounds, chosen.runtime, chosen.workload, chosen.memory)
     finally:
         remove_all()
     medians = {name: statistics.median(values) for name, values in found.items()}
