@@ -36,9 +36,9 @@ _MAP = "change the GPU map"
 _WAIT = "wait for the other restore to end"
 FREE = "stop what else runs on those GPUs"
 _MODE = "turn MIG off, or set the compute mode to default (nvidia-smi)"
-_ELSEWHERE = "restore on a host that has such GPUs"
-_MORE = "give the new container as many GPUs as the checkpoint's had, of the same model"
-_HINTS = (_UPDATE, _MAP, _WAIT, FREE, _MODE, _MORE, _ELSEWHERE)
+ELSEWHERE = "restore on a host that has such GPUs"
+MORE = "give the new container as many GPUs as the checkpoint's had, of the same model"
+_HINTS = (_UPDATE, _MAP, _WAIT, FREE, _MODE, MORE, ELSEWHERE)
 """What helps soonest comes first."""
 
 _NOTHING: Mapping[str, int] = MappingProxyType({})
@@ -101,6 +101,24 @@ class _Misfit(NamedTuple):
     hint: str
 
 
+class _Words(NamedTuple):
+    """What a refusal calls that whose GPUs are assigned: a checkpoint, or a suspended container."""
+
+    container: str
+    """Empty for a checkpoint."""
+    whose: str
+    made: str
+    not_given: _Misfit
+
+
+def _words(container: str) -> _Words:
+    if not container:
+        given = _Misfit("not among the GPUs of the new container", MORE)
+        return _Words("", "the checkpoint", "the checkpoint was made", given)
+    name = f"container {container}"
+    return _Words(container, name, f"{name} was suspended", _Misfit(f"{name} does not see it", MORE))
+
+
 class _Impossible(Exception):
     """There is no plan."""
 
@@ -124,18 +142,22 @@ def plan(
     reserved: Mapping[str, int] = _NOTHING,
     lenient: bool = False,
     given: Collection[str] | None = None,
+    suspended: str = "",
 ) -> Plan:
     """Pairs for the GPUs of a checkpoint that driver `made_with` made, or a refusal; raises nothing for it.
 
     `reserved` has bytes by UUID that other restores are about to use. `lenient`: what `request` asks for
     GPUs that the checkpoint does not have is passed over, as a map for all containers demands. `given` are
-    the UUIDs of the only GPUs that the container may have; None where it may have any.
+    the UUIDs of the only GPUs that the container may have; None where it may have any. `suspended`: the name
+    of the suspended container whose GPUs they are, for the refusal; empty for a checkpoint.
     """
+    words = _words(suspended)
     theirs = sorted(wanted, key=lambda gpu: (gpu.index, gpu.uuid))
     ours = sorted(host.gpus, key=lambda gpu: gpu.index)
-    older = _older(host.driver_version, made_with)
+    older = _older(host.driver_version, made_with, words)
     misfits = [
-        [older or _not_given(new, given) or _misfit(old, new, reserved) for new in ours] for old in theirs
+        [older or _not_given(new, given, words) or _misfit(old, new, reserved) for new in ours]
+        for old in theirs
     ]
     verdicts = tuple(
         Verdict(old.uuid, new.uuid, misfit.reason if misfit else "")
@@ -146,23 +168,22 @@ def plan(
         if older is not None:
             made = _shown(made_with)
             raise _Impossible(
-                f"the checkpoint was made with driver {made}, and this host has {host.driver_version}, "
-                "which is older",
+                f"{words.made} with driver {made}, and this host has {host.driver_version}, which is older",
                 older.hint,
                 code="GPS-402",
             )
-        asked = _asked(theirs, ours, request, lenient)
-        rest = _around(theirs, ours, misfits, asked)
-        chosen = _chosen(theirs, ours, rest, reserved)
+        asked = _asked(theirs, ours, request, lenient, words.whose)
+        rest = _around(theirs, ours, misfits, asked, words.whose)
+        chosen = _chosen(theirs, ours, rest, reserved, words)
     except _Impossible as error:
         return Plan((), verdicts, str(error), error.hint, error.why, error.code)
     return Plan(tuple((old.uuid, ours[at].uuid) for old, at in zip(theirs, chosen, strict=True)), verdicts)
 
 
-def _older(here: str, made_with: str) -> _Misfit | None:
+def _older(here: str, made_with: str, words: _Words) -> _Misfit | None:
     if _version(here) >= _version(made_with):
         return None
-    return _Misfit(f"driver {here} is older than the checkpoint's {_shown(made_with)}", _UPDATE)
+    return _Misfit(f"driver {here} is older than {words.whose}'s {_shown(made_with)}", _UPDATE)
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -184,20 +205,20 @@ def _free(gpu: Gpu, reserved: Mapping[str, int]) -> int:
     return max(0, gpu.memory_total - gpu.memory_used - reserved.get(gpu.uuid, 0))
 
 
-def _not_given(new: Gpu, given: Collection[str] | None) -> _Misfit | None:
+def _not_given(new: Gpu, given: Collection[str] | None, words: _Words) -> _Misfit | None:
     if given is None or new.uuid in given:
         return None
-    return _Misfit("not among the GPUs of the new container", _MORE)
+    return words.not_given
 
 
 def _misfit(old: Wanted, new: Gpu, reserved: Mapping[str, int]) -> _Misfit | None:
     """What keeps a GPU of the checkpoint from a GPU of this host, looked at alone."""
     same = old.uuid == new.uuid
     if not same and new.model != old.model:
-        return _Misfit(f"another model: {new.model}", _ELSEWHERE)
+        return _Misfit(f"another model: {new.model}", ELSEWHERE)
     if not same and new.compute_capability != old.compute_capability:
         had, needed = new.compute_capability, old.compute_capability
-        return _Misfit(f"compute capability {had}, needs {_shown(needed)}", _ELSEWHERE)
+        return _Misfit(f"compute capability {had}, needs {_shown(needed)}", ELSEWHERE)
     if new.mig:
         return _Misfit("in MIG mode", _MODE)
     busy = reserved.get(new.uuid, 0) > 0
@@ -236,16 +257,18 @@ def _names(indices: Iterable[int]) -> str:
 # What the GPU map asks for.
 
 
-def _asked(theirs: Sequence[Wanted], ours: Sequence[Gpu], request: GpuMap, lenient: bool) -> dict[int, int]:
+def _asked(
+    theirs: Sequence[Wanted], ours: Sequence[Gpu], request: GpuMap, lenient: bool, whole: str
+) -> dict[int, int]:
     """Position in `ours` by position in `theirs`."""
     asked: dict[int, int] = {}
     words: dict[int, tuple[str, str]] = {}
     for left, right in request:
-        old = _meant(left, theirs, "the checkpoint")
+        old = _meant(left, theirs, whole)
         if old is None and lenient:
             continue
         new = _meant(right, ours, "this host")
-        for word, found, whose in ((left, old, "the checkpoint"), (right, new, "this host")):
+        for word, found, whose in ((left, old, whole), (right, new, "this host")):
             if found is None:
                 have = theirs if found is old else ours
                 numbers = f"has {_names(gpu.index for gpu in have)}" if have else "has none"
@@ -255,7 +278,7 @@ def _asked(theirs: Sequence[Wanted], ours: Sequence[Gpu], request: GpuMap, lenie
         assert old is not None
         assert new is not None
         if old in asked:
-            twice = f"{words[old][0]} and {left} are the same GPU of the checkpoint"
+            twice = f"{words[old][0]} and {left} are the same GPU of {whole}"
             raise _Impossible(f"the GPU map gives one GPU two places: {twice}", _MAP, code="GPS-403")
         for other, taken in asked.items():
             if taken == new:
@@ -277,7 +300,7 @@ def _meant(word: str, gpus: Sequence[Wanted] | Sequence[Gpu], whose: str) -> int
 
 
 def _around(
-    theirs: Sequence[Wanted], ours: Sequence[Gpu], misfits: _Misfits, asked: Mapping[int, int]
+    theirs: Sequence[Wanted], ours: Sequence[Gpu], misfits: _Misfits, asked: Mapping[int, int], whole: str
 ) -> list[list[_Misfit | None]]:
     """The misfits with what the GPU map takes away, from the GPUs that it names and from all others."""
     owners = {new: old for old, new in asked.items()}
@@ -285,7 +308,7 @@ def _around(
     for old, row in enumerate(rest):
         if (misfit := row[asked[old]] if old in asked else None) is not None:
             raise _Impossible(
-                f"GPU {theirs[old].index} of the checkpoint cannot go to GPU {ours[asked[old]].index} of "
+                f"GPU {theirs[old].index} of {whole} cannot go to GPU {ours[asked[old]].index} of "
                 f"this host, as the GPU map asks: {misfit.reason}",
                 _MAP,
                 code="GPS-403",
@@ -302,18 +325,22 @@ def _around(
 
 
 def _chosen(
-    theirs: Sequence[Wanted], ours: Sequence[Gpu], misfits: _Misfits, reserved: Mapping[str, int]
+    theirs: Sequence[Wanted],
+    ours: Sequence[Gpu],
+    misfits: _Misfits,
+    reserved: Mapping[str, int],
+    words: _Words,
 ) -> list[int]:
     """For each of `theirs` the position in `ours`. Raises _Impossible."""
     count, places = len(theirs), len(ours)
     lost = next((at for at, row in enumerate(misfits) if all(row)), None)
-    needs = f"the checkpoint needs {count} GPU{'s' if count > 1 else ''}, and this host has"
+    needs = f"{words.whose} needs {count} GPU{'s' if count > 1 else ''}, and this host has"
     if places == 0 < count:
-        raise _Impossible(f"{needs} none", _ELSEWHERE, code="GPS-401")
+        raise _Impossible(f"{needs} none", ELSEWHERE, code="GPS-401")
     if lost is not None:
-        raise _too_few(theirs, ours, misfits, [lost], [])
+        raise _too_few(theirs, ours, misfits, [lost], [], words)
     if count > places:
-        raise _Impossible(f"{needs} {places}", _ELSEWHERE, code="GPS-401")
+        raise _Impossible(f"{needs} {places}", ELSEWHERE, code="GPS-401")
     freest = sorted(range(places), key=lambda at: (-_free(ours[at], reserved), at))
     # Each rank outweighs the sum of all below it. The freest GPU is worth more than all others together, and
     # the place of the container's first GPU too.
@@ -329,7 +356,7 @@ def _chosen(
     chosen = _cheapest(costs, places)
     left = next((at for at, place in enumerate(chosen) if misfits[at][place]), None)
     if left is not None:
-        raise _too_few(theirs, ours, misfits, *_contenders(misfits, chosen, left))
+        raise _too_few(theirs, ours, misfits, *_contenders(misfits, chosen, left), words)
     return chosen
 
 
@@ -389,6 +416,7 @@ def _too_few(
     misfits: _Misfits,
     rivals: Sequence[int],
     places: Sequence[int],
+    words: _Words,
 ) -> _Impossible:
     """The refusal where `rivals` fit onto nothing but `places`, which are fewer."""
     # If the one that needs least does not fit, the others do not.
@@ -396,15 +424,21 @@ def _too_few(
     if places:
         names, here = _names(theirs[at].index for at in rivals), _names(ours[at].index for at in places)
         fits = "fits" if len(places) == 1 else "fit"
-        sentence = f"{names} of the checkpoint need {len(rivals)} GPUs of this host, and only {here} {fits}"
+        sentence = f"{names} of {words.whose} need {len(rivals)} GPUs of this host, and only {here} {fits}"
     else:
         gpu = theirs[least]
-        sentence = f"no GPU of this host fits GPU {gpu.index} of the checkpoint ({_shown(gpu.model)})"
+        model = _shown(gpu.model)
+        if words.container:
+            sentence = f"no GPU that container {words.container} sees fits its GPU {gpu.index} ({model})"
+        else:
+            sentence = f"no GPU of this host fits GPU {gpu.index} of the checkpoint ({model})"
     indices: dict[str, list[int]] = {}
-    hints = {_ELSEWHERE}
+    hints = {ELSEWHERE}
     for at, misfit in enumerate(misfits[least]):
         if misfit is not None and at not in places:
             indices.setdefault(misfit.reason, []).append(ours[at].index)
             hints.add(misfit.hint)
+    if words.container and not places and len(indices) > 1:
+        indices.pop(words.not_given.reason, None)  # the sentence has said so
     why = "; ".join(f"{_names(numbers)}: {reason}" for reason, numbers in indices.items())
     return _Impossible(sentence, min(hints, key=_HINTS.index), why, code="GPS-401")

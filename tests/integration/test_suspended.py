@@ -246,7 +246,10 @@ def test_a_swap_that_cannot_fit(small_gpus: None) -> None:
     suspended(first)
     second = Container.start("second", "--mib", "8", gpus=("1",))
     third = Container.start("third", "--mib", "32", gpus=("0",))
-    assert "no GPU of this host fits" in sentence(gpusnap("swap", "second", "first"))
+    said = sentence(gpusnap("swap", "second", "first"))
+    assert "no GPU that container first sees fits" in said
+    assert "container third uses " in said
+    assert said.endswith(": gpusnap swap third first [GPS-401]")
     second.goes_on()
     third.goes_on()
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from gpusnap.engines import podman
 from gpusnap.operations.driver import needed_driver
-from gpusnap.operations.suspending import budget, targets
+from gpusnap.operations.suspending import budget, make_way, targets
 from gpusnap.operations.suspending.ahead import Ahead
 from gpusnap.operations.suspending.commands import after_resume, around_suspend
 from gpusnap.operations.suspending.moved import Moved
@@ -79,7 +79,13 @@ def resume_this(
     began = time.monotonic()
     go_on = targets.engine_of(found).go_on
     with overrides.alone(found.container):
-        done, steps = resuming.resume(found.key, settings, driver, go_on, request=request, loading=loading)
+        try:
+            done, steps = resuming.resume(
+                found.key, settings, driver, go_on, request=request, loading=loading
+            )
+        except resuming.NoRoom as error:
+            make_way.propose(error, found, driver, request)
+            raise
     after_resume(found.engine, found.container, asked)
     return Moved(done, time.monotonic() - began, steps)
 

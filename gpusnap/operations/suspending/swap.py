@@ -13,16 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 
 from gpusnap.oci.base.errors import OciError
-from gpusnap.operations.suspending import targets
+from gpusnap.operations.suspending import make_way, targets
 from gpusnap.operations.suspending.ahead import Ahead
 from gpusnap.operations.suspending.moved import Moved
 from gpusnap.operations.suspending.suspend import resume_this, suspend_this
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, UsageError
-from gpusnap.runtime_shim.gpu.api.driver import Driver, Host
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.settings import Settings
@@ -49,7 +47,11 @@ def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[Moved
     target = targets.running(out, first)
     container = target[1]
     used = driver.memory_used(each.pid for each in containers.processes(container.pid, container.id))
-    resuming.check(found, _without(driver, used), request)
+    try:
+        resuming.check(found, make_way.without(driver.host(), [*used.values()]), request)
+    except resuming.NoRoom as error:
+        make_way.propose(error, found, driver, request)
+        raise
     with ExitStack() as stack:
         loading = _begin_loading(found, settings, used)
         if loading is not None:
@@ -95,16 +97,3 @@ def _begin_loading(found: Suspension, settings: Settings, used: _Used) -> Loadin
         return load.begin(found, settings.memory, beside=needed)
     except (OSError, OciError, GpusnapError):
         return None
-
-
-def _without(driver: Driver, used: _Used) -> Host:
-    """This host as it is when some processes use no GPU."""
-    host = driver.host()
-    freed: dict[str, int] = {}
-    for of in used.values():
-        for uuid, size in of.items():
-            freed[uuid] = freed.get(uuid, 0) + size
-    gpus = tuple(
-        replace(gpu, memory_used=max(0, gpu.memory_used - freed.get(gpu.uuid, 0))) for gpu in host.gpus
-    )
-    return replace(host, gpus=gpus)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -100,27 +100,45 @@ def _of_suspended(found: Suspension) -> Usage:
     )
 
 
-def _of_running(driver: Driver, running: Sequence[_Running]) -> Iterator[Usage]:
+def running_on(driver: Driver) -> Mapping[str, Mapping[str, int]]:
+    """Bytes by GPU UUID that each running container uses, by its name; not of paused and suspended ones.
+
+    Raises GpusnapError.
+    """
+    asleep = {each.container for each in suspensions.find()}
+    there = [each for each in _running() if not each.paused and each.container_id not in asleep]
+    return {each.name: used for each, used in _used(driver, there)}
+
+
+def _used(driver: Driver, running: Sequence[_Running]) -> Iterator[tuple[_Running, Mapping[str, int]]]:
+    """Bytes by GPU UUID of each container that uses a GPU."""
     members = {
         each.container_id: [process.pid for process in containers.processes(each.init, each.container_id)]
         for each in running
     }
     users = {name: holders(driver, pids) for name, pids in members.items()}
     used = driver.memory_used([pid for pids in users.values() for pid in pids])
-    index = {gpu.uuid: gpu.index for gpu in driver.host().gpus}
     for each in running:
         pids = users[each.container_id]
         if not pids:
             continue
-        own = [used.get(pid, {}) for pid in pids]
-        gpus = {uuid for of in own for uuid, size in of.items() if size}
+        sizes: dict[str, int] = {}
+        for pid in pids:
+            for uuid, size in used.get(pid, {}).items():
+                sizes[uuid] = sizes.get(uuid, 0) + size
+        yield each, {uuid: size for uuid, size in sizes.items() if size}
+
+
+def _of_running(driver: Driver, running: Sequence[_Running]) -> Iterator[Usage]:
+    index = {gpu.uuid: gpu.index for gpu in driver.host().gpus}
+    for each, sizes in _used(driver, running):
         yield Usage(
             each.name,
             each.container_id,
             each.engine,
             "paused" if each.paused else "running",
-            tuple(sorted(index[uuid] for uuid in gpus if uuid in index)),
-            sum(size for of in own for size in of.values()),
+            tuple(sorted(index[uuid] for uuid in sizes if uuid in index)),
+            sum(sizes.values()),
             0,
             0,
             _started(each.init),

@@ -17,7 +17,7 @@ from gpusnap.runtime_shim import question_process, state_files
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, ProcessState
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
-from gpusnap.runtime_shim.gpu.assignment import FREE, plan
+from gpusnap.runtime_shim.gpu.assignment import ELSEWHERE, FREE, MORE, plan
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process.memory.tmpfs import Area
 from gpusnap.runtime_shim.runtime import cgroup_freezer
@@ -39,6 +39,15 @@ Loaded = Mapping[int, Sequence[Area]]
 """Files with what was spilled of processes, by PID."""
 
 _SETTLING = 10.0  # seconds
+
+
+class NoRoom(Refused):
+    """A GPU that fits has too little memory free.
+
+    `more`: the end of the hint, which stays if a caller names who is on the GPU; empty, or from "; " on.
+    """
+
+    more: str = ""
 
 
 def resume(
@@ -114,23 +123,32 @@ def check(
 ) -> tuple[tuple[str, str], ...]:
     """The GPU of `host` for each of its own; (old UUID, new UUID). Raises Refused where there is none.
 
-    `reserved`: bytes by UUID that others are about to use.
+    `reserved`: bytes by UUID that others are about to use. It is NoRoom where memory is all that is missing.
     """
-    given = {gpu.uuid for gpu in found.gpus}
-    chosen = plan(found.gpus, found.driver_version, host, request=request, reserved=reserved, given=given)
+    chosen, elsewhere = (
+        plan(
+            found.gpus,
+            found.driver_version,
+            host,
+            request=request,
+            reserved=reserved,
+            given=given,
+            suspended=found.name,
+        )
+        for given in ({gpu.uuid for gpu in found.gpus}, None)
+    )
     if chosen.refusal:
         refused = chosen.refused()
-        swap = f"gpusnap swap NAME {found.name} suspends the container NAME for it; gpusnap ps lists them"
-        full = refused.hint == FREE
-        if full:
-            refused.hint = swap
-        elsewhere = plan(found.gpus, found.driver_version, host, request=request, reserved=reserved)
-        if not elsewhere.refusal:
-            refused.hint = (
-                f"a GPU that container {found.name} does not see would do: gpusnap checkpoint {found.name}, "
-                "then remove the container, and gpusnap restore --gpu-map moves it there"
-                + (f"; {swap}" if full else "")
-            )
+        moves = f"gpusnap checkpoint {found.name}, podman rm and gpusnap restore"
+        there = f"a GPU that container {found.name} does not see would do: {moves} --gpu-map move it there"
+        if refused.hint == FREE:
+            refused = NoRoom(str(refused), hint=f"gpusnap swap OTHER {found.name}", code=refused.code)
+            refused.more = "" if elsewhere.refusal else f"; {there}"
+            refused.hint += refused.more
+        elif not elsewhere.refusal:
+            refused.hint = there
+        elif refused.hint in (MORE, ELSEWHERE):
+            refused.hint = f"{moves} move it to a host that has such GPUs"
         raise refused
     return chosen.pairs
 

@@ -14,6 +14,7 @@ from fakes import FakeDriver
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Refused
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host
+from gpusnap.runtime_shim.gpu.api.gpu_map import parse_map
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.runtime import container as containers
@@ -240,15 +241,52 @@ def test_the_gpu_of_a_resume() -> None:
     room, full = 1 << 29, 1 << 10
     assert resume.check(one, host(room, room), ()) == (("GPU-1", "GPU-1"),)
     assert dict(resume.check(two, host(full, room), ())) == {"GPU-1": "GPU-2", "GPU-2": "GPU-1"}
-    with pytest.raises(Refused, match="no GPU of this host fits GPU 0") as caught:
+    with pytest.raises(resume.NoRoom, match="no GPU that container w sees fits its GPU 0") as caught:
         resume.check(one, host(full, room), ())
-    assert caught.value.hint.startswith("a GPU that container w does not see would do: gpusnap checkpoint w")
-    assert "; gpusnap swap NAME w suspends the container NAME for it" in caught.value.hint
-    with pytest.raises(Refused) as caught:
+    assert caught.value.hint.startswith(
+        "gpusnap swap OTHER w; a GPU that container w does not see would do: "
+    )
+    with pytest.raises(resume.NoRoom) as caught:
         resume.check(one, host(full, full), ())
-    assert caught.value.hint.startswith("gpusnap swap NAME w suspends the container NAME for it")
+    assert caught.value.sentence() == (
+        "no GPU that container w sees fits its GPU 0 (Soft): GPU 1: 0.0 MiB free, 1.0 MiB needed; "
+        "gpusnap swap OTHER w [GPS-401]"
+    )
     with pytest.raises(Refused):
         resume.check(one, host(room, room), (), {"GPU-1": room, "GPU-2": room})
+
+
+@pytest.mark.parametrize(
+    ("request_", "here", "said"),
+    [
+        ("5=0", (1 << 29,), "the GPU map names GPU 5 of container w, which has GPU 0"),
+        (
+            "0=2",
+            (1 << 29, 1 << 29),
+            "GPU 0 of container w cannot go to GPU 2 of this host, as the GPU map asks: container w does not "
+            "see it; a GPU that container w does not see would do: ",
+        ),
+        ("0=1", (0, 0), "GPU 0 of container w cannot go to GPU 1 of this host, as the GPU map asks: "),
+    ],
+)
+def test_what_a_refused_resume_speaks_of(request_: str, here: tuple[int, ...], said: str) -> None:
+    """Of the suspended container: there is neither a checkpoint nor a new container."""
+    with pytest.raises(Refused) as caught:
+        resume.check(suspension(), host(*here), parse_map(request_))
+    sentence = caught.value.sentence()
+    assert sentence.startswith(said)
+    assert "the checkpoint" not in sentence
+    assert "new container" not in sentence
+
+
+def test_a_suspended_container_whose_gpu_is_gone() -> None:
+    """It can only go to another host."""
+    with pytest.raises(Refused) as caught:
+        resume.check(suspension(), replace(host(1 << 29), gpus=()), ())
+    assert caught.value.sentence() == (
+        "container w needs 1 GPU, and this host has none; gpusnap checkpoint w, podman rm and gpusnap "
+        "restore move it to a host that has such GPUs [GPS-401]"
+    )
 
 
 @pytest.mark.parametrize("error", [GpusnapError("the driver failed"), ImportError("cannot map it")])

@@ -1,0 +1,66 @@
+"""Which container a suspended one could be swapped with, where its GPUs have too little memory free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from gpusnap.operations.suspending import usage
+from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Host
+from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
+from gpusnap.runtime_shim.gpu.assignment import FREE
+from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
+from gpusnap.runtime_shim.snapshot.suspended import resume as resuming
+from gpusnap.runtime_shim.units import human
+
+_MOST_NAMED = 3
+
+
+def propose(error: resuming.NoRoom, found: Suspension, driver: Driver, request: GpuMap) -> None:
+    """Add to a refusal who uses the GPUs, and the command that makes room, as far as that can be told."""
+    with suppress(GpusnapError):
+        hint, swap = _hint(found, driver.host(), usage.running_on(driver), request)
+        error.hint = hint if swap else hint + error.more
+
+
+def without(host: Host, freed: Sequence[Mapping[str, int]]) -> Host:
+    """The host as it is with so many bytes less in use; by GPU UUID."""
+    gpus = tuple(
+        replace(gpu, memory_used=max(0, gpu.memory_used - sum(each.get(gpu.uuid, 0) for each in freed)))
+        for gpu in host.gpus
+    )
+    return replace(host, gpus=gpus)
+
+
+def _hint(
+    found: Suspension, host: Host, users: Mapping[str, Mapping[str, int]], request: GpuMap
+) -> tuple[str, bool]:
+    """The hint, and whether it has a swap that is enough."""
+    seen = {gpu.uuid: gpu.index for gpu in host.gpus if gpu.uuid in {own.uuid for own in found.gpus}}
+    there = {name: used for name, used in users.items() if any(uuid in seen for uuid in used)}
+    names = sorted(there, key=lambda name: (sum(there[name].values()), name))
+    if not names or not _fits(found, without(host, [*there.values()]), request):
+        return f"{FREE}: nvidia-smi lists it", False
+    # The one that has least and is enough.
+    enough = [name for name in names if _fits(found, without(host, [there[name]]), request)]
+    shown = [*enough[:1], *(name for name in reversed(names) if name not in enough[:1])][:_MOST_NAMED]
+    who = "; ".join(
+        f"container {name} uses "
+        + " and ".join(
+            f"{human(size)} of GPU {seen[uuid]}" for uuid, size in there[name].items() if uuid in seen
+        )
+        for name in shown
+    )
+    if enough:
+        return f"{who}: gpusnap swap {enough[0]} {found.name}", True
+    return f"{who}: gpusnap suspend {' '.join(reversed(names))} makes room", False
+
+
+def _fits(found: Suspension, host: Host, request: GpuMap) -> bool:
+    try:
+        resuming.check(found, host, request)
+    except Refused:
+        return False
+    return True
