@@ -180,7 +180,6 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
     store = wish.to.store if isinstance(wish.to, locator.InStore) else locator.default_store()
     with told():
         names = _store_names(wish, found)
-        store.create()
         disk_space.check(
             found,
             store.path,
@@ -189,6 +188,7 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
             twice=True,
             gpus=False,
         )
+        store.create()  # which writes, and would say no more than that its own few bytes do not fit
         with _staged(wish, found, store) as (staging, export), ExitStack() as order:
             before, blobs = kept.roots(store), _blobs(store)
             shown = order.enter_context(board())

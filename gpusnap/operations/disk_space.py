@@ -35,7 +35,8 @@ def check(
 
     rootfs: with the files that it has changed. volumes: with those in its named volumes, which Podman copies
     into its own storage first. twice: the records that are made of the archive go there, too. gpus: so does
-    the memory of its GPUs, for which the runtime does not look there.
+    the memory of its GPUs; without it the runtime looks whether that has room, and the message alone counts
+    it. The folder may be yet to be made.
     """
     in_volumes = sum(volume_sizes(found.volumes).values()) if volumes else 0
     in_records = files(found, rootfs=rootfs) + in_volumes + _RECORDS
@@ -43,7 +44,7 @@ def check(
     less = f", {human(in_volumes)} of it for volumes, which --ignore-volumes leaves out" if in_volumes else ""
     own = os.path.dirname(found.checkpoint_path) or folder
     if in_volumes and os.path.isdir(own):
-        if os.stat(own).st_dev == os.stat(folder).st_dev:
+        if os.stat(own).st_dev == os.stat(_made(folder)).st_dev:
             need += in_volumes
         elif in_volumes > (free := free_bytes(own)):
             raise Refused(
@@ -53,6 +54,8 @@ def check(
                 code="GPS-007",
             )
     if need > (free := free_bytes(folder)):
+        if not gpus:  # what the runtime would refuse next: CRIU's images are there twice for a moment
+            need = max(need, 2 * memory(found, gpus=False)) + on_gpus(found)
         raise Refused(
             f"the checkpoint of {found.name} needs up to {human(need)} in {folder}{less}, where "
             f"{human(free)} are free",
@@ -98,8 +101,7 @@ def volume_sizes(volumes: Mapping[str, str]) -> dict[str, int]:
 
 def free_bytes(folder: str) -> int:
     """Bytes that may be written below a folder, which may be yet to be made. Raises Refused."""
-    while not os.path.exists(folder) and folder != os.path.dirname(folder):
-        folder = os.path.dirname(folder)
+    folder = _made(folder)
     try:
         place = os.statvfs(folder)
     except OSError as error:
@@ -107,16 +109,30 @@ def free_bytes(folder: str) -> int:
     return place.f_bavail * place.f_frsize
 
 
+def _made(folder: str) -> str:
+    """A folder, or what there is of those above it."""
+    while not os.path.exists(folder) and folder != os.path.dirname(folder):
+        folder = os.path.dirname(folder)
+    return folder
+
+
 def memory(found: podman.Container, *, gpus: bool) -> int:
     """Bytes of memory that CRIU writes at most of its processes; with `gpus`, also what they have there."""
-    pids: list[int] = []
+    return sum(map(proc.memory, _pids(found))) + (on_gpus(found) if gpus else 0)
+
+
+def on_gpus(found: podman.Container) -> int:
+    """Bytes of GPU memory that its processes use; 0 where that cannot be told."""
+    pids = _pids(found)
+    with suppress(GpusnapError):  # there is no such GPU, or the runtime says what is wrong
+        return sum(sum(used.values()) for used in nvml.memory_used(pids).values()) if pids else 0
+    return 0
+
+
+def _pids(found: podman.Container) -> list[int]:
     with suppress(GpusnapError):  # its runtime says what is wrong with it
-        pids = [each.pid for each in container.processes(found.init, found.id)] if found.init else []
-    size = sum(map(proc.memory, pids))
-    if gpus and pids:
-        with suppress(GpusnapError):  # there is no such GPU, or the runtime says what is wrong
-            size += sum(sum(used.values()) for used in nvml.memory_used(pids).values())
-    return size
+        return [each.pid for each in container.processes(found.init, found.id)] if found.init else []
+    return []
 
 
 def files(found: podman.Container, *, rootfs: bool) -> int:

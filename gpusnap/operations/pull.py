@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.artifact import Kept
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.volumes import records as volumes
-from gpusnap.oci.base.errors import BlobError, NotACheckpoint, StagingBusy
+from gpusnap.oci.base.errors import BlobError, DiskFull, NotACheckpoint, OciError, StagingBusy
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.table import descriptors
 from gpusnap.oci.layout.digests import encoded
@@ -68,60 +68,77 @@ def fetched(
     """
     from gpusnap.oci.registry import copy as transfer
 
-    store.create()
-    with open_repository(what, plain_http=plain_http) as repository:
+    with ExitStack() as stack:
+        repository = stack.enter_context(open_repository(what, plain_http=plain_http))
         progress.stage(f"pull of {what.reference}")
         if repository.reference.name != what.reference.name:  # a mirror, which a restore does not ask
             leave = 0
         root = repository.resolve(_wanted(what.reference))
         name = f"pull-{encoded(root.digest)[:32]}"
-        with staged(store, name, f"pull of {what.reference}", progress) as staging:
+        with _whole_amount(store, repository, root, what):
+            store.create()
+            staging = stack.enter_context(staged(store, name, f"pull of {what.reference}", progress))
             early = transfer.pull(
                 repository, root.digest, staging.layout, have=have(staging), wanted=_is_config
             )[1]
-            found = kept.load(root, staging.layout)
-            check(found)
-            if look is not None and found.artifact.is_image:
-                records = found.artifact.records
-                of_records = transfer.pull(
-                    repository,
-                    root.digest,
-                    staging.layout,
-                    have=have(staging),
-                    wanted=lambda one: records is not None and one.digest == records.digest,
-                    progress=progress.moved,
-                )[1]
-                early = transfer.together(early, of_records)
-                look(found, staging.layout)
-            of_memory = descriptors(found.tables)
-            away = {each.digest: each.size for each in _away(of_memory, staging, store)}  # not of volumes
+        found = kept.load(root, staging.layout)
+        check(found)
+        if look is not None and found.artifact.is_image:
+            records = found.artifact.records
+            of_records = transfer.pull(
+                repository,
+                root.digest,
+                staging.layout,
+                have=have(staging),
+                wanted=lambda one: records is not None and one.digest == records.digest,
+                progress=progress.moved,
+            )[1]
+            early = transfer.together(early, of_records)
+            look(found, staging.layout)
+        of_memory = descriptors(found.tables)
+        away = {each.digest: each.size for each in _away(of_memory, staging, store)}  # not of volumes
 
-            coming = [each for each in found.parts if wanted(each)]
-            lacking = [each for each in coming if not staging.layout.has_blob(each.digest, each.size)]
-            check_copy(lacking, store.path, there=store.layout, what=f"the pull of {what.reference}")
+        coming = [each for each in found.parts if wanted(each)]
+        lacking = [each for each in coming if not staging.layout.has_blob(each.digest, each.size)]
+        check_copy(lacking, store.path, there=store.layout, what=f"the pull of {what.reference}")
 
-            def come(which: Callable[[Descriptor], bool]) -> Moved:
-                return transfer.pull(
-                    repository,
-                    root.digest,
-                    staging.layout,
-                    have=have(staging, read=not leave),
-                    wanted=which,
-                    progress=progress.moved,
-                )[1]
+        def come(which: Callable[[Descriptor], bool]) -> Moved:
+            return transfer.pull(
+                repository,
+                root.digest,
+                staging.layout,
+                have=have(staging, read=not leave),
+                wanted=which,
+                progress=progress.moved,
+            )[1]
 
-            if not leave:
-                moved = come(wanted)
-            else:
-                moved = come(lambda one: one.digest not in away)
-                if of_volumes := away.keys() & _of_volumes(found, staging.layout):
-                    come(lambda one: one.digest in of_volumes)
-                if not _may_wait(away, leave, seconds, come):
-                    come(lambda one: one.digest in away)
-            moved = _together(early, moved)
-            if after is not None:
-                moved = transfer.together(moved, after(repository, staging, found))
-            yield staging, found, moved
+        if not leave:
+            moved = come(wanted)
+        else:
+            moved = come(lambda one: one.digest not in away)
+            if of_volumes := away.keys() & _of_volumes(found, staging.layout):
+                come(lambda one: one.digest in of_volumes)
+            if not _may_wait(away, leave, seconds, come):
+                come(lambda one: one.digest in away)
+        moved = _together(early, moved)
+        if after is not None:
+            moved = transfer.together(moved, after(repository, staging, found))
+        yield staging, found, moved
+
+
+@contextmanager
+def _whole_amount(
+    store: Store, repository: Repository, root: Descriptor, what: locator.InRegistry
+) -> Iterator[None]:
+    """Where the first few bytes do not fit, say how much all of it needs. Raises Refused, OciError."""
+    try:
+        yield
+    except DiskFull:
+        with suppress(OciError):
+            found = artifact.read(root, lambda one: repository.read_manifest(one.digest)[1])
+            parts = [*found.blobs(), *found.documents]
+            check_copy(parts, store.path, there=store.layout, what=f"the pull of {what.reference}")
+        raise
 
 
 class Referrers:

@@ -495,6 +495,27 @@ def test_no_room(fake: FakePodman, store: Store, tmp_path: Path, monkeypatch: py
     made(ignore_rootfs=True)
 
 
+def test_the_whole_amount_on_a_full_disk(
+    fake: FakePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPU memory included, which the runtime would ask for next; a store that is not there is not begun."""
+    found = list(os.statvfs(tmp_path))
+    found[4] = 0
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(found))
+    monkeypatch.setattr(disk_space, "_RECORDS", 1 << 20)
+    monkeypatch.setattr(disk_space, "memory", lambda _, gpus: (3 << 30) if not gpus else 63 << 30)
+    monkeypatch.setattr(disk_space, "on_gpus", lambda _: 60 << 30)
+    for to, amount in (
+        (locator.InStore(Store(tmp_path / "new"), ""), "66.0 GiB"),
+        (locator.InFile(f"{tmp_path}/w.tar"), "63.0 GiB"),
+    ):
+        with pytest.raises(GpusnapError, match=rf"needs up to {amount} in .*, where 0 B are free") as caught:
+            made(to=to)
+        assert caught.value.code == "GPS-007"
+    assert not (tmp_path / "new").exists()
+    assert fake.status() == "running"
+
+
 def test_no_room_for_volumes(fake: FakePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Podman copies them first, then come the archive and the records; holes count, and links do not."""
     folder = tmp_path / "volume"

@@ -14,8 +14,10 @@ from fake_registry import FakeRegistry, Say
 from kept_checkpoints import an_archive, keep
 from oci_checkpoints import begin, blob_path, end, names, stagings, whole
 
+from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.locator import InFile, InLayoutFile, InRegistry, InStore
+from gpusnap.oci.base.errors import DiskFull
 from gpusnap.oci.layout.archive import LayoutArchive
 from gpusnap.oci.layout.documents import Descriptor, Index, Manifest, empty_descriptor
 from gpusnap.oci.layout.layout import Layout
@@ -25,7 +27,8 @@ from gpusnap.oci.store.store import Store
 from gpusnap.operations import disk_space
 from gpusnap.operations.copy import Copied, Destination, Source, copy
 from gpusnap.progress import Progress
-from gpusnap.runtime_shim.errors import GpusnapError, UsageError
+from gpusnap.runtime_shim.errors import GpusnapError, Refused, UsageError
+from gpusnap.runtime_shim.units import human
 from gpusnap.user_errors import Damaged, NotFound
 
 QUIET = Progress(shown=False)
@@ -193,6 +196,27 @@ def test_no_room(
         copied(what, place)
         monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 0)
         copied(what, InStore(other, "b"))
+
+
+def test_a_pull_onto_a_full_disk(
+    store: Store, digest: str, registry: FakeRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What all of it needs is said, not what the first file does."""
+    copied(InStore(store, "w"), at(registry))
+    other = Store(tmp_path / "other")
+
+    def full(_: Store) -> Store:
+        raise DiskFull("the store is full: the image layout of 30 B did not fit, 0 B are free")
+
+    monkeypatch.setattr(Store, "create", full)
+    with pytest.raises(GpusnapError, match="did not fit"):  # a quota, perhaps: the file system has room
+        copied(at(registry), InStore(other, "a"))
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 0)
+    with pytest.raises(Refused, match=r"the pull of .* needs .* in .*, where 0 B are free") as raised:
+        copied(at(registry), InStore(other, "a"))
+    assert raised.value.code == "GPS-007"
+    whole = kept.load(store.find(digest).descriptor, store.layout).size
+    assert f"needs {human(whole)} in" in str(raised.value)
 
 
 def test_in_the_same_store(store: Store, digest: str) -> None:
