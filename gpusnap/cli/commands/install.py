@@ -111,28 +111,47 @@ def uninstall(root: str, force: bool, dry_run: bool, as_json: bool) -> None:
     that stays names gpusnap-runtime or makes it the default: the lines are shown. --force does it all the
     same, and removes what somebody changed. Checkpoints, the store and gpusnap itself stay.
 
-    As JSON: changes (each with what, which is removed, gone or left, and path), notes.
+    With --dry-run it prints what would be removed and, if it would be refused, why, and ends with the same
+    exit code. It asks for containers only as root.
+
+    As JSON: changes (each with what, which is removed, gone or left, and path), notes, and refused, which is
+    empty unless --dry-run found that it would be refused.
     """
     root = _absolute(root)
     _need_root("uninstall", root, dry_run)
-    if root == "/" and not force and not dry_run:
-        _refuse_used()
+    refusal = None if force else _refusal_of_used(root)
+    if refusal is not None and not dry_run:
+        raise refusal
     lines = _named_still(root, force)
-    if lines and not force and not dry_run:
-        raise GpusnapError(
+    if lines and not force and refusal is None:
+        refusal = GpusnapError(
             f"engines are told of gpusnap-runtime in files that stay: {_some([str(each) for each in lines])}",
             hint="take these lines out first; with --force it is uninstalled all the same",
         )
+    if refusal is not None and not dry_run:
+        raise refusal
     changes = installer.uninstall(root=root, force=force, dry_run=dry_run)
     notes = _left(changes)
     notes += [f"take this line out, for {each.path} stays as it is: {each}" for each in lines]
     notes += _restarts(changes, root)
     if as_json:
-        _print(_document(changes, notes))
-        return
-    _say(changes, notes, (), dry_run)
-    if not changes:
-        click.echo("gpusnap install has put nothing on this host")
+        _print(_document(changes, notes) | {"refused": refusal.sentence() if refusal is not None else ""})
+    else:
+        _say(changes, notes, (), dry_run)
+        if not changes:
+            click.echo("gpusnap install has put nothing on this host")
+    if refusal is not None:
+        raise refusal
+
+
+def _refusal_of_used(root: str) -> GpusnapError | None:
+    """Why containers keep it from being uninstalled; None where none do, or in a tree."""
+    try:
+        if root == "/" and os.geteuid() == 0:  # whose containers Podman would list to others
+            _refuse_used()
+    except GpusnapError as error:
+        return error
+    return None
 
 
 def _absolute(root: str) -> str:

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from gpusnap.cli.commands import install as commands_install
 from gpusnap.cli.commands.install import install, uninstall
+from gpusnap.cli.exit_codes import exit_code
 from gpusnap.engines.install import detect as install_engines
 from gpusnap.engines.install import installer, record
 from gpusnap.engines.install import launcher as install_runtime
@@ -134,7 +135,8 @@ def test_containerd_of_somebody(tree: Path) -> None:
     assert line in str(caught.value)
     assert "--force" in caught.value.hint
     assert (tree / FRAGMENT[1:]).exists()
-    assert line in run(uninstall, tree, "--dry-run")
+    with pytest.raises(GpusnapError, match="engines are told of gpusnap-runtime in files that stay"):
+        run(uninstall, tree, "--dry-run")
     found = json.loads(run(uninstall, tree, "--force", "--json"))
     assert any(note.startswith("take this line out") and line in note for note in found["notes"])
     assert config.read_text() == before
@@ -284,3 +286,25 @@ def test_containers_that_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     done = CliRunner().invoke(uninstall, ["--force"], standalone_mode=False)
     assert all(given["force"] for given in reached)
     assert [given["dry_run"] for given in reached] == [True, False]
+
+
+@pytest.mark.parametrize("json_", [False, True])
+def test_a_dry_run_of_what_would_be_refused(monkeypatch: pytest.MonkeyPatch, json_: bool) -> None:
+    """It shows what would go, says the refusal, and fails as the real one; with force neither does."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(installer, "uninstall", lambda **given: [installer.Change("removed", PODMAN)])
+    monkeypatch.setattr(record, "load", lambda root: record.Record())
+    monkeypatch.setattr(install_mentions, "lines", lambda *_: [])
+    monkeypatch.setattr(install_engines, "used", lambda: [Used("podman", "0123", "server")])
+    words = ["--dry-run", *(["--json"] if json_ else [])]
+    done = CliRunner().invoke(uninstall, words, standalone_mode=False)
+    said = "containers of Podman have gpusnap-runtime as their runtime: server; remove them first"
+    assert isinstance(done.exception, GpusnapError)
+    assert done.exception.sentence().startswith(said)
+    assert exit_code(done.exception) == 1
+    if json_:
+        assert json.loads(done.stdout)["refused"].startswith(said)
+    else:
+        assert f"to be removed {PODMAN}\n" in done.stdout
+    done = CliRunner().invoke(uninstall, [*words, "--force"], standalone_mode=False)
+    assert done.exception is None

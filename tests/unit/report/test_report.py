@@ -176,7 +176,7 @@ def test_a_container_without_a_checkpoint(
     """The usual case of a report: its first checkpoint has failed. CRIU's log and doctor's word are there."""
     userdata = tmp_path / "userdata"
     running = Container("d" * 64, "new", "gpusnap-runtime", "running", str(userdata / "checkpoint"))
-    asked = []
+    asked: list[str] = []
 
     def find(word: str) -> Container:
         asked.append(word)
