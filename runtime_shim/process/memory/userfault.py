@@ -67,8 +67,10 @@ class Userfault:
         """Let it be read, and wake who waits in it. A part that is not registered any more is passed over.
 
         Raises ProcessLookupError where the process has ended; EINVAL or ENOMEM where it has unmapped the
-        range, and ENOMEM also where the kernel lacks memory.
+        range, and ENOMEM also where the kernel lacks memory; EBADF where another thread has closed this.
         """
+        if self._descriptor < 0:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         fcntl.ioctl(self._descriptor, _UNREGISTER, struct.pack("=QQ", address, size))
 
     def faults(self) -> Iterator[int]:

@@ -357,7 +357,7 @@ class DemandPaging:
                 # Without memory for them whoever touches them would be ended by SIGBUS.
                 region.area.populate(offset, region.sizes[region.piece(offset)])
                 self.ready(at, offset)
-            except OSError as error:
+            except BaseException as error:
                 self.fail(error)
 
     def _serve(self, hurry: Callable[[int, int], None], check: Callable[[], None]) -> None:

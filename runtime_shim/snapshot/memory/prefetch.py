@@ -115,10 +115,14 @@ class Filling:
                     behind=behind,
                     progress=reporter.move,
                 )
+        except BaseException:
+            self._drop()
+            raise
+        try:
             if self._paging is not None:
                 self._paging.populate_zeros()
         except BaseException:
-            self._drop()
+            self.close()
             raise
 
     def __enter__(self) -> Filling:

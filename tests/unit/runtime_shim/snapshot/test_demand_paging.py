@@ -733,6 +733,63 @@ def test_asked_to_stop(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPat
         pages.look()
 
 
+def test_let_go_of_while_a_worker_is_about_to_release(
+    target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where not every process can wait, none does; a worker has the descriptor, which is closed then."""
+    region = Region(target, gate.layout, random_bytes(3 * MIB))
+    gate.closed = {chunk.blob for chunk in region.table.chunks}
+    release, late = userfault.Userfault.release, []
+    with filling_of(gate, (7, [region])) as filling:
+        filling.deliver({7: target.pid})
+        paging = filling._paging
+        assert paging is not None
+
+        def after_detach(found: userfault.Userfault, address: int, size: int) -> None:
+            paging.detach()
+            late.append(address)
+            release(found, address, size)
+
+        monkeypatch.setattr(userfault.Userfault, "release", after_detach)
+        gate.open()
+        filling.right()
+        assert late == [region.start]
+        assert target.ask(region.reads()) == region.digest
+
+
+def test_whatever_keeps_zeros_from_being_made(
+    target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends the restore at once. Nobody else would ever say that they are missing."""
+    region = Region(target, gate.layout, random_bytes(MIB) + bytes(5 * MIB))
+    populate = stage.Area.populate
+
+    def fail(area: stage.Area, offset: int = 0, size: int | None = None, *, threads: int = 0) -> None:
+        if not threads:  # not for a chunk
+            raise MemoryError
+        populate(area, offset, size, threads=threads)
+
+    monkeypatch.setattr(stage.Area, "populate", fail)
+    with filling_of(gate, (7, [region])) as filling, pytest.raises(MemoryError):
+        filling.right()
+
+
+def test_no_thread_for_zeros(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The restore is refused, and by then nobody reads chunks for it any more."""
+    region = Region(target, gate.layout, random_bytes(MIB) + bytes(5 * MIB))
+    gate.closed = {chunk.blob for chunk in region.table.chunks}
+
+    def none(paging: DemandPaging) -> None:
+        wait_for(lambda: gate.asked, "the worker waits")
+        threading.Timer(0.1, gate.open).start()
+        raise GpusnapError("no thread")
+
+    monkeypatch.setattr(DemandPaging, "populate_zeros", none)
+    with pytest.raises(GpusnapError, match="no thread"):
+        filling_of(gate, (7, [region]))
+    assert "gpusnap-oci" not in {thread.name for thread in threading.enumerate()}
+
+
 def test_whole_pages() -> None:
     """A table of somebody else's may cut a page in two, and then none of it can be released alone."""
 
