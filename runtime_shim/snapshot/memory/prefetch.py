@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import resource
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,10 @@ _SWITCH = 0.0005  # seconds
 # Blobs that are read at once while CRIU works. It opens hundreds of files, and where these come from the same
 # disk each waits behind what the disk was asked for before: 45 ms with 12 blobs of 4 MiB, 5 s in all.
 _READS = 2
+# Descriptors of a staged file: its own, and that of its mapping (cpython, Modules/mmapmodule.c).
+_OF_A_FILE = 2
+# Descriptors that are left to all else: the chunks, the processes, the runtime.
+_SPARE = 64
 # What is staged goes when the restore fails, so that nobody is sent to look for it.
 _CHANGED = "see with gpusnap verify whether the checkpoint is as it was made, and restore another one if not"
 
@@ -56,6 +61,12 @@ _CHANGED = "see with gpusnap verify whether the checkpoint is as it was made, an
 def _most_of(cores: int) -> int:
     """Some are left to the runtime and to CRIU, which nobody would wait for any shorter else."""
     return max(1, cores * 3 // 4)
+
+
+def _may_open(count: int) -> bool:
+    """Whether there may be so many descriptors more, and some for all else that is to be opened."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return most == resource.RLIM_INFINITY or len(os.listdir("/proc/self/fd")) + count + _SPARE <= most
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +274,7 @@ class Filling:
         """A file for each region; none where the ceiling or this host does not allow it."""
         working = max((c.stored for _, r in self._regions for c in r.table.chunks), default=0)
         working *= settings.threads or _most_of(copies.cores())
-        if not mount_namespace.lasting():
+        if not mount_namespace.lasting() or not _may_open(_OF_A_FILE * len(self._regions)):
             return []
         if settings.ceiling and sum(r.table.size for _, r in self._regions) > settings.ceiling - working:
             return []

@@ -8,6 +8,7 @@ import io
 import mmap
 import os
 import random
+import resource
 import signal
 import subprocess
 import threading
@@ -806,3 +807,24 @@ def test_whole_pages() -> None:
 def test_nothing_at_all() -> None:
     """A region without a byte is complete."""
     assert DemandPaging([], []).complete
+
+
+SIZES = (1, 100, 3216, 4095, 4096, 4097, 4096 + ODD, MIB, MIB + 1, MIB + ODD, 2 * MIB - 1)
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2, 3, 8, 400])
+def test_many_regions_of_any_size(target: Target, gate: Gate, spare: int) -> None:
+    """Each byte comes, also where there are descriptors for the regions' files and hardly one more."""
+    contents = [random_bytes(size, seed) for seed, size in enumerate(SIZES * 12)]
+    regions = [Region(target, gate.layout, each) for each in contents]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2 * len(regions) + spare, hard))
+    try:
+        with filling_of(gate, (7, regions), threads=2) as filling:
+            filling.deliver({7: target.pid})
+            filling.right()
+            assert (filling._paging is not None) == (spare == 400)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [target.ask(each.reads()) == each.digest for each in regions] == [True] * len(regions)
