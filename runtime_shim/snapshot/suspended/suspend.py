@@ -32,7 +32,7 @@ from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, SuspendedPr
 from gpusnap.runtime_shim.snapshot.suspend import inherited_handles
 from gpusnap.runtime_shim.snapshot.suspend.gpu_state import users
 from gpusnap.runtime_shim.snapshot.suspend.job import Job, suspend_all, thaw
-from gpusnap.runtime_shim.transaction import Step, Transaction, held_signals, interruptible
+from gpusnap.runtime_shim.transaction import Step, Transaction, held_signals, interruptible, or_recover
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,12 @@ def _go_on(job: Job, begun: Suspension, engine: Engine) -> None:
         if job.suspended:
             raise
         suspensions.drop(begun.key)
-    engine.go_on()
+    try:
+        with or_recover(begun.container):
+            engine.go_on()
+    except GpusnapError as error:
+        job.stuck = error
+        raise
 
 
 def _forget(job: Job) -> None:
@@ -218,4 +223,5 @@ def _forget(job: Job) -> None:
     assert isinstance(job.pages, Chunks)
     job.pages.close()
     journal.remove(job.container.key)
-    suspensions.drop(job.container.key)
+    if job.stuck is None:  # else `gpusnap recover` is to have the engine let it go on
+        suspensions.drop(job.container.key)

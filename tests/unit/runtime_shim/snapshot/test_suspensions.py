@@ -22,6 +22,8 @@ from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.shim import entry, overrides, suspended
 from gpusnap.runtime_shim.snapshot import recover_checkpoint
+from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
+from gpusnap.runtime_shim.snapshot.memory.ram import NoHome
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, SuspendedProcess, Suspension
 from gpusnap.runtime_shim.snapshot.suspend import driver_calls
@@ -141,6 +143,30 @@ def test_resume_of_one_that_is_being_suspended() -> None:
     assert answer("pause", "c0ffee") is None
     suspensions.write(replace(found, owner=GONE))
     assert answer("resume", "c0ffee") is None
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_an_engine_that_does_not_let_it_go_on(monkeypatch: pytest.MonkeyPatch, stuck: bool) -> None:
+    """The note stays, by which `gpusnap recover` finds the paused container, and the error names that."""
+    found = suspension(stage=Stage.SUSPENDING)
+    pages = Chunks("", found.key, Settings().memory, home=NoHome(found.key))
+    job = SimpleNamespace(
+        suspended=False, stuck=None, pages=pages, container=SimpleNamespace(key=found.key, id="c0ffee")
+    )
+
+    def go_on() -> None:
+        if stuck:
+            raise GpusnapError("podman cannot be run")
+
+    engine = suspend.Engine("podman", "w", "", lambda: None, go_on)
+    hints: list[str] = []
+    try:
+        suspend._go_on(job, found, engine)  # type: ignore[arg-type]
+    except GpusnapError as error:
+        hints.append(error.hint)
+    suspend._forget(job)  # type: ignore[arg-type]
+    assert list(suspensions.find()) == ([replace(found, stage=Stage.UNDONE)] if stuck else [])
+    assert hints == ["gpusnap recover c0ffee tries again"] * stuck
 
 
 def test_a_container_that_ends_at_the_last_moment(monkeypatch: pytest.MonkeyPatch) -> None:
