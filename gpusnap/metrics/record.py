@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.errors import GpusnapError, UsageError, printable
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.runtime.find import SYSTEM_LOG
 from gpusnap.runtime_shim.settings import Metrics
+from gpusnap.user_errors import NotFound
 
 _INFO = b"<30>"  # syslog(3): LOG_DAEMON | LOG_INFO
+# Of a name out of a checkpoint, which anybody may have written.
+_LONGEST_NAME = 256
 _OF_CHECKPOINTS = {
     "seconds": "gpusnap_checkpoint_seconds",
     "pause": "gpusnap_checkpoint_pause_seconds",
@@ -36,23 +39,37 @@ class Record:
 
 
 @contextmanager
-def recorded(operation: str, container: str = "") -> Iterator[Record]:
-    """Record what the block does, a "checkpoint" or a "restore", also where it fails."""
+def recorded(operation: str, container: str = "", *, find_name: Callable[[], str] = str) -> Iterator[Record]:
+    """Record what the block does, a "checkpoint" or a "restore", also where it fails.
+
+    find_name: finds the container's name where the block failed before that was known.
+    """
     record, began = Record(container), time.monotonic()
     try:
         yield record
     except GpusnapError as error:
-        _record(operation, record, began, error)
+        _record(operation, record, began, error, find_name)
         raise
     _record(operation, record, began, None)
 
 
-def _record(operation: str, record: Record, began: float, error: GpusnapError | None) -> None:
+def _record(
+    operation: str,
+    record: Record,
+    began: float,
+    error: GpusnapError | None,
+    find_name: Callable[[], str] = str,
+) -> None:
     """Into the textfile and the journal. Whatever goes wrong is a note."""
     try:
         chosen = settings_file.load().metrics
     except GpusnapError:  # the command itself has said so
         return
+    if not (chosen.textfile or chosen.journal):
+        return
+    if not record.container:
+        with suppress(Exception):  # the error of the command is what counts
+            record.container = printable(find_name())[:_LONGEST_NAME]
     event = {
         "operation": operation,
         "container": record.container,
@@ -62,6 +79,8 @@ def _record(operation: str, record: Record, began: float, error: GpusnapError | 
         **({"code": error.code, "error": str(error)} if error is not None else {}),
     }
     for tell in (_tell_textfile, _tell_journal):
+        if tell is _tell_textfile and error is not None and _is_slip(error):
+            continue
         try:
             tell(chosen, event)
         except Exception as failure:  # a full disk, no right, no such folder: the checkpoint is what counts
@@ -71,6 +90,11 @@ def _record(operation: str, record: Record, began: float, error: GpusnapError | 
                 hint="see that it can be written, or take the setting out",
             )
             note(said.sentence())
+
+
+def _is_slip(error: GpusnapError) -> bool:
+    """Whether it is the command line that is wrong: nothing has been tried, and no alert is wanted."""
+    return isinstance(error, UsageError) or (isinstance(error, NotFound) and not error.code)
 
 
 def _tell_textfile(chosen: Metrics, event: Mapping[str, Any]) -> None:

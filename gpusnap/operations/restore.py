@@ -38,11 +38,13 @@ from gpusnap.oci.base.errors import (
     StoreError,
 )
 from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.layout.archive import is_layout
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.single_layer_image import CRIU
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
+from gpusnap.oci.store.tags import base
 from gpusnap.oci.tar.archive import Entry
 from gpusnap.operations import pull, push_pull, sources
 from gpusnap.operations.open import open_repository
@@ -150,6 +152,25 @@ def restore(wish: Wish, progress: Progress) -> Restored:
         migrations.forget(digest)
     run_after(restored, CHECKPOINT, progress)
     return Restored(restored, time.monotonic() - began, digest, name, source)
+
+
+def container_of(what: locator.Place) -> str:
+    """The name of a checkpoint's container; where no store or file tells, what stands for the checkpoint."""
+    match what:
+        case locator.InFile(path):
+            with suppress(GpusnapError, OciError, OSError):
+                return _name_in(path) or path
+            return path
+        case locator.InStore(store, wanted):
+            name = base(wanted)
+            with suppress(GpusnapError, OciError, OSError):
+                entry = what.entry()
+                name = base(entry.name) or name
+                notes = artifacts.read(entry.descriptor, store.read).annotations
+                return notes.get(f"{CRIU}container.name", "") or name
+            return name
+        case locator.InRegistry(reference):
+            return str(reference)
 
 
 def _check_here(wish: Wish, digest: str) -> None:

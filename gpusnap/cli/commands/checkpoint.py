@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -336,7 +337,8 @@ def restore(
             plain_http=plain_http,
             not_migrated=not_migrated,
         )
-        with recorded("restore", name) as record, Progress() as progress:
+        find_name = partial(restoring.container_of, wish.what)
+        with recorded("restore", name, find_name=find_name) as record, Progress() as progress:
             done = restoring.restore(wish, progress)
             record.container = done.container.name
             record.figures |= {"digest": done.digest} if done.digest else {}

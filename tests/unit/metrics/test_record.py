@@ -17,8 +17,10 @@ from gpusnap.metrics import record as module
 from gpusnap.metrics.textfile import NAME
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.settings import Metrics, Settings
 from gpusnap.runtime_shim.shim import overrides
+from gpusnap.user_errors import NotFound
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -74,6 +76,53 @@ def test_checkpoint_restore_and_failure(
         found[f"gpusnap_last_restore_timestamp_seconds{w}"]
         >= found[f"gpusnap_last_checkpoint_timestamp_seconds{w}"]
     )
+
+
+@pytest.mark.parametrize("kind", ["store", "file", "unknown"])
+def test_the_container_of_a_failed_restore(
+    metrics: Callable[..., Path], gpusnap: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Its name is in the label, whatever the checkpoint is called."""
+    path = metrics(textfile=str(tmp_path))
+    if kind == "file":
+        assert gpusnap("checkpoint", "w", "--to", str(tmp_path / "mine.tar"))[0] == 0
+    else:
+        assert gpusnap("checkpoint", "w", "--name", "mine:1")[0] == 0
+
+    def fail(*_: object) -> None:
+        raise GpusnapError("Podman failed")
+
+    monkeypatch.setattr("gpusnap.operations.restore.restore", fail)
+    word = {"store": "mine", "file": str(tmp_path / "mine.tar"), "unknown": "other:1"}[kind]
+    assert gpusnap("restore", word)[0] != 0
+    # As the checkpoint has it, whose escape is not obeyed; a backslash is doubled in the file.
+    name = {"store": "serving?[31m", "file": r"serving\\x1b[31m", "unknown": "other"}[kind]
+    series = f'gpusnap_last_failure_timestamp_seconds{{container="{name}",operation="restore"}}'
+    assert values(path)[series] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(("checkpoint", "gone"), 3), (("restore", "mine", "--name", "-bad"), 2)],
+)
+def test_a_slip_of_the_keyboard_is_no_failure(
+    metrics: Callable[..., Path],
+    gpusnap: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    code: int,
+) -> None:
+    """The alert of the example counts failures: nothing was tried."""
+    path = metrics(textfile=str(tmp_path))
+    assert gpusnap("checkpoint", "w", "--name", "mine", "--leave-running")[0] == 0
+
+    def unknown(*_: object) -> None:
+        raise NotFound("there is no container gone")
+
+    monkeypatch.setattr("gpusnap.operations.checkpoint.checkpoint", unknown)
+    assert gpusnap(*words)[0] == code
+    assert [each for each in values(path) if "failure" in each] == []
 
 
 def test_nothing_by_default(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None:
