@@ -469,13 +469,14 @@ class Scene:
         monkeypatch.setattr(locate, "setting", lambda: self.settings.runtime)
         monkeypatch.setattr(locate, "become", _never_become)
         monkeypatch.setattr(gpu_state, "_PAUSE", 0.0)
-        from gpusnap.runtime_shim.snapshot import restore
+        from gpusnap.runtime_shim.snapshot import restore, restore_plan
 
         monkeypatch.setattr(restore, "find_driver", lambda: self.driver)
         monkeypatch.setattr(remap, "_hosts_dev", lambda init: False)  # though these processes share it
         monkeypatch.setattr(journal, "FOLDER", str(folder / "gpusnap" / "journal"))
         monkeypatch.setattr(dispatch, "JOURNAL", journal.FOLDER)
-        monkeypatch.setattr(restore, "claim", lambda: reservations.claim(str(folder / "gpusnap" / "room")))
+        room = str(folder / "gpusnap" / "room")
+        monkeypatch.setattr(restore_plan, "claim", lambda: reservations.claim(room))
 
     def __enter__(self) -> Scene:
         return self

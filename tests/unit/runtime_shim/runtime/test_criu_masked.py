@@ -16,7 +16,7 @@ from gpusnap.runtime_shim.runtime.criu.config import restore_text
 from gpusnap.runtime_shim.runtime.criu.images import masked_paths
 from gpusnap.runtime_shim.runtime.criu.images.overlay import view
 from gpusnap.runtime_shim.settings import Criu
-from gpusnap.runtime_shim.snapshot import restore
+from gpusnap.runtime_shim.snapshot import restore, restore_plan
 
 DUMPED = "/run/crun/.empty-directory"
 OWN = "/run/containerd/runc/k8s.io/.empty-directory"
@@ -67,7 +67,7 @@ def test_a_restore_tells_criu(
         (scene.image / "inventory.img").write_bytes(INVENTORY)
         written(scene.image, OWN)
         monkeypatch.setattr(restore, "find_driver", lambda: None)
-        monkeypatch.setattr(restore, "view", lambda images, *_, **__: view(images, replaced))
+        monkeypatch.setattr(restore_plan, "view", lambda images, *_, **__: view(images, replaced))
         assert scene.restore("--detach").code == 0
         assert f"external mnt[{OWN}]:{DUMPED}\n" in scene.runtime.criu_config()
 

@@ -23,7 +23,7 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.manifest import DriverMount, Manifest, RegionRecord
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container_key
-from gpusnap.runtime_shim.snapshot import restore, restore_record
+from gpusnap.runtime_shim.snapshot import restore, restore_gpus, restore_plan, restore_record
 from gpusnap.runtime_shim.snapshot.devices import choose as choosing
 from gpusnap.runtime_shim.snapshot.devices import reservations
 from gpusnap.runtime_shim.snapshot.memory.demand_paging import Waits
@@ -517,7 +517,7 @@ def test_one_ends_as_it_goes_on(scene: Scene) -> None:
         gone(*given, **more)  # type: ignore[arg-type]
         scene.family.end(first)
 
-    scene.monkeypatch.setattr(restore, "resume", resume)
+    scene.monkeypatch.setattr(restore_gpus, "resume", resume)
     outcome = scene.restore("--detach")
     assert outcome.code == 0
     assert f"process {first} (sleep) ended by itself as soon as it ran again" in outcome.stderr
@@ -534,7 +534,7 @@ def test_its_init_ends(scene: Scene) -> None:
         gone(*given, **more)  # type: ignore[arg-type]
         scene.family.end(init)
 
-    scene.monkeypatch.setattr(restore, "resume", resume)
+    scene.monkeypatch.setattr(restore_gpus, "resume", resume)
     assert "did not come back with its GPU state" in scene.restore("--detach").sentence()
 
 
@@ -573,7 +573,7 @@ class WrongContent:
 
 def test_wrong_content_makes_the_driver_fail(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the driver says of it then is not the cause."""
-    monkeypatch.setattr(restore, "Filling", WrongContent)
+    monkeypatch.setattr(restore_plan, "Filling", WrongContent)
     pid = scene.driver.use(scene.family.spawn(), state=CHECKPOINTED)
     chunk = Chunk(0, 9, "sha256:" + "0" * 64, "sha256:" + "0" * 64, 9, "plain")
     region = RegionRecord(4096, Table(9, (chunk,)))
@@ -617,7 +617,7 @@ made: list[Coming] = []
 @pytest.fixture
 def coming(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """A checkpoint of two processes, whose memory comes while the driver restores them; their PIDs."""
-    monkeypatch.setattr(restore, "Filling", Coming)
+    monkeypatch.setattr(restore_plan, "Filling", Coming)
     space = "gpusnap.runtime_shim.snapshot.preflight.space"
     monkeypatch.setattr(f"{space}.room_to_restore", lambda *_: None)
     pids = [scene.driver.use(scene.family.spawn(), state=CHECKPOINTED) for _ in range(2)]

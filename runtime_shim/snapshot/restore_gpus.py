@@ -1,0 +1,94 @@
+"""What a restore does when the processes are back, and stand: their devices, then their GPU memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from gpusnap.runtime_shim.gpu.api.driver import Driver
+from gpusnap.runtime_shim.gpu.api.errors import GpuError
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.snapshot import restored_processes
+from gpusnap.runtime_shim.snapshot.devices import remap
+from gpusnap.runtime_shim.snapshot.devices.nvidia_hooks import rerun
+from gpusnap.runtime_shim.snapshot.devices.remap import Remap
+from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory.prefetch import Arriving
+from gpusnap.runtime_shim.snapshot.restore_job import Job
+from gpusnap.runtime_shim.snapshot.suspend import criu_plugin, driver_watch
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import resume
+from gpusnap.runtime_shim.stopping.stop import stop
+
+
+def settle(job: Job, container: containers.Container, found: Remap, driver: Driver) -> None:
+    """What the restored namespaces need, while the GPU processes still stand."""
+    with job.transaction.step("settle"):
+        remap.settle(container.pid, found, driver)
+        if found.moved_libraries and job.settings.hooks:
+            rerun(containers.bundle_config(container.bundle), container, job.settings.hooks)
+
+
+def restore_gpus(
+    job: Job, driver: Driver, container: containers.Container, members: Sequence[proc.Process]
+) -> None:
+    """Give the restored processes their GPU memory back, and check that none was forgotten."""
+    inner = containers.inner_pids(container.pid, members)
+    by_inner = {inner[process.pid]: process for process in members}
+    if driver.plugin is None:  # those of a plugin run since then, and may be done
+        restored_processes.all_there(job.record.processes, by_inner, job.images)
+    suspended = [by_inner[each.pid] for each in job.record.processes if each.pid in by_inner]
+    others = [process for process in members if process not in suspended]
+    if driver.plugin is not None:
+        criu_plugin.came_back(driver, suspended)
+        restored_processes.none_forgotten(driver, others)
+        return
+    restored_processes.none_forgotten(driver, others)  # first: no other one has gone on
+    gone_on = _fill(job, driver, container, suspended, by_inner)
+    criu_plugin.came_back(driver, restored_processes.without_ended(suspended, gone_on, container.pid))
+
+
+def _fill(
+    job: Job,
+    driver: Driver,
+    container: containers.Container,
+    suspended: Sequence[proc.Process],
+    by_inner: Mapping[int, proc.Process],
+) -> set[int]:
+    """Put the memory of processes that stand in place, and have the driver restore them; who went on."""
+    pids = [process.pid for process in suspended]
+    assert job.remap is not None
+    pairs = {
+        by_inner[wanted.pid].pid: job.remap.of(uuid for uuid, _ in wanted.gpus)
+        for wanted in job.record.processes
+        if wanted.pid in by_inner
+    }
+    gone_on: set[int] = set()
+    with job.transaction.step("fill"):
+        # CRIU restores them stopped; should it ever not, they must be all the same.
+        stop(pids, timeout=job.settings.nvidia.lock_timeout)
+        if job.filling is not None:
+            job.filling.deliver({inner: process.pid for inner, process in by_inner.items()})
+    with job.transaction.step("driver restore"):
+        right = partial(_right, job, gone_on)
+        try:
+            resume(driver, pids, Arriving(job.filling), pairs=pairs, right=right)
+        except GpuError:
+            # The driver's words for memory that is not what it was tell of the GPU, which is not to blame.
+            if job.filling is not None:
+                job.filling.right()
+            raise
+        if job.filling is not None:
+            job.filling.right()  # where it failed, the processes were ended, and none of them is missed
+        for text in driver_watch.take_notes():
+            job.transaction.note(text)
+    return gone_on
+
+
+def _right(job: Job, gone_on: set[int], pid: int) -> None:
+    """Before a process goes on: its memory is what it was, and its own."""
+    if job.filling is not None:
+        job.filling.right()
+        job.note(arriving=False)
+        transfer.own(job.key, pid)
+    gone_on.add(pid)

@@ -1,0 +1,169 @@
+"""What a restore does before the runtime is called: GPUs are chosen, files prepared.
+
+Nothing of the container is there yet, and whatever can refuse does so here. The bytes of the memory begin to
+come first, as they take longest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.gpu.api.driver import Host
+from gpusnap.runtime_shim.gpu.cdi import folders as cdi
+from gpusnap.runtime_shim.gpu.nvidia.driver_files import Found, found
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.process.memory import tmpfs
+from gpusnap.runtime_shim.runtime import bundle, loopback
+from gpusnap.runtime_shim.runtime.criu import config as criu_config
+from gpusnap.runtime_shim.runtime.criu import external_mounts as criu_mounts
+from gpusnap.runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.runtime.criu.images import check as criu_images
+from gpusnap.runtime_shim.runtime.criu.images import inventory
+from gpusnap.runtime_shim.runtime.criu.images.digests import Comparison
+from gpusnap.runtime_shim.runtime.criu.images.overlay import view
+from gpusnap.runtime_shim.runtime.criu.plugins import find as find_plugin
+from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
+from gpusnap.runtime_shim.snapshot import restore_record
+from gpusnap.runtime_shim.snapshot.devices import remap
+from gpusnap.runtime_shim.snapshot.devices.choose import choose, given, gpu_request
+from gpusnap.runtime_shim.snapshot.devices.reservations import Room, claim
+from gpusnap.runtime_shim.snapshot.memory import images_ahead, transfer
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.runtime_shim.snapshot.memory.images_ahead import Joined
+from gpusnap.runtime_shim.snapshot.memory.prefetch import Filling
+from gpusnap.runtime_shim.snapshot.memory.source import Fetching, Rebuilding
+from gpusnap.runtime_shim.snapshot.preflight import addresses, space
+from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.restore_job import Job
+
+_WRITTEN = ("restore.log", "stats-restore")
+"""By CRIU, in the work directory (criu/log.c, criu/stats.c)."""
+
+
+def plan(job: Job, config: dict[str, Any]) -> None:
+    """Choose the GPUs and prepare what the runtime will read. Nothing of the container is there yet."""
+    replaced: dict[str, bytes] = {}
+    coming = _start_reading(job)
+    if job.driver is not None:
+        job.driver.open()
+        if job.plugin is not None:
+            find_plugin(job.plugin, job.settings)
+        # What other restores hold is in their claims or in the inventory only if it is read under the lock.
+        room = job.room.enter_context(claim())
+        host = job.driver.host()
+        job.remap = remap.make(
+            job.record,
+            job.driver,
+            host,
+            _choose(job, host, room, given(job.driver, config)),
+            config,
+            known=lambda: _driver_files(host),
+            keep_names=job.settings.keep_names,
+        )
+        replaced = remap.image(job.record, job.images, job.remap, config)
+    criu_images.check(job.images, job.record.host.architecture, job.record.sizes)
+    call = criu_config.with_flags(job.call, job.real, job.settings.criu)
+    if call.tcp_established and not call.tcp_close and not inventory.has_closed_connections(job.images):
+        addresses.check(job.images, config)
+    preflight.network_tool(job.real, config)
+    job.compared = job.cleanup.enter_context(contextlib.closing(Comparison(job.images, job.record.images)))
+    _clear_links(job)
+    elsewhere: dict[str, str] = {}
+    if coming is not None:
+        coming.result()
+        elsewhere = dict(coming.paths)
+        job.ahead = isinstance(coming, Joined) and coming.taken
+    job.images = job.cleanup.enter_context(view(job.images, replaced, elsewhere, always=True))
+    criu_mounts.checked(job.record.mounts, job.remap.mounts if job.remap is not None else None)
+    edits = job.remap.edits if job.remap is not None else bundle.Edits()
+    edits = replace(edits, hook=loopback.hook(job.real.kind, config))
+    noted = partial(_config_changes, job)
+    undo = bundle.prepare(str(job.call.bundle_dir()), config, edits, noted=noted)
+    job.transaction.undo("putting config.json back", undo)
+
+
+def _start_reading(job: Job) -> Rebuilding | Joined | None:
+    """Have the bytes come from now on; CRIU's images that are in chunks.
+
+    Only CRIU waits for its images, and only the driver for the GPUs' memory.
+    """
+    memory = job.settings.memory
+    images: Rebuilding | Joined | None = None
+    if job.driver is not None and any(process.regions for process in job.record.processes):
+        space.room_to_restore(job.record, memory)
+    if job.record.pages == StoreHome.kind:
+        fetching = job.fetching = job.cleanup.enter_context(
+            Fetching.of(job.record, job.images, job.settings.store)
+        )
+        job.note(layouts=fetching.folders)
+        if job.record.files:
+            where = fetching.scratch or scratch()
+            folder = tempfile.mkdtemp(prefix=scratch_files.prefix("images"), dir=where)
+            job.cleanup.callback(scratch_files.remove_folder, folder)
+            rebuild = partial(_rebuild, job, fetching, folder)
+            images = images_ahead.join(job.record.files, job.key, memory, rebuild) or rebuild()
+            job.cleanup.callback(images.close)
+    if job.driver is not None and any(process.regions for process in job.record.processes):
+        filling = Filling(job.images, job.record, memory, job.key, job.fetching, images)
+        job.filling = job.cleanup.enter_context(filling)
+    return images
+
+
+def _rebuild(job: Job, fetching: Fetching, folder: str) -> Rebuilding:
+    """Begin to put CRIU's images together, in RAM where there is room, else in the folder."""
+    memory = job.settings.memory
+    return Rebuilding(
+        job.record.files,
+        fetching,
+        folder,
+        threads=memory.threads,
+        ceiling=transfer.ceiling(memory),
+        stage=tmpfs.Stage(job.key) if space.room_for_images(job.record, memory) else None,
+    )
+
+
+def _clear_links(job: Job) -> None:
+    """Take away links and FIFOs where CRIU and the runtime are to write files.
+
+    An archive may have brought one there: they would follow the link as root, and wait for the FIFO. Raises
+    ImageError.
+    """
+    for path in (*(os.path.join(job.work_path, name) for name in _WRITTEN), job.call.pid_file):
+        try:
+            if path and stat.S_IFMT(os.lstat(path).st_mode) in (stat.S_IFLNK, stat.S_IFIFO):
+                os.unlink(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ImageError(
+                f"{path}, which the restore is to write, is no regular file: {reason(error)}",
+                hint="do not restore from this checkpoint",
+                code="GPS-604",
+            ) from error
+
+
+def _choose(job: Job, host: Host, room: Room, only: Collection[str] | None) -> tuple[tuple[str, str], ...]:
+    """The pairs of the plan, with their room claimed until `job.room` is closed. Raises Refused."""
+    request = gpu_request(job.call.gpu_map)
+    chosen = choose(job.record, host, request, job.settings.gpu_map, room.reserved, given=only)
+    if chosen.refusal:
+        raise chosen.refused()
+    new = dict(chosen.pairs)
+    room.take({new[gpu.uuid]: gpu.memory_used for gpu in job.record.gpus})
+    return chosen.pairs
+
+
+def _driver_files(host: Host) -> Found:
+    return found(cdi.load(report=lambda error: note(str(error), code=error.code)), host.driver_version)
+
+
+def _config_changes(job: Job, before: bytes, after: bytes) -> None:
+    job.note(**restore_record.changed(before, after))
