@@ -38,10 +38,10 @@ from gpusnap.migration.receiver import new_id
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.store.store import Store
-from gpusnap.operations import checkpoint as checkpointing
 from gpusnap.operations import disk_space
-from gpusnap.operations import restore as restoring
-from gpusnap.operations.checkpoint import Made
+from gpusnap.operations.checkpointing import checkpoint as checkpointing
+from gpusnap.operations.checkpointing.checkpoint import Made
+from gpusnap.operations.restoring import restore as restoring
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted

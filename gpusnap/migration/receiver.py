@@ -26,9 +26,9 @@ from gpusnap.oci.base.errors import NotThere, OciError
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.store.index import check_name
-from gpusnap.operations import restore as restoring
 from gpusnap.operations.disk_space import check_copy, free_bytes
 from gpusnap.operations.pull import have, staged
+from gpusnap.operations.restoring import restore as restoring
 from gpusnap.privileges import require_root
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file

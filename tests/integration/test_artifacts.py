@@ -288,7 +288,7 @@ def test_a_failure_with_rm(store: Store, tmp_path: Path, to: str) -> None:
     broken = (
         "gpusnap.checkpoints.formats.podman.take_in"
         if to == "store"
-        else "gpusnap.operations.checkpoint._put"
+        else "gpusnap.operations.checkpointing.archive.put"
     )
     module, _, name = broken.rpartition(".")
     words = ["checkpoint", "w", *(["--to", str(tmp_path / "w.tar.zst")] if to == "file" else [])]

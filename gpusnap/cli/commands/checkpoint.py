@@ -33,7 +33,7 @@ from gpusnap.user_errors import NotFound
 
 # What a command does is imported when it is run: of a restore that waits for it, each 0.1 s is felt.
 if TYPE_CHECKING:
-    from gpusnap.operations import checkpoint as checkpointing
+    from gpusnap.operations.checkpointing import checkpoint as checkpointing
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
 
@@ -129,7 +129,7 @@ def checkpoint(
     command = click.get_current_context()
     asked = command.with_resource(Inspection(containers[0])) if len(containers) == 1 else None
 
-    from gpusnap.operations import checkpoint as checkpointing
+    from gpusnap.operations.checkpointing import checkpoint as checkpointing
 
     if file is not None and to is not None:
         raise UsageError("--export and --to are the same thing; give one")
@@ -303,7 +303,7 @@ def restore(
     store), kept (the name in the store of what came from a registry, empty where that did not keep it) and
     seconds.
     """
-    from gpusnap.operations import restore as restoring
+    from gpusnap.operations.restoring import restore as restoring
 
     require_root("restore")
     if name and tcp_established:  # as podman container restore has it

@@ -1,1 +1,1 @@
-"""What a restore by Podman has to settle first: volumes, what is in use, and the container that is there."""
+"""The work of `gpusnap restore`: what it restores from, what Podman has already, volumes."""

@@ -258,6 +258,6 @@ def _finish(found: Suspension, transaction: Transaction, go_on: Callable[[], obj
     with transaction.step("go on"):
         go_on()
         group = containers.frozen_group(found.init[0], found.container)
-        if group is not None:  # its engine took it for one that runs: see operations/checkpoint.py
+        if group is not None:  # its engine took it for one that runs: see operations/checkpointing
             cgroup_freezer.thaw(group)
         suspensions.drop(found.key)

@@ -18,8 +18,8 @@ from gpusnap.cli import exit_codes
 from gpusnap.cli.main import command
 from gpusnap.cli.options.podman_words import CHECKPOINT, RESTORE
 from gpusnap.engines import podman
-from gpusnap.operations import checkpoint as checkpointing
-from gpusnap.operations import restore as restoring
+from gpusnap.operations.checkpointing import checkpoint as checkpointing
+from gpusnap.operations.restoring import restore as restoring
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, UsageError
 from gpusnap.user_errors import NotFound
 

@@ -15,8 +15,8 @@ from kept_checkpoints import an_archive, keep
 from gpusnap.checkpoints.locator import InStore
 from gpusnap.container_hooks import commands
 from gpusnap.oci.store.store import Store
-from gpusnap.operations import checkpoint as checkpointing
-from gpusnap.operations import restore as restoring
+from gpusnap.operations.checkpointing import checkpoint as checkpointing
+from gpusnap.operations.restoring import restore as restoring
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Interrupted, SettingsError
 from gpusnap.runtime_shim.settings import OF_THE_COMMAND, Settings, annotated

@@ -92,7 +92,7 @@ def test_the_container_of_a_failed_restore(
     def fail(*_: object) -> None:
         raise GpusnapError("Podman failed")
 
-    monkeypatch.setattr("gpusnap.operations.restore.restore", fail)
+    monkeypatch.setattr("gpusnap.operations.restoring.restore.restore", fail)
     word = {"store": "mine", "file": str(tmp_path / "mine.tar"), "unknown": "other:1"}[kind]
     assert gpusnap("restore", word)[0] != 0
     # As the checkpoint has it, whose escape is not obeyed; a backslash is doubled in the file.
@@ -120,7 +120,7 @@ def test_a_slip_of_the_keyboard_is_no_failure(
     def unknown(*_: object) -> None:
         raise NotFound("there is no container gone")
 
-    monkeypatch.setattr("gpusnap.operations.checkpoint.checkpoint", unknown)
+    monkeypatch.setattr("gpusnap.operations.checkpointing.checkpoint.checkpoint", unknown)
     assert gpusnap(*words)[0] == code
     assert [each for each in values(path) if "failure" in each] == []
 

@@ -25,9 +25,10 @@ from gpusnap.oci.base.errors import DiskFull
 from gpusnap.oci.chunks import writer
 from gpusnap.oci.layout.reference import parse
 from gpusnap.oci.store.store import Store
-from gpusnap.operations import checkpoint as checkpointing
 from gpusnap.operations import disk_space
-from gpusnap.operations.checkpoint import Made, Wish
+from gpusnap.operations.checkpointing import archive
+from gpusnap.operations.checkpointing import checkpoint as checkpointing
+from gpusnap.operations.checkpointing.checkpoint import Made, Wish
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, SettingsError
@@ -405,7 +406,7 @@ def test_a_removed_container_and_a_file(
 
     fake.has(auto_remove=True)
     (tmp_path / "to").mkdir()
-    monkeypatch.setattr(checkpointing, "_put", fails)
+    monkeypatch.setattr(archive, "put", fails)
     with pytest.raises(GpusnapError) as raised:
         made(to=locator.InFile(f"{tmp_path}/to/w.tar.zst"))
     (left,) = os.listdir(tmp_path / "to")

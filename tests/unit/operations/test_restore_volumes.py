@@ -23,8 +23,8 @@ from gpusnap.oci.chunks.table import CHUNK_SIZE
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import pull, push_pull
-from gpusnap.operations import restore as restoring
-from gpusnap.operations.restore import Wish
+from gpusnap.operations.restoring import restore as restoring
+from gpusnap.operations.restoring.restore import Wish
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError
 

@@ -25,8 +25,8 @@ from gpusnap.engines import podman_work
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import push_pull
-from gpusnap.operations import restore as restoring
-from gpusnap.operations.restore import Restored, Wish
+from gpusnap.operations.restoring import restore as restoring
+from gpusnap.operations.restoring.restore import Restored, Wish
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, SettingsError, UsageError

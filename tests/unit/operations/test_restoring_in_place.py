@@ -13,9 +13,9 @@ from kept_checkpoints import an_archive, keep
 
 from gpusnap.checkpoints.locator import InFile, InStore, Place
 from gpusnap.oci.store.store import Store
-from gpusnap.operations import restore as restoring
-from gpusnap.operations.restore import Wish
 from gpusnap.operations.restoring import in_place, volumes
+from gpusnap.operations.restoring import restore as restoring
+from gpusnap.operations.restoring.restore import Wish
 from gpusnap.operations.restoring.volumes import Choice, Inside
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError

@@ -22,7 +22,7 @@ from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import INDEX
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import push_pull
-from gpusnap.operations import restore as restoring
+from gpusnap.operations.restoring import restore as restoring
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, UsageError
 

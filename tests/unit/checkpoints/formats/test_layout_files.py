@@ -27,8 +27,8 @@ from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import Writer
 from gpusnap.operations import open as source
 from gpusnap.operations import push_pull, sources
-from gpusnap.operations import restore as restoring
-from gpusnap.operations.restore import Wish
+from gpusnap.operations.restoring import restore as restoring
+from gpusnap.operations.restoring.restore import Wish
 from gpusnap.operations.verify import verify_one
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, UsageError

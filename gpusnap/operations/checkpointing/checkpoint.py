@@ -28,7 +28,6 @@ from gpusnap.container_hooks.commands import around_checkpoint
 from gpusnap.engines import podman, podman_objects, podman_work
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
-from gpusnap.oci.base.files import name_new
 from gpusnap.oci.layout.documents import empty_descriptor
 from gpusnap.oci.store.index import check_name
 from gpusnap.oci.store.staging import Staging
@@ -36,7 +35,8 @@ from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import entries
 from gpusnap.operations import disk_space, push_pull, sources
 from gpusnap.operations import open as source
-from gpusnap.operations.failed_export import Export, exported
+from gpusnap.operations.checkpointing import archive as archives
+from gpusnap.operations.checkpointing.failed_export import Export, exported
 from gpusnap.operations.push_pull import Pushed
 from gpusnap.progress import Progress, Tick, board, grown
 from gpusnap.runtime_shim import settings as settings_file
@@ -46,7 +46,6 @@ from gpusnap.runtime_shim.errors import (
     ImageError,
     Interrupted,
     UsageError,
-    reason,
 )
 from gpusnap.runtime_shim.records import manifest, manifest_file, manifest_json
 from gpusnap.runtime_shim.shim import overrides
@@ -55,7 +54,6 @@ from gpusnap.runtime_shim.snapshot.records import suspensions
 from gpusnap.user_errors import told
 
 _BLOBS = ("blobs", "sha256")
-_COMPRESSION = {".tar": "none", ".tar.gz": "gzip", ".tgz": "gzip", ".tar.zst": "zstd"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +268,7 @@ def _staged(wish: Wish, found: podman.Container, store: Store) -> Iterator[tuple
 def _to_file(wish: Wish, found: podman.Container, path: str, progress: Progress, began: float) -> Made:
     path = os.path.abspath(path)
     folder, name = os.path.split(path)
-    _check_place(path, found)
+    archives.check_place(path, found)
     disk_space.check(
         found,
         folder,
@@ -281,8 +279,8 @@ def _to_file(wish: Wish, found: podman.Container, path: str, progress: Progress,
     )
     token = secrets.token_hex(4)
     beside = os.path.join(folder, f".{name[:200]}.{token}")
-    aside = os.path.join(folder, f"checkpoint-of-{found.name[:200]}-{token}{_ending(path)}")
-    with _writing(path):  # now: once Podman has ended the container it would be too late to say
+    aside = os.path.join(folder, f"checkpoint-of-{found.name[:200]}-{token}{archives.ending(path)}")
+    with archives.writing(path):  # now: once Podman has ended the container it would be too late to say
         os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
     def keep() -> str:
@@ -292,12 +290,12 @@ def _to_file(wish: Wish, found: podman.Container, path: str, progress: Progress,
         return beside
 
     export = Export(found=found, archive=beside, keep=keep)
-    compression = ["--compress", _COMPRESSION.get(_ending(path), "zstd")]
+    compression = ["--compress", archives.compression(path)]
     try:
         with ExitStack() as order:
             shown = order.enter_context(board())
             board_path = shown.path if shown is not None else ""
-            tick = progress.following(shown, f"checkpoint of {found.name}", lambda: _size(beside))
+            tick = progress.following(shown, f"checkpoint of {found.name}", lambda: archives.size(beside))
             order.enter_context(
                 overrides.ordered(
                     found.id, pages="chunks", force=wish.force, progress=board_path, asleep=wish.asleep
@@ -306,8 +304,8 @@ def _to_file(wish: Wish, found: podman.Container, path: str, progress: Progress,
             order.enter_context(exported(export))
             _run(wish, export, compression, tick, progress)
             memory = _memory_of(export)
-            with _writing(path):
-                put = _put(beside, path, aside)
+            with archives.writing(path):
+                put = archives.put(beside, path, aside)
     finally:
         if not export.kept:
             with suppress(OSError):
@@ -319,26 +317,9 @@ def _to_file(wish: Wish, found: podman.Container, path: str, progress: Progress,
             hint="give that file the name that you want",
             code="GPS-103",
         )
-    return Made(found, time.monotonic() - began, memory, size=_size(path), new=_size(path), file=path)
-
-
-def _check_place(path: str, found: podman.Container) -> None:
-    """Raise GpusnapError where no archive can be put there."""
-    folder = os.path.dirname(path)
-    if os.path.isdir(path):
-        raise GpusnapError(
-            f"{path} cannot be written: it is a folder",
-            hint=f"name a file in it, such as {os.path.join(path, found.name)}.tar.zst, or a store in it as "
-            f"oci:{path}/store",
-            code="GPS-103",
-        )
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise GpusnapError(f"{path} cannot be written: it is there, and no file", code="GPS-103")
-    push_pull.check_free(path)
-    if not os.path.isdir(folder):
-        raise GpusnapError(f"{path} cannot be written: {folder} is no folder", code="GPS-103")
-    if not os.access(folder, os.W_OK | os.X_OK):  # for root: on a file system that is read-only
-        raise GpusnapError(f"{path} cannot be written: {folder} is read-only", code="GPS-103")
+    return Made(
+        found, time.monotonic() - began, memory, size=archives.size(path), new=archives.size(path), file=path
+    )
 
 
 def _run(wish: Wish, export: Export, options: list[str], tick: Tick, progress: Progress) -> None:
@@ -432,36 +413,6 @@ def _store_names(wish: Wish, found: podman.Container) -> list[str]:
     return names
 
 
-def _ending(path: str) -> str:
-    endings = sorted(_COMPRESSION, key=len, reverse=True)
-    return next((each for each in endings if path.endswith(each)), "")
-
-
-def _put(beside: str, path: str, aside: str) -> str:
-    """Make the archive durable, and give it its name, or `aside` where something has that name by now."""
-    with open(beside, "rb") as file:
-        os.fsync(file.fileno())
-    folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            name_new(os.path.basename(beside), os.path.basename(path), folder)
-        except FileExistsError:
-            path = aside
-            name_new(os.path.basename(beside), os.path.basename(path), folder)
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-    return path
-
-
-@contextmanager
-def _writing(path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ImageError(f"{path} cannot be written: {reason(error)}", code="GPS-103") from error
-
-
 def _blobs(store: Store) -> set[str]:
     return set(_names(os.path.join(store.path, *_BLOBS)))
 
@@ -471,10 +422,3 @@ def _names(folder: str) -> list[str]:
         return os.listdir(folder)
     except OSError:
         return []
-
-
-def _size(path: str) -> int:
-    try:
-        return os.path.getsize(path)
-    except OSError:
-        return 0

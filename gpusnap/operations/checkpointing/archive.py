@@ -1,0 +1,86 @@
+"""The archive that `gpusnap checkpoint --to FILE` makes: where it may go, and how it gets its name.
+
+It is written beside its place under a name of its own, so that nobody takes half of it for a checkpoint, and
+it replaces no file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from gpusnap.engines import podman
+from gpusnap.oci.base.files import name_new
+from gpusnap.operations import push_pull
+from gpusnap.runtime_shim.errors import (
+    GpusnapError,
+    ImageError,
+    reason,
+)
+
+_COMPRESSION = {".tar": "none", ".tar.gz": "gzip", ".tgz": "gzip", ".tar.zst": "zstd"}
+
+
+def check_place(path: str, found: podman.Container) -> None:
+    """Raise GpusnapError where no archive can be put there."""
+    folder = os.path.dirname(path)
+    if os.path.isdir(path):
+        raise GpusnapError(
+            f"{path} cannot be written: it is a folder",
+            hint=f"name a file in it, such as {os.path.join(path, found.name)}.tar.zst, or a store in it as "
+            f"oci:{path}/store",
+            code="GPS-103",
+        )
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise GpusnapError(f"{path} cannot be written: it is there, and no file", code="GPS-103")
+    push_pull.check_free(path)
+    if not os.path.isdir(folder):
+        raise GpusnapError(f"{path} cannot be written: {folder} is no folder", code="GPS-103")
+    if not os.access(folder, os.W_OK | os.X_OK):  # for root: on a file system that is read-only
+        raise GpusnapError(f"{path} cannot be written: {folder} is read-only", code="GPS-103")
+
+
+def compression(path: str) -> str:
+    """How Podman is to compress it, as its --compress has it: by the end of the name, else zstd."""
+    return _COMPRESSION.get(ending(path), "zstd")
+
+
+def ending(path: str) -> str:
+    """The end of the name that says so; "" where none does."""
+    endings = sorted(_COMPRESSION, key=len, reverse=True)
+    return next((each for each in endings if path.endswith(each)), "")
+
+
+def put(beside: str, path: str, aside: str) -> str:
+    """Make the archive durable, and give it its name, or `aside` where something has that name by now."""
+    with open(beside, "rb") as file:
+        os.fsync(file.fileno())
+    folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            name_new(os.path.basename(beside), os.path.basename(path), folder)
+        except FileExistsError:
+            path = aside
+            name_new(os.path.basename(beside), os.path.basename(path), folder)
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+    return path
+
+
+@contextmanager
+def writing(path: str) -> Iterator[None]:
+    """Raise ImageError for what the block cannot write."""
+    try:
+        yield
+    except OSError as error:
+        raise ImageError(f"{path} cannot be written: {reason(error)}", code="GPS-103") from error
+
+
+def size(path: str) -> int:
+    """Bytes that are there."""
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
