@@ -213,7 +213,7 @@ def test_in_the_registry(
         code, said = gpusnap(*words)
         assert code == exit_codes.DAMAGED, words
         assert blob.digest in said
-        assert store.entries() == ()
+        assert not Path(store.path).exists() or store.entries() == ()
         assert not file.exists()
         assert not podman.imported.exists()
     if names:
