@@ -1,11 +1,12 @@
 """What a process of ours leaves when it is killed: files for a moment, and a real runtime that goes on.
 
-Both carry the mark of the process that made them, its PID and start time: the files in their names, and the
-runtime in the environment, where CRIU_CONFIG_FILE names one of these files. CRIU writes its title over its
-environment (criu/setproctitle.c): "criu: restore --rpc -D DIR", where DIR is a directory of ours with the
-mark in its name (runtime/criu/images/overlay.py). So do the processes that CRIU makes, until they have their
-own memory back; then they are none of them. Any user can give a process such a title or environment, so it
-counts only where the process is of our own user, or in a user namespace that our user has made.
+Both carry the mark of the process that made them, its PID, start time and PID namespace: the files in their
+names, and the runtime in the environment, where CRIU_CONFIG_FILE names one of these files. CRIU writes its
+title over its environment (criu/setproctitle.c): "criu: restore --rpc -D DIR", where DIR is a directory of
+ours with the mark in its name (runtime/criu/images/overlay.py). So do the processes that CRIU makes, until
+they have their own memory back; then they are none of them. Any user can give a process such a title or
+environment, so it counts only where the process is of our own user, or in a user namespace that our user has
+made.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from gpusnap.runtime_shim.process import proc
 _PATIENCE = 300.0
 # How often a removal is tried, and seconds between two tries.
 _TRIES, _PAUSE = 3, 0.05
-# As `prefix` begins a name: PID and start time of who made it.
-_NAME = re.compile(r"gpusnap-[a-z]+-(\d{1,10})\.(\d{1,20})-")
+# As `prefix` begins a name.
+_NAME = re.compile(r"gpusnap-[a-z]+-(\d{1,10})\.(\d{1,20})\.(\d{1,10})-")
 _OWNER = 0xB704  # linux/nsfs.h, NS_GET_OWNER_UID (Linux 4.11)
 CONFIG = "CRIU_CONFIG_FILE"
 """criu(8), CONFIGURATION FILES: the environment variable that names one."""
@@ -43,7 +44,7 @@ def scratch() -> str:
 def prefix(kind: str) -> str:
     """How a file of this process in `scratch()` is to be called; `kind` says what for."""
     own = proc.process(os.getpid())
-    return f"gpusnap-{kind}-{_mark((os.getpid(), own.start if own is not None else 0))}-"
+    return f"gpusnap-{kind}-{mark_of((os.getpid(), own.start if own is not None else 0))}-"
 
 
 def remove_folder(path: str) -> None:
@@ -61,7 +62,7 @@ def children(owner: tuple[int, int]) -> tuple[int, ...]:
 
     `owner` is that process' PID and start time.
     """
-    mark = _mark(owner)
+    mark = mark_of(owner)
     return tuple(pid for pid in proc.pids() if pid != owner[0] and _is_of_our_user(pid) and _has(pid, mark))
 
 
@@ -115,7 +116,7 @@ def let_end(owner: tuple[int, int], container: str, *, enough: Callable[[], bool
 
 def sweep(owner: tuple[int, int]) -> None:
     """Remove the files for a moment of a process that is no more."""
-    folder, mark = scratch(), f"-{_mark(owner)}-"
+    folder, mark = scratch(), f"-{mark_of(owner)}-"
     for name in _listed():
         if not name.startswith("gpusnap-") or mark not in name:
             continue
@@ -135,8 +136,9 @@ def sweep_all() -> None:
     Whoever is killed before it has noted anything of its container, or has nothing to note, as with a
     checkpoint of a suspended one, is known by these files alone.
     """
-    owners = {(int(found[1]), int(found[2])) for name in _listed() if (found := _NAME.match(name))}
-    for owner in owners:
+    marks = (found for name in _listed() if (found := _NAME.match(name)))
+    # /run may be shared with another PID namespace, whose processes we do not see.
+    for owner in {(int(mark[1]), int(mark[2])) for mark in marks if int(mark[3]) == _space()}:
         if not proc.same(*owner) and not children(owner):
             sweep(owner)
 
@@ -148,5 +150,14 @@ def _listed() -> list[str]:
         return []
 
 
-def _mark(owner: tuple[int, int]) -> str:
-    return f"{owner[0]}.{owner[1]}"
+def mark_of(owner: tuple[int, int]) -> str:
+    """The mark of a process of our PID namespace, by its PID and start time."""
+    return f"{owner[0]}.{owner[1]}.{_space()}"
+
+
+def _space() -> int:
+    """Our PID namespace; 0 where the kernel does not say."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0

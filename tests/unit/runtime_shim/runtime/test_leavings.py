@@ -116,9 +116,10 @@ def test_sweep_all(folder: Path) -> None:
         started = proc.process(ended.pid)
         assert started is not None
         ended.kill()
-    mark, lives = f"{ended.pid}.{started.start}", scratch_files.prefix("criu")
+    mark, lives = scratch_files.mark_of((ended.pid, started.start)), scratch_files.prefix("criu")
     config, log = folder / f"gpusnap-criu-{mark}-abc.conf", folder / f"gpusnap-log-{mark}-abc"
-    others = {f"{lives}abc.conf", "gpusnap", "gpusnap-x", "gpusnap-criu-none"}
+    elsewhere = f"gpusnap-criu-{mark}1-abc.conf"  # of another PID namespace
+    others = {f"{lives}abc.conf", "gpusnap", "gpusnap-x", "gpusnap-criu-none", elsewhere}
     for name in (*others, config.name, log.name):
         (folder / name).touch()
     with called(str(config)):

@@ -342,7 +342,7 @@ def test_its_runtime_does_not_know_it(scene: Scene) -> None:
     """Killed with its runtime and CRIU: what stands there is ended, and only that is said."""
     entry = cut_off(scene, stage=Stage.RESTORE, init=None)
     (scene.runtime.folder / "state.json").unlink()
-    mark = f"{entry.owner[0]}.{entry.owner[1]}"
+    mark = scratch_files.mark_of(entry.owner)
     config = str(scene.folder / f"gpusnap-criu-{mark}-abc.conf")
     with subprocess.Popen(["sleep", "600"], env={**os.environ, scratch_files.CONFIG: config}) as left:
         wait_for(lambda: scratch_files.children(entry.owner), "its environment")
@@ -373,7 +373,7 @@ def test_the_bundle_is_gone(scene: Scene) -> None:
 def test_files_for_a_moment(scene: Scene) -> None:
     """CRIU's configuration, the view of the images and notes of threads go too; others' stay."""
     entry = cut_off(scene, CHECKPOINTED, standing=True)
-    mark = f"{entry.owner[0]}.{entry.owner[1]}"
+    mark = scratch_files.mark_of(entry.owner)
     (scene.folder / f"gpusnap-criu-{mark}-abc.conf").touch()
     (scene.folder / f"gpusnap-images-{mark}-abc").mkdir()
     (scene.folder / "gpusnap-criu-1.1-abc.conf").touch()

@@ -23,7 +23,7 @@ from gpusnap.runtime_shim.snapshot.incomplete_restore import Place
 
 ID = "c0ffee"
 OWNER = (4194000, 77)
-MARK = f"{OWNER[0]}.{OWNER[1]}"
+MARK = scratch_files.mark_of(OWNER)
 PLACE = Place("/libpod_parent/libpod-c0ffee", (":/user.slice",), "0:99", "/")
 
 
@@ -186,9 +186,15 @@ def test_without_a_root(made_up: Processes) -> None:
 def test_what_is_marked_is_ended(start: Callable[..., int]) -> None:
     """CRIU by its title, which it writes over its environment; nobody else's."""
     by_title, by_environment = start(title(MARK)), start("criu", **marked())
-    others = [start(title("4194000.78")), start("sleep"), start(title(MARK).replace("criu: ", "less: "))]
+    others = [
+        start(title(scratch_files.mark_of((4194000, 78)))),
+        start("sleep"),
+        start(title(MARK).replace("criu: ", "less: ")),
+    ]
     # A program that does not know the mark, and names all that it may be.
-    others.append(start(title("4194000.76") + title(MARK).removeprefix("criu: restore --rpc")))
+    others.append(
+        start(title(scratch_files.mark_of((4194000, 76))) + title(MARK).removeprefix("criu: restore --rpc"))
+    )
     assert set(incomplete_restore.end(None, OWNER, ID)) == {by_title, by_environment}
     assert not proc.running(by_title)
     assert not proc.running(by_environment)
