@@ -29,7 +29,8 @@ _CACHE = "/var/cache/gpusnap-bytecode"
 
 _SCRIPT = """#!{python}
 import sys
-sys.path[:0] = {path!r}
+sys.path[:0] = [{checkout!r}]
+sys.path += {others!r}
 from {module} import main
 sys.exit(main())
 """
@@ -38,9 +39,9 @@ sys.exit(main())
 def install(checkout: Path, *, python: str = sys.executable, path: tuple[str, ...] = ()) -> Path:
     """Install from `checkout`, whose launcher has been built; the path of gpusnap-runtime.
 
-    `path`: more folders for Python to import from.
+    `path`: all other folders that Python is to import from; it then leaves out what `site` does at its start,
+    as a package's Python has hardly any of it, and an environment with PyTorch takes 0.1 s for it.
     """
-    folders = [str(checkout), *path]
     # The test host's checkout cannot be written to, and to compile all of it takes longer than to run it.
     cache = f"Xpycache_prefix={_CACHE}" if os.environ.get("GPUSNAP_TESTHOST") == "1" else ""
     modules = {
@@ -50,7 +51,12 @@ def install(checkout: Path, *, python: str = sys.executable, path: tuple[str, ..
     }
     for target, module in modules.items():
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(_SCRIPT.format(python=f"{python} -I{cache}", path=folders, module=module))
+        flags = f"-I{'S' if path else ''}{cache}"
+        target.write_text(
+            _SCRIPT.format(
+                python=f"{python} {flags}", checkout=str(checkout), others=list(path), module=module
+            )
+        )
         target.chmod(0o755)
     PODMAN.parent.mkdir(parents=True, exist_ok=True)
     PODMAN.write_text(_PODMAN)
