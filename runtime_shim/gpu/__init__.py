@@ -61,7 +61,7 @@ def holders(driver: Driver, pids: Iterable[int]) -> tuple[int, ...]:
 
 def _holds(driver: Driver, pid: int) -> bool:
     # A process on its way out still has its files open for a while.
-    return proc.alive(pid) and bool(driver.handles(pid) or _has_library(driver.vendor, pid))
+    return proc.alive(pid) and (driver.holds(pid) or _has_library(driver.vendor, pid))
 
 
 def _has_library(vendor: str, pid: int) -> bool:

@@ -236,7 +236,7 @@ def _concerns_us(driver: Driver, container: containers.Container) -> bool:
     if not container.pid:
         return False
     members = containers.processes(container.pid, container.id)
-    if any(driver.handles(process.pid) for process in members):
+    if any(driver.holds(process.pid) for process in members):
         return True
     if undeclared(container.pid, containers.bundle_config(container.bundle))[0]:
         return True
@@ -258,7 +258,7 @@ def _spare_neighbours(
     if call.leave_running:
         return
     others = containers.beside(container.pid, container.id)
-    if any(each.handles(process.pid) for each in drivers for process in others):
+    if any(each.holds(process.pid) for each in drivers for process in others):
         from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 
         preflight.neighbours(call, container)

@@ -294,6 +294,10 @@ class FakeDriver:
         found = sorted({path for _, path in held.descriptors} | {path for *_, path in held.mappings})
         return tuple(found) or (("/dev/nvidia0",) if pid in self.states else ())
 
+    def holds(self, pid: int) -> bool:
+        """As the protocol says, and as `handles`."""
+        return bool(self.handles(pid))
+
     def held(self, pid: int) -> Held:
         """As the protocol says; those of `idle` have numbers that no descriptor has."""
         invented = [(1 << 30 | at, path) for at, path in enumerate(self.idle.get(pid, ()))]

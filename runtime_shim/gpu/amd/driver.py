@@ -86,6 +86,10 @@ class Amd:
         found = self.held(pid)
         return tuple(sorted({path for _, path in found.descriptors} | {path for *_, path in found.mappings}))
 
+    def holds(self, pid: int) -> bool:
+        """Whether the process has any such file open or mapped."""
+        return bool(self.handles(pid))
+
     def held(self, pid: int) -> Held:
         """The same files by number of the descriptor, and by address."""
         return device_files.held(pid, _numbers())

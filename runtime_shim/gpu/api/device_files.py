@@ -78,6 +78,12 @@ def nodes(pid: int) -> tuple[Node, ...]:
     return tuple(sorted(found))
 
 
+def holds(pid: int) -> bool:
+    """Whether there are any. Mappings, of which PyTorch has thousands, are looked at only if none is open."""
+    majors = nvidia_majors()[1]
+    return bool(_open_nodes(pid, majors)) or any(True for _ in _mapped_nodes(pid, majors))
+
+
 def held(pid: int) -> Held:
     """The same with every descriptor (by number) and every mapping (by address) of such a file."""
     majors = nvidia_majors()[1]

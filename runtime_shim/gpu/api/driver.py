@@ -109,6 +109,9 @@ class Driver(Protocol):
     def handles(self, pid: int) -> tuple[str, ...]:
         """Device files of this vendor the process has open or mapped (/dev/nvidia0); from /proc alone."""
 
+    def holds(self, pid: int) -> bool:
+        """Whether the process has any of them: most have one open, and their mappings are not looked at."""
+
     def held(self, pid: int) -> Held:
         """The same files, with the descriptors and the addresses by which the process has them."""
 

@@ -138,6 +138,10 @@ class Nvidia:
         """Paths of NVIDIA's device files that the process has open or mapped, sorted by path."""
         return tuple(dict.fromkeys(node.path for node in handles.nodes(pid)))
 
+    def holds(self, pid: int) -> bool:
+        """Whether the process has any such file open or mapped."""
+        return handles.holds(pid)
+
     def held(self, pid: int) -> Held:
         """NVIDIA's device files by number of the descriptor, and by address."""
         return handles.held(pid)

@@ -44,7 +44,7 @@ def chosen(driver: Driver, container: containers.Container, settings: Settings) 
 
 def _held(every: Sequence[Driver], container: containers.Container) -> Driver | None:
     members = containers.processes(container.pid, container.id)
-    holding = [each for each in every if any(each.handles(process.pid) for process in members)]
+    holding = [each for each in every if any(each.holds(process.pid) for process in members)]
     if len(holding) > 1:
         vendors = " and ".join(each.vendor.upper() for each in holding)
         raise Refused(

@@ -72,8 +72,7 @@ def suspend(
         )
         job = Job(call, real, settings, driver, container, transaction, pages, on_disk=False)
         with transaction.step("inspect"):
-            _inspect(job, engine.name)
-            room(_memory(job))
+            room(_memory(job, _inspect(job, engine.name)))
         begun = _begun(job, engine)
         transaction.undo("forgetting the suspend", lambda: _forget(job))
         suspensions.write(begun)
@@ -99,8 +98,11 @@ def suspend(
         return done, tuple(transaction.steps)
 
 
-def _inspect(job: Job, name: str) -> None:
-    """What can refuse while the container runs. Nothing is changed. `name`: as its engine calls it."""
+def _inspect(job: Job, name: str) -> Sequence[int]:
+    """What can refuse while the container runs. Nothing is changed. `name`: as its engine calls it.
+
+    Returns the PIDs of the processes that may use a GPU.
+    """
     container = job.container
     if suspensions.read(container.key) is not None:
         raise Refused(f"container {name} is suspended already", code="GPS-206")
@@ -128,17 +130,18 @@ def _inspect(job: Job, name: str) -> None:
     job.host = job.driver.host()
     job.init = proc.process(container.pid)
     job.nodes = job.driver.nodes(container.pid)
-    if not holders(job.driver, [process.pid for process in job.processes()]):
+    pids = holders(job.driver, [process.pid for process in job.processes()])
+    if not pids:
         raise Refused(
             f"no process of container {name} uses a GPU",
             hint="podman pause or ctr task pause pauses it as it is",
             code="GPS-206",
         )
+    return pids
 
 
-def _memory(job: Job) -> int:
-    """Bytes of GPU memory that its processes use now."""
-    pids = holders(job.driver, [process.pid for process in job.processes()])
+def _memory(job: Job, pids: Sequence[int]) -> int:
+    """Bytes of GPU memory that processes use now."""
     used = job.driver.memory_used(pids)
     return sum(sum(of.values()) for of in used.values())
 

@@ -269,8 +269,8 @@ class Held:
 
     vendor = "none"
 
-    def handles(self, pid: int) -> tuple[str, ...]:
-        return ("/dev/gpu",) if pid % 2 else ()
+    def holds(self, pid: int) -> bool:
+        return pid % 2 == 1
 
 
 def test_holders_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
