@@ -14,6 +14,8 @@ protobuf.dev/programming-guides/encoding.
 
 from __future__ import annotations
 
+import re
+
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, Source
 
@@ -22,6 +24,8 @@ _IN_PARENT, _PRESENT = 1 << 0, 1 << 2
 _FIELDS = 6
 _MOST_KNOWN = 10_000
 _PAGE = 4096
+# The address, where a message begins with it: a key and a number of at most ten bytes.
+_ADDRESS = re.compile(rb"\x08[\x80-\xff]{0,9}[\x00-\x7f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,8 @@ def read(source: Source) -> Pagemap:
     present = in_parent = 0
     while source.left:
         message = source.message()
-        rest = message[_address_end(message) :]
+        address = _ADDRESS.match(message)
+        rest = message[address.end() :] if address is not None else message
         counts = known.get(rest)
         if counts is None:
             counts = _counts(message)
@@ -81,13 +86,6 @@ def _counts(message: bytes) -> tuple[int, int]:
     if count is None:
         count = old_count or 0
     return count if flags & _PRESENT else 0, count if was_in_parent or flags & _IN_PARENT else 0
-
-
-def _address_end(message: bytes) -> int:
-    """Where the address ends that a message begins with; 0 where it begins with something else."""
-    if message[:1] != b"\x08":
-        return 0
-    return next((at for at, byte in enumerate(message[1:11], 2) if byte < 0x80), 0)
 
 
 def _numbers(message: bytes) -> list[int | None]:
