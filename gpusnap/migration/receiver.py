@@ -155,7 +155,7 @@ class _Receiver:
             )
             found = kept.load(root, staging.layout)
             found.check_podman()
-            lacking = [each for each in found.parts if not staging.layout.has_blob(each.digest, each.size)]
+            lacking = staging.layout.lacks(found.parts)
             check_copy(lacking, store.path, there=store.layout, what="the container's checkpoint")
             self._progress.stage(f"memory of {name}")
             moved = transfer.pull(

@@ -75,11 +75,8 @@ def check_copy(blobs: Iterable[Descriptor], folder: str, *, there: Layout | None
 
     there: what has some of them already, which take no room again. what: the copy, for the message.
     """
-    sizes = {
-        each.digest: each.size
-        for each in blobs
-        if there is None or not there.has_blob(each.digest, each.size)
-    }
+    needed = blobs if there is None else there.lacks(blobs)
+    sizes = {each.digest: each.size for each in needed}
     need = sum(sizes.values())
     if need > (free := free_bytes(folder)):
         raise Refused(

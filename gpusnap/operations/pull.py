@@ -98,8 +98,7 @@ def fetched(
         of_memory = descriptors(found.tables)
         away = {each.digest: each.size for each in _away(of_memory, staging, store)}  # not of volumes
 
-        coming = [each for each in found.parts if wanted(each)]
-        lacking = [each for each in coming if not staging.layout.has_blob(each.digest, each.size)]
+        lacking = staging.layout.lacks(each for each in found.parts if wanted(each))
         check_copy(lacking, store.path, there=store.layout, what=f"the pull of {what.reference}")
 
         def come(which: Callable[[Descriptor], bool]) -> Moved:

@@ -25,7 +25,7 @@ from gpusnap.oci.chunks import planes
 from gpusnap.oci.chunks.table import LARGEST_CHUNK, descriptors
 from gpusnap.oci.chunks.verify import Contents, Fault, not_held
 from gpusnap.oci.layout.digests import PREFIX
-from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.documents import OCTETS, Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar.archive import Content, Entry
 from gpusnap.runtime_shim.errors import ImageError
@@ -36,7 +36,6 @@ from gpusnap.runtime_shim.runtime.criu.images import check as criu_images
 from gpusnap.runtime_shim.runtime.criu.images.digests import Comparison
 
 _PIECE = 1 << 20
-_OCTETS = "application/octet-stream"
 _FOLDER = f"checkpoint/{manifest.FOLDER}/"
 _BLOBS = f"{_FOLDER}blobs/sha256/"
 _MANIFEST = _FOLDER + manifest.NAME
@@ -156,7 +155,7 @@ def in_archive(path: str, progress: Progress) -> Verified:
     ]
     # What no table names (the layout's own manifest) is checked all the same.
     faults += [
-        Fault(Descriptor(_OCTETS, digest, size), "holds something else")
+        Fault(Descriptor(OCTETS, digest, size), "holds something else")
         for digest, (size, right) in found.items()
         if not right
     ]

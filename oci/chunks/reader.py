@@ -38,9 +38,8 @@ from gpusnap.oci.chunks.buffers import Memory, Target
 from gpusnap.oci.chunks.table import CHUNK_SIZE, LARGE_CHUNK, Chunk, Table, validated
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.digests import digest_of
-from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.documents import OCTETS, Descriptor
 
-_OCTETS = "application/octet-stream"
 # How often a worker with nothing to do looks whether it was cancelled, in seconds.
 _LOOK = 0.05
 # … and whether the reading that it is behind has come to its end.
@@ -253,7 +252,7 @@ class Reading:
                 view, chunk = self._place(part), part.chunk
                 assert view is not None
                 if digest_of(view) != chunk.plain:
-                    self._layout.check_blob(Descriptor(_OCTETS, chunk.blob, chunk.stored))
+                    self._layout.check_blob(Descriptor(OCTETS, chunk.blob, chunk.stored))
                     raise _wrong(chunk)
 
         self._crew.start(min(threads or self._threads, len(self._unsure)), work)

@@ -35,6 +35,7 @@ from gpusnap.oci.chunks.table import (
     validated,
 )
 from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 
 LEVEL = 1
@@ -264,8 +265,9 @@ class _Writing:
         if place is None or not _fits(place, plain, size):
             return None
         try:
-            known = Layout(place.layout)
-            self._layout.link_blob(place.blob, place.stored, known, durable=True, copy=False)
+            blob = Descriptor(MEDIA_TYPES[place.encoding], place.blob, place.stored)
+            if self._layout.link_durable([blob], Layout(place.layout)):
+                return None
         except LayoutError:
             return None
         return _Stored(place.blob, place.stored, place.encoding)

@@ -18,6 +18,7 @@ from gpusnap.oci.layout.digests import check_digest, digest_of
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 INDEX = "application/vnd.oci.image.index.v1+json"
+OCTETS = "application/octet-stream"  # bytes of which no more is said (RFC 2046)
 # manifest.md, "Guidance for an Empty Descriptor"; its blob is these two bytes.
 EMPTY = "application/vnd.oci.empty.v1+json"
 EMPTY_BLOB = b"{}"

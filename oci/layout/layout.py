@@ -49,6 +49,7 @@ from gpusnap.oci.layout.digests import digest_of, encoded
 from gpusnap.oci.layout.documents import (
     DOCUMENT_LIMIT,
     MANIFEST,
+    OCTETS,
     Descriptor,
     Index,
     Manifest,
@@ -60,7 +61,6 @@ from gpusnap.oci.layout.unsynced import Unsynced
 
 VERSION = "1.0.0"
 _PIECE = 1 << 20
-_OCTETS = "application/octet-stream"
 
 
 class Layout:
@@ -110,11 +110,20 @@ class Layout:
         except (LayoutError, OSError):
             return False
 
+    def lacks(self, wanted: Iterable[Descriptor]) -> list[Descriptor]:
+        """Those that `has_blob` says no of. Raises DigestError."""
+        names = [(encoded(each.digest), each) for each in wanted]
+        try:
+            with self._blobs() as folder:
+                return [each for name, each in names if not _is_there(name, each.size, folder)]
+        except (LayoutError, OSError):
+            return [each for _, each in names]
+
     def add_blob(
         self,
         data: bytes | bytearray | memoryview | IO[bytes],
         *,
-        media_type: str = _OCTETS,
+        media_type: str = OCTETS,
         digest: str | None = None,
         anew: bool = False,
     ) -> Descriptor:
@@ -137,34 +146,41 @@ class Layout:
                 self._unsynced.found(name)
         return Descriptor(media_type, digest, size)
 
-    def link_blob(
-        self, digest: str, size: int, source: Layout, *, durable: bool = False, copy: bool = True
-    ) -> None:
+    def link_blob(self, digest: str, size: int, source: Layout) -> None:
         """Take a blob over from another layout: a hard link, or a checked copy where none can be made.
 
-        `durable`: the source's blob is known to be right and durable, so it takes the place of one that is
-        here already, and a link of it needs no fsync in `sync`, only its folder does. Without `copy` a blob
-        that cannot be linked is an error. Raises BlobError for that, and where the source lacks the blob, or
-        has another size (a link) or content (a copy); DiskFull, DiskError, LayoutError.
+        Raises BlobError where the source lacks the blob, or has another size (a link) or content (a copy);
+        DiskFull, DiskError, LayoutError.
         """
         name = encoded(digest)
         if source.path == self.path:
             with self._writing(size):
                 source._unsynced.hand_over(name, self._unsynced)
         with self._blobs() as folder, source._blobs() as origin, self._writing(size):
-            if durable or not _has(name, size, folder):
+            if not _has(name, size, folder):
                 if not _has(name, size, origin):
                     raise BlobError(f"{source.path} does not have the blob {digest} of {size} bytes")
-                if _linked(name, origin, folder):
-                    if durable:
-                        return
-                elif copy:
+                if not _linked(name, origin, folder):
                     with source.open_blob(digest, size) as file:
                         self._add_file(file, expected=name)
                     return
-                else:
-                    raise BlobError(f"no link of the blob {digest} of {source.path} can be made here")
         self._unsynced.found(name)
+
+    def link_durable(self, wanted: Iterable[Descriptor], source: Layout) -> list[Descriptor]:
+        """Link blobs that are known to be right and durable from another layout, in place of any here.
+
+        They need no fsync in `sync`, only their folder does. Returns those that the source lacks, or that
+        cannot be linked. Raises DigestError, DiskFull, DiskError, LayoutError.
+        """
+        left = []
+        with self._blobs() as folder, source._blobs() as origin:
+            for each in wanted:
+                name = encoded(each.digest)
+                with self._writing(each.size), suppress(BlobError):
+                    if _has(name, each.size, origin) and _linked(name, origin, folder):
+                        continue
+                left.append(each)
+        return left
 
     @contextmanager
     def receive(self, wanted: Descriptor) -> Iterator[Incoming]:
@@ -344,7 +360,7 @@ class Layout:
         except OSError as error:
             raise disk_error(error, self.path, what, size) from error
 
-    def _add_file(self, file: IO[bytes], media_type: str = _OCTETS, *, expected: str = "") -> Descriptor:
+    def _add_file(self, file: IO[bytes], media_type: str = OCTETS, *, expected: str = "") -> Descriptor:
         hashed, size = hashlib.sha256(), 0
         with self._blobs() as folder, self._writing(0), new_file(folder) as (descriptor, unfinished):
             while piece := read_piece(file):
@@ -414,6 +430,12 @@ def _has(name: str, size: int, folder: int) -> bool:
     except FileNotFoundError:
         return False
     return stat.S_ISREG(status.st_mode) and status.st_size == size
+
+
+def _is_there(name: str, size: int, folder: int) -> bool:
+    with suppress(OSError):
+        return _has(name, size, folder)
+    return False
 
 
 def read_piece(file: IO[bytes]) -> bytes:

@@ -24,7 +24,7 @@ from gpusnap.oci.base.threads import for_each
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.table import Table
 from gpusnap.oci.layout.digests import encoded
-from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.documents import OCTETS, Descriptor
 from gpusnap.oci.layout.graph import check_known, is_document, walk
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.index import Catalog, check_name
@@ -55,11 +55,11 @@ class Staging:
 
         From then on gc cannot take it away. Raises DigestError, LayoutError, DiskFull, DiskError.
         """
-        try:
-            self.layout.link_blob(digest, size, self._tree.layout, durable=True, copy=False)
-        except BlobError:
-            return False
-        return True
+        return not self.take_all([Descriptor(OCTETS, digest, size)])
+
+    def take_all(self, wanted: Iterable[Descriptor]) -> list[Descriptor]:
+        """The same of many blobs; those that the store does not have."""
+        return self.layout.link_durable(wanted, self._tree.layout)
 
     def precious(self, why: str) -> None:
         """Let nobody remove this folder but its owner, though he dies: `why` is for people to read.

@@ -68,9 +68,9 @@ class Fetching:
         self._guard = threading.Lock()
         self.fetched = 0
         """Bytes."""
-        wanted = descriptors(record.tables)
-        self._there = {each.digest for each in wanted if self._beside.has_blob(each.digest, each.size)}
-        wanted = tuple(each for each in wanted if each.digest not in self._there)
+        every = descriptors(record.tables)
+        wanted = self._beside.lacks(every)
+        self._there = {each.digest for each in every} - {each.digest for each in wanted}
         try:
             missing = self._taken(wanted) if wanted else []
             if missing:
@@ -153,8 +153,7 @@ class Fetching:
         try:
             staging = self._staging = self._store.create().stage()
         except DiskError:  # one that is mounted read-only can be read all the same
-            layout = self._store.layout
-            missing = [each for each in wanted if not layout.has_blob(each.digest, each.size)]
+            missing = self._store.layout.lacks(wanted)
             if missing:
                 raise self._nowhere(missing, ["the store cannot be written to"]) from None
             return []
@@ -163,8 +162,7 @@ class Fetching:
                 f"the store {self._store.path} cannot be used: {error}", code=error.code
             ) from error
         with transfer.as_image_error(self._store.path):
-            missing = [each for each in wanted if not staging.take(each.digest, each.size)]
-            return [each for each in missing if not self._left_behind(each, staging)]
+            return [each for each in staging.take_all(wanted) if not self._left_behind(each, staging)]
 
     def _left_behind(self, wanted: Descriptor, staging: Staging) -> bool:
         """Link a blob from a staging whose owner died before the store named it (the host crashed, say)."""

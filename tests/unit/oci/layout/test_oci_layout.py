@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,16 @@ from oci_regions import blobs
 
 from gpusnap.oci.base.errors import BlobError, DigestError, DiskError, DiskFull, LayoutError
 from gpusnap.oci.layout import layout as layout_module
-from gpusnap.oci.layout.digests import digest_of
-from gpusnap.oci.layout.documents import EMPTY_BLOB, MANIFEST, Descriptor, Index, Manifest, empty_descriptor
+from gpusnap.oci.layout.digests import digest_of, encoded
+from gpusnap.oci.layout.documents import (
+    EMPTY_BLOB,
+    MANIFEST,
+    OCTETS,
+    Descriptor,
+    Index,
+    Manifest,
+    empty_descriptor,
+)
 from gpusnap.oci.layout.layout import Layout
 
 DATA = b"the bytes of a blob" * 100
@@ -150,18 +159,30 @@ def test_copy(layout: Layout, monkeypatch: pytest.MonkeyPatch, number: int) -> N
     assert blobs(Path(layout.path)) == {}
 
 
-def test_no_copy(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A caller who wants links alone is told where none can be made, and nothing is left."""
+def test_blobs_that_cannot_be_linked(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those are told that cannot be linked, or that the other does not have, and nothing is left."""
+    other = Layout(layout.path + "2").create()
+    wrong = replace(other.add_blob(DATA), size=len(DATA) + 1)
+    absent = Descriptor(OCTETS, f"sha256:{'0' * 64}", 3)
+    there = other.add_blob(DATA)
+    assert layout.link_durable([wrong, absent], other) == [wrong, absent]
+    assert blobs(Path(layout.path)) == {}
+    assert layout.link_durable([absent, there], other) == [absent]
+    assert layout.lacks([there, wrong, absent]) == [wrong, absent]
+    blob_path(layout).unlink()
 
     def no_link(*_args: object, **_options: object) -> None:
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
     monkeypatch.setattr(os, "link", no_link)
-    other = Layout(layout.path + "2").create()
-    other.add_blob(DATA)
-    with pytest.raises(BlobError, match=f"no link of the blob {DIGEST} of .* can be made"):
-        layout.link_blob(DIGEST, len(DATA), other, copy=False)
+    assert layout.link_durable([there], other) == [there]
     assert blobs(Path(layout.path)) == {}
+
+
+def test_what_a_layout_lacks_that_is_none(tmp_path: Path) -> None:
+    """Without its folder it lacks all."""
+    wanted = [Descriptor(OCTETS, DIGEST, len(DATA))]
+    assert Layout(tmp_path / "none").lacks(wanted) == wanted
 
 
 def test_link_in_place_of_a_broken_blob(layout: Layout) -> None:
@@ -316,28 +337,23 @@ def test_commit_syncs_before_the_index(layout: Layout, monkeypatch: pytest.Monke
     assert not any(each in names for each in synced)
 
 
-@pytest.mark.parametrize("link", [True, False])
-def test_a_link_of_a_durable_blob(layout: Layout, monkeypatch: pytest.MonkeyPatch, link: bool) -> None:
-    """It needs no fsync, its folder does, and replaces one that stood there; a copy needs it as ever."""
-
-    def no_link(*_args: object, **_options: object) -> None:
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-
+def test_a_link_of_a_durable_blob(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs no fsync, its folder does, and replaces one that stood there; a plain link needs it."""
     other = Layout(layout.path + "2").create()
-    other.add_blob(DATA)
+    blob = other.add_blob(DATA)
+    second = other.add_blob(b"of another")
     blob_path(layout).write_bytes(DATA[::-1])
-    if not link:
-        monkeypatch.setattr(os, "link", no_link)
-        blob_path(layout).unlink()
     for _ in range(2):
-        layout.link_blob(DIGEST, len(DATA), other, durable=True)
+        assert layout.link_durable([blob], other) == []
     assert blob_path(layout).read_bytes() == DATA
     assert set(blobs(Path(layout.path))) == {NAME}
+    layout.link_blob(second.digest, second.size, other)
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
     layout.sync()
     folder = f"{layout.path}/blobs/sha256"
-    assert (f"{folder}/{NAME}" in synced) == (not link)
+    assert f"{folder}/{NAME}" not in synced
+    assert f"{folder}/{encoded(second.digest)}" in synced
     assert folder in synced
 
 
