@@ -26,7 +26,7 @@ from gpusnap.checkpoints.formats.whole_archive import whole as self_contained
 from gpusnap.oci.base.errors import reason
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.index import Known
-from gpusnap.oci.chunks.table import Progress
+from gpusnap.oci.chunks.table import Progress, Table
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.layout import Layout
@@ -105,12 +105,13 @@ def give_out(
             hint="it is the GPUs' side of an archive that lies elsewhere",
             code="GPS-608",
         )
-    record = manifest_json.decode(config, CONFIG) if config else None
     files: tuple[manifest.FileRecord, ...] = ()
-    if record is not None and embed:
+    tables: list[tuple[str, Table]] = []
+    if config and embed:
+        record = manifest_json.decode(config, CONFIG)
         files = record.files
         config, record = self_contained(config, record)
-    tables = labelled(record) if record is not None and embed else []
+        tables = labelled(record)
     sizes = [each.size for each in (whole.records, whole.rootfs) if each is not None]
     sizes += [each.table.size for each in files]
     done, total = 0, sum(sizes) + sum(each.size for each in artifact.chunk_layers(tables))
