@@ -295,6 +295,11 @@ def namespace(pid: int, kind: str) -> str:
     return _answer(f"{PROC}/{pid}/ns/{kind}", os.readlink) or ""
 
 
+def own_pid_namespace() -> int:
+    """The number of our PID namespace. Raises OSError where the kernel does not say."""
+    return os.stat(f"{PROC}/self/ns/pid").st_ino
+
+
 def open_files(pid: int) -> Iterator[tuple[str, str]]:
     """What a process has open: the descriptor's link in /proc and where it leads, socket:[1] for one.
 

@@ -138,9 +138,11 @@ def sweep_all() -> None:
     """
     marks = (found for name in _listed() if (found := _NAME.match(name)))
     # /run may be shared with another PID namespace, whose processes we do not see.
-    for owner in {(int(mark[1]), int(mark[2])) for mark in marks if int(mark[3]) == _space()}:
-        if not proc.same(*owner) and not children(owner):
-            sweep(owner)
+    space = _space()
+    for owner in {(int(mark[1]), int(mark[2])) for mark in marks if int(mark[3]) == space}:
+        with contextlib.suppress(GpusnapError, OSError):  # the next time, then: the caller has done its work
+            if not proc.same(*owner) and not children(owner):
+                sweep(owner)
 
 
 def _listed() -> list[str]:
@@ -158,6 +160,6 @@ def mark_of(owner: tuple[int, int]) -> str:
 def _space() -> int:
     """Our PID namespace; 0 where the kernel does not say."""
     try:
-        return os.stat("/proc/self/ns/pid").st_ino
+        return proc.own_pid_namespace()
     except OSError:
         return 0

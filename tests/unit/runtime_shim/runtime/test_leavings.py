@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from collections.abc import Iterator
@@ -128,6 +129,23 @@ def test_sweep_all(folder: Path) -> None:
         assert log.exists()
     scratch_files.sweep_all()
     assert set(os.listdir(folder)) == others
+
+
+@pytest.mark.parametrize("error", [GpusnapError("the kernel says no"), OSError(errno.EMFILE, "")])
+def test_sweep_all_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """What its caller has done is done: the next one removes them."""
+    name = f"gpusnap-criu-{scratch_files.mark_of((1 << 22, 1))}-abc.conf"
+    (folder / name).touch()
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(scratch_files, "children", fail)
+        scratch_files.sweep_all()
+    assert (folder / name).exists()
+    scratch_files.sweep_all()
+    assert not (folder / name).exists()
 
 
 def test_sweep_all_without_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
