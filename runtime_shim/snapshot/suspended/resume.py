@@ -8,9 +8,10 @@ bytes stay where they were until all processes have their GPU state, and the nex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 from gpusnap.runtime_shim import question_process, state_files
@@ -82,12 +83,12 @@ def resume(
                 pairs = _plan(found, driver.host(), request, room)
                 if not loaded:
                     _check_memory(found, settings)
-                found = replace(found, stage=Stage.RESUMING, owner=state_files.owner(), pairs=pairs)
+            found = replace(found, stage=Stage.RESUMING, owner=state_files.owner(), pairs=pairs)
+            with held_signals(), _or_suspended(found):
                 suspensions.write(found)
-            with held_signals():
                 _bring_back(found, settings, driver, transaction, loaded, cut_off=False)
         ended = not found.lives  # of itself it cannot before it goes on
-        with held_signals():
+        with held_signals(), or_recover(found.container):
             _finish(found, transaction, go_on)
         transaction.commit()
         if ended:
@@ -125,19 +126,18 @@ def check(
 
     `reserved`: bytes by UUID that others are about to use. It is NoRoom where memory is all that is missing.
     """
-    chosen, elsewhere = (
-        plan(
-            found.gpus,
-            found.driver_version,
-            host,
-            request=request,
-            reserved=reserved,
-            given=given,
-            suspended=found.name,
-        )
-        for given in ({gpu.uuid for gpu in found.gpus}, None)
+    made = partial(
+        plan,
+        found.gpus,
+        found.driver_version,
+        host,
+        request=request,
+        reserved=reserved,
+        suspended=found.name,
     )
+    chosen = made(given={gpu.uuid for gpu in found.gpus})
     if chosen.refusal:
+        elsewhere = made()
         refused = chosen.refused()
         moves = f"gpusnap checkpoint {found.name}, podman rm and gpusnap restore"
         there = f"a GPU that container {found.name} does not see would do: {moves} --gpu-map move it there"
@@ -211,10 +211,9 @@ def _bring_back(
                     cut_off=cut_off,
                 )
             except Exception:  # what a module raises that is imported late, too
-                if cut_off or _stay(found, entry, driver):
-                    raise
-                with or_recover(found.container):
-                    raise
+                if not cut_off:
+                    _stay(found, entry, driver)
+                raise
             finally:
                 for text in driver_watch.take_notes():
                     transaction.note(text)
@@ -224,8 +223,24 @@ def _bring_back(
                 paused.freeze()
 
 
-def _stay(found: Suspension, entry: journal.Entry, driver: Driver) -> bool:
-    """After a failure: where none of its processes has its GPU state, it is suspended as it was; whether."""
+@contextmanager
+def _or_suspended(found: Suspension) -> Iterator[None]:
+    """Have an error of the block name `gpusnap recover`, unless it is suspended, as it was."""
+    try:
+        yield
+    except Exception:
+        with suppress(GpusnapError, OSError):
+            now = suspensions.read(found.key)
+            if now is not None and now.stage is Stage.SUSPENDED:
+                found = now
+        if found.stage is Stage.SUSPENDED:
+            raise
+        with or_recover(found.container):
+            raise
+
+
+def _stay(found: Suspension, entry: journal.Entry, driver: Driver) -> None:
+    """After a failure: where none of its processes has its GPU state, it is suspended as it was."""
     there = recover_checkpoint.alive(entry)
     with suppress(GpusnapError, OSError):
         states = [driver_calls.state(driver, each.pid) for each in there]
@@ -235,8 +250,6 @@ def _stay(found: Suspension, entry: journal.Entry, driver: Driver) -> bool:
                 regions += [(s.start, s.size) for s in each.staged]
                 transfer.empty(found.key, each.pid, regions)
             suspensions.write(replace(found, stage=Stage.SUSPENDED, pairs=()))
-            return True
-    return False
 
 
 def _finish(found: Suspension, transaction: Transaction, go_on: Callable[[], object]) -> None:

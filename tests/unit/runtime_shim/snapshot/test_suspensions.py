@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from fakes import FakeDriver
 
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Refused
-from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host, ProcessState
 from gpusnap.runtime_shim.gpu.api.gpu_map import parse_map
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records.manifest import GpuRecord
@@ -22,11 +24,12 @@ from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.shim import entry, overrides, suspended
 from gpusnap.runtime_shim.snapshot import recover_checkpoint
+from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.memory.ram import NoHome
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, SuspendedProcess, Suspension
-from gpusnap.runtime_shim.snapshot.suspend import driver_calls
+from gpusnap.runtime_shim.snapshot.suspend import driver_calls, paused_container
 from gpusnap.runtime_shim.snapshot.suspended import resume, suspend
 from gpusnap.runtime_shim.snapshot.suspended.sweep import sweep
 from gpusnap.runtime_shim.transaction import Transaction
@@ -329,9 +332,8 @@ def test_a_resume_that_fails(monkeypatch: pytest.MonkeyPatch, error: Exception, 
     monkeypatch.setattr(journal, "read", lambda key: noted)
     monkeypatch.setattr(recover_checkpoint, "bring_back", fail)
 
-    def stay(found: Suspension, entry: journal.Entry, driver: Driver) -> bool:
+    def stay(found: Suspension, entry: journal.Entry, driver: Driver) -> None:
         stayed.append(found.name)
-        return True
 
     monkeypatch.setattr(resume, "_stay", stay)
     with pytest.raises(type(error), match=str(error)):
@@ -339,24 +341,102 @@ def test_a_resume_that_fails(monkeypatch: pytest.MonkeyPatch, error: Exception, 
     assert stayed == ([] if cut_off else [found.name])
 
 
-@pytest.mark.parametrize("error", [GpusnapError("no files", hint="free some"), OSError(errno.EMFILE, "")])
-def test_a_resume_that_does_not_stay_suspended(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Nobody can tell how far it is: the error says who puts it right."""
-    found = suspension(stage=Stage.RESUMING)
-    noted = journal.Entry(found.key, "", (1, 1), ())
+class Trouble:
+    """A resume's surroundings, one call of which fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+        monkeypatch.setattr(resume, "claim", nullcontext)
+        monkeypatch.setattr(resume, "_plan", lambda *_: (("GPU-1", "GPU-1"),))
+        monkeypatch.setattr(resume, "_check_memory", lambda *_: None)
+        monkeypatch.setattr(recover_checkpoint, "bring_back", lambda *_, **__: None)
+        monkeypatch.setattr(recover_checkpoint, "alive", lambda entry: (journal.Suspended(7, 8, ()),))
+
+    def at(self, module: object, name: str, error: Exception, *, after: int = 0) -> None:
+        """Have a function raise the error, once it was called so often."""
+        calls, before = iter(range(1 << 10)), getattr(module, name)
+
+        def fail(*words: object, **named: object) -> object:
+            if next(calls) >= after:
+                raise error
+            return before(*words, **named)
+
+        self.monkeypatch.setattr(module, name, fail)
+
+    def caught(self, go_on: Callable[[], object] = lambda: None) -> str:
+        """What a resume says."""
+        found = suspension()
+        suspensions.write(found)
+        journal.write(found.key, "", {os.getpid(): ()})
+        with pytest.raises(GpusnapError) as caught:
+            resume.resume(found.key, Settings(), FakeDriver(), go_on)
+        return caught.value.sentence()
+
+
+@pytest.fixture
+def trouble(monkeypatch: pytest.MonkeyPatch) -> Trouble:
+    return Trouble(monkeypatch)
+
+
+RECOVER = "gpusnap recover c0ffee tries again"
+ERRORS = pytest.mark.parametrize("error", [GpusnapError("no files", hint="free"), OSError(errno.EMFILE, "")])
+
+
+@ERRORS
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(journal, "read"), (recover_checkpoint, "bring_back"), (paused_container, "left")],
+)
+def test_a_resume_that_does_not_stay_suspended(
+    trouble: Trouble, monkeypatch: pytest.MonkeyPatch, module: object, name: str, error: Exception
+) -> None:
+    """Nobody can tell how far it is: the error says who puts it right, wherever it came from."""
+    monkeypatch.setattr(driver_calls, "state", lambda *_: ProcessState.RUNNING)
+    found = suspension()
+    suspensions.write(found)
+    journal.write(found.key, "", {os.getpid(): ()})
+    trouble.at(module, name, error)
+    assert trouble.caught().endswith(RECOVER)
+    now = suspensions.read(found.key)
+    assert now is not None
+    assert now.stage is Stage.RESUMING
+
+
+def test_a_resume_that_stays_suspended(trouble: Trouble, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then there is nothing to recover, and the error does not say so."""
+    monkeypatch.setattr(driver_calls, "state", lambda *_: ProcessState.CHECKPOINTED)
+    monkeypatch.setattr(transfer, "empty", lambda *_: None)
+    trouble.at(recover_checkpoint, "bring_back", GpusnapError("the driver failed"))
+    assert trouble.caught() == "the driver failed"
+    now = suspensions.read(suspension().key)
+    assert now is not None
+    assert now.stage is Stage.SUSPENDED
+
+
+@ERRORS
+def test_a_resume_that_cannot_be_noted(trouble: Trouble, error: Exception) -> None:
+    """Before anything was changed it is suspended as before; once its state is back, recover goes on."""
+    found = suspension()
+    suspensions.write(found)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(suspensions, "write", raising(error))
+        with pytest.raises(type(error)) as caught:
+            resume.resume(found.key, Settings(), FakeDriver(), lambda: None)
+    assert "gpusnap recover" not in str(caught.value)
+    assert suspensions.read(found.key) == found
+    assert trouble.caught(raising(error)).endswith(RECOVER)
+    now = suspensions.read(found.key)
+    assert now is not None
+    assert now.stage is Stage.RESUMED
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    """A function that raises it."""
 
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(journal, "read", lambda key: noted)
-    monkeypatch.setattr(recover_checkpoint, "bring_back", fail)
-    monkeypatch.setattr(recover_checkpoint, "alive", lambda entry: (journal.Suspended(7, 8, ()),))
-    monkeypatch.setattr(driver_calls, "state", fail)
-    suspensions.write(found)
-    with pytest.raises(GpusnapError) as caught:
-        resume._bring_back(found, Settings(), FakeDriver(), Transaction(), {}, cut_off=False)
-    assert caught.value.sentence().endswith("; gpusnap recover c0ffee tries again")
-    assert suspensions.read(found.key) == found
+    return fail
 
 
 @pytest.mark.parametrize(
