@@ -72,16 +72,16 @@ class Found:
         return {"fresh": fresh, "restore": restore, "command": done, "times": fresh / restore}
 
 
-def ask_number() -> object:
+def ask_number(port: int = PORT) -> object:
     """What gpuwork answers. Raises OSError while it does not."""
-    with socket.create_connection(("127.0.0.1", PORT), 5) as connection:
+    with socket.create_connection(("127.0.0.1", port), 5) as connection:
         connection.sendall(_NUMBER.pack(41))
         return connection.recv(_NUMBER.size)
 
 
-def ask_model(tokens: int) -> object:
+def ask_model(tokens: int, port: int = PORT) -> object:
     """The tokens of the model. Raises OSError while it does not answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=_PATIENCE)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_PATIENCE)
     try:
         connection.request("GET", f"/{tokens}")
         return json.loads(connection.getresponse().read())
@@ -102,12 +102,13 @@ class Server:
     ask_more: Callable[[], object]
     """For one that is compared."""
     answer: object = None
+    name: str = NAME
 
     def start(self) -> float:
         """Start it fresh; seconds until it has answered."""
         begun = time.monotonic()
         network = () if "host" in self.here.options else ("--network", "host")
-        run = ("run", "-d", "--name", NAME, *self.here.options, *network, self.here.image)
+        run = ("run", "-d", "--name", self.name, *self.here.options, *network, self.here.image)
         command("podman", "--runtime", "gpusnap-runtime", *run, *self.words)
         return self.first_answer(begun)
 
@@ -125,8 +126,19 @@ class Server:
             if not first or not answer or answer != self.answer:
                 raise BenchError(f"it answered {answer!r} instead of {self.answer!r}")
             return took
-        said = podman("logs", NAME)
+        said = podman("logs", self.name)
         raise BenchError(f"no answer in {_PATIENCE:g} s: {(said.out + said.err).strip()[-300:]}")
+
+
+def of_kind(here: Place, options: argparse.Namespace, name: str = NAME, port: int = PORT) -> Server:
+    """A model server, with `options.layers`; in the test host gpuwork, with `options.mib`."""
+    if here.software:
+        words = ["/gpuwork", "--mib", str(options.mib), "--tick", "100", "--serve", str(port)]
+        ask = partial(ask_number, port)
+        return Server(here, words, ask, ask, name=name)
+    program = ["/programs/transformers_server.py", "--port", str(port)]
+    words = [sys.executable, *program, "--layers", str(options.layers)]
+    return Server(here, words, partial(ask_model, 1, port), partial(ask_model, _TOKENS, port), name=name)
 
 
 def measure(server: Server, rounds: int) -> list[Found]:
@@ -151,9 +163,9 @@ def measure(server: Server, rounds: int) -> list[Found]:
     return every
 
 
-def remove() -> None:
-    """The container, whether it runs or not."""
-    podman("rm", "--force", "--ignore", "--time", "0", NAME)
+def remove(*names: str) -> None:
+    """The container, or those of these names, whether they run or not."""
+    podman("rm", "--force", "--ignore", "--time", "0", *(names or [NAME]))
 
 
 def table(every: list[Found]) -> str:
@@ -214,15 +226,8 @@ def main() -> int:
         shimhost.write_settings("\n".join(text) + "\n")
         remove()
         stack.callback(remove)
-        if software:
-            words = ["/gpuwork", "--mib", str(options.mib), "--tick", "100", "--serve", str(PORT)]
-            server = Server(here, words, ask_number, ask_number)
-        else:
-            program = ["/programs/transformers_server.py", "--port", str(PORT)]
-            words = [sys.executable, *program, "--layers", str(options.layers)]
-            server = Server(here, words, partial(ask_model, 1), partial(ask_model, _TOKENS))
         try:
-            every = measure(server, options.rounds)
+            every = measure(of_kind(here, options), options.rounds)
         except (BenchError, GpusnapError) as error:
             print(f"server: {error}", file=sys.stderr)
             return 1

@@ -1,13 +1,15 @@
 """What suspend, resume and swap of a GPU container take, beside the driver's own time in them.
 
     python3 bench/suspend.py --json suspend.json [--gib 12] [--rounds 5] [--swaps 20] [--runtime crun]
+        [--in-use]
 
 One container holds a block of device memory, is suspended and resumed; then a second one of the same size is
 started in its place, and the two change places. Medians of whole commands, in seconds; "driver" is what of
 that the driver's checkpoint and restore took, "beyond" the rest, "ratio" how many times longer the command
 is. With --gib 0.01 on softgpu nearly all of a command is beyond the driver. After the swaps the RAM and the
 GPU memory that is in use are those of before, and every word of both blocks was checked by the programs
-themselves. On an idle machine.
+themselves. On an idle machine. --in-use: the GPU's device is kept open meanwhile, as nvidia-persistenced or
+another container on it does; else the driver takes a GPU out of use when gpusnap, as the last, lets go of it.
 
 Needs root, Podman, CRIU and a GPU; or the test host, where it runs on softgpu. Installs gpusnap for as long
 as it runs, and removes what it made. Exit code 1 where something failed.
@@ -131,6 +133,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--swaps", type=int, default=5)
     parser.add_argument("--runtime", default="crun", help="the real runtime")
+    parser.add_argument("--in-use", action="store_true", help="keep the GPU's device open meanwhile")
     parser.add_argument("--json", type=Path, help="write the readings to this file")
     found = parser.parse_args(words)
     found.oci = "gpusnap-runtime"
@@ -151,6 +154,9 @@ def main() -> int:
             stack.callback(podman, "rm", "--force", "--ignore", "--time", "0", *names)
             podman("rm", "--force", "--ignore", "--time", "0", *names)  # of a run that was killed
             about = {**circumstances(Nvidia().host(), options.oci), "software": software}
+            if options.in_use:
+                node = f"/dev/nvidia{Nvidia().host().gpus[0].minor}"
+                stack.callback(os.close, os.open(node, os.O_RDWR | os.O_CLOEXEC))
             rows = measure(here, options)
         except (GpusnapError, BenchError, AssertionError) as error:
             print(f"suspend: {error}", file=sys.stderr)

@@ -178,9 +178,14 @@ def read_text(pid: int) -> Text:
 def _locking(pid: int, device: str, inode: int, base: int) -> tuple[tuple[int, int], ...]:
     """The parts of the libc at `base` that take locks, as offsets from there."""
     try:
-        symbols = question_process.ask(pid, "its C library", _functions, pid, base)
+        return question_process.ask(pid, "its C library", _taking_locks, pid, base)
     except (OSError, struct.error, ValueError, LookupError, ArithmeticError):  # no library as glibc makes it
         return ()
+
+
+def _taking_locks(pid: int, base: int) -> tuple[tuple[int, int], ...]:
+    """The same, in the process that looks: of some thousand functions a few count."""
+    symbols = _functions(pid, base)
     found = [
         (start, start + size)
         for name, (start, size) in symbols.items()

@@ -61,6 +61,16 @@ def test_a_process_that_is_gone() -> None:
     assert proc.mounts(NONE) == ()
 
 
+def test_threads_of_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no processes that a container could have; a program may have a name like theirs."""
+    flags = {1: 0x400100, 2: 0x208040, 17: 0x4208060, 40: 0x400140}
+    for pid, each in flags.items():
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (kworker/0:1) S {pid // 2} 1 1 0 -1 {each} 0 0\n")
+    monkeypatch.setattr(proc, "PROC", str(tmp_path))
+    assert proc.parents() == {1: 0, 40: 20}
+
+
 def test_a_zombie(zombie: int) -> None:
     """A zombie has ended: it does not run, and holds nothing that could be saved."""
     assert not proc.running(zombie)
