@@ -11,8 +11,9 @@ import errno
 import io
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 UNFINISHED = ".new-"
 
@@ -20,10 +21,14 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: the open of a FIFO that somebody put there would wait for a writer.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_UNNAMED = os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC
 _NOREPLACE = 1  # linux/fs.h, RENAME_NOREPLACE
 # rename(2): the file system does not know the flag; the kernel does not know the call.
 _UNKNOWN = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+# open(2), O_TMPFILE: the file system has no such files, or the kernel does not know of them.
+_ALL_NAMED = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS}
+_PIECE = 1 << 30
 
 # stat(2): nothing is there, or can be.
 _NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
@@ -99,6 +104,42 @@ def new_file(folder: int) -> Iterator[tuple[int, str]]:
         os.close(descriptor)
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=folder)
+
+
+@contextmanager
+def unnamed_file(folder: int) -> Iterator[tuple[int, Callable[[str], None]]]:
+    """A new file in a folder: its descriptor, and what gives it a name there that nothing has.
+
+    Nothing is left of it without that, even where whoever writes it is killed (open(2), O_TMPFILE); only
+    where the file system has no such files it is one of `new_file`. The call raises FileExistsError, OSError.
+    """
+    try:
+        descriptor = os.open(".", _UNNAMED, 0o600, dir_fd=folder)
+    except OSError as error:
+        if error.errno not in _ALL_NAMED:
+            raise
+        with new_file(folder) as (descriptor, unfinished):
+            yield descriptor, partial(name_new, unfinished, folder=folder)
+        return
+    try:
+        yield descriptor, partial(_name_unnamed, descriptor, folder=folder)
+    finally:
+        os.close(descriptor)
+
+
+def _name_unnamed(descriptor: int, name: str, folder: int) -> None:
+    try:
+        os.link(f"/proc/self/fd/{descriptor}", name, dst_dir_fd=folder)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # Such files, and no links: a copy is what is left.
+        with new_file(folder) as (copy, unfinished):
+            done = 0
+            while sent := os.sendfile(copy, descriptor, done, _PIECE):
+                done += sent
+            os.fsync(copy)
+            name_new(unfinished, name, folder)
 
 
 def all_written(descriptor: int, data: bytes | bytearray | memoryview) -> None:

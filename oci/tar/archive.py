@@ -23,7 +23,7 @@ import zstandard
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import ArchiveError, DiskError, binary_size, disk_error, reason
-from gpusnap.oci.base.files import all_written, name_new, new_file, open_folder
+from gpusnap.oci.base.files import all_written, open_folder, unnamed_file
 from gpusnap.oci.tar import headers as tar
 from gpusnap.oci.tar.compression import Plain, Readable, packer
 
@@ -130,7 +130,7 @@ class Writer:
         self.path = os.path.join(os.path.realpath(folder), name)
         self._open = ExitStack()
         self._folder = self._file = -1
-        self._unfinished = ""
+        self._name: Callable[[str], None]
         self._size = 0
         self._packing = packer(level=level, threads=threads) if compress == "zstd" else None
 
@@ -138,7 +138,7 @@ class Writer:
         with ExitStack() as opened, self._writing():
             self._folder = open_folder(os.path.dirname(self.path))
             opened.callback(os.close, self._folder)
-            self._file, self._unfinished = opened.enter_context(new_file(self._folder))
+            self._file, self._name = opened.enter_context(unnamed_file(self._folder))
             self._open = opened.pop_all()
         return self
 
@@ -193,7 +193,7 @@ class Writer:
             os.fsync(self._file)
             name = os.path.basename(self.path)
             try:
-                name_new(self._unfinished, name, self._folder)
+                self._name(name)
             except FileExistsError as error:
                 raise DiskError(
                     f"{self.path} was made by somebody else meanwhile, and an archive replaces no file",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpusnap.oci.base import files
-from gpusnap.oci.base.files import name_new
+from gpusnap.oci.base.files import name_new, unnamed_file
 
 
 @pytest.fixture(params=["renameat2", "links", "neither"])
@@ -87,3 +87,67 @@ def test_no_such_file(folder: int) -> None:
     """Another error is what it is."""
     with pytest.raises(FileNotFoundError):
         name_new("none", "b", folder)
+
+
+@pytest.fixture(params=["unnamed files", "unnamed files, no links", "neither"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The same with and without O_TMPFILE and hard links."""
+    opened = os.open
+
+    def no_unnamed(path: str, flags: int, *words: object, **named: object) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "")
+        return opened(path, flags, *words, **named)  # type: ignore[arg-type]
+
+    def no_links(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, "")
+
+    if request.param == "neither":
+        monkeypatch.setattr(os, "open", no_unnamed)
+    if request.param != "unnamed files":
+        monkeypatch.setattr(os, "link", no_links)
+    descriptor = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    yield descriptor
+    os.close(descriptor)
+
+
+def test_an_unnamed_file(place: int, tmp_path: Path) -> None:
+    """It has a name when it is given one, and nothing is left of one that was given none."""
+    with unnamed_file(place) as (descriptor, _):
+        os.write(descriptor, b"lost")
+    assert os.listdir(tmp_path) == []
+    with unnamed_file(place) as (descriptor, name):
+        os.write(descriptor, b"content")
+        name("file")
+    assert os.listdir(tmp_path) == ["file"]
+    assert (tmp_path / "file").read_bytes() == b"content"
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+
+
+def test_an_unnamed_file_replaces_none(place: int, tmp_path: Path) -> None:
+    """What has the name stays, be it a link that leads nowhere."""
+    (tmp_path / "file").symlink_to("nowhere")
+    with pytest.raises(FileExistsError), unnamed_file(place) as (_, name):
+        name("file")
+    assert os.listdir(tmp_path) == ["file"]
+    assert os.readlink(tmp_path / "file") == "nowhere"
+
+
+@pytest.mark.parametrize("failing", ["open", "link"])
+def test_an_unnamed_file_on_a_disk_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """That is no file system of another kind: the error is told, and nothing is left."""
+    folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, failing, fails)
+            with pytest.raises(OSError, match="Input/output"), unnamed_file(folder) as (_, name):
+                name("file")
+        assert os.listdir(tmp_path) == []
+    finally:
+        os.close(folder)

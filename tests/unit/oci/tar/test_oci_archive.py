@@ -8,6 +8,7 @@ import gzip
 import io
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tarfile
@@ -437,16 +438,14 @@ def test_through_a_link(tmp_path: Path) -> None:
     assert read_all(str(tmp_path / "real" / "archive")) == {"a": b""}
 
 
-@pytest.mark.parametrize("step", ["write", "fsync", "rename"])
+@pytest.mark.parametrize("step", ["write", "fsync", "name"])
 def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     """Whichever step finds the disk full, the path is named and nothing is left."""
 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    where, name = {"write": (archive_module, "all_written"), "rename": (archive_module, "name_new")}.get(
-        step, (os, step)
-    )
+    where, name = {"write": (archive_module, "all_written"), "name": (os, "link")}.get(step, (os, step))
     monkeypatch.setattr(where, name, full)
     with (
         pytest.raises(DiskFull, match=rf"{tmp_path} is full: the archive out\.tar"),
@@ -454,6 +453,23 @@ def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -
     ):
         writer.add(entry("a", size=3), io.BytesIO(b"123"))
     assert not os.listdir(tmp_path)
+
+
+def test_killed(tmp_path: Path) -> None:
+    """Nothing is left of an archive whose writer is killed: it has no name before its end."""
+    program = """
+import io, os, signal, sys, tarfile
+from gpusnap.oci.tar.archive import Writer
+info = tarfile.TarInfo("a")
+info.size = 1 << 20
+with Writer(sys.argv[1]) as writer:
+    writer.add(info, io.BytesIO(bytes(1 << 20)))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    path = tmp_path / "out.tar"
+    done = subprocess.run([sys.executable, "-B", "-c", program, path], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert os.listdir(tmp_path) == []
 
 
 def test_file_too_large(tmp_path: Path) -> None:
