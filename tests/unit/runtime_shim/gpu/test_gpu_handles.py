@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import errno
 import mmap
 import os
@@ -225,14 +224,14 @@ def test_a_process_that_cannot_be_read_is_alive(start: Start, monkeypatch: pytes
     """This host lacks descriptors, or memory, for a moment: nobody has ended, and the GPU is in use."""
     pid = start(sys.executable, "-c", HOLD)
     failures = [errno.EMFILE, errno.ENOMEM]
-    real = builtins.open
+    real = os.open
 
     def failing(path: Any, *words: Any, **options: Any) -> Any:
         if str(path) == f"/proc/{pid}/stat" and failures:
             raise OSError(failures.pop(), "injected")
         return real(path, *words, **options)
 
-    monkeypatch.setattr(builtins, "open", failing)
+    monkeypatch.setattr(os, "open", failing)
     assert not handles.ends(pid, within=0)
     assert not failures
 

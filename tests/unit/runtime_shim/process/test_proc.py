@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import errno
 import mmap
 import os
@@ -244,14 +243,14 @@ def test_dying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_kernel_that_cannot_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread whose state cannot be read is not gone: it is asked again, and at last that is an error."""
     failures = [errno.ENOMEM, errno.EMFILE]
-    real = builtins.open
+    real = os.open
 
     def failing(path: Any, *words: Any, **options: Any) -> Any:
         if str(path).endswith("/stat") and failures:
             raise OSError(failures.pop(), "injected")
         return real(path, *words, **options)
 
-    monkeypatch.setattr(builtins, "open", failing)
+    monkeypatch.setattr(os, "open", failing)
     assert proc.running(os.getpid())
     assert not failures
     monkeypatch.setattr(proc, "_PATIENCE", 0.05)
