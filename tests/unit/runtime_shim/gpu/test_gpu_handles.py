@@ -156,6 +156,12 @@ def test_a_process_with_its_own_dev(start: Start) -> None:
         Node("/dev/nvidia9", 1, 5),
         Node("/dev/nvidiactl", 195, 255),
     )
+    with pytest.MonkeyPatch.context() as patched:
+        with pytest.MonkeyPatch.context() as none_mapped:
+            none_mapped.setattr(handles, "_mapped_nodes", lambda *_: pytest.fail("some are open"))
+            assert handles.holds(pid)
+        patched.setattr(handles, "_open_nodes", lambda *_: {})
+        assert handles.holds(pid)
     # The minor is the node's, not the number in its name; nvidia3 is deleted by now.
     assert handles.gpu_minors(pid) == (1, 5)
     assert handles.dev_minors(pid) == (5, 6)
@@ -164,6 +170,7 @@ def test_a_process_with_its_own_dev(start: Start) -> None:
 def test_nothing_held(start: Start) -> None:
     pid = start(sys.executable, "-c", HOLD, "/dev/null")
     assert handles.nodes(pid) == ()
+    assert not handles.holds(pid)
     assert handles.gpu_minors(pid) == ()
     assert not handles.maps_libcuda(pid)
 
