@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, reason
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, reason, unforeseen
 
 # Characters that are kept of a step's notes: a manifest takes no more than its schema allows.
 _NOTE = 4096
@@ -130,17 +130,20 @@ class Transaction:
 def or_recover(container: str) -> Iterator[None]:
     """Where the block cannot take something back, have its error name the command that tries again.
 
-    `container`: its ID. Raises GpusnapError for an OSError, too.
+    `container`: its ID. Raises GpusnapError, whatever the block raises: it may be an import that fails late.
     """
     again = f"{_RECOVER} {container} tries again"
     try:
         yield
-    except GpusnapError as error:
-        if _RECOVER not in error.sentence():
-            error.hint = "; ".join(filter(None, [error.hint, again]))
-        raise
     except OSError as error:
         raise GpusnapError(reason(error), hint=again) from error
+    except Exception as error:
+        found = error if isinstance(error, GpusnapError) else unforeseen(error)
+        if _RECOVER not in found.sentence():
+            found.hint = "; ".join(filter(None, [found.hint, again]))
+        if found is error:
+            raise
+        raise found from error
 
 
 def _words(error: Exception) -> str:
