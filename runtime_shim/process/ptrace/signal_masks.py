@@ -22,7 +22,6 @@ from dataclasses import field
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError, of_another_namespace
-from gpusnap.runtime_shim.process import proc
 
 # Process and thread (0: the slot is free), start time of the thread, its mask. In the first slot: 0, 0, the
 # inode of the PID namespace.
@@ -79,7 +78,7 @@ class _File:
                 self.size = -(-os.fstat(descriptor).st_size // _SLOT.size)
                 self.ours = not self.size
                 if self.ours:
-                    _write(descriptor, 0, _SLOT.pack(0, 0, proc.own_pid_namespace(), 0))
+                    _write(descriptor, 0, _SLOT.pack(0, 0, _space(), 0))
                     self.size = 1
             except BaseException:
                 os.close(descriptor)
@@ -162,7 +161,7 @@ def read(path: str) -> tuple[Mask, ...]:
         return ()
     whole = len(data) - len(data) % _SLOT.size
     slots = [*enumerate(_SLOT.iter_unpack(data[:whole]))]
-    if slots and slots[0][1][2] not in (0, proc.own_pid_namespace()):
+    if slots and slots[0][1][2] not in (0, _space()):
         raise of_another_namespace(path)
     return tuple(Mask(pid, tid, start, blocked, at) for at, (pid, tid, start, blocked) in slots if tid)
 
@@ -181,6 +180,11 @@ def _write(descriptor: int, number: int, slot: bytes) -> None:
     """Write a slot. Raises OSError, also where there is room for a part of it only."""
     if os.pwrite(descriptor, slot, number * _SLOT.size) < _SLOT.size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _space() -> int:
+    """Our PID namespace; as proc.own_pid_namespace, which this package may not import."""
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _start(pid: int, tid: int) -> int:

@@ -16,7 +16,6 @@ from fakes import FakeDriver, wait_for
 from holders import blocked, hold_and_be_killed
 
 from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.ptrace import signal_masks
 from gpusnap.runtime_shim.process.ptrace.tracee import held, put_masks_back
 from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
@@ -181,7 +180,7 @@ def test_another_pid_namespace(
     hold_and_be_killed(pid, list(masks), path)
     before = path.read_bytes()
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(proc, "own_pid_namespace", lambda: 1)
+        elsewhere.setattr(signal_masks, "_space", lambda: 1)
         with signal_masks.kept(str(path)), pytest.raises(GpusnapError, match="another PID namespace"):
             put_masks_back(str(path))
     assert path.read_bytes() == before
