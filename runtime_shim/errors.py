@@ -150,7 +150,7 @@ def unforeseen(error: Exception) -> GpusnapError:
             hint="install gpusnap anew; gpusnap doctor tells whether all of it is there",
             code="GPS-002",
         )
-    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+    if isinstance(error, RuntimeError) and is_of_no_thread(error):
         return no_thread(error)
     if isinstance(error, OSError) and _is_of_an_import(error):
         return own_file_unreadable(str(error.filename or "a Python module"), error)
@@ -185,6 +185,11 @@ def own_file_unreadable(path: str, error: OSError) -> GpusnapError:
         hint="try again; else look for I/O errors in the kernel log (dmesg), and install gpusnap anew",
         code="GPS-002",
     )
+
+
+def is_of_no_thread(error: RuntimeError) -> bool:
+    """Whether Python raised it because a thread could not be started."""
+    return "can't start new thread" in str(error)
 
 
 def no_thread(error: RuntimeError) -> GpusnapError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import queue
 import threading
+from contextlib import suppress
 
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.layout.layout import Layout
@@ -27,9 +28,12 @@ class Flushing:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._waiting: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(_THREADS)]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for _ in range(_THREADS):
+            thread = threading.Thread(target=self._work, daemon=True)
+            with suppress(RuntimeError):  # none is to be had: the fsync writes what is left
+                thread.start()
+                self._threads.append(thread)
 
     def add(self, digest: str) -> None:
         """A blob is whole. From any thread, at once."""

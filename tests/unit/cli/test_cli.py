@@ -288,6 +288,7 @@ def test_a_full_disk_behind_stdout(word: str) -> None:
             "a part of gpusnap is missing, .*: libz.so.1: cannot map it",
         ),
         (MemoryError(), "this host has no memory left for gpusnap; free some memory, and try again"),
+        (RuntimeError("can't start new thread"), "no thread could be started: .*; raise the limit on"),
     ],
 )
 def test_what_cannot_be_loaded(
