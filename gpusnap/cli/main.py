@@ -85,7 +85,7 @@ def main() -> int:
         said.__cause__ = error
         return _failed(said)
     except (ImportError, MemoryError, RuntimeError) as error:
-        # A disk or a host's memory that fails while a part of gpusnap is loaded; a thread that nobody can have.
+        # A disk or a host's memory that fails while a part of gpusnap is loaded; no thread to be had.
         if isinstance(error, RuntimeError) and not is_of_no_thread(error):
             raise
         debugging.show(error)
