@@ -131,9 +131,9 @@ def _name_unnamed(descriptor: int, name: str, folder: int) -> None:
     try:
         os.link(f"/proc/self/fd/{descriptor}", name, dst_dir_fd=folder)
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in _NO_LINKS | {errno.ENOENT}:
             raise
-        # Such files, and no links: a copy is what is left.
+        # Such files, and no links or no /proc: a copy is what is left.
         with new_file(folder) as (copy, unfinished):
             done = 0
             while sent := os.sendfile(copy, descriptor, done, _PIECE):

@@ -15,7 +15,7 @@ import sys
 import tarfile
 import zlib
 from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Literal, TypeAlias
 
@@ -199,7 +199,12 @@ class Writer:
                     f"{self.path} was made by somebody else meanwhile, and an archive replaces no file",
                     code="GPS-103",
                 ) from error
-            os.fsync(self._folder)
+            try:
+                os.fsync(self._folder)
+            except OSError:
+                with suppress(OSError):
+                    os.unlink(name, dir_fd=self._folder)
+                raise
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -89,9 +89,9 @@ def test_no_such_file(folder: int) -> None:
         name_new("none", "b", folder)
 
 
-@pytest.fixture(params=["unnamed files", "unnamed files, no links", "neither"])
+@pytest.fixture(params=["unnamed files", "no links", "no /proc", "neither"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """The same with and without O_TMPFILE and hard links."""
+    """The same with and without O_TMPFILE, hard links and /proc."""
     opened = os.open
 
     def no_unnamed(path: str, flags: int, *words: object, **named: object) -> int:
@@ -100,7 +100,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         return opened(path, flags, *words, **named)  # type: ignore[arg-type]
 
     def no_links(*_: object, **__: object) -> None:
-        raise OSError(errno.EPERM, "")
+        raise OSError(errno.ENOENT if request.param == "no /proc" else errno.EPERM, "")
 
     if request.param == "neither":
         monkeypatch.setattr(os, "open", no_unnamed)

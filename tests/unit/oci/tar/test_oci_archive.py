@@ -455,6 +455,22 @@ def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -
     assert not os.listdir(tmp_path)
 
 
+def test_a_folder_that_is_not_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An archive whose name did not reach the disk is not left: the next try would be refused for it."""
+    synced = os.fsync
+
+    def fails(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EIO, "Input/output error")
+        synced(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fails)
+    said = r"the archive out\.tar, .* cannot be written in .*: .*nput/output error"
+    with pytest.raises(DiskError, match=said), Writer(tmp_path / "out.tar") as writer:
+        writer.add(tarfile.TarInfo("a"), io.BytesIO())
+    assert os.listdir(tmp_path) == []
+
+
 def test_killed(tmp_path: Path) -> None:
     """Nothing is left of an archive whose writer is killed: it has no name before its end."""
     program = """
