@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from datetime import UTC, datetime
 
 import click
@@ -11,6 +12,7 @@ from gpusnap.checkpoints.list import listing
 from gpusnap.checkpoints.locator import InStore, default_store, in_store, open_store
 from gpusnap.cli.completion import complete_stored
 from gpusnap.engines import podman
+from gpusnap.oci.base.files import all_written, open_folder, unnamed_file
 from gpusnap.operations.push_pull import check_free
 from gpusnap.progress import Progress
 from gpusnap.report.report import newest
@@ -58,8 +60,7 @@ def report(what: str | None, last: bool, file: str | None) -> None:
     path = file or f"gpusnap-report-{datetime.now(UTC):%Y%m%d-%H%M%S}.txt"
     check_free(path)
     try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as to:
-            to.write(text)
+        _write(path, text)
     except OSError as error:
         raise GpusnapError(
             f"{path} cannot be written: {reason(error)}", hint="name another file with -o", code="GPS-103"
@@ -67,6 +68,18 @@ def report(what: str | None, last: bool, file: str | None) -> None:
     click.echo(path)
     _warn(without, unknown)
     click.echo("look through it before you show it to others", err=True)
+
+
+def _write(path: str, text: str) -> None:
+    """Make the file, with mode 0600; all of it or nothing. Raises OSError."""
+    folder, name = os.path.split(os.path.abspath(path))
+    with ExitStack() as opened:
+        within = open_folder(os.path.realpath(folder))
+        opened.callback(os.close, within)
+        file, named = opened.enter_context(unnamed_file(within))
+        all_written(file, text.encode())
+        os.fsync(file)
+        named(name)
 
 
 def _warn(without: str, unknown: str) -> None:

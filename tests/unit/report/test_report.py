@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import resource
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -157,6 +159,22 @@ def test_wrong_lines(gpusnap: Run, words: tuple[str, ...], code: int, said: str)
     assert (found, out) == (code, "")
     assert said in err
     assert Path("there.txt").read_text() == "earlier"
+
+
+def test_a_full_disk(gpusnap: Run, tmp_path: Path) -> None:
+    """Half a report is not left: the next try would be refused for it. The limit on files is the kernel's."""
+    before = os.listdir(tmp_path)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        code, _, err = gpusnap("report", "-o", "new.txt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert code == 1
+    assert "new.txt cannot be written" in err
+    assert sorted(os.listdir(tmp_path)) == sorted(before)
+    assert gpusnap("report", "-o", "new.txt")[0] == 0
+    assert Path("new.txt").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_secret_at_the_end_of_what_is_shown(gpusnap: Run, tmp_path: Path) -> None:
