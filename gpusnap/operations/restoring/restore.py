@@ -295,17 +295,7 @@ def _from_artifact(wish: Wish, place: locator.InStore, progress: Progress) -> tu
             reading_ahead(store.layout, found.record),
             images_ahead.ahead(found.record, store.layout, settings_file.load().memory) as begun,
         ):
-            archive = os.path.join(folder, ARCHIVE)
-            progress.stage("records")
-            choice = _volumes(wish, volumes.of_artifact(found.artifact, store.layout))
-            push_pull.write_archive(
-                found,
-                store.layout,
-                archive,
-                embed=False,
-                volumes=not choice.ignore,
-                progress=progress,
-            )
+            archive, choice = _records(wish, found, store.layout, folder, progress)
             environment = {fetching.STORE: store.path, **begun}
             try:
                 container = _run(
@@ -316,6 +306,15 @@ def _from_artifact(wish: Wish, place: locator.InStore, progress: Progress) -> tu
                     raise damaged from error
                 raise
             return container, found.root.digest
+
+
+def _records(wish: Wish, found: Kept, layout: Layout, folder: str, progress: Progress) -> tuple[str, Choice]:
+    """The archive of a checkpoint's records for Podman, made in a folder, and which volumes it brings."""
+    archive = os.path.join(folder, ARCHIVE)
+    progress.stage("records")
+    choice = _volumes(wish, volumes.of_artifact(found.artifact, layout))
+    push_pull.write_archive(found, layout, archive, embed=False, volumes=not choice.ignore, progress=progress)
+    return archive, choice
 
 
 def _from_registry(wish: Wish, place: locator.InRegistry, progress: Progress) -> tuple[str, str, str]:
@@ -340,17 +339,7 @@ def _pulled(wish: Wish, place: locator.InRegistry, progress: Progress) -> tuple[
     with coming as (staging, found, _), _room(store) as folder, ExitStack() as stack:
         _check_here(wish, found.root.digest)
         before = kept.roots(store)
-        archive = os.path.join(folder, ARCHIVE)
-        progress.stage("records")
-        choice = _volumes(wish, volumes.of_artifact(found.artifact, staging.layout))
-        push_pull.write_archive(
-            found,
-            staging.layout,
-            archive,
-            embed=False,
-            volumes=not choice.ignore,
-            progress=progress,
-        )
+        archive, choice = _records(wish, found, staging.layout, folder, progress)
         whole = _keep(store, staging, found, name, before)
         if whole:
             kept.hold(store, found.root.digest, stack)
