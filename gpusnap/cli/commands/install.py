@@ -120,9 +120,7 @@ def uninstall(root: str, force: bool, dry_run: bool, as_json: bool) -> None:
     root = _absolute(root)
     _need_root("uninstall", root, dry_run)
     refusal = None if force else _refusal_of_used(root)
-    if refusal is not None and not dry_run:
-        raise refusal
-    lines = _named_still(root, force)
+    lines = _named_still(root, force) if refusal is None or dry_run else []
     if lines and not force and refusal is None:
         refusal = GpusnapError(
             f"engines are told of gpusnap-runtime in files that stay: {_some([str(each) for each in lines])}",
