@@ -268,8 +268,6 @@ class Rebuilding:
         self._opened = contextlib.ExitStack()
         self.paths: dict[str, str] = {}
         """Where each file is, by its name."""
-        self.descriptors: dict[str, int] = {}
-        """Those of files in RAM likewise, until `close`."""
         try:
             with self._explained():
                 self._reading = self._begin()
@@ -281,6 +279,11 @@ class Rebuilding:
     def begun(self) -> bool:
         """As gpusnap.oci.chunks.reader.Reading.begun."""
         return self._reading.begun
+
+    @property
+    def descriptors(self) -> dict[str, int]:
+        """Those of files in RAM, by their names, until `close`."""
+        return {self._files[at].name: area.descriptor for at, area in self._areas.items()}
 
     def _begin(self) -> reading.Reading:
         return reading.Reading(
@@ -299,7 +302,7 @@ class Rebuilding:
         if self._stage is not None and self._in_ram:
             try:
                 area = self._areas[at] = self._stage.area(f"images-{record.name}", 0, record.table.size)
-                self.paths[record.name], self.descriptors[record.name] = area.path, area.descriptor
+                self.paths[record.name] = area.path
                 return area
             except OSError:
                 if not self._folder:
@@ -329,7 +332,6 @@ class Rebuilding:
         for area in self._areas.values():
             area.discard()
         self._areas.clear()
-        self.descriptors.clear()
         self._in_ram = False
         self._reading = self._begin()
 
