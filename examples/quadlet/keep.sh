@@ -18,6 +18,13 @@ usage() {
 }
 
 [ $# -ge 2 ] || usage
+# systemd's PATH lacks /root/.local/bin, where pipx puts commands for root. Without gpusnap nothing may be started
+# anew, or removed: the checkpoint of the last shutdown is there.
+PATH=$PATH:/usr/local/bin:/root/.local/bin
+if ! command -v gpusnap >/dev/null; then
+    echo "keep.sh: gpusnap is not found in $PATH, so $2 is left as it is" >&2
+    exit 1
+fi
 name=$2 tag=$2:shutdown
 
 case $1 in

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpusnap.checkpoints.damage import Verified
 from gpusnap.checkpoints.labels import is_label, labels_in, written_labels
+from gpusnap.checkpoints.list import Listing
 from gpusnap.checkpoints.statistics import Comparison, Part, Shared, Span, Statistics, parts, zero
 from gpusnap.cli.moved import blobs
 from gpusnap.cli.tables import plain, say, table
@@ -319,3 +320,17 @@ def collected(console: Console, path: str, found: Collected, *, dry_run: bool) -
         say(console, f"left {each.path}: {each.why}")
     verb = "is" if found.live_blobs == 1 else "are"
     say(console, f"{blobs(found.live_blobs)}, {human(found.live_size)}, {verb} in use")
+
+
+def pages_only(console: Console, found: Listing) -> None:
+    """How much of a store is memory without a name, which gc leaves, and how it is freed."""
+    left = [row for row in found.rows if row.kind == "pages" and not row.names]
+    if not left:
+        return
+    what = "entry without a name is" if len(left) == 1 else "entries without a name are"
+    say(
+        console,
+        f"{len(left)} {what} memory of a checkpoint whose records only Podman or an archive has, or that was "
+        f"cut off: {human(sum(row.own for row in left))}; gpusnap ls --filter kind=pages shows them, and "
+        "gpusnap rm --gc DIGEST frees one that no container or archive needs",
+    )

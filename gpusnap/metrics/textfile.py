@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-from gpusnap.oci.base.files import read_below
+from gpusnap.oci.base.files import is_folder, read_below
 from gpusnap.oci.base.locks import exclusive
 
 NAME = "gpusnap.prom"
@@ -98,6 +98,8 @@ def updated(folder: str) -> Iterator[Values]:
 
     Raises OSError, StoreBusy where another process has the lock for long.
     """
+    if not is_folder(folder):
+        raise FileNotFoundError(f"there is no directory {folder}")
     with exclusive(os.path.join(folder, _LOCK), patience=_PATIENCE, what="the metrics"):
         values = Values(_read(folder))
         yield values

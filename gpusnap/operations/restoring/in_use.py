@@ -71,10 +71,16 @@ def _container(wanted: str) -> GpusnapError:
             f"{wanted} may lose it (gpusnap ls); or give another name with --name",
             code="GPS-508",
         )
-    force = "--force " * (there is not None and there.status == "running")
+    if there is not None and there.status == "running":
+        return GpusnapError(
+            f"Podman has a container {wanted} already, and it runs",
+            hint="give a second copy another name with --name; to go back to the checkpoint, and lose what the "
+            f"container has done since, remove it first: podman rm --force {wanted}",
+            code="GPS-508",
+        )
     return GpusnapError(
         f"Podman has a container {wanted} already",
-        hint=f"remove it with podman rm {force}{wanted}, or give another name with --name",
+        hint=f"remove it with podman rm {wanted}, or give another name with --name",
         code="GPS-508",
     )
 

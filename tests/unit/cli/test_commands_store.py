@@ -729,6 +729,18 @@ def test_gc(gpusnap: Run, kept: Kept) -> None:
     assert json_of(gpusnap, "verify", "--all")[0]["damaged"] == []
 
 
+def test_gc_tells_of_memory_without_a_name(gpusnap: Run, kept: Kept) -> None:
+    """It stays, for Podman may have the rest of its checkpoint; how it is freed is said."""
+    _, out, _ = gpusnap("gc")
+    (said,) = [line for line in out.splitlines() if "without a name" in line]
+    own = next(row["own"] for row in json_of(gpusnap, "ls")["checkpoints"] if row["kind"] == "pages")
+    assert said.startswith("1 entry without a name is memory of a checkpoint")
+    assert f"cut off: {binary_size(own)}; gpusnap ls --filter kind=pages shows them" in said
+    gpusnap("rm", "--gc", kept.pages.digest)
+    _, out, _ = gpusnap("gc")
+    assert "without a name" not in out
+
+
 def test_gc_of_a_damaged_store(gpusnap: Run, kept: Kept) -> None:
     """Nothing is removed, and the sentence says of which checkpoint it cannot be told."""
     blob_path(kept.store, kept.first.digest).unlink()

@@ -222,7 +222,11 @@ def test_the_container_runs(fake: FakePodman, store: Store, tmp_path: Path) -> N
     fake.fails('Error: creating container storage: the container name "x" is already in use by abc.\n')
     with pytest.raises(GpusnapError) as raised:
         restored(InStore(store, "w"), name="x")
-    assert raised.value.hint == "remove it with podman rm --force x, or give another name with --name"
+    assert raised.value.sentence() == (
+        "Podman has a container x already, and it runs; give a second copy another name with --name; to go "
+        "back to the checkpoint, and lose what the container has done since, remove it first: podman rm "
+        "--force x [GPS-508]"
+    )
 
 
 @pytest.mark.parametrize("what", ["store", "file"])

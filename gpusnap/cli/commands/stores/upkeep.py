@@ -9,6 +9,7 @@ from contextlib import suppress
 import click
 
 from gpusnap.checkpoints.damage import Verified
+from gpusnap.checkpoints.list import listing
 from gpusnap.checkpoints.locator import InStore, default_store, in_store, named, open_store
 from gpusnap.cli import store_tables
 from gpusnap.cli import tables as show
@@ -17,7 +18,7 @@ from gpusnap.cli.options.quiet import quiet
 from gpusnap.cli.options.registry import registry_options
 from gpusnap.cli.store_tables import document
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.oci.base.errors import NotThere
+from gpusnap.oci.base.errors import NotThere, OciError
 from gpusnap.oci.store.entry import Entry
 from gpusnap.oci.store.gc import Collected
 from gpusnap.oci.store.referrers import below
@@ -123,7 +124,8 @@ def gc(store: str | None, dry_run: bool, as_json: bool) -> None:
 
     STORE is oci:DIR; without it, this host's store. It removes blobs that no checkpoint uses, and what killed
     writers left. Nothing is removed that another command is reading or writing, or that `gpusnap recover`
-    needs. If the store is damaged, nothing is removed.
+    needs. If the store is damaged, nothing is removed. Memory without a name ("pages only") stays, because the
+    records of its checkpoint may be in Podman's storage or in an archive: the last line says how much it is.
 
     As JSON: store, dryRun, blobs, size, stagings, spared (path, why), liveBlobs, liveSize.
     """
@@ -133,6 +135,8 @@ def gc(store: str | None, dry_run: bool, as_json: bool) -> None:
         _print(collected_document(place, found, dry_run=dry_run))
         return
     store_tables.collected(show.output(), place.path, found, dry_run=dry_run)
+    with suppress(OciError):
+        store_tables.pages_only(show.output(), listing(place))
 
 
 @click.command()
