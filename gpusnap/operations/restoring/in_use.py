@@ -74,8 +74,8 @@ def _container(wanted: str) -> GpusnapError:
     if there is not None and there.status == "running":
         return GpusnapError(
             f"Podman has a container {wanted} already, and it runs",
-            hint="give a second copy another name with --name; to go back to the checkpoint, and lose what the "
-            f"container has done since, remove it first: podman rm --force {wanted}",
+            hint="give a second copy another name with --name; to go back to the checkpoint, and lose what "
+            f"the container has done since, remove it first: podman rm --force {wanted}",
             code="GPS-508",
         )
     return GpusnapError(

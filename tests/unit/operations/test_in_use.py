@@ -50,9 +50,9 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
         ),
         (
             'creating container storage: the container name "w" is already in use by 0bccc8f81a37. You',
-            "Podman has a container w already, and it runs; give a second copy another name with --name; to go "
-            "back to the checkpoint, and lose what the container has done since, remove it first: podman rm "
-            "--force w [GPS-508]",
+            "Podman has a container w already, and it runs; give a second copy another name with --name; to "
+            "go back to the checkpoint, and lose what the container has done since, remove it first: podman "
+            "rm --force w [GPS-508]",
         ),
     ],
 )

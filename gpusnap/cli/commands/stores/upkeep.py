@@ -124,8 +124,8 @@ def gc(store: str | None, dry_run: bool, as_json: bool) -> None:
 
     STORE is oci:DIR; without it, this host's store. It removes blobs that no checkpoint uses, and what killed
     writers left. Nothing is removed that another command is reading or writing, or that `gpusnap recover`
-    needs. If the store is damaged, nothing is removed. Memory without a name ("pages only") stays, because the
-    records of its checkpoint may be in Podman's storage or in an archive: the last line says how much it is.
+    needs. If the store is damaged, nothing is removed. Memory without a name ("pages only") stays, because
+    the records of its checkpoint may be in Podman's storage or in an archive: the last line says how much.
 
     As JSON: store, dryRun, blobs, size, stagings, spared (path, why), liveBlobs, liveSize.
     """
