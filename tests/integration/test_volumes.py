@@ -141,7 +141,7 @@ def test_what_is_in_use(store: Store) -> None:
     assert volumes() == set()
     assert run("podman", "ps", "--all", "--quiet").out == ""
     good(gpusnap("restore", "one"))
-    assert sentence(gpusnap("restore", "one")).startswith("Podman has a container w already; ")
+    assert sentence(gpusnap("restore", "one")).startswith("Podman has a container w already, and it runs; ")
 
 
 def test_an_address_in_use(store: Store) -> None:
