@@ -229,14 +229,18 @@ def _or_suspended(found: Suspension) -> Iterator[None]:
     try:
         yield
     except Exception:
-        with suppress(GpusnapError, OSError):
-            now = suspensions.read(found.key)
-            if now is not None and now.stage is Stage.SUSPENDED:
-                found = now
-        if found.stage is Stage.SUSPENDED:
+        if _is_suspended(found.key):
             raise
         with or_recover(found.container):
             raise
+
+
+def _is_suspended(key: str) -> bool:
+    """Whether it is on file as suspended; not where that cannot be read."""
+    with suppress(GpusnapError, OSError):
+        found = suspensions.read(key)
+        return found is not None and found.stage is Stage.SUSPENDED
+    return False
 
 
 def _stay(found: Suspension, entry: journal.Entry, driver: Driver) -> None:
