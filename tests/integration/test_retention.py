@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -121,6 +122,22 @@ def test_boot_without_a_shutdown(store: Store, systemctl: Path) -> None:
         container.goes_on()
     assert not systemctl.exists()
     assert {each.name for each in store.entries()} == {"w:warm"}
+    container.remove()
+
+
+def test_boot_without_gpusnap(store: Store, systemctl: Path, tmp_path: Path) -> None:
+    """examples/quadlet: where gpusnap is not found nothing starts anew, and nothing is removed."""
+    container, away = Container.start("w", "--mib", "8"), tmp_path / "away"
+    shutil.move(COMMAND, away)
+    try:
+        for words in (("start", "w", "w.service"), ("stop", "w")):
+            done = run(str(EXAMPLES / "quadlet/keep.sh"), *words)
+            assert done.code == 1
+            assert done.err.startswith("keep.sh: gpusnap is not found in ")
+    finally:
+        shutil.move(away, COMMAND)
+    assert not systemctl.exists()
+    container.goes_on()
     container.remove()
 
 

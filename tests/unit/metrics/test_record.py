@@ -175,6 +175,7 @@ def test_metrics_that_cannot_be_written(
     key = "journal" if what == "no log" else "textfile"
     assert f"note: metrics.{key}: this checkpoint is not recorded: " in err
     assert what != "no log" or str(tmp_path / "nothing") in err
+    assert (f"there is no directory {folder};" in err) == (what in ("no folder", "a file"))
 
 
 def full(folder: str, data: bytes) -> None:
