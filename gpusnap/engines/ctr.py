@@ -8,17 +8,18 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from gpusnap.oci.base.errors import reason
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor
-from gpusnap.oci.tar.compression import Readable
 from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.runtime_shim.runtime.child_process import Child
+from gpusnap.runtime_shim.runtime.child_process import Child, output
 from gpusnap.user_errors import NotFound
+
+if TYPE_CHECKING:
+    from gpusnap.oci.tar.compression import Readable
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
 _LONGEST = 64 << 10
@@ -172,7 +173,7 @@ def _found(namespace: str, name: str) -> tuple[str, str] | None:
 def _ask(namespace: str, *words: str) -> str:
     """What ctr prints."""
     with (
-        tempfile.TemporaryFile() as out,
+        output() as out,
         _started(namespace, *words, out=out) as (child, err),
     ):
         if child.wait():
@@ -187,7 +188,7 @@ def _started(
 ) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     """ctr as a child, and the file of what it says; it has ended when the block has."""
     argv: Sequence[str] = ["ctr", "--namespace", namespace, *words]
-    with tempfile.TemporaryFile() as err:
+    with output() as err:
         try:
             child = Child(argv, stdin=to, stdout=out, stderr=err)
         except OSError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO
@@ -17,7 +16,7 @@ from typing import IO
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError, reason
 from gpusnap.runtime_shim.log import NOTE
-from gpusnap.runtime_shim.runtime.child_process import Child
+from gpusnap.runtime_shim.runtime.child_process import Child, output
 
 RUNTIME = "gpusnap-runtime"
 PODMAN = ("podman",)
@@ -83,8 +82,7 @@ def ask(*words: str, command: Sequence[str] = PODMAN, seconds: float | None = No
 def started(
     words: Sequence[str], environment: Mapping[str, str], command: Sequence[str] = PODMAN
 ) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]]:
-    # Files: nobody has to read along, and a child of Podman's may keep them open.
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+    with output() as out, output() as err:
         try:
             child = Child(
                 [*command, *words],

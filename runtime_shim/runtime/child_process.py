@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError, NotStarted, RuntimeFailed, reason
@@ -75,6 +75,15 @@ def _ends(pid: int, seconds: float) -> None:
         poll.poll(min(max(seconds, 0.0), _LONGEST) * 1000)
     finally:
         os.close(descriptor)
+
+
+def output() -> IO[bytes]:
+    """A file without a name, in RAM, for what a child prints. Raises OSError.
+
+    A file: nobody has to read along, and who ends may leave children that keep it open. In RAM: Podman can be
+    asked while /tmp is full.
+    """
+    return open(os.memfd_create("gpusnap-output"), "w+b")
 
 
 def run(
