@@ -9,6 +9,9 @@ answer in time, and ends when the server does:
     gpusnap ── asks for workers ──> forker, which never asks anything and ends with gpusnap
         └───── one question at a time ──> worker, forked by the forker
 
+What a library tells that may not answer is asked in a worker of its own, a Companion: what it has loaded for
+one question is there for the next, and is imported beside us, by another core.
+
 A worker has a session of its own, no terminal, no file, lock or memory mapped shared of ours: only its end of
 a pair of sockets. A question is a function of a module with arguments that pickle can carry. What only waits
 for the mm->mmap_lock of a process can be killed, and is asked in a thread: see deadlines.py.
@@ -114,6 +117,10 @@ class _Worker:
             os.kill(self.pid, signal.SIGKILL)
         self._channel.close()
 
+    def forget(self) -> None:
+        """Close our end alone: it is another process' child."""
+        self._channel.close()
+
 
 class _Raised(Exception):
     """What a question raised, apart from what goes wrong on the way."""
@@ -170,6 +177,56 @@ class _Forker:
         self._socket.close()
 
 
+class Companion:
+    """A worker for questions of one kind. It is there where `start` was called, and the kernel gives one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._worker: _Worker | None = None
+        _State.companions.append(self)
+
+    def ask(self, function: Callable[..., T], *arguments: object, within: float) -> T:
+        """What `function` gives, asked in the worker; here where there is none.
+
+        Raises what the function raises; TimeoutError after `within` seconds.
+        """
+        question = pickle.dumps((function, arguments))
+        with self._lock:
+            if self._worker is None:
+                self._worker = _started_worker()
+            if self._worker is not None:
+                try:
+                    return self._worker.ask(question, within)  # type: ignore[no-any-return]
+                except _Raised as error:
+                    raise error.error from None
+                except _Ended:  # killed for memory, or by somebody
+                    self._leave()
+                except BaseException:
+                    self._leave()
+                    raise
+        return function(*arguments)
+
+    def end(self) -> None:
+        """End the worker, if it does not answer just now."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._leave()
+            finally:
+                self._lock.release()
+
+    def forget(self) -> None:
+        """In a child by fork: it is the parent's."""
+        self._lock = threading.Lock()
+        if self._worker is not None:
+            self._worker.forget()
+            self._worker = None
+
+    def _leave(self) -> None:
+        if self._worker is not None:
+            self._worker.leave()
+            self._worker = None
+
+
 class _State:
     """What this process has of them."""
 
@@ -177,13 +234,16 @@ class _State:
     forker: _Forker | None = None
     idle: ClassVar[deque[_Worker]] = deque()
     unanswered: ClassVar[set[bytes]] = set()
+    companions: ClassVar[list[Companion]] = []
 
 
 def _forget() -> None:
     """A child by fork asks by children of its own."""
     _State.lock = threading.Lock()
     while _State.idle:
-        _State.idle.pop()._channel.close()
+        _State.idle.pop().forget()
+    for each in _State.companions:
+        each.forget()
     if _State.forker is not None:
         _State.forker.forget()
         _State.forker = None
@@ -262,6 +322,8 @@ def start() -> None:
 
 def end() -> None:
     """End the children that have answered; they would end with this process, too."""
+    for each in _State.companions:
+        each.end()
     with _State.lock:
         while _State.idle:
             _State.idle.pop().leave()
@@ -281,6 +343,14 @@ def _unanswered(pid: int, what: str, within: float) -> Unanswered:
         f"process {pid} ({name}) cannot be looked at: {what}: the kernel did not answer within {within:g} s",
         hint="it has a file, a mount or memory of a file system that does not answer: end it, or see to that",
     )
+
+
+def _started_worker() -> _Worker | None:
+    """A new worker where there is a forker already."""
+    with _State.lock, suppress(OSError):  # TimeoutError is one
+        if _State.forker is not None:
+            return _State.forker.worker()
+    return None
 
 
 def _take() -> _Worker:

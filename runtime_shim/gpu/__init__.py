@@ -5,7 +5,7 @@ Importing this loads no driver library; `find_driver` looks at /proc and /dev al
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from gpusnap.runtime_shim.gpu.api import device_files
 from gpusnap.runtime_shim.gpu.api.driver import Driver
@@ -17,20 +17,24 @@ def find_driver() -> Driver | None:
 
     NVIDIA's where there is AMD's as well.
     """
-    return next(iter(find_drivers()), None)
+    return next(_present(), None)
 
 
 def find_drivers() -> tuple[Driver, ...]:
     """The drivers of all vendors that have GPUs here, not yet opened; NVIDIA's first."""
-    from gpusnap.runtime_shim.gpu.amd import driver as amd
+    return tuple(_present())
+
+
+def _present() -> Iterator[Driver]:
+    """One after the other: a vendor's modules are imported when it is asked for."""
     from gpusnap.runtime_shim.gpu.nvidia import driver as nvidia
 
-    found: list[Driver] = []
     if nvidia.present():
-        found.append(nvidia.Nvidia())
+        yield nvidia.Nvidia()
+    from gpusnap.runtime_shim.gpu.amd import driver as amd
+
     if amd.present():
-        found.append(amd.Amd())
-    return tuple(found)
+        yield amd.Amd()
 
 
 def driver_of(vendor: str, plugin: str = "") -> Driver | None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from gpusnap.oci.base.files import exists
 from gpusnap.runtime_shim.errors import reason
@@ -23,6 +23,7 @@ from gpusnap.runtime_shim.gpu.api.driver import Held, Host, Node, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import (
     DriverFailed,
     DriverMissing,
+    DriverNotReady,
     DriverTooOld,
     GpuError,
     GpuOutOfMemory,
@@ -37,9 +38,12 @@ from gpusnap.runtime_shim.gpu.api.errors import (
 from gpusnap.runtime_shim.gpu.nvidia import nvml
 from gpusnap.runtime_shim.gpu.nvidia.result_codes import CUDA_SUCCESS, cuda_error
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.question_process import Companion
 
 if TYPE_CHECKING:
     from gpusnap.runtime_shim.gpu.nvidia.cuda import Library
+
+T = TypeVar("T")
 
 FIRST_DRIVER = 570
 """The first driver that exports cuCheckpointProcess*; for messages only: the symbols are asked for."""
@@ -59,6 +63,10 @@ _PAIRS = "give a pair for every GPU that the process could see, the unused ones 
 # Driver 580 answers NOT_INITIALIZED for a zombie and OPERATING_SYSTEM for a PID that is not there.
 _VAGUE = (DriverFailed, InvalidRequest, NotInitialized, PermissionRefused)
 _DYING = 0.2
+
+# Seconds for an answer of NVML. Where nobody keeps the driver open it first starts every GPU of the host.
+_NVML = 300.0
+_COMPANION = Companion()
 
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED, cuda.h
 
@@ -80,6 +88,23 @@ def present() -> bool:
     return any(name == "ctl" or name.isdigit() for name in nodes)
 
 
+def _nvml(question: Callable[..., T], *arguments: object) -> T:
+    """What NVML answers, asked in a process of its own where question_process has one.
+
+    There nvidia-ml-py is imported and NVML started beside what we do, and a GPU that has fallen off the bus
+    cannot keep us waiting for ever. Raises GpuError.
+    """
+    if nvml.is_open():
+        return question(*arguments)
+    try:
+        return _COMPANION.ask(question, *arguments, within=_NVML)
+    except TimeoutError as error:
+        raise DriverNotReady(
+            f"NVML did not answer within {_NVML:g} s",
+            hint="see whether nvidia-smi answers, and what the kernel log (dmesg) says of the GPUs (Xid)",
+        ) from error
+
+
 class Nvidia:
     """`gpusnap.runtime_shim.gpu.api.driver.Driver` for NVIDIA. May be used from several threads at once."""
 
@@ -99,7 +124,7 @@ class Nvidia:
 
     def host(self) -> Host:
         """The inventory, read anew at each call; needs NVML, not libcuda."""
-        return nvml.inventory()
+        return _nvml(nvml.inventory)
 
     def state(self, pid: int) -> ProcessState | None:
         """The state of a process; None where it has no GPU state (NOT_INITIALIZED) or is gone."""
@@ -132,7 +157,7 @@ class Nvidia:
 
     def memory_used(self, pids: Iterable[int]) -> Mapping[int, Mapping[str, int]]:
         """Bytes by PID and GPU UUID; `nvml.memory_used` says what it cannot know."""
-        return nvml.memory_used(pids)
+        return _nvml(nvml.memory_used, tuple(pids))
 
     def handles(self, pid: int) -> tuple[str, ...]:
         """Paths of NVIDIA's device files that the process has open or mapped, sorted by path."""

@@ -80,6 +80,11 @@ def memory_used(pids: Iterable[int]) -> dict[int, dict[str, int]]:
     return used
 
 
+def is_open() -> bool:
+    """Whether NVML was initialised in this process. A child by fork cannot use what it has open."""
+    return _ready
+
+
 def _nvml() -> Any:
     """The binding, initialised."""
     global _ready  # noqa: PLW0603 -- NVML itself is one per process, too

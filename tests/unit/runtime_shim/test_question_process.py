@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from gpusnap.runtime_shim.gpu.amd import device_files as amd_files
 from gpusnap.runtime_shim.gpu.api import device_files, device_nodes
 from gpusnap.runtime_shim.process import environ, proc
 from gpusnap.runtime_shim.process.memory import copy as copies
-from gpusnap.runtime_shim.question_process import Unanswered, ask
+from gpusnap.runtime_shim.question_process import Companion, Unanswered, ask
 from gpusnap.runtime_shim.runtime.criu import external_mounts
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, remap
 from gpusnap.runtime_shim.snapshot.preflight import nccl
@@ -139,6 +139,58 @@ def test_after_a_fork() -> None:
         os._exit(7 if ask(ME, "x", os.getppid) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     assert ask(ME, "x", os.getpid)
+
+
+@pytest.fixture
+def companion() -> Iterator[Companion]:
+    question_process.start()
+    made = Companion()
+    yield made
+    made.end()
+    question_process._State.companions.remove(made)
+
+
+def test_a_companion(companion: Companion) -> None:
+    """It keeps what one question has loaded for the next; what is asked of others goes to others."""
+    pid = companion.ask(os.getpid, within=9)
+    assert pid not in (ME, ask(ME, "x", os.getpid))
+    assert companion.ask(load, "wave", within=9)
+    assert companion.ask(load, "wave", within=9) is False
+    with pytest.raises(Refused, match="why"):
+        companion.ask(refuse, within=9)
+    assert companion.ask(os.getpid, within=9) == pid
+    companion.end()
+    wait_for(lambda: not proc.running(pid), "its end")
+
+
+def load(name: str) -> bool:
+    new = name not in sys.modules
+    __import__(name)
+    return new
+
+
+def test_a_companion_that_does_not_answer(companion: Companion) -> None:
+    """It is killed at the deadline, and the next question is another one's."""
+    pid = companion.ask(os.getpid, within=9)
+    with pytest.raises(TimeoutError):
+        companion.ask(time.sleep, 600, within=0.2)
+    wait_for(lambda: not proc.running(pid), "its end")
+    assert companion.ask(os.getpid, within=9) not in (ME, pid)
+
+
+def test_without_a_companion(companion: Companion) -> None:
+    """We answer ourselves: where it was killed, where nobody has called `start`, and in a child by fork."""
+    os.kill(companion.ask(os.getpid, within=9), signal.SIGKILL)
+    assert companion.ask(os.getpid, within=9) == ME
+    other = companion.ask(os.getpid, within=9)
+    assert other != ME
+    pid = os.fork()
+    if pid == 0:
+        os._exit(7 if companion.ask(os.getpid, within=9) == os.getpid() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert companion.ask(os.getpid, within=9) == other
+    question_process.end()
+    assert companion.ask(os.getpid, within=9) == ME
 
 
 def test_memory() -> None:

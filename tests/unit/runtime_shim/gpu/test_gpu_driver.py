@@ -17,6 +17,7 @@ from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import (
     DriverFailed,
     DriverMissing,
+    DriverNotReady,
     DriverTooOld,
     GpuError,
     GpuOutOfMemory,
@@ -303,6 +304,7 @@ def host(*minors: int, mig: int = -1) -> Host:
 
 
 def test_visible_goes_by_minor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "is_open", lambda: True)
     monkeypatch.setattr(nvml, "inventory", lambda: host(4, 2, 0, mig=6))
     held: tuple[int, ...] = (2,)
     in_dev: tuple[int, ...] = (0, 9, 6)
@@ -316,6 +318,18 @@ def test_visible_goes_by_minor(monkeypatch: pytest.MonkeyPatch) -> None:
         Nvidia().visible(ME)
     held = ()
     assert Nvidia().visible(ME) == ()
+
+
+def test_an_nvml_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that has fallen off the bus keeps nobody waiting."""
+
+    def ask(*_: object, **__: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(nvml, "is_open", lambda: False)
+    monkeypatch.setattr(nvidia._COMPANION, "ask", ask)
+    with pytest.raises(DriverNotReady, match="NVML did not answer within 300 s"):
+        Nvidia().host()
 
 
 def test_handles_are_paths(monkeypatch: pytest.MonkeyPatch) -> None:
