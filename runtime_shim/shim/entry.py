@@ -177,6 +177,9 @@ def _answer(args: list[str]) -> int:
 
         line = probe(args, at)
         if line is None:
+            from gpusnap.runtime_shim import garbage
+
+            garbage.look_seldom()
             from gpusnap.runtime_shim.shim.dispatch import main as checkpoint_or_restore
 
             _end(checkpoint_or_restore(args))
