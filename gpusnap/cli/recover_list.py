@@ -10,8 +10,8 @@ from gpusnap.checkpoints.migrations import Leaving
 from gpusnap.migration.records import Record
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.operations.unknown_containers import Unknown
-from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
 from gpusnap.runtime_shim.snapshot import restore_record
+from gpusnap.runtime_shim.snapshot.bring_back import alive
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.suspensions import THERE, Suspension
 
@@ -44,7 +44,7 @@ def waiting(
 ) -> tuple[Waiting, ...]:
     """All of these, by container."""
     found = [
-        Waiting(e.container, "checkpoint", e.at_work, tuple(p.pid for p in recovery.alive(e)), e.image)
+        Waiting(e.container, "checkpoint", e.at_work, tuple(p.pid for p in alive(e)), e.image)
         for e in checkpoints
     ]
     found += [Waiting(e.container, "restore", e.at_work, (), e.image) for e in restores]

@@ -32,7 +32,7 @@ from gpusnap.runtime_shim.process.proc import Process
 from gpusnap.runtime_shim.runtime.criu import external_mounts as criu_mounts
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.records import suspensions
-from gpusnap.runtime_shim.snapshot.suspend import criu_plugin
+from gpusnap.runtime_shim.snapshot.suspend.choose_driver import choose_driver
 from gpusnap.runtime_shim.units import human
 
 
@@ -53,7 +53,7 @@ def checks(of: Subject, driver: Driver | None) -> tuple[Check, ...]:
         found.append(warning("GPU processes", says, "resume it, and run gpusnap doctor again"))
     else:
         try:
-            driver = criu_plugin.chosen(driver, of.container, of.settings)
+            driver = choose_driver(driver, of.container, of.settings)
             driver.open()
             used, states = gpu_use.use(driver, of.processes)
         except GpusnapError as error:

@@ -237,8 +237,9 @@ class Draft:
     def _note_digest(self) -> None:
         """Have the index of the layout name the manifest that is about to be whole, if there is a layout.
 
-        Without room for that the index says nothing of the manifest, which is no error: transfer.commit wrote
-        it anew. Raises ImageError where it names another, of a `finish` that was killed.
+        Without room for that the index says nothing of the manifest, which is no error:
+        memory/chunk_layout.py wrote it anew. Raises ImageError where it names another, of a `finish` that
+        was killed.
         """
         index = b""
         try:

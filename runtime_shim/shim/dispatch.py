@@ -117,11 +117,11 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
         from gpusnap.runtime_shim.snapshot import restored_containers
         from gpusnap.runtime_shim.snapshot.checkpoint import checkpoint
         from gpusnap.runtime_shim.snapshot.records import journal, suspensions
-        from gpusnap.runtime_shim.snapshot.suspend import criu_plugin
+        from gpusnap.runtime_shim.snapshot.suspend.choose_driver import choose_driver
 
         _announce(call)
         settings = overrides.applied(annotated(_valid(settings), container.annotations), container.id)
-        driver = criu_plugin.chosen(driver, container, settings)
+        driver = choose_driver(driver, container, settings)
         with journal.held(container.key):
             asleep = suspensions.read(container.key)
             if asleep is not None and asleep.stage is not suspensions.Stage.SUSPENDED:

@@ -39,7 +39,7 @@ from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.runtime.criu.run import control
 from gpusnap.runtime_shim.snapshot import held_threads, incomplete_restore, restore_record
-from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory import chunk_layout, transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.restore_record import Restore, Stage
@@ -148,7 +148,7 @@ def _check(entry: Restore) -> None:
     if entry.layouts or manifest_file.has(layouts[0], "blobs"):
         processes = manifest_file.read(entry.image).processes
         tables = [region.table for process in processes for region in process.regions]
-        transfer.check(FirstOf([Layout(path) for path in layouts]), tables, where=entry.image)
+        chunk_layout.check(FirstOf([Layout(path) for path in layouts]), tables, where=entry.image)
 
 
 def _found(entry: Restore) -> tuple[containers.Container, proc.Process] | None:

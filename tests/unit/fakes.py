@@ -45,7 +45,7 @@ from gpusnap.runtime_shim.settings import Memory, Settings
 from gpusnap.runtime_shim.shim import dispatch
 from gpusnap.runtime_shim.snapshot.devices import remap, reservations
 from gpusnap.runtime_shim.snapshot.records import journal
-from gpusnap.runtime_shim.snapshot.suspend import criu_plugin, gpu_state
+from gpusnap.runtime_shim.snapshot.suspend import choose_driver, gpu_state
 from gpusnap.runtime_shim.transaction import Step
 
 __all__ = [
@@ -468,7 +468,7 @@ class Scene:
         self.family = Family(*before)
         monkeypatch.setattr(dispatch, "find_driver", lambda: self.driver)
         monkeypatch.setattr(dispatch, "find_drivers", lambda: (self.driver,))
-        monkeypatch.setattr(criu_plugin, "find_drivers", lambda: (self.driver,))
+        monkeypatch.setattr(choose_driver, "find_drivers", lambda: (self.driver,))
         monkeypatch.setattr(dispatch, "usable", lambda: self.settings)
         monkeypatch.setattr(locate, "setting", lambda: self.settings.runtime)
         monkeypatch.setattr(locate, "become", _never_become)

@@ -19,7 +19,7 @@ from gpusnap.oci.store.store import Store
 from gpusnap.operations import unknown_containers
 from gpusnap.operations.driver import needed_driver
 from gpusnap.operations.restoring import in_podman
-from gpusnap.operations.suspending import suspend as suspending
+from gpusnap.operations.suspending import recover as suspending
 from gpusnap.privileges import require_root
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError

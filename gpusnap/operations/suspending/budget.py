@@ -8,7 +8,6 @@ from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.records import suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage
-from gpusnap.runtime_shim.snapshot.suspended.spill import spill
 from gpusnap.runtime_shim.units import human
 
 _SPILL = "spill"
@@ -29,6 +28,8 @@ def make_room(settings: Settings, need: int, *, leaving: str = "") -> None:
             if used + need <= budget:
                 break
             if each.stage is Stage.SUSPENDED and held[each]:
+                from gpusnap.runtime_shim.snapshot.suspended.spill import spill  # most suspends need none
+
                 spill(each.key, settings)
                 used -= held[each]
                 note(

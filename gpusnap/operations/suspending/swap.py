@@ -18,7 +18,8 @@ from gpusnap.oci.base.errors import OciError
 from gpusnap.operations.suspending import make_way, targets
 from gpusnap.operations.suspending.ahead import Ahead
 from gpusnap.operations.suspending.moved import Moved
-from gpusnap.operations.suspending.suspend import resume_this, suspend_this
+from gpusnap.operations.suspending.resume import resume_this
+from gpusnap.operations.suspending.suspend import suspend_this
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, UsageError
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap

@@ -24,7 +24,7 @@ from gpusnap.runtime_shim.runtime.command_line import Globals, render_globals
 from gpusnap.runtime_shim.runtime.identify import RealRuntime, identify
 from gpusnap.runtime_shim.snapshot.records import suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
-from gpusnap.runtime_shim.snapshot.suspended.suspend import Engine
+from gpusnap.runtime_shim.snapshot.suspended.engine import Engine
 from gpusnap.user_errors import NotFound
 
 _CONTAINERD = "containerd"

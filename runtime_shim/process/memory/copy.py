@@ -18,10 +18,13 @@ import os
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache, partial
 from threading import Barrier, Lock
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
 
 Bytes = bytes | bytearray | memoryview | mmap.mmap
 """What has its bytes in one piece of memory."""
@@ -89,6 +92,8 @@ def _pool() -> ThreadPoolExecutor:
     A new one needs a stack, and mmap(2) of that waits for every page fault that is under way in our memory:
     if they came one by one into work that is such faults (memory.stage), it would take three times as long.
     """
+    from concurrent.futures import ThreadPoolExecutor, wait  # takes 6 ms, and who reads a word needs none
+
     with _Pool.lock:
         if _Pool.threads is None:
             pool, together = ThreadPoolExecutor(cores(), "copies"), Barrier(cores())
@@ -209,6 +214,8 @@ def work(jobs: Sequence[Job], threads: int) -> None:
     if hands <= 1:
         _drain(waiting)
         return
+    from concurrent.futures import wait
+
     hired = [_pool().submit(_drain, waiting) for _ in range(hands)]
     try:
         wait(hired)

@@ -31,7 +31,7 @@ from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.records.manifest import FOLDER, FileRecord, Manifest
 from gpusnap.runtime_shim.records.manifest_json import encode
 from gpusnap.runtime_shim.settings import Memory
-from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory import chunk_layout, transfer
 from gpusnap.runtime_shim.snapshot.memory.chunk_cache import Kept
 
 _PAGES = re.compile(r"pages-[0-9]{1,10}\.img", re.ASCII)
@@ -113,7 +113,7 @@ class ImageHome:
 
     def commit(self, tables: Sequence[Table], *, kept: bool) -> None:
         """And make it a layout that anybody can read."""
-        transfer.commit(self.layout, tables, sync=self._settings.sync)
+        chunk_layout.commit(self.layout, tables, sync=self._settings.sync)
         with self._kept() as keeping:
             if kept and self._settings.sync:
                 keeping.keep(self.layout, tables)
@@ -130,7 +130,7 @@ class ImageHome:
         """Remove the layout."""
         self.layout.close()
         if not earlier:
-            transfer.remove_layout(self._image)
+            chunk_layout.remove(self._image)
 
     def _kept(self) -> Kept:
         return Kept.open(self._settings, self._container, self._bundle)
@@ -237,7 +237,7 @@ class StoreHome:
 
     def close(self, record: Manifest | None) -> None:
         """Remove the images that are in chunks, and the layout of an earlier checkpoint in the same place."""
-        transfer.remove_layout(self._image)
+        chunk_layout.remove(self._image)
         for each in record.files if record is not None else ():
             with contextlib.suppress(OSError):  # it only takes room
                 os.unlink(os.path.join(self._image, each.name))

@@ -10,8 +10,7 @@ from dataclasses import replace
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.table import Table
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.runtime_shim.errors import Refused, reason
-from gpusnap.runtime_shim.process import mount_namespace
+from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest
 from gpusnap.runtime_shim.settings import Memory
@@ -82,27 +81,3 @@ class Asleep(Chunks):
         """Remove what was written."""
         self.close()
         self._home.discard(earlier=not layout)
-
-
-def check_place() -> None:
-    """Refuse where files in RAM would not outlive us, or this host could write them to a swap device."""
-    if not mount_namespace.lasting():
-        raise Refused(
-            "gpusnap runs in a mount namespace of its own, and what it keeps in RAM would go with that",
-            hint="run it in the host's: in a systemd unit, without PrivateTmp=, ProtectSystem= and the like",
-            code="GPS-216",
-        )
-    try:
-        swapped = tmpfs.can_be_swapped()
-    except OSError as error:
-        raise Refused(
-            f"it cannot be told whether suspended GPU memory would be swapped: {reason(error)}",
-            hint="run gpusnap as root",
-            code="GPS-005",
-        ) from error
-    if swapped:
-        raise Refused(
-            "this host has swap, and its kernel (before Linux 6.4) cannot keep GPU memory in RAM out of it",
-            hint="turn swap off (swapoff -a), or use a newer kernel",
-            code="GPS-216",
-        )

@@ -6,19 +6,12 @@ import contextlib
 import errno
 import mmap
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
-from gpusnap.oci.base.threads import for_each
-from gpusnap.oci.chunks import artifact
-from gpusnap.oci.chunks import reader as reading
-from gpusnap.oci.chunks.table import Chunk, Table, descriptors
-from gpusnap.oci.layout.blobs import Blobs
-from gpusnap.oci.layout.documents import Index
-from gpusnap.oci.layout.graph import walk
+from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, reason
 from gpusnap.runtime_shim.gpu.api.parallel import at_once
@@ -30,7 +23,6 @@ from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.process.memory.maps import Region
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage, Unnamed
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, inside
-from gpusnap.runtime_shim.records.manifest import FOLDER
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.records import journal
 
@@ -65,47 +57,16 @@ class Part:
         copies.write(self.pid, self.start + offset, data, threads=1)
 
 
-def check(blobs: Blobs, tables: Sequence[Table], *, where: str, threads: int = 0) -> None:
-    """Read every blob and compare it with its digest; `commit` makes those of a layout durable.
-
-    `where`: for the message. Raises ImageError.
-    """
-    with as_image_error(where):
-        for_each(descriptors(tables), blobs.check_blob, threads=threads or copies.cores())
-
-
-def write_again(layout: Layout, tables: Sequence[Table], *, where: str, threads: int = 0) -> None:
-    """As `check`, for what a process wrote that is no more: what was read is written anew, for `commit`.
-
-    An fsync of what is there proves nothing: one may have failed, and the next would not
-    (gpusnap.oci.layout.unsynced).
-    """
-    with as_image_error(where):
-        for_each(descriptors(tables), layout.write_again, threads=threads or copies.cores())
-
-
-def commit(layout: Layout, tables: Sequence[Table], *, sync: bool = True) -> None:
-    """Make a layout durable, if so wished, and one that anybody can read. Raises ImageError."""
-    with as_image_error(layout.path):
-        # What each chunk is of, the manifest beside the layout says.
-        chunks = artifact.chunk_layers(("", table) for table in tables)
-        root = artifact.write(layout.create(), artifact.Artifact(chunks=chunks))
-        if sync:
-            layout.commit(Index((root,)))
-        else:
-            layout.write_index(Index((root,)))
-        # Podman packs the whole folder, and an earlier checkpoint may have been in the same place.
-        layout.prune({found.digest for found, _ in walk(root, layout.read_blob)})
-
-
 def fill(layout: Layout, wanted: Mapping[int, Iterable[tuple[Region, Table]]], settings: Memory) -> None:
     """Fill regions of processes that have been freed; those that ended are left out. Raises ImageError."""
     pairs = [(pid, region, table) for pid, found in wanted.items() for region, table in found]
     pairs = [each for each in pairs if proc.running(each[0])]
     if not pairs:
         return
+    from gpusnap.oci.chunks import reader  # with zstandard, which what stayed in RAM does not need
+
     with as_image_error(layout.path):
-        reading.read(
+        reader.read(
             [table for _, _, table in pairs],
             layout,
             [Part(pid, region.start, region.size) for pid, region, _ in pairs],
@@ -228,20 +189,6 @@ def own(key: str, pid: int) -> None:
                 hint="free some memory, and run gpusnap recover",
                 code="GPS-027",
             ) from error
-
-
-def remove_layout(image_path: str) -> None:
-    """Remove the layout of a checkpoint that came to nothing. Raises ImageError."""
-    folder = os.path.join(image_path, FOLDER)
-    try:
-        shutil.rmtree(os.path.join(folder, "blobs"))
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise ImageError(f"the layout in {folder} cannot be removed: {reason(error)}") from error
-    for name in ("index.json", "oci-layout"):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(folder, name))
 
 
 def ceiling(settings: Memory) -> int:

@@ -7,11 +7,11 @@ that its checkpoint was made, whatever this host's settings say, since no other 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from gpusnap.runtime_shim.errors import GpusnapError, Refused
-from gpusnap.runtime_shim.gpu import driver_of, find_drivers, holders
-from gpusnap.runtime_shim.gpu.api.criu_plugin import CUDA, KNOWN, Plugin
+from gpusnap.runtime_shim.gpu import driver_of, holders
+from gpusnap.runtime_shim.gpu.api.criu_plugin import KNOWN, Plugin
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, ProcessState
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, means
 from gpusnap.runtime_shim.process import proc
@@ -23,36 +23,6 @@ from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.suspend.gpu_state import idle_holders
-
-_PLUGIN = "criu-plugin"
-
-
-def chosen(driver: Driver, container: containers.Container, settings: Settings) -> Driver:
-    """The driver for a container, with the way to suspend that the settings ask for.
-
-    `driver` is this host's first. On a host with GPUs of two vendors it is that of those whose device files
-    the container's processes hold, or else that has some in its /dev. Raises Refused where processes hold
-    both: a checkpoint has one vendor's GPUs.
-    """
-    every = find_drivers()
-    if len(every) > 1 and container.pid and any(each.vendor == driver.vendor for each in every):
-        driver = _held(every, container) or driver
-    if driver.plugin is None and driver.vendor == "nvidia" and settings.nvidia.driver == _PLUGIN:
-        return driver_of("nvidia", CUDA.name) or driver
-    return driver
-
-
-def _held(every: Sequence[Driver], container: containers.Container) -> Driver | None:
-    members = containers.processes(container.pid, container.id)
-    holding = [each for each in every if any(each.holds(process.pid) for process in members)]
-    if len(holding) > 1:
-        vendors = " and ".join(each.vendor.upper() for each in holding)
-        raise Refused(
-            f"the processes of container {container.id} use GPUs of {vendors}, and a checkpoint can hold "
-            "those of one vendor alone",
-            hint="run what uses the one and what uses the other in two containers",
-        )
-    return next(iter(holding), None) or next((each for each in every if each.nodes(container.pid)), None)
 
 
 def of_record(record: Manifest, found: Driver | None) -> Driver | None:

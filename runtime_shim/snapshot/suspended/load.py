@@ -16,7 +16,6 @@ them goes with the resume, or with the next command's `sweep`.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -25,7 +24,7 @@ from gpusnap.oci.chunks.reader import Reading
 from gpusnap.oci.chunks.table import Chunk
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.process import mount_namespace, proc
+from gpusnap.runtime_shim.process import mount_namespace
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
@@ -35,8 +34,6 @@ from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
-
-_NAME = re.compile(r"\d+-[0-9a-f]+\.load\.(\d+)\.(\d+)")
 
 
 def begin(found: Suspension, settings: Memory, *, beside: int) -> Loading | None:
@@ -115,12 +112,3 @@ class Loading:
     def _populate(self, at: int, chunk: Chunk) -> None:
         """Have pages behind a chunk: a full tmpfs is an error here, and a SIGBUS for who writes."""
         self._all()[at].populate(chunk.offset, chunk.size, threads=1)
-
-
-def sweep(key: str) -> None:
-    """Remove what a killed gpusnap has left of such files. Raises OSError."""
-    for path in tmpfs.sizes(key):
-        found = _NAME.fullmatch(os.path.basename(path))
-        if found is not None and not proc.same(int(found[1]), int(found[2])):
-            with suppress(FileNotFoundError):
-                os.unlink(path)

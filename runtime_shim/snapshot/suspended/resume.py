@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from gpusnap.runtime_shim import question_process, state_files
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason
@@ -24,7 +25,7 @@ from gpusnap.runtime_shim.process.memory.tmpfs import Area
 from gpusnap.runtime_shim.runtime import cgroup_freezer
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.settings import Settings
-from gpusnap.runtime_shim.snapshot import recover_checkpoint
+from gpusnap.runtime_shim.snapshot import bring_back
 from gpusnap.runtime_shim.snapshot.devices.reservations import Room, claim
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
@@ -33,8 +34,10 @@ from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspend import driver_calls, driver_watch, paused_container
 from gpusnap.runtime_shim.snapshot.suspend.gpu_state import Pairs
 from gpusnap.runtime_shim.snapshot.suspended import sweep
-from gpusnap.runtime_shim.snapshot.suspended.load import Loading
 from gpusnap.runtime_shim.transaction import Step, Transaction, held_signals, interruptible, or_recover
+
+if TYPE_CHECKING:
+    from gpusnap.runtime_shim.snapshot.suspended.load import Loading
 
 Loaded = Mapping[int, Sequence[Area]]
 """Files with what was spilled of processes, by PID."""
@@ -190,7 +193,7 @@ def _bring_back(
     entry = journal.read(found.key)
     if entry is None:
         return  # it was killed before the first process was touched
-    pids = [each.pid for each in recover_checkpoint.alive(entry)]
+    pids = [each.pid for each in bring_back.alive(entry)]
     paused = paused_container.left(entry, pids)
     let_go = None
     try:
@@ -201,7 +204,7 @@ def _bring_back(
             let_go = paused.let_go
         with transaction.step("driver restore"):
             try:
-                recover_checkpoint.bring_back(
+                bring_back.bring_back(
                     entry,
                     driver,
                     settings.memory,
@@ -245,7 +248,7 @@ def _is_suspended(key: str) -> bool:
 
 def _stay(found: Suspension, entry: journal.Entry, driver: Driver) -> None:
     """After a failure: where none of its processes has its GPU state, it is suspended as it was."""
-    there = recover_checkpoint.alive(entry)
+    there = bring_back.alive(entry)
     with suppress(Exception):  # as of an import that fails late: the first error is told
         states = [driver_calls.state(driver, each.pid) for each in there]
         if all(state is ProcessState.CHECKPOINTED for state in states):

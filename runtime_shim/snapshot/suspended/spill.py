@@ -10,26 +10,19 @@ entry, so that it is removed with that, or after a reboot, when nobody has such 
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 
-from gpusnap.oci.base.errors import OciError
-from gpusnap.oci.base.files import exists
-from gpusnap.oci.store.paths import PRECIOUS
-from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.settings import Settings
-from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.runtime_shim.snapshot.memory.ram import Asleep
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
+from gpusnap.runtime_shim.snapshot.suspended.spilled import WHOSE
 from gpusnap.runtime_shim.transaction import Transaction, held_signals
-
-_WHOSE = "GPU memory of the suspended container "
 
 
 def spill(key: str, settings: Settings) -> int:
@@ -45,7 +38,7 @@ def spill(key: str, settings: Settings) -> int:
                 tmpfs.remove(key)  # one that was killed between its last two steps has left it
         return 0
     memory = settings.memory
-    home = StoreHome(settings.store.path, settings.store.path, found.container, memory, why=_WHOSE + key)
+    home = StoreHome(settings.store.path, settings.store.path, found.container, memory, why=WHOSE + key)
     pages = Asleep("", key, memory, home=home)
     transaction = Transaction()
     pages.prepare()
@@ -80,30 +73,3 @@ def _suspended(key: str) -> tuple[Suspension, journal.Entry]:
     if found.stage is not Stage.SUSPENDED:
         raise suspensions.unfinished(found)
     return found, entry
-
-
-def discard(layout: str) -> None:
-    """Remove the chunks that were written for a container, by the path of their layout. Raises ImageError."""
-    store = Store(os.path.dirname(os.path.dirname(layout)))
-    with transfer.as_image_error(layout), suppress(FileNotFoundError):
-        if not exists(layout):
-            return
-        staging = store.adopt(layout)
-        staging.plain()
-        staging.close()
-
-
-def sweep(path: str) -> None:
-    """Remove from a store what is no suspended container's any more: the host was restarted, say."""
-    folder = os.path.join(os.path.realpath(path), "staging")
-    with suppress(OSError):
-        for name in os.listdir(folder):
-            with suppress(OSError, GpusnapError, OciError):
-                with open(os.path.join(folder, name, PRECIOUS), encoding="utf-8") as file:
-                    whose = file.read(4096)
-                if not whose.startswith(_WHOSE):
-                    continue
-                entry = journal.read(whose.removeprefix(_WHOSE))
-                layout = os.path.join(folder, name)
-                if entry is None or entry.layout != layout:
-                    discard(layout)  # not one that is being written: it has an owner

@@ -13,7 +13,7 @@ from gpusnap.runtime_shim.errors import GpusnapError, reason
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
-from gpusnap.runtime_shim.snapshot.suspended import load, spill
+from gpusnap.runtime_shim.snapshot.suspended import spilled
 
 
 def sweep(store: str = "") -> None:
@@ -22,12 +22,12 @@ def sweep(store: str = "") -> None:
         for key in journal.noted(journal.SUSPENDED):
             with suppress(GpusnapError, OSError):
                 found = suspensions.read(key)
-                load.sweep(key)
+                spilled.sweep_loaded(key)
                 if found is not None and not found.lives:
                     with journal.held(key, patience=0):
                         remove(found)
     if store:
-        spill.sweep(store)
+        spilled.sweep(store)
 
 
 def remove(found: Suspension) -> None:
@@ -46,7 +46,7 @@ def free(key: str) -> None:
         journal.drop(key, kind)
     journal.remove(key)
     if entry is not None and any(process.regions for process in entry.processes):
-        spill.discard(entry.layout)
+        spilled.discard(entry.layout)
     try:
         tmpfs.remove(key)
     except OSError as error:

@@ -15,6 +15,7 @@ from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Refused
 from gpusnap.runtime_shim.settings import Settings, Suspend
 from gpusnap.runtime_shim.snapshot.records import suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
+from gpusnap.runtime_shim.snapshot.suspended import spill as spilling
 from gpusnap.user_errors import NotFound
 
 MIB = 1 << 20
@@ -112,7 +113,7 @@ def ram(there: list[Suspension], monkeypatch: pytest.MonkeyPatch) -> dict[str, i
         return 0
 
     monkeypatch.setattr(budget, "kept", lambda each: (found[each.name], 0))
-    monkeypatch.setattr(budget, "spill", spill)
+    monkeypatch.setattr(spilling, "spill", spill)
     return found
 
 

@@ -312,3 +312,21 @@ def test_finding_a_driver_loads_no_library() -> None:
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", ["suspend", "resume"])
+def test_a_suspend_begins_with_few_modules(command: str) -> None:
+    """What it needs when its container is paused is imported then; a resume needs no checkpoint's modules."""
+    heavy = [
+        "gpusnap.runtime_shim.snapshot.memory.capture",
+        "gpusnap.oci.chunks.artifact",
+        "concurrent.futures",
+    ]
+    program = (
+        f"import sys; import gpusnap.operations.suspending.{command};"
+        f"print(sorted({{*{heavy!r}}} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-E", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -72,10 +72,12 @@ def suspend(containers: tuple[str, ...], spill: bool, wait: bool, as_json: bool)
             if not spill:
                 assert moved is not None
                 return moved
+            from gpusnap.operations.suspending import spill as spilling
+
             if not wait:
-                suspending.spill_behind(name, early.container)
+                spilling.spill_behind(name, early.container)
                 return moved if moved is not None else Spilled(name, None)
-            size = suspending.spill(name, early.container)
+            size = spilling.spill(name, early.container)
             return moved if moved is not None else Spilled(name, size)
 
     def show(done: Moved | Spilled) -> None:
@@ -145,9 +147,9 @@ def resume(containers: tuple[str, ...], gpu_map: str, as_json: bool) -> None:
 
     def work(name: str) -> Moved:
         with ahead(name, seconds=_NAMING) as early:
-            from gpusnap.operations.suspending import suspend as suspending
+            from gpusnap.operations.suspending.resume import resume as resume_container
 
-            return suspending.resume(name, early, _request(gpu_map))
+            return resume_container(name, early, _request(gpu_map))
 
     def show(done: Moved) -> None:
         moved = [(old, new) for old, new in done.container.pairs if old != new]
@@ -232,7 +234,7 @@ def _resume_processes(pids: Sequence[int]) -> None:
     """Resume single processes whose GPU memory is in themselves. Raises GpusnapError."""
     from gpusnap.operations.driver import needed_driver
     from gpusnap.runtime_shim.gpu import holders
-    from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
+    from gpusnap.runtime_shim.snapshot.bring_back import alive
     from gpusnap.runtime_shim.snapshot.memory.pages import Pages
     from gpusnap.runtime_shim.snapshot.records import journal, suspensions
     from gpusnap.runtime_shim.snapshot.suspend import gpu_state
@@ -244,9 +246,7 @@ def _resume_processes(pids: Sequence[int]) -> None:
             f"process {missing[0]} is no GPU process",
             hint="gpusnap ps lists suspended containers, gpusnap recover --list what a killed gpusnap left",
         )
-    noted = {
-        p.pid: entry for entry in journal.entries() for p in recovery.alive(entry) if p.regions or p.staged
-    }
+    noted = {p.pid: entry for entry in journal.entries() for p in alive(entry) if p.regions or p.staged}
     for pid in pids:
         if pid in noted:
             command = "recover" if suspensions.read(noted[pid].key) is None else "resume"

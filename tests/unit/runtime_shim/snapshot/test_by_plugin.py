@@ -23,7 +23,7 @@ from gpusnap.runtime_shim.runtime.container import Container
 from gpusnap.runtime_shim.runtime.criu import plugins
 from gpusnap.runtime_shim.settings import Criu, Memory, Nvidia, Settings
 from gpusnap.runtime_shim.snapshot.devices import choose as choosing
-from gpusnap.runtime_shim.snapshot.suspend import criu_plugin
+from gpusnap.runtime_shim.snapshot.suspend import choose_driver, criu_plugin
 
 STEPS = ("lock", "checkpoint", "restore", "unlock")
 
@@ -237,7 +237,7 @@ def container(pid: int) -> Container:
 @pytest.fixture
 def two(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> tuple[FakeDriver, FakeDriver]:
     nvidia, amd = FakeDriver(), FakeDriver(vendor="amd", plugin=AMDGPU)
-    monkeypatch.setattr(criu_plugin, "find_drivers", lambda: (nvidia, amd))
+    monkeypatch.setattr(choose_driver, "find_drivers", lambda: (nvidia, amd))
     members = lambda pid, name: [proc.process(each) for each in scene.family.pids]  # noqa: E731
     monkeypatch.setattr(containers, "processes", members)
     return nvidia, amd
@@ -248,24 +248,24 @@ def test_the_vendor_that_is_held(scene: Scene, two: tuple[FakeDriver, FakeDriver
     nvidia, amd = two
     pid = scene.family.spawn()
     here, settings = container(scene.family.init), Settings()
-    assert criu_plugin.chosen(nvidia, here, settings) is nvidia
+    assert choose_driver.choose_driver(nvidia, here, settings) is nvidia
     amd.use(pid)
-    assert criu_plugin.chosen(nvidia, here, settings) is amd
+    assert choose_driver.choose_driver(nvidia, here, settings) is amd
     nvidia.use(pid)
     with pytest.raises(Refused, match="use GPUs of NVIDIA and AMD"):
-        criu_plugin.chosen(nvidia, here, settings)
+        choose_driver.choose_driver(nvidia, here, settings)
 
 
 def test_the_way_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """NVIDIA's by plugin where it is asked for; AMD's in any case."""
     plugged = FakeDriver(plugin=CUDA)
-    monkeypatch.setattr(criu_plugin, "find_drivers", lambda: ())
-    monkeypatch.setattr(criu_plugin, "driver_of", lambda vendor, plugin: plugged)
+    monkeypatch.setattr(choose_driver, "find_drivers", lambda: ())
+    monkeypatch.setattr(choose_driver, "driver_of", lambda vendor, plugin: plugged)
     asked = Settings(nvidia=Nvidia(driver="criu-plugin"))
     native, amd = FakeDriver(), FakeDriver(vendor="amd", plugin=AMDGPU)
-    assert criu_plugin.chosen(native, container(0), Settings()) is native
-    assert criu_plugin.chosen(native, container(0), asked) is plugged
-    assert criu_plugin.chosen(amd, container(0), asked) is amd
+    assert choose_driver.choose_driver(native, container(0), Settings()) is native
+    assert choose_driver.choose_driver(native, container(0), asked) is plugged
+    assert choose_driver.choose_driver(amd, container(0), asked) is amd
 
 
 def test_pages() -> None:

@@ -24,7 +24,7 @@ from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, Suspended
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
-from gpusnap.runtime_shim.snapshot.suspended import load
+from gpusnap.runtime_shim.snapshot.suspended import load, spilled
 from gpusnap.runtime_shim.snapshot.suspended.load import Loading
 
 KEY = "aaaa0001@123456789abc"
@@ -74,7 +74,7 @@ def test_all_of_it(stage: Path, entry: Entry, content: list[bytearray]) -> None:
     assert [(area.address, area.size) for area in found[7]] == [(START, SIZE), (START + 4 * SIZE, SIZE)]
     assert [bytes(area.view(0, SIZE)) for area in found[7]] == [bytes(each) for each in content]
     assert len(names(stage)) == 2
-    load.sweep(KEY)  # they are of a gpusnap that lives
+    spilled.sweep_loaded(KEY)  # they are of a gpusnap that lives
     assert len(names(stage)) == 2
     loading.close()
     assert not stage.exists() or not list(stage.iterdir())
@@ -142,11 +142,11 @@ def test_what_a_killed_one_has_left(stage: Path) -> None:
     left = tmpfs.Stage(KEY).area(f"7-{START:x}.load.{pid}.{start}", START, SIZE)
     left.close()
     kept.close()
-    load.sweep(KEY)
+    spilled.sweep_loaded(KEY)
     assert len(names(stage)) == 2
     child.communicate(b"\n")
     assert not proc.same(pid, start)
-    load.sweep(KEY)
+    spilled.sweep_loaded(KEY)
     assert names(stage) == [f"7-{START:x}"]
     tmpfs.remove(KEY)
 

@@ -31,7 +31,7 @@ from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.settings import Memory
-from gpusnap.runtime_shim.snapshot import recover_checkpoint
+from gpusnap.runtime_shim.snapshot import bring_back, recover_checkpoint
 from gpusnap.runtime_shim.snapshot.memory import capture as pages
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
@@ -174,11 +174,11 @@ def test_a_killed_gpusnap(way: str, holders: list[Holder], tmp_path: Path) -> No
     chunks.take(pids)
     (entry,) = journal.entries()
     assert entry.at_work
-    assert [process.pid for process in recover_checkpoint.alive(entry)] == pids
+    assert [process.pid for process in bring_back.alive(entry)] == pids
     assert all(bool(process.staged) == (way == "staged") for process in entry.processes)
-    assert all(map(recover_checkpoint._mapped, entry.processes))
-    recover_checkpoint._give_back(entry, entry.processes, SMALL, {})  # the driver is not at hand here
-    assert all(map(recover_checkpoint._mapped, entry.processes))
+    assert all(map(bring_back._mapped, entry.processes))
+    bring_back._give_back(entry, entry.processes, SMALL, {})  # the driver is not at hand here
+    assert all(map(bring_back._mapped, entry.processes))
     go_on(pids)
     assert [holder.say("digest") for holder in holders] == digests
     journal.remove("c0ffee")

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fakes import FakeDriver
@@ -23,14 +24,15 @@ from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.shim import entry, overrides, suspended
-from gpusnap.runtime_shim.snapshot import recover_checkpoint
+from gpusnap.runtime_shim.snapshot import bring_back
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.memory.ram import NoHome
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, SuspendedProcess, Suspension
 from gpusnap.runtime_shim.snapshot.suspend import driver_calls, paused_container
-from gpusnap.runtime_shim.snapshot.suspended import resume, suspend
+from gpusnap.runtime_shim.snapshot.suspended import preflight, resume, suspend, take
+from gpusnap.runtime_shim.snapshot.suspended.engine import Engine
 from gpusnap.runtime_shim.snapshot.suspended.sweep import sweep
 from gpusnap.runtime_shim.transaction import Transaction
 
@@ -148,26 +150,33 @@ def test_resume_of_one_that_is_being_suspended() -> None:
     assert answer("resume", "c0ffee") is None
 
 
+def back(found: Suspension, go_on: Callable[[], object]) -> suspend._WayBack:
+    engine = Engine("podman", "w", "", lambda: None, go_on)
+    return suspend._WayBack(SimpleNamespace(key=found.key), found, engine)  # type: ignore[arg-type]
+
+
+def job(found: Suspension, *, suspended: bool = False) -> Any:
+    pages = Chunks("", found.key, Settings().memory, home=NoHome(found.key))
+    return SimpleNamespace(suspended=suspended, stuck=None, pages=pages)
+
+
 @pytest.mark.parametrize("stuck", [False, True])
 def test_an_engine_that_does_not_let_it_go_on(monkeypatch: pytest.MonkeyPatch, stuck: bool) -> None:
     """The note stays, by which `gpusnap recover` finds the paused container, and the error names that."""
     found = suspension(stage=Stage.SUSPENDING)
-    pages = Chunks("", found.key, Settings().memory, home=NoHome(found.key))
-    job = SimpleNamespace(
-        suspended=False, stuck=None, pages=pages, container=SimpleNamespace(key=found.key, id="c0ffee")
-    )
 
     def go_on() -> None:
         if stuck:
             raise GpusnapError("podman cannot be run")
 
-    engine = suspend.Engine("podman", "w", "", lambda: None, go_on)
+    way_back = back(found, go_on)
+    way_back.job = job(found)
     hints: list[str] = []
     try:
-        suspend._go_on(job, found, engine)  # type: ignore[arg-type]
+        way_back.go_on()
     except GpusnapError as error:
         hints.append(error.hint)
-    suspend._forget(job)  # type: ignore[arg-type]
+    way_back.forget()
     assert list(suspensions.find()) == ([replace(found, stage=Stage.UNDONE)] if stuck else [])
     assert hints == ["gpusnap recover c0ffee tries again"] * stuck
 
@@ -176,18 +185,28 @@ def test_a_container_that_ends_at_the_last_moment(monkeypatch: pytest.MonkeyPatc
     """Before the suspend is on file as done: it is undone, and no success."""
     begun = suspension(stage=Stage.SUSPENDING)
     done: list[str] = []
-    job = SimpleNamespace(paused=SimpleNamespace(freeze=lambda: done.append("frozen")), suspended=False)
-    for name in ("_inspect", "_look", "thaw", "suspend_all", "_memory", "_forget"):
-        monkeypatch.setattr(suspend, name, lambda *_: 0)
-    monkeypatch.setattr(suspend, "Job", lambda *_, **__: job)
+    for name in ("_look", "thaw", "suspend_all"):
+        monkeypatch.setattr(take, name, lambda *_: 0)
+    seen = preflight.Seen(SimpleNamespace(), None, (), 0)  # type: ignore[arg-type]
+    monkeypatch.setattr(preflight, "inspect", lambda *_: seen)
+    monkeypatch.setattr(suspend._WayBack, "forget", lambda _: None)
+    frozen: Any = SimpleNamespace(freeze=lambda: done.append("frozen"))
+    job_of = take.job_of
+
+    def paused(*words: Any) -> Any:
+        made = job_of(*words)
+        made.paused = frozen
+        return made
+
+    monkeypatch.setattr(take, "job_of", paused)
     monkeypatch.setattr(suspend, "_begun", lambda *_: begun)
-    monkeypatch.setattr(suspend, "_described", lambda *_: replace(begun, stage=Stage.SUSPENDED, init=GONE))
+    monkeypatch.setattr(take, "_described", lambda *_: replace(begun, stage=Stage.SUSPENDED, init=GONE))
     container = SimpleNamespace(key=begun.key, id="c0ffee", root="/run/crun")
-    engine = suspend.Engine("podman", "w", "", lambda: None, lambda: done.append("goes on"))
+    engine = Engine("podman", "w", "", lambda: None, lambda: done.append("goes on"))
     with pytest.raises(ContainerError, match="container w ended while it was suspended"):
         suspend.suspend(container, None, Settings(), FakeDriver(), engine)  # type: ignore[arg-type]
     assert done == ["frozen", "goes on"]
-    assert [each.stage for each in suspensions.find()] == [Stage.UNDONE]  # `_forget` would drop it
+    assert [each.stage for each in suspensions.find()] == [Stage.UNDONE]  # `forget` would drop it
 
 
 def test_a_file_of_an_earlier_run() -> None:
@@ -204,9 +223,9 @@ def test_a_full_run_keeps_no_container_paused(monkeypatch: pytest.MonkeyPatch, m
     found = suspension(stage=Stage.SUSPENDING)
     suspensions.write(found)
     seen: list[Suspension | None] = []
-    job = SimpleNamespace(suspended=missing)
-    engine = SimpleNamespace(go_on=lambda: seen.append(suspensions.read(found.key)))
-    suspend._go_on(job, found, engine)  # type: ignore[arg-type]
+    way_back = back(found, lambda: seen.append(suspensions.read(found.key)))
+    way_back.job = job(found, suspended=missing)
+    way_back.go_on()
     assert seen == [replace(found, stage=Stage.UNDONE)]
     suspensions.write(found)
 
@@ -216,10 +235,10 @@ def test_a_full_run_keeps_no_container_paused(monkeypatch: pytest.MonkeyPatch, m
     monkeypatch.setattr(journal, "store", full)
     if missing:
         with pytest.raises(GpusnapError, match="no room"):
-            suspend._go_on(job, found, engine)  # type: ignore[arg-type]
+            way_back.go_on()
         assert (len(seen), suspensions.read(found.key)) == (1, found)
     else:
-        suspend._go_on(job, found, engine)  # type: ignore[arg-type]
+        way_back.go_on()
         assert seen[1:] == [None]
 
 
@@ -330,7 +349,7 @@ def test_a_resume_that_fails(monkeypatch: pytest.MonkeyPatch, error: Exception, 
         raise error
 
     monkeypatch.setattr(journal, "read", lambda key: noted)
-    monkeypatch.setattr(recover_checkpoint, "bring_back", fail)
+    monkeypatch.setattr(bring_back, "bring_back", fail)
 
     def stay(found: Suspension, entry: journal.Entry, driver: Driver) -> None:
         stayed.append(found.name)
@@ -349,8 +368,8 @@ class Trouble:
         monkeypatch.setattr(resume, "claim", nullcontext)
         monkeypatch.setattr(resume, "_plan", lambda *_: (("GPU-1", "GPU-1"),))
         monkeypatch.setattr(resume, "_check_memory", lambda *_: None)
-        monkeypatch.setattr(recover_checkpoint, "bring_back", lambda *_, **__: None)
-        monkeypatch.setattr(recover_checkpoint, "alive", lambda entry: (journal.Suspended(7, 8, ()),))
+        monkeypatch.setattr(bring_back, "bring_back", lambda *_, **__: None)
+        monkeypatch.setattr(bring_back, "alive", lambda entry: (journal.Suspended(7, 8, ()),))
 
     def at(self, module: object, name: str, error: Exception, *, after: int = 0) -> None:
         """Have a function raise the error, once it was called so often."""
@@ -388,7 +407,7 @@ ALL_ERRORS = pytest.mark.parametrize(
 @ALL_ERRORS
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(journal, "read"), (recover_checkpoint, "bring_back"), (paused_container, "left")],
+    [(journal, "read"), (bring_back, "bring_back"), (paused_container, "left")],
 )
 def test_a_resume_that_does_not_stay_suspended(
     trouble: Trouble, monkeypatch: pytest.MonkeyPatch, module: object, name: str, error: Exception
@@ -409,7 +428,7 @@ def test_a_resume_that_stays_suspended(trouble: Trouble, monkeypatch: pytest.Mon
     """Then there is nothing to recover, and the error does not say so."""
     monkeypatch.setattr(driver_calls, "state", lambda *_: ProcessState.CHECKPOINTED)
     monkeypatch.setattr(transfer, "empty", lambda *_: None)
-    trouble.at(recover_checkpoint, "bring_back", GpusnapError("the driver failed"))
+    trouble.at(bring_back, "bring_back", GpusnapError("the driver failed"))
     assert trouble.caught() == "the driver failed"
     now = suspensions.read(suspension().key)
     assert now is not None

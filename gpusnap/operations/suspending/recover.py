@@ -1,0 +1,34 @@
+"""What `gpusnap recover` does of suspended containers."""
+
+from __future__ import annotations
+
+from gpusnap.engines import podman
+from gpusnap.operations.driver import needed_driver
+from gpusnap.operations.suspending import targets
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.shim import overrides
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
+from gpusnap.runtime_shim.snapshot.suspended import resume as resuming
+
+
+def pause_again(found: Suspension) -> bool:
+    """Have Podman show a suspended container as paused, where a killed checkpoint of it left another word.
+
+    Whether it did. Its runtime does nothing for it: the container is frozen. Raises GpusnapError, also where
+    such a checkpoint is under way.
+    """
+    if found.engine != "podman":
+        return False
+    with overrides.ordered(found.container, pages=StoreHome.kind, asleep=True):
+        if podman.container(found.container).status != "running":
+            return False
+        podman.pause(found.container)
+    return True
+
+
+def recover(found: Suspension) -> str:
+    """Finish or undo what a killed gpusnap had begun; what was done, in words. Raises GpusnapError."""
+    engine = targets.engine_of(found)
+    with overrides.alone(found.container):
+        return resuming.recover(found.key, settings_file.load(), needed_driver(), engine.go_on)

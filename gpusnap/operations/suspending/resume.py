@@ -1,0 +1,60 @@
+"""`gpusnap resume`: containers back on GPUs, whatever engine runs them."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from gpusnap.engines import podman
+from gpusnap.operations.suspending import make_way, targets
+from gpusnap.operations.suspending.ahead import Ahead
+from gpusnap.operations.suspending.commands import after_resume
+from gpusnap.operations.suspending.moved import Moved
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.gpu.api.driver import Driver
+from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
+from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.shim import overrides
+from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
+from gpusnap.runtime_shim.snapshot.suspended import resume as resuming
+from gpusnap.runtime_shim.snapshot.suspended.sweep import sweep
+
+if TYPE_CHECKING:
+    from gpusnap.runtime_shim.snapshot.suspended.load import Loading
+
+
+def resume(name: str, early: Ahead, request: GpuMap = ()) -> Moved:
+    """Resume a suspended container by its name.
+
+    `early`: what was asked ahead, of this container first. Raises NotFound, Refused, GpusnapError.
+    """
+    settings = settings_file.load()
+    sweep(settings.store.path)
+    found = targets.suspended(name, early.container)
+    return resume_this(found, settings, early.driver(), early.container, request)
+
+
+def resume_this(
+    found: Suspension,
+    settings: Settings,
+    driver: Driver,
+    asked: podman.Inspection | None = None,
+    request: GpuMap = (),
+    loading: Loading | None = None,
+) -> Moved:
+    """Resume a container that was found. Raises Refused, GpusnapError.
+
+    `asked`: what Podman tells of it. `loading`: what was spilled of it, on its way into RAM.
+    """
+    began = time.monotonic()
+    go_on = targets.engine_of(found).go_on
+    with overrides.alone(found.container):
+        try:
+            done, steps = resuming.resume(
+                found.key, settings, driver, go_on, request=request, loading=loading
+            )
+        except resuming.NoRoom as error:
+            make_way.propose(error, found, driver, request)
+            raise
+    after_resume(found.engine, found.container, asked)
+    return Moved(done, time.monotonic() - began, steps)

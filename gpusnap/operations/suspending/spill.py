@@ -1,0 +1,36 @@
+"""`gpusnap suspend --spill`: the GPU memory of suspended containers from RAM into the store."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+from gpusnap.engines import podman
+from gpusnap.operations.suspending import targets
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.snapshot.suspended import spill as spilling
+
+
+def spill(name: str, asked: podman.Inspection) -> int:
+    """Move the GPU memory of a suspended container to the store; bytes. Raises NotFound, GpusnapError.
+
+    Podman was asked for the name.
+    """
+    found = targets.suspended(name, asked)
+    return spilling.spill(found.key, settings_file.load())
+
+
+def spill_behind(name: str, asked: podman.Inspection) -> None:
+    """The same, by a process of its own that nobody waits for; what goes wrong stays in RAM."""
+    program = shutil.which(sys.argv[0]) or sys.argv[0]
+    found = targets.suspended(name, asked)
+    whole = f"{found.namespace}/{found.name}" if found.namespace else found.container
+    subprocess.Popen(
+        [program, "suspend", "--spill", "--wait", whole],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd="/",
+    )

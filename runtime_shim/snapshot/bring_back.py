@@ -1,0 +1,203 @@
+"""Bring processes back whose GPU state the driver has taken, by what the journal says of them.
+
+Memory of a process that runs is never touched. One that stands, and whose regions are still mapped, has them
+filled from the layout (again, if need be: the bytes are the same) or from files of the stage; then the driver
+restores it and it goes on.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
+from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.process import pidfd, proc
+from gpusnap.runtime_shim.process.memory import maps as regions
+from gpusnap.runtime_shim.process.memory import tmpfs as stage
+from gpusnap.runtime_shim.process.memory.maps import Region
+from gpusnap.runtime_shim.process.memory.tmpfs import Area
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot import held_threads
+from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory.pages import Pages
+from gpusnap.runtime_shim.snapshot.records.journal import Entry, Suspended
+from gpusnap.runtime_shim.snapshot.suspend import driver_calls
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import Pairs, let_finish, resume, suspended
+from gpusnap.runtime_shim.stopping.stop import Guard, go_on, stop
+
+_SETTLING = 10.0  # seconds
+
+
+def bring_back(
+    entry: Entry,
+    driver: Driver,
+    settings: Memory,
+    let_go: Callable[[int], object] | None,
+    *,
+    pairs: Mapping[int, Pairs] = MappingProxyType({}),
+    loaded: Mapping[int, Sequence[Area]] = MappingProxyType({}),
+    cut_off: bool = True,
+) -> tuple[Suspended, ...]:
+    """Have the GPU processes of an entry that are there run with their GPU state; these.
+
+    `let_go` and `pairs` as in `gpu_state.resume`. `loaded`: files with all that the layout has of a process,
+    by PID. `cut_off`: somebody was killed who may have been at work on
+    them, so that the driver may still be, and other processes stand for him. Raises GpusnapError when all
+    that could be done has been.
+    """
+    if cut_off:
+        held_threads.unblock_signals(entry.key)
+        _let_idle_go_on(entry, let_go)
+    there = tuple(process for process in alive(entry) if not process.idle)
+    if not there:
+        return ()
+    driver.open()
+    _settle(there)
+    stopped = [process for process in there if proc.still(process.pid)]
+    for process in stopped:
+        _give_thread_back(entry, process)
+    pids = [process.pid for process in stopped]
+    guard = Guard(pids)
+    try:
+        if cut_off:
+            at_once(partial(let_finish, driver), pids).raise_first()
+        stopped += _astray(driver, [process for process in there if process not in stopped])
+        lacking = _give_back(entry, [p for p in stopped if suspended(driver, p.pid)], settings, loaded)
+        pids = [process.pid for process in there if process.pid not in lacking]
+        resume(driver, pids, Pages(), pairs=pairs, right=partial(_right, entry, guard), let_go=let_go)
+    finally:
+        guard.end()
+    for error in lacking.values():
+        raise error
+    return there
+
+
+def _right(entry: Entry, guard: Guard, pid: int) -> None:
+    """Before a process goes on: its memory is its own, and it is kept stopped no longer."""
+    transfer.own(entry.key, pid)
+    guard.release(pid)
+
+
+def _give_back(
+    entry: Entry, processes: Sequence[Suspended], settings: Memory, loaded: Mapping[int, Sequence[Area]]
+) -> dict[int, GpusnapError]:
+    """Have the regions of suspended processes in place: from the layout, or from files of the stage.
+
+    What kept some from it, by PID.
+    """
+    lost = {p.pid: _not_there(p) for p in processes if not _mapped(p)}
+    there = [process for process in processes if process.pid not in lost]
+    layout = {
+        p.pid: [(Region(r.start, r.table.size), r.table) for r in p.regions]
+        for p in there
+        if p.pid not in loaded
+    }
+    if any(layout.values()):
+        transfer.fill(Layout(entry.layout), layout, settings)
+    staged: dict[int, list[Area]] = {}
+    for process in there:
+        try:
+            staged[process.pid] = [Area(each.path, each.start, each.size) for each in process.staged]
+        except OSError as error:
+            gone = error.errno == errno.ENOENT
+            lost[process.pid] = GpusnapError(
+                f"the GPU memory of process {process.pid} cannot be read: {reason(error)}",
+                hint="if somebody removed that file it is lost: restore the container from a checkpoint"
+                if gone
+                else f"gpusnap recover {entry.container} tries again",
+                code="GPS-026" if gone else "GPS-027",
+            )
+    given = {pid: [*loaded.get(pid, ()), *areas] for pid, areas in staged.items()}
+    lost |= transfer.give(entry.key, {pid: areas for pid, areas in given.items() if areas})
+    for area in (area for areas in staged.values() for area in areas):
+        area.close()
+    return lost
+
+
+def _not_there(process: Suspended) -> GpusnapError:
+    """The driver must not restore it: it would read zeros, or something else."""
+    return GpusnapError(
+        f"process {process.pid} has no longer mapped where its GPU memory was",
+        hint="kill it, and restore its container from a checkpoint",
+        code="GPS-026",
+    )
+
+
+def _astray(driver: Driver, running: Sequence[Suspended]) -> list[Suspended]:
+    """Those that somebody let go on though the driver has their GPU state: they stand again."""
+    away = [p for p in running if p.regions or p.staged]
+    found = [p for p in away if driver_calls.state(driver, p.pid) is ProcessState.CHECKPOINTED]
+    stop([process.pid for process in found], timeout=_SETTLING)
+    return found
+
+
+def _let_idle_go_on(entry: Entry, let_go: Callable[[int], object] | None) -> None:
+    """Those without GPU state were only stopped, a thread perhaps in the middle of a call for us."""
+    idle = [process for process in alive(entry) if process.idle]
+    _settle(idle)
+    for process in idle:
+        if proc.still(process.pid):
+            _give_thread_back(entry, process)
+    for process in idle:
+        if let_go is not None:
+            let_go(process.pid)
+        else:
+            go_on([process.pid])
+
+
+def _settle(there: Sequence[Suspended]) -> None:
+    """Wait until those that were stopped stand with all threads.
+
+    gpusnap may have been killed in the middle of a call of the driver's, whose thread in the process then
+    stops as soon as the kernel gets to it; until then nobody could say whether the process stands.
+    """
+    deadline = time.monotonic() + _SETTLING
+    while time.monotonic() < deadline and any(
+        proc.stopped(process.pid) and not proc.still(process.pid) for process in there
+    ):
+        time.sleep(0.01)
+
+
+def alive(entry: Entry) -> tuple[Suspended, ...]:
+    """Those processes of an entry that are still there."""
+    pidfd.remember((process.pid, process.start) for process in entry.processes)
+    return tuple(process for process in entry.processes if proc.same(process.pid, process.start))
+
+
+def _mapped(process: Suspended) -> bool:
+    """Whether there is memory at the addresses of all its regions: the driver's restore takes it away."""
+    try:
+        mapped = regions.mappings(process.pid)
+    except TimeoutError as error:
+        raise GpusnapError(
+            f"the memory of process {process.pid} cannot be looked at: {error.strerror}",
+            hint="it waits for a file system that does not answer: end it, or see to that, and try again",
+            code="GPS-225",
+        ) from error
+    except OSError:
+        return False
+    layout = [(region.start, region.table.size) for region in process.regions]
+    staged = [(region.start, region.size) for region in process.staged]
+    return all(_covered(start, size, mapped) for start, size in (*layout, *staged))
+
+
+def _covered(start: int, size: int, mapped: Sequence[regions.Mapping]) -> bool:
+    """Whether memory is mapped all the way, plain or staged; the kernel may show it in several pieces."""
+    at = start
+    ours = [m for m in mapped if m.plain or m.name.startswith(stage.FOLDER + "/")]
+    for each in sorted(ours, key=lambda m: m.start):
+        if each.start <= at < each.end:
+            at = each.end
+    return at >= start + size
+
+
+def _give_thread_back(entry: Entry, process: Suspended) -> None:
+    if process.thread is None:
+        return
+    held_threads.give_registers_back(entry.key, process.pid, process.thread)

@@ -1,0 +1,94 @@
+"""What can refuse a suspend while the container runs. Nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.runtime_shim.errors import Refused, reason
+from gpusnap.runtime_shim.gpu import holders
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, Node
+from gpusnap.runtime_shim.process import mount_namespace, proc
+from gpusnap.runtime_shim.process.memory import tmpfs
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.snapshot.records import journal, suspensions
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A container and its host, as they were before anything was done."""
+
+    host: Host
+    init: proc.Process | None
+    """The container's first process."""
+    nodes: Sequence[Node]
+    """The GPUs' device nodes in its /dev."""
+    memory: int
+    """Bytes of GPU memory that its processes used."""
+
+
+def inspect(container: containers.Container, driver: Driver, name: str) -> Seen:
+    """Look at a container that is to be suspended. `name`: as its engine calls it.
+
+    Raises Refused where that is not possible, GpusnapError.
+    """
+    if suspensions.read(container.key) is not None:
+        raise Refused(f"container {name} is suspended already", code="GPS-206")
+    if journal.read(container.key) is not None:
+        raise Refused(
+            f"a gpusnap was killed while it was at work on container {container.id}",
+            hint=f"gpusnap recover {container.id}",
+            code="GPS-021",
+        )
+    if driver.plugin is not None:
+        raise Refused(
+            f"the GPUs of container {name} can be suspended only within a checkpoint, by CRIU's "
+            f"plugin {driver.plugin.name}",
+            hint="gpusnap checkpoint writes it to the store and frees its GPUs",
+            code="GPS-206",
+        )
+    if not containers.freezable(container):
+        raise Refused(
+            f"container {name} has no cgroup (version 2) of its own, by which it could be paused",
+            hint="run it with cgroups, on a host with cgroup v2 (systemd.unified_cgroup_hierarchy=1)",
+            code="GPS-203",
+        )
+    check_place()
+    driver.open()
+    host = driver.host()
+    init = proc.process(container.pid)
+    nodes = driver.nodes(container.pid)
+    members = containers.processes(container.pid, container.id)
+    pids = holders(driver, [process.pid for process in members])
+    if not pids:
+        raise Refused(
+            f"no process of container {name} uses a GPU",
+            hint="podman pause or ctr task pause pauses it as it is",
+            code="GPS-206",
+        )
+    used = driver.memory_used(pids)
+    return Seen(host, init, nodes, sum(sum(of.values()) for of in used.values()))
+
+
+def check_place() -> None:
+    """Refuse where files in RAM would not outlive us, or this host could write them to a swap device."""
+    if not mount_namespace.lasting():
+        raise Refused(
+            "gpusnap runs in a mount namespace of its own, and what it keeps in RAM would go with that",
+            hint="run it in the host's: in a systemd unit, without PrivateTmp=, ProtectSystem= and the like",
+            code="GPS-216",
+        )
+    try:
+        swapped = tmpfs.can_be_swapped()
+    except OSError as error:
+        raise Refused(
+            f"it cannot be told whether suspended GPU memory would be swapped: {reason(error)}",
+            hint="run gpusnap as root",
+            code="GPS-005",
+        ) from error
+    if swapped:
+        raise Refused(
+            "this host has swap, and its kernel (before Linux 6.4) cannot keep GPU memory in RAM out of it",
+            hint="turn swap off (swapoff -a), or use a newer kernel",
+            code="GPS-216",
+        )

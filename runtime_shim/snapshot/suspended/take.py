@@ -1,0 +1,112 @@
+"""Take the processes of a container that its engine has paused off their GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.gpu.api.driver import Driver
+from gpusnap.runtime_shim.records.manifest import GpuRecord
+from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, Globals
+from gpusnap.runtime_shim.runtime.identify import RealRuntime
+from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.snapshot.memory import ram
+from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
+from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.records import journal, suspensions
+from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, SuspendedProcess, Suspension
+from gpusnap.runtime_shim.snapshot.suspend import inherited_handles
+from gpusnap.runtime_shim.snapshot.suspend.gpu_state import users
+from gpusnap.runtime_shim.snapshot.suspend.job import Job, suspend_all, thaw
+from gpusnap.runtime_shim.snapshot.suspended.preflight import Seen
+from gpusnap.runtime_shim.transaction import Transaction, held_signals
+
+
+def job_of(
+    container: containers.Container,
+    real: RealRuntime,
+    settings: Settings,
+    driver: Driver,
+    transaction: Transaction,
+    seen: Seen,
+) -> Job:
+    """The work on a container that stays, and of which nothing is written to a disk."""
+    call = CheckpointCall(
+        container_id=container.id,
+        globals=Globals(root=container.root or None),
+        image_path=journal.FOLDER,
+        leave_running=True,
+    )
+    pages = ram.staged_only(container.key, settings.memory)
+    job = Job(call, real, settings, driver, container, transaction, pages, on_disk=False)
+    job.host, job.init, job.nodes = seen.host, seen.init, tuple(seen.nodes)
+    return job
+
+
+def take(job: Job, begun: Suspension) -> Suspension:
+    """Have the driver take the GPU state of a paused container; what is on file of it then.
+
+    `begun`: what was on file before. The job's transaction is committed at the end. Raises a GpusnapError;
+    nothing is committed then.
+    """
+    transaction = job.transaction
+    with transaction.step("look"):
+        thaw(job)
+        _look(job)
+    suspend_all(job)
+    done = _described(job, begun)
+    with held_signals(), transaction.step("freeze"):
+        assert job.paused is not None
+        job.paused.freeze()
+        if not done.lives:
+            raise done.ended("suspended")
+        suspensions.write(done)
+        transaction.commit()
+        assert isinstance(job.pages, Chunks)
+        job.pages.leave()
+        if job.guard is not None:
+            job.guard.end()
+    inherited_handles.say(job.cleared)
+    return done
+
+
+def _look(job: Job) -> None:
+    """What can refuse once the processes stand, and can be asked."""
+    found = users(job.driver, job.processes(), job.held)
+    preflight.states(found)
+    if job.paused is None:
+        raise GpusnapError(
+            f"container {job.container.id} was paused, and its cgroup is not frozen",
+            hint="try again; somebody may have unpaused it",
+            code="GPS-203",
+        )
+    if not found:
+        raise Refused(f"no process of container {job.container.id} uses a GPU", code="GPS-206")
+    assert job.host is not None
+    preflight.shared(list(found), job.settings.nvidia, job.host)
+
+
+def _described(job: Job, begun: Suspension) -> Suspension:
+    """What a resume has to know of its GPUs and processes."""
+    assert job.host is not None
+    used: dict[str, int] = {node.gpu: 0 for node in job.nodes if node.gpu}
+    for record in job.records.values():
+        for uuid, size in record.gpus:
+            used[uuid] = used.get(uuid, 0) + size
+    return replace(
+        begun,
+        stage=Stage.SUSPENDED,
+        driver_version=job.host.driver_version,
+        gpus=tuple(
+            GpuRecord(
+                g.uuid, g.minor, g.index, g.model, g.compute_capability, g.memory_total, used[g.uuid], g.pci
+            )
+            for g in job.host.gpus
+            if g.uuid in used
+        ),
+        processes=tuple(
+            SuspendedProcess(pid, each.process.start, each.inner_pid, each.gpus)
+            for pid, each in sorted(job.records.items())
+        ),
+    )
