@@ -110,7 +110,7 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
         _spare_neighbours(call, container, drivers)
         _hand_over(call, real)
     question_process.start()  # before there are threads
-    with opening(driver):
+    with opening(driver, host=True):
         # Imported late: a container without a GPU must not wait for it.
         from gpusnap.runtime_shim.runtime.criu import scratch_files
         from gpusnap.runtime_shim.shim import overrides
@@ -214,7 +214,7 @@ def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | Settings
         _hand_over(call, real)
     valid = _valid(settings)
     question_process.start()  # before there are threads
-    with opening(find_driver()):
+    with opening(find_driver(), host=True):
         from gpusnap.runtime_shim.runtime.criu import scratch_files
         from gpusnap.runtime_shim.snapshot import restored_containers
         from gpusnap.runtime_shim.snapshot.restore import restore
