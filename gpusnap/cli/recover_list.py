@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from types import MappingProxyType
 
 from gpusnap.checkpoints.migrations import Leaving
+from gpusnap.engines import podman
 from gpusnap.migration.records import Record
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.operations.unknown_containers import Unknown
+from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.snapshot import restore_record
 from gpusnap.runtime_shim.snapshot.bring_back import alive
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.suspensions import THERE, Suspension
+
+_ID = re.compile(r"[0-9a-f]{64}", re.ASCII)
+# Seconds for Podman to tell names. It may wait for a lock that somebody has who was cut off.
+_PATIENCE = 3.0
+_AWAKE = "it is suspended, but Podman has it as running"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +33,8 @@ class Waiting:
     container: str
     kind: str
     """checkpoint, restore, suspend, resume, leaving or coming: it is migrated to another host, or comes from
-    one; unknown: it was restored, and Podman says it does not run."""
+    one; unknown: it was restored, and Podman says it does not run; stopped: Podman can continue it;
+    suspended: Podman has it as running."""
     at_work: bool
     """Its gpusnap is still there, and nobody else may touch the container."""
     processes: tuple[int, ...]
@@ -31,7 +42,9 @@ class Waiting:
     image: str
     """The image directory of a checkpoint or restore; else empty."""
     why: str = ""
-    """What Podman says of an unknown container, and what is known of one that is migrated."""
+    """What Podman says of an unknown container, and what is known of one that is migrated or stopped."""
+    name: str = ""
+    """Its engine's name for it, where that is known."""
 
 
 def waiting(
@@ -41,6 +54,8 @@ def waiting(
     moving: Sequence[Suspension] = (),
     leaving: Sequence[Leaving] = (),
     coming: Sequence[Record] = (),
+    stopped: Sequence[podman.Container] = (),
+    awake: Sequence[Suspension] = (),
 ) -> tuple[Waiting, ...]:
     """All of these, by container."""
     found = [
@@ -64,25 +79,60 @@ def waiting(
         Waiting(e.container or e.name, "coming", e.at_work, (), "", f"{e.name} comes from another host")
         for e in coming
     ]
+    found += [Waiting(e.id, "stopped", False, (), e.checkpoint_path, continues(e), e.name) for e in stopped]
+    found += [Waiting(e.container, "suspended", False, (), "", _AWAKE, e.name) for e in awake]
     return tuple(sorted(found, key=lambda each: (each.container, each.kind)))
 
 
-def line(each: Waiting) -> str:
+def continues(stopped: podman.Container) -> str:
+    """What is known of a container that Podman can continue."""
+    said = "Podman has a checkpoint of it, and its memory is in the store"
+    return f"{said}; it continues by: {podman.to_restore(stopped)}"
+
+
+class Names:
+    """What people call containers. Podman is asked when the first is wanted, and not waited for long."""
+
+    def __init__(self, known: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`known`: names by ID."""
+        self._known = known
+        self._asked: Mapping[str, str] | None = None
+
+    def name(self, container: str) -> str:
+        """Its name, or ""."""
+        if container in self._known:
+            return self._known[container]
+        if _ID.fullmatch(container) is None:
+            return ""
+        if self._asked is None:
+            self._asked = {}
+            with suppress(GpusnapError):
+                self._asked = podman.names(seconds=_PATIENCE)
+        return self._asked.get(container, "")
+
+    def shown(self, container: str) -> str:
+        """Name and short ID, or the ID alone where there is no name."""
+        name = self.name(container)
+        return f"{name} ({container[:12]})" if name and name != container else container
+
+
+def line(each: Waiting, names: Names) -> str:
     """One for people."""
-    if each.kind == "unknown":
-        return f"{each.container}  {each.why}"
+    shown = names.shown(each.container)
+    if each.kind in ("unknown", "stopped", "suspended"):
+        return f"{shown}  {each.why}"
     if each.kind in ("leaving", "coming"):
         how = "gpusnap is at work on it" if each.at_work else "that was cut off"
-        return f"{each.container}  {each.why}: {how}"
+        return f"{shown}  {each.why}: {how}"
     if each.at_work:
         state = "gpusnap is at work on it"
     elif each.kind in ("suspend", "resume"):
-        return f"{each.container}  its {each.kind} was cut off"
+        return f"{shown}  its {each.kind} was cut off"
     elif each.kind == "restore":
         state = "its restore was cut off"
     else:
         state = "its checkpoint was cut off; processes: " + (" ".join(map(str, each.processes)) or "none")
-    return f"{each.container}  {state}  image: {each.image}"
+    return f"{shown}  {state}  image: {each.image}"
 
 
 def _of_leaving(each: Leaving) -> str:
@@ -90,6 +140,7 @@ def _of_leaving(each: Leaving) -> str:
     return f"{each.name} is migrated to {each.host}{may}"
 
 
-def as_json(found: Sequence[Waiting]) -> str:
+def as_json(found: Sequence[Waiting], names: Names) -> str:
     """A list of objects with the fields of `Waiting`."""
-    return json.dumps([asdict(each) for each in found], indent=1)
+    documents = [asdict(each) | {"name": each.name or names.name(each.container)} for each in found]
+    return json.dumps(documents, indent=1)

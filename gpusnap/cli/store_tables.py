@@ -6,7 +6,7 @@ In JSON sizes are bytes, and names are written as in the manifest.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -322,9 +322,13 @@ def collected(console: Console, path: str, found: Collected, *, dry_run: bool) -
     say(console, f"{blobs(found.live_blobs)}, {human(found.live_size)}, {verb} in use")
 
 
-def pages_only(console: Console, found: Listing) -> None:
-    """How much of a store is memory without a name, which gc leaves, and how it is freed."""
+def pages_only(console: Console, found: Listing, *, needed: Collection[str] = ()) -> None:
+    """How much of a store is memory without a name, which gc leaves, and how it is freed.
+
+    `needed`: the IDs of containers of which it is known that they need theirs.
+    """
     left = [row for row in found.rows if row.kind == "pages" and not row.names]
+    left = [row for row in left if row.container_id not in needed]
     if not left:
         return
     what = "entry without a name is" if len(left) == 1 else "entries without a name are"

@@ -209,6 +209,15 @@ class Listing:
         return set(done.out.split())
 
 
+def names(*, seconds: float) -> dict[str, str]:
+    """The names of all containers, by ID. Raises GpusnapError where Podman has not answered by then."""
+    done = ask("ps", "--all", "--no-trunc", "--format", "{{.ID}} {{.Names}}", seconds=seconds)
+    if done.code:
+        raise GpusnapError(f"Podman does not list its containers: {sentence(done)}")
+    lines = (line.split() for line in done.out.splitlines())
+    return {words[0]: words[1] for words in lines if len(words) > 1}
+
+
 def ids() -> set[str]:
     """Of all containers. Raises GpusnapError."""
     with Listing() as asked:

@@ -9,12 +9,17 @@ from functools import partial
 import click
 
 from gpusnap.checkpoints import migrations
+from gpusnap.checkpoints.list import listing
 from gpusnap.checkpoints.migrations import Leaving
-from gpusnap.cli import recover_list
+from gpusnap.cli import recover_list, store_tables
+from gpusnap.cli import tables as show
+from gpusnap.cli.recover_list import Names
 from gpusnap.engines import podman
 from gpusnap.migration import records
 from gpusnap.migration.records import Record
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.base.files import exists
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import unknown_containers
 from gpusnap.operations.driver import needed_driver
@@ -86,7 +91,8 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
 
     If only the command `gpusnap checkpoint` was killed, Podman and its runtime continue and complete the
     checkpoint: then there is nothing to recover, and `podman container restore NAME` restores the container.
-    gpusnap recover names those of which the memory is in this host's store.
+    gpusnap recover names those of which the memory is in this host's store, and says how much memory is left
+    in it of checkpoints that came to nothing (see `gpusnap gc`).
 
     If Podman was killed during a restore, the container may run without Podman's knowledge. It is reported;
     only `gpusnap recover CONTAINER` ends it, and it has to be restored again. A container that Podman has as
@@ -116,7 +122,8 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
         if not found and not cut_off and not up and not moving and not moves.ids():
             raise _nothing_for(container)
     if only_list:
-        _list(found, cut_off, up, moving, moves, as_json=as_json)
+        asleep = [each for each in suspended if each.stage is Stage.SUSPENDED]
+        _list(found, cut_off, up, moving, moves, asleep if container is None else (), as_json=as_json)
     elif container is not None and not found and not cut_off and not moving and not moves.ids():
         _end_unknown(container, up)
     else:
@@ -128,13 +135,14 @@ def _pause_again(suspended: Sequence[Suspension]) -> None:
     for each in suspended:
         with suppress(GpusnapError):
             if suspending.pause_again(each):
-                click.echo(f"{each.container}  it is suspended, and Podman has it as paused again")
+                shown = Names({each.container: each.name}).shown(each.container)
+                click.echo(f"{shown}  it is suspended, and Podman has it as paused again")
 
 
 def _nothing_for(container: str) -> GpusnapError:
     return GpusnapError(
         f"there is nothing to recover for container {container}",
-        hint="gpusnap recover --list shows what there is, by full container IDs",
+        hint="gpusnap recover --list shows what there is",
     )
 
 
@@ -144,19 +152,35 @@ def _list(
     up: Sequence[restore_record.Restore],
     moving: Sequence[Suspension],
     moves: _Migrations,
+    asleep: Sequence[Suspension] | None,
     *,
     as_json: bool,
 ) -> None:
+    """`asleep`: those that are suspended; None where one container alone is asked for."""
     unknown, open_ones = unknown_containers.unknown(up)
-    waits = recover_list.waiting(found, cut_off, unknown, moving, moves.leaving, moves.coming)
+    store = Store(settings_file.load().store.path)
+    stopped = in_podman.left(store) if asleep is not None else ()
+    awake = [each for each in asleep or () if suspending.is_awake(each)]
+    waits = recover_list.waiting(found, cut_off, unknown, moving, moves.leaving, moves.coming, stopped, awake)
+    names = Names({each.container: each.name for each in moving})
     if as_json:
-        click.echo(recover_list.as_json(waits))
-    for each in waits if not as_json else ():
-        click.echo(recover_list.line(each))
+        click.echo(recover_list.as_json(waits, names))
+        return
+    for each in waits:
+        click.echo(recover_list.line(each, names))
     for line in open_ones:
         click.echo(line, err=True)
-    if not waits and not open_ones and not as_json:
+    if asleep is not None:
+        _tell_memory(store, stopped)
+    if not waits and not open_ones:
         click.echo(_NOTHING, err=True)
+
+
+def _tell_memory(store: Store, stopped: Sequence[podman.Container]) -> None:
+    """Say how much memory the store has without a name for it, and that none of these needs."""
+    if exists(store.path):
+        with suppress(OciError):
+            store_tables.pages_only(show.output(), listing(store), needed={each.id for each in stopped})
 
 
 def _recover_and_say(
@@ -167,19 +191,21 @@ def _recover_and_say(
     moves: _Migrations,
 ) -> None:
     """Recover all that was cut off, then say what runs without its Podman's knowledge."""
+    names = Names({each.container: each.name for each in moving})
     try:
         _recover_all(
+            names,
             [(each.container, partial(_recover_restore, each)) for each in cut_off]
             + [(each.container, partial(_recover_checkpoint, each)) for each in found]
             + [(each.container, partial(suspending.recover, each)) for each in moving]
-            + list(moves.actions())
+            + list(moves.actions()),
         )
     finally:
         restored_containers.sweep()
         up = (each for each in restored_containers.living() if container in (None, each.container))
         unknown, open_ones = unknown_containers.unknown(up)
         for each in unknown:
-            click.echo(f"{each.container}  {each.why}")
+            click.echo(f"{names.shown(each.container)}  {each.why}")
         for line in open_ones:
             click.echo(line, err=True)
     reservations.sweep()
@@ -191,10 +217,12 @@ def _recover_and_say(
         chunk_cache.tidy(settings.memory)
         overrides.sweep()
         idle = not found and not cut_off and not moving and not moves.actions()
-        there = in_podman.left(Store(settings.store.path))
+        store = Store(settings.store.path)
+        there = in_podman.left(store)
         for stopped in there:
-            said = "Podman has a checkpoint of it, and its memory is in the store; it continues by"
-            click.echo(f"{stopped.id}  {said}: {podman.to_restore(stopped)}", err=True)
+            shown = Names({stopped.id: stopped.name}).shown(stopped.id)
+            click.echo(f"{shown}  {recover_list.continues(stopped)}", err=True)
+        _tell_memory(store, there)
         if idle and not unknown and not open_ones and not there:
             click.echo(_NOTHING, err=True)
 
@@ -221,15 +249,16 @@ def _recover_checkpoint(entry: journal.Entry) -> str:
     return recovery.recover(entry, needed_driver(), settings_file.load().memory)
 
 
-def _recover_all(actions: Sequence[tuple[str, Callable[[], str]]]) -> None:
+def _recover_all(names: Names, actions: Sequence[tuple[str, Callable[[], str]]]) -> None:
     """Do all that can be done; then the first failure is raised."""
     failures: list[GpusnapError] = []
     for container, action in actions:
         try:
-            click.echo(f"{container}  {action()}")
+            said = action()
+            click.echo(f"{names.shown(container)}  {said}")
         except GpusnapError as error:
             failures.append(error)
             if len(actions) > 1:
-                click.echo(f"{container}  {error.sentence()}", err=True)
+                click.echo(f"{names.shown(container)}  {error.sentence()}", err=True)
     if failures:
         raise failures[0]

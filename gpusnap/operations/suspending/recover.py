@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from gpusnap.engines import podman
 from gpusnap.operations.driver import needed_driver
 from gpusnap.operations.suspending import targets
 from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.suspended import resume as resuming
+
+
+def is_awake(found: Suspension) -> bool:
+    """Whether Podman shows a suspended container as running; see `pause_again`."""
+    if found.engine != "podman":
+        return False
+    with suppress(GpusnapError):
+        return podman.container(found.container).status == "running"
+    return False
 
 
 def pause_again(found: Suspension) -> bool:

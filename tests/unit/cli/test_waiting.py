@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from fakes import Family
 
-from gpusnap.cli.recover_list import as_json, line, waiting
+from gpusnap.cli.recover_list import Names, as_json, line, waiting
+from gpusnap.engines import podman
+from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, Suspended
+from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.restore_record import Restore
 
 
@@ -28,18 +32,51 @@ def test_waiting() -> None:
             [Entry("c", "/i", gone, (alive, dead)), Entry("d", "/i", gone, (dead,))],
             [restore("b", gone), restore("a", at_work)],
         )
-        assert [line(each) for each in found] == [
+        assert [line(each, Names()) for each in found] == [
             "a  gpusnap is at work on it  image: /image",
             "b  its restore was cut off  image: /image",
             f"c  its checkpoint was cut off; processes: {process.pid}  image: /i",
             "d  its checkpoint was cut off; processes: none  image: /i",
         ]
-    assert json.loads(as_json(found))[2] == {
+    assert json.loads(as_json(found, Names({"c": "server"})))[2] == {
         "container": "c",
         "kind": "checkpoint",
         "at_work": False,
         "processes": [process.pid],
         "image": "/i",
         "why": "",
+        "name": "server",
     }
-    assert as_json(()) == "[]"
+    assert as_json((), Names()) == "[]"
+
+
+def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What people call a container; Podman is asked once, and the ID stays where it does not answer."""
+    asked: list[float] = []
+    known, other, third = "a" * 64, "b" * 64, "c" * 64
+
+    def tell(*, seconds: float) -> dict[str, str]:
+        asked.append(seconds)
+        if len(asked) > 1:
+            raise GpusnapError("Podman has not answered")
+        return {other: "server"}
+
+    monkeypatch.setattr(podman, "names", tell)
+    names = Names({known: "llama"})
+    shown = [names.shown(each) for each in (known, other, third, "no-id")]
+    assert shown == ["llama (aaaaaaaaaaaa)", "server (bbbbbbbbbbbb)", third, "no-id"]
+    assert len(asked) == 1
+    assert Names().shown(other) == other
+
+
+def test_what_podman_is_told_of() -> None:
+    """A container that it can continue, and one that it takes for running."""
+    stopped = podman.Container("a" * 64, "server", "gpusnap-runtime", "exited", "/image")
+    moving = Suspension("k", "llama", "podman", "", Stage.SUSPENDED, (1, 1), (1, 1), "", "crun")
+    found = waiting([], [], stopped=[stopped], awake=[moving])
+    names = Names({each.container: each.name for each in found})
+    assert [line(each, names) for each in found] == [
+        "server (aaaaaaaaaaaa)  Podman has a checkpoint of it, and its memory is in the store; "
+        f"it continues by: {podman.to_restore(stopped)}",
+        f"llama ({moving.container[:12]})  it is suspended, but Podman has it as running",
+    ]
