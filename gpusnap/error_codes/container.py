@@ -80,8 +80,8 @@ CODES = (
         "A process has a socket of a protocol that this CRIU cannot dump on this kernel. On Linux "
         "6.16 and later, CRIU before 4.2 dumps only Unix and netlink sockets. No CRIU dumps MPTCP, which "
         "Go's servers use by default.",
-        "Install CRIU 4.2 or later. For MPTCP, start the program without it: `GODEBUG=multipathtcp=0` for "
-        "Go.",
+        "Install CRIU 4.2 or later: Debian sid has it, and <https://criu.org/Packages> lists other packages. "
+        "For MPTCP, start the program without it: `GODEBUG=multipathtcp=0` for Go.",
     ),
     ErrorCode(
         "GPS-210",

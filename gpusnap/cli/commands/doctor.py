@@ -75,6 +75,9 @@ def conclusion(checks: Sequence[Check], container: str | None) -> str:
     if any(each.verdict is Verdict.FAILURE for each in checks):
         return what.replace(" can ", " cannot ", 1) + " until the failures are put right"
     if any(each.verdict is Verdict.WARNING for each in checks):
+        exceptions = [str(each.facts["except_for"]) for each in checks if "except_for" in each.facts]
+        if container is None and exceptions:
+            what += ", but not " + " or ".join(exceptions)
         return f"{what}; read the warnings first"
     return what
 

@@ -10,6 +10,7 @@ from gpusnap.doctor.base.check import Check, failure, ok, warning
 from gpusnap.doctor.base.sources import Answer, ask, program, text, version
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.runtime.criu.images import pycriu_package
+from gpusnap.runtime_shim.snapshot.preflight.sockets import NEWER_CRIU
 
 # What Podman asks for (podman, pkg/criu), and what gpusnap has been used with.
 _LEAST = (3, 11)
@@ -48,9 +49,11 @@ def criu(found: str, release: str = "", *, find: Find = program) -> Iterator[Che
     elif local_sockets_only(found, release):
         yield warning(
             "criu",
-            f"CRIU {found} cannot dump TCP, UDP and packet sockets on Linux 6.16 and later",
-            "install CRIU 4.2 or later for containers that have some",
+            f"CRIU {found} cannot dump TCP, UDP and packet sockets on Linux 6.16 and later: a container with "
+            "a server that listens on a port cannot be checkpointed",
+            NEWER_CRIU,
             **facts,
+            except_for="a container with a server that listens on a port",
         )
     else:
         yield ok("criu", f"CRIU {found} ({path})", **facts)

@@ -143,10 +143,13 @@ def can_be_dumped(name: str) -> bool:
     return name not in _TRIED or not refuses(*_TRIED[name])
 
 
+NEWER_CRIU = "install CRIU 4.2 or later: Debian sid has it, and https://criu.org/Packages lists others"
+
+
 def cure(name: str) -> str:
     """What to do about a protocol that CRIU does not dump."""
     if name in DUMPED:
-        return "install CRIU 4.2 or later"
+        return NEWER_CRIU
     return _CURES.get(name, "end what uses it, or start the program without it")
 
 
