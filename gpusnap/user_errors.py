@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gpusnap.oci.base import errors
-from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, ManifestError
+from gpusnap.runtime_shim.errors import MAKE_ROOM, GpusnapError, Interrupted, ManifestError
 
 
 class NotFound(GpusnapError):
@@ -46,7 +46,7 @@ _KINDS: tuple[tuple[type[errors.OciError], type[GpusnapError], str], ...] = (
     (errors.NotInRegistry, NotFound, "check the name, the tag, and who may see it"),
     (errors.Unauthorized, GpusnapError, "log in with podman login, or look into the auth file"),
     (errors.RegistryError, GpusnapError, ""),
-    (errors.DiskFull, GpusnapError, "make room there; in a store, gpusnap rm and gpusnap gc do"),
+    (errors.DiskFull, GpusnapError, MAKE_ROOM),
     (errors.DiskError, GpusnapError, ""),
     (errors.BlobError, Damaged, "gpusnap verify finds all that is damaged"),
     (errors.NotACheckpoint, GpusnapError, ""),

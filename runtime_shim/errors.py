@@ -46,6 +46,10 @@ class GpusnapError(Exception):
         return with_code(_reworded(f"{text}; {printable(self.hint)}" if self.hint else text), self.code)
 
 
+MAKE_ROOM = "make room there; in a store, gpusnap prune --gc and gpusnap rm --gc do"
+"""The hint for a disk that is full, or would be."""
+
+
 class UsageError(GpusnapError):
     """A command line that gpusnap-runtime cannot take."""
 

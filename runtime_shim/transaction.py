@@ -69,6 +69,8 @@ class Transaction:
         self._note = ""
         self.steps: list[Step] = []
         self.committed = False
+        self.failed: tuple[str, ...] = ()
+        """What could not be undone, a sentence for each."""
 
     def __enter__(self) -> Transaction:
         return self
@@ -103,6 +105,7 @@ class Transaction:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         failed = self._roll_back()
+        self.failed = tuple(failed)
         if failed and isinstance(error, GpusnapError):
             error.hint = "; ".join(failed)
         elif failed and error is None:

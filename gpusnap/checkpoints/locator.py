@@ -28,7 +28,7 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import LayoutError, NotThere, RegistryError, StoreError
 from gpusnap.oci.layout import reference
 from gpusnap.oci.layout.graph import is_document
-from gpusnap.oci.layout.reference import PLAIN_HTTP, Reference
+from gpusnap.oci.layout.reference import PLAIN_HTTP, TRANSPORT, Reference
 from gpusnap.oci.store.entry import Entry
 from gpusnap.oci.store.index import check_name
 from gpusnap.oci.store.referrers import subject_of
@@ -354,7 +354,7 @@ def registry_or_none(word: str) -> InRegistry | None:
         return registry(word)
     except UsageError:
         host = word.removeprefix(PLAIN_HTTP).partition("/")
-        if word.startswith(PLAIN_HTTP) or (host[1] and ("." in host[0] or ":" in host[0])):
+        if word.startswith((PLAIN_HTTP, TRANSPORT)) or (host[1] and ("." in host[0] or ":" in host[0])):
             raise
         return None
 

@@ -365,8 +365,8 @@ def check(found: Container, *, asleep: bool = False) -> None:
     if not is_ours(found.runtime):
         raise ContainerError(
             f"the container {found.name} runs under {found.runtime}, which knows no GPUs",
-            hint=f"create it with podman --runtime {RUNTIME} run …, or make that the runtime in "
-            "containers.conf",
+            hint=f"podman container checkpoint {found.name} does where it uses no GPU; one that does has to "
+            f"be removed and run anew, by podman --runtime {RUNTIME} run with the same options",
             code="GPS-202",
         )
 

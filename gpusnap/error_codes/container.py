@@ -18,9 +18,10 @@ CODES = (
         "other-runtime",
         "The container was created with crun or runc, which do not know GPUs. Its GPU memory would not be "
         "in the checkpoint.",
-        "Create the container again with `podman --runtime gpusnap-runtime run …`, or make it the default "
-        "runtime: `gpusnap install --default` writes it to containers.conf. A container keeps the runtime "
-        "that it was created with.",
+        "Remove the container, and run it anew by `podman --runtime gpusnap-runtime run` with the options "
+        "that it had. A container keeps the runtime that it was created with. `gpusnap install --default` "
+        "writes it to containers.conf, so that each new one has it. A container without a GPU needs none of "
+        "this: `podman container checkpoint` checkpoints it.",
     ),
     ErrorCode(
         "GPS-203",

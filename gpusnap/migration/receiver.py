@@ -33,7 +33,7 @@ from gpusnap.privileges import require_root
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim._version import __version__
-from gpusnap.runtime_shim.errors import GpusnapError, Refused, unforeseen
+from gpusnap.runtime_shim.errors import MAKE_ROOM, GpusnapError, Refused, unforeseen
 from gpusnap.runtime_shim.gpu import find_drivers
 from gpusnap.runtime_shim.gpu.assignment import Plan, plan
 from gpusnap.runtime_shim.records.manifest import GpuRecord
@@ -253,7 +253,7 @@ def _check(frame: Mapping[str, Any]) -> dict[str, Any]:
     if needs > free:
         raise Refused(
             f"the checkpoint needs up to {human(needs)} in {store.path} there, where {human(free)} are free",
-            hint="make room there; gpusnap rm and gpusnap gc do",
+            hint=MAKE_ROOM,
             code="GPS-007",
         )
     there = podman.exists("image", image)

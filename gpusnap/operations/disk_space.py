@@ -13,7 +13,7 @@ from contextlib import suppress
 from gpusnap.engines import podman
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason
+from gpusnap.runtime_shim.errors import MAKE_ROOM, GpusnapError, Refused, reason
 from gpusnap.runtime_shim.gpu.nvidia import nvml
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container
@@ -59,7 +59,7 @@ def check(
         raise Refused(
             f"the checkpoint of {found.name} needs up to {human(need)} in {folder}{less}, where "
             f"{human(free)} are free",
-            hint="make room there; in a store, gpusnap rm and gpusnap gc do",
+            hint=MAKE_ROOM,
             code="GPS-007",
         )
 
@@ -81,7 +81,7 @@ def check_copy(blobs: Iterable[Descriptor], folder: str, *, there: Layout | None
     if need > (free := free_bytes(folder)):
         raise Refused(
             f"{what} needs {human(need)} in {folder}, where {human(free)} are free",
-            hint="make room there; in a store, gpusnap rm and gpusnap gc do",
+            hint=MAKE_ROOM,
             code="GPS-007",
         )
 

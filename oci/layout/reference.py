@@ -16,6 +16,8 @@ from gpusnap.oci.base.errors import DigestError, RegistryError
 from gpusnap.oci.layout.digests import check_digest
 
 PLAIN_HTTP = "http://"
+TRANSPORT = "docker://"
+"""What skopeo and podman have before a reference; it may be there, and says nothing."""
 """Before a reference: its registry is spoken to without TLS."""
 # distribution-spec: many clients allow 255 characters for host and name together.
 _LONGEST = 255
@@ -54,6 +56,7 @@ def parse_plain(text: str) -> tuple[Reference, bool]:
 def parse(text: str) -> Reference:
     """The parts of a reference, each checked. Raises RegistryError."""
     shown = repr(text[:300])
+    text = text.removeprefix(TRANSPORT)
     if "://" in text:
         raise RegistryError(
             f"{shown} is no reference: it begins with its registry, without a scheme", code="GPS-807"

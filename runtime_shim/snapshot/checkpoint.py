@@ -19,13 +19,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, RuntimeFailed, unforeseen
+from gpusnap.runtime_shim.errors import (
+    GpusnapError,
+    ImageError,
+    Interrupted,
+    Refused,
+    RuntimeFailed,
+    unforeseen,
+)
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
@@ -79,26 +86,42 @@ def checkpoint(
     Or one that is suspended: `asleep` is what is on file of it. Raises a GpusnapError; the container is then
     as if nobody had asked, unless the error says otherwise.
     """
-    with interruptible(), Transaction() as transaction:
+    with interruptible():
         pages = _pages(call, settings, driver, container, asleep=asleep is not None)
-        job = Job(call, real, settings, driver, container, transaction, pages, asleep=asleep)
-        with transaction.step("inspect"):
-            _inspect(job)
-        draft = Draft(str(call.images()), sync=settings.memory.sync)
-        with transaction.step("prepare"):
-            _prepare(job, draft)
-        if asleep is None:
-            suspend_all(job)
-        else:
-            adopt(job, asleep)
-        if not call.leave_running:
-            _write(job)  # before the dump: a disk that fills up must not cost the container
-        # Once the dump has succeeded there is no way back, and no moment at which a signal may stop us.
-        with held_signals():
-            _dump(job, draft)
-            transaction.commit()
-            _complete(job, draft)
-        inherited_handles.say(job.cleared)
+        job = Job(call, real, settings, driver, container, Transaction(), pages, asleep=asleep)
+        with _whole_or_nothing(job), job.transaction as transaction:
+            with transaction.step("inspect"):
+                _inspect(job)
+            draft = Draft(str(call.images()), sync=settings.memory.sync)
+            with transaction.step("prepare"):
+                _prepare(job, draft)
+            if asleep is None:
+                suspend_all(job)
+            else:
+                adopt(job, asleep)
+            if not call.leave_running:
+                _write(job)  # before the dump: a disk that fills up must not cost the container
+            # Once the dump has succeeded there is no way back, and no moment at which a signal may stop us.
+            with held_signals():
+                _dump(job, draft)
+                transaction.commit()
+                _complete(job, draft)
+            inherited_handles.say(job.cleared)
+
+
+@contextlib.contextmanager
+def _whole_or_nothing(job: Job) -> Iterator[None]:
+    """Have an error say so where the container runs as before, and nothing of the checkpoint is left."""
+    try:
+        yield
+    except Interrupted:
+        raise
+    except GpusnapError as error:
+        undone = not job.transaction.committed and not job.transaction.failed
+        runs = job.asleep is None and job.paused is None and _alive(job)
+        if undone and runs and not isinstance(error, Refused) and "runs on" not in error.hint:
+            _add(error, "nothing of this checkpoint is left, and the container runs on")
+        raise
 
 
 def _pages(

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.base.errors import DiskFull, OciError
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, reason
+from gpusnap.runtime_shim.errors import MAKE_ROOM, GpusnapError, ImageError, reason
 from gpusnap.runtime_shim.gpu.api.parallel import at_once
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
@@ -201,6 +201,8 @@ def as_image_error(folder: str) -> Iterator[None]:
     """What goes wrong with the layout in a folder, as an ImageError."""
     try:
         yield
+    except DiskFull as error:
+        raise ImageError(f"{error}", hint=MAKE_ROOM, code=error.code) from error
     except OciError as error:
         raise ImageError(f"the GPU memory in {folder}: {error}", code=error.code or "GPS-512") from error
     except OSError as error:

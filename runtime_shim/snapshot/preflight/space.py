@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 
-from gpusnap.runtime_shim.errors import Refused, reason
+from gpusnap.runtime_shim.errors import MAKE_ROOM, Refused, reason
 from gpusnap.runtime_shim.process import mount_namespace, proc
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.settings import Memory
@@ -103,7 +103,7 @@ def _fits_there(folder: str, need: int) -> None:
     if need > free:
         raise Refused(
             f"the checkpoint needs up to {human(need)} in {folder}, where {human(free)} are free",
-            hint="free some space there",
+            hint=MAKE_ROOM,
             code="GPS-007",
         )
 

@@ -109,7 +109,7 @@ def test_no_podman(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [
         ("gpusnap-runtime", "paused", "podman unpause w"),
         ("gpusnap-runtime", "exited", "is not running: it is exited; podman start w"),
-        ("crun", "running", "runs under crun, which knows no GPUs; create it with podman --runtime"),
+        ("crun", "running", "runs under crun, which knows no GPUs; podman container checkpoint w does"),
         ("/usr/bin/runc", "running", "runs under /usr/bin/runc"),
     ],
 )

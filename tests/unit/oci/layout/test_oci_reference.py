@@ -34,6 +34,13 @@ def test_parts(text: str, wanted: Reference) -> None:
     assert str(parse(text)) == text
 
 
+def test_a_transport() -> None:
+    """As skopeo and podman have it."""
+    assert parse("docker://r.example/app:v1") == parse("r.example/app:v1")
+    with pytest.raises(RegistryError, match="without a scheme"):
+        parse("docker://https://r.example/app:v1")
+
+
 @pytest.mark.parametrize("text", ["app", "app:v1", "team/app:v1", "library/app", "", "/a", "HOST/app"])
 def test_no_registry(text: str) -> None:
     """Without a host that looks like one it is not guessed; the message says what one looks like."""

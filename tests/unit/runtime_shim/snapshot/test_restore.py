@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.manifest import DriverMount, Manifest, RegionRecord
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container_key
+from gpusnap.runtime_shim.shim import dispatch
 from gpusnap.runtime_shim.snapshot import restore, restore_gpus, restore_plan, restore_record
 from gpusnap.runtime_shim.snapshot.devices import choose as choosing
 from gpusnap.runtime_shim.snapshot.devices import reservations
@@ -649,8 +651,11 @@ def test_the_journal_says_that_memory_is_on_its_way(scene: Scene, coming: list[i
     assert len(told) == 4
 
 
-def test_the_bytes_come_from_the_first_moment(scene: Scene, coming: list[int]) -> None:
+def test_the_bytes_come_from_the_first_moment(
+    scene: Scene, coming: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before the driver is asked for its GPUs, and also where the restore is refused then."""
+    monkeypatch.setattr(dispatch, "opening", lambda *_, **__: nullcontext())  # it asks beside
     begun: list[int] = []
     scene.driver.when("host", lambda _: begun.append(len(made)))
     assert scene.restore("--detach").code == 0
