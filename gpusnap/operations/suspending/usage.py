@@ -34,7 +34,8 @@ class Usage:
     engine: str
     """podman, or containerd."""
     state: str
-    """running, paused, suspended; suspending and resuming for as long as that takes."""
+    """running, paused, suspended; suspending, resuming and checkpointing for as long as that takes; cut off
+    where a killed checkpoint left processes that stand still, for `gpusnap recover`."""
     gpus: tuple[int, ...]
     """Their numbers, as nvidia-smi has them; of a suspended one those that it was on."""
     gpu_memory: int
@@ -131,18 +132,27 @@ def _used(driver: Driver, running: Sequence[_Running]) -> Iterator[tuple[_Runnin
 
 def _of_running(driver: Driver, running: Sequence[_Running]) -> Iterator[Usage]:
     index = {gpu.uuid: gpu.index for gpu in driver.host().gpus}
+    under_way: dict[str, bool] = {}
+    with suppress(GpusnapError):
+        under_way = {entry.container: entry.at_work for entry in journal.entries()}
     for each, sizes in _used(driver, running):
         yield Usage(
             each.name,
             each.container_id,
             each.engine,
-            "paused" if each.paused else "running",
+            _state(each, under_way),
             tuple(sorted(index[uuid] for uuid in sizes if uuid in index)),
             sum(sizes.values()),
             0,
             0,
             _started(each.init),
         )
+
+
+def _state(each: _Running, under_way: Mapping[str, bool]) -> str:
+    if each.container_id in under_way:
+        return "checkpointing" if under_way[each.container_id] else "cut off"
+    return "paused" if each.paused else "running"
 
 
 def _running() -> Iterator[_Running]:

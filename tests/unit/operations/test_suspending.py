@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from fakes import FakeDriver
 
 from gpusnap.engines import podman
 from gpusnap.operations.suspending import budget, commands, targets, usage
 from gpusnap.operations.suspending.usage import Usage
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Refused
+from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.settings import Settings, Suspend
-from gpusnap.runtime_shim.snapshot.records import suspensions
+from gpusnap.runtime_shim.snapshot.records import journal, suspensions
+from gpusnap.runtime_shim.snapshot.records.journal import Entry
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended import spill as spilling
 from gpusnap.user_errors import NotFound
@@ -146,6 +150,22 @@ def test_what_was_suspended_first_is_spilled(ram: dict[str, int]) -> None:
     assert ram == {"llama": 0, "qwen": 0}
 
 
+@pytest.mark.parametrize(
+    ("at_work", "state"), [(True, "checkpointing"), (False, "cut off"), (None, "running")]
+)
+def test_one_that_is_being_checkpointed(
+    monkeypatch: pytest.MonkeyPatch, at_work: bool | None, state: str
+) -> None:
+    """It is told apart from one that runs, and so is one whose gpusnap was killed."""
+    there = usage._Running("w", "c0ffee", "podman", False, os.getpid())
+    me = (os.getpid(), getattr(proc.process(os.getpid()), "start", 0))
+    entry = Entry("c0ffee", "/i", me if at_work else (me[0], me[1] + 1), ())
+    monkeypatch.setattr(journal, "entries", lambda: () if at_work is None else (entry,))
+    monkeypatch.setattr(usage, "_used", lambda driver, running: [(there, {})])
+    (found,) = usage._of_running(FakeDriver(), [there])
+    assert found.state == state
+
+
 def test_ps(gpusnap: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """As a table, as JSON, by a template, and names alone."""
     found = (
@@ -156,7 +176,8 @@ def test_ps(gpusnap: Callable[..., tuple[int, str, str]], monkeypatch: pytest.Mo
     monkeypatch.setattr("gpusnap.cli.commands.suspending.ps.require_root", lambda command: None)
     code, out, err = gpusnap("ps")
     assert (code, err) == (0, "")
-    heading, first, second = out.splitlines()
+    heading, first, second, total = out.splitlines()
+    assert total == "GPU memory of 1 container in RAM: 2.0 MiB"
     assert heading.split() == ["name", "state", "GPU", "memory", "RAM", "store", "since"]
     assert first.split()[:9] == ["llama", "suspended", "0", "3.0", "MiB", "2.0", "MiB", "1.0", "MiB"]
     assert second.split() == ["qwen", "running", "0,1", "1.0", "MiB"]

@@ -57,9 +57,10 @@ _LAYOUTS = (((), 2), (("since",), 2), (("since", "store"), 2), (("since", "store
 def ps(form: str | None, quiet: bool, watch: bool, as_json: bool) -> None:
     """List the containers that use a GPU, and those that are suspended.
 
-    The state is running, paused or suspended. "memory" is the GPU memory that a container uses; of a
-    suspended one it is what it needs when it is resumed, and "RAM" and "store" say where that is now. A
-    container of containerd has its namespace before its ID, unless that is "default".
+    The state is running, paused, suspended or checkpointing; it is "cut off" where a killed checkpoint left
+    processes that stand still, which `gpusnap recover` puts right. "memory" is the GPU memory that a
+    container uses; of a suspended one it is what it needs when it is resumed, and "RAM" and "store" say where
+    that is now. A container of containerd has its namespace before its ID, unless that is "default".
 
     \b
     gpusnap ps --watch
@@ -105,6 +106,9 @@ def _show(found: Sequence[Usage]) -> None:
         return
     cells = [{title: text(each) for title, text in _COLUMNS.items()} for each in found]
     name_rows.rows(console, [*_COLUMNS], cells, layouts=_LAYOUTS)
+    if held := [each.ram for each in found if each.ram]:
+        whose = "1 container" if len(held) == 1 else f"{len(held)} containers"
+        show.say(console, f"GPU memory of {whose} in RAM: {human(sum(held))}")
 
 
 def _document(each: Usage) -> dict[str, object]:
