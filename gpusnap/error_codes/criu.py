@@ -134,10 +134,11 @@ CODES = (
     ErrorCode(
         "GPS-519",
         "port-in-use",
-        "The container publishes a port of the host, and something listens there already. Often it is the "
-        "first copy of the same container.",
+        "The container publishes a port of the host, or listens on one in a network that it shares, and "
+        "something listens there already. Often it is the first copy of the same container.",
         "Give the restored container other ports (`--publish HOST-PORT:CONTAINER-PORT`), or end what listens "
-        "there; `ss --listening --processes` shows it.",
+        "there; `ss --listening --processes` shows it. `--publish` changes nothing for a container in the "
+        "host's network (`podman run --network host`): a second copy needs a network of its own.",
     ),
     ErrorCode(
         "GPS-520",

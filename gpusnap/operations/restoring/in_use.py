@@ -18,6 +18,8 @@ _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
 _CONTAINER = re.compile(r"(?:name|ID)\b.* is already in use")
 _VOLUME = re.compile(r"volume with name (\S+) already exists")
 _PORT = re.compile(r"listen (tcp|udp|sctp)\S* (\S*):(\d+): bind: address already in use")
+# CRIU's (criu/sk-inet.c, inet_bind).
+_BIND = re.compile(r"Can't bind inet socket .*Address already in use")
 _ADDRESS = re.compile(r"requested ip address (\S+) is already allocated(?: to container ID ([0-9a-f]+))?")
 
 
@@ -39,6 +41,14 @@ def told(error: GpusnapError, wanted: str) -> GpusnapError | None:
     text = str(error)
     if found := _PORT.search(text):
         return _port(*found.groups())
+    if _BIND.search(text):
+        return GpusnapError(
+            "a port on which the container listens is in use in the network where it is restored",
+            hint="end what listens there (ss --listening --processes --tcp shows it). A container in the host's "
+            "network (podman run --network host) shares its ports, and --publish changes nothing: a second "
+            "copy needs a network of its own",
+            code="GPS-519",
+        )
     if found := _ADDRESS.search(text):
         return _address(found[1], found[2] or "")
     if found := _VOLUME.search(text):

@@ -34,6 +34,13 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
             "--processes --udp 'sport = 53' shows it) [GPS-519]",
         ),
         (
+            "CRIU says: inet: Can't bind inet socket (id 8): Address already in use (/restore.log)",
+            "a port on which the container listens is in use in the network where it is restored; end what "
+            "listens there (ss --listening --processes --tcp shows it). A container in the host's network "
+            "(podman run --network host) shares its ports, and --publish changes nothing: a second copy needs a "
+            "network of its own [GPS-519]",
+        ),
+        (
             "IPAM error: requested ip address 10.99.0.7 is already allocated to container ID 4b5b",
             "the address 10.99.0.7, which the container had, is in use by the container other; give "
             "--ignore-static-ip to let it have another one, or end that container [GPS-520]",
