@@ -195,7 +195,10 @@ def engines(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
 
 
 def registered(root: str = "/", *, find: Find = program) -> Iterator[Check]:
-    """Which engines have gpusnap-runtime in their configuration, under which names."""
+    """Which engines have gpusnap-runtime in their configuration, under which names.
+
+    One line says which have it; another, what `gpusnap install` left to be done for containerd.
+    """
     here = [name for name, word in _PROGRAMS.items() if find(word) is not None]
     known: dict[str, list[str]] = {}
     for name in here:
@@ -206,7 +209,14 @@ def registered(root: str = "/", *, find: Find = program) -> Iterator[Check]:
     without = [name for name in here if name not in found]
     if not here:
         return
-    if "containerd" in without and os.path.exists(below(root, FRAGMENT)):
+    unfinished = "containerd" in without and os.path.exists(below(root, FRAGMENT))
+    if found:
+        each = "; ".join(f"{name} as {', '.join(names)}" for name, names in found.items())
+        others = [name for name in without if not unfinished or name != "containerd"]
+        how = " ".join(f"--{_PROGRAMS[name]}" for name in others)
+        but = f"; not to {' and '.join(others)} (if wanted: gpusnap install {how})" if others else ""
+        yield ok("registered", f"gpusnap is known to {each}{but}", runtimes=found, without=without)
+    if unfinished:
         yield warning(
             "registered",
             f"gpusnap is not in the configuration of containerd: {CONFIG} is yours, and gpusnap install "
@@ -215,11 +225,7 @@ def registered(root: str = "/", *, find: Find = program) -> Iterator[Check]:
             runtimes=found,
             without=without,
         )
-    elif found:
-        each = "; ".join(f"{name} as {', '.join(names)}" for name, names in found.items())
-        but = f"; {' and '.join(without)}: not in the configuration" if without else ""
-        yield ok("registered", f"gpusnap is known to {each}{but}", runtimes=found, without=without)
-    else:
+    elif not found:
         yield warning(
             "registered",
             f"gpusnap is not in the configuration of {' and '.join(here)}",

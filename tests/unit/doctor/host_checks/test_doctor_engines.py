@@ -140,15 +140,18 @@ def test_parts(tmp_path: Path, code: int, out: str, err: str, launcher: str, ver
 
 
 def test_what_is_left_to_do_for_containerd(tmp_path: Path) -> None:
-    """gpusnap install left a file to be appended: the line that does it, though Podman knows gpusnap."""
+    """gpusnap install left a file to be appended: a line that Podman knows gpusnap, and one that does it."""
     files: dict[str, str | bytes] = {
         "/etc/containers/containers.conf.d/50.conf": PODMAN,
         "/etc/gpusnap/containerd.toml": CONTAINERD,
     }
     root = tree(tmp_path, files)
-    verdict, found = only(engines.registered(root, find=Programs(podman="", containerd="").find))
-    assert verdict == "warning"
-    assert found.todo.startswith("cat /etc/gpusnap/containerd.toml >>/etc/containerd/config.toml")
+    fine, unfinished = engines.registered(root, find=Programs(podman="", containerd="").find)
+    assert (fine.verdict.value, fine.says) == ("ok", "gpusnap is known to Podman as gpusnap")
+    assert unfinished.verdict.value == "warning"
+    assert unfinished.todo.startswith("cat /etc/gpusnap/containerd.toml >>/etc/containerd/config.toml")
+    assert fine.facts["without"] == unfinished.facts["without"] == ["containerd"]
+    assert only(engines.registered(root, find=Programs(containerd="").find))[0] == "warning"
     assert only(engines.registered(root, find=Programs(podman="").find))[0] == "ok"
 
 
@@ -198,6 +201,17 @@ def test_registered(tmp_path: Path, files: dict[str, str | bytes], runtimes: dic
     assert verdict == "ok"
     assert found.facts["runtimes"] == runtimes
     assert {*found.facts["without"], *runtimes} == {"Podman", "containerd", "CRI-O"}
+
+
+def test_registered_with_one_engine_of_two(tmp_path: Path) -> None:
+    """That containerd is not told of gpusnap is fine: the line says so, and how it would be told."""
+    root = tree(tmp_path, {"/etc/containers/containers.conf.d/50.conf": PODMAN})
+    verdict, found = only(engines.registered(root, find=Programs(podman="", containerd="", crio="").find))
+    assert (verdict, found.todo) == ("ok", "")
+    assert found.says == (
+        "gpusnap is known to Podman as gpusnap; not to containerd and CRI-O (if wanted: gpusnap install "
+        "--containerd --crio)"
+    )
 
 
 def test_what_containerd_imports(tmp_path: Path) -> None:
