@@ -429,7 +429,10 @@ def _too_few(
         gpu = theirs[least]
         model = _shown(gpu.model)
         if words.container:
-            sentence = f"no GPU that container {words.container} sees fits its GPU {gpu.index} ({model})"
+            sentence = (
+                f"no GPU that container {words.container} sees can take what it had on GPU {gpu.index} "
+                f"({model})"
+            )
         else:
             sentence = f"no GPU of this host fits GPU {gpu.index} of the checkpoint ({model})"
     indices: dict[str, list[int]] = {}

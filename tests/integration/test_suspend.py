@@ -165,7 +165,7 @@ def test_no_room_on_the_gpu(small_gpus: None) -> None:
     suspended(container)
     other = Container.start("other", "--mib", "32", gpus=("0",))
     said = sentence(gpusnap("resume", "w"))
-    assert "no GPU that container w sees fits its GPU 0" in said
+    assert "no GPU that container w sees can take what it had on GPU 0" in said
     assert "free" in said
     assert "container other uses " in said
     assert said.endswith(": gpusnap swap other w [GPS-401]")

@@ -247,7 +247,7 @@ def test_a_swap_that_cannot_fit(small_gpus: None) -> None:
     second = Container.start("second", "--mib", "8", gpus=("1",))
     third = Container.start("third", "--mib", "32", gpus=("0",))
     said = sentence(gpusnap("swap", "second", "first"))
-    assert "no GPU that container first sees fits" in said
+    assert "no GPU that container first sees can take what it had on GPU 0" in said
     assert "container third uses " in said
     assert said.endswith(": gpusnap swap third first [GPS-401]")
     second.goes_on()

@@ -110,5 +110,6 @@ def _say(found: Sequence[Verdict], path: str, names: Sequence[str], *, dry_run: 
     gone = [each for each in found if each.goes]
     verb = "would be removed" if dry_run else "removed"
     own = human(sum(each.own for each in gone))
-    more = f"; {own} are used by {'it' if len(gone) == 1 else 'them'} alone" if gone else ""
+    used = "are used" if dry_run else "were used"
+    more = f"; {own} {used} by {'it' if len(gone) == 1 else 'them'} alone" if gone else ""
     show.say(console, f"{len(gone)} of {len(found)} checkpoints {verb} from {path}{more}")

@@ -51,8 +51,8 @@ def test_a_swap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is on the GPU, how much is free and needed, and the command."""
     users = {"llama": {"GPU-1": 60 * GIB}, "elsewhere": {"GPU-2": 30 * GIB}}
     assert refused(monkeypatch, 61 * GIB, users, other=30 * GIB) == (
-        "no GPU that container qwen sees fits its GPU 0 (Soft): GPU 0: 19.0 GiB free, 40.0 GiB needed; "
-        "container llama uses 60.0 GiB of GPU 0: gpusnap swap llama qwen [GPS-401]"
+        "no GPU that container qwen sees can take what it had on GPU 0 (Soft): GPU 0: 19.0 GiB free, "
+        "40.0 GiB needed; container llama uses 60.0 GiB of GPU 0: gpusnap swap llama qwen [GPS-401]"
     )
 
 

@@ -292,6 +292,18 @@ def test_the_command(store: Store, gpusnap: Run) -> None:
     assert (code, out, err) == (0, f"no checkpoint in {store.path} is of gone; gpusnap ls lists them\n", "")
 
 
+def test_the_tense_of_the_total(store: Store, gpusnap: Run) -> None:
+    """What would go is used; what has gone was."""
+    for day in (1, 2, 3):
+        made(store, "a", day, f"a:{TIME % day}")
+    would = gpusnap("prune", "--keep-last", "1", "--dry-run")[1].splitlines()[-1]
+    assert re.fullmatch(
+        rf"2 of 3 .* would be removed from {store.path}; [\d.]+ \w+ are used by them alone", would
+    )
+    done = next(line for line in gpusnap("prune", "--keep-last", "1")[1].splitlines() if "2 of 3" in line)
+    assert done == would.replace("would be removed", "removed").replace("are used", "were used")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -289,7 +289,9 @@ def test_the_gpu_of_a_resume() -> None:
     room, full = 1 << 29, 1 << 10
     assert resume.check(one, host(room, room), ()) == (("GPU-1", "GPU-1"),)
     assert dict(resume.check(two, host(full, room), ())) == {"GPU-1": "GPU-2", "GPU-2": "GPU-1"}
-    with pytest.raises(resume.NoRoom, match="no GPU that container w sees fits its GPU 0") as caught:
+    with pytest.raises(
+        resume.NoRoom, match="no GPU that container w sees can take what it had on GPU 0"
+    ) as caught:
         resume.check(one, host(full, room), ())
     assert caught.value.hint.startswith(
         "gpusnap swap OTHER w; a GPU that container w does not see would do: "
@@ -297,8 +299,8 @@ def test_the_gpu_of_a_resume() -> None:
     with pytest.raises(resume.NoRoom) as caught:
         resume.check(one, host(full, full), ())
     assert caught.value.sentence() == (
-        "no GPU that container w sees fits its GPU 0 (Soft): GPU 1: 0.0 MiB free, 1.0 MiB needed; "
-        "gpusnap swap OTHER w [GPS-401]"
+        "no GPU that container w sees can take what it had on GPU 0 (Soft): GPU 1: 0.0 MiB free, 1.0 MiB "
+        "needed; gpusnap swap OTHER w [GPS-401]"
     )
     with pytest.raises(Refused):
         resume.check(one, host(room, room), (), {"GPU-1": room, "GPU-2": room})
