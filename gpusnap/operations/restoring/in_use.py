@@ -44,9 +44,9 @@ def told(error: GpusnapError, wanted: str) -> GpusnapError | None:
     if _BIND.search(text):
         return GpusnapError(
             "a port on which the container listens is in use in the network where it is restored",
-            hint="end what listens there (ss --listening --processes --tcp shows it). A container in the host's "
-            "network (podman run --network host) shares its ports, and --publish changes nothing: a second "
-            "copy needs a network of its own",
+            hint="end what listens there (ss --listening --processes --tcp shows it). A container in the "
+            "host's network (podman run --network host) shares its ports, and --publish changes nothing: a "
+            "second copy needs a network of its own",
             code="GPS-519",
         )
     if found := _ADDRESS.search(text):

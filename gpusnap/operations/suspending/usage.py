@@ -63,7 +63,8 @@ def usages() -> tuple[Usage, ...]:
     """All of them, by name. Raises GpusnapError where there is no driver."""
     sweep()
     driver = needed_driver()
-    asleep = list(suspensions.find())
+    # One that has ended may be left, while somebody has its lock.
+    asleep = [each for each in suspensions.find() if each.lives]
     keys = {each.container for each in asleep}
     there = list(_running())
     # A suspended container may have been renamed since.
