@@ -37,8 +37,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
             "CRIU says: inet: Can't bind inet socket (id 8): Address already in use (/restore.log)",
             "a port on which the container listens is in use in the network where it is restored; end what "
             "listens there (ss --listening --processes --tcp shows it). A container in the host's network "
-            "(podman run --network host) shares its ports, and --publish changes nothing: a second copy needs "
-            "a network of its own [GPS-519]",
+            "(podman run --network host) shares its ports, and --publish changes nothing: a second copy "
+            "needs a network of its own [GPS-519]",
         ),
         (
             "IPAM error: requested ip address 10.99.0.7 is already allocated to container ID 4b5b",
