@@ -100,7 +100,7 @@ def newer(machine: Machine, than: dict[str, object]) -> dict[str, object] | None
 
 
 def install_quadlet() -> None:
-    """examples/quadlet, as docs/keeping.md says it, with the workload of the tests."""
+    """examples/quadlet, as docs/tasks/at-boot.md says it, with the workload of the tests."""
     text = (EXAMPLES / "quadlet/server.container").read_text()
     text = text.replace("registry.example/team/server:1", "localhost/base:latest")
     assert "localhost/base" in text

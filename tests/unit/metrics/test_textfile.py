@@ -116,5 +116,5 @@ def test_the_examples() -> None:
     used = set(re.findall(r"gpusnap_\w+", " ".join([*expressions, *(rule["expr"] for rule in alerts)])))
     unused = {"gpusnap_last_failure_timestamp_seconds", "gpusnap_last_restore_timestamp_seconds"}
     assert used == METRICS.keys() - unused
-    docs = (EXAMPLES.parents[1] / "docs/keeping.md").read_text()
+    docs = (EXAMPLES.parents[1] / "docs/tasks/monitor.md").read_text()
     assert set(re.findall(r"`(gpusnap_\w+)`", docs)) == METRICS.keys()
