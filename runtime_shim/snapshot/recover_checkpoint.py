@@ -30,6 +30,7 @@ from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry
 from gpusnap.runtime_shim.snapshot.suspend import dump_pause, paused_container
+from gpusnap.runtime_shim.snapshot.suspended import sweep as sweep_suspended
 
 _SETTLING = 10.0  # seconds
 
@@ -93,6 +94,8 @@ def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
 
 def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[[int], object] | None) -> str:
     """Bring back what is there; `let_go` as in `resume`."""
+    if not entry.image and entry.processes:
+        return _let_go_of_resumed(entry, driver, settings, let_go)
     if not entry.image:
         held_threads.unblock_signals(entry.key)
         what = "its pause" if entry.paused is not None else "a thread that was held"
@@ -119,6 +122,17 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
     scratch_files.sweep(entry.owner)
     journal.remove(entry.key)
     return said
+
+
+def _let_go_of_resumed(
+    entry: Entry, driver: Driver, settings: Memory, let_go: Callable[[int], object] | None
+) -> str:
+    """Remove what a resume could not remove of a container that is no longer on file as suspended."""
+    there = bring_back(entry, driver, settings, let_go)
+    sweep_suspended.free(entry.key)
+    if not there:
+        return "it has ended, and nothing is left of it"
+    return "running: " + " ".join(str(process.pid) for process in there)
 
 
 def _finish(entry: Entry, settings: Memory) -> str:

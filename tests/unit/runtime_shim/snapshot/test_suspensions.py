@@ -24,7 +24,7 @@ from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.shim import entry, overrides, suspended
-from gpusnap.runtime_shim.snapshot import bring_back
+from gpusnap.runtime_shim.snapshot import bring_back, recover_checkpoint
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.memory.ram import NoHome
@@ -424,6 +424,19 @@ def test_a_resume_that_does_not_stay_suspended(
     now = suspensions.read(found.key)
     assert now is not None
     assert now.stage is Stage.RESUMING
+
+
+def test_what_a_resume_could_not_remove(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gpusnap recover` does, of a container that is on file as suspended no more."""
+    found = suspension()
+    journal.write(found.key, "", {os.getpid(): ()})
+    monkeypatch.setattr(journal.Entry, "at_work", False)
+    freed: list[str] = []
+    monkeypatch.setattr(tmpfs, "remove", freed.append)
+    (entry,) = journal.entries()
+    assert "running: " in recover_checkpoint.recover(entry, FakeDriver(), Settings().memory)
+    assert journal.entries() == ()
+    assert freed == [found.key]
 
 
 def test_a_resume_that_stays_suspended(trouble: Trouble, monkeypatch: pytest.MonkeyPatch) -> None:
