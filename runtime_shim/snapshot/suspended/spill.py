@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.settings import Settings
@@ -35,7 +35,7 @@ def spill(key: str, settings: Settings) -> int:
     if not staged:
         with journal.held(key), held_signals():
             if _suspended(key) == (found, entry):
-                tmpfs.remove(key)  # one that was killed between its last two steps has left it
+                _free(found)  # one that was killed between its last two steps has left it
         return 0
     memory = settings.memory
     home = StoreHome(settings.store.path, settings.store.path, found.container, memory, why=WHOSE + key)
@@ -57,13 +57,37 @@ def spill(key: str, settings: Settings) -> int:
                 raise Refused(f"container {found.name} was resumed meanwhile", code="GPS-206")
             journal.write(key, "", records, layout=home.layout.path)
             pages.leave()
-            tmpfs.remove(key)
+            _free(found)
     except BaseException:
         with suppress(GpusnapError):
-            pages.discard(layout=True)
+            if _may_be_needed(key, home.layout.path):
+                pages.close()
+            else:
+                pages.discard(layout=True)
         raise
     home.layout.close()
     return staged
+
+
+def _free(found: Suspension) -> None:
+    """Free the RAM of what is in the store. Raises GpusnapError; nothing is lost then."""
+    try:
+        tmpfs.remove(found.key)
+    except OSError as error:
+        raise GpusnapError(
+            f"the GPU memory of {found.name} is in the store, and its RAM cannot be freed: {reason(error)}",
+            hint=f"gpusnap suspend --spill --wait {found.name} tries again",
+            code="GPS-027",
+        ) from error
+
+
+def _may_be_needed(key: str, layout: str) -> bool:
+    """Whether the journal names a layout, or cannot be read: then the bytes may be nowhere else."""
+    try:
+        entry = journal.read(key)
+    except (GpusnapError, OSError):
+        return True
+    return entry is not None and entry.layout == layout
 
 
 def _suspended(key: str) -> tuple[Suspension, journal.Entry]:
