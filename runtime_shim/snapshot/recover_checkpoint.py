@@ -24,13 +24,12 @@ from gpusnap.runtime_shim.runtime.criu.images import directory as image
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot import held_threads
 from gpusnap.runtime_shim.snapshot.bring_back import alive, bring_back
-from gpusnap.runtime_shim.snapshot.memory import chunk_layout
+from gpusnap.runtime_shim.snapshot.memory import chunk_layout, kept
 from gpusnap.runtime_shim.snapshot.memory.destination import Home, StoreHome, in_image, left
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry
 from gpusnap.runtime_shim.snapshot.suspend import dump_pause, paused_container
-from gpusnap.runtime_shim.snapshot.suspended import sweep as sweep_suspended
 
 _SETTLING = 10.0  # seconds
 
@@ -129,7 +128,7 @@ def _let_go_of_resumed(
 ) -> str:
     """Remove what a resume could not remove of a container that is no longer on file as suspended."""
     there = bring_back(entry, driver, settings, let_go)
-    sweep_suspended.free(entry.key)
+    kept.free(entry.key)
     if not there:
         return "it has ended, and nothing is left of it"
     return "running: " + " ".join(str(process.pid) for process in there)

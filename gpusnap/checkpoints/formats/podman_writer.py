@@ -44,6 +44,7 @@ from gpusnap.oci.tar.archive import Entry, entries, unpacked
 from gpusnap.oci.tar.compression import Readable, as_file
 from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.runtime_shim.records import manifest, manifest_file
+from gpusnap.runtime_shim.runtime.criu import scratch_files
 
 _MOST_THREADS = 16
 
@@ -181,7 +182,9 @@ class Giving:
         for name in (BLOBS, f"{BLOBS}/sha256"):
             self.folder(name)
         with (
-            tempfile.TemporaryDirectory(prefix="gpusnap-") as place,
+            tempfile.TemporaryDirectory(
+                prefix=scratch_files.prefix("layout"), dir=scratch_files.large()
+            ) as place,
             closing(Layout(place).create()) as made,
         ):
             made.write_index(Index((artifact.write(made, artifact.Artifact(chunks=chunks)),)))

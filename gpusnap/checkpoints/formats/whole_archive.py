@@ -18,6 +18,7 @@ from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.records import manifest, manifest_json
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest
+from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.snapshot.memory import source as fetching
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import ImageHome
@@ -37,7 +38,7 @@ def whole(config: bytes, record: Manifest) -> tuple[bytes, Manifest]:
 @contextmanager
 def rebuilt(one: FileRecord, blobs: Blobs, threads: int) -> Iterator[str]:
     """The file of an image that is in chunks, put together and checked. Raises ImageError, SettingsError."""
-    folder = tempfile.TemporaryDirectory(prefix="gpusnap-", dir=os.environ.get("TMPDIR") or "/var/tmp")
+    folder = tempfile.TemporaryDirectory(prefix=scratch_files.prefix("image"), dir=scratch_files.large())
     with folder as path:
         ceiling = transfer.ceiling(settings_file.load().memory)
         fetching.rebuild([one], blobs, path, threads=threads, ceiling=ceiling)

@@ -41,8 +41,13 @@ def scratch() -> str:
     return "/run" if os.access("/run", os.W_OK) else tempfile.gettempdir()
 
 
+def large() -> str:
+    """Where large files of ours may lie for a moment: on a disk."""
+    return os.environ.get("TMPDIR") or "/var/tmp"
+
+
 def prefix(kind: str) -> str:
-    """How a file of this process in `scratch()` is to be called; `kind` says what for."""
+    """How a file of this process in `scratch()` or `large()` is to be called; `kind` says what for."""
     own = proc.process(os.getpid())
     return f"gpusnap-{kind}-{mark_of((os.getpid(), own.start if own is not None else 0))}-"
 
@@ -116,8 +121,8 @@ def let_end(owner: tuple[int, int], container: str, *, enough: Callable[[], bool
 
 def sweep(owner: tuple[int, int]) -> None:
     """Remove the files for a moment of a process that is no more."""
-    folder, mark = scratch(), f"-{mark_of(owner)}-"
-    for name in _listed():
+    mark = f"-{mark_of(owner)}-"
+    for folder, name in _listed():
         if not name.startswith("gpusnap-") or mark not in name:
             continue
         path = os.path.join(folder, name)
@@ -136,7 +141,7 @@ def sweep_all() -> None:
     Whoever is killed before it has noted anything of its container, or has nothing to note, as with a
     checkpoint of a suspended one, is known by these files alone.
     """
-    marks = (found for name in _listed() if (found := _NAME.match(name)))
+    marks = (found for _, name in _listed() if (found := _NAME.match(name)))
     # /run may be shared with another PID namespace, whose processes we do not see.
     space = _space()
     for owner in {(int(mark[1]), int(mark[2])) for mark in marks if int(mark[3]) == space}:
@@ -145,11 +150,13 @@ def sweep_all() -> None:
                 sweep(owner)
 
 
-def _listed() -> list[str]:
-    try:
-        return os.listdir(scratch())
-    except OSError:  # the next time, then
-        return []
+def _listed() -> list[tuple[str, str]]:
+    """Folders, and the names in each."""
+    found: list[tuple[str, str]] = []
+    for folder in dict.fromkeys((scratch(), large())):
+        with contextlib.suppress(OSError):  # the next time, then
+            found += [(folder, name) for name in os.listdir(folder)]
+    return found
 
 
 def mark_of(owner: tuple[int, int]) -> str:

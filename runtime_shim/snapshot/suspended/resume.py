@@ -27,7 +27,7 @@ from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot import bring_back
 from gpusnap.runtime_shim.snapshot.devices.reservations import Room, claim
-from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory import kept, transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
@@ -267,7 +267,7 @@ def _finish(found: Suspension, transaction: Transaction, go_on: Callable[[], obj
     with transaction.step("let go"):
         suspensions.write(replace(found, stage=Stage.RESUMED))
         try:
-            sweep.free(found.key)
+            kept.free(found.key)
         except (GpusnapError, OSError) as error:
             why = reason(error) if isinstance(error, OSError) else str(error)
             note(

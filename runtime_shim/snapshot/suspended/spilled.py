@@ -7,32 +7,17 @@ import re
 from contextlib import suppress
 
 from gpusnap.oci.base.errors import OciError
-from gpusnap.oci.base.files import exists
 from gpusnap.oci.store.paths import PRECIOUS
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs
+from gpusnap.runtime_shim.snapshot.memory import kept
 from gpusnap.runtime_shim.snapshot.records import journal
 
 WHOSE = "GPU memory of the suspended container "
 """How a staging says whose it is; the container's key follows."""
 _LOADED = re.compile(r"\d+-[0-9a-f]+\.load\.(\d+)\.(\d+)")
 """Files of load.py, with the PID and start time of who reads into them."""
-
-
-def discard(layout: str) -> None:
-    """Remove the chunks that were written for a container, by the path of their layout. Raises ImageError."""
-    # A store is seldom looked into, and every resume imports this.
-    from gpusnap.oci.store.store import Store
-    from gpusnap.runtime_shim.snapshot.memory import transfer
-
-    store = Store(os.path.dirname(os.path.dirname(layout)))
-    with transfer.as_image_error(layout), suppress(FileNotFoundError):
-        if not exists(layout):
-            return
-        staging = store.adopt(layout)
-        staging.plain()
-        staging.close()
 
 
 def sweep(path: str) -> None:
@@ -48,7 +33,7 @@ def sweep(path: str) -> None:
                 entry = journal.read(whose.removeprefix(WHOSE))
                 layout = os.path.join(folder, name)
                 if entry is None or entry.layout != layout:
-                    discard(layout)  # not one that is being written: it has an owner
+                    kept.discard(layout)  # not one that is being written: it has an owner
 
 
 def sweep_loaded(key: str) -> None:

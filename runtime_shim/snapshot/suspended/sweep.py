@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from gpusnap.runtime_shim.errors import GpusnapError, reason
-from gpusnap.runtime_shim.process.memory import tmpfs
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.snapshot.memory import kept
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.suspended import spilled
@@ -35,24 +35,5 @@ def remove(found: Suspension) -> None:
     now = suspensions.read(found.key)
     if now is None or now.lives:
         return
-    free(found.key)
+    kept.free(found.key)
     suspensions.drop(found.key)
-
-
-def free(key: str) -> None:
-    """Remove the bytes of a container, and what the journal says of them. Raises GpusnapError."""
-    entry = journal.read(key)
-    for kind in (journal.PAUSED, journal.MASKS):
-        journal.drop(key, kind)
-    journal.remove(key)
-    if entry is not None and any(process.regions for process in entry.processes):
-        spilled.discard(entry.layout)
-    try:
-        tmpfs.remove(key)
-    except OSError as error:
-        raise GpusnapError(
-            f"the suspended GPU memory of container {key.partition('@')[0]} cannot be removed: "
-            f"{reason(error)}",
-            hint=f"it takes RAM; remove it from {tmpfs.FOLDER}",
-            code="GPS-027",
-        ) from error

@@ -131,6 +131,25 @@ def test_sweep_all(folder: Path) -> None:
     assert set(os.listdir(folder)) == others
 
 
+def test_a_large_one(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a killed pull put together goes, too, and nothing else of that folder."""
+    place = tmp_path / "large"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    with subprocess.Popen(["sleep", "600"]) as ended:
+        started = proc.process(ended.pid)
+        assert started is not None
+        ended.kill()
+    left = place / f"gpusnap-image-{scratch_files.mark_of((ended.pid, started.start))}-abc"
+    left.mkdir()
+    (left / "pages-1.img").touch()
+    mine = place / f"{scratch_files.prefix('layout')}abc"
+    mine.mkdir()
+    (place / "gpusnap-abc").mkdir()
+    scratch_files.sweep_all()
+    assert sorted(os.listdir(place)) == sorted([mine.name, "gpusnap-abc"])
+
+
 @pytest.mark.parametrize("error", [GpusnapError("the kernel says no"), OSError(errno.EMFILE, "")])
 def test_sweep_all_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """What its caller has done is done: the next one removes them."""

@@ -489,7 +489,7 @@ def test_what_cannot_be_removed(
     def fail(key: str) -> None:
         raise error
 
-    monkeypatch.setattr("gpusnap.runtime_shim.snapshot.suspended.sweep.free", fail)
+    monkeypatch.setattr("gpusnap.runtime_shim.snapshot.memory.kept.free", fail)
     monkeypatch.setattr(containers, "frozen_group", lambda init, container: None)
     resume._finish(found, Transaction(), lambda: gone_on.append(found.name))
     assert gone_on == ["w"]

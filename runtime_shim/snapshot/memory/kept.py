@@ -1,0 +1,45 @@
+"""The bytes that are kept of a suspended container, in RAM and in the store, and how they go."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+from gpusnap.oci.base.files import exists
+from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.process.memory import tmpfs
+from gpusnap.runtime_shim.snapshot.records import journal
+
+
+def free(key: str) -> None:
+    """Remove the bytes of a container, and what the journal says of them. Raises GpusnapError."""
+    entry = journal.read(key)
+    for kind in (journal.PAUSED, journal.MASKS):
+        journal.drop(key, kind)
+    journal.remove(key)
+    if entry is not None and any(process.regions for process in entry.processes):
+        discard(entry.layout)
+    try:
+        tmpfs.remove(key)
+    except OSError as error:
+        raise GpusnapError(
+            f"the suspended GPU memory of container {key.partition('@')[0]} cannot be removed: "
+            f"{reason(error)}",
+            hint=f"it takes RAM; remove it from {tmpfs.FOLDER}",
+            code="GPS-027",
+        ) from error
+
+
+def discard(layout: str) -> None:
+    """Remove the chunks that were written for a container, by the path of their layout. Raises ImageError."""
+    # A store is seldom looked into, and every resume imports this.
+    from gpusnap.oci.store.store import Store
+    from gpusnap.runtime_shim.snapshot.memory import transfer
+
+    store = Store(os.path.dirname(os.path.dirname(layout)))
+    with transfer.as_image_error(layout), suppress(FileNotFoundError):
+        if not exists(layout):
+            return
+        staging = store.adopt(layout)
+        staging.plain()
+        staging.close()
