@@ -145,9 +145,14 @@ def reason(error: OSError) -> str:
     return _REWORDED.get(number) or os.strerror(number)
 
 
+def is_of_no_module(error: BaseException) -> bool:
+    """Whether a module has nothing in it: Python takes one whose file it cannot look at for a folder."""
+    return isinstance(error, AttributeError) and getattr(error.obj, "__file__", "") is None
+
+
 def unforeseen(error: Exception) -> GpusnapError:
     """An exception that nobody foresaw, as a sentence for the user, with the line of code that it is from."""
-    if isinstance(error, ImportError):
+    if isinstance(error, ImportError) or is_of_no_module(error):
         # Nobody can tell then whether a container has GPU state, which a plain checkpoint would lose.
         return GpusnapError(
             f"a part of gpusnap is missing, so nothing is checkpointed or restored: {error}",

@@ -14,7 +14,14 @@ from gpusnap.cli.streams import forgive_closed_pipes
 from gpusnap.oci.base.errors import OciError
 from gpusnap.runtime_shim import threads
 from gpusnap.runtime_shim._version import __version__
-from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, is_of_no_thread, reason, unforeseen
+from gpusnap.runtime_shim.errors import (
+    GpusnapError,
+    Interrupted,
+    is_of_no_module,
+    is_of_no_thread,
+    reason,
+    unforeseen,
+)
 from gpusnap.user_errors import failure
 
 MODULES = {
@@ -84,9 +91,11 @@ def main() -> int:
         said = GpusnapError(f"{what} cannot be used: {reason(error)}")
         said.__cause__ = error
         return _failed(said)
-    except (ImportError, MemoryError, RuntimeError) as error:
+    except (AttributeError, ImportError, MemoryError, RuntimeError) as error:
         # A disk or a host's memory that fails while a part of gpusnap is loaded; no thread to be had.
         if isinstance(error, RuntimeError) and not is_of_no_thread(error):
+            raise
+        if isinstance(error, AttributeError) and not is_of_no_module(error):
             raise
         debugging.show(error)
         said = unforeseen(error)

@@ -12,6 +12,7 @@ import tarfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType
 
 import click
 import pytest
@@ -304,6 +305,24 @@ def test_what_cannot_be_loaded(
     assert code == exit_codes.FAILED
     assert re.match(f"gpusnap: {said}", err)
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_module_with_nothing_in_it(gpusnap: Run, monkeypatch: pytest.MonkeyPatch, empty: bool) -> None:
+    """Python takes one whose file it cannot look at for a folder. Any other lack is a fault of ours."""
+    module = ModuleType("half")
+    if not empty:
+        module.__file__ = "/half.py"
+
+    monkeypatch.setattr(needed, "find_driver", lambda: module.find)
+    if not empty:
+        with pytest.raises(AttributeError, match="find"):
+            gpusnap("gpus")
+        return
+    module.__file__ = None
+    code, _, err = gpusnap("gpus")
+    assert code == exit_codes.FAILED
+    assert err.startswith("gpusnap: a part of gpusnap is missing")
 
 
 @pytest.mark.parametrize("line", [("--help",), ("-h",), ("inspect", "-h"), ("gpus", "--help")])
