@@ -322,19 +322,18 @@ def collected(console: Console, path: str, found: Collected, *, dry_run: bool) -
     say(console, f"{blobs(found.live_blobs)}, {human(found.live_size)}, {verb} in use")
 
 
-def pages_only(console: Console, found: Listing, *, needed: Collection[str] = ()) -> None:
-    """How much of a store is memory without a name, which gc leaves, and how it is freed.
+def pages_only(found: Listing, *, needed: Collection[str] = ()) -> str:
+    """How much of a store is memory without a name, which gc leaves, and how it is freed; "" for none.
 
     `needed`: the IDs of containers of which it is known that they need theirs.
     """
     left = [row for row in found.rows if row.kind == "pages" and not row.names]
     left = [row for row in left if row.container_id not in needed]
     if not left:
-        return
+        return ""
     what = "entry without a name is" if len(left) == 1 else "entries without a name are"
-    say(
-        console,
+    return (
         f"{len(left)} {what} memory of a checkpoint whose records only Podman or an archive has, or that was "
         f"cut off: {human(sum(row.own for row in left))}; gpusnap ls --filter kind=pages shows them, and "
-        "gpusnap rm --gc DIGEST frees one that no container or archive needs",
+        "gpusnap rm --gc DIGEST frees one that no container or archive needs"
     )

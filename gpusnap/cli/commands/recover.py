@@ -12,7 +12,6 @@ from gpusnap.checkpoints import migrations
 from gpusnap.checkpoints.list import listing
 from gpusnap.checkpoints.migrations import Leaving
 from gpusnap.cli import recover_list, store_tables
-from gpusnap.cli import tables as show
 from gpusnap.cli.recover_list import Names
 from gpusnap.engines import podman
 from gpusnap.migration import records
@@ -180,7 +179,9 @@ def _tell_memory(store: Store, stopped: Sequence[podman.Container]) -> None:
     """Say how much memory the store has without a name for it, and that none of these needs."""
     if exists(store.path):
         with suppress(OciError):
-            store_tables.pages_only(show.output(), listing(store), needed={each.id for each in stopped})
+            said = store_tables.pages_only(listing(store), needed={each.id for each in stopped})
+            if said:
+                click.echo(said, err=True)
 
 
 def _recover_and_say(

@@ -229,6 +229,7 @@ def test_an_archive_without_room(
     if where != "the archive":
         file = place.parent / "w.tar"
         monkeypatch.setattr("tempfile.tempdir", str(small_disk))
+        monkeypatch.setenv("TMPDIR", str(small_disk))
 
     def attempt(_: int) -> bool:
         outcome = gpusnap("pull", ref(registry), "-o", file)

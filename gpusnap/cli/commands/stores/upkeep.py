@@ -136,7 +136,8 @@ def gc(store: str | None, dry_run: bool, as_json: bool) -> None:
         return
     store_tables.collected(show.output(), place.path, found, dry_run=dry_run)
     with suppress(OciError):
-        store_tables.pages_only(show.output(), listing(place))
+        if said := store_tables.pages_only(listing(place)):
+            show.say(show.output(), said)
 
 
 @click.command()
