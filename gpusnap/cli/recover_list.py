@@ -33,8 +33,8 @@ class Waiting:
     container: str
     kind: str
     """checkpoint, restore, suspend, resume, leaving or coming: it is migrated to another host, or comes from
-    one; unknown: it was restored, and Podman says it does not run; stopped: Podman can continue it;
-    suspended: Podman has it as running."""
+    one; unknown: it was restored, and Podman says it does not run; suspended: Podman has it as
+    running."""
     at_work: bool
     """Its gpusnap is still there, and nobody else may touch the container."""
     processes: tuple[int, ...]
@@ -42,7 +42,7 @@ class Waiting:
     image: str
     """The image directory of a checkpoint or restore; else empty."""
     why: str = ""
-    """What Podman says of an unknown container, and what is known of one that is migrated or stopped."""
+    """What Podman says of an unknown container, and what is known of one that is migrated."""
     name: str = ""
     """Its engine's name for it, where that is known."""
 
@@ -54,7 +54,6 @@ def waiting(
     moving: Sequence[Suspension] = (),
     leaving: Sequence[Leaving] = (),
     coming: Sequence[Record] = (),
-    stopped: Sequence[podman.Container] = (),
     awake: Sequence[Suspension] = (),
 ) -> tuple[Waiting, ...]:
     """All of these, by container."""
@@ -79,15 +78,8 @@ def waiting(
         Waiting(e.container or e.name, "coming", e.at_work, (), "", f"{e.name} comes from another host")
         for e in coming
     ]
-    found += [Waiting(e.id, "stopped", False, (), e.checkpoint_path, continues(e), e.name) for e in stopped]
     found += [Waiting(e.container, "suspended", False, (), "", _AWAKE, e.name) for e in awake]
     return tuple(sorted(found, key=lambda each: (each.container, each.kind)))
-
-
-def continues(stopped: podman.Container) -> str:
-    """What is known of a container that Podman can continue."""
-    said = "Podman has a checkpoint of it, and its memory is in the store"
-    return f"{said}; it continues by: {podman.to_restore(stopped)}"
 
 
 class Names:
@@ -119,7 +111,7 @@ class Names:
 def line(each: Waiting, names: Names) -> str:
     """One for people."""
     shown = names.shown(each.container)
-    if each.kind in ("unknown", "stopped", "suspended"):
+    if each.kind in ("unknown", "suspended"):
         return f"{shown}  {each.why}"
     if each.kind in ("leaving", "coming"):
         how = "gpusnap is at work on it" if each.at_work else "that was cut off"

@@ -158,9 +158,8 @@ def _list(
     """`asleep`: those that are suspended; None where one container alone is asked for."""
     unknown, open_ones = unknown_containers.unknown(up)
     store = Store(settings_file.load().store.path)
-    stopped = in_podman.left(store) if asleep is not None else ()
     awake = [each for each in asleep or () if suspending.is_awake(each)]
-    waits = recover_list.waiting(found, cut_off, unknown, moving, moves.leaving, moves.coming, stopped, awake)
+    waits = recover_list.waiting(found, cut_off, unknown, moving, moves.leaving, moves.coming, awake)
     names = Names({each.container: each.name for each in moving})
     if as_json:
         click.echo(recover_list.as_json(waits, names))
@@ -169,19 +168,27 @@ def _list(
         click.echo(recover_list.line(each, names))
     for line in open_ones:
         click.echo(line, err=True)
-    if asleep is not None:
-        _tell_memory(store, stopped)
-    if not waits and not open_ones:
+    told = asleep is not None and _tell_memory(store)
+    if not waits and not open_ones and not told:
         click.echo(_NOTHING, err=True)
 
 
-def _tell_memory(store: Store, stopped: Sequence[podman.Container]) -> None:
-    """Say how much memory the store has without a name for it, and that none of these needs."""
+def _tell_memory(store: Store) -> bool:
+    """Say which memory the store has without a name for it; whether a container of Podman's waits for some.
+
+    None of it is in the way of anything: it is not in the list of what is to be recovered.
+    """
+    there = in_podman.left(store)
+    for stopped in there:
+        shown = Names({stopped.id: stopped.name}).shown(stopped.id)
+        said = "Podman has a checkpoint of it, and its memory is in the store"
+        click.echo(f"{shown}  {said}; it continues by: {podman.to_restore(stopped)}", err=True)
     if exists(store.path):
         with suppress(OciError):
-            said = store_tables.pages_only(listing(store), needed={each.id for each in stopped})
+            said = store_tables.pages_only(listing(store), needed={each.id for each in there})
             if said:
                 click.echo(said, err=True)
+    return bool(there)
 
 
 def _recover_and_say(
@@ -219,12 +226,8 @@ def _recover_and_say(
         overrides.sweep()
         idle = not found and not cut_off and not moving and not moves.actions()
         store = Store(settings.store.path)
-        there = in_podman.left(store)
-        for stopped in there:
-            shown = Names({stopped.id: stopped.name}).shown(stopped.id)
-            click.echo(f"{shown}  {recover_list.continues(stopped)}", err=True)
-        _tell_memory(store, there)
-        if idle and not unknown and not open_ones and not there:
+        told = _tell_memory(store)
+        if idle and not unknown and not open_ones and not told:
             click.echo(_NOTHING, err=True)
 
 

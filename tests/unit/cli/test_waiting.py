@@ -69,14 +69,9 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Names().shown(other) == other
 
 
-def test_what_podman_is_told_of() -> None:
-    """A container that it can continue, and one that it takes for running."""
-    stopped = podman.Container("a" * 64, "server", "gpusnap-runtime", "exited", "/image")
-    moving = Suspension("k", "llama", "podman", "", Stage.SUSPENDED, (1, 1), (1, 1), "", "crun")
-    found = waiting([], [], stopped=[stopped], awake=[moving])
-    names = Names({each.container: each.name for each in found})
-    assert [line(each, names) for each in found] == [
-        "server (aaaaaaaaaaaa)  Podman has a checkpoint of it, and its memory is in the store; "
-        f"it continues by: {podman.to_restore(stopped)}",
-        f"llama ({moving.container[:12]})  it is suspended, but Podman has it as running",
-    ]
+def test_one_that_podman_has_as_running() -> None:
+    """Though it is suspended."""
+    asleep = Suspension("k", "llama", "podman", "", Stage.SUSPENDED, (1, 1), (1, 1), "", "crun")
+    (found,) = waiting([], [], awake=[asleep])
+    said = line(found, Names({found.container: found.name}))
+    assert said == f"llama ({found.container[:12]})  it is suspended, but Podman has it as running"
